@@ -204,6 +204,8 @@ class TreeDrafter(Drafter):
     A child adds log softmax(c scores) to its path's value; c, the sharpness, is fitted per head.
     """
 
+    levels: int = LARGEST  # that it can draft
+
     def __init__(
         self,
         target: Transformer,

@@ -99,15 +99,25 @@ def with_smaller_trees(
     lookup: an `NgramDrafter` whose trees are presets, too; for drafters that may skip tokens
     """
     largest = drafter.tree
+    shapes: list[TreeShape] = []
     presets: list[Drafter] = [Idle(drafter, target, lookup)]
     presets += [Idle(drafter, target, lookup, size) for size in range(1, presets[0].lookups + 1)]
     for shape in SHAPES if target.norm.weight.device.type == "cpu" else SHAPES[1:]:
+        shape = cut(shape, drafter.levels)
         fits = shape.depth <= largest.depth and shape.topk <= largest.width
-        if not fits or shape.size >= largest.size:
+        if not fits or shape.size >= largest.size or shape in shapes:
             continue
+        shapes.append(shape)
         tree = StaticTree.chain(shape.depth) if shape.topk == 1 else DynamicTree(*shape)
         presets.append(Deferred(drafter.with_tree(tree), target, lookup=lookup))
     return Deferred(drafter, target, presets, lookup=lookup)
+
+
+def cut(shape: TreeShape, levels: int) -> TreeShape:
+    """Return a shape of so many levels at most, with no more nodes than it then has candidates."""
+    depth = min(shape.depth, levels)
+    candidates = shape.topk + (depth - 1) * shape.topk**2
+    return TreeShape(depth, shape.topk, min(shape.size, 1 + candidates))
 
 
 def shape_of(preset: Drafter) -> TreeShape:

@@ -108,6 +108,7 @@ class HydraDrafter(TreeDrafter):
         """
         super().__init__(target, tree, **{"sharpness": heads.config.sharpness} | options)
         self.heads = heads
+        self.levels = heads.config.heads
         self.layers = heads.prefix
         self.target = target
         self.embedding = target.embedding

@@ -94,6 +94,7 @@ class MedusaDrafter(LevelDrafter):
         """
         super().__init__(target, tree, **{"sharpness": heads.config.sharpness} | options)
         self.heads = heads
+        self.levels = heads.config.heads
         self.target = target
         self.lm_head = lm_head or target.lm_head
 

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from command_line import one_line_errors, option, parse
 from decode import Engine
 from generate import Batch, Turn, encode, first_ids, load
-from options import DEMO, GenerateConfig, pick_device
+from options import DEMO, HEAD_KINDS, GenerateConfig, pick_device
 from scripts.bench.measure import (
     Log,
     Series,
@@ -370,7 +370,7 @@ def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> di
     accepted = acceptance(lengths, engine.drafter.depth)
     timed = speed(name, rounds)
     same = [x for r in rounds for x in r["outcomes"][name]["identical"]]
-    chain = engine.config.draft in ("eagle", "model") and engine.drafter.width == 1
+    chain = engine.config.draft in (*HEAD_KINDS, "model") and engine.drafter.width == 1
     pass_s = timed["verify_ms"] / 1e3
     return {
         **accepted,

@@ -75,7 +75,7 @@ def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
     feature_s = time.perf_counter() - began
     known = SimpleNamespace(of=lambda tokens, number: features, best=lambda *_: best)
     losses = train_eagle.losses_of(training, head, target, compiled=False)
-    made = train_eagle.Ready(target, [example], [], head, known, losses)
+    made = train_eagle.Ready(target, [example], [], head, known, losses, train_eagle.eagle_method())
     return Costs(
         answer_rate,
         single_rate,

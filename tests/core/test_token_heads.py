@@ -30,6 +30,7 @@ from helpers import (
     golden_target,
     order_of,
     pairwise,
+    slow,
 )
 from hf.head_kinds import head_kind
 from load import make_drafter
@@ -314,7 +315,7 @@ def test_tokens_are_vanillas(official, kind, tree, temperature, batch):
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+@pytest.mark.parametrize("kind", ["medusa", *slow(["hydra++"])])
 def test_traced_drafts_are_the_eager_ones(official, kind):
     """Reading tokens and growing a tree is one graph."""
     drafter = drafter_of(official[kind][1], DynamicTree(2, 3, 6))
@@ -356,7 +357,13 @@ def test_whole_engines_give_vanillas_tokens(official, kind, quant, tree, monkeyp
     }
     engine = load(head=str(official[kind][1]), tree=tree, temperature=1.0, **options)
     assert (engine.config.draft, engine.config.quant_draft) == (kind.rstrip("+ 2"), quant)
-    assert engine.drafter.resolved_options()["tree_depth"] == D, "as many levels as heads"
+    resolved = engine.drafter.resolved_options()
+    assert resolved["tree_depth"] == D, "as many levels as heads"
+    assert tree != "auto" or resolved["trees"][-3:] == [
+        "chain 3",
+        "dynamic 4/3/8",
+        "dynamic 4/4/16",
+    ]
     plain = load(draft="none", temperature=1.0, **options)
     assert generate(engine, [PROMPTS[0]]).tokens == generate(plain, [PROMPTS[0]]).tokens
 
