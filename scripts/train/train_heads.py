@@ -92,12 +92,16 @@ class Training:
     def make_head(
         self, config: HeadConfig, target: Transformer, examples: list[Example]
     ) -> MedusaHeads | HydraHeads:
-        """Make heads whose first outputs are the feature itself.
+        """Make heads whose first outputs are the feature itself, normed behind a prefix layer.
 
-        examples: their marked tokens choose the draft vocabulary. Writes: the vocabulary.
+        examples: their marked tokens choose the draft vocabulary
+        Raises: ValueError for a prefix layer beside a mixture of experts.
+        Writes: the vocabulary.
         """
         c = target.config
-        prefix = replace(c, n_layers=1, n_experts=0) if config.prefix_attention else None
+        fault = "--prefix_attention makes a layer of the target's shape, which has no experts"
+        require(not config.prefix_attention or not c.n_experts, f"{fault}; drop it")
+        prefix = replace(c, n_layers=1) if config.prefix_attention else None
         own = config.lm_heads == "own"
         shape = TokenHeads(config.heads, config.layers, c.dim, c.vocab_size, own, prefix=prefix)
         kind = MedusaHeads if config.method == "medusa" else HydraHeads
@@ -186,6 +190,9 @@ def start_as_identity(heads: MedusaHeads | HydraHeads, target: Transformer) -> N
             if isinstance(module, Linear):
                 module.weight.zero_()
                 module.bias.zero_()
+    if isinstance(heads, HydraHeads) and heads.prefix:
+        for layer in (heads.prefix[0].attention.wo, heads.prefix[0].ffn.w2):
+            layer.weight.zero_()
     dim = target.config.dim
     for mlp in getattr(heads, "mlps", ()):
         mlp[0].weight[dim:].normal_(std=0.02)
