@@ -291,7 +291,10 @@ class TreeDrafter(Drafter):
         raise NotImplementedError
 
     def logits_of(self, out: Tensor, level: int) -> Tensor:
-        """Score the children of a level's nodes, as `logits`. Level 0 is the root's."""
+        """Score the children of a level's nodes, as `logits`. Level 0 is the root's.
+
+        Scores that all nodes of a level share may be returned once: [B, 1, Vd].
+        """
         return self.logits(out)
 
     def resolved_options(self) -> dict[str, Any]:
@@ -344,12 +347,11 @@ class TreeDrafter(Drafter):
 
     def _sampled(self, out: Tensor, level: int, k: int, root: Root) -> Children:
         """Draw children without replacement from q. out: [B, R, F]."""
-        first = 0  # rows of noise of earlier levels
-        if level:
-            first = 1 + sum(self.tree.widths[: level - 1])
-        z = self.logits_of(out, level)
-        log_q = sampling.process(z, root.rule).log_softmax(-1)  # [B, R, Vd]
-        fresh = self.vocab.columns(root.fresh[:, first : first + out.shape[1]])
+        rows = [1, *self.tree.widths]  # nodes of each level that have children
+        first = sum(rows[:level])  # rows of noise of earlier levels
+        z = self.logits_of(out, level).expand(-1, rows[level], -1)  # [B, R, Vd]
+        log_q = sampling.process(z, root.rule).log_softmax(-1)
+        fresh = self.vocab.columns(root.fresh[:, first : first + rows[level]])
         columns = (log_q + fresh).topk(k, dim=-1).indices
         tokens = self.vocab.tokens(columns)
         return Children(tokens, log_q.gather(2, columns), self.vocab.spread(log_q.exp()))

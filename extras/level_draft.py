@@ -49,9 +49,8 @@ class LevelDrafter(TreeDrafter):
         return out
 
     def logits_of(self, out: Tensor, level: int) -> Tensor:
-        """Repeat a level's scores for each of its nodes: [B, D, Vd] -> [B, R, Vd]."""
-        nodes = self.tree.widths[level - 1] if level else 1
-        return out[:, level, None].expand(-1, nodes, -1)
+        """Return a level's scores, which all its nodes share: [B, D, Vd] -> [B, 1, Vd]."""
+        return out[:, level, None]
 
 
 def head_options(

@@ -28,7 +28,7 @@ lib.define("relate(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor,
 
 
 class Children(NamedTuple):
-    """The best children of R nodes, best first."""
+    """The best children of R nodes, best first. All R share them where R is 1."""
 
     tokens: Tensor  # [B, R, k] int64
     scores: Tensor  # [B, R, k] fp32, log-probabilities
@@ -38,7 +38,8 @@ class Children(NamedTuple):
 class Scores(NamedTuple):
     """The scores of all children of R nodes; a child adds log softmax(c z) to its path's value."""
 
-    logits: Tensor  # [B, R, V] fp32, z
+    # [B, R, V] fp32, z; or [B, 1, V], which all R nodes share
+    logits: Tensor
     sharpness: float  # c
     ids: Tensor | None  # [V] int64, the token of each column; None: its number
     q: Tensor | None = None  # None: nothing was sampled
@@ -125,7 +126,8 @@ def grow_level(
     """
     if isinstance(found, Children):
         return grow_level_reference(found, front, step, begin)
-    if not found.logits.is_cuda:
+    shared = found.logits.shape[1] < front.index.shape[1]
+    if shared or not found.logits.is_cuda:
         return grow_level_reference(found.best(step.k), front, step, begin)
     tokens, values, order, best, seen = torch.ops.gpt_eagle.grow_level(
         found.logits,
@@ -148,8 +150,10 @@ def grow_level_reference(
     found: Children, front: Frontier, step: Expansion, begin: int
 ) -> tuple[Candidates, Frontier | None]:
     """Compute `grow_level` with torch's own operators."""
-    tokens = found.tokens.flatten(1)  # [B, X]
-    values = (front.paths.values[:, :, None] + found.scores).flatten(1)  # [B, X]
+    every = (-1, front.index.shape[1], -1)  # [B, R, k]
+    tokens = found.tokens.expand(every).flatten(1)  # [B, X]
+    scores = found.scores.expand(every)
+    values = (front.paths.values[:, :, None] + scores).flatten(1)  # [B, X]
     level = Candidates(tokens, values, front.index.repeat_interleave(step.k, dim=1))
     if not step.count:
         return level, None
@@ -158,7 +162,7 @@ def grow_level_reference(
     elif step.by_value:
         order = best_first(values)[:, : step.count]
     else:
-        order = best_first(found.scores.flatten(1))[:, : step.count]
+        order = best_first(scores.flatten(1))[:, : step.count]
     parent = (order // step.k)[:, :, None]  # [B, R', 1]
     nodes = torch.arange(step.count, device=order.device)
     slots = torch.arange(front.paths.seen.shape[2], device=order.device)

@@ -71,7 +71,8 @@ def _next_level(
     at,
     by_value,
 ):
-    B, R, _ = logits.shape
+    B = len(logits)
+    R = logits.shape[1] if index is None else index.shape[1]
     slots = at[2]
     candidates = [
         logits.new_empty(B, R * k, dtype=torch.long),  # tokens

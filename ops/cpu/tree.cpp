@@ -52,7 +52,7 @@ void score_row(const float* z, int64_t n, const Shared& shared, const int64_t* i
 
 // ------------------------------------------------------------------------------------------------ growing
 
-// `next_level` of ops/tree.py. logits: [B, R, V] fp32; noise: [B, D+1, Vt] and temperature [B], both or none; ids: [V];
+// `next_level` of ops/tree.py. logits: [B, R, V] fp32, or [B, 1, V], which all R nodes share; noise: [B, D+1, Vt] and temperature [B], both or none; ids: [V];
 // of the frontier index [B, R], values [B, R] and seen [B, R, W], none of the root's; places: [1, R']; at: the level's
 // first flat index and first scratch slot, and W. Returns: tokens, values and parents of the candidates, [B, X]; of the
 // next frontier index, tokens, parent and values, [B, R'], and seen, [B, R', W].
@@ -61,12 +61,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     const Optional& temperature, const Optional& index, const Optional& values, const Optional& seen,
     const Optional& places, int64_t k, int64_t count, at::IntArrayRef at, bool by_value) {
   TORCH_CHECK(logits.dim() == 3 && at.size() == 3 && (!noise || noise->dim() == 3), "logits and noise have 3 dimensions");
-  const int64_t B = logits.size(0), R = logits.size(1), V = logits.size(2), X = R * k;
+  const int64_t B = logits.size(0), rows = logits.size(1), V = logits.size(2);
+  const int64_t R = rows == 1 && index ? index->size(-1) : rows, X = R * k;
   const int64_t begin = at[0], slot = at[1], W = at[2], draws = noise ? noise->size(1) : 0;
   const int64_t Vt = noise ? noise->size(2) : V;
   TORCH_CHECK(0 < k && k <= V && 0 <= count && count <= X, "there are no ", k, " best of ", V, " scores, or no ", count,
               " of ", X, " candidates");
-  const Operand<float> z(logits, {B, R, V}, "logits");
+  const Operand<float> z(logits, {B, rows, V}, "logits");
   const auto of_column = optional<int64_t>(ids, {V}, "ids");
   const auto gumbel = optional<float>(noise, {B, draws, Vt}, "noise");
   const auto of_row = optional<float>(temperature, {B}, "temperature");
@@ -83,24 +84,30 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   float *sums = path.mutable_data_ptr<float>(), *steps = step.mutable_data_ptr<float>();
   int64_t *token = out(tokens), *parent = out(parents);
   const int64_t* id = of_column ? of_column->data : nullptr;
-  parallel(B * R, std::max<int64_t>(1, GRAIN / V), [&](int64_t first, int64_t last) {
+  std::vector<float> values_of(B * rows * k);  // of the children of each row
+  std::vector<int64_t> tokens_of(B * rows * k);
+  parallel(B * rows, std::max<int64_t>(1, GRAIN / V), [&](int64_t first, int64_t last) {
     std::vector<float> scores(V), best(k);
     std::vector<int64_t> column(k);
     for (int64_t r = first; r < last; r++) {
-      const float* drawn = gumbel ? gumbel->data + (r / R * draws + level) * Vt : nullptr;
-      const float row_temperature = of_row ? (*of_row)[r / R] : 0.0f;
+      const float* drawn = gumbel ? gumbel->data + (r / rows * draws + level) * Vt : nullptr;
+      const float row_temperature = of_row ? (*of_row)[r / rows] : 0.0f;
       score_row(z.data + r * V, V, {drawn, row_temperature}, id, float(sharpness), scores.data());
       topk::best_of(scores.data(), V, k, best.data(), column.data());
       const float total = float(best[0] + std::log(exponential_sum(scores.data(), V, best[0])));
       for (int64_t i = 0; i < k; i++) {
         const float value = best[i] - total;  // no value may exceed its parent's, not even by rounding
-        steps[r * k + i] = value > 0 ? 0.0f : value;
-        sums[r * k + i] = (so_far ? (*so_far)[r] : 0.0f) + steps[r * k + i];
-        token[r * k + i] = id ? id[column[i]] : column[i];
-        parent[r * k + i] = flat ? (*flat)[r] : -1;
+        values_of[r * k + i] = value > 0 ? 0.0f : value;
+        tokens_of[r * k + i] = id ? id[column[i]] : column[i];
       }
     }
   });
+  for (int64_t node = 0; node < B * R; node++)
+    for (int64_t i = 0, from = (rows == R ? node : node / R) * k; i < k; i++, from++) {
+      const int64_t to = node * k + i;
+      steps[to] = values_of[from], token[to] = tokens_of[from], parent[to] = flat ? (*flat)[node] : -1;
+      sums[to] = (so_far ? (*so_far)[node] : 0.0f) + steps[to];
+    }
   const at::Tensor next = logits.new_empty({B, count}, at::kLong), chosen = at::empty_like(next);
   const at::Tensor above = at::empty_like(next), value = logits.new_empty({B, count});
   const at::Tensor sees = logits.new_empty({B, count, W}, at::kBool);

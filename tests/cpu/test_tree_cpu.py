@@ -88,17 +88,21 @@ def front_of(batch: int, rows: int, slots: int) -> Frontier:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("vocab", [4, 97, 5000])
 def test_next_level(vocab, batch, kind):
-    """With and without a draft vocabulary, noise, sharpness; the root's and others; by value, step and place; the last."""
+    """With and without a draft vocabulary, noise, sharpness; the root's and others; by value, step and place; the last.
+
+    The nodes of a level have scores of their own, or share them (`scored` 1).
+    """
     torch.manual_seed(vocab)
     noise, slots = torch.randn(batch, 3, vocab), 7
     few = whole(vocab, 4).unique() if vocab > 4 else torch.arange(4)
-    for (ids, noisy, rows), by_value in itertools.product(
-        itertools.product((None, few), (False, True), (None, 1, 3)), (True, False)
+    fronts = ((None, 1), (1, 1), (3, 3), (3, 1))
+    for (ids, noisy, (rows, scored)), by_value in itertools.product(
+        itertools.product((None, few), (False, True), fronts), (True, False)
     ):
         width = vocab if ids is None else len(ids)
         front, above = (None, 1) if rows is None else (front_of(batch, rows, slots), rows)
         k = min(width, 3)
-        found = Scores(logits_of(kind, batch, above, width), random.choice((1.0, 0.5, 1.7)), ids)
+        found = Scores(logits_of(kind, batch, scored, width), random.choice((1.0, 0.5, 1.7)), ids)
         shared = Shared(noise, 2, 0.3 + torch.rand(batch)) if noisy else None
         for count, places in (
             (2, None),
