@@ -228,20 +228,24 @@ def write_heads(out: Path, heads: MedusaHeads | HydraHeads, layer: ModelConfig, 
     write_text(str(out / "config.json"), json.dumps(keys, indent=2))
 
 
+def method_of(config: HeadConfig) -> Method:
+    """Return the parts of training that the options name. Raises: ValueError for wrong ones."""
+    config.check()
+    training = Training(config)
+    return Method(
+        training.make_head,
+        training.prepare,
+        training.losses_of,
+        training.draft,
+        training.save_head,
+    )
+
+
 def main() -> None:
     config = parse(HeadConfig, "train_heads.py", __doc__)
     with one_line_errors("train_heads.py"):
-        config.check()
         config = replace(config, device=pick_device(config.device))
-        training = Training(config)
-        method = Method(
-            training.make_head,
-            training.prepare,
-            training.losses_of,
-            training.draft,
-            training.save_head,
-        )
-        train(config, ready(config, method))
+        train(config, ready(config, method_of(config)))
 
 
 if __name__ == "__main__":

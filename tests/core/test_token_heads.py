@@ -37,9 +37,10 @@ from load import make_drafter
 from options import GenerateConfig
 from quantize import quantize_directory
 from sampling import Rule, Sampling
+from scripts.train import train_eagle, train_heads
 from scripts.train.acceptance import evaluate, fit_sharpness
 from scripts.train.head_losses import Scored, draft_levels, level_losses
-from scripts.train.train_heads import HeadConfig, write_heads
+from scripts.train.train_heads import HeadConfig, method_of, ready, train, write_heads
 from tree_shapes import EAGLE1_PATHS, MEDUSA_PATHS
 
 TARGET = GOLDEN / "models/target_llama_mha"
@@ -438,7 +439,10 @@ def wrong(name: str, folder: Path) -> None:
             config["hidden_state_offset"] = 1
         case "code":
             tensors = {"0.0.linear.weight": print}
-    torch.save(tensors, file) if file.suffix == ".pt" else save_file(tensors, file)
+    if file.suffix == ".pt":
+        torch.save(tensors, file)
+    else:
+        save_file(tensors, file)
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -592,6 +596,63 @@ def test_alpha_is_that_of_the_decode_loops_chains(official, kind):
         row["tau"] == pytest.approx(1 + float(ok.sum(1).float().mean())) and len(row["alpha"]) == D
     )
     assert 1.0 <= fit_sharpness(drafter.heads, target, [(0, history)], draft) <= 4.0
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
+    """From the target's own texts to files that `--head` takes, with a draft vocabulary or a prefix layer."""
+    target = golden_target()
+    prompts = [[5 + i, 17, 3] for i in range(8)]
+    sampled = decode(
+        engine_for(
+            target, RootOnly(), batch_size=8, temperature=0.4, max_new_tokens=50, ignore_eos=True
+        ),
+        *prompts,
+    ).history
+    examples = [train_eagle.Example(ids, [i > 2 for i in range(len(ids))]) for ids in sampled]
+    monkeypatch.setattr(train_heads, "plot_curve", lambda curve, losses, path: path.touch())
+    monkeypatch.setattr(train_eagle, "prepare", lambda *_: (examples, [(3, sampled[0])]))
+    config = HeadConfig(
+        checkpoint=str(TARGET), method=method, prefix_attention=method == "hydra", heads=2, steps=16, warmup=2,
+        batch_size=4, seq_len=48, lr=1e-2, eval_every=8, dtype="float32", device="cpu", out=str(tmp_path),
+        draft_vocab=80 if method == "medusa" else 0, weight_decay=0.0,
+    )  # fmt: skip
+    train(config, ready(config, method_of(config)))
+    first, last = json.loads((tmp_path / "training.json").read_text())["curve"]
+    assert all(last[name] < first[name] - 0.1 for name in config.losses)
+    assert method == "medusa" or last["tau"] > 1.3, "that of new heads is 1.0"
+    made = drafter_of(tmp_path, StaticTree.chain(2)).heads.config
+    assert (made.heads, made.own_lm_heads, bool(made.prefix)) == (2, False, method == "hydra")
+    options = {"checkpoint": str(TARGET), "head": str(tmp_path), "device": "cpu", "tree": "chain"}
+    engine = load(draft_vocab=config.draft_vocab, max_new_tokens=20, **options)
+    assert engine.drafter.vocab.kept == (config.draft_vocab or 97)
+    assert generate(engine, [prompts[0]]).stats["tau"] >= 1
+
+
+def test_sampled_children_are_those_of_each_nodes_own_noise(official):
+    """`--accept residual`: nodes of a level share q and not their draws."""
+    module, folder = official["medusa"]
+    tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
+    drafter = drafter_of(folder, tree, children="sampled")
+    features = features_of(PROMPTS[0])
+    state = drafter.extend(drafter.init(1, 20), Confirmed(None, features[None], torch.tensor([7])))
+    fresh = (
+        -torch.rand(1, drafter.fresh_rows, 97, generator=torch.Generator().manual_seed(3))
+        .log()
+        .neg()
+        .log()
+    )
+    text = Text(torch.tensor([[*PROMPTS[0], 44]]), torch.tensor([7]))
+    found = drafter.propose(state, Root(None, fresh, text, Rule.of([Sampling(0.7)])))
+    q = [(head(features[-1]) / 0.7).log_softmax(-1) for head in module]
+    root, one, two = (
+        (q[level] + fresh[0, row]).topk(2).indices.tolist()
+        for level, row in ((0, 0), (1, 1), (1, 2))
+    )
+    assert found.tokens[0].tolist() == [44, *root, one[0], *two]
+    assert torch.allclose(found.q[0, 1], q[1].exp(), atol=1e-6) and torch.equal(
+        found.q[0, 1], found.q[0, 2]
+    )
 
 
 def test_the_static_tree_is_the_official_one():
