@@ -186,6 +186,10 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
             from extras.hydra_draft import load_drafter
 
             drafter = load_drafter(target, config)
+        case "block":
+            from extras.block_draft import load_drafter
+
+            drafter = load_drafter(target, config)
         case _:  # eagle, eagle+ngram
             added = {}
             if config.inflate or config.draft_vocab or config.draft == "eagle+ngram":

@@ -346,7 +346,7 @@ def _search_scale(groups: Tensor) -> Tensor:
 class QuantizeConfig:
     """Options of quantize.py. Units and effects are in the help texts."""
 
-    checkpoint: str = option("", "Hugging Face directory of a target model or an EAGLE head")
+    checkpoint: str = option("", "Hugging Face directory of a target model or a head")
     quant: str = option("int4", "format", FORMAT_NAMES)
     group_size: int = option(
         0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides all"
@@ -357,8 +357,12 @@ class QuantizeConfig:
 
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
-    """Check that a stored tensor is the weight of a linear layer. Routers are not quantized."""
+    """Check that a stored tensor is the weight of a linear layer.
+
+    Neither routers nor the confidence of a block drafter are quantized.
+    """
     others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
+    others += ("markov_w1.weight", "confidence_head.proj.weight")
     return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith(others)
 
 

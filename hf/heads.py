@@ -161,7 +161,7 @@ class EagleConfig:
         Raises: ValueError for a missing or broken file or key.
         """
         raw = raw or read_json(path / "config.json")
-        model = _layer_config(path, raw)
+        model = layer_config(path, raw)
         with naming(path / "config.json"):
             hf = read_fields(raw, HFEagle2Head)
         _check_inputs(path, hf)
@@ -169,7 +169,8 @@ class EagleConfig:
         return EagleConfig(model, fc_bias=hf.bias, sharpness=hf.draft_sharpness)
 
 
-def _layer_config(path: Path, raw: dict) -> ModelConfig:
+def layer_config(path: Path, raw: dict) -> ModelConfig:
+    """Read the shape of a head's layers. Raises: ValueError for a missing or broken key."""
     with naming(path / "config.json"):
         # heads name the target's architecture; the head's own layer is always a LLaMA layer
         return config_from(raw, "LlamaForCausalLM")
@@ -412,7 +413,7 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
         hf_top = read_fields(raw, HFEagle3Head)
         hf_flags = read_fields(flags, HFEagle3Head)
     _check_inputs(path, hf)
-    model = _layer_config(path, raw if layer is None else layer)
+    model = layer_config(path, raw if layer is None else layer)
     biases = {kind: f"midlayer.{name}.bias" in tensors for kind, name in BIASES.items()}
     model = replace(model, qk_norm="midlayer.self_attn.q_norm.weight" in tensors, **biases)
     vocab = _draft_vocab_size(files, hf, model.vocab_size)

@@ -388,13 +388,18 @@ def next_level_reference(
         index = torch.full_like(values, -1, dtype=torch.long)
         # the root: tokens and parents are unread
         front = Frontier(index, index, index, Paths(values, seen))
-    if shared is not None:
-        noise = shared.noise[:, shared.level, None]  # [B, 1, V]
-        if found.ids is not None:
-            noise = noise.index_select(-1, found.ids)
-        temperature = shared.temperature[:, None, None]  # [B, 1, 1]
-        found = Scores(temperature * (found.logits + noise), found.sharpness, found.ids)
-    return grow_level(found, front, step, begin)
+    return grow_level(with_noise(found, shared), front, step, begin)
+
+
+def with_noise(found: Children | Scores, shared: Shared | None) -> Children | Scores:
+    """Add the noise to the scores of all children, where there is any."""
+    if shared is None:
+        return found
+    noise = shared.noise[:, shared.level, None]  # [B, 1, V]
+    if found.ids is not None:
+        noise = noise.index_select(-1, found.ids)
+    temperature = shared.temperature[:, None, None]  # [B, 1, 1]
+    return Scores(temperature * (found.logits + noise), found.sharpness, found.ids)
 
 
 # ------------------------------------------------------------------------------------------- nodes
