@@ -46,7 +46,8 @@ class BlockHead(Transformer):
     def __init__(self, config: BlockConfig):
         model = config.model
         super().__init__(model)
-        self.block = config
+        self.config = config
+        self.aux_layers = config.aux_layers
         self.fc = Linear(len(config.aux_layers) * model.dim, model.dim, bias=False)
         self.hidden_norm = RMSNorm(model.dim, model.norm_eps)
         if not config.own_embedding:
@@ -77,7 +78,7 @@ class BlockHead(Transformer):
 
     def token_rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of the bias for the tokens before: [B, R] int64 -> [B, R, rank or 0]."""
-        if not self.block.markov_rank:
+        if not self.config.markov_rank:
             return self.norm.weight.new_zeros(*tokens.shape, 0)
         return self.markov_w1(tokens)
 
@@ -88,7 +89,7 @@ class BlockHead(Transformer):
         Returns: [B, R] fp32.
         """
         inputs = torch.cat((hidden.expand(-1, before.shape[1], -1), before), -1)
-        inputs = inputs[..., : self.block.confidence].float()
+        inputs = inputs[..., : self.config.confidence].float()
         odds = F.linear(inputs, self.confidence_weight.float()).squeeze(-1)
         if self.confidence_bias is not None:
             odds = odds + self.confidence_bias.float()
@@ -118,11 +119,11 @@ class BlockDrafter(LevelDrafter):
         lm_head: default: the head's own, else the target's
         options: children, sharpness and vocab, as for `TreeDrafter`
         """
-        super().__init__(target, tree, **{"sharpness": head.block.sharpness} | options)
-        assert self.tree.depth <= head.block.levels, (self.tree.depth, head.block)
+        super().__init__(target, tree, **{"sharpness": head.config.sharpness} | options)
+        assert self.tree.depth <= head.config.levels, (self.tree.depth, head.config)
         self.head = head
         self.layers = head.layers
-        self.aux_layers = head.block.aux_layers
+        self.aux_layers = head.aux_layers
         self.lm_head = lm_head or head.lm_head or target.lm_head
 
     def fuse(self, enable: bool) -> None:
@@ -132,14 +133,16 @@ class BlockDrafter(LevelDrafter):
     def init(self, batch: int, slots: int) -> BlockState:
         """Make an empty state; the cache has room for a block behind `slots`."""
         weight = self.head.norm.weight
-        slots += self.head.block.block_size
-        cache = KVCache.empty(self.head.config, batch, slots, weight.dtype, str(weight.device))
+        config = self.head.config
+        slots += config.block_size
+        cache = KVCache.empty(config.model, batch, slots, weight.dtype, str(weight.device))
         return BlockState(cache, torch.zeros(batch, dtype=torch.long, device=weight.device))
 
     def extend(self, state: BlockState, confirmed: Confirmed) -> BlockState:
         """Read the confirmed tokens' hidden states. Writes: slots from length on."""
         window = causal_window(state.length, confirmed.features.shape[1])
-        self.head.read(confirmed.features[..., self.head.config.dim :], state.cache, window)
+        taps = confirmed.features[..., self.head.config.model.dim :]
+        self.head.read(taps, state.cache, window)
         return replace_fields(state, length=state.length + confirmed.count)
 
     def rewind(self, state: BlockState, length: Tensor) -> BlockState:
@@ -151,7 +154,7 @@ class BlockDrafter(LevelDrafter):
 
         Writes: slots length .. length + block_size - 1.
         """
-        block = self.head.block
+        block = self.head.config
         first = 0 if block.predicts_next else 1
         size = self.tree.depth + first if block.causal else block.block_size
         window = causal_window(state.length, size)
@@ -184,7 +187,7 @@ class SparkDrafter(BlockDrafter):
     def __init__(self, *inputs: Any, **options: Any):
         super().__init__(*inputs, **options)
         self.bias_of = None
-        if self.head.block.markov_rank:
+        if self.head.config.markov_rank:
             self.bias_of = self.head.markov_w2
             if self.vocab.ids is not None:
                 self.bias_of = rows_of(self.bias_of, self.vocab.ids)
@@ -213,7 +216,7 @@ class SparkDrafter(BlockDrafter):
         self, out: SparkLevels, level: int, root: Root
     ) -> tuple[Scores | Children, Shared | None]:
         found, shared = super()._scores(out, level, root)
-        if not self.head.block.confidence:
+        if not self.head.config.confidence:
             return found, shared
         best = with_noise(found, shared).best(self.tree.ranks(level))
         sure = self.head.confidence(out.hidden[:, level, None], out.before)  # [B, R]
@@ -246,8 +249,8 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> BlockDrafter:
     path = Path(config.head)
     quant, vocab, options = head_options(target, config)
     head = load_head(path, target, quant)
-    tree = tree_of(config, head.block.levels, path)
+    tree = tree_of(config, head.config.levels, path)
     model = head if head.lm_head else target
     lm_head = draft_lm_head(model, quant, vocab.ids if vocab else None)
-    kind = SparkDrafter if head.block.markov_rank or head.block.confidence else BlockDrafter
+    kind = SparkDrafter if head.config.markov_rank or head.config.confidence else BlockDrafter
     return kind(head, target, tree, lm_head, vocab=vocab, **options)

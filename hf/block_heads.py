@@ -77,6 +77,11 @@ class BlockConfig:
         """Tokens that a pass predicts."""
         return self.block_size if self.predicts_next else self.block_size - 1
 
+    @property
+    def rope_factor(self) -> float:
+        """The factor of RoPE's cosines and sines, as for `ModelConfig`."""
+        return self.model.rope_factor
+
 
 def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
     """Read the config of a block drafter and check it against its target.

@@ -1,8 +1,8 @@
 """Compute the target's features of training batches, or keep them in a file after the first time.
 
 The file holds one epoch in the dtype of training, batch by batch: [batches, B, T,
-(1 + aux_layers) F]. Its aux layers are those of a new head of version 3, so that both versions can
-read it. The first epoch writes it; later epochs, and later runs on the same data, read it.
+(1 + aux_layers) F]. Its aux layers are the head's; of a head without any, those of a new head of
+version 3, so that both can read it. The first epoch writes it; later epochs, and later runs on the same data, read it.
 FILE.json records the data and the hash of the weights that it was made of. FILE.best holds the
 target's best token after each position, which version 3 needs: the product with the whole LM head
 is as long as the rest of a step for 0.5 billion parameters and 150,000 tokens.
@@ -50,12 +50,7 @@ class Features:
         self.version = config.version
         kept_aux_layers = aux_layers
         if config.features:
-            kept_aux_layers = default_aux_layers(target.config.n_layers)
-            if aux_layers not in ((), kept_aux_layers):
-                raise ValueError(
-                    f"--features keeps the inputs of layers {kept_aux_layers}; "
-                    f"--init takes those of {aux_layers}; leave it out"
-                )
+            kept_aux_layers = aux_layers or default_aux_layers(target.config.n_layers)
             count = len(tokens) // self.steps.numel()
             made_of = {
                 "shape": (count, *self.steps.shape, (1 + len(kept_aux_layers)) * dim),

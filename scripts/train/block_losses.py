@@ -1,0 +1,176 @@
+"""Compute the losses of block drafters, one for each level, over blocks at random places of a text.
+
+1. An anchor is a root: the block begins with its token, and mask tokens follow. It sees the keys and
+   values of the target's hidden states before the anchor, and its own block. All blocks of a text
+   run together, apart from each other.
+2. Level i has the cross-entropy with the token i + 1 places behind the anchor. It counts while all
+   tokens up to there are marked. The weights of the levels decay (train_block.py).
+3. A Markov bias reads the true token before.
+
+Sources: DFlash (arXiv 2602.06036); JetSpec (arXiv 2606.18394); DSpark (arXiv 2607.05147), without
+its losses on distributions and its confidence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters import DraftVocab
+from extras.block_draft import BlockHead
+from hf.heads import rows_of
+from model import Attention, Transformer
+from ops.rotary import rope_angles, rotary
+from scripts.train.acceptance import Drafted
+
+
+class Scored(NamedTuple):
+    """The LM head of a block drafter, and the tokens that it scores."""
+
+    embedding: nn.Module
+    lm_head: nn.Module
+    vocab: DraftVocab
+    columns: Tensor  # [V] int64, the column of a token; -1: never drafted
+
+    @staticmethod
+    def of(target: Transformer, vocab: DraftVocab) -> Scored:
+        """Take the target's embedding, and the rows of its LM head for `vocab`."""
+        rows = target.lm_head if vocab.ids is None else rows_of(target.lm_head, vocab.ids)
+        numbers = torch.arange(1.0, vocab.kept + 1, device=target.norm.weight.device)
+        return Scored(target.embedding, rows, vocab, vocab.spread(numbers).long() - 1)
+
+    def logits(self, head: BlockHead, hidden: Tensor, before: Tensor) -> Tensor:
+        """Score levels. hidden: [..., F]; before: [...] int64, the tokens before."""
+        z = self.lm_head(hidden).float()
+        if head.config.markov_rank:
+            weight = self.vocab.columns(head.markov_w2.weight.T)  # [rank, Vd]
+            z = z + (head.markov_w1(before) @ weight).float()
+        return z
+
+
+def pick_anchors(mask: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Choose roots at random among the tokens before a marked one, each at most once.
+
+    mask: [B, T] bool; count: A
+    Returns: [B, A] int64, ascending; where a sequence has fewer, the others are unmarked.
+    """
+    rank = torch.rand(mask.shape, generator=generator, device=mask.device)[:, 1:]
+    rank = torch.where(mask[:, 1:], rank, 2.0)
+    return rank.argsort(1)[:, :count].sort(1).values
+
+
+def attend(
+    attention: Attention, h: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], seen: Tensor
+) -> Tensor:
+    """Attend from the blocks to the context and to themselves.
+
+    h: [B, Q, F]; context: [B, T, F]; rope: of context and blocks; seen: [B, Q, T + Q] bool
+    Returns: [B, Q, F].
+    """
+    qkv = attention.wqkv(torch.cat((context, h), 1)).unflatten(-1, (-1, attention.head_dim))
+    q, k = rotary(qkv, rope, attention.heads, attention.kv_heads, attention.head_norms)
+    y = F.scaled_dot_product_attention(
+        q[:, context.shape[1] :].transpose(1, 2),
+        k.transpose(1, 2),
+        qkv[:, :, -attention.kv_heads :].transpose(1, 2),
+        attn_mask=seen[:, None],
+        enable_gqa=True,
+    )  # [B, H, Q, E]
+    return attention.wo(y.transpose(1, 2).flatten(2))
+
+
+def visible(anchors: Tensor, T: int, size: int, causal: bool) -> Tensor:
+    """Return what each position of the blocks sees, [B, A size, T + A size] bool.
+
+    anchors: [B, A]; T: tokens of the context; size: of a block
+    """
+    before = torch.arange(T, device=anchors.device) < anchors[:, :, None]  # [B, A, T]
+    before = before.repeat_interleave(size, 1)
+    Q = anchors.shape[1] * size
+    q = torch.arange(Q, device=anchors.device)
+    own = q[:, None] // size == q // size
+    if causal:
+        own &= q <= q[:, None]
+    return torch.cat((before, own.expand(len(anchors), -1, -1)), 2)
+
+
+def run_blocks(head: BlockHead, scored: Scored, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Run the blocks at some anchors.
+
+    batch: tokens [B, T]; target features [B, T, (1 + aux) F]; anchors [B, A]
+    Returns: the inputs of the LM head, [B, A, D, F].
+    """
+    tokens, features, anchors = batch
+    config = head.config
+    size = config.block_size
+    T = tokens.shape[1]
+    context = head.hidden_norm(head.fc(features[..., config.model.dim :]))  # [B, T, F]
+    places = anchors[:, :, None] + torch.arange(size, device=tokens.device)  # [B, A, size]
+    steps = torch.arange(T, device=tokens.device).expand(len(tokens), -1)
+    rope = rope_angles(head.rope_freq, torch.cat((steps, places.flatten(1)), 1), config.rope_factor)
+    seen = visible(anchors, T, size, config.causal)
+    block = torch.full_like(places, config.mask_token)
+    block[..., 0] = tokens.gather(1, anchors)
+    with torch.no_grad():
+        x = scored.embedding(block.flatten(1)).to(context)  # [B, A size, F]
+
+    # as Block.forward, with the attention above
+    def block_of(layer, x, h, after, rope, kv, window):
+        x, h = layer.ffn_norm.add(x, attend(layer.attention, h, context, rope, seen))
+        return after.add(x, layer.ffn(h))
+
+    hidden = head.layers(x, rope, head.norm, run=block_of).unflatten(1, (-1, size))
+    return hidden if config.predicts_next else hidden[:, :, 1:]
+
+
+def block_losses(
+    head: BlockHead, scored: Scored, batch: tuple[Tensor, Tensor, Tensor], anchors: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the mean cross-entropy of every level (nats), over the anchors where it counts.
+
+    batch: tokens [B, T]; mask [B, T] bool; target features [B, T, (1 + aux) F]
+    anchors: [B, A]
+    """
+    tokens, mask, features = batch
+    levels = head.config.levels
+    hidden = run_blocks(head, scored, (tokens, features, anchors))  # [B, A, D, F]
+    places = anchors[:, :, None] + torch.arange(1, levels + 1, device=tokens.device)  # [B, A, D]
+    inside = places < tokens.shape[1]
+    places = places.clamp(max=tokens.shape[1] - 1).flatten(1)
+    marked = mask.gather(1, places).view_as(inside) & inside
+    truth = tokens.gather(1, places).view_as(inside)
+    before = torch.cat((tokens.gather(1, anchors)[:, :, None], truth[..., :-1]), 2)
+    label = scored.columns[truth]
+    counts = marked.long().cumprod(2).bool() & (label >= 0)
+    losses = []
+    for level in range(levels):
+        rows = counts[..., level]  # only these reach the LM head
+        z = scored.logits(head, hidden[:, :, level][rows], before[..., level][rows])
+        total = F.cross_entropy(z, label[..., level][rows], reduction="sum")
+        losses.append(total / rows.sum().clamp(min=1))
+    return tuple(losses)
+
+
+def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor, scored: Scored) -> Drafted:
+    """Draft a chain from every position of a sequence, as `acceptance.chains`.
+
+    A bias reads the true tokens: a level counts only behind levels that drafted them.
+    tokens: [1, T]
+    """
+    T = tokens.shape[1]
+    steps = torch.arange(T, device=tokens.device)
+    features = target(tokens, steps[None], aux_layers=head.aux_layers)
+    levels = head.config.levels
+    roots = steps[1 : T - levels]  # [R]
+    batch = (tokens, features.to(head.norm.weight.dtype), roots[None])
+    hidden = run_blocks(head, scored, batch)[0]  # [R, D, F]
+    ok = []
+    logits = []
+    for level in range(levels):
+        z = scored.logits(head, hidden[:, level], tokens[0, roots + level])
+        logits.append(z)
+        ok.append(scored.vocab.tokens(z.argmax(-1)) == tokens[0, roots + level + 1])
+    return Drafted(torch.stack(ok, 1), logits, features, scored.vocab)

@@ -1,0 +1,245 @@
+"""Train a block drafter for any target, on the data and features of train_eagle.py.
+
+    python scripts/train/train_block.py --checkpoint DIR --data A.jsonl --out HEAD
+    python scripts/train/train_block.py --causal --out HEAD ...             # JetSpec's
+    python scripts/train/train_block.py --markov_rank 64 --out HEAD ...     # DSpark's, causal or not
+
+Data, features, optimizers, evaluation and `--resume` are those of train_eagle.py; the loss is in
+block_losses.py. The files are in the official layouts (hf/block_heads.py).
+Differences from the official code: `fc` is trained over inputs of equal scale, the last norm starts
+as the target's, and a level's loss is a mean over the blocks that reach it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+from command_line import one_line_errors, option, parse, require
+from drafters import DraftVocab
+from extras.block_draft import BlockHead
+from extras.draft_vocab import RANKS
+from files import replace_file, write_text
+from hf.block_heads import BlockConfig, block_names
+from hf.weights import export_weights
+from model import DTYPES, Transformer
+from options import pick_device
+from scripts.train import train_demo
+from scripts.train.acceptance import Drafted
+from scripts.train.block_losses import Scored, block_losses, draft_blocks, pick_anchors
+from scripts.train.losses import ScaledLinear, plain_copy
+from scripts.train.train_eagle import (
+    Example,
+    Features,
+    Method,
+    TrainOptions,
+    batches,
+    plot_curve,
+    ready,
+    train,
+)
+
+TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
+
+
+@dataclass
+class BlockTrainConfig(TrainOptions):
+    """Options of training a block drafter."""
+
+    block_size: int = option(8, "positions of a block, the root's included", least=2)
+    causal: bool = option(False, "a position sees those before it only, as in JetSpec")
+    markov_rank: int = option(
+        0, "of DSpark's bias for the token before; each position then predicts the next", least=0
+    )
+    layers: int = option(2, "of the drafter", least=1)
+    ffn_dim: int = option(0, "of its layers; 0: the target's")
+    anchors: int = option(32, "blocks per sequence and step", least=1)
+    decay: float = option(4.0, "levels over which the weight of a loss falls to 1 / e")
+
+    version = 1  # features are kept as for EAGLE-1, without the target's best tokens
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError for one that is out of its range."""
+        require(self.decay > 0, f"--decay must be above 0; it is {self.decay}")
+        room = self.seq_len > self.block_size
+        require(room, f"--seq_len must be above --block_size; it is {self.seq_len}")
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The names of the losses in the curve, and their weights, which add up to 1."""
+        levels = self.block_size - (not self.markov_rank)
+        weights = [math.exp(-level / self.decay) for level in range(levels)]
+        return {f"entropy {level}": weight / sum(weights) for level, weight in enumerate(weights)}
+
+
+def tapped_layers(layers: int) -> tuple[int, ...]:
+    """Return the layers whose inputs a new drafter takes: five, evenly from 2 to the last but two.
+
+    Source: the official code, which counts outputs.
+    """
+    span = max(layers - 4, 0)
+    inputs = {min(2 + round(i * span / (TAPS - 1)), layers - 1) for i in range(TAPS)}
+    return tuple(sorted(inputs))
+
+
+class Training:
+    """The parts of training that depend on the kind of head, as `train_eagle.Method` has them."""
+
+    def __init__(self, config: BlockTrainConfig):
+        self.config = config
+        self.ranks: list[int] = []  # the draft vocabulary, by frequency
+        self.scored: Scored | None = None  # known when the head is
+
+    @property
+    def method(self) -> Method:
+        """The parts by name."""
+        return Method(self.make_head, self.prepare, self.losses_of, self.draft, self.save_head)
+
+    def make_head(
+        self, config: BlockTrainConfig, target: Transformer, examples: list[Example]
+    ) -> BlockHead:
+        """Make a drafter, whose mask is the rarest token of the data.
+
+        examples: their marked tokens choose the draft vocabulary. Writes: the vocabulary.
+        """
+        c = target.config
+        every = torch.tensor([i for e in examples for i in e.ids])
+        counts = every.bincount(minlength=c.vocab_size)
+        rarest = c.vocab_size - 1 - int(counts.flip(0).argmin())  # of equally rare ones the last
+        model = replace(
+            c,
+            n_layers=config.layers,
+            ffn_dim=config.ffn_dim or c.ffn_dim,
+            qkv_bias=False,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=True,
+            n_experts=0,
+            experts_per_token=0,
+            rope_scaling=None,
+            tie_embeddings=False,
+        )
+        head = BlockHead(
+            BlockConfig(
+                model,
+                aux_layers=tapped_layers(c.n_layers),
+                block_size=config.block_size,
+                mask_token=rarest,
+                causal=config.causal,
+                predicts_next=config.markov_rank > 0,
+                markov_rank=config.markov_rank,
+            )
+        )
+        with torch.no_grad():
+            head.norm.weight.copy_(target.norm.weight)
+            if config.markov_rank:
+                head.markov_w1.weight.normal_(std=0.02)
+        vocab = DraftVocab(c.vocab_size)
+        if config.draft_vocab:
+            marked = torch.tensor([i for e in examples for i, m in zip(e.ids, e.mask) if m])
+            counts = marked.bincount(minlength=c.vocab_size)
+            order = counts.sort(descending=True, stable=True).indices[: config.draft_vocab]
+            self.ranks = order.tolist()
+            vocab = DraftVocab(c.vocab_size, order.sort().values.to(config.device))
+        head = head.to(target.norm.weight.device)
+        self.scored = Scored.of(target, vocab)
+        return head
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        config: BlockTrainConfig,
+        target: Transformer,
+        head: BlockHead,
+        examples: list[Example],
+        features: Features,
+    ) -> None:
+        """Train `fc` over inputs of equal scale. Writes: head.fc."""
+        tokens, _, number = next(batches(examples, config, 0))
+        taps = features.of(tokens.to(config.device), number)[..., target.config.dim :].float()
+        scale = taps.flatten(0, 1).square().mean(0).sqrt().clamp(min=1e-6)
+        head.fc.weight /= scale
+        head.fc = ScaledLinear(head.fc, scale)
+
+    def losses_of(
+        self, config: BlockTrainConfig, head: BlockHead, target: Transformer
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """Return a function of a batch and the step's number -> `config.losses`."""
+        generator = torch.Generator(config.device)
+
+        def losses(batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
+            generator.manual_seed(config.seed * 1_000_003 + step)  # the same in a resumed run
+            anchors = pick_anchors(batch[1], config.anchors, generator)
+            return block_losses(head, self.scored, batch[:3], anchors)
+
+        return losses
+
+    def draft(self, head: BlockHead, target: Transformer, tokens: Tensor) -> Drafted:
+        """Draft chains from every position of a sequence. tokens: [1, T]"""
+        return draft_blocks(head, target, tokens, self.scored)
+
+    def save_head(self, head: BlockHead, config: BlockTrainConfig, info: dict) -> None:
+        """Write the official layout, the curve and, with a draft vocabulary, its ranks."""
+        out = Path(config.out)
+        write_files(head, out, config.dtype, info)
+        if self.ranks:
+            write_text(str(out / RANKS), json.dumps(self.ranks))
+        replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
+
+
+def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
+    """Write the weights and config.json of a drafter. info: of its training"""
+    config = head.config
+    names = block_names(config)
+    tensors = export_weights(plain_copy(head), names, config.model, DTYPES[dtype])
+    train_demo.write_checkpoint(out, tensors, keys_of(config, dtype), info)
+
+
+def keys_of(config: BlockConfig, dtype: str) -> dict:
+    """Return the content of config.json in the official layout."""
+    flags = {
+        "mask_token_id": config.mask_token,
+        "target_layer_ids": [layer - 1 for layer in config.aux_layers],
+    }
+    keys = train_demo.shape_keys(config.model) | {
+        "model_type": "qwen3",
+        "layer_types": ["full_attention"] * config.model.n_layers,
+        "block_size": config.block_size,
+        "torch_dtype": dtype,
+        "draft_sharpness": config.sharpness,
+    }
+    if config.causal:
+        flags["causal_head"] = True
+    if config.predicts_next:
+        return (
+            keys
+            | flags
+            | {
+                "architectures": ["Qwen3DSparkModel"],
+                "markov_rank": config.markov_rank,
+                "markov_head_type": "vanilla",
+                "enable_confidence_head": False,
+            }
+        )
+    return keys | {"architectures": ["DFlashDraftModel"], "dflash_config": flags}
+
+
+def main() -> None:
+    config = parse(BlockTrainConfig, "train_block.py", __doc__)
+    with one_line_errors("train_block.py"):
+        config.check()
+        config = replace(config, device=pick_device(config.device))
+        train(config, ready(config, Training(config).method))
+
+
+if __name__ == "__main__":
+    main()

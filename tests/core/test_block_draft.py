@@ -1,0 +1,591 @@
+"""Block drafters: the official code's scores, trees of the best prefixes, vanilla's tokens, files, training.
+
+golden/block_heads/trace.safetensors has the scores of the official code (golden/README.md) on the weights that `weights`
+draws. `published` writes the same forward out in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import quantize
+import sampling
+from checkpoint import Quantization
+from decode import with_cycles
+from draft_tree import DynamicTree, StaticTree, Text
+from drafters import Confirmed, DraftVocab, Root, RootOnly
+from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
+from extras.level_draft import tree_of
+from helpers import GOLDEN, compiled_as_on_cuda, decode, engine_for, golden_target
+from hf.block_heads import BlockConfig
+from load import load
+from options import GenerateConfig
+from scripts.train.block_losses import Scored, block_losses, draft_blocks, pick_anchors
+from scripts.train.train_block import BlockTrainConfig, Training, tapped_layers
+
+TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
+TAPS = [0, 1, 3, 4, 6]
+MASK = 127
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "layer_types": ["full_attention"] * 2,
+}
+FLAGS = {"mask_token_id": MASK, "target_layer_ids": TAPS}
+SPARK = FLAGS | {"block_size": 5, "markov_rank": 8, "markov_head_type": "vanilla"}
+KEYS = {  # kind -> further keys of config.json
+    "dflash": {"block_size": 6, "dflash_config": FLAGS},
+    "jetspec": {"block_size": 6, "dflash_config": FLAGS | {"causal_head": True}},
+    "dspark": SPARK | {"enable_confidence_head": True, "confidence_head_with_markov": True},
+}
+STEPS = 32  # of training
+SETTINGS = {"max_new_tokens": 50, "ignore_eos": True, "seed": 7}
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+STARTS = (7, 9, 13)  # roots of the recorded drafts
+LEVELS = 5
+
+
+def shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    found = {"norm.weight": (64,), "hidden_norm.weight": (64,), "fc.weight": (64, 320)}
+    for i in range(2):
+        names = {
+            "input_layernorm": (64,),
+            "post_attention_layernorm": (64,),
+            "self_attn.q_proj": (64, 64),
+            "self_attn.k_proj": (32, 64),
+            "self_attn.v_proj": (32, 64),
+            "self_attn.o_proj": (64, 64),
+            "self_attn.q_norm": (16,),
+            "self_attn.k_norm": (16,),
+            "mlp.gate_proj": (96, 64),
+            "mlp.up_proj": (96, 64),
+            "mlp.down_proj": (64, 96),
+        }
+        found |= {f"layers.{i}.{name}.weight": shape for name, shape in names.items()}
+    if kind == "dspark":
+        found |= {
+            "embed_tokens.weight": (128, 64),
+            "lm_head.weight": (128, 64),
+            "markov_head.markov_w1.weight": (128, 8),
+            "markov_head.markov_w2.weight": (128, 8),
+            "confidence_head.proj.weight": (1, 72),
+            "confidence_head.proj.bias": (1,),
+        }
+    return found
+
+
+def weights(kind: str) -> dict[str, torch.Tensor]:
+    """Random weights, the same everywhere."""
+    draw = numpy.random.RandomState(5).standard_normal
+    found = {}
+    for name, shape in sorted(shapes(kind).items()):
+        noise = torch.from_numpy(draw(shape)).float()
+        if name.endswith("norm.weight"):
+            found[name] = 1 + 0.2 * noise
+        elif name == "embed_tokens.weight" or "markov_w1" in name:
+            found[name] = noise
+        else:
+            found[name] = noise * shape[-1] ** -0.5 * 1.5
+    return found
+
+
+def write_head(path: Path, kind: str, changes: dict | None = None, **tensors) -> Path:
+    """Write a head. changes: to config.json; tensors: to the weights, by name, None: left out"""
+    path.mkdir(exist_ok=True)
+    config = SHAPE | KEYS[kind] | (changes or {})
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    held = {name: value for name, value in (weights(kind) | tensors).items() if value is not None}
+    save_file(held, path / "model.safetensors")
+    return path
+
+
+def drafter_of(path: Path, kind: str, tree=None, **options) -> BlockDrafter:
+    target = golden_target(TARGET)
+    made = SparkDrafter if kind == "dspark" else BlockDrafter
+    return made(load_head(path, target), target, tree or StaticTree.chain(LEVELS), **options)
+
+
+@functools.cache
+def recorded() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The official code's scores, and the hidden states that it read, [1, 18, 5 F]."""
+    trace = load_file(GOLDEN / "block_heads" / "trace.safetensors")
+    taps = numpy.random.RandomState(7).standard_normal((1, 18, 5 * 64))
+    return trace, torch.from_numpy(taps).float()
+
+
+def drafts(drafter: BlockDrafter):
+    """The states and roots of the recorded drafts, one after the other, on one cache."""
+    trace, taps = recorded()
+    ids = trace["ids"]
+    state = drafter.init(1, 64)
+    read = 0
+    for start in STARTS:
+        features = torch.cat((torch.zeros(1, start - read, 64), taps[:, read:start]), -1)
+        count = torch.tensor([start - read])
+        state = drafter.extend(state, Confirmed(ids[None, read : start + 1], features, count))
+        read = start
+        yield state, Root(None, None, Text(ids[None], torch.tensor([start])))
+
+
+def published(w: dict, config: dict, taps: torch.Tensor, root: int, table) -> torch.Tensor:
+    """The forward of a block as the papers have it: its last norm's outputs, [block_size, F].
+
+    taps: [n, 5 F], hidden states before the root; table: the embedding
+    """
+    flags = config | config.get("dflash_config", {})
+    S, n = config["block_size"], len(taps)
+
+    def norm(x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w[f"{name}.weight"]
+
+    def turn(x, places):  # [T, heads, E]
+        angle = places[:, None] * 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+        angle = torch.cat((angle, angle), 1)[:, None]
+        half = torch.cat((-x[..., 8:], x[..., :8]), -1)
+        return x * angle.cos() + half * angle.sin()
+
+    context = norm(taps @ w["fc.weight"].T, "hidden_norm")
+    x = table[torch.tensor([root] + [MASK] * (S - 1))]
+    places = torch.arange(n + S).float()
+    sees = torch.ones(S, n + S, dtype=torch.bool)
+    if flags.get("causal_head"):
+        sees = torch.arange(n + S) <= n + torch.arange(S)[:, None]
+    for i in range(2):
+        part = f"layers.{i}.self_attn."
+        h = norm(x, f"layers.{i}.input_layernorm")
+        both = torch.cat((context, h))
+        q, k, v = (
+            (rows @ w[f"{part}{name}_proj.weight"].T).unflatten(-1, (-1, 16))
+            for name, rows in (("q", h), ("k", both), ("v", both))
+        )
+        q = turn(norm(q, f"{part}q_norm"), places[n:])
+        k = turn(norm(k, f"{part}k_norm"), places)
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = torch.einsum("qhe,khe->hqk", q, k) / 4
+        share = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+        y = torch.einsum("hqk,khe->qhe", share, v).flatten(1)
+        x = x + y @ w[f"{part}o_proj.weight"].T
+        h = norm(x, f"layers.{i}.post_attention_layernorm")
+        up = F.silu(h @ w[f"layers.{i}.mlp.gate_proj.weight"].T)
+        up = up * (h @ w[f"layers.{i}.mlp.up_proj.weight"].T)
+        x = x + up @ w[f"layers.{i}.mlp.down_proj.weight"].T
+    return norm(x, "norm")
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+
+@pytest.mark.parametrize("kind", ["dflash", "jetspec"])
+def test_scores_are_the_official_ones(kind, tmp_path):
+    drafter = drafter_of(write_head(tmp_path / "head", kind), kind)
+    target = golden_target(TARGET)
+    trace, taps = recorded()
+    for number, (state, root) in enumerate(drafts(drafter)):
+        ours = drafter.level_scores(state, root)[0]
+        assert (ours - trace[f"{kind}.logits"][number]).abs().max() < 1e-4
+        start = STARTS[number]
+        config = SHAPE | KEYS[kind]
+        table = target.embedding.weight
+        hidden = published(weights(kind), config, taps[0, :start], int(trace["ids"][start]), table)
+        assert (ours - hidden[1:] @ target.lm_head.weight.T).abs().max() < 1e-4
+
+
+def test_dsparks_chain_bias_and_confidence_are_the_official_ones(tmp_path):
+    """Its position predicts the token after its own; the embedding and the LM head are its own."""
+    drafter = drafter_of(write_head(tmp_path / "head", "dspark"), "dspark")
+    trace, taps = recorded()
+    w = weights("dspark")
+    for number, (state, root) in enumerate(drafts(drafter)):
+        chain = trace["dspark.tokens"][number]
+        assert drafter.propose(state, root).tokens[0, 1:].tolist() == chain.tolist()
+        before = torch.cat((root.text.root, chain[:-1]))
+        out, _ = drafter.root_output(state, root)
+        start = STARTS[number]
+        hidden = published(
+            w, SHAPE | KEYS["dspark"], taps[0, :start], int(before[0]), w["embed_tokens.weight"]
+        )
+        for level in range(LEVELS):
+            frontier = SimpleNamespace(tokens=before[None, level : level + 1])
+            out = drafter.forward_nodes(state, frontier, out, None, None)
+            ours = drafter.logits_of(out, level)[0, 0]
+            assert (ours - trace["dspark.logits"][number, level]).abs().max() < 1e-4
+            row = w["markov_head.markov_w1.weight"][before[level]]
+            bias = row @ w["markov_head.markov_w2.weight"].T
+            plain = hidden[level] @ w["lm_head.weight"].T + bias
+            assert (ours - plain).abs().max() < 1e-4
+            sure = drafter.head.confidence(out.hidden[:, level, None], out.before)
+            official = F.logsigmoid(trace["dspark.confidence"][number, level])
+            assert (sure - official).abs().max() < 1e-5
+
+
+def test_a_causal_block_needs_no_positions_behind_the_tree(tmp_path):
+    """Of a shallow tree it runs fewer, and the scores stay the same."""
+    path = write_head(tmp_path / "head", "jetspec")
+    deep, shallow = (drafter_of(path, "jetspec", StaticTree.chain(n)) for n in (5, 2))
+    for state, root in drafts(deep):
+        scores = deep.level_scores(state, root)
+        assert (shallow.level_scores(state, root) - scores[:, :2]).abs().max() < 1e-5
+
+
+# ------------------------------------------------------------------------------------------- trees
+
+
+def best_prefixes(log_q: torch.Tensor, count: int) -> dict[tuple[int, ...], float]:
+    """DDTree's nodes: the `count` likeliest prefixes of a product of distributions [D, V], by a heap."""
+    ranked = [sorted(enumerate(row.tolist()), key=lambda p: -p[1]) for row in log_q]
+    heap = [(-ranked[0][0][1], (0,))]
+    found = {}
+    while len(found) < count:
+        value, ranks = heapq.heappop(heap)
+        level = len(ranks) - 1
+        found[tuple(ranked[i][r][0] for i, r in enumerate(ranks))] = -value
+        step = ranked[level][ranks[-1] + 1][1] - ranked[level][ranks[-1]][1]
+        heapq.heappush(heap, (value - step, (*ranks[:-1], ranks[-1] + 1)))
+        if level + 1 < len(log_q):
+            heapq.heappush(heap, (value - ranked[level + 1][0][1], (*ranks, 0)))
+    return found
+
+
+def paths_of(tree) -> dict[tuple[int, ...], float]:
+    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+    paths = [()]
+    for node in range(1, len(tokens)):
+        paths.append((*paths[parents[node]], tokens[node]))
+    return dict(zip(paths[1:], tree.values[0, 1:].tolist()))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_trees_are_the_best_prefixes(temperature, tmp_path):
+    """As DDTree's heap finds them; when sampling, of the scores with the noise of the target's own draws."""
+    tree = DynamicTree(depth=LEVELS, topk=24, size=25)
+    drafter = drafter_of(write_head(tmp_path / "head", "dflash"), "dflash", tree)
+    trace, _ = recorded()
+    rule = None
+    noise = None
+    if temperature:
+        ones = torch.ones(1)
+        rule = sampling.Rule(temperature * ones, torch.zeros(1).long(), ones)
+        key = sampling.NoiseKey(torch.tensor([3, 0]), torch.zeros(1).long(), torch.zeros(1).long())
+        noise = sampling.gumbel(key, torch.zeros(1).long(), LEVELS + 1, 128)
+    for number, (state, root) in enumerate(drafts(drafter)):
+        z = trace["dflash.logits"][number]
+        if temperature:
+            z = temperature * (z / temperature + noise[0, :LEVELS])
+        want = best_prefixes(z.log_softmax(-1), tree.size - 1)
+        got = paths_of(drafter.propose(state, Root(noise, None, root.text, rule)))
+        assert got.keys() == want.keys()
+        assert max(abs(got[path] - value) for path, value in want.items()) < 1e-3
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+@functools.cache
+def trained(kind: str) -> tuple[BlockHead, list[float], Training]:
+    """A drafter that has learnt the texts of `vanilla`, its first and last losses, and its training."""
+    torch.manual_seed(0)
+    target = golden_target(TARGET)
+    texts = vanilla(0.0) + vanilla(1.0)
+    tokens = torch.tensor([text[: len(texts[0])] for text in texts])
+    config = BlockTrainConfig(
+        block_size=6, causal=kind == "jetspec", markov_rank=32 * (kind == "dspark"), ffn_dim=96
+    )
+    training = Training(config)
+    examples = [SimpleNamespace(ids=text, mask=[True] * len(text)) for text in texts]
+    head = training.make_head(config, target, examples)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    steps = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    with torch.no_grad():
+        features = target(tokens, steps, aux_layers=head.aux_layers)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=8e-3, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.tensor(list(config.losses.values()))
+    curve = []
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 8e-3 * (1 - step / STEPS)
+        anchors = pick_anchors(mask, 16, generator)
+        losses = torch.stack(block_losses(head, training.scored, (tokens, mask, features), anchors))
+        optimizer.zero_grad()
+        (losses * shares).sum().backward()
+        optimizer.step()
+        curve.append(losses.detach())
+    return head.requires_grad_(False), [curve[0], curve[-1]], training
+
+
+@functools.cache
+def vanilla(temperature: float) -> list[list[int]]:
+    """Vanilla's texts of both prompts."""
+    options = {"temperature": temperature, "batch_size": 2, **SETTINGS}
+    session = decode(engine_for(golden_target(TARGET), RootOnly(), **options), *PROMPTS)
+    return [session.history[row] for row in range(2)]
+
+
+def trained_dir(path: Path, kind: str) -> Path:
+    """Write a trained drafter as train_block.py does."""
+    head, _, training = trained(kind)
+    path.mkdir(exist_ok=True)
+    row = dict.fromkeys(training.config.losses, 1.0) | {"step": 1, "alpha": [0.5], "tau": 1.5}
+    config = replace(training.config, out=str(path), dtype="float32")
+    training.save_head(head, config, {"curve": [row]})
+    return path
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_training_learns_every_level(kind):
+    _, (first, last), _ = trained(kind)
+    assert (last < first - 0.2).all(), (first, last)
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
+    """The scores of `draft_blocks` and the loss are what the drafter, read from its files, computes at each root."""
+    head, _, training = trained(kind)
+    target = golden_target(TARGET)
+    text = torch.tensor([vanilla(1.0)[1][:20]])
+    drafted = draft_blocks(head, target, text, training.scored)
+    levels = head.config.levels
+    made = SparkDrafter if kind == "dspark" else BlockDrafter
+    path = trained_dir(tmp_path / "head", kind)
+    drafter = made(load_head(path, target), target, StaticTree.chain(levels))
+    assert drafter.head.config == replace(head.config, model=drafter.head.config.model)
+    steps = torch.arange(text.shape[1])[None]
+    features = target(text, steps, aux_layers=head.aux_layers)
+    anchors = torch.tensor([[2, 9]])
+    sums = torch.zeros(levels)
+    for root in anchors[0].tolist():
+        state = drafter.init(1, 64)
+        count = torch.tensor([root])
+        state = drafter.extend(state, Confirmed(text[:, : root + 1], features[:, :root], count))
+        out, _ = drafter.root_output(state, Root(None, None, Text(text, count)))
+        for level in range(levels):
+            if kind == "dspark":
+                frontier = SimpleNamespace(tokens=text[:, root + level, None])
+                out = drafter.forward_nodes(state, frontier, out, None, None)
+            z = drafter.logits_of(out, level)[0, 0]
+            assert (z - drafted.logits[level][root - 1]).abs().max() < 1e-3
+            truth = text[0, root + level + 1]
+            assert drafted.ok[root - 1, level] == (z.argmax() == truth)
+            sums[level] += F.cross_entropy(z, truth)
+    batch = (text, torch.ones_like(text, dtype=torch.bool), features)
+    losses = torch.stack(block_losses(head, training.scored, batch, anchors))
+    assert (losses - sums / 2).abs().max() < 1e-3
+
+
+def test_only_marked_tokens_count():
+    """A level counts while all tokens up to it are marked, inside the text and in the draft vocabulary."""
+    head, _, _ = trained("dflash")
+    target = golden_target(TARGET)
+    text = torch.tensor([vanilla(1.0)[0][:16]])
+    features = target(text, torch.arange(16)[None], aux_layers=head.aux_layers)
+    mask = torch.ones_like(text, dtype=torch.bool)
+    mask[0, 6] = False
+    every = Scored.of(target, DraftVocab(128))
+    cut = block_losses(head, every, (text, mask, features), torch.tensor([[3, 12]]))
+    parts = [
+        block_losses(head, every, (text, mask | True, features), torch.tensor([[a]]))
+        for a in (3, 12)
+    ]
+    want = [(parts[0][i] + parts[1][i]) / 2 for i in range(2)]  # then 6 is unmarked
+    want += [parts[1][2], torch.tensor(0.0), torch.tensor(0.0)]  # then the text ends
+    assert torch.allclose(torch.stack(cut), torch.stack(want), atol=1e-5)
+    few = DraftVocab(128, torch.tensor([t for t in range(128) if t != int(text[0, 4])]))
+    without = block_losses(
+        head, Scored.of(target, few), (text, mask, features), torch.tensor([[3]])
+    )
+    assert without[0] == 0 and without[1] > 0
+    generator = torch.Generator().manual_seed(1)
+    anchors = pick_anchors(mask, 14, generator)
+    assert anchors.tolist() == [[a for a in range(15) if a != 5]]  # 5 is before the unmarked token
+
+
+def test_new_drafters_tap_layers_that_the_target_has():
+    assert tapped_layers(36) == (2, 10, 18, 26, 34) and tapped_layers(8) == (2, 3, 4, 5, 6)
+    assert tapped_layers(2) == (1,) and tapped_layers(1) == (0,)
+
+
+# --------------------------------------------------------------------------------- vanilla's tokens
+
+TREES = {"chain": StaticTree.chain(5), "dynamic": DynamicTree(depth=5, topk=6, size=24)}
+
+
+def new_tokens(engine) -> tuple[list[list[int]], float]:
+    prompts = PROMPTS[: engine.config.batch_size]
+    session = decode(engine, *prompts)
+    lengths = session.stats.accept_lengths
+    new = [session.history[row][len(prompt) :] for row, prompt in enumerate(prompts)]
+    return new, 1 + sum(lengths) / len(lengths)
+
+
+@pytest.mark.parametrize(
+    "kind, tree, temperature, batch",
+    [
+        ("dflash", "chain", 0.0, 1),
+        ("dflash", "dynamic", 1.0, 2),
+        ("jetspec", "dynamic", 0.0, 2),
+        ("jetspec", "chain", 1.0, 1),
+        ("dspark", "dynamic", 0.0, 1),
+        ("dspark", "chain", 1.0, 2),
+    ],
+)
+def test_tokens_are_vanillas(kind, tree, temperature, batch):
+    """In fp32 on a CPU without a near tie. The drafter predicts well enough for the test to mean anything."""
+    head, _, _ = trained(kind)
+    target = golden_target(TARGET)
+    head.embedding = target.embedding
+    made = SparkDrafter if kind == "dspark" else BlockDrafter
+    options = {"batch_size": batch, "temperature": temperature, **SETTINGS}
+    got, tau = new_tokens(engine_for(target, made(head, target, TREES[tree]), **options))
+    want = [text[len(prompt) :] for text, prompt in zip(vanilla(temperature), PROMPTS[:batch])]
+    assert got == want
+    assert tau > 1.2
+    head.embedding = None
+
+
+def test_random_weights_with_confidence_and_sampled_children_are_exact(tmp_path):
+    """Also where the confidence moves the values of paths, and where children are drawn from q (residual rule)."""
+    target = golden_target(TARGET)
+    options = {"temperature": 1.0, "batch_size": 2, **SETTINGS, "max_new_tokens": 8}
+    want = [text[len(prompt) :][:8] for text, prompt in zip(vanilla(1.0), PROMPTS)]
+    path = write_head(tmp_path / "head", "dspark")
+    got, _ = new_tokens(engine_for(target, drafter_of(path, "dspark", TREES["dynamic"]), **options))
+    assert got == want
+    static = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+    for kind in ("dflash", "dspark"):
+        drafter = drafter_of(write_head(tmp_path / kind, kind), kind, static, children="sampled")
+        got, _ = new_tokens(engine_for(target, drafter, **options))
+        assert got == want
+        engine = engine_for(target, drafter, accept="residual", **options)
+        assert [len(new) for new in new_tokens(engine)[0]] == [8, 8]
+
+
+def test_compiled_as_on_cuda(traced, tmp_path):
+    """With DSpark's bias and confidence, sampled, two sequences: the tokens of the eager steps."""
+    torch._dynamo.reset()
+    target = golden_target(TARGET)
+    tree = DynamicTree(depth=2, topk=3, size=6)
+    drafter = drafter_of(write_head(tmp_path / "head", "dspark"), "dspark", tree)
+    options = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 1.0, "batch_size": 2}
+    engine = engine_for(target, drafter, **options)
+    assert new_tokens(compiled_as_on_cuda(engine)) == new_tokens(engine)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    "kind, formats, tree",
+    [
+        ("dflash", {"quant": "int8"}, "auto"),
+        ("dspark", {"quant_draft": "int4"}, "dynamic"),
+    ],
+)
+def test_quantized_and_in_cpp_the_tokens_are_vanillas(kind, formats, tree, tmp_path):
+    """Loaded from files, which say that it is a block drafter; the block in one C++ call."""
+    path = trained_dir(tmp_path / "head", kind)
+    options = {"dtype": "bfloat16", "compile": True, "device": "cpu", "temperature": 1.0}
+    options |= formats | SETTINGS
+    engine = load(checkpoint=str(GOLDEN / TARGET), head=str(path), tree=tree, **options)
+    assert engine.config.draft == "block" and engine.config.quant_draft == [*formats.values()][0]
+    drafter = engine.drafter if tree == "dynamic" else engine.drafter.drafter
+    assert drafter.head.fused is not None
+    got, tau = new_tokens(engine)
+    assert got == new_tokens(with_cycles(replace(engine, drafter=RootOnly())))[0]
+    assert tau > 1.1 or tree == "auto"
+    assert tree == "dynamic" or len(engine.drafter.presets) > 3
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def test_a_quantized_copy_drafts_as_a_head_quantized_while_loading(tmp_path):
+    """As quantize.py writes it; the bias's rows and the confidence stay as they are."""
+    path = write_head(tmp_path / "head", "dspark", {"intermediate_size": 96})
+    saved = tmp_path / "int8"
+    quantize.quantize_directory(path, saved, Quantization("int8"))
+    target = golden_target(TARGET)
+    ours, theirs = load_head(saved, target), load_head(path, target, Quantization("int8"))
+    drafters = [SparkDrafter(head, target, TREES["dynamic"]) for head in (ours, theirs)]
+    for one, other in zip(*map(drafts, drafters)):
+        trees = [d.propose(*inputs) for d, inputs in zip(drafters, (one, other))]
+        assert torch.equal(trees[0].tokens, trees[1].tokens)
+        assert torch.equal(trees[0].values, trees[1].values)
+
+
+def test_copies_of_the_targets_tables_are_dropped(tmp_path):
+    target = golden_target(TARGET)
+    same = {"embed_tokens.weight": target.embedding.weight.detach().clone()}
+    assert load_head(write_head(tmp_path / "a", "dspark", **same), target).embedding is (
+        target.embedding
+    )
+    assert load_head(write_head(tmp_path / "b", "dspark"), target).embedding is not target.embedding
+
+
+WRONG = [
+    ("dflash", {"dflash_config": FLAGS | {"mask_token_id": 128}}, {}, r"mask_token_id must be below.*\(128\); it is 128"),
+    ("dflash", {"dflash_config": FLAGS | {"mask_token_id": None}}, {}, "the key 'mask_token_id' is missing"),
+    ("dflash", {"dflash_config": FLAGS | {"block_size": 8}}, {}, "block_size is 6, and 8 in dflash_config; keep one"),
+    ("dflash", {"block_size": 1}, {}, "block_size must be a whole number from 2 to 256; it is 1"),
+    ("dflash", {"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
+    ("dflash", {"vocab_size": 99}, {}, "vocab_size is 99, the target's is 128"),
+    ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [0, 1, 3, 4]}}, {}, "fc takes 320 inputs, and target_layer_ids names 4 layers of width 64"),
+    ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [0, 1, 3, 4, 7]}}, {}, r"must ascend, up to.*\(6\); they are 0, 1, 3, 4, 7"),
+    ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [1, 0, 3, 4, 6]}}, {}, "must ascend"),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "layer_types must all be full_attention"),
+    ("dflash", {"num_hidden_layers": 3}, {}, "missing weight"),
+    ("dspark", {"markov_rank": 4}, {}, "markov_rank is 4, and the weights have rank 8"),
+    ("dspark", {"markov_head_type": "gated"}, {}, "markov_head_type must be vanilla; it is 'gated'"),
+    ("dspark", {}, {"confidence_head.proj.weight": torch.zeros(1, 60)}, "confidence_head takes 60 inputs"),
+    ("dflash", {}, {"candidate_selector.x": torch.zeros(2)}, "unexpected weight"),
+    ("dflash", {}, {"fc.weight": None}, "fc takes 0 inputs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_wrong_files_are_named(number, tmp_path):
+    kind, changes, tensors, message = WRONG[number]
+    path = write_head(tmp_path / "head", kind, changes, **tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        load_head(path, golden_target(TARGET))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
+    config = GenerateConfig(draft="block", tree="chain", tree_depth=6)
+    with pytest.raises(ValueError, match="drafts 5 levels, and the tree has 6"):
+        tree_of(config, 5, tmp_path)
+    assert tree_of(replace(config, tree_depth=0), 5, tmp_path).depth == 5
+    path = write_head(tmp_path / "head", "dflash")
+    with pytest.raises(ValueError, match="--draft eagle needs a head of its own kind"):
+        load(checkpoint=str(GOLDEN / TARGET), head=str(path), draft="eagle")
+
+
+def test_keys_without_effect_are_named(tmp_path, capsys):
+    """In a note; the official files' other keys are known."""
+    target = golden_target(TARGET)
+    load_head(write_head(tmp_path / "head", "dspark", {"num_anchors": 512}), target)
+    assert capsys.readouterr().err == ""
+    load_head(write_head(tmp_path / "head", "dflash", {"output_multiplier": 0.5}), target)
+    assert "keys of config.json without effect here: output_multiplier" in capsys.readouterr().err
+
+
+def test_levels_of_each_layout():
+    model = golden_target(TARGET).config
+    config = BlockConfig(model, (2,), 16, 0, causal=False, predicts_next=False)
+    assert config.levels == 15 and replace(config, predicts_next=True).levels == 16
