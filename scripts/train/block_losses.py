@@ -1,8 +1,8 @@
 """Compute the losses of block drafters, one for each level, over blocks at random places of a text.
 
-1. An anchor is a root: the block begins with its token, and mask tokens follow. It sees the keys and
-   values of the target's hidden states before the anchor, and its own block. All blocks of a text
-   run together, apart from each other.
+1. An anchor is a root: the block begins with its token, and mask tokens follow. It sees the keys
+   and values of the target's hidden states before the anchor, and its own block. All blocks of a
+   text run together, apart from each other.
 2. Level i has the cross-entropy with the token i + 1 places behind the anchor. It counts while all
    tokens up to there are marked. The weights of the levels decay (train_block.py).
 3. A Markov bias reads the true token before.
@@ -25,6 +25,7 @@ from hf.heads import rows_of
 from model import Attention, Transformer
 from ops.rotary import rope_angles, rotary
 from scripts.train.acceptance import Drafted
+from scripts.train.head_losses import columns_of
 
 
 class Scored(NamedTuple):
@@ -39,8 +40,8 @@ class Scored(NamedTuple):
     def of(target: Transformer, vocab: DraftVocab) -> Scored:
         """Take the target's embedding, and the rows of its LM head for `vocab`."""
         rows = target.lm_head if vocab.ids is None else rows_of(target.lm_head, vocab.ids)
-        numbers = torch.arange(1.0, vocab.kept + 1, device=target.norm.weight.device)
-        return Scored(target.embedding, rows, vocab, vocab.spread(numbers).long() - 1)
+        columns = columns_of(vocab, target.norm.weight.device)
+        return Scored(target.embedding, rows, vocab, columns)
 
     def logits(self, head: BlockHead, hidden: Tensor, before: Tensor) -> Tensor:
         """Score levels. hidden: [..., F]; before: [...] int64, the tokens before."""

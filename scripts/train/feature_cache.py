@@ -2,7 +2,8 @@
 
 The file holds one epoch in the dtype of training, batch by batch: [batches, B, T,
 (1 + aux_layers) F]. Its aux layers are the head's; of a head without any, those of a new head of
-version 3, so that both can read it. The first epoch writes it; later epochs, and later runs on the same data, read it.
+version 3, so that both can read it. The first epoch writes it; later epochs, and later runs on the
+same data, read it.
 FILE.json records the data and the hash of the weights that it was made of. FILE.best holds the
 target's best token after each position, which version 3 needs: the product with the whole LM head
 is as long as the rest of a step for 0.5 billion parameters and 150,000 tokens.

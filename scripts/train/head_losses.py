@@ -60,6 +60,11 @@ def hydra_levels(
 LEVELS = {"medusa": medusa_levels, "hydra": hydra_levels}
 
 
+def columns_of(vocab: DraftVocab, device: torch.device) -> Tensor:
+    """Return the column of each token, [V] int64; -1 for tokens that are never drafted."""
+    return vocab.spread(torch.arange(1.0, vocab.kept + 1, device=device)).long() - 1
+
+
 class Scored(NamedTuple):
     """The LM heads of all levels, and the tokens that they score."""
 
@@ -74,8 +79,7 @@ class Scored(NamedTuple):
         rows = target.lm_head
         if vocab.ids is not None:
             rows = rows_of(rows, vocab.ids)
-        numbers = torch.arange(1.0, vocab.kept + 1, device=target.norm.weight.device)
-        columns = vocab.spread(numbers).long() - 1
+        columns = columns_of(vocab, target.norm.weight.device)
         own = list(heads.lm_heads) or [rows] * heads.config.heads
         return Scored(own, rows, vocab, columns)
 

@@ -2,7 +2,7 @@
 
     python scripts/train/train_block.py --checkpoint DIR --data A.jsonl --out HEAD
     python scripts/train/train_block.py --causal --out HEAD ...             # JetSpec's
-    python scripts/train/train_block.py --markov_rank 64 --out HEAD ...     # DSpark's, causal or not
+    python scripts/train/train_block.py --markov_rank 64 --out HEAD ...     # DSpark's
 
 Data, features, optimizers, evaluation and `--resume` are those of train_eagle.py; the loss is in
 block_losses.py. The files are in the official layouts (hf/block_heads.py).
@@ -25,7 +25,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from command_line import one_line_errors, option, parse, require
-from drafters import DraftVocab
 from extras.block_draft import BlockHead
 from extras.draft_vocab import RANKS
 from files import replace_file, write_text
@@ -47,6 +46,7 @@ from scripts.train.train_eagle import (
     ready,
     train,
 )
+from scripts.train.train_heads import ranked_vocab
 
 TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
 
@@ -109,7 +109,8 @@ class Training:
     ) -> BlockHead:
         """Make a drafter, whose mask is the rarest token of the data.
 
-        examples: their marked tokens choose the draft vocabulary. Writes: the vocabulary.
+        examples: their marked tokens choose the draft vocabulary
+        Writes: the vocabulary and its ranks.
         """
         c = target.config
         every = torch.tensor([i for e in examples for i in e.ids])
@@ -143,13 +144,7 @@ class Training:
             head.norm.weight.copy_(target.norm.weight)
             if config.markov_rank:
                 head.markov_w1.weight.normal_(std=0.02)
-        vocab = DraftVocab(c.vocab_size)
-        if config.draft_vocab:
-            marked = torch.tensor([i for e in examples for i, m in zip(e.ids, e.mask) if m])
-            counts = marked.bincount(minlength=c.vocab_size)
-            order = counts.sort(descending=True, stable=True).indices[: config.draft_vocab]
-            self.ranks = order.tolist()
-            vocab = DraftVocab(c.vocab_size, order.sort().values.to(config.device))
+        vocab, self.ranks = ranked_vocab(config, target, examples)
         head = head.to(target.norm.weight.device)
         self.scored = Scored.of(target, vocab)
         return head

@@ -107,13 +107,7 @@ class Training:
         kind = MedusaHeads if config.method == "medusa" else HydraHeads
         heads = kind(shape)
         start_as_identity(heads, target)
-        vocab = DraftVocab(c.vocab_size)
-        if config.draft_vocab:
-            marked = [i for e in examples for i, trained in zip(e.ids, e.mask) if trained]
-            counts = torch.tensor(marked).bincount(minlength=c.vocab_size)
-            order = counts.sort(descending=True, stable=True).indices[: config.draft_vocab]
-            self.ranks = order.tolist()
-            vocab = DraftVocab(c.vocab_size, order.sort().values.to(config.device))
+        vocab, self.ranks = ranked_vocab(config, target, examples)
         heads = heads.to(target.norm.weight.device)
         self.layer = c
         self.scored = Scored.of(heads, target, vocab)
@@ -165,6 +159,22 @@ class Training:
         if self.ranks:
             write_text(str(out / RANKS), json.dumps(self.ranks))
         replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
+
+
+def ranked_vocab(
+    config: TrainOptions, target: Transformer, examples: list[Example]
+) -> tuple[DraftVocab, list[int]]:
+    """Return the draft vocabulary, and its tokens by their frequency among the marked ones.
+
+    Without `--draft_vocab` it is the target's, and the list is empty.
+    """
+    size = target.config.vocab_size
+    if not config.draft_vocab:
+        return DraftVocab(size), []
+    marked = [i for e in examples for i, trained in zip(e.ids, e.mask) if trained]
+    counts = torch.tensor(marked).bincount(minlength=size)
+    order = counts.sort(descending=True, stable=True).indices[: config.draft_vocab]
+    return DraftVocab(size, order.sort().values.to(config.device)), order.tolist()
 
 
 def scale_of(x: Tensor) -> Tensor:
