@@ -477,6 +477,7 @@ def test_random_weights_with_confidence_and_sampled_children_are_exact(tmp_path)
         assert [len(new) for new in new_tokens(engine)[0]] == [8, 8]
 
 
+@pytest.mark.slow  # 15 s of tracing; of its steps only the block's pass is not in test_lossless.py
 def test_compiled_as_on_cuda(traced, tmp_path):
     """With DSpark's bias and confidence, sampled, two sequences: the tokens of the eager steps."""
     torch._dynamo.reset()
