@@ -501,7 +501,7 @@ def test_quantized_and_in_cpp_the_tokens_are_vanillas(kind, formats, tree, tmp_p
     """Loaded from files, which say that it is a block drafter; the block in one C++ call."""
     path = trained_dir(tmp_path / "head", kind)
     options = {"dtype": "bfloat16", "compile": True, "device": "cpu", "temperature": 1.0}
-    options |= formats | SETTINGS
+    options |= formats | SETTINGS | {"batch_size": 1 + (kind == "dspark")}
     engine = load(checkpoint=str(GOLDEN / TARGET), head=str(path), tree=tree, **options)
     assert engine.config.draft == "block" and engine.config.quant_draft == [*formats.values()][0]
     drafter = engine.drafter if tree == "dynamic" else engine.drafter.drafter
