@@ -32,7 +32,7 @@ from hf.block_heads import BlockConfig
 from load import load
 from options import GenerateConfig
 from scripts.train.block_losses import Scored, block_losses, draft_blocks, pick_anchors
-from scripts.train.train_block import BlockTrainConfig, Training, tapped_layers
+from scripts.train.train_block import BlockTrainConfig, Training, tapped_layers, write_files
 
 TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
 TAPS = [0, 1, 3, 4, 6]
@@ -341,11 +341,8 @@ def vanilla(temperature: float) -> list[list[int]]:
 
 def trained_dir(path: Path, kind: str) -> Path:
     """Write a trained drafter as train_block.py does."""
-    head, _, training = trained(kind)
     path.mkdir(exist_ok=True)
-    row = dict.fromkeys(training.config.losses, 1.0) | {"step": 1, "alpha": [0.5], "tau": 1.5}
-    config = replace(training.config, out=str(path), dtype="float32")
-    training.save_head(head, config, {"curve": [row]})
+    write_files(trained(kind)[0], path, "float32", {})
     return path
 
 
