@@ -357,10 +357,7 @@ class QuantizeConfig:
 
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
-    """Check that a stored tensor is the weight of a linear layer.
-
-    Neither routers nor the confidence of a block drafter are quantized.
-    """
+    """Check that a stored tensor is a linear layer's weight; routers and confidences are not."""
     others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
     others += ("markov_w1.weight", "confidence_head.proj.weight")
     return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith(others)
