@@ -29,7 +29,7 @@ PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to on
 
 
 class Buffers:
-    """Buffers of B sequences. They outlive a session: captured cycles need fixed addresses."""
+    """KV cache, state and captured steps of B sequences; `engine.pool` keeps them."""
 
     def __init__(self, engine: Engine):
         """Allocate. Raises: ValueError when memory does not suffice."""

@@ -261,8 +261,8 @@ def generate(
     prompts: texts, lists of turns, or lists of token ids
     on_tokens, on_finished: callbacks, see `Batch.run`
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
-    options: `max_new_tokens`, `num_samples`, `temperature`, `top_k`, `top_p` or `seed`, where they
-        differ from the engine's; of the last four, a list gives each prompt its own
+    options: `max_new_tokens`, `num_samples`, `temperature`, `top_k`, `top_p`, `min_p` or `seed`,
+        where they differ from the engine's; of the last five, a list gives each prompt its own
     Raises: ValueError for a prompt, a value or a grammar that cannot be used.
     """
     if isinstance(prompts, str):

@@ -3,8 +3,7 @@
 `GenerateConfig.check` refuses values and combinations that cannot work, so that Python callers and
 the command line get the same messages. Fields with `flag=False` are settings for Python callers
 and scripts/bench/papers.py; the command line does not show them.
-This module and those it imports need no torch, so that a mistake is reported before torch is
-imported.
+No torch is imported, so that a mistake is reported before it is.
 Not here: reading a command line (command_line.py); reading prompts (prompts.py).
 """
 
@@ -61,6 +60,7 @@ class Sampling(NamedTuple):
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
+    min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,9 @@ class GenerateConfig:
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     tree: str = option(
         "",
-        "shape of the draft tree; auto picks among several, and none, while decoding: what is "
-        "fastest here, and keeps what it learns in ~/.cache/gpt-eagle/trees; "
-        "default: auto for a head, chain for a draft model, dynamic where only that can do what "
-        "is asked for, and with torchrun",
+        "shape of the draft tree; auto picks the fastest of several, and none, while decoding, "
+        "and keeps what it learns in ~/.cache/gpt-eagle/trees; default: auto for a head, chain for "
+        "a draft model, dynamic where only that can do what is asked for, and with torchrun",
         ("auto", "dynamic", "static", "chain"),
         needs=(DRAFT, TREE),
     )
@@ -214,8 +213,9 @@ class GenerateConfig:
     max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
-    top_p: float = option(
-        1.0, "sample among the most likely tokens that hold this mass", needs=(SAMPLED,)
+    top_p: float = option(1.0, "sample among the likeliest that hold this mass", needs=(SAMPLED,))
+    min_p: float = option(
+        0.0, "drop tokens below this share of the likeliest", needs=(SAMPLED,), least=0, most=1
     )
     seed: int = option(
         0,
@@ -232,8 +232,7 @@ class GenerateConfig:
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     group_size: int = option(
         0,
-        "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides the inputs "
-        "of every layer",
+        "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that fits every layer",
         needs=(INT4,),
     )
     quant_draft: str = option(
@@ -270,7 +269,7 @@ class GenerateConfig:
     @property
     def sampling(self) -> Sampling:
         """The parameters of the target's distribution."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def tree_shape(self) -> str:

@@ -1,4 +1,4 @@
-"""Choosing tokens: temperature, top-k, top-p, and counter-based noise.
+"""Choosing tokens: temperature, top-k, top-p, min-p, and counter-based noise.
 
 The default rule is exact and drafter-invariant. The target's choice at draw t is
 argmax(log p + G_t), where the Gumbel noise G_t is a pure function of (seed, prompt, sample, draw,
@@ -49,7 +49,7 @@ class NoiseKey(NamedTuple):
     prompt: Tensor  # [B] int64, index of the prompt in the request
     sample: Tensor  # [B] int64, index of the sample of that prompt
     # [B] bool, the greedy sequences, whose noise is 0; None: there are none
-    silent: Tensor | None = None
+    greedy: Tensor | None = None
 
 
 class Kind(IntEnum):
@@ -57,14 +57,14 @@ class Kind(IntEnum):
 
     GREEDY = 0  # the argmax
     NOISY = 1  # temperature and noise before it
-    CUT = 2  # top-k and top-p too
+    CUT = 2  # top-k, top-p and min-p too
 
     @staticmethod
     def of(sampling: Sampling) -> Kind:
         """Return the kind of a sequence with these parameters."""
         if sampling.temperature == 0:
             return Kind.GREEDY
-        if sampling.top_k <= 0 and sampling.top_p >= 1:
+        if sampling.top_k <= 0 and sampling.top_p >= 1 and sampling.min_p <= 0:
             return Kind.NOISY
         return Kind.CUT
 
@@ -73,8 +73,10 @@ class Rule(NamedTuple):
     """The parameters of each sequence; a greedy one's are those that change no score."""
 
     temperature: Tensor  # [B] fp32
-    top_k: Tensor | None  # [B] int64, 0 keeps all; None: no sequence has top-k or top-p
+    # None where no sequence has any of these:
+    top_k: Tensor | None  # [B] int64, 0 keeps all
     top_p: Tensor | None  # [B] fp32, 1 keeps all
+    margin: Tensor | None  # [B] fp32, log of min-p; minus infinity keeps all
 
     @staticmethod
     def of(each: Sequence[Sampling], device: torch.device | str = "cpu") -> Rule:
@@ -85,6 +87,7 @@ class Rule(NamedTuple):
             torch.tensor(temperature, dtype=torch.float32, device=device),
             torch.tensor([s.top_k for s in own], device=device),
             torch.tensor([s.top_p for s in own], dtype=torch.float32, device=device),
+            torch.tensor([s.min_p for s in own], dtype=torch.float64).log().float().to(device),
         )
 
     def needed(self, kind: Kind) -> Rule | None:
@@ -92,7 +95,7 @@ class Rule(NamedTuple):
         if kind == Kind.GREEDY:
             return None
         if kind == Kind.NOISY:
-            return Rule(self.temperature, None, None)
+            return Rule(self.temperature, None, None, None)
         return self
 
 
@@ -144,19 +147,20 @@ def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CH
     """
     if on_cpp_device(first):
         return torch.ops.gpt_eagle.gumbel(
-            key.seed, key.prompt, key.sample, key.silent, first, rows, vocab, domain
+            key.seed, key.prompt, key.sample, key.greedy, first, rows, vocab, domain
         )
     draws = first[:, None] + torch.arange(rows, device=first.device)  # [B, R]
     # log1p keeps the upper tail fine
     noise = -torch.log(-torch.log1p(-uniforms(key, draws, vocab, domain)))
-    if key.silent is None:
+    if key.greedy is None:
         return noise
-    return noise.masked_fill(key.silent[:, None, None], 0.0)
+    return noise.masked_fill(key.greedy[:, None, None], 0.0)
 
 
 def process(logits: Tensor, rule: Rule) -> Tensor:
-    """Apply temperature, then top-k, then top-p, in fp32. Ties at a cut go to the lower token id.
+    """Apply temperature, then top-k, top-p and min-p, in fp32.
 
+    Of tokens that tie at the cut of top-k or top-p the lower ids stay.
     logits: [B, N, V] fp32
     Returns: [B, N, V] fp32 logits divided by the temperature, -inf for tokens cut away.
     """
@@ -174,6 +178,7 @@ def process(logits: Tensor, rule: Rule) -> Tensor:
     total = cumsum_in_blocks(p) if p.is_cuda else p.cumsum(-1)
     before = total - p  # mass before the token; the first is always kept
     keep = among_k & ((before < top_p) | (top_p == 1))  # rounding may add up to more than 1
+    keep &= ranked >= ranked[..., :1] + rule.margin[:, None, None]
     return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
 
 

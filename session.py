@@ -72,8 +72,8 @@ class Session:
         samples = torch.tensor([sample for _, sample in padded], device=device)
         seed = engine.config.seed
         words = torch.tensor([seed & MASK32, seed >> 32], device=device).expand(batch, 2)
-        silent = torch.full_like(prompts, engine.config.temperature == 0, dtype=torch.bool)
-        self.buffers.reset(engine, NoiseKey(words, prompts, samples, silent))
+        greedy = torch.full_like(prompts, engine.config.temperature == 0, dtype=torch.bool)
+        self.buffers.reset(engine, NoiseKey(words, prompts, samples, greedy))
         self.sampling = [engine.config.sampling] * batch
         self.preset = 0  # the largest that makes sense next
         self.expected: list[float] | None = None  # accepted tokens per preset, where they are known
@@ -145,7 +145,7 @@ class Session:
         rule = Rule.of([sampling], key.seed.device)
         key.seed[seq, 0] = seed & MASK32
         key.seed[seq, 1] = seed >> 32
-        key.silent[seq] = Kind.of(sampling) == Kind.GREEDY
+        key.greedy[seq] = Kind.of(sampling) == Kind.GREEDY
         copy_into(sequence_of(self.state.rule, seq), rule)
 
     def admit(
@@ -240,7 +240,8 @@ class Session:
                 chunk = prompt[begin : begin + PREFILL_CHUNK]
                 kind = Kind.of(self.sampling[seq])
                 allowed = None
-                if self.guides[seq] is not None:
+                # the last chunk alone decides a token
+                if self.guides[seq] is not None and begin + len(chunk) == len(prompt):
                     allowed = self.guides[seq].mask(self.state.pos.device)
                 self.buffers.prefill(self.engine, kind, seq, begin, len(chunk), allowed)
                 self.history[seq] += chunk

@@ -27,8 +27,8 @@ from prompts import Conversation, read_grammar
 BEGIN = '{"run": "'
 # options that decide the tokens with --accept exact
 DECIDES = (
-    "inflate", "random_twin", "chat", "system", "temperature", "top_k", "top_p", "seed",
-    "ignore_eos", "max_new_tokens", "quant", "group_size", "dtype", "accept", "grammar",
+    "inflate", "random_twin", "chat", "system", "temperature", "top_k", "top_p", "min_p",
+    "seed", "ignore_eos", "max_new_tokens", "quant", "group_size", "dtype", "accept", "grammar",
 )  # fmt: skip
 # With the residual rule every option of the drafter decides them too. These never do; of the
 # device only its kind does (`_facts`).

@@ -30,7 +30,6 @@ UNSERVED: dict[str, tuple] = {
     "function_call": ("none",),
     "functions": ([],),
     "logit_bias": ({},),
-    "min_p": (0, 0.0),
     "parallel_tool_calls": (False, True),
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
@@ -39,8 +38,8 @@ UNSERVED: dict[str, tuple] = {
     "tools": ([],),
 }
 SERVED = {
-    "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "n", "stream",
-    "stream_options", "stop", "seed", "user", "store", "metadata", "logprobs", "top_logprobs",
+    "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
+    "stream", "stream_options", "stop", "seed", "user", "store", "metadata", "logprobs", "top_logprobs",
     "response_format",
 }  # fmt: skip
 
@@ -189,7 +188,13 @@ class Reader:
             "top_p",
         )
         top_k = self._integer(body, "top_k", own.top_k, -1, MOST)  # -1: all, as vLLM has it
-        sampling = Sampling(temperature, max(top_k, 0), top_p)
+        min_p = body.get("min_p", own.min_p)
+        need(
+            _is_number(min_p) and 0 <= min_p <= 1,
+            f"min_p must be a number from 0 to 1; it is {json.dumps(min_p)[:SHOWN]}",
+            "min_p",
+        )
+        sampling = Sampling(temperature, max(top_k, 0), top_p, min_p)
         try:
             check_sampled(replace(self.config, temperature=temperature))
         except ValueError as error:

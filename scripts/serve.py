@@ -12,10 +12,10 @@ scripts/requirements-serve.txt.
 2. The event loop reads requests (transport.py), refuses unserved options by name (parameters.py),
    and answers (replies.py): whole, or in events as the text comes.
 
-The text is a function of (weights, prompt, temperature, top_k, top_p, seed, number of the choice),
-and of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance): that of
-generate.py for this prompt and these options, in a batch of any size and company, but for the bytes
-of a character that is cut at the end. Without a seed one is drawn; the other options are the
+The text is a function of (weights, prompt, temperature, top_k, top_p, min_p, seed, number of the
+choice), and of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance):
+that of generate.py for this prompt and these options, in a batch of any size and company, but for
+the bytes of a character that is cut at the end. Without a seed one is drawn; the other options are the
 server's where a request names none. Trade-off: on CUDA three kinds of cycles are compiled.
 /health says whether answers are decoded, /metrics gives counters in Prometheus' text form.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.

@@ -152,14 +152,15 @@ OPERATORS: dict[str, Callable | None] = {
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": (
         lambda x, weight, eps: x.new_empty(x.shape)
     ),
-    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? silent, Tensor first, int rows, "
+    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, int rows, "
     "int vocab, int domain) -> Tensor": (
-        lambda seed, prompt, sample, silent, first, rows, vocab, domain: first.new_empty(
+        lambda seed, prompt, sample, greedy, first, rows, vocab, domain: first.new_empty(
             len(first), rows, vocab, dtype=torch.float32
         )
     ),
-    "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p) -> Tensor": (
-        lambda scores, temperature, top_k, top_p: scores.new_empty(scores.shape)
+    "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? margin) "
+    "-> Tensor": (
+        lambda scores, temperature, top_k, top_p, margin: scores.new_empty(scores.shape)
     ),
     "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor": (
         lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64)

@@ -39,10 +39,10 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 }  // namespace attention
 namespace sampling {
 at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample,
-                  const std::optional<at::Tensor>& silent, const at::Tensor& first, int64_t per_row, int64_t vocab,
+                  const std::optional<at::Tensor>& greedy, const at::Tensor& first, int64_t per_row, int64_t vocab,
                   int64_t domain);
 at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const std::optional<at::Tensor>& top_k,
-               const std::optional<at::Tensor>& top_p);
+               const std::optional<at::Tensor>& top_p, const std::optional<at::Tensor>& margin);
 }  // namespace sampling
 
 namespace rotary {

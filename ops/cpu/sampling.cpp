@@ -1,4 +1,4 @@
-// Sampling on a CPU: the noise of sampling.py, and the cuts of top-k and top-p.
+// Sampling on a CPU: the noise of sampling.py, and the cuts of top-k, top-p and min-p.
 //
 // 1. `gumbel` computes Philox4x32-10 and both logarithms for many counters side by side, in 32 bits where tensors take
 //    64.
@@ -128,10 +128,10 @@ void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Sco
 
 // ---------------------------------------------------------------------------------------------- operators
 
-// `gumbel` of sampling.py: [B, R, V] fp32. seed: [B, 2] or [2]; prompt, sample, first: [B], all int64; silent: [B] bool,
+// `gumbel` of sampling.py: [B, R, V] fp32. seed: [B, 2] or [2]; prompt, sample, first: [B], all int64; greedy: [B] bool,
 // or none; per_row: R
 at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample,
-                  const std::optional<at::Tensor>& silent, const at::Tensor& first, int64_t per_row, int64_t vocab,
+                  const std::optional<at::Tensor>& greedy, const at::Tensor& first, int64_t per_row, int64_t vocab,
                   int64_t domain) {
   const int64_t B = first.size(0), rows = B * per_row, whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
   const at::Tensor noise = at::empty({B, per_row, vocab}, first.options().dtype(at::kFloat));
@@ -141,12 +141,12 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
   const at::Tensor of_sample = sample.expand({B}).contiguous();
   const int64_t *seeds = both.const_data_ptr<int64_t>(), *draw = draws.const_data_ptr<int64_t>();
   const int64_t *prompts = of_row.const_data_ptr<int64_t>(), *samples = of_sample.const_data_ptr<int64_t>();
-  const auto is_silent = optional<bool>(silent, {B}, "silent");
+  const auto is_greedy = optional<bool>(greedy, {B}, "greedy");
   float* to = noise.mutable_data_ptr<float>();
   parallel(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; piece++) {
       const int64_t row = piece / whole, token = piece % whole * 4 * SIDE, b = row / per_row;
-      if (is_silent && (*is_silent)[b]) {
+      if (is_greedy && (*is_greedy)[b]) {
         std::fill_n(to + row * vocab + token, std::min<int64_t>(4 * SIDE, vocab - token), 0.0f);
         continue;
       }
@@ -160,19 +160,21 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
 }
 
 // `process` of sampling.py: scores [B, N, V] divided by the temperature, -inf where they are cut away. temperature,
-// top_p: [B] fp32; top_k: [B] int64, 0 keeps all; without top_k and top_p nothing is cut away
+// top_p, margin (log of min-p): [B] fp32; top_k: [B] int64, 0 keeps all; without these three nothing is cut away
 at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const std::optional<at::Tensor>& top_k,
-               const std::optional<at::Tensor>& top_p) {
+               const std::optional<at::Tensor>& top_p, const std::optional<at::Tensor>& margin) {
   const at::Tensor from = scores.contiguous(), result = at::empty(from.sizes(), from.options());
   TORCH_CHECK(from.numel() && from.dim() == 3, "there are no scores [B, N, V]");
   const int64_t B = from.size(0), N = from.size(1), n = from.size(2), rows = B * N;
   const Operand<float> by(temperature, {B}, "temperature");
   const auto most = optional<int64_t>(top_k, {B}, "top_k");
   const auto mass = optional<float>(top_p, {B}, "top_p");
+  const auto below = optional<float>(margin, {B}, "margin");
   const float* x = from.const_data_ptr<float>();
   float* y = result.mutable_data_ptr<float>();
   bool cuts = false;
-  for (int64_t b = 0; b < B; b++) cuts |= (most && (*most)[b] > 0) || (mass && (*mass)[b] < 1);
+  for (int64_t b = 0; b < B; b++)
+    cuts |= (most && (*most)[b] > 0) || (mass && (*mass)[b] < 1) || (below && (*below)[b] > LEAST);
   if (!cuts) {
     parallel(rows * n, GRAIN, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end;) {
@@ -189,14 +191,16 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const st
     for (int64_t r = begin; r < end; r++) {
       const int64_t b = r / N, k = most ? (*most)[b] : 0;
       const float t = by[b], p = mass ? (*mass)[b] : 1.0f;
+      for (int64_t i = 0; i < n; i++) z[i] = x[r * n + i] / t;
+      const float least = below && (*below)[b] > LEAST ? largest(z.data(), n) + (*below)[b] : LEAST;
       if (k <= 0 && p >= 1) {
-        for (int64_t i = 0; i < n; i++) y[r * n + i] = x[r * n + i] / t;
+        for (int64_t i = 0; i < n; i++) y[r * n + i] = z[i] >= least ? z[i] : LEAST;
         continue;
       }
-      for (int64_t i = 0; i < n; i++) z[i] = x[r * n + i] / t;
       keep(z.data(), n, k, p, kept);
       std::fill_n(y + r * n, n, LEAST);
-      for (const Scored& each : kept) y[r * n + each.token] = each.score;
+      for (const Scored& each : kept)
+        if (each.score >= least) y[r * n + each.token] = each.score;
     }
   });
   return result;

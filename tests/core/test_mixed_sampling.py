@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 ASKED = [
     Asked([5, 17, 3, 40, 8, 22, 61], Sampling(), 0),
     Asked([9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45], Sampling(0.6, top_k=12), 2**40 + 3),
-    Asked([12, 80, 3], Sampling(1.0), 5),
+    Asked([12, 80, 3], Sampling(1.0, min_p=0.05), 5),
     Asked([61, 5, 17, 9], Sampling(0.8, top_p=0.7), 5),
     Asked([44], Sampling(1.0, top_k=40, top_p=0.9), 1),
     Asked([5, 17, 3, 40, 8, 22, 61], Sampling(1.0), 6),
@@ -48,7 +48,7 @@ def per_prompt(asked: list[Asked]) -> dict[str, list]:
     """The options of `generate` for prompts that differ."""
     found = {
         name: [getattr(each.sampling, name) for each in asked]
-        for name in ("temperature", "top_k", "top_p")
+        for name in ("temperature", "top_k", "top_p", "min_p")
     }
     return found | {"seed": [each.seed for each in asked]}
 
@@ -183,14 +183,14 @@ def test_a_row_is_cut_by_its_own_parameters(how, plain):
 @pytest.mark.parametrize("how", ["C++", "plain"])
 def test_a_greedy_row_has_no_noise(how, plain):
     run = plain if how == "plain" else lambda function, *inputs: function(*inputs)
-    silent = torch.tensor([False, True, False])
+    greedy = torch.tensor([False, True, False])
     seeds = torch.tensor([[1, 0], [2, 0], [3, 0]])
-    key = NoiseKey(seeds, torch.arange(3), torch.zeros(3, dtype=torch.long), silent)
+    key = NoiseKey(seeds, torch.arange(3), torch.zeros(3, dtype=torch.long), greedy)
     first = torch.tensor([4, 5, 6])
     noise = run(gumbel, key, first, 2, 130)
     assert not noise[1].any()
-    everywhere = run(gumbel, key._replace(silent=None), first, 2, 130)
-    assert torch.equal(noise[~silent], everywhere[~silent]) and everywhere[1].all()
+    everywhere = run(gumbel, key._replace(greedy=None), first, 2, 130)
+    assert torch.equal(noise[~greedy], everywhere[~greedy]) and everywhere[1].all()
 
 
 def test_a_temperature_near_zero_is_greedy():
@@ -213,7 +213,7 @@ def test_a_temperature_near_zero_is_greedy():
     ({"top_p": [0.5, 0]}, r"--top_p must be in \(0, 1\]; it is 0"), ({"top_p": None}, "--top_p must be a number"),
     ({"seed": [1, -1]}, "--seed must be at least 0"), ({"seed": 2**64}, "--seed must be at most"),
     ({"max_new_tokens": [1, 2]}, r"max_new_tokens is one number for all prompts; it is \[1, 2\]"),
-    ({"min_p": 0.1}, "min_p cannot change after load"),
+    ({"min_p": [0, 1.5]}, "--min_p must be at most 1; it is 1.5"), ({"frequency_penalty": 0.1}, "frequency_penalty cannot change"),
 ])  # fmt: skip
 def test_wrong_parameters_are_refused_by_name(options, message):
     engine = engine_for(golden_target(), RootOnly(), **OPTIONS)

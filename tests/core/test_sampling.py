@@ -211,6 +211,8 @@ RULES = [
     Sampling(1.3, top_p=0.9),
     Sampling(0.7, top_k=5, top_p=0.8),
     Sampling(1.0, top_k=100, top_p=1.0),
+    Sampling(1.0, min_p=0.2),
+    Sampling(0.7, top_k=6, top_p=0.9, min_p=0.3),
 ]
 
 
@@ -221,7 +223,7 @@ def distribution(logits, rule):
     weight = [math.exp(z[i] - z[ranked[0]]) for i in ranked]
     kept, mass = [], 0.0
     for token, w in zip(ranked, weight):
-        if mass >= rule.top_p:
+        if mass >= rule.top_p or w < rule.min_p:
             break
         kept.append((token, w))
         mass += w / sum(weight)
@@ -255,6 +257,13 @@ def test_ties_at_a_cut_go_to_the_lower_id():
     assert kept([0.0] * 4, top_p=0.51) == [0, 1, 2]
     assert kept([0.0, 9.0, 0.0, 9.0], top_p=0.4) == [1]
     assert kept([0.0] * 64, top_k=4, top_p=0.75) == [0, 1, 2]  # top-p counts what top-k left
+
+
+def test_min_p_is_a_share_of_the_likeliest():
+    scores = [math.log(p) for p in (0.4, 0.3, 0.21, 0.09)]
+    assert [len(kept(scores, min_p=p)) for p in (0.2, 0.5, 0.7, 0.8, 1.0)] == [4, 3, 2, 1, 1]
+    assert kept([1.0, 1.0, 0.9], min_p=1.0) == [0, 1]  # and all that tie with it
+    assert kept(scores, top_p=0.65, min_p=0.2) == [0, 1]  # top-p counts what min-p drops
 
 
 def test_top_p_keeps_at_least_one():

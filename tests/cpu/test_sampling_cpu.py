@@ -114,6 +114,15 @@ def within_rounding(z, ours, theirs, top_k, top_p) -> bool:
     return same and bool(((before - top_p).abs()[stays != stayed] < 1e-4).all())
 
 
+def test_min_p_alone_and_behind_the_others(plain):
+    """To the bit: it compares scores, and adds nothing up."""
+    logits = 4 * torch.randn(2, 3, 4099, generator=torch.Generator().manual_seed(1)).round(decimals=2)
+    for rule in (Sampling(0.7, min_p=0.01), Sampling(1.0, 40, min_p=0.2), Sampling(1.0, min_p=1.0)):
+        ours = process(logits, rule)
+        assert torch.equal(ours, plain(process, logits, rule))
+        assert (ours.isfinite().sum(-1) < 99).all() and ours.isfinite().any(-1).all()
+
+
 def test_a_cut_of_equal_tokens_goes_by_their_number():
     kept = (
         process(torch.zeros(1, 1, 100), Sampling(1.0, 7, 1.0)).isfinite()[0, 0].nonzero().flatten()

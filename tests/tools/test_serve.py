@@ -145,14 +145,14 @@ RULES = [
     {"temperature": 0.5},
     {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.3, "top_k": 20},
-    {"temperature": 0.9, "top_k": 50, "top_p": 0.95},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
     {},
 ]
 
 
 def as_sent(rule: dict) -> dict:
     """The options of a request; the client sends those that it does not know as they are."""
-    own = {name: value for name, value in rule.items() if name == "top_k"}
+    own = {name: value for name, value in rule.items() if name in ("top_k", "min_p")}
     return {name: rule[name] for name in rule.keys() - own.keys()} | {"extra_body": own}
 
 
@@ -465,7 +465,7 @@ def test_too_many_are_refused(running):
     (b'{"prompt": "a", "temperature": 1e999}', 400, "from 0 to 2"), ({"prompt": "a", "top_p": 0}, 400, "top_p must be a number"),
     ({"prompt": "a", "top_p": 1.1}, 400, "at most 1; it is 1.1"), ({"prompt": "a", "top_p": [1]}, 400, "top_p must be"),
     ({"prompt": "a", "top_k": 2.5}, 400, "top_k must be a whole number"), ({"prompt": "a", "top_k": -2}, 400, "from -1 to"),
-    ({"prompt": "a", "top_k": 2**31}, 400, "top_k must be"), ({"prompt": "a", "min_p": 0.1}, 400, "min_p = 0.1 is not served"),
+    ({"prompt": "a", "top_k": 2**31}, 400, "top_k must be"), ({"prompt": "a", "min_p": 1.1}, 400, "min_p must be a number from 0 to 1"),
     ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not"), ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
     ({"prompt": "a", "tools": [1]}, 400, "tools = [1] is not served"), ({"prompt": "a", "unknown": 1}, 400, "unknown = 1"),
     ({"prompt": "a", "stop": ""}, 400, "stop must be"), ({"prompt": "a", "stop": ["a"] * 5}, 400, "at most four texts"), ({"prompt": "a", "stop": [1]}, 400, "stop must be"),
