@@ -69,8 +69,7 @@ class GenerateConfig:
 
     checkpoint: str = option(
         DEFAULT,
-        "the target: a Hugging Face directory or a GGUF file; the default is fetched at the first "
-        "use (93 MB)",
+        "the target: a Hugging Face directory or a GGUF file; the default is fetched once (93 MB)",
     )
     inflate: str = option(
         "",
@@ -209,7 +208,10 @@ class GenerateConfig:
         "system message of the chat, '' for an empty one; default: the template's own",
         needs=(CHAT,),
     )
-    grammar: str = option("", "a grammar that texts follow: Lark, GBNF, or a JSON schema (.json)")
+    grammar: str = option(
+        "",
+        "texts follow this Lark, GBNF, or JSON schema (.json); on CUDA no cycle is captured then",
+    )
     max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
@@ -262,9 +264,7 @@ class GenerateConfig:
     trace: str = option(
         "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
     )
-    profile: str = option(
-        "", "write a profiler trace of the decoding (chrome://tracing)", needs=(NOT_CHAT,)
-    )
+    profile: str = option("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
 
     @property
     def sampling(self) -> Sampling:

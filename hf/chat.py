@@ -37,6 +37,15 @@ class ChatTemplate:
 
     bos = True  # begin with BOS where the text does not
     reply: str  # the text before an earlier answer
+    title: str  # for messages
+
+    def render_messages(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        """Return the text of the prompt for the next answer.
+
+        messages, tools: as `transformers` takes them, without a system message at the beginning
+        Raises: ValueError for a conversation that the template has no place for.
+        """
+        raise NotImplementedError
 
     def render(self, turns: list[str], answers: list[str]) -> str:
         """Return the text of the prompt for the next answer. answers: one fewer than turns"""
@@ -70,10 +79,17 @@ class JinjaTemplate(ChatTemplate):
 
     path: Path  # the checkpoint, for messages
     program: Any  # hf.sandbox.Template
+    # for conversations with tools, where the checkpoint has another one for them
+    program_of_tools: Any
     special: dict[str, str]  # bos_token and the like -> their texts
     system: str | None = None  # None: as the template has it
 
     bos = False
+
+    @property
+    def title(self) -> str:
+        """The template's name in messages."""
+        return f"{self.path}: its chat template"
 
     @cached_property
     def reply(self) -> str:
@@ -90,34 +106,41 @@ class JinjaTemplate(ChatTemplate):
         return before.removeprefix(prompt)
 
     def render(self, turns: list[str], answers: list[str]) -> str:
+        """Render, as the base class. Raises: ValueError when the template fails."""
+        messages = [{"role": "user", "content": turn} for turn in turns]
+        for number, answer in enumerate(answers):
+            messages.insert(2 * number + 1, {"role": "assistant", "content": answer})
+        return self.render_messages(messages)
+
+    def render_messages(self, messages: list[dict], tools: list[dict] | None = None) -> str:
         """Render, as the base class.
 
         Raises: ValueError when the template fails; it says whether --system is the cause.
         """
-        messages = [{"role": "user", "content": turn} for turn in turns]
-        for number, answer in enumerate(answers):
-            messages.insert(2 * number + 1, {"role": "assistant", "content": answer})
+        said = messages
         if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
+            said = [{"role": "system", "content": self.system}, *messages]
+        program = self.program
+        if tools and self.program_of_tools:
+            program = self.program_of_tools
         try:
-            return self.program.render(
-                messages=messages,
-                tools=None,
+            return program.render(
+                messages=said,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=True,
                 **self.special,
             )
         except ValueError as error:
-            if self.system is not None and self._renders_without_system(turns, answers):
+            if self.system is not None and self._renders_without_system(messages, tools):
                 raise ValueError(
-                    f"{self.path}: its chat template takes no system message ({error}); "
-                    "drop --system"
+                    f"{self.title} takes no system message ({error}); drop --system"
                 ) from None
             raise refusal(self.path, error) from None
 
-    def _renders_without_system(self, turns: list[str], answers: list[str]) -> bool:
+    def _renders_without_system(self, messages: list[dict], tools: list[dict] | None) -> bool:
         try:
-            replace(self, system=None).render(turns, answers)
+            replace(self, system=None).render_messages(messages, tools)
         except ValueError:
             return False
         return True
@@ -148,23 +171,27 @@ def refusal(path: Path, reason: Any) -> ValueError:
     )
 
 
-def template_text(path: Path) -> str | None:
+def template_text(path: Path, name: str = "default") -> str | None:
     """Read the Jinja template of a checkpoint; None: it has none.
 
+    name: of several, which only tokenizer_config.json may list; tool_use is for tools
     Raises: ValueError when it cannot be read.
     """
+    only = name == "default"
     if is_gguf(path):
-        return chat_template_text(path)
+        return chat_template_text(path) if only else None
     jinja = path / "chat_template.jinja"
     try:
         if jinja.is_file():
-            return read_text(jinja)
+            return read_text(jinja) if only else None
     except ValueError as error:
         raise refusal(path, f"cannot be read ({error})") from None
     found = optional_json(path / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # of {name, template}
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default", found)
+        found = named.get(name, found if only else None)
+    elif not only:
+        found = None
     if found is not None and not isinstance(found, str):
         raise refusal(path, "is neither a text nor a list of named ones with a default")
     return found
@@ -189,8 +216,10 @@ def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> Jinj
     if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < OLDEST_JINJA2:
         least = ".".join(map(str, OLDEST_JINJA2))
         raise ValueError(f"chat templates need jinja2 {least} or later; run: pip install -U jinja2")
+    of_tools = template_text(path, "tool_use")
     try:
-        return JinjaTemplate(path, Template(text), tokenizer.special, system)
+        program_of_tools = None if of_tools is None else Template(of_tools)
+        return JinjaTemplate(path, Template(text), program_of_tools, tokenizer.special, system)
     except ValueError as error:
         raise refusal(path, error) from None
 
@@ -213,6 +242,23 @@ class FixedTemplate(ChatTemplate):
     stops: tuple[str, ...] = ()  # tokens that end an answer besides EOS
     # drop white space around a turn; around an answer it is always dropped
     trim_turns: bool = False
+
+    @property
+    def title(self) -> str:
+        """The template's name in messages."""
+        return f"the chat template {self.name}"
+
+    def render_messages(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        """Render, as the base class."""
+        if tools:
+            raise ValueError(f"{self.title} knows no tools; leave them out")
+        roles = [message["role"] for message in messages]
+        expected = [("user", "assistant")[i % 2] for i in range(len(roles))]
+        if len(roles) % 2 == 0 or roles != expected:
+            order = "messages must go user, assistant, ..., user behind a system message"
+            raise ValueError(f"{order}; they go {str(roles)[:100]}")
+        texts = [message["content"] for message in messages]
+        return self.render(texts[0::2], texts[1::2])
 
     def render(self, turns: list[str], answers: list[str]) -> str:
         """Render, as the base class."""

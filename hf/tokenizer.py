@@ -169,9 +169,11 @@ class Tokenizer:
         stream = self.stream(continuation)
         return stream.push(ids) + stream.flush()
 
-    def stream(self, continuation: bool = False) -> StreamDecoder:
-        """Return a decoder that takes the ids in parts."""
-        return StreamDecoder(self, continuation)
+    def stream(
+        self, continuation: bool = False, shown: frozenset[int] = frozenset()
+    ) -> StreamDecoder:
+        """Return a decoder that takes the ids in parts. shown: control tokens that have a text"""
+        return StreamDecoder(self, continuation, shown)
 
     def piece(self, id: int) -> bytes:
         """Return the bytes of one token.
@@ -272,14 +274,18 @@ class StreamDecoder:
     All pushes and the flush together give exactly the same text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, continuation: bool):
-        self._piece = tokenizer.piece
+    def __init__(
+        self, tokenizer: Tokenizer, continuation: bool, shown: frozenset[int] = frozenset()
+    ):
+        self._tokenizer = tokenizer
+        self._shown = shown
         self._strip = tokenizer.strips_space and not continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids. Returns: the characters that they complete."""
-        data = b"".join(map(self._piece, ids))
+        source = self._tokenizer
+        data = b"".join(source.name(id) if id in self._shown else source.piece(id) for id in ids)
         if self._strip and data:
             data = data.removeprefix(b" ")
             self._strip = False

@@ -268,7 +268,7 @@ class Batcher(threading.Thread):
             if seq in session.faults:
                 with self.changed:
                     self._evict(seq, "left")
-                job.tell(Refusal(400, session.faults[seq], "response_format"))
+                job.tell(Refusal(400, session.faults[seq]))
                 continue
             answer = job.answer
             before = answer.tokens

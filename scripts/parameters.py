@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 from command_line import MOST, option
@@ -19,7 +19,9 @@ from load import compile_grammars
 from options import GenerateConfig, Sampling
 from prompts import check_ids, check_sampled
 from scripts.batcher import Refusal
+from scripts.tool_calls import Syntax, Tools, read_message, read_tools, syntax_of
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN = 100  # characters of a request that a message repeats, at most
 MOST_LIKELIEST = 20  # tokens beside each log-probability
 # parameters of other servers, with the values that change nothing
@@ -30,7 +32,7 @@ UNSERVED: dict[str, tuple] = {
     "function_call": ("none",),
     "functions": ([],),
     "logit_bias": ({},),
-    "parallel_tool_calls": (False, True),
+    "parallel_tool_calls": (False, True),  # and the other parameters of tools, in a completion
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
     "suffix": ("",),
@@ -39,9 +41,10 @@ UNSERVED: dict[str, tuple] = {
 }
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
-    "stream", "stream_options", "stop", "seed", "user", "store", "metadata", "logprobs", "top_logprobs",
-    "response_format",
+    "stream", "stream_options", "stop", "seed", "user", "store", "metadata", "logprobs",
+    "top_logprobs", "response_format",
 }  # fmt: skip
+OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Asked(NamedTuple):
     stream: bool
     usage: bool  # a stream ends with the usage
     grammar: Any  # extras.grammar.Grammar, or None
+    tools: Tools | None
 
 
 class Reader:
@@ -111,6 +115,11 @@ class Reader:
         checkpoint = fetched(self.config.checkpoint)
         return chat_template(checkpoint, engine.tokenizer, engine.config.chat, system)
 
+    @cached_property
+    def _syntax(self) -> Syntax:
+        """The syntax of tool calls. Raises: ValueError where the template knows none."""
+        return syntax_of(self.engine.template, self.engine.tokenizer)
+
     def read(self, body: Any, chat: bool) -> Asked:
         """Check a request. Raises: Refusal."""
         need(isinstance(body, dict), "the body must be a JSON object")
@@ -119,7 +128,7 @@ class Reader:
         if asked != self.name:
             raise no_model(asked, self.name)
         source = "messages" if chat else "prompt"
-        self._check_names(body, source)
+        self._check_names(body, {source, *OF_TOOLS} if chat else {source})
         sampling = self._sampling(body)
         options = body.get("stream_options", {})
         need(isinstance(options, dict), "stream_options must be an object", "stream_options")
@@ -129,6 +138,7 @@ class Reader:
         most = self._integer(body, "max_tokens", own, 1, limit)
         most = self._integer(body, "max_completion_tokens", most, 1, limit)
         need(source in body, f"{source} is missing", source)
+        tools = self._tools(body) if chat else None
         prompts = [body[source]]
         if not chat and _is_list_of_prompts(body[source]):
             prompts = body[source]
@@ -139,7 +149,7 @@ class Reader:
             f"at most {capacity} answers fit the waiting room; lower n, or send fewer prompts",
             "n",
         )
-        encode = self._messages if chat else self._ids
+        encode = partial(self._messages, tools=tools) if chat else self._ids
         try:
             ids = [encode(prompt) for prompt in prompts]
         except ValueError as error:
@@ -155,13 +165,14 @@ class Reader:
             self._stops(body),
             self._flag(body, "stream"),
             self._flag(options, "include_usage"),
-            self._grammar(body),
+            self._grammar(body, tools),
+            tools,
         )
 
-    def _check_names(self, body: dict, source: str) -> None:
-        """Refuse parameters that are not served. source: the one that holds the prompt"""
+    def _check_names(self, body: dict, own: set[str]) -> None:
+        """Refuse parameters that are not served. own: names that only one endpoint serves"""
         for name, value in body.items():
-            if name in SERVED or name == source:
+            if name in SERVED or name in own:
                 continue
             harmless = any(
                 type(value) is type(each) and value == each for each in UNSERVED.get(name, ())
@@ -243,21 +254,36 @@ class Reader:
         need(fit, "stop must be at most four texts of 1 to 256 characters", "stop")
         return stops
 
-    def _grammar(self, body: dict) -> Any:
-        """Compile the grammar that an answer must follow."""
-        if "response_format" not in body:
+    def _tools(self, body: dict) -> Tools | None:
+        """Read the tools that an answer may call."""
+        if not OF_TOOLS & body.keys() or self.engine.template is None:
             return None
         try:
-            from extras.grammar import schema_of
-
-            schema = schema_of(body["response_format"])
-            return None if schema is None else self._compiled(json.dumps(schema))
+            return read_tools(body, lambda: self._syntax)
         except ValueError as error:
-            raise Refusal(400, str(error), "response_format") from None
+            raise Refusal(400, str(error), "tools") from None
+
+    def _grammar(self, body: dict, tools: Tools | None) -> Any:
+        """Compile the grammar that an answer must follow."""
+        source: str | dict | None = None
+        name = "response_format"
+        try:
+            if name in body:
+                from extras.grammar import schema_of
+
+                source = schema_of(body[name])
+            need(not source or not tools, f"{name} cannot go with tools; leave one out", name)
+            if tools and tools.forced:
+                name = "tools"
+                source = tools.grammar()
+            return None if source is None else self._compiled(json.dumps(source))
+        except ValueError as error:
+            raise Refusal(400, str(error), name) from None
 
     @lru_cache(maxsize=64)  # noqa: B019  (one reader a server)
-    def _compiled(self, schema: str) -> Any:
-        return compile_grammars(self.engine, json.loads(schema), 1)[0]
+    def _compiled(self, source: str) -> Any:
+        """Compile a grammar. source: a text in Lark or a schema, as JSON"""
+        return compile_grammars(self.engine, json.loads(source), 1)[0]
 
     def _ids(self, prompt: Any) -> list[int]:
         """Return the ids of a completion's prompt, a text or token ids."""
@@ -267,8 +293,8 @@ class Reader:
             raise ValueError("prompt must be a text, a list of token ids, or a list of either")
         return check_ids(ids, engine.target.config.vocab_size, engine.context)
 
-    def _messages(self, messages: Any) -> list[int]:
-        """Return the ids of a chat: a system message or none, then user and assistant in turn."""
+    def _messages(self, messages: Any, tools: Tools | None) -> list[int]:
+        """Return the ids of a chat: a system message or none, then an order the template takes."""
         engine = self.engine
         if engine.config.chat is None:
             raise ValueError(
@@ -276,17 +302,19 @@ class Reader:
             )
         if not isinstance(messages, list) or not messages:
             raise ValueError("messages must be a list of at least one")
-        parsed = [_message(message) for message in messages]
+        parsed: list[dict] = []
+        for message in messages:
+            parsed.append(_message(message, parsed))
+        if any("tool_calls" in message for message in parsed):
+            _ = self._syntax  # a template without them is refused
         system = self.config.system
-        if parsed[0][0] in ("system", "developer"):
-            system = parsed.pop(0)[1]
-        roles = [role for role, _ in parsed]
-        expected = [("user", "assistant")[i % 2] for i in range(len(parsed))]
-        if len(parsed) % 2 == 0 or roles != expected:
-            order = "messages must go user, assistant, ..., user behind a system message"
-            raise ValueError(f"{order}; they go {str(roles)[:SHOWN]}")
-        texts = [text for _, text in parsed]
-        ids = self._template(system).encode(engine.tokenizer, texts[0::2], texts[1::2])
+        if parsed[0]["role"] == "system":
+            system = parsed.pop(0)["content"]
+        template = self._template(system)
+        text = template.render_messages(parsed, tools and tools.given)
+        if tools and tools.forced:
+            text += tools.syntax.opening
+        ids = engine.tokenizer.encode(text, bos=template.bos, special=True)
         return check_ids(ids, engine.target.config.vocab_size, engine.context)
 
 
@@ -305,14 +333,23 @@ def _is_list_of_prompts(prompt: Any) -> bool:
     return not any(type(part) is int for part in prompt)
 
 
-def _message(message: Any) -> tuple[str, str]:
-    """Return role and text."""
-    content = message.get("content") if isinstance(message, dict) else None
+def _message(message: Any, earlier: list[dict]) -> dict:
+    """Return a message as templates take it. earlier: the messages before it"""
+    if not isinstance(message, dict):
+        message = {}
+    message = _without_nulls(message)
+    calls = "tool_calls" in message
+    content = message.get("content", "" if calls else None)
     if isinstance(content, list):
         content = _joined_parts(content)
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise ValueError("a message must have a role and a text as its content")
-    return message["role"], content
+    role = message["role"]
+    if calls or role == "tool":
+        return read_message(message, content, earlier)
+    if role not in ROLES:
+        raise ValueError(f"a message's role must be one of {ROLES}; it is {role[:SHOWN]!r}")
+    return {"role": "system" if role == "developer" else role, "content": content}
 
 
 def _joined_parts(parts: list) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 from hf.tokenizer import Tokenizer
 from scripts.batcher import Piece, Scored
 from scripts.parameters import Asked
+from scripts.tool_calls import Finder
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
@@ -22,6 +23,9 @@ class Reply:
         self.asked = asked
         self.chat = chat
         self.tokenizer = tokenizer
+        self.finders: list[Finder] = []  # one for each choice, where the request has tools
+        if asked.tools:
+            self.finders = [Finder(asked.tools) for _ in range(asked.samples)]
         self.base = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
             "created": int(time.time()),
@@ -40,8 +44,8 @@ class Reply:
         for answer in answers:
             text = {"text": answer.text}
             if self.chat:
-                text = {"message": {"role": "assistant", "content": answer.text}}
-            choices.append(self._choice(answer) | text)
+                text = {"message": self._message(answer)}
+            choices.append(self._choice(answer) | text)  # behind the calls, which it counts
         kind = "chat.completion" if self.chat else "text_completion"
         usage = self.usage(answer.tokens for answer in answers)
         return self.base | {"object": kind, "choices": choices, "usage": usage}
@@ -55,9 +59,35 @@ class Reply:
         return f"data: {json.dumps(event)}\n\n"
 
     def piece(self, piece: Piece) -> str:
-        """Return the event of a piece."""
-        text = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
+        """Return the event of a piece; "" where all its text is held back."""
+        text = {"text": piece.text}
+        if self.chat:
+            text = {"delta": self._delta(piece)}
+            if not text["delta"] and not piece.reason and not piece.scored:
+                return ""
         return self.event([self._choice(piece) | text])
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """Return a piece's content, and whole calls of tools."""
+        if not self.finders:
+            return {"content": piece.text}
+        finder = self.finders[piece.choice]
+        first = finder.count
+        content, calls = finder.push(piece.text, piece.reason is not None)
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
+        return delta
+
+    def _message(self, answer: Piece) -> dict[str, Any]:
+        """Return the message of a whole answer."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if self.finders:
+            content, calls = self.finders[answer.choice].push(answer.text, True)
+            message["content"] = content or None
+            if calls:
+                message["tool_calls"] = calls
+        return message
 
     def begin(self, choice: int) -> str:
         """Return the first event of a chat's choice."""
@@ -68,7 +98,10 @@ class Reply:
         logprobs = None
         if self.asked.likeliest is not None:
             logprobs = self._of_chat(piece) if self.chat else self._of_completion(piece)
-        return {"index": piece.choice, "finish_reason": piece.reason, "logprobs": logprobs}
+        reason = piece.reason
+        if reason == "stop" and self.finders and self.finders[piece.choice].count:
+            reason = "tool_calls"
+        return {"index": piece.choice, "finish_reason": reason, "logprobs": logprobs}
 
     def _of_chat(self, piece: Piece) -> dict[str, Any]:
         content = []

@@ -159,9 +159,7 @@ OPERATORS: dict[str, Callable | None] = {
         )
     ),
     "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? margin) "
-    "-> Tensor": (
-        lambda scores, temperature, top_k, top_p, margin: scores.new_empty(scores.shape)
-    ),
+    "-> Tensor": (lambda scores, temperature, top_k, top_p, margin: scores.new_empty(scores.shape)),
     "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor": (
         lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64)
     ),

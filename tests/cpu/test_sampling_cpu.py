@@ -116,7 +116,9 @@ def within_rounding(z, ours, theirs, top_k, top_p) -> bool:
 
 def test_min_p_alone_and_behind_the_others(plain):
     """To the bit: it compares scores, and adds nothing up."""
-    logits = 4 * torch.randn(2, 3, 4099, generator=torch.Generator().manual_seed(1)).round(decimals=2)
+    logits = 4 * torch.randn(2, 3, 4099, generator=torch.Generator().manual_seed(1)).round(
+        decimals=2
+    )
     for rule in (Sampling(0.7, min_p=0.01), Sampling(1.0, 40, min_p=0.2), Sampling(1.0, min_p=1.0)):
         ours = process(logits, rule)
         assert torch.equal(ours, plain(process, logits, rule))
