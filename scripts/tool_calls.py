@@ -56,24 +56,24 @@ def syntax_of(template: ChatTemplate, tokenizer: Tokenizer) -> Syntax:
     id = new_id()
     call = {"name": PROBE, "arguments": {"x": 1}}
     calls = [{"id": id, "type": "function", "function": call}]
-    asked = [{"role": "user", "content": "A question."}]
+    asked = {"role": "user", "content": "A question."}
+    answered = {"role": "assistant", "content": "The answer"}
     called = {"role": "assistant", "content": "", "tool_calls": calls}
     result = {"role": "tool", "tool_call_id": id, "name": PROBE, "content": "A result."}
-    prompt = template.render_messages(asked, tools)
+    prompt = template.render_messages([asked], tools)
     require(PROBE in prompt, f"{template.title} knows no tools; leave them out")
-    text = template.render_messages([*asked, called, result], tools)
+    # behind the last message a template may write other things
+    text = template.render_messages([asked, called, result], tools)
     fault = f"{template.title} writes tool calls in a form that is not known here; leave tools out"
     require(text.startswith(prompt), fault)
-    rest = text.removeprefix(prompt)
-    begin = max(rest.find("{"), 0)
-    written, end = _decoded(rest, begin)
+    opening, brace, _ = text.removeprefix(prompt).partition("{")
+    text = template.render_messages([asked, called], tools).removeprefix(prompt)
+    written, end = _decoded(text, text.find(opening + brace) + len(opening))
     require(isinstance(written, dict) and written.get("name") == PROBE, fault)
     keys = [key for key, value in written.items() if value == call["arguments"]]
     require(keys, fault)
-    closing = rest[end:]
-    for stop in template.stop_ids(tokenizer):
-        closing = closing.partition(tokenizer.name(stop).decode())[0]
-    opening = rest[:begin]
+    turn_end = template.render_messages([asked, answered], tools).rpartition("The answer")[2]
+    closing = text[end:].removesuffix(turn_end)
     ids = tokenizer.encode(opening + closing, bos=False, special=True)
     return Syntax(opening, keys[0], closing, frozenset(id for id in ids if not tokenizer.piece(id)))
 

@@ -1,0 +1,318 @@
+"""Tools of chats: the syntax that a template shows, calls found in a text, forced ones, and the conversation behind them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+openai = pytest.importorskip("openai")
+from test_chat import CHECKPOINTS, template_of  # noqa: E402
+from test_serve import Running  # noqa: E402
+from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
+
+from generate import generate  # noqa: E402
+from hf.chat import CHAT_TEMPLATES, chat_template  # noqa: E402
+from hf.tokenizer import Tokenizer  # noqa: E402
+from options import DEMO  # noqa: E402
+from scripts import serve  # noqa: E402
+from scripts.tool_calls import NOTHING, Finder, Syntax, Tools, syntax_of  # noqa: E402
+
+CITY = {"type": "object", "properties": {"name": {"enum": ["Rome", "Oslo"]}}, "required": ["name"]}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/City"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"City": CITY | {"additionalProperties": False}},
+}
+
+
+def tool(name: str, **more) -> dict:
+    return {"type": "function", "function": {"name": name, "description": "A tool.", **more}}
+
+
+TOOLS = [tool("weather", parameters=WEATHER), tool("now")]
+ASKED = [{"role": "user", "content": "What is the weather in Rome?"}]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+# --------------------------------------------------------------------------------- of the template
+
+
+@pytest.mark.parametrize("name, syntax", [
+    ("qwen2.5", ("<tool_call>\n", "arguments", "\n</tool_call>")), ("llama3.1", ("", "parameters", "")),
+    ("mistral-v0.3", ("[TOOL_CALLS] [", "arguments", "]")), ("smollm2", None),
+])  # fmt: skip
+def test_a_template_shows_how_calls_are_written(name, syntax, tmp_path):
+    special, _ = CHECKPOINTS[name]
+    names = dict.fromkeys([*special.values(), "<|im_start|>", "[TOOL_CALLS]", *CONTROLS])
+    path = build_json(tmp_path, list(names), bos=False)
+    write(path, "tokenizer_config.json", special)
+    write(path, "chat_template.jinja", template_of(name))
+    tokenizer = Tokenizer.load(path)
+    template = chat_template(path, tokenizer)
+    if syntax is None:
+        with pytest.raises(ValueError, match="its chat template knows no tools; leave them out"):
+            syntax_of(template, tokenizer)
+        return
+    found = syntax_of(template, tokenizer)
+    assert found[:3] == syntax
+    control = {tokenizer.id_of("[TOOL_CALLS]")} if name.startswith("mistral") else set()
+    assert found.controls == control
+    ids = tokenizer.encode(found.opening + "{", bos=False, special=True)
+    assert tokenizer.stream(True, found.controls).push(ids) == found.opening + "{"
+
+
+def test_the_template_for_tools_is_used_where_there_is_one(tmp_path):
+    """As in Hermes' tokenizer_config.json."""
+    special, _ = CHECKPOINTS["qwen2.5"]
+    path = build_json(tmp_path, [*special.values(), "<|im_start|>"], bos=False)
+    both = {"default": template_of("smollm2"), "tool_use": template_of("qwen2.5")}
+    listed = [{"name": name, "template": text} for name, text in both.items()]
+    write(path, "tokenizer_config.json", special | {"chat_template": listed})
+    tokenizer = Tokenizer.load(path)
+    template = chat_template(path, tokenizer)
+    assert syntax_of(template, tokenizer).mark == "<tool_call>"
+    assert "SmolLM" in template.render_messages(ASKED)
+    assert "<tools>" in template.render_messages(ASKED, TOOLS)
+
+
+def test_a_form_that_is_not_known_is_refused(tmp_path):
+    path = build_json(tmp_path, list(CONTROLS), bos=False)
+    write(path, "tokenizer_config.json", {})
+    text = (
+        "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}[f(x)]{% endif %}{% endfor %}"
+    )
+    write(path, "chat_template.jinja", text + "{{ tools }}")
+    tokenizer = Tokenizer.load(path)
+    with pytest.raises(ValueError, match="in a form that is not known here; leave tools out"):
+        syntax_of(chat_template(path, tokenizer), tokenizer)
+
+
+# ------------------------------------------------------------------------------------- of the text
+
+QWEN = Syntax("<tool_call>\n", "arguments", "\n</tool_call>", frozenset())
+LLAMA = Syntax("", "parameters", "", frozenset())
+MISTRAL = Syntax("[TOOL_CALLS] [", "arguments", "]", frozenset())
+ONE = '{"name": "weather", "arguments": {"city": {"name": "Roma \\u00e9"}}}'
+TWO = '{"name": "now", "arguments": {}}'
+FLAT = '{"name": "now", "parameters": {"a": [1]}}'
+FOUND = ("weather", '{"city": {"name": "Roma é"}}')
+CASES = [
+    (QWEN, f"<tool_call>\n{ONE}\n</tool_call>", "", [FOUND]),
+    (QWEN, f"Let me see.\n<tool_call>{TWO}</tool_call>\n<tool_call>\n{ONE}\n</tool_call> ", "Let me see.", [("now", "{}"), FOUND]),
+    (QWEN, f"<tool_call>\n{TWO}\n</tool_call>\nThat is all.", "That is all.", [("now", "{}")]),
+    (QWEN, f"<tool_call>\n{TWO}\n</tool", "", [("now", "{}")]),
+    (QWEN, "a < b <tool", "a < b <tool", []), (QWEN, " plain \n", " plain \n", []),
+    (QWEN, "the mark <tool_call> alone, {1}", "the mark <tool_call> alone, {1}", []),
+    (QWEN, f"<tool_call>\n{ONE[:-1]}", f"<tool_call>\n{ONE[:-1]}", []),
+    (QWEN, '<tool_call>{"name": "other", "arguments": {}}', '<tool_call>{"name": "other", "arguments": {}}', []),
+    (QWEN, '<tool_call>{"name": ["now"], "arguments": {}}', '<tool_call>{"name": ["now"], "arguments": {}}', []),
+    (QWEN, '<tool_call>{"name": "now", "arguments": {"a": NaN}}', '<tool_call>{"name": "now", "arguments": {"a": NaN}}', []),
+    (QWEN, "<tool_call>" + '{"a":' * 3000, "<tool_call>" + '{"a":' * 3000, []),
+    (LLAMA, FLAT, "", [("now", '{"a": [1]}')]), (LLAMA, f"\n{FLAT}; {FLAT}", "", [("now", '{"a": [1]}')] * 2),
+    (LLAMA, '{"a": 1} is JSON', '{"a": 1} is JSON', []), (LLAMA, f"I call {FLAT}", f"I call {FLAT}", []),
+    (LLAMA, "  ", "  ", []), (LLAMA, "{", "{", []),
+    (MISTRAL, f"[TOOL_CALLS] [{TWO}, {ONE}]", "", [("now", "{}"), FOUND]), (MISTRAL, "Yes [1]", "Yes [1]", []),
+]  # fmt: skip
+
+
+def tools_of(syntax: Syntax, several: bool = True) -> Tools:
+    return Tools([], {"weather": WEATHER, "now": NOTHING}, [], several, syntax)
+
+
+def in_parts(tools: Tools, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls of a text that comes in parts."""
+    finder = Finder(tools)
+    parts = [text[begin : begin + size] for begin in range(0, len(text), size)] or [""]
+    content, calls = "", []
+    for number, part in enumerate(parts):
+        more, found = finder.push(part, number == len(parts) - 1)
+        content += more
+        calls += [(call["function"]["name"], call["function"]["arguments"]) for call in found]
+        assert all(call["type"] == "function" and len(call["id"]) == 9 for call in found)
+    assert finder.count == len(calls)
+    return content, calls
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_calls_are_found_in_a_text(number):
+    """Whole, and in parts of any size: no text is lost."""
+    syntax, text, content, calls = CASES[number]
+    for size in (len(text), 1, 2, 7):
+        if size > 2 or len(text) < 1000:
+            assert in_parts(tools_of(syntax), text, size) == (content, calls)
+    assert in_parts(tools_of(syntax, several=False), text, len(text)) == (content, calls[:1])
+
+
+def test_text_comes_as_soon_as_it_is_no_call():
+    finder = Finder(tools_of(QWEN))
+    told = [
+        finder.push(part, False)[0] for part in ("Hello", " <to", "p>", " x", f" <tool_call>{TWO}")
+    ]
+    assert told == ["Hello", "", " <top>", " x", ""] and finder.count == 1
+    assert Finder(tools_of(LLAMA)).push("Hello ", False)[0] == "Hello "
+
+
+# ----------------------------------------------------------------------------------- of the server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The demo and its head, with a chat template that knows tools."""
+    root = tmp_path_factory.mktemp("tools")
+    for name in ("demo", "demo-eagle"):
+        (root / name).mkdir()
+        for file in (Path(DEMO).parent / name).iterdir():
+            (root / name / file.name).symlink_to(file)
+    (root / "demo" / "chat_template.jinja").write_text(template_of("qwen2.5"))
+    return root / "demo"
+
+
+@pytest.fixture(scope="module")
+def running(folder):
+    running = Running("--checkpoint", str(folder), "--chat")
+    yield running
+    running.close()
+
+
+def ask(running, messages=ASKED, **options):
+    options = {"seed": 3, "max_tokens": 80, **options}
+    return running.client.chat.completions.create(model="demo", messages=messages, **options)
+
+
+def test_forced_calls(running):
+    """The text is that of `generate` under the call's grammar; the arguments follow the schema."""
+    answer = ask(running, tools=TOOLS, tool_choice=NAMED, n=2)
+    engine = replace(running.engine, pool=[])
+    text = engine.template.render_messages(ASKED, TOOLS) + "<tool_call>\n"
+    ids = engine.tokenizer.encode(text, bos=False, special=True)
+    syntax = syntax_of(engine.template, engine.tokenizer)
+    grammar = Tools(TOOLS, {"weather": WEATHER}, ["weather"], True, syntax).grammar()
+    want = generate(engine, [ids], seed=3, max_new_tokens=80, grammar=grammar, num_samples=2)
+    assert answer.usage.prompt_tokens == len(ids)
+    for choice, own in zip(answer.choices, want.text):
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        (call,) = choice.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert json.loads(own) == {"name": "weather", "arguments": arguments}
+        assert call.function.name == "weather" and call.type == "function"
+        jsonschema.validate(arguments, WEATHER)
+    parts = list(ask(running, tools=TOOLS, tool_choice=NAMED, stream=True))
+    (delta,) = [part.choices[0].delta for part in parts if part.choices[0].delta.tool_calls]
+    assert delta.tool_calls[0].index == 0 and delta.tool_calls[0].id
+    first = answer.choices[0].message.tool_calls[0].function
+    assert delta.tool_calls[0].function.arguments == first.arguments
+    assert parts[-1].choices[0].finish_reason == "tool_calls"
+    names = set()
+    for seed in range(8):
+        found = ask(running, tools=TOOLS, tool_choice="required", seed=seed).choices[0].message
+        names.add(found.tool_calls[0].function.name)
+    assert names == {"weather", "now"}
+
+
+def test_a_call_that_is_cut_is_text(running):
+    answer = ask(running, tools=TOOLS, tool_choice=NAMED, max_tokens=6, logprobs=True).choices[0]
+    assert answer.finish_reason == "length" and answer.message.tool_calls is None
+    assert answer.message.content.startswith('{"name"') and len(answer.logprobs.content) == 6
+    parts = ask(running, tools=TOOLS, tool_choice=NAMED, max_tokens=6, logprobs=True, stream=True)
+    choices = [part.choices[0] for part in parts]
+    assert "".join(each.delta.content or "" for each in choices) == answer.message.content
+    assert sum(len(each.logprobs.content) for each in choices if each.logprobs) == 6
+
+
+def test_a_conversation_goes_on_behind_a_call(running):
+    """The result's message and the call's are in the prompt, as the template writes them."""
+    first = ask(running, tools=TOOLS, tool_choice=NAMED).choices[0].message
+    (call,) = first.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "sun"}]}
+    messages = [*ASKED, first.model_dump(exclude_none=True), result]
+    answer = ask(running, messages, tools=TOOLS, max_tokens=20)
+    arguments = json.loads(call.function.arguments)
+    called = {"id": call.id, "function": {"name": "weather", "arguments": arguments}}
+    said = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [called]}]
+    said.append({"role": "tool", "content": "sun"})
+    engine = replace(running.engine, pool=[])
+    text = engine.template.render_messages(said, TOOLS)
+    assert "<tool_response>\nsun\n</tool_response>" in text and call.function.arguments in text
+    ids = engine.tokenizer.encode(text, bos=False, special=True)
+    want = generate(engine, [ids], seed=3, max_new_tokens=20).text[0]
+    assert answer.choices[0].message.content == want
+
+
+def test_tools_that_are_not_to_be_called_change_nothing(running):
+    plain = ask(running, max_tokens=12).choices[0].message.content
+    for options in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+        found = ask(running, max_tokens=12, **options).choices[0].message
+        assert found.content == plain and found.tool_calls is None
+
+
+def test_calls_of_the_models_own(folder, tmp_path):
+    """The model's text is forced from outside, so that it calls; whole and streamed."""
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    file = tmp_path / "calls.lark"
+    file.write_text(f"start: {json.dumps(f'I look.{chr(10)}{call}{chr(10)}{call}')}")
+    running = Running("--checkpoint", str(folder), "--chat", "--grammar", str(file))
+    answer = ask(running, tools=TOOLS, max_tokens=200).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content == "I look."
+    assert [each.function.name for each in answer.message.tool_calls] == ["now", "now"]
+    parts = [part.choices[0] for part in ask(running, tools=TOOLS, max_tokens=200, stream=True)]
+    assert "".join(part.delta.content or "" for part in parts) == "I look."
+    calls = [call for part in parts for call in part.delta.tool_calls or ()]
+    assert [each.index for each in calls] == [0, 1] and parts[-1].finish_reason == "tool_calls"
+    one = ask(running, tools=TOOLS, max_tokens=200, parallel_tool_calls=False).choices[0]
+    assert len(one.message.tool_calls) == 1
+    without = ask(running, tools=TOOLS, tool_choice="none", max_tokens=200).choices[0]
+    assert without.finish_reason == "stop" and without.message.content.count(call) == 2
+    running.close()
+
+
+CALLED = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+TOLD = {"role": "tool", "tool_call_id": "a", "content": "x"}
+
+
+@pytest.mark.parametrize("body, param, message", [
+    ({"tools": 1}, "tools", "must be a list"), ({"tools": [tool("now")] * 129}, "tools", "at most 128"),
+    ({"tools": [1]}, "tools", "a tool must be"), ({"tools": [{"type": "x"}]}, "tools", "a tool must be"),
+    ({"tools": [tool("a b")]}, "tools", "1 to 64 letters"), ({"tools": [tool("now")] * 2}, "tools", "the same name"),
+    ({"tools": [tool("a", parameters={"type": "array"})]}, "tools", "parameters of a must be a JSON schema of type object"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tools", "tool_choice must be one of"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tools", "must name one of the tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tools", "must name one of"),
+    ({"tool_choice": "required"}, "tools", "needs tools"), ({"parallel_tool_calls": 1}, "tools", "true or false"),
+    ({"tools": [tool("a", parameters={"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})], "tool_choice": "required"}, "tools", "uniqueItems"),
+    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "cannot go with tools"),
+    ({"functions": [1]}, "functions", "is not served"),
+    ({"messages": [*ASKED, TOLD]}, "messages", "the tool_call_id of a call before it"),
+    ({"messages": [*ASKED, {"role": "assistant", "tool_calls": []}]}, "messages", "at least one call"),
+    ({"messages": [{"role": "user", "tool_calls": [CALLED]}]}, "messages", "belong to an assistant"),
+    ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "now", "arguments": "{"}}]}]}, "messages", "arguments, a JSON object"),
+    ({"messages": [{"role": "judge", "content": "x"}]}, "messages", "role must be one of"),
+])  # fmt: skip
+def test_mistakes_are_refused_by_name(running, body, param, message):
+    body = {"messages": ASKED, "max_tokens": 1, **body}
+    status, found = running.raw(json.dumps(body).encode(), "/v1/chat/completions")
+    error = found["error"]
+    assert (status, error["param"]) == (400, param) and message in error["message"]
+    assert len(error["message"].splitlines()) == 1
+
+
+def test_a_template_without_tools_is_named(running):
+    template = CHAT_TEMPLATES["vicuna"]
+    config = replace(running.engine.config, chat="vicuna")
+    engine = replace(running.engine, template=template, config=config)
+    reader = serve.Reader(engine, replace(running.server.config, chat="vicuna"), "demo")
+    conversation = [*ASKED, {"role": "assistant", "tool_calls": [CALLED]}, TOLD]
+    for body in ({"messages": ASKED, "tools": TOOLS}, {"messages": conversation}):
+        with pytest.raises(serve.Refusal, match="chat template vicuna knows no tools") as refused:
+            reader.read(body, True)
+        assert refused.value.status == 400
