@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,22 @@ from test_chat import CHECKPOINTS, template_of  # noqa: E402
 from test_serve import Running  # noqa: E402
 from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
 
+import hf.sandbox  # noqa: E402
 from generate import generate  # noqa: E402
 from hf.chat import CHAT_TEMPLATES, chat_template  # noqa: E402
 from hf.tokenizer import Tokenizer  # noqa: E402
 from options import DEMO  # noqa: E402
 from scripts import serve  # noqa: E402
 from scripts.tool_calls import NOTHING, Finder, Syntax, Tools, syntax_of  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
+    """A template is compiled once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf.sandbox, "Template", functools.cache(hf.sandbox.Template))
+        yield
+
 
 CITY = {"type": "object", "properties": {"name": {"enum": ["Rome", "Oslo"]}}, "required": ["name"]}
 WEATHER = {
@@ -118,7 +129,7 @@ CASES = [
     (QWEN, '<tool_call>{"name": "other", "arguments": {}}', '<tool_call>{"name": "other", "arguments": {}}', []),
     (QWEN, '<tool_call>{"name": ["now"], "arguments": {}}', '<tool_call>{"name": ["now"], "arguments": {}}', []),
     (QWEN, '<tool_call>{"name": "now", "arguments": {"a": NaN}}', '<tool_call>{"name": "now", "arguments": {"a": NaN}}', []),
-    (QWEN, "<tool_call>" + '{"a":' * 3000, "<tool_call>" + '{"a":' * 3000, []),
+    (QWEN, "<tool_call>" + '{"a":' * 1500, "<tool_call>" + '{"a":' * 1500, []),
     (LLAMA, FLAT, "", [("now", '{"a": [1]}')]), (LLAMA, f"\n{FLAT}; {FLAT}", "", [("now", '{"a": [1]}')] * 2),
     (LLAMA, '{"a": 1} is JSON', '{"a": 1} is JSON', []), (LLAMA, f"I call {FLAT}", f"I call {FLAT}", []),
     (LLAMA, "  ", "  ", []), (LLAMA, "{", "{", []),
@@ -149,7 +160,7 @@ def test_calls_are_found_in_a_text(number):
     """Whole, and in parts of any size: no text is lost."""
     syntax, text, content, calls = CASES[number]
     for size in (len(text), 1, 2, 7):
-        if size > 2 or len(text) < 1000:
+        if size == len(text) or len(text) < 1000:
             assert in_parts(tools_of(syntax), text, size) == (content, calls)
     assert in_parts(tools_of(syntax, several=False), text, len(text)) == (content, calls[:1])
 
@@ -213,10 +224,8 @@ def test_forced_calls(running):
     first = answer.choices[0].message.tool_calls[0].function
     assert delta.tool_calls[0].function.arguments == first.arguments
     assert parts[-1].choices[0].finish_reason == "tool_calls"
-    names = set()
-    for seed in range(8):
-        found = ask(running, tools=TOOLS, tool_choice="required", seed=seed).choices[0].message
-        names.add(found.tool_calls[0].function.name)
+    either = ask(running, tools=TOOLS, tool_choice="required", n=5).choices
+    names = {choice.message.tool_calls[0].function.name for choice in either}
     assert names == {"weather", "now"}
 
 
