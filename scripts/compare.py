@@ -14,6 +14,11 @@ Not here: draft models, and tables by task (scripts/bench/papers.py has both).
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+
 import json
 import shlex
 import sys
@@ -139,4 +144,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

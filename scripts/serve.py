@@ -15,8 +15,9 @@ scripts/requirements-serve.txt.
 The text is a function of (weights, prompt, temperature, top_k, top_p, min_p, seed, number of the
 choice), and of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance):
 that of generate.py for this prompt and these options, in a batch of any size and company, but for
-the bytes of a character that is cut at the end. Without a seed one is drawn; the other options are
-the server's where a request names none. Trade-off: on CUDA three kinds of cycles are compiled.
+the bytes of a character that is cut at the end. Tool calls are taken out of it (tool_calls.py).
+Without a seed one is drawn; the other options are the server's where a request names none.
+Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
 /health says whether answers are decoded, /metrics gives counters in Prometheus' text form.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
 Not here: keys and TLS. The default address is reached from this machine alone; with another --host

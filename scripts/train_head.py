@@ -17,6 +17,11 @@ Trade-off: the stages of a run have fixed shares of the time. The recipe is the 
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+
 import hashlib
 import json
 import math
@@ -341,4 +346,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

@@ -16,12 +16,12 @@ jsonschema = pytest.importorskip("jsonschema")
 
 import generate as program  # noqa: E402
 import sampling  # noqa: E402
-from decode import with_cycles  # noqa: E402
+from decode import PREFILL_CHUNK, with_cycles  # noqa: E402
 from drafters import LargestTree  # noqa: E402
 from extras.autosize import Autosizer, TreeShape, unknown  # noqa: E402
-from extras.grammar import MOST_BYTES, STYLE, Grammar, _vocabulary  # noqa: E402
+from extras.grammar import MOST_BYTES, STYLE, Grammar, Guide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
-from helpers import slow  # noqa: E402
+from helpers import record, slow  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from session import Session  # noqa: E402
@@ -138,6 +138,26 @@ def test_the_text_is_that_of_a_plain_loop(draft, quant, compile):
             options = own._asdict() | {"seed": seed}
             got = generate(engine, [PROMPT, OTHER], grammar=grammars, **options)
             assert got.tokens == wanted(case, quant), case
+
+
+def test_int4_with_and_without_drafting():
+    """Greedy and sampled; that int4 changes the text shows that it is there."""
+    plain, drafted = (engine_of(draft, quant="int4", compile=True) for draft in ("none", "dynamic"))
+    for own in (Sampling(), Sampling(1.0)):
+        options = own._asdict() | {"seed": 3, "grammar": PERSON}
+        want = generate(plain, [PROMPT], **options)
+        got = generate(drafted, [PROMPT], **options)
+        assert got.tokens == want.tokens and got.stats["cycles"] < want.stats["cycles"]
+        assert want.tokens[0] != generate(engine_of("none"), [PROMPT], **options).tokens[0]
+
+
+def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
+    masks = record(monkeypatch, Guide, "mask")
+    engine = engine_of(max_new_tokens=8)
+    prompt = engine.tokenizer.encode(PROMPT) * PREFILL_CHUNK
+    prompt = prompt[: 2 * PREFILL_CHUNK + 5]
+    result = generate(engine, [prompt], grammar=LARK)
+    assert len(masks) == 1 and result.text[0].startswith("The answer is")
 
 
 def test_a_masked_text_differs_from_a_free_one():

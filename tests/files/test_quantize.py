@@ -681,7 +681,7 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):
     imported = tmp_path / "imported"
     (tmp_path / "torch.py").write_text(f"open({str(imported)!r}, 'w'); import time; time.sleep(60)")
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    for script in ("quantize.py", "scripts/serve.py"):
+    for script in ("quantize.py", *(f"scripts/{s}.py" for s in ("serve", "compare", "train_head"))):
         command = [sys.executable, str(ROOT / script)]
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
         while not imported.exists() and process.poll() is None:
