@@ -101,6 +101,7 @@ class Drafter:
     max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
     may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
     lookups: int = 0  # presets behind the smallest whose trees come from a lookup
+    kept: Any = None  # extras.kept_texts.KeptTexts, which takes the text of every finished request
 
     @property
     def presets(self) -> tuple[Drafter, ...]:
@@ -229,6 +230,7 @@ class TreeDrafter(Drafter):
             )
         self.sharpness = sharpness
         self.lookup = lookup
+        self.kept = lookup.kept if lookup else None
         self.children = children
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.norm.weight.device

@@ -73,7 +73,8 @@ def load(
     config = resolve_draft(config, path, dtype)
     if not asked and config.draft == "none" and _looks_up(config):
         config = replace(config, draft="ngram")
-    drafter = make_drafter(target, config)  # in int4, with the group given or its own
+    # in int4, with the group given or its own
+    drafter = make_drafter(target, config, kept_texts(config, target, tokenizer))
     drafter = tp.split_lm_head(target, drafter)
     if config.quant == "int4":
         config = replace(config, group_size=int4_group(target))
@@ -162,9 +163,32 @@ def accept_rule(config: GenerateConfig) -> Callable | None:
     return accept_residual
 
 
-def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
+def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> Any:
+    """Make the texts of past requests, those of --draft_store included, where a lookup drafts.
+
+    Returns: an extras.kept_texts.KeptTexts; None where none is used.
+    Raises: ValueError for --draft_store without a lookup, and for a file that is no store.
+    """
+    presets = config.draft in HEAD_KINDS and config.tree_shape == "auto" and config.device == "cpu"
+    # under the residual rule the drafts of past requests would change the tokens
+    looks_up = (config.draft.endswith("ngram") or presets) and config.accept == "exact"
+    fault = "--draft_store belongs to lookups with --accept exact; use --draft ngram"
+    require(looks_up or not config.draft_store, fault)
+    if not looks_up:
+        return None
+    from extras.kept_texts import KeptTexts, vocabulary_of
+
+    kept = KeptTexts(target.norm.weight.device)
+    if config.draft_store:
+        size = target.config.vocab_size
+        kept.keep_in(Path(config.draft_store), vocabulary_of(tokenizer, size), size)
+    return kept
+
+
+def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) -> Drafter:
     """Make the drafter that `config` names.
 
+    kept: extras.kept_texts.KeptTexts, which lookups search, too; None: only the text so far
     Raises: ValueError for files or a tree that do not fit.
     """
     match config.draft:
@@ -173,7 +197,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
         case "ngram":
             from extras.ngram_draft import Ngram, NgramDrafter
 
-            return NgramDrafter(Ngram.from_config(config), target.norm.weight.device)
+            return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device)
         case "model":
             from extras.model_draft import load_drafter
 
@@ -195,7 +219,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
             if config.inflate or config.draft_vocab or config.draft == "eagle+ngram":
                 from extras.heads import head_extras
 
-                added = head_extras(target, config)
+                added = head_extras(target, config, kept)
             drafter = eagle_draft.load_drafter(target, config, **added)
     if config.tree_shape == "auto" and ranks.this_rank().world_size > 1:
         reason = "--tree auto goes by the ranks' clocks, which differ"
@@ -206,7 +230,7 @@ def make_drafter(target: Transformer, config: GenerateConfig) -> Drafter:
 
         lookup = None
         if config.draft in HEAD_KINDS and config.device == "cpu":
-            lookup = NgramDrafter(Ngram())
+            lookup = NgramDrafter(Ngram(kept=kept))
         drafter = with_smaller_trees(drafter, target, lookup)
     return drafter
 

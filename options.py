@@ -99,15 +99,10 @@ class GenerateConfig:
         least=0,
     )
     token_ranks: str = option(
-        "",
-        "a list of token ids by frequency for draft_vocab",
-        needs=(DRAFT, HEAD, TRIMMED),
-        flag=False,
+        "", "token ids by frequency, for draft_vocab", needs=(DRAFT, HEAD, TRIMMED), flag=False
     )
     draft_checkpoint: str = option(
-        "",
-        "the draft model (--draft model): a Hugging Face directory, or a GGUF file",
-        needs=(DRAFT, MODEL),
+        "", "the model of --draft model: a directory or a GGUF file", needs=(DRAFT, MODEL)
     )
     ngram_tokens: int = option(
         0,
@@ -127,6 +122,9 @@ class GenerateConfig:
         6, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False
     )
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
+    draft_store: str = option(
+        "", "keep texts of requests in this file, for lookups of later runs", needs=(DRAFT,)
+    )
     tree: str = option(
         "",
         "shape of the draft tree; auto picks the fastest of several, and none, while decoding, "
@@ -380,7 +378,7 @@ class GenerateConfig:
         require(has_text, "--prompt is empty; give it some text")
         results_fault = "--results is read again by the next run; name a file instead of -"
         require(self.results != "-", results_fault)
-        for name in ("json", "results", "trace", "profile"):
+        for name in ("draft_store", "json", "results", "trace", "profile"):
             file = getattr(self, name)
             if file:
                 check_output(Path(file), f"--{name}")

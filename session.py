@@ -85,6 +85,7 @@ class Session:
         self.wanted: dict[int, int] = {}
         self.logprobs: dict[int, list[Logprob]] = {}  # of the last step's new tokens
         self.live = [False] * batch  # sequences that decode
+        self.answers = [0] * batch  # where the answer of each turn begins
         self.guides: list[Any] = [None] * batch  # extras.grammar.Guide of each turn with a grammar
         self.faults: dict[int, str] = {}  # sequences that ended where their grammar allows nothing
         self.pending: deque[InFlight] = deque()  # cycles whose reports were not read
@@ -174,6 +175,7 @@ class Session:
             self.guides[seq] = grammar.guide()
         state = self.state
         length = len(prompt)
+        self.answers[seq] = length
         self.buffers.catch_up(engine, engine.tree_policy.prefill_tree)
         if source not in (None, seq):
             shared = self.cached(source, prompt)
@@ -207,7 +209,7 @@ class Session:
         """Run a cycle of the live sequences, and about one chunk of the prompts.
 
         Returns: the new tokens of every sequence that were read. Writes: history, logprobs, stats,
-            trace.
+            trace; the drafter's kept texts.
         """
         new: list[list[int]] = [[] for _ in self.history]
         self.logprobs = {seq: [] for seq in self.wanted}
@@ -227,8 +229,11 @@ class Session:
         if self.prefilling:
             self._prefill(new)
             self.stats.prefill_s += time.perf_counter() - self.read_at
+        kept = self.engine.drafter.kept
         for seq, tokens in enumerate(new):
             self.history[seq] += tokens
+            if kept is not None and tokens and not self.busy(seq):
+                kept.add(self.history[seq], self.answers[seq])
         return new
 
     def _prefill(self, new: list[list[int]]) -> None:

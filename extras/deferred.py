@@ -63,6 +63,7 @@ class Deferred(Drafter):
         self.grower = grower or drafter
         self.lookup = lookup or RootOnly()
         self.lookups = len(self.lookup.smaller)  # its trees; the smallest preset has none
+        self.kept = self.lookup.kept
         self.weight = target.norm.weight
         self.smaller = (*smaller,)
         self.depth = self.grower.depth

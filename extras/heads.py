@@ -8,9 +8,10 @@ from model import Transformer
 from options import GenerateConfig
 
 
-def head_extras(target: Transformer, config: GenerateConfig) -> dict[str, Any]:
+def head_extras(target: Transformer, config: GenerateConfig, kept: Any = None) -> dict[str, Any]:
     """Return further arguments of `eagle_draft.load_drafter`.
 
+    kept: texts that lookups search, too
     Raises: ValueError for options or files that do not fit.
     """
     extras: dict[str, Any] = {}
@@ -25,5 +26,5 @@ def head_extras(target: Transformer, config: GenerateConfig) -> dict[str, Any]:
     if config.draft == "eagle+ngram":
         from extras.ngram_draft import Ngram
 
-        extras["lookup"] = Ngram.from_config(config)
+        extras["lookup"] = Ngram.from_config(config, kept)
     return extras

@@ -110,7 +110,7 @@ def _place_rows(pos, done, depths, rows, slot, depth):
     return slots, torch.empty_like(pos), torch.empty_like(slots)
 
 
-def _lookup(text, pos, tokens, branches, least, longest):
+def _lookup(text, pos, kept, tokens, branches, least, longest):
     chains = text.new_empty(len(text), branches, tokens)
     return chains, text.new_empty(len(text), branches)
 
@@ -205,8 +205,8 @@ OPERATORS: dict[str, Callable | None] = {
             outcomes.new_empty(len(tokens), len(sizes)),
         )
     ),
-    "lookup(Tensor text, Tensor pos, int tokens, int branches, int least, int longest) "
-    "-> (Tensor, Tensor)": _lookup,
+    "lookup(Tensor text, Tensor pos, Tensor kept, int tokens, int branches, int least, "
+    "int longest) -> (Tensor, Tensor)": _lookup,
     "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) "
     "-> (Tensor, Tensor, Tensor)": _add_chains,
     "causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)": _causal,

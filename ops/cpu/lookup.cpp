@@ -3,7 +3,7 @@
 #include "common.h"
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,18 +18,6 @@ constexpr float MOST = .995f;    // largest rate
 struct Text {  // of one sequence
   const int64_t* tokens;
   int64_t size, root;  // root: the last decided token; continuations follow it
-
-  // Returns how many tokens up to place `at`, before the root, equal the last ones, at most `longest`.
-  int64_t match_length(int64_t at, int64_t longest) const {
-    int64_t length = 0;
-    while (length < longest && length <= at && tokens[at - length] == tokens[root - length]) length++;
-    return length;
-  }
-  // Returns token `step` after place `at`; a copy that reaches the end of the text continues with itself.
-  int64_t copied(int64_t at, int64_t step) const {
-    const int64_t period = std::max<int64_t>(root - at, 1);
-    return tokens[std::min(at + 1 + step % period, size - 1)];
-  }
 };
 
 class Texts {
@@ -44,34 +32,95 @@ class Texts {
   const Whole text, pos;
 };
 
+struct Match {
+  int64_t place, length;  // length: tokens up to and including the place that equal the last ones of the text
+};
+
+// Kept texts with a text behind them, as one row of tokens. -1 stands behind every kept text and is no token.
+class Places {
+ public:
+  Places(const Whole& kept, int64_t kept_size, const Text& text) : kept(kept.data), first(kept_size), text(text) {}
+
+  // Writes the places of the root's token before the root: those whose next token is one, and that match `least` tokens.
+  void find(std::vector<Match>& found, int64_t least, int64_t longest) const {
+    found.clear();
+    search(found, kept, first, 0, least, longest);
+    search(found, text.tokens, text.root, first, least, longest);
+  }
+  // Writes the tokens behind a place, 0 for -1. A copy that reaches the end of the text continues with itself.
+  void copy(int64_t place, int64_t* chain, int64_t count) const {
+    const int64_t last = first + text.root;
+    int64_t from = place;
+    for (int64_t step = 0; step < count; step++) {
+      from = from < last ? from + 1 : place + 1;
+      const int64_t source = std::min(from, first + text.size - 1);
+      chain[step] = std::max<int64_t>(source < first ? kept[source] : text.tokens[source - first], 0);
+    }
+  }
+
+ private:
+  // Adds the matches among `size` tokens of one kind, the first at place `begin`.
+  void search(std::vector<Match>& found, const int64_t* tokens, int64_t size, int64_t begin, int64_t least,
+              int64_t longest) const {
+    const int64_t* const root = text.tokens + text.root;
+    for_each_equal(tokens, size, *root, [&](int64_t at) {
+      const int64_t most = std::min({longest, at + 1, text.root + 1});
+      int64_t length = 1;
+      while (length < most && tokens[at - length] == root[-length]) length++;
+      if (length >= least && tokens[at + 1] >= 0) found.push_back({begin + at, length});
+    });
+  }
+  // Calls f(place) for every place of a token. Most blocks have none, which the compiler finds out with vectors.
+  template <class F> static void for_each_equal(const int64_t* tokens, int64_t size, int64_t token, const F& f) {
+    constexpr int64_t BLOCK = 32;
+    for (int64_t i = 0; i < size; i += BLOCK) {
+      const int64_t end = std::min(i + BLOCK, size);
+      bool any = end < i + BLOCK;
+      if (!any) {
+        int64_t equal = 0;
+        for (int64_t j = 0; j < BLOCK; j++) equal |= -int64_t(tokens[i + j] == token);
+        any = equal != 0;
+      }
+      for (int64_t j = i; any && j < end; j++)
+        if (tokens[j] == token) f(j);
+    }
+  }
+
+  const int64_t* const kept;
+  const int64_t first;  // place of the text
+  const Text text;
+};
+
 }  // namespace
 
-// Finds the best continuations, pairwise different. Returns: tokens [B, K, L]; the tokens that match, 0 where there is
-// no continuation, [B, K].
-std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tensor& pos, int64_t tokens,
-                                          int64_t branches, int64_t least, int64_t longest) {
+// Finds the best continuations in kept texts [C] and in each text, pairwise different. Returns: tokens [B, K, L]; the
+// tokens that match, 0 where there is no continuation, [B, K].
+std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tensor& pos, const at::Tensor& kept,
+                                          int64_t tokens, int64_t branches, int64_t least, int64_t longest) {
+  TORCH_CHECK(0 < least && least <= longest, "a match has 1 token or more; it is ", least, " to ", longest);
   const Texts texts(text, pos);
   const int64_t B = texts.count, K = branches, L = tokens;
+  const Whole before(kept, {kept.numel()}, "kept");
+  TORCH_CHECK(kept.numel() == 0 || before[kept.numel() - 1] < 0, "no separator behind the kept texts");
   const at::Tensor chains = at::empty({B, K, L}, text.options());
-  const at::Tensor matched = at::empty({B, K}, text.options());
-  std::vector<int64_t> lengths;
+  const at::Tensor matched = at::zeros({B, K}, text.options());
+  std::vector<Match> found;
   for (int64_t b = 0; b < B; b++) {
-    const Text one = texts[b];
-    lengths.resize(one.root);
-    for (int64_t at = 0; at < one.root; at++) lengths[at] = one.match_length(at, longest);
-    for (int64_t k = 0; k < K; k++) {
-      int64_t best = -1;  // the longest match, of equal ones the latest
-      for (int64_t at = 0; at < one.root; at++)
-        if (lengths[at] >= least && (best < 0 || lengths[at] >= lengths[best])) best = at;
-      int64_t* chain = chains.mutable_data_ptr<int64_t>() + (b * K + k) * L;
-      matched.mutable_data_ptr<int64_t>()[b * K + k] = best < 0 ? 0 : lengths[best];
-      for (int64_t step = 0; step < L; step++) chain[step] = one.copied(std::max<int64_t>(best, 0), step);
-      for (int64_t at = 0; at < one.root; at++) {  // another continuation must differ
-        bool same = lengths[at] >= least;
-        for (int64_t step = 0; step < L && same; step++) same = one.copied(at, step) == chain[step];
-        if (same) lengths[at] = -1;
+    const Places places(before, kept.numel(), texts[b]);
+    places.find(found, least, longest);
+    int64_t* const chain = chains.mutable_data_ptr<int64_t>() + b * K * L;
+    int64_t count = 0;  // of chains so far
+    // the longest match first, of equal ones the latest
+    for (int64_t length = longest; length >= least && count < K; length--)
+      for (auto match = found.rbegin(); match != found.rend() && count < K; ++match) {
+        if (match->length != length) continue;
+        int64_t* const next = chain + count * L;
+        places.copy(match->place, next, L);
+        bool differs = true;
+        for (int64_t k = 0; k < count && differs; k++) differs = !std::equal(next, next + L, chain + k * L);
+        if (differs) matched.mutable_data_ptr<int64_t>()[b * K + count++] = length;
       }
-    }
+    for (; count < K; count++) places.copy(0, chain + count * L, L);
   }
   return {chains, matched};
 }

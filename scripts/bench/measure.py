@@ -33,7 +33,7 @@ import stats
 from decode import Engine, with_cycles
 from generate import Batch
 from hf.config import resolve_draft
-from load import accept_rule, make_drafter, warm_up
+from load import accept_rule, kept_texts, make_drafter, warm_up
 from model import MoEFeedForward, Transformer
 from options import ROOT, GenerateConfig
 from session import Session
@@ -79,7 +79,10 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     if engine.config.quant != "none":  # as it was loaded
         config = replace(config, quant=engine.config.quant)
     config = resolve_draft(config, Path(config.checkpoint), engine.config.dtype)
-    drafter = make_drafter(engine.target, config)
+    kept = None  # every prompt is the first request, but with a file
+    if config.draft_store:
+        kept = kept_texts(config, engine.target, engine.tokenizer)
+    drafter = make_drafter(engine.target, config, kept)
     rule = accept_rule(config)
     if config.quant == "int4":  # the target's; the draft has its own by now
         config = replace(config, group_size=engine.config.group_size)

@@ -6,6 +6,7 @@ That none of this changes the output is tested in test_lossless.py.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
 from drafters import Confirmed, Root, RootOnly, Text
 from eagle_draft import EagleDrafter
+from extras.kept_texts import KeptTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
@@ -37,22 +39,24 @@ def text_of(*rows: list[int], room: int = 24) -> Text:
     return Text(tokens, torch.tensor([len(row) - 1 for row in rows]))
 
 
-def search(row: list[int], ngram: Ngram) -> list[list[int]]:
-    """The continuations, found the plain way."""
+def search(row: list[int], ngram: Ngram, kept: Sequence[int] = ()) -> list[list[int]]:
+    """The continuations, found the plain way. kept: -1 stands behind every kept text"""
+    row = [*kept, *row]
     root, scored = len(row) - 1, []
     for i in range(root):
         length = 0
-        while length < min(ngram.max, i + 1) and row[i - length] == row[root - length]:
+        while length < min(ngram.max, i + 1) and row[i - length] == row[root - length] >= 0:
             length += 1
-        if length >= ngram.min:
+        if length >= ngram.min and row[i + 1] >= 0:
             scored.append((length, i))
     chains: list[list[int]] = []
     for _, i in sorted(scored, reverse=True):
         copy = list(row)
         for step in range(ngram.tokens):
             copy.append(copy[i + 1 + step])
-        if copy[len(row) :] not in chains:
-            chains.append(copy[len(row) :])
+        chain = [max(token, 0) for token in copy[len(row) :]]
+        if chain not in chains:
+            chains.append(chain)
     return chains[: ngram.branches]
 
 
@@ -72,9 +76,14 @@ def test_lookup_equals_a_plain_search(ngram):
             lengths = torch.randint(1, 25, (2,), generator=generator).tolist()
             rows = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
             text = text_of(*rows)
+            kept = KeptTexts(capacity=12)
+            for row in rows:
+                kept.add(row[: int(lengths[0] / 2)] or row)
+            searching = replace(ngram, kept=kept)
             for b, row in enumerate(rows):
                 want = search(row, ngram)
                 assert found(text, ngram, b) == want, row
+                assert found(text, searching, b) == search(row, ngram, kept.tokens.tolist())
                 assert bool((match_lengths(text, ngram.max)[b] >= ngram.min).any()) == bool(want)
                 matched += bool(want)
     assert 100 < matched < 320, "both cases must have been met"

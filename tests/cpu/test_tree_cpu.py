@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -570,12 +571,16 @@ def test_lookup(plain, batch, ngram):
     """Also where the root is the first or the last token of the buffer, and on pools with and without candidates."""
     torch.manual_seed(batch)
     for vocab, size in itertools.product((1, 2, 5), (1, 2, 20)):
-        for _ in range(4):
+        for kept in (None, [-1, 0, 1, 0, -1], whole(vocab + 1, 40) - 1):
+            if kept is not None:  # -1 is no token: padding, and behind each text
+                kept = SimpleNamespace(tokens=torch.tensor([*kept, -1]))
             text = Text(whole(vocab, batch, size), whole(size, batch))
+            ngram = replace(ngram, kept=kept)
             chains, lengths = lookup(text, ngram)
             assert_equal((chains, lengths), plain(lookup, text, ngram))
-            longest = match_lengths(text, ngram.max).amax(1)
-            assert lengths[:, 0].tolist() == (longest * (longest >= ngram.min)).tolist()
+            if kept is None:
+                longest = match_lengths(text, ngram.max).amax(1)
+                assert lengths[:, 0].tolist() == (longest * (longest >= ngram.min)).tolist()
             levels, _ = pool_of(batch, [3, 6], [2], True)
             distinct = Candidates.join(levels)
             distinct = replace_fields(
@@ -622,16 +627,15 @@ def test_wrong_lookups():
         "root 8": (text, pos + 1), "root -1": (text, pos - 4), "few roots": (text, pos[:1]), "few texts": (text[:1], pos),
         "other roots": (text, pos.int()), "other text": (text.int(), pos), "flat": (text[0], pos),
     }  # fmt: skip
-    assert (
-        not_refused(CPP.lookup, {name: (*case, 3, 2, 1, 3) for name, case in texts.items()}) == []
-    )
-    assert (
-        not_refused(
-            CPP.lookup,
-            {"no tokens": (text, pos, -1, 2, 1, 3), "no chains": (text, pos, 3, -1, 1, 3)},
-        )
-        == []
-    )
+    kept = torch.tensor([1, -1])
+    cases = {name: (*case, kept, 3, 2, 1, 3) for name, case in texts.items()}
+    cases |= {
+        "no tokens": (text, pos, kept, -1, 2, 1, 3), "no chains": (text, pos, kept, 3, -1, 1, 3),
+        "no match": (text, pos, kept, 3, 2, 0, 3), "no longest": (text, pos, kept, 3, 2, 2, 1),
+        "no end": (text, pos, kept[:1], 3, 2, 1, 3), "rows": (text, pos, kept[None], 3, 2, 1, 3),
+        "other texts": (text, pos, kept.int(), 3, 2, 1, 3),
+    }  # fmt: skip
+    assert not_refused(CPP.lookup, cases) == []
     assert CPP.add_chains(*good)[0].shape == (2, 10)
     wrong = [good[0][:1], good[0].int()], [good[1][:, :3], good[1].double()], [good[2][:1]], [good[3][0], good[3][:1]], [
         good[4][:1], good[4].int()
@@ -677,7 +681,7 @@ def test_what_the_compiler_is_told():
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),
         "keep_rows": (torch.zeros(2, 5, 6), torch.randn(2, 3, 6), torch.tensor([1, 3]), torch.tensor([0, 9]), text.pos),
-        "lookup": (*text, 3, 2, 1, 3),
+        "lookup": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
         "estimate": (whole(9, 2, 6), whole(3, 2, 2), torch.ones(2, 3, 2, DEPTHS, 2), [1, 2]),
         "add_chains": (*Candidates.join(levels), whole(9, 2, 2, 3), torch.ones(2, 2).long()),
     }  # fmt: skip

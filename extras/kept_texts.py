@@ -1,0 +1,145 @@
+"""Texts of past requests, which a lookup searches beside the text so far (ngram_draft.py).
+
+1. `add` puts the text of a finished request, prompt and answer, behind the texts before it. A text
+   that it begins with makes way for it: an earlier turn of the conversation.
+2. A text counts as used where a new answer repeats RUN of its tokens. The least recently used texts
+   make way for new ones, so that all fit CAPACITY tokens. Later texts win among equal matches.
+3. `tokens` has them in a buffer of fixed size and address, for all sequences of a batch. It changes
+   between requests only: a decode cycle copies nothing to the device.
+4. `keep_in` reads a file (--draft_store) and replaces it when the process ends, readable by its
+   owner alone. Of two processes the last one to end wins, and its file is complete. A missing or
+   empty file is begun; any other that is no store of this vocabulary is refused.
+
+Kept texts change the speed and never a token. Trade-off: a lookup scans all of them, 30 to 90 us a
+cycle on a CPU for 16,384 tokens, where 65,536 took up to 360 (benchmarks/log/2026-11-24.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from command_line import require
+from files import alone, parse_json, read_named, replace_file
+
+CAPACITY = 16384  # tokens, with a separator behind each text
+RUN = 8  # tokens
+MOST_BYTES = 2**20  # of a file
+
+
+class Kept(NamedTuple):
+    """A text."""
+
+    tokens: list[int]
+    runs: set[int]  # digests of its runs of RUN tokens
+
+    @staticmethod
+    def of(tokens: list[int], begin: int = 0) -> Kept:
+        """Keep the runs of some tokens. begin: of the first run"""
+        runs = zip(*(tokens[begin + i :] for i in range(RUN)))
+        return Kept(tokens, set(map(hash, runs)))
+
+
+class KeptTexts:
+    """The texts, from the least to the most recently used one."""
+
+    def __init__(self, device: torch.device | str = "cpu", capacity: int = CAPACITY):
+        """capacity: tokens and separators"""
+        self.texts: list[Kept] = []
+        self.capacity = capacity
+        # [C] int64, the texts at its end; -1 is no token: a separator, or padding in front
+        self.tokens = torch.full((capacity,), -1, dtype=torch.long, device=device)
+
+    def add(self, text: list[int], begin: int = 0) -> None:
+        """Keep a text. begin: where its answer begins. Writes: tokens."""
+        answer = Kept.of(text, begin).runs
+        text = text[-(self.capacity - 1) :]
+        others = [kept for kept in self.texts if text[: len(kept.tokens)] != kept.tokens]
+        others.sort(key=lambda kept: not answer.isdisjoint(kept.runs))  # stable: used ones last
+        self._set([*others, Kept.of(text)])
+
+    def _set(self, texts: list[Kept]) -> None:
+        """Keep the last texts that fit. Writes: tokens."""
+        place = self.capacity
+        first = len(texts)
+        while first and len(texts[first - 1].tokens) < place:
+            first -= 1
+            place -= len(texts[first].tokens) + 1
+        self.texts = texts[first:]
+        row = np.full(self.capacity, -1)
+        for tokens, _ in self.texts:
+            row[place : place + len(tokens)] = tokens
+            place += len(tokens) + 1
+        self.tokens.copy_(torch.from_numpy(row))
+
+    def keep_in(self, file: Path, vocabulary: str, size: int) -> None:
+        """Read a file, and replace it when this object is dropped or the process ends.
+
+        vocabulary: a digest of the tokens; size: their number
+        Raises: ValueError for a file that is no store of this vocabulary. Writes: tokens.
+        """
+        if file.is_file() and file.stat().st_size:
+            self._set([Kept.of(tokens) for tokens in _read(file, vocabulary, size)])
+        before = self.texts
+        state = self.__dict__  # the object itself would never be dropped
+        weakref.finalize(self, _write, file, vocabulary, before, state)
+
+
+def vocabulary_of(tokenizer: Any, size: int) -> str:
+    """Return a digest of the tokens. tokenizer: None where only ids go in and out; size: V"""
+    digest = hashlib.sha256(str(size).encode())
+    for piece in tokenizer.token_bytes() if tokenizer else ():
+        digest.update(len(piece).to_bytes(4, "little") + piece)
+    return digest.hexdigest()
+
+
+def _read(file: Path, vocabulary: str, size: int) -> list[list[int]]:
+    """Read the texts of a file. Raises: ValueError."""
+    where = f"--draft_store: {file}"
+    other = "delete it or name another file"
+    fault = f"{where} has more than the {MOST_BYTES} bytes of any store; {other}"
+    require(file.stat().st_size <= MOST_BYTES, fault)
+    content = read_named(file, "--draft_store")
+    try:
+        value = parse_json(content, where)
+    except ValueError:
+        raise ValueError(f"{where} is no store of texts, or is cut short; {other}") from None
+    valid = isinstance(value, dict) and value.keys() == {"vocabulary", "texts"}
+    valid = valid and isinstance(value["texts"], list)
+    texts = value["texts"] if valid else []
+    valid = valid and all(isinstance(text, list) and text for text in texts)
+    require(valid, f"{where} is no store of texts; {other}")
+    same = value["vocabulary"] == vocabulary
+    require(same, f"{where} has texts of another tokenizer or vocabulary; name another file")
+    tokens = [token for text in texts for token in text]
+    valid = all(type(token) is int and 0 <= token < size for token in tokens)
+    require(valid, f"{where} has a token that is not 0 to {size - 1}; {other}")
+    return texts
+
+
+def _write(file: Path, vocabulary: str, before: list[Kept], state: dict[str, Any]) -> None:
+    """Replace a file if its texts have changed. If that fails, print one line."""
+    if state["texts"] is before:
+        return
+    texts = [kept.tokens for kept in state["texts"]]
+    value = json.dumps({"vocabulary": vocabulary, "texts": texts})
+
+    def write(path: Path) -> None:
+        path.touch(mode=0o600)
+        path.write_text(value + "\n", encoding="utf-8")
+
+    try:
+        with alone(file.parent):
+            replace_file(file, write)
+    except OSError as error:
+        with suppress(OSError, ValueError, AttributeError):  # standard error may be closed by now
+            reason = error.strerror or error
+            print(f"note: --draft_store: cannot write {file}: {reason}", file=sys.stderr)

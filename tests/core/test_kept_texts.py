@@ -1,0 +1,234 @@
+"""Texts of past requests: their order, their file, and that drafts from them change no token."""
+
+from __future__ import annotations
+
+import gc
+import json
+import stat
+
+import pytest
+import torch
+
+import generate
+from draft_tree import Text
+from drafters import RootOnly
+from eagle_draft import EagleDrafter
+from extras import ngram_draft
+from extras.kept_texts import MOST_BYTES, RUN, KeptTexts
+from extras.ngram_draft import Ngram, NgramDrafter
+from generate import load
+from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target
+from options import DEMO
+from tree_shapes import DynamicTree
+
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+VOCABULARY = "ab" * 32
+SIZE = 9
+
+
+def texts_of(kept: KeptTexts) -> list[list[int]]:
+    """The texts as they lie in the buffer."""
+    texts: list[list[int]] = [[]]
+    for token in kept.tokens.tolist():
+        if token >= 0:
+            texts[-1].append(token)
+        elif texts[-1]:
+            texts.append([])
+    return texts[:-1]
+
+
+def test_the_least_recently_used_text_makes_way():
+    kept = KeptTexts(capacity=40)
+    runs = [list(range(begin, begin + RUN + 2)) for begin in (100, 200, 300)]
+    for run in runs:
+        kept.add(run)
+    assert texts_of(kept) == runs and kept.tokens[-1] == -1
+    prompt = [*runs[1], 7, *runs[0][:RUN]]  # begins as the second text, and repeats the first one
+    kept.add(prompt, begin=len(runs[1]))
+    # the first text was used; the second is a part of the new one; the third has no room
+    assert texts_of(kept) == [runs[0], prompt]
+    kept.add([1, 2])
+    assert texts_of(kept) == [runs[0], prompt, [1, 2]]
+    kept.add([1, 2])
+    assert texts_of(kept) == [runs[0], prompt, [1, 2]], "no text twice"
+    kept.add(runs[0][: RUN - 1], begin=0)  # too short a run
+    assert texts_of(kept) == [prompt, [1, 2], runs[0][: RUN - 1]]
+    kept.add(list(range(60)))
+    assert texts_of(kept) == [list(range(21, 60))], "the end of a text that is too long"
+    assert texts_of(kept) == [text.tokens for text in kept.texts]
+
+
+# ---------------------------------------------------------------------------------- the same tokens
+
+
+def check_warm(make, temperature: float, batch: int, traced: bool = False) -> None:
+    """Vanilla's tokens with an empty store and with these very texts in it, which takes fewer cycles."""
+    options = {"max_new_tokens": 30, "ignore_eos": True, "temperature": temperature, "seed": 5}
+    plain = engine_for(golden_target(), RootOnly(), batch_size=batch, **options)
+    want = decode(plain, *PROMPTS[:batch]).history
+    engine = engine_for(golden_target(), make(KeptTexts()), batch_size=batch, **options)
+    if traced:
+        engine = compiled_as_on_cuda(engine)
+    cycles = []
+    for _ in range(3):  # with a text that helps, one that does not, and in used buffers
+        session = decode(engine, *PROMPTS[:batch])
+        assert session.history == want
+        cycles.append(len(session.stats.live_sequences))
+    assert sorted(text.tokens for text in engine.drafter.kept.texts) == sorted(want)
+    assert 2 * max(cycles[1:]) < cycles[0], cycles
+
+
+def lookup(kept: KeptTexts) -> NgramDrafter:
+    return NgramDrafter(Ngram(kept=kept))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_kept_texts_change_no_token(temperature, batch):
+    check_warm(lookup, temperature, batch)
+
+
+def test_kept_texts_in_a_heads_tree_change_no_token():
+    def grafted(kept: KeptTexts) -> EagleDrafter:
+        tree = DynamicTree(3, 4, 24)
+        return EagleDrafter(golden_head(), golden_target(), tree, lookup=Ngram(6, 2, kept=kept))
+
+    check_warm(grafted, 1.0, 2)
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_traced_lookup_reads_the_buffer(monkeypatch):
+    """Texts change between requests, and nothing is traced again."""
+    monkeypatch.setattr("ops.library._cpp_available", [False])
+    ngram = Ngram(2, 2, 2, kept=KeptTexts(capacity=64))
+    text = Text(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
+    step = torch.compile(ngram_draft.lookup, fullgraph=True, dynamic=False)
+    found = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for kept in (PROMPTS[0], PROMPTS[1]):
+            traced = step(text, ngram)
+            eager = ngram_draft.lookup(text, ngram)
+            assert all(torch.equal(mine, plain) for mine, plain in zip(traced, eager))
+            found.append((traced[1] > 0).any(1).tolist())
+            ngram.kept.add(kept)
+    assert found == [[False, False], [True, False]]
+
+
+@pytest.mark.slow  # over a minute: all steps are traced
+@pytest.mark.usefixtures("traced")
+def test_kept_texts_in_traced_steps_change_no_token(monkeypatch):
+    monkeypatch.setattr("ops.library._cpp_available", [False])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        check_warm(lookup, 0.0, 1, traced=True)
+
+
+# ------------------------------------------------------------------------------------------ the file
+
+
+def opened(file, vocabulary: str = VOCABULARY) -> KeptTexts:
+    kept = KeptTexts()
+    kept.keep_in(file, vocabulary, SIZE)
+    return kept
+
+
+def test_a_file_keeps_texts_between_runs(tmp_path):
+    file = tmp_path / "store"
+    one = opened(file)
+    two = opened(file)  # of another process
+    one.add([1, 2])
+    two.add([3, 4, 8])
+    del one
+    assert json.loads(file.read_text())["texts"] == [[1, 2]]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    del two
+    assert json.loads(file.read_text())["texts"] == [[3, 4, 8]], "the last one wins"
+    before = file.read_bytes()
+    again = opened(file)
+    assert texts_of(again) == [[3, 4, 8]]
+    file.unlink()
+    del again
+    assert not file.exists(), "nothing has changed, so that nothing is written"
+    file.write_bytes(b"")
+    again = opened(file)  # an empty file is begun
+    again.add([3, 4, 8])
+    del again
+    assert file.read_bytes() == before
+
+
+def test_a_store_that_cannot_be_written_is_a_note(tmp_path, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    kept = opened(folder / "store")
+    kept.add([1])
+    folder.rmdir()
+    del kept
+    note = capsys.readouterr().err
+    assert note.startswith("note: --draft_store: cannot write") and note.count("\n") == 1
+
+
+GOOD = {"vocabulary": VOCABULARY, "texts": [[1, 2], [3]]}
+WRONG = {
+    "cut short": (json.dumps(GOOD)[:-5], "cut short"),
+    "other text": ("def f(): pass", "is no store"),
+    "a list": ("[]", "is no store"),
+    "other keys": ('{"texts": []}', "is no store"),
+    "an empty text": (json.dumps(GOOD | {"texts": [[]]}), "is no store"),
+    "no list": (json.dumps(GOOD | {"texts": {"a": 1}}), "is no store"),
+    "other vocabulary": (json.dumps(GOOD | {"vocabulary": "cd" * 32}), "of another tokenizer"),
+    "a token beyond": (json.dumps(GOOD | {"texts": [[1, SIZE]]}), "not 0 to 8"),
+    "a token below": (json.dumps(GOOD | {"texts": [[-1]]}), "not 0 to 8"),
+    "no number": (json.dumps(GOOD | {"texts": [[True]]}), "not 0 to 8"),
+    "too large": (" " * (MOST_BYTES + 1), "has more than the 1048576 bytes"),
+    "no text": (b"\xff", "is not UTF-8"),
+}
+
+
+def test_files_that_are_no_store_are_refused_and_stay(tmp_path):
+    for name, (content, fault) in WRONG.items():
+        file = tmp_path / name
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        before = file.read_bytes()
+        with pytest.raises(ValueError, match=fault) as caught:
+            opened(file)
+        assert str(caught.value).startswith("--draft_store: ") and "\n" not in str(caught.value)
+        assert file.read_bytes() == before, name
+
+
+def test_a_store_on_the_command_line(tmp_path, capsys):
+    file = tmp_path / "store"
+    command = [
+        "--checkpoint",
+        DEMO,
+        "--device",
+        "cpu",
+        "--max_new_tokens",
+        "24",
+        "--prompt",
+        "def f(",
+    ]
+    told = []
+    for _ in range(2):
+        generate.main([*command, "--draft", "ngram", "--draft_store", str(file)])
+        gc.collect()
+        told.append(capsys.readouterr().out.splitlines())
+    (text,) = json.loads(file.read_text())["texts"]
+    assert len(text) > 24 and told[0][:-1] == told[1][:-1]
+    first, second = (float(lines[-1].partition("tau ")[2].split()[0].strip(",")) for lines in told)
+    assert second > 1.5 * first
+    faults = {
+        ("--draft", "none"): "--draft_store needs a draft",
+        ("--draft", "eagle", "--tree", "chain"): "use --draft ngram",
+        ("--draft", "ngram", "--temperature", "1", "--accept", "residual"): "--accept exact",
+        ("--draft", "ngram", "--draft_store", str(tmp_path)): "is a directory",
+    }
+    for flags, fault in faults.items():
+        with pytest.raises(SystemExit) as stop:
+            generate.main([*command, "--draft_store", str(file), *flags])
+        error = capsys.readouterr().err.strip().splitlines()
+        assert stop.value.code == 2 and fault in error[-1], flags
+
+
+def test_without_a_file_texts_stay_in_memory():
+    options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 4}
+    assert load(**options).drafter.kept is not None, "lookup beside the bundled head"
+    assert load(**options, draft="eagle", tree="chain").drafter.kept is None
