@@ -101,6 +101,7 @@ class Drafter:
     max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
     may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
     lookups: int = 0  # presets behind the smallest whose trees come from a lookup
+    rates: Tensor | None = None  # [M, K, D, 2], the outcomes that its lookup starts from
     kept: Any = None  # extras.kept_texts.KeptTexts, which takes the text of every finished request
 
     @property
@@ -124,6 +125,9 @@ class Drafter:
 
         They are those of the smallest presets; None where only the trees themselves tell.
         """
+
+    def outcomes(self, state: Any) -> Tensor | None:
+        """Return what its lookup has learnt, [B, M, K, D, 2] fp32; None without one."""
 
     def resolved_options(self) -> dict[str, Any]:
         """Return the options that were used, under their names, for the record."""

@@ -24,11 +24,14 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from decode import Engine
 from draft_tree import DynamicTree, StaticTree
@@ -137,7 +140,7 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = ()) -> Autosizer:
     shapes = [shape_of(preset) for preset in drafter.presets]
     known = None
     if file:
-        known = known_of(recall(file), shapes)
+        known = known_of(recall(file), shapes, drafter.rates)
     if known is None:
         known = unknown(shapes, trained_miss(config.head))
     if timed_s:
@@ -150,8 +153,14 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = ()) -> Autosizer:
     may_skip_prompts = not engine.captured and drafter.presets[0].may_skip
     names = [preset.name for preset in drafter.presets]
     sizer = Autosizer(shapes, known, node, names, may_skip_prompts, engine.drafter.lookups)
+    if known.rates:
+        drafter.rates.copy_(torch.tensor(known.rates).view_as(drafter.rates))
+    for buffers in engine.pool:  # of warm-ups
+        learnt = drafter.outcomes(buffers.state.drafter_state)
+        if learnt is not None:
+            learnt.copy_(drafter.rates)
     if file:
-        weakref.finalize(sizer, _save, file, known, asdict(known))
+        weakref.finalize(sizer, _save, file, known, asdict(known), drafter, engine.pool)
     return sizer
 
 
@@ -221,6 +230,8 @@ class Known:
     seen: list[float]  # cycles behind each cost
     miss: float  # share of tokens that the levels of a chain miss
     miss_weight: float  # tokens behind `miss`
+    # by length, rank and depth: accepted and tried candidates of a lookup; empty without one
+    rates: list[float] = field(default_factory=list)
 
 
 def unknown(shapes: Sequence[TreeShape], miss: float | None = None) -> Known:
@@ -232,32 +243,41 @@ def unknown(shapes: Sequence[TreeShape], miss: float | None = None) -> Known:
     return Known(costs, seen, miss, RECALLED)
 
 
-def known_of(value: Any, shapes: Sequence[TreeShape]) -> Known | None:
+def known_of(value: Any, shapes: Sequence[TreeShape], rates: Tensor | None = None) -> Known | None:
     """Check remembered measurements and cap their weights.
 
     value: any JSON value
     shapes: of the presets
+    rates: of the lookup, in their shape; None without one
     Returns: the measurements; None where the value cannot be those of such presets.
     """
-    names = [field.name for field in fields(Known)]
+    names = [each.name for each in fields(Known)]
     if not isinstance(value, dict) or not value.keys() >= set(names):
         return None
     known = Known(*(value[name] for name in names))
-    lists = (known.costs, known.seen)
-    if not all(isinstance(each, list) and len(each) == len(shapes) for each in lists):
+    count = 0 if rates is None else rates.numel()
+    sizes = ((known.costs, len(shapes)), (known.seen, len(shapes)), (known.rates, count))
+    if not all(isinstance(each, list) and len(each) == size for each, size in sizes):
         return None
     ranges = [(known.miss, 0, 1), (known.miss_weight, 0, 1e6)]
     ranges += [(cost, 0.01, 1e4) for cost in known.costs]
-    ranges += [(weight, 0, 1e6) for weight in known.seen]
+    ranges += [(weight, 0, 1e6) for weight in known.seen + known.rates]
     if not all(type(x) in (int, float) and low <= x <= high for x, low, high in ranges):
         return None  # no NaN is in a range
     known.seen = [min(weight, RECALLED) for weight in known.seen]
     known.miss_weight = min(known.miss_weight, RECALLED)
+    scales = [min(1.0, RECALLED / max(tried, RECALLED)) for tried in known.rates[1::2]]
+    known.rates = [weight * scales[i // 2] for i, weight in enumerate(known.rates)]
     return known
 
 
-def _save(file: Path, known: Known, before: dict[str, Any]) -> None:
-    """Remember the measurements if they differ from `before`."""
+def _save(
+    file: Path, known: Known, before: dict[str, Any], drafter: Drafter, pool: list[Any]
+) -> None:
+    """Remember the measurements if they differ from `before`. pool: of buffers"""
+    if drafter.rates is not None and pool:
+        learnt = [drafter.outcomes(buffers.state.drafter_state) for buffers in pool]
+        known.rates = torch.cat(learnt).mean(0).flatten().tolist()
     value = asdict(known)
     if value != before:
         remember(file, value | {"costs": [cost / known.costs[0] for cost in known.costs]})

@@ -63,6 +63,7 @@ class Deferred(Drafter):
         self.grower = grower or drafter
         self.lookup = lookup or RootOnly()
         self.lookups = len(self.lookup.smaller)  # its trees; the smallest preset has none
+        self.rates = self.lookup.rates
         self.kept = self.lookup.kept
         self.weight = target.norm.weight
         self.smaller = (*smaller,)
@@ -100,6 +101,9 @@ class Deferred(Drafter):
     def expected(self, state: DeferredState) -> Tensor | None:
         """Return those of the smallest preset and the lookup's trees, which follow it."""
         return self.lookup.expected(state.found)
+
+    def outcomes(self, state: DeferredState) -> Tensor | None:
+        return self.lookup.outcomes(state.found)
 
     def extend(self, state: DeferredState, confirmed: Confirmed) -> DeferredState:
         own = self.drafter.extend(state.own, confirmed)

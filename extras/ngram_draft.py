@@ -191,6 +191,7 @@ class NgramDrafter(Drafter):
         self.ngram = ngram
         self.kept = ngram.kept
         self.device = torch.device(device)
+        self.rates = torch.zeros(ngram.max, ngram.branches, DEPTHS, 2, device=self.device)
         usual = sizes or SIZES[self.device.type]
         self.sizes = tuple(size for size in usual if size < ngram.size)
         if len(self.sizes) < len(usual):
@@ -221,7 +222,7 @@ class NgramDrafter(Drafter):
         ngram = self.ngram
         tokens = torch.zeros(batch, ngram.size - 1, dtype=torch.long, device=self.device)
         lengths = tokens.new_zeros(batch, ngram.branches)
-        outcomes = torch.zeros(batch, ngram.max, ngram.branches, DEPTHS, 2, device=self.device)
+        outcomes = self.rates.repeat(batch, 1, 1, 1, 1)
         expected = outcomes.new_zeros(batch, 1 + len(self.sizes))
         values = torch.full_like(tokens, float("-inf"), dtype=torch.float32)
         root = torch.full_like(tokens[:, 0], -1)
@@ -242,6 +243,9 @@ class NgramDrafter(Drafter):
 
     def expected(self, state: Lookup) -> Tensor:
         return state.expected
+
+    def outcomes(self, state: Lookup) -> Tensor:
+        return state.outcomes
 
     def propose(self, state: Lookup, root: Root) -> DraftTree:
         if self.size == 1:

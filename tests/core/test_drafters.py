@@ -5,6 +5,7 @@ That none of this changes the output is tested in test_lossless.py.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +17,12 @@ import torch
 
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
-from drafters import Confirmed, Root, RootOnly, Text
+from drafters import Confirmed, LargestTree, Root, RootOnly, Text
 from eagle_draft import EagleDrafter
 from extras.kept_texts import KeptTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
+from generate import Batch, load
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
 from options import DEMO
 from session import Session
@@ -39,8 +41,15 @@ def text_of(*rows: list[int], room: int = 24) -> Text:
     return Text(tokens, torch.tensor([len(row) - 1 for row in rows]))
 
 
-def search(row: list[int], ngram: Ngram, kept: Sequence[int] = ()) -> list[list[int]]:
+def search(row: list[int], ngram: Ngram, kept: Sequence[int] = ()) -> list[tuple[int, ...]]:
     """The continuations, found the plain way. kept: -1 stands behind every kept text"""
+    return list(search_with_lengths(row, ngram, kept))
+
+
+def search_with_lengths(
+    row: list[int], ngram: Ngram, kept: Sequence[int] = ()
+) -> dict[tuple[int, ...], int]:
+    """The continuations and the lengths of their matches, best first."""
     row = [*kept, *row]
     root, scored = len(row) - 1, []
     for i in range(root):
@@ -49,20 +58,18 @@ def search(row: list[int], ngram: Ngram, kept: Sequence[int] = ()) -> list[list[
             length += 1
         if length >= ngram.min and row[i + 1] >= 0:
             scored.append((length, i))
-    chains: list[list[int]] = []
-    for _, i in sorted(scored, reverse=True):
+    chains: dict[tuple[int, ...], int] = {}
+    for length, i in sorted(scored, reverse=True):
         copy = list(row)
         for step in range(ngram.tokens):
             copy.append(copy[i + 1 + step])
-        chain = [max(token, 0) for token in copy[len(row) :]]
-        if chain not in chains:
-            chains.append(chain)
-    return chains[: ngram.branches]
+        chains.setdefault(tuple(max(token, 0) for token in copy[len(row) :]), length)
+    return dict(itertools.islice(chains.items(), ngram.branches))
 
 
-def found(text: Text, ngram: Ngram, row: int = 0) -> list[list[int]]:
+def found(text: Text, ngram: Ngram, row: int = 0) -> list[tuple[int, ...]]:
     tokens, lengths = lookup(text, ngram)
-    return tokens[row][lengths[row] > 0].tolist()
+    return [tuple(chain) for chain in tokens[row][lengths[row] > 0].tolist()]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +111,97 @@ def test_lookup_equals_a_plain_search(ngram):
 )
 def test_lookup_by_hand(row, want):
     ngram = Ngram(tokens=4, branches=2)
+    want = [tuple(chain) for chain in want]
     assert search(row, ngram) == want, "the reference"
     assert found(text_of(row), ngram) == want
+
+
+class Plain:
+    """The lookup's trees, and the rates that it learns, in plain Python."""
+
+    def __init__(self, ngram: Ngram, kept: Sequence[int] = ()):
+        self.ngram = ngram
+        self.kept = kept
+        self.outcomes: dict[tuple[int, int, int], tuple[float, float]] = {}  # accepted, tried
+        self.expected: list[list[float]] = []  # accepted tokens of each size, per pass
+
+    def rates(self, text: list[int]) -> dict[tuple[int, ...], tuple[float, tuple]]:
+        """The probability of every path, and the key of its last token."""
+        found: dict[tuple[int, ...], tuple[float, tuple]] = {(): (1.0, ())}
+        chains = search_with_lengths(text, self.ngram, self.kept)
+        for rank, (chain, length) in enumerate(chains.items()):
+            for depth in range(len(chain)):
+                key = (length, rank, min(depth, 3))
+                accepted, tried = self.outcomes.get(key, (0.0, 0.0))
+                hope = 0.6 if depth else 0.1 * min(length, 6)
+                rate = min((accepted + 3 * hope / (1 + rank)) / (tried + 3), 0.995)
+                above, _ = found[chain[:depth]]
+                found.setdefault(chain[: depth + 1], (above * rate, key))
+        del found[()]
+        return found
+
+    def learn(self, found: dict, decided: list[int]) -> None:
+        new: dict[tuple, list[float]] = {}
+        for path, (_, key) in found.items():
+            last = len(path) - 1
+            if last < len(decided) and path[:-1] == tuple(decided[:last]):
+                counts = new.setdefault(key, [0.0, 0.0])
+                counts[0] += path[-1] == decided[last]
+                counts[1] += 1
+        for key, (accepted, tried) in new.items():
+            before = self.outcomes.get(key, (0.0, 0.0))
+            fade = 0.998**tried
+            self.outcomes[key] = (before[0] * fade + accepted, before[1] * fade + tried)
+
+    def lengths(self, prompt: list[int], answer: list[int], size: int) -> list[int]:
+        """Accepted tokens of every pass, each with a tree of `size` nodes."""
+        text = [*prompt, answer[0]]
+        coming = answer[1:]
+        accepted = []
+        while coming:
+            found = self.rates(text)
+            best = sorted(found, key=lambda path: -found[path][0])[: size - 1]
+            rates = [found[path][0] for path in best]
+            self.expected.append([sum(rates[: nodes - 1]) for nodes in (1, 2, 4, 8, 16)])
+            hits = [len(path) for path in best if path == tuple(coming[: len(path)])]
+            accepted.append(max(hits, default=0))
+            decided = coming[: accepted[-1] + 1]
+            self.learn(found, decided)
+            text += decided
+            coming = coming[len(decided) :]
+        return accepted
+
+
+class Watched(LargestTree):
+    """The tree always, whatever its speed; the tokens that could be expected are kept."""
+
+    def __init__(self):
+        self.expected: list[list[float]] = []
+
+    def next(self, limit: int, expected: Sequence[float] | None = None) -> int:
+        self.expected.append(expected)
+        return super().next(limit, expected)
+
+
+def test_a_decoder_accepts_what_a_plain_lookup_does():
+    """In every pass, as was expected: a request, and the same one once more, with its text kept."""
+    options = {"checkpoint": DEMO, "draft": "ngram", "device": "cpu", "dtype": "float32"}
+    engine = load(**options, ngram_max=3, max_new_tokens=48, ignore_eos=True)
+    engine = replace(engine, tree_policy=Watched())
+    plain = Plain(Ngram(max=3))
+    totals = []
+    for _ in range(2):
+        tokens = engine.drafter.kept.tokens
+        plain.kept = tokens[(tokens >= 0).cumsum(0) > 0].tolist()  # without padding
+        batch = Batch(engine, ["def read_lines(path):\n    with open(path) as file:\n"])
+        batch.run(batch.streams)
+        (turn,) = batch.entries
+        got = batch.stats.accept_lengths
+        assert got[:-1] == plain.lengths(turn.prompt, turn.new, 16)[:-1]  # the last one is cut
+        totals.append(len(got))
+    assert 10 < totals[0] < 47 and totals[1] < 10
+    for got, want in zip(engine.tree_policy.expected, plain.expected, strict=True):
+        assert got == pytest.approx(want, rel=1e-4)
 
 
 def tree_paths(tree, row: int = 0) -> set[tuple[int, ...]]:
@@ -123,8 +219,8 @@ def tree_paths(tree, row: int = 0) -> set[tuple[int, ...]]:
     return set(drafted)
 
 
-def prefixes(chains: list[list[int]]) -> set[tuple[int, ...]]:
-    return {tuple(chain[: n + 1]) for chain in chains for n in range(len(chain))}
+def prefixes(chains: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    return {chain[: n + 1] for chain in chains for n in range(len(chain))}
 
 
 def test_continuations_share_equal_beginnings():
