@@ -123,7 +123,8 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
     """Return the best continuations, pairwise different: longest match first, then the latest.
 
     Kept texts lie before the text, with -1 behind each, which a copy takes as 0.
-    Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 for no continuation.
+    Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 for no continuation, in a kept
+        text M more.
     """
     kept = text.tokens.new_empty(0) if ngram.kept is None else ngram.kept.tokens
     if on_cpp_device(text.pos):
@@ -149,7 +150,8 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
         best = score.argmax(1, keepdim=True)  # [B, 1]
         chain = copies.gather(1, best[:, :, None].expand(-1, -1, ngram.tokens))  # [B, 1, L]
         chains.append(chain)
-        matched.append(score.gather(1, best).clamp(min=0) // S)
+        length = score.gather(1, best).clamp(min=0) // S
+        matched.append(length + (length > 0) * (best < len(kept)) * ngram.max)
         score = torch.where((copies == chain).all(-1), -1, score)
     return torch.cat(chains, 1), torch.cat(matched, 1)
 
@@ -191,7 +193,7 @@ class NgramDrafter(Drafter):
         self.ngram = ngram
         self.kept = ngram.kept
         self.device = torch.device(device)
-        self.rates = torch.zeros(ngram.max, ngram.branches, DEPTHS, 2, device=self.device)
+        self.rates = torch.zeros(2 * ngram.max, ngram.branches, DEPTHS, 2, device=self.device)
         usual = sizes or SIZES[self.device.type]
         self.sizes = tuple(size for size in usual if size < ngram.size)
         if len(self.sizes) < len(usual):

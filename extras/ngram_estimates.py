@@ -33,7 +33,7 @@ class Lookup(NamedTuple):
     tokens: Tensor  # [B, K L] int64
     values: Tensor  # [B, K L] fp32, log of the probability of the path; -inf: no candidate
     parents: Tensor  # [B, K L] int64, as in `Candidates`
-    lengths: Tensor  # [B, K] int64, tokens that match; 0: no continuation
+    lengths: Tensor  # [B, K] int64, tokens that match, in kept texts M / 2 more; 0: no continuation
     root: Tensor  # [B] int64, index in the text of the token before them; -1: none were looked up
     outcomes: Tensor  # [B, M, K, D, 2] fp32, accepted and tried, fading; D = DEPTHS
     expected: Tensor  # [B, presets] fp32, accepted tokens that the trees can expect
@@ -92,7 +92,8 @@ def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[
     counted = outcomes.gather(1, first.expand(-1, -1, -1, D, 2))[:, 0]  # [B, K, D, 2]
     counted = counted[:, :, step.clamp(max=D - 1)]  # [B, K, L, 2]
     # the first token is learnt from every cycle, so that little has to be hoped for
-    hope = torch.where(step == 0, 0.1 * lengths.clamp(max=6)[..., None], 0.6)  # [B, K, L]
+    matched = (lengths - 1) % (M // 2) + 1
+    hope = torch.where(step == 0, 0.1 * matched.clamp(max=6)[..., None], 0.6)  # [B, K, L]
     prior = hope / (1 + rank[:, None])
     rate = (counted[..., 0] + PRIOR * prior) / (counted[..., 1] + PRIOR)
     own = (owner == rank[:, None]) & there[..., None]

@@ -36,6 +36,9 @@ struct Match {
   int64_t place, length;  // length: tokens up to and including the place that equal the last ones of the text
 };
 
+// Returns the tokens that match; outcomes of matches in kept texts lie behind those of the M / 2 lengths in the text.
+inline int64_t tokens_of(int64_t length, int64_t M) { return (length - 1) % (M / 2) + 1; }
+
 // Kept texts with a text behind them, as one row of tokens. -1 stands behind every kept text and is no token.
 class Places {
  public:
@@ -94,7 +97,7 @@ class Places {
 }  // namespace
 
 // Finds the best continuations in kept texts [C] and in each text, pairwise different. Returns: tokens [B, K, L]; the
-// tokens that match, 0 where there is no continuation, [B, K].
+// tokens that match, 0 where there is no continuation, [B, K], `longest` more in a kept text.
 std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tensor& pos, const at::Tensor& kept,
                                           int64_t tokens, int64_t branches, int64_t least, int64_t longest) {
   TORCH_CHECK(0 < least && least <= longest, "a match has 1 token or more; it is ", least, " to ", longest);
@@ -118,7 +121,8 @@ std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tens
         places.copy(match->place, next, L);
         bool differs = true;
         for (int64_t k = 0; k < count && differs; k++) differs = !std::equal(next, next + L, chain + k * L);
-        if (differs) matched.mutable_data_ptr<int64_t>()[b * K + count++] = length;
+        const bool in_kept = match->place < kept.numel();
+        if (differs) matched.mutable_data_ptr<int64_t>()[b * K + count++] = length + in_kept * longest;
       }
     for (; count < K; count++) places.copy(0, chain + count * L, L);
   }
@@ -198,7 +202,7 @@ void learn(const at::Tensor& text, const at::Tensor& pos, const at::Tensor& toke
 // [B, K L]; the sums of the largest `size - 1` probabilities, [B, sizes].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> estimate(const at::Tensor& tokens, const at::Tensor& lengths,
                                                         const at::Tensor& outcomes, at::IntArrayRef sizes) {
-  TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2, "outcomes must be [B, M, K, D, 2]");
+  TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2 && outcomes.size(1) > 1, "outcomes must be [B, M, K, D, 2]");
   const int64_t B = tokens.size(0), P = tokens.size(1);
   const int64_t M = outcomes.size(1), K = outcomes.size(2), D = outcomes.size(3), L = P / std::max<int64_t>(K, 1);
   const Whole token(tokens, {B, P}, "tokens"), length(lengths, {B, K}, "lengths");
@@ -224,7 +228,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> estimate(const at::Tensor& tokens
         if (owner == k && match > 0) {
           const float* const key = &counted.data[(((b * M + std::min(match, M) - 1) * K + k) * D + std::min(d, D - 1)) * 2];
           // the first token is learnt from every cycle, so that little has to be hoped for
-          const float hope = d == 0 ? .1f * float(std::min<int64_t>(match, 6)) : .6f;
+          const float hope = d == 0 ? .1f * float(std::min<int64_t>(tokens_of(match, M), 6)) : .6f;
           const float rate = std::min((key[0] + PRIOR * hope / float(1 + k)) / (key[1] + PRIOR), MOST);
           path[node] = (above < 0 ? 1.f : path[above]) * rate;
         }

@@ -63,7 +63,8 @@ def search_with_lengths(
         copy = list(row)
         for step in range(ngram.tokens):
             copy.append(copy[i + 1 + step])
-        chains.setdefault(tuple(max(token, 0) for token in copy[len(row) :]), length)
+        chain = tuple(max(token, 0) for token in copy[len(row) :])
+        chains.setdefault(chain, length + ngram.max * (i < len(kept)))
     return dict(itertools.islice(chains.items(), ngram.branches))
 
 
@@ -133,7 +134,8 @@ class Plain:
             for depth in range(len(chain)):
                 key = (length, rank, min(depth, 3))
                 accepted, tried = self.outcomes.get(key, (0.0, 0.0))
-                hope = 0.6 if depth else 0.1 * min(length, 6)
+                matched = (length - 1) % self.ngram.max + 1
+                hope = 0.6 if depth else 0.1 * min(matched, 6)
                 rate = min((accepted + 3 * hope / (1 + rank)) / (tried + 3), 0.995)
                 above, _ = found[chain[:depth]]
                 found.setdefault(chain[: depth + 1], (above * rate, key))

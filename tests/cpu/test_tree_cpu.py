@@ -600,7 +600,7 @@ def test_what_became_of_lookups(plain, batch):
         ngram = Ngram(tokens, branches, longest)
         text = Text(whole(vocab, batch, size), whole(size, batch))
         chains, lengths = lookup(text, ngram)
-        outcomes = 5 * torch.rand(batch, longest, branches, DEPTHS, 2).sort(-1).values
+        outcomes = 5 * torch.rand(batch, 2 * longest, branches, DEPTHS, 2).sort(-1).values
         drafted = chains.flatten(1)
         inputs = (drafted, lengths, outcomes, (1, 2, 4, 99))
         values, parents, expected = estimate(*inputs)
