@@ -32,7 +32,7 @@ from hf.heads import draft_lm_head, rows_of
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from model import Linear, RMSNorm, Transformer, rope_angles, rope_frequencies
-from ops.rotary import rotary_cache
+from ops.fused import rotary_cache
 from ops.tree import Children, Frontier, Scores, Shared, with_noise
 from options import GenerateConfig
 
@@ -73,7 +73,7 @@ class BlockHead(Transformer):
         rope = rope_angles(self.rope_freq, window.slots, self.config.rope_factor)
         for layer, k, v in zip(self.layers, cache.k, cache.v):
             attention = layer.attention  # its queries are not used
-            qkv = attention.wqkv.forward_split_k(h, "parts").unflatten(-1, (-1, k.shape[3]))
+            qkv = attention.wqkv.defer(h)
             rotary_cache(qkv, rope, k, v, window.slots, attention.head_norms)
 
     def token_rows(self, tokens: Tensor) -> Tensor:

@@ -283,7 +283,7 @@ def test_trees_are_the_best_prefixes(temperature, tmp_path):
     noise = None
     if temperature:
         ones = torch.ones(1)
-        rule = sampling.Rule(temperature * ones, torch.zeros(1).long(), ones)
+        rule = sampling.Rule(temperature * ones, torch.zeros(1).long(), ones, None)
         key = sampling.NoiseKey(torch.tensor([3, 0]), torch.zeros(1).long(), torch.zeros(1).long())
         noise = sampling.gumbel(key, torch.zeros(1).long(), LEVELS + 1, 128)
     for number, (state, root) in enumerate(drafts(drafter)):

@@ -676,7 +676,7 @@ def test_what_the_compiler_is_told():
         "next_level": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, torch.ones(2), front.index, *front.paths,
                        None, 3, 2, (4, 2, 4), True),
         "gumbel": (whole(9, 2, 2), *text[1:], text[1], torch.tensor([True, False]), text[1], 3, 9, 0),
-        "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0])),
+        "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0])),
         "rerank": (*columns, ran, None, 4, *text),
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),
