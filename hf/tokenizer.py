@@ -277,15 +277,15 @@ class StreamDecoder:
     def __init__(
         self, tokenizer: Tokenizer, continuation: bool, shown: frozenset[int] = frozenset()
     ):
-        self._tokenizer = tokenizer
-        self._shown = shown
+        self._piece = tokenizer.piece
+        if shown:
+            self._piece = lambda id: tokenizer.name(id) if id in shown else tokenizer.piece(id)
         self._strip = tokenizer.strips_space and not continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids. Returns: the characters that they complete."""
-        source = self._tokenizer
-        data = b"".join(source.name(id) if id in self._shown else source.piece(id) for id in ids)
+        data = b"".join(map(self._piece, ids))
         if self._strip and data:
             data = data.removeprefix(b" ")
             self._strip = False
