@@ -728,6 +728,7 @@ def test_many_compiled_engines_in_one_process():
             decode(compiled_as_on_cuda(engine), PROMPTS[0])
 
 
+@pytest.mark.slow  # the compiler itself checks the sizes
 def test_compiled_steps_check_modes_and_not_their_modules():
     """A layer that changes its mode is not noticed, as every check costs time. Another grad mode is, and the sizes of
     arguments are, which an engine never changes.
