@@ -42,12 +42,12 @@ from tp_cases import features
 ROOT = Path(tp.__file__).parent
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 MODELS = {
-    "llama": {"checkpoint": str(GOLDEN / "models/target_llama_mha"), "eagle": str(GOLDEN / "models/head_eagle12_mha")},
-    "gqa": {"checkpoint": str(GOLDEN / "models/target_llama31_gqa8"), "eagle": str(GOLDEN / "models/head_eagle3")},
+    "llama": {"checkpoint": str(GOLDEN / "models/target_llama_mha"), "head": str(GOLDEN / "models/head_eagle12_mha")},
+    "gqa": {"checkpoint": str(GOLDEN / "models/target_llama31_gqa8"), "head": str(GOLDEN / "models/head_eagle3")},
     "mixtral": {
-        "checkpoint": str(GOLDEN / "models/target_mixtral"), "eagle": str(GOLDEN / "models/head_eagle12_mixtral")
+        "checkpoint": str(GOLDEN / "models/target_mixtral"), "head": str(GOLDEN / "models/head_eagle12_mixtral")
     },
-    "demo": {"checkpoint": DEMO, "eagle": f"{DEMO}-eagle"},
+    "demo": {"checkpoint": DEMO, "head": f"{DEMO}-eagle"},
 }  # fmt: skip
 TINY = {  # every layer with a bias; two KV heads
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -87,7 +87,7 @@ def options_of(model: str, draft: str, **options) -> dict:
         "context": 256,
         "prompts": PROMPTS,
     }
-    head = {"eagle": paths["eagle"], "tree_topk": 10, "tree_size": 60} if draft == "eagle" else {}
+    head = {"head": paths["head"], "tree_topk": 10, "tree_size": 60} if draft == "eagle" else {}
     return base | {"checkpoint": paths["checkpoint"]} | head | options
 
 

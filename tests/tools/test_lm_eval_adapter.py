@@ -181,7 +181,7 @@ def test_descriptions_are_system_messages():
     system, user = {"role": "system", "content": "Do it."}, {"role": "user", "content": "u"}
     vicuna = CHAT_TEMPLATES["vicuna"]
     own = {
-        f: JinjaTemplate(Path("m"), Program(*f), {})
+        f: JinjaTemplate(Path("m"), Program(*f), None, {})
         for f in ((True, False), (False, False), (True, True))
     }
     for template, begin in ((vicuna, "{} USER: u"), (own[True, False], "{}|u")):

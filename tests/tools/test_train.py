@@ -88,7 +88,7 @@ OWN = (
 def test_answers_are_marked_and_nothing_else(kind):
     tokenizer, template = Tokenizer.load(train_eagle.Path(DEMO)), CHAT_TEMPLATES["vicuna"]
     if kind == "own":
-        template = JinjaTemplate(train_eagle.Path(DEMO), Template(OWN), tokenizer.special)
+        template = JinjaTemplate(train_eagle.Path(DEMO), Template(OWN), None, tokenizer.special)
         assert template.reply == " "
     turns, answers = ["What is 2 + 2?", "And 3 + 3?"], ["It is four.", "It is six."]
     example = to_example(Dialogue(turns, answers), tokenizer, template)
@@ -111,7 +111,7 @@ def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
     """Answers of a file begin with spaces or newlines; a template may keep them."""
     tokenizer, template = Tokenizer.load(train_eagle.Path(DEMO)), CHAT_TEMPLATES["vicuna"]
     if kind == "own":
-        template = JinjaTemplate(train_eagle.Path(DEMO), Template(OWN), tokenizer.special)
+        template = JinjaTemplate(train_eagle.Path(DEMO), Template(OWN), None, tokenizer.special)
     turns = ["What is 2 + 2?", "And 3 + 3?", "And 4 + 4?"]
     plain, spaced = ["four", "six\nor so", "eight"], [" four\n", "\n\nsix\nor so ", "\teight "]
     (tmp_path / "d.jsonl").write_text(
