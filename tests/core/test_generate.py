@@ -342,6 +342,7 @@ def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda d: chosen.append(torch.cuda._utils._get_device_index(d))
     )
