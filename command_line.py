@@ -147,7 +147,8 @@ def parse(
 def _utf8_arguments() -> list[str]:
     """Return the process's arguments, decoded as UTF-8. Its streams become UTF-8 too."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if stream is not None and stream.encoding.lower() != "utf-8":
+        encoding = getattr(stream, "encoding", None)  # None: of no stream, or of text in memory
+        if encoding and encoding.lower() != "utf-8":
             stream.reconfigure(encoding="utf-8")
     return [os.fsencode(text).decode("utf-8", "surrogateescape") for text in sys.argv[1:]]
 

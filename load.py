@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,7 +264,10 @@ def warm_up(engine: Engine) -> Engine:
 
 def _prefill_each_width(engine: Engine) -> None:
     """Decode one token after a prompt of every prefill width, in every sequence of the batch."""
-    engine = replace(engine, config=replace(engine.config, max_new_tokens=1))
+    drafter = copy(engine.drafter)
+    drafter.kept = None  # these prompts are no requests
+    config = replace(engine.config, max_new_tokens=1)
+    engine = replace(engine, config=config, drafter=drafter)
     for width in PREFILL_WIDTHS:
         prompt = [0] * min(width, engine.context - 1)
         for _ in Session(engine).run([prompt] * engine.config.batch_size):

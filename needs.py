@@ -25,6 +25,10 @@ MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
 LOOKUP = Need(
     "belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram")
 )
+STORE = Need(  # under the residual rule the drafts of past requests would change the tokens
+    "belongs to lookups with --accept exact; use --draft ngram",
+    lambda o: o.accept == "exact" and (o.draft.endswith("ngram") or o.tree_shape == "auto"),
+)
 TREE = Need(
     "does nothing with --draft ngram, which has trees of its own; drop it",
     lambda o: o.draft != "ngram",

@@ -31,6 +31,7 @@ from needs import (
     ONE_SIZE,
     SAMPLED,
     SHAPE,
+    STORE,
     TEXT,
     TREE,
     TRIMMED,
@@ -41,6 +42,7 @@ from tree_shapes import (
     MEDUSA_PATHS,
     DynamicTree,
     StaticTree,
+    candidates,
     read_tree,
 )
 
@@ -81,8 +83,8 @@ class GenerateConfig:
     )
     draft: str = option(
         "",
-        "who drafts: a head, a lookup in the text so far, another model; default: as the files of "
-        "the head say, if one is given or bundled, else ngram on a CPU and none elsewhere",
+        "source of drafts: a head, a lookup in the text so far, another model; default: as the "
+        "files of the head say, if one is given or bundled, else ngram on a CPU and none elsewhere",
         ("none", *HEAD_KINDS, "ngram", "model", "eagle+ngram"),
     )
     head: str = option(
@@ -123,7 +125,7 @@ class GenerateConfig:
     )
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     draft_store: str = option(
-        "", "keep texts of requests in this file, for lookups of later runs", needs=(DRAFT,)
+        "", "keep texts of requests in this file, for lookups of later runs", needs=(DRAFT, STORE)
     )
     tree: str = option(
         "",
@@ -158,7 +160,7 @@ class GenerateConfig:
     )
     expand_by: str = option(
         "value",
-        "what picks the nodes to expand (EAGLE-2 Table 3)",
+        "score that picks the nodes to expand (EAGLE-2 Table 3)",
         ("value", "confidence"),
         needs=(DRAFT, TREE, GROWN, ONE_SIZE),
         flag=False,
@@ -304,7 +306,7 @@ class GenerateConfig:
         if not topk or not size:
             default_topk, default_size = self._default_topk_and_size()
             topk = topk or default_topk
-            size = size or default_size
+            size = size or min(default_size, 1 + candidates(depth, topk))
         return DynamicTree(depth, topk, size, self.expand_by, not self.no_rerank)
 
     def _default_topk_and_size(self) -> tuple[int, int]:
@@ -378,6 +380,8 @@ class GenerateConfig:
         require(has_text, "--prompt is empty; give it some text")
         results_fault = "--results is read again by the next run; name a file instead of -"
         require(self.results != "-", results_fault)
+        store_fault = "--draft_store is read again by the next run; name a file instead of -"
+        require(self.draft_store != "-", store_fault)
         for name in ("draft_store", "json", "results", "trace", "profile"):
             file = getattr(self, name)
             if file:

@@ -197,7 +197,9 @@ class Session:
             state.draws[seq] = 0
 
     def release(self, seq: int) -> None:
-        """End a sequence's turn, if it has one."""
+        """End a sequence's turn, if it has one. Writes: the drafter's kept texts."""
+        if self.live[seq]:
+            self._keep(seq)
         self.prefilling.pop(seq, None)
         self.live[seq] = False
         self.guides[seq] = None
@@ -229,12 +231,17 @@ class Session:
         if self.prefilling:
             self._prefill(new)
             self.stats.prefill_s += time.perf_counter() - self.read_at
-        kept = self.engine.drafter.kept
         for seq, tokens in enumerate(new):
             self.history[seq] += tokens
-            if kept is not None and tokens and not self.busy(seq):
-                kept.add(self.history[seq], self.answers[seq])
+            if tokens and not self.busy(seq):
+                self._keep(seq)
         return new
+
+    def _keep(self, seq: int) -> None:
+        """Keep the text of a turn for later lookups, where the drafter has them."""
+        kept = self.engine.drafter.kept
+        if kept is not None:
+            kept.add(self.history[seq], self.answers[seq])
 
     def _prefill(self, new: list[list[int]]) -> None:
         """Run about one chunk of the prompts. Writes: roots, to `new`."""

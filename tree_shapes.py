@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 MAX_NODES = 64  # ancestor bits of a node fit one int64
 
 
+def candidates(depth: int, topk: int) -> int:
+    """Count the candidates of a dynamic tree, K + (D - 1) K^2."""
+    return topk + (depth - 1) * topk**2
+
+
 @dataclass(frozen=True)
 class DynamicTree:
     """EAGLE-2's tree: grown where the drafter is confident, then re-ranked.
@@ -36,7 +41,7 @@ class DynamicTree:
     fixed_nodes: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
-        pool = self.topk + (self.depth - 1) * self.topk**2
+        pool = candidates(self.depth, self.topk)
         if self.size - 1 > pool:
             raise ValueError(
                 f"a tree of {self.size} nodes needs {self.size - 1} candidates; "

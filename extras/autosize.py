@@ -40,6 +40,7 @@ from extras.deferred import Deferred, Idle
 from extras.remembered import file_of, recall, remember
 from files import read_json
 from model import Transformer
+from tree_shapes import candidates
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
 FADE = 1 - 1 / 128
@@ -119,8 +120,7 @@ def with_smaller_trees(
 def cut(shape: TreeShape, levels: int) -> TreeShape:
     """Return a shape of so many levels at most, with no more nodes than it then has candidates."""
     depth = min(shape.depth, levels)
-    candidates = shape.topk + (depth - 1) * shape.topk**2
-    return TreeShape(depth, shape.topk, min(shape.size, 1 + candidates))
+    return TreeShape(depth, shape.topk, min(shape.size, 1 + candidates(depth, shape.topk)))
 
 
 def shape_of(preset: Drafter) -> TreeShape:
@@ -276,8 +276,11 @@ def _save(
 ) -> None:
     """Remember the measurements if they differ from `before`. pool: of buffers"""
     if drafter.rates is not None and pool:
-        learnt = [drafter.outcomes(buffers.state.drafter_state) for buffers in pool]
-        known.rates = torch.cat(learnt).mean(0).flatten().tolist()
+        every = [drafter.outcomes(buffers.state.drafter_state) for buffers in pool]
+        rates = torch.cat(every)  # [B of all buffers, M, K, D, 2]
+        rates = rates[(rates != drafter.rates).flatten(1).any(1)]  # of sequences that decoded
+        if len(rates):
+            known.rates = rates.mean(0).flatten().tolist()
     value = asdict(known)
     if value != before:
         remember(file, value | {"costs": [cost / known.costs[0] for cost in known.costs]})

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from files import read_json
 
-# kind -> keys of config.json, beginnings of files' names
+# kind -> keys of config.json, beginnings of files' names or nothing
 MARKS = {
     "medusa": (("medusa_num_heads", "medusa_num_layers"), "medusa_lm_head."),
     "hydra": (("hydra_num_heads", "hydra_num_layers", "hydra_head_arch"), "hydra_lm_head."),
-    "block": (("dflash_config", "block_size"), "block."),
+    "block": (("dflash_config", "block_size"), ""),
 }
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of a block drafter
 
@@ -29,7 +29,8 @@ def head_kind(path: Path) -> str:
     found = {}  # kind -> its marks
     for kind, (keys, beginning) in MARKS.items():
         marks = [f"the key {key}" for key in keys if key in raw]
-        marks += sorted(file.name for file in path.glob(f"{beginning}*"))
+        if beginning:
+            marks += sorted(file.name for file in path.glob(f"{beginning}*"))
         if marks:
             found[kind] = marks[-1]
     if found.keys() & {"medusa", "hydra"}:

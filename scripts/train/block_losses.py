@@ -165,7 +165,7 @@ def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor, scored: S
     steps = torch.arange(T, device=tokens.device)
     features = target(tokens, steps[None], aux_layers=head.aux_layers)
     levels = head.config.levels
-    roots = steps[1 : T - levels]  # [R]
+    roots = steps[1 : max(T - levels, 1)]  # [R]
     batch = (tokens, features.to(head.norm.weight.dtype), roots[None])
     hidden = run_blocks(head, scored, batch)[0]  # [R, D, F]
     ok = []

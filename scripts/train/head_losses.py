@@ -130,7 +130,7 @@ def draft_levels(
     inputs = features.to(next(heads.parameters()).dtype)
     ok = []
     logits = []
-    R = T - 1 - heads.config.heads  # starts with a truth for the entire chain
+    R = max(T - 1 - heads.config.heads, 0)  # starts with a truth for the entire chain
     for i, x in enumerate(LEVELS[method](heads, target, tokens, inputs)):
         z = scored.lm_heads[i](x[0, :R].to(features.dtype)).float()  # [R, Vd]
         logits.append(z)

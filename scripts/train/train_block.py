@@ -55,13 +55,16 @@ TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
 class BlockTrainConfig(TrainOptions):
     """Options of training a block drafter."""
 
-    block_size: int = option(8, "positions of a block, the root's included", least=2)
+    block_size: int = option(8, "positions of a block, the root's included", least=2, most=256)
     causal: bool = option(False, "a position sees those before it only, as in JetSpec")
     markov_rank: int = option(
-        0, "of DSpark's bias for the token before; each position then predicts the next", least=0
+        0,
+        "of DSpark's bias for the token before; each position then predicts the next",
+        least=0,
+        most=2**16,
     )
     layers: int = option(2, "of the drafter", least=1)
-    ffn_dim: int = option(0, "of its layers; 0: the target's")
+    ffn_dim: int = option(0, "of its layers; 0: the target's", least=0)
     anchors: int = option(32, "blocks per sequence and step", least=1)
     decay: float = option(4.0, "levels over which the weight of a loss falls to 1 / e")
 

@@ -58,7 +58,7 @@ class HeadConfig(TrainOptions):
     """Options of training Medusa's or Hydra's heads."""
 
     method: str = option("medusa", "of the heads", tuple(DECAY))
-    heads: int = option(4, "drafted levels", least=1)
+    heads: int = option(4, "drafted levels", least=1, most=63)
     layers: int = option(1, "residual blocks of a head", least=1)
     prefix_attention: bool = option(False, "a layer of attention before the heads (Hydra++)")
     lm_heads: str = option(

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import hf.config
 import runtime
+from command_line import parse
 from generate import generate, load, main, stream
 from helpers import GOLDEN
 from hf.config import resolve_draft
@@ -422,6 +423,18 @@ def test_a_full_standard_output_is_one_line():
             "generate.py: cannot write standard output: "
         )
         assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_arguments_are_read_where_a_stream_is_memory(monkeypatch):
+    """As standard output is on all ranks but the first."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--prompt", "ä"])
+    assert parse(GenerateConfig, "generate.py", "").prompt == "ä"
+
+
+def test_a_head_of_one_level_has_a_default_tree():
+    config = GenerateConfig(draft="medusa", tree_depth=1, device="cpu")
+    assert (config.draft_tree.depth, config.draft_tree.size) == (1, 5)
 
 
 def test_text_is_utf8_in_every_locale():

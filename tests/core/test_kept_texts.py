@@ -18,7 +18,9 @@ from extras.kept_texts import MOST_BYTES, RUN, KeptTexts
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import load
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target
+from load import _prefill_each_width
 from options import DEMO
+from session import Session
 from tree_shapes import DynamicTree
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
@@ -220,12 +222,33 @@ def test_a_store_on_the_command_line(tmp_path, capsys):
         ("--draft", "eagle", "--tree", "chain"): "use --draft ngram",
         ("--draft", "ngram", "--temperature", "1", "--accept", "residual"): "--accept exact",
         ("--draft", "ngram", "--draft_store", str(tmp_path)): "is a directory",
+        ("--draft", "ngram", "--draft_store", "-"): "name a file instead of -",
     }
     for flags, fault in faults.items():
         with pytest.raises(SystemExit) as stop:
             generate.main([*command, "--draft_store", str(file), *flags])
         error = capsys.readouterr().err.strip().splitlines()
         assert stop.value.code == 2 and fault in error[-1], flags
+
+
+def test_warming_up_keeps_nothing():
+    engine = engine_for(golden_target(), NgramDrafter(Ngram(kept=KeptTexts())), context=100)
+    _prefill_each_width(engine)
+    assert not engine.drafter.kept.texts
+
+
+def test_a_turn_that_is_ended_early_is_kept():
+    """As a server ends one at a text that the client names."""
+    kept = KeptTexts()
+    engine = engine_for(golden_target(), NgramDrafter(Ngram(kept=kept)), max_new_tokens=20)
+    session = Session(engine)
+    session.admit(0, PROMPTS[0], (0, 0))
+    for _ in range(4):
+        session.step()
+    assert session.busy(0) and not kept.texts
+    session.release(0)
+    session.release(0)
+    assert texts_of(kept) == [session.history[0]] and len(session.history[0]) > len(PROMPTS[0])
 
 
 def test_without_a_file_texts_stay_in_memory():
