@@ -179,12 +179,16 @@ def _attend(
 def is_last(done_ptr, blocks):
     """Check that all other blocks that share a counter have finished.
 
-    Their results can be read then, and the counter is 0 again.
+    Their results can be read then, past the L1 cache (".cg"), and the counter is 0 again. A block
+    alone waits for its own threads only.
     """
     tl.debug_barrier()  # all threads of this block have written
-    last = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == blocks - 1
-    if last:
-        tl.atomic_xchg(done_ptr, 0)
+    last = blocks == 1
+    if blocks > 1:
+        # one thread releases what the barrier has ordered before, and acquires for all others
+        last = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == blocks - 1
+        if last:  # the next user is a later launch, so this needs no order
+            tl.atomic_xchg(done_ptr, 0, sem="relaxed", scope="gpu")
     return last
 
 
