@@ -204,6 +204,13 @@ def one_line_errors(program: str) -> Iterator[None]:
         if error.filename is None:
             raise
         fail(program, f"cannot use {error.filename}: {error.strerror}; name another file")
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which this module does not import
+            raise
+        # the bytes wanted, the device's, the free ones
+        told = ". ".join(str(error).split(". ")[:3])
+        remedy = "lower --batch_size, --context or --tree_size, or use --quant int4"
+        fail(program, f"{told}; {remedy}")
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("extras"):
             raise

@@ -32,6 +32,7 @@ from ops.library import has_cpu_operators, has_triton
 
 OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 WARM_UPS = 2  # runs before a capture
+TRIES = 2  # captures of a step that may fail
 OPTIONS = {
     # round to bf16 where eager code does, or steps of different sizes give different bits
     "emulate_precision_casts": True,
@@ -77,7 +78,7 @@ class Replay:
         self.device = device
         self.scratch = {} if scratch is None else scratch
         self.runs = 0
-        self.tries = 2  # captures that may fail
+        self.tries = TRIES
         self.graph = None
         self.result = None
 

@@ -17,6 +17,7 @@ ops/cpu/topk.cpp), beside the plain ones below. Not here: the papers' residual r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -83,11 +84,12 @@ class Rule(NamedTuple):
         """Make the rule of B sequences."""
         own = [s if s.temperature else Sampling(1.0) for s in each]
         temperature = [max(s.temperature, LEAST_TEMPERATURE) for s in own]
+        margin = [math.log(s.min_p) if s.min_p > 0 else -math.inf for s in own]
         return Rule(
             torch.tensor(temperature, dtype=torch.float32, device=device),
             torch.tensor([s.top_k for s in own], device=device),
             torch.tensor([s.top_p for s in own], dtype=torch.float32, device=device),
-            torch.tensor([s.min_p for s in own], dtype=torch.float64).log().float().to(device),
+            torch.tensor(margin, dtype=torch.float32, device=device),
         )
 
     def needed(self, kind: Kind) -> Rule | None:

@@ -270,7 +270,8 @@ def check_memory(plan: dict[str, int], device: str, remedy: str, count: int = 1)
             fits = f", enough for {fit} of the {count} sequences"
         raise ValueError(
             f"{parts} = {need / 1e9:.1f} GB of memory are needed, "
-            f"{free / 1e9:.1f} GB are free{fits}; {remedy}"
+            f"{free / 1e9:.1f} GB are free, {(need - free) / 1e9:.1f} GB are missing{fits}; "
+            f"{remedy}"
         )
     return f"{count} sequences take {need / 1e9:.2f} GB of memory; {fit} would fit"
 

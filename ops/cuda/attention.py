@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.launch import Device, after_others, overlap
+from ops.cuda.plans import CHUNK, measured_on
 
-CHUNK = 256  # slots of a chunk, while at most SPLITS of them lie below the prefix's end
-SPLITS = 16  # chunks below the prefix's end; beyond, chunks double
+SPLITS = 16  # chunks below the prefix's end, of `CHUNK` slots; beyond, chunks double
 SPLIT_TOKENS = 64  # more tokens than these are not split
 COUNTERS = 2**16  # blocks of rows of a split launch, at most
 
@@ -48,12 +48,13 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
     add exact zeros, and sums that a compiler could contract in two ways are written as fused
     multiply-adds. So a chain is verified with the sums of vanilla decoding. This does not hold for
     branches of a tree, whose ancestors lie in other slots than after compaction; nor across a
-    prefix of 4096 * 2^i slots, where chunks double; nor between up to 64 tokens and more, which are
+    prefix of 16 CHUNK 2^i slots, where chunks double; nor between up to 64 tokens and more, which
     not split. It assumes that tensor cores add zero products exactly, in the same way for both tile
     heights (test_gpu.py).
 
     Trade-off: for that, a single token fills one row of 64, and chunks do not grow with the batch,
-    whose sums can be more bytes than the keys. CHUNK and SPLITS are estimates for an H100. fp32 has
+    whose sums can be more bytes than the keys. CHUNK is measured (plans.py) or, as SPLITS, an
+    estimate for an H100. fp32 has
     no tensor cores and serves tests only.
     """
     if dtype == torch.float32:
@@ -179,26 +180,33 @@ def _attend(
 def is_last(done_ptr, blocks):
     """Check that all other blocks that share a counter have finished.
 
-    Their results can be read then, and the counter is 0 again.
+    Their results can be read then, past the L1 cache (".cg"), and the counter is 0 again. A block
+    alone waits for its own threads only.
     """
     tl.debug_barrier()  # all threads of this block have written
-    last = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == blocks - 1
-    if last:
-        tl.atomic_xchg(done_ptr, 0)
+    last = blocks == 1
+    if blocks > 1:
+        # one thread releases what the barrier has ordered before, and acquires for all others
+        last = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == blocks - 1
+        if last:  # the next user is a later launch, so this needs no order
+            tl.atomic_xchg(done_ptr, 0, sem="relaxed", scope="gpu")
     return last
 
 
 @triton.jit
-def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr):
+def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr, CHUNKS: tl.constexpr):
     """Add the chunks in use, first chunk first.
 
     parts: [ROWS, WIDTH] pointers, stats: [ROWS] pointers, of the first chunk; size: rows of a chunk
+    CHUNKS: those that were launched, padded to a power of two
     Returns: weight [ROWS] and total [ROWS, WIDTH].
     """
-    highest = tl.full(live.shape, float("-inf"), tl.float32)
-    for i in range(used):
-        top = tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg")
-        highest = tl.maximum(highest, top)
+    c = tl.arange(0, CHUNKS)[None, :]
+    some = live[:, None] & (c < used)
+    tops = tl.load(
+        stats_ptr[:, None] + c * size, mask=some, other=float("-inf"), cache_modifier=".cg"
+    )  # at once, [ROWS, CHUNKS]: one by one they would be a chain of waits
+    highest = tl.max(tops, 1)
     weight = tl.full(live.shape, 0.0, tl.float32)
     total = tl.full(inside.shape, 0.0, tl.float32)
     for i in range(used):
@@ -220,7 +228,8 @@ def attention_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr,
     T, S, W, mask_b, mask_t, mask_w, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS rows of a key head to a chunk, or to all slots; the last block adds chunks.
 
@@ -272,8 +281,9 @@ def attention_kernel(
         if not is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used):
             return
         weight, total = _combine(
-            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E
-        )
+            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E,
+            CHUNKS,
+        )  # fmt: skip
     y = total / weight[:, None]
     tl.store(y_ptr + before * E + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -295,14 +305,14 @@ def tree_attention(
     mask: Tensor,
     device: Device,
     done: Tensor,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """Compute `ops.attention.tree_attention`.
 
     Allocates its result and partial sums, and nothing else; never waits.
 
     done: from `counters`; launches that share it must follow each other, as those of one stream do
-    chunk: other sizes are for scripts/gpu/sweep.py
+    chunk: slots; None: as measured or estimated
     """
     B, T, H, E = q.shape
     _, kv_heads, S, _ = k.shape
@@ -310,6 +320,7 @@ def tree_attention(
     # they are the cache's own buffers
     assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())
     cut = plan_attention(T * H // kv_heads, E, q.dtype, device)
+    chunk = chunk or measured_on(device.name).chunk
     splits = splits_of(T, S, W, chunk)
     blocks = triton.cdiv(T * H // kv_heads, cut.rows)
     assert splits == 1 or blocks * B * kv_heads <= len(done), (blocks, B, kv_heads)
@@ -337,6 +348,7 @@ def tree_attention(
         H=H,
         KV_HEADS=kv_heads,
         SPLIT=splits > 1,
+        CHUNKS=triton.next_power_of_2(splits),
         ROWS=cut.rows,
         KEYS=cut.keys,
         STAGES=cut.stages,

@@ -121,7 +121,7 @@ def plan_product(
     """
     tokens = tile_height(M, 16, 32)
     if dtype != torch.float32 and not zeros:
-        measured = measured_on(device.name).get(key_of(N, K, bits, group, epilogue))
+        measured = measured_on(device.name).products.get(key_of(N, K, bits, group, epilogue))
         if measured:
             tile = measured.tiles[tokens]
             return ProductPlan(tokens, tile.rows, measured.splits, tile.stages, tile.rows // 16)
@@ -397,6 +397,8 @@ def product_tile(
                 fetch(packed_ptr + row.to(tl.int64) * K + block * 64)
             else:
                 fetch(packed_ptr + (block * N + row).to(tl.int64) * 64)
+                words = words_of(GROUP, scale_ptr.dtype.element_ty)
+                fetch(scale_ptr + (block * N + row) * words if GROUP > 0 else scale_ptr + row)
     after_others(OVERLAPS)
     x_rows = x_ptr + t.to(tl.int64) * K
     if BITS == 16:

@@ -62,8 +62,9 @@ def rotate_heads(
     read = live[:, None] & inside[None, :]
     cos = tl.load(cos_ptr + angle, mask=read, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=read, other=0.0)
-    first = tl.where(turned, left * cos - right * sin, left).to(dtype)
-    second = tl.where(turned, right * cos + left * sin, right).to(dtype)
+    # a compiler could contract these in two ways
+    first = tl.where(turned, tl.fma(left, cos, -(right * sin)), left).to(dtype)
+    second = tl.where(turned, tl.fma(right, cos, left * sin), right).to(dtype)
     is_q = (head < H)[:, None] & read
     to = q_ptr + (row * H + head)[:, None] * E + e[None, :]
     tl.store(to, first, mask=is_q)

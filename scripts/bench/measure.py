@@ -243,7 +243,9 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
     except OSError:
         commit = ""
     versions = {name: __import__(name).__version__ for name in packages}
-    named = {} if device.startswith("cuda") else {"device": _cpu_name()}
+    named = {"device": _cpu_name()}
+    if device.startswith("cuda"):
+        named = {"EAGLE_PDL": os.environ.get("EAGLE_PDL", "1")}
     return stats.environment(device) | named | versions | {"commit": commit or "unknown"}
 
 

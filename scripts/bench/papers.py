@@ -45,6 +45,7 @@ from command_line import one_line_errors, option, parse
 from decode import Engine
 from generate import Batch, Turn, encode, first_ids, load
 from options import DEMO, HEAD_KINDS, GenerateConfig, pick_device
+from runtime import TRIES
 from scripts.bench.measure import (
     Log,
     Series,
@@ -515,10 +516,17 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
             "config": config.fixed,
             "environment": bench.machine,
             "ceiling_bytes_per_s": bench.ceiling,
+            "failed_captures": failed_captures(engines[name]),
         }
         lines.append(unit.key(name) | measured | context)
     bench.log.add(lines)
     bench.part.clear()
+
+
+def failed_captures(engine: Engine) -> int:
+    """Count the steps of finished sessions whose capture as a graph failed, once or for good."""
+    replays = [step for buffers in engine.pool for step in buffers.replays.values()]
+    return sum(step.tries < TRIES for step in replays)
 
 
 def measure(bench: Bench, units: list[Unit]) -> None:

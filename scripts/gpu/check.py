@@ -4,6 +4,7 @@
     python scripts/gpu/check.py --only sanitizers,tests,formats        # further ones, one call each
     python scripts/gpu/check.py --dry_run      # on a CPU: print all commands, run some, small
     python scripts/gpu/check.py --pack DIR     # copy the files that this needs, below 30 MB
+README.md beside this file has three commands for ten minutes in all.
 
 environment  Versions, our kernels on small shapes, one compiled step, one capture, boundaries,
              bandwidth (probe.py). Where the kernels fail, EAGLE_PDL=0 holds for all later steps.
@@ -13,7 +14,8 @@ profile      Every kernel of one cycle of these in int4, with its time and the g
              without dependent launch, with which kernels overlap.
 smoke        40 of the tests marked `gpu`, in 8 processes; captured cycles first.
 kernels      Our int4 products (kernels.py).
-sweep        The plans of our products, timed: a table that decoding loads (sweep.py).
+sweep        The plans of our products and of attention, timed: a table that decoding, and all later
+             steps, load (sweep.py).
 sanitizers   Our kernels under compute-sanitizer.
 tests        The other tests marked `gpu`.
 formats      The other formats and kernels of kernels.py, and the vendor's product in bf16.
@@ -31,6 +33,7 @@ Written for torch 2.11 with Triton 3.6 and for 2.13 with 3.7; not run on a GPU y
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -50,7 +53,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from command_line import one_line_errors, option, parse
+from ops.cuda.plans import FOLDER
 from options import ROOT
+from runtime import use
 from scripts.bench import measure
 from scripts.bench.profile_cycle import LOOK
 from scripts.gpu import kernels as kernel_bench
@@ -58,6 +63,8 @@ from scripts.gpu import kernels as kernel_bench
 LEAST_S = 5  # a step with less time than this is not begun
 SMALL_KERNELS = "small_kernels"
 CUDA_PROGRAMS = "/usr/local/cuda/bin"  # compute-sanitizer among them; often not on the PATH
+TABLE = "NVIDIA*.json"  # of plans, that the sweep writes to the folder
+COMPILED = "triton_cache"  # a folder of kernels that were compiled beforehand
 STAYS = ("checkpoints/SmolLM2", "data/train/", "benchmarks/")  # beginnings of files not packed
 DEATH_S = 10  # to wait for a killed process; one that a driver holds may never end
 
@@ -147,7 +154,7 @@ ROWS = (
 FEW_ROWS = (
     "--device cpu --options context=512 --formats none --limit 4 --batch_sizes 2 --max_new_tokens 8"
 )
-SWEEP = "python scripts/gpu/sweep.py --out {out} --json {out}/results.jsonl"
+SWEEP = "python scripts/gpu/sweep.py --seconds 105 --out {out} --json {out}/results.jsonl"
 EAGLE3 = (
     "python generate.py --checkpoint tests/golden/models/target_llama31_gqa8 --device cuda "
     "--dtype bfloat16 --eagle tests/golden/models/head_eagle3"
@@ -172,9 +179,10 @@ TREES = f"none,eagle:auto,eagle:static,eagle:chain:tree_depth=5,{TREE}"
 REST = {
     # behind plain runs, which have filled Triton's cache
     "sanitizers": (sanitized("memcheck", 60), sanitized("racecheck", 60)),
-    "sweep": (Step("sweep", SWEEP, 300, "--dry_run"),),
+    "sweep": (Step("sweep", SWEEP, 150, "--dry_run"),),
     "tests": (tests("gpu and not smoke", 300),),
     "formats": (
+        without_overlap(kernels("int4", "--rows 1,16,32,64", 35)),
         kernels("bf16", "--rows 1,16,32,64", 25),
         kernels("cublas", "--rows 1,16,32,64", 25),
         kernels("attention", "--rows 1,32 --lengths 512,4096", 30),
@@ -237,6 +245,7 @@ class CheckConfig:
         False, "say what would run, and run on a CPU what says something there, small"
     )
     pack: str = option("", "folder to make: a copy of the project's files without large ones")
+    compiled: str = option("", "with --pack: Triton's cache, whose kernels travel too")
 
 
 # ------------------------------------------------------------------------------- a process
@@ -381,7 +390,8 @@ class Check:
     def step(self, part: str, step: Step, later: list[Step]) -> None:
         """Run a step, and record its end and its results.
 
-        Writes: results.jsonl, log.txt, summary.txt; EAGLE_PDL, where our kernels fail.
+        Writes: results.jsonl, log.txt, summary.txt; EAGLE_PDL, where our kernels fail; the table of
+        plans that decoding loads, where there is one.
         """
         command = command_of(step, self.out, self.config.dry_run)
         log = self.out / "log.txt"
@@ -402,6 +412,10 @@ class Check:
         new = results.rows[before:]
         row = {"part": part, "step": step.name, "seconds": seconds}
         results.add([row | {"wrong": wrong, "left_out": reason}])
+        if part == "sweep":
+            for table in self.out.glob(TABLE):
+                FOLDER.mkdir(exist_ok=True)
+                shutil.copy(table, FOLDER)
         texts = self._texts(step, new, log, wrong)
         state = reason or "well"
         if wrong:
@@ -452,25 +466,50 @@ class Check:
         self.say(f"FAILED: {', '.join(self.failed)}" if self.failed else "all went well")
 
 
-def pack(folder: Path) -> None:
+def pack(folder: Path, compiled: str) -> None:
     """Copy the files that git tracks to a new folder, but for the large ones that no step reads.
 
-    Compiled kernels do not travel: Triton's key of one has a hash of Triton's own library, which
-    differs by its version and by Python's.
-
-    Raises: ValueError for a folder that is there, or without git.
+    compiled: folder of Triton's cache, of which the machine code travels too; "": none. It is found
+        there by a Triton of the same version for the same version of Python, built by the same; the
+        others compile.
+    Raises: ValueError for a folder that is there, without git, or for a cache that is not.
     """
     if folder.exists():
         raise ValueError(f"--pack: {folder} is there already; name a new folder")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         raise ValueError("--pack needs the project's git checkout; run it in one")
+    kernels = sorted(Path(compiled).glob("*/*.cubin")) if compiled else []
+    if compiled and not kernels:
+        raise ValueError(
+            f"--compiled: {compiled} has no compiled kernels; name the folder triton-cache of the "
+            "environment of scripts/gpu/cycle_offline.py, after it ran"
+        )
     for name in listed.stdout.split("\0"):
         if (ROOT / name).is_file() and not name.startswith(STAYS):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
+    for kernel in kernels:
+        if not kernel.name.startswith("triton_"):  # inductor's, which are written anew in any case
+            (folder / COMPILED / kernel.parent.name).mkdir(parents=True, exist_ok=True)
+            for file in (kernel, *kernel.parent.glob("*.json")):
+                shutil.copy(file, folder / COMPILED / kernel.parent.name)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 1e6:.1f} MB; run python scripts/gpu/check.py there")
+
+
+def use_compiled(folder: Path) -> None:
+    """Let Triton find kernels that have travelled. Writes: their lists of files; the environment.
+
+    A list of Triton 3.6 names its files by their paths on the machine that compiled them.
+    """
+    if not folder.is_dir():
+        return
+    for listing in folder.glob("*/__grp__*.json"):
+        names = [file.name for file in listing.parent.iterdir() if file != listing]
+        paths = {name: str(listing.parent / name) for name in names}
+        listing.write_text(json.dumps({"child_paths": paths}), encoding="utf-8")
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def check(config: CheckConfig) -> None:
@@ -486,6 +525,8 @@ def check(config: CheckConfig) -> None:
             "this machine or this torch has no CUDA device; run it on one that has, "
             "or add --dry_run"
         )
+    if not config.dry_run:
+        use("cuda")
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -493,6 +534,7 @@ def check(config: CheckConfig) -> None:
             f"--out: cannot write {config.out}: {error.strerror}; name a folder"
         ) from None
     os.environ["PATH"] += os.pathsep + CUDA_PROGRAMS
+    use_compiled(ROOT / COMPILED)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was begun
     checked = Check(config, parts)
     checked.say(
@@ -508,7 +550,7 @@ def main() -> None:
     config = parse(CheckConfig, "check.py", __doc__)
     with one_line_errors("check.py"):
         if config.pack:
-            pack(Path(config.pack))
+            pack(Path(config.pack), config.compiled)
         else:
             check(config)
 

@@ -57,6 +57,7 @@ MODELS = {
     "qwen3": {"n_kv_heads": 8, "qk_norm": True},
     "mixtral": MIXTRAL,
 }
+HEADS = ("eagle3", "medusa", "hydra", "block")  # others than EAGLE-2's
 OPTIONS = {"sampled": {"temperature": 1.0, "top_k": 50, "top_p": 0.9}, "rows": {"batch_size": 4}}
 CONTEXT = 4096
 GROUP = 128
@@ -123,7 +124,7 @@ class Case(NamedTuple):
     target: str  # format of the weights
     draft: str
     tree: str  # vanilla, ngram, chain-DEPTH, and dynamic- or auto-DEPTH-TOPK-SIZE
-    word: str = ""  # of MODELS or OPTIONS, or eagle3
+    word: str = ""  # of MODELS, OPTIONS or HEADS
 
 
 # ------------------------------------------------------------------------------- recording
@@ -313,18 +314,31 @@ def quantize_all(model: nn.Module, format: str) -> None:
 
 
 def make_head(case: Case, config: Any) -> nn.Module:
-    """Make a draft head of version 2, or of version 3 with half of the vocabulary."""
+    """Make a draft head of version 2, or another of `HEADS`: of version 3 with half of the
+    vocabulary, five heads of Medusa or Hydra, a layer over a block of eight.
+    """
     from drafters import DraftVocab
     from eagle_draft import Eagle3Head, EagleConfig, EagleHead
+    from extras.block_draft import BlockHead
+    from extras.hydra_draft import HydraHeads
+    from extras.medusa_draft import MedusaHeads
+    from hf.block_heads import BlockConfig
     from hf.heads import Eagle3
+    from hf.token_heads import TokenHeads
 
     dense = replace(config, n_layers=1, n_experts=0)
-    if case.word != "eagle3":
-        return EagleHead(EagleConfig(dense))
-    columns = config.vocab_size // 2
-    head = Eagle3Head(EagleConfig(dense, eagle3=Eagle3((0, 1, 2), config.dim, columns)))
-    head.vocab = DraftVocab(config.vocab_size, torch.arange(columns))
-    return head
+    match case.word:
+        case "eagle3":
+            columns = config.vocab_size // 2
+            head = Eagle3Head(EagleConfig(dense, eagle3=Eagle3((0, 1, 2), config.dim, columns)))
+            head.vocab = DraftVocab(config.vocab_size, torch.arange(columns))
+            return head
+        case "medusa" | "hydra":
+            kind = MedusaHeads if case.word == "medusa" else HydraHeads
+            return kind(TokenHeads(5, 1, config.dim, config.vocab_size, own_lm_heads=True))
+        case "block":
+            return BlockHead(BlockConfig(dense, (0, 1, 2), 8, 0, causal=False, predicts_next=False))
+    return EagleHead(EagleConfig(dense))
 
 
 def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -> Any:
@@ -333,6 +347,9 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
     from drafters import RootOnly
     from eagle_draft import EagleDrafter
     from extras.autosize import with_smaller_trees
+    from extras.block_draft import BlockDrafter
+    from extras.hydra_draft import HydraDrafter
+    from extras.medusa_draft import MedusaDrafter
     from extras.ngram_draft import Ngram, NgramDrafter
 
     kind, *sizes = case.tree.split("-")
@@ -341,7 +358,8 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
     if kind == "ngram":
         return NgramDrafter(Ngram(), target.norm.weight.device)
     make = StaticTree.chain if kind == "chain" else DynamicTree
-    drafter = EagleDrafter(head, target, make(*map(int, sizes)), lm_head)
+    kinds = {"medusa": MedusaDrafter, "hydra": HydraDrafter, "block": BlockDrafter}
+    drafter = kinds.get(case.word, EagleDrafter)(head, target, make(*map(int, sizes)), lm_head)
     return with_smaller_trees(drafter, target) if kind == "auto" else drafter
 
 
@@ -362,10 +380,11 @@ def make_engine(case: Case) -> Any:
     further = OPTIONS.get(case.word, {})
     options = GenerateConfig(device="cuda", compile=True, context=CONTEXT, **further)
     lm_head = None
-    if case.draft != case.target and case.word != "eagle3":  # which has an LM head of its own
+    if case.draft != case.target and case.word not in HEADS:  # whose LM heads are their own
         lm_head = quantized(target.lm_head, case.draft)
     for model, format in ((target, case.target), (head, case.draft)):
-        model.rope_freq = rope_frequencies(config, "cuda")
+        if hasattr(model, "rope_freq"):
+            model.rope_freq = rope_frequencies(config, "cuda")
         quantize_all(model.requires_grad_(False), format)
     drafter = make_drafter(case, target, head, lm_head)
     return with_cycles(Engine(options, target, drafter, CONTEXT, (2,)))
@@ -515,7 +534,7 @@ def main() -> None:
         "cases",
         nargs="+",
         help="TARGET/DRAFT/TREE, as none/int4/dynamic-6-10-60, none/none/chain-5, "
-        f"int4/int4/vanilla; behind that /eagle3, /{', /'.join(MODELS | OPTIONS)}",
+        f"int4/int4/vanilla; behind that /{', /'.join((*HEADS, *MODELS, *OPTIONS))}",
     )
     options = parser.parse_args()
     fake_cuda.install(fake_cuda.GPUS[options.gpu])

@@ -8,10 +8,11 @@ torch._weight_int4pack_mm. `correct`: the product of random data against the fp3
 into memory that holds NaN. `same_bits`: a row comes out the same alone and among others. The time
 is that of a product in a captured graph that goes through at least 200 MB of different weights, so
 that no cache holds them: median and spread over replays, and the share of the ceiling, which is a
-copy within the GPU's memory, bytes read and written. `attention`, `compact`, `topk` and `experts`
-are the other kernels of a decode cycle, measured in the same way (`*_contest`). One JSON line is
-appended after every row; the table is printed at the end. A row that fails is recorded with its
-error, and the rest goes on unless the device is lost; the exit status is then 1, as for a wrong
+copy within the GPU's memory, bytes read and written. Reads alone may be faster; they are printed
+beside it. EAGLE_PDL=0 times launches that do not overlap. `attention`, `compact`, `topk` and
+`experts` are the other kernels of a decode cycle, measured in the same way (`*_contest`). One JSON
+line is appended after every row; the table is printed at the end. A row that fails is recorded with
+its error, and the rest goes on unless the device is lost; the exit status is then 1, as for a wrong
 row. scripts/gpu/check.py runs this for all formats.
 """
 
@@ -44,7 +45,9 @@ import ops.topk
 from command_line import one_line_errors, option, parse
 from kv_cache import KVCache
 from model import ModelConfig
+from ops.cuda.launch import device_of
 from ops.linear import halves_product
+from scripts.bench.measure import read_bandwidth
 
 FORMATS = ("bf16", "cublas", "tinygemm", "int8", "int4")
 LAYERS = {
@@ -527,10 +530,12 @@ def bench(config: BenchConfig) -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "ceiling_bytes_per_s": ceiling,
+        "read_bytes_per_s": read_bandwidth("cuda", 5).median,
+        "overlaps": device_of(torch.cuda.current_device()).overlaps,
     }
     print(
         f"# {machine['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, "
-        f"{config.format}",
+        f"read {machine['read_bytes_per_s'] / 1e9:.0f} GB/s, {config.format}",
         flush=True,
     )
     well = True

@@ -4,23 +4,27 @@
     python scripts/gpu/sweep.py --dry_run          # on any machine: list what would be timed
 
 1. Each product of a layer, with the work behind it in the same launch (ops/cuda/fused.py): the
-   splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`).
+   splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
+   whose result has other bits than the estimated one's is refused.
 2. The fastest and the estimated plan of each once more, without dependent launch.
-3. Attention in chunks of several sizes, for the record: the runtime keeps its own.
-The table goes to --out, under the name that plans.py reads; it holds the products whose turn came
-before --seconds were over. Copied to ops/cuda/measured/ it holds for all later runs on such a GPU.
-Times are medians in captured graphs over 200 MB of different weights, as in kernels.py. Not run on
-a GPU yet.
+3. Behind the first format, attention in chunks of several sizes, with and without it.
+Plans compile in several threads, then each is timed alone: medians in captured graphs over 200 MB
+of different weights, as in kernels.py. The table goes to --out, under the name that plans.py reads;
+it holds those whose turn came before --seconds were over. Copied to ops/cuda/measured/ it holds for
+all later runs on such a GPU. Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,9 +41,12 @@ from ops.cuda.attention import COUNTERS, counters, tree_attention
 from ops.cuda.fused import Gpu, add_product, rotary_product
 from ops.cuda.launch import Device, device_of
 from ops.cuda.plans import (
+    CHUNK,
+    CHUNKS,
     FOLDER,
     HEIGHTS,
     MAX_SPLITS,
+    Measured,
     MeasuredProduct,
     Tile,
     file_name,
@@ -48,6 +55,7 @@ from ops.cuda.plans import (
 )
 from ops.cuda.quantized import ProductPlan, plan_product, run_product, shared_bytes
 from ops.fused import PART, Pending
+from runtime import tensors_of
 from scripts.gpu.kernels import HEADS, LAYERS, copies_of, failure, graph_times_s, random_packed
 from scripts.gpu.waves import TARGETS
 
@@ -55,10 +63,10 @@ EPILOGUES = {"wqkv": "rotary", "wo": "add", "w13": "swiglu", "w2": "add", "head"
 FORMATS = {"bf16": (16, 0), "int4": (4, 128)}  # bits and group
 ROWS_OF = {16: 1, 32: 32, 64: 64}  # rows of x that are timed, by the height of a tile
 TILES = tuple(Tile(rows, stages) for rows in (64, 128) for stages in (3, 4, 6, 8))
-CHUNKS = (64, 128, 256)  # slots
-LENGTHS = (512, 2048, 4096)
+LENGTHS = (512, 2048, 4096)  # slots that attention reads
 ROTATE_BYTES = 200 * 10**6
 REPLAYS = 10
+COMPILERS = 16  # threads; most of a compilation runs beside others
 
 
 @dataclass
@@ -113,6 +121,8 @@ class Shape(NamedTuple):
 
 # microseconds of a product of some rows by a plan; infinite for one that fails
 TimeOf = Callable[[Shape, ProductPlan, int], float]
+# a plan and its rows of x, for a product
+Timed = tuple[ProductPlan, int]
 
 
 def plan_of(height: int, tile: Tile, splits: int) -> ProductPlan:
@@ -120,25 +130,35 @@ def plan_of(height: int, tile: Tile, splits: int) -> ProductPlan:
     return ProductPlan(height, tile.rows, splits, tile.stages, tile.rows // 16)
 
 
-def choose(shape: Shape, device: Device, time_of: TimeOf) -> MeasuredProduct:
-    """Choose the splits by the times of 1 and 32 rows together, then each tile by its own time."""
+def choose(
+    shape: Shape,
+    device: Device,
+    time_of: TimeOf,
+    prepare: Callable[[Shape, list[Timed]], None] = lambda *_: None,
+) -> MeasuredProduct:
+    """Choose the splits by the times of 1 and 32 rows together, then each tile by its own time.
 
-    def split_us(splits: int) -> float:
-        times = []
-        for height in (16, 32):
-            plan = shape.estimate(height, device)._replace(splits=splits)
-            times.append(time_of(shape, plan, ROWS_OF[height]))
-        return sum(times)
-
-    splits = min(shape.splits(device), key=split_us)
-    tiles = {}
-    for height in HEIGHTS:
-
-        def tile_us(tile: Tile, height: int = height) -> float:
-            return time_of(shape, plan_of(height, tile, splits), ROWS_OF[height])
-
-        tiles[height] = min(shape.tiles(height, device), key=tile_us)
-    return MeasuredProduct(splits, tiles)
+    prepare: takes the plans that are timed next
+    """
+    some = {
+        splits: [
+            (shape.estimate(height, device)._replace(splits=splits), ROWS_OF[height])
+            for height in (16, 32)
+        ]
+        for splits in shape.splits(device)
+    }
+    prepare(shape, [timed for pair in some.values() for timed in pair])
+    splits = min(some, key=lambda n: sum(time_of(shape, *timed) for timed in some[n]))
+    plans = {
+        height: {tile: plan_of(height, tile, splits) for tile in shape.tiles(height, device)}
+        for height in HEIGHTS
+    }
+    prepare(shape, [(p, ROWS_OF[h]) for h, tiles in plans.items() for p in tiles.values()])
+    chosen = {}
+    for height, tiles in plans.items():
+        times = {tile: time_of(shape, plan, ROWS_OF[height]) for tile, plan in tiles.items()}
+        chosen[height] = min(times, key=times.__getitem__)
+    return MeasuredProduct(splits, chosen)
 
 
 def shapes_of(formats: list[str]) -> list[Shape]:
@@ -163,7 +183,9 @@ class Timer:
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=torch_device)
         self.shape: Shape | None = None  # of the weights
         self.weights: list[tuple[Tensor, Tensor | None]] = []
+        self.inputs: dict[int, Tensor] = {}  # by rows
         self.known: dict[tuple, float] = {}
+        self.results: dict[tuple, list[Tensor]] = {}  # by rows and splits
 
     def __call__(self, shape: Shape, plan: ProductPlan, rows: int) -> float:
         found = self.known.get((shape, plan, rows, self.device.overlaps))
@@ -172,22 +194,43 @@ class Timer:
             self.known[shape, plan, rows, self.device.overlaps] = found
         return found
 
+    def prepare(self, shape: Shape, timed: Iterable[Timed]) -> None:
+        """Compile plans beside each other. Writes: the weights, for a new shape."""
+        self._take(shape)
+
+        def run(plan: ProductPlan, rows: int) -> None:
+            with suppress(Exception):  # which the one that times it notes
+                self._call(shape, plan, rows)(*self.weights[0])
+
+        with ThreadPoolExecutor(COMPILERS) as threads:
+            list(threads.map(lambda pair: run(*pair), timed))
+
+    def _take(self, shape: Shape) -> None:
+        """Make weights of a shape, unless they are there. Writes: the weights, inputs, results."""
+        if shape == self.shape:
+            return
+        self.weights.clear()  # gigabytes
+        self.inputs.clear()
+        self.results.clear()
+        first = random_weights(shape, self.torch_device)
+        size = sum(part.nbytes for part in first if part is not None)
+        further = range(1, copies_of(size, ROTATE_BYTES))
+        self.weights = [first, *(random_weights(shape, self.torch_device) for _ in further)]
+        self.shape = shape
+
     def _time(self, shape: Shape, plan: ProductPlan, rows: int) -> float:
-        """Time a plan. Writes: the weights, for a new shape; a row."""
-        if shape != self.shape:
-            self.weights.clear()  # gigabytes
-            first = random_weights(shape, self.torch_device)
-            size = sum(part.nbytes for part in first if part is not None)
-            further = range(1, copies_of(size, ROTATE_BYTES))
-            more = (random_weights(shape, self.torch_device) for _ in further)
-            self.weights = [first, *more]
-            self.shape = shape
+        """Time a plan, and compare its result. Writes: the weights, for a new shape; a row."""
+        self._take(shape)
         call = self._call(shape, plan, rows)
         row = {"part": "sweep", "product": shape.key, "M": rows, "plan": plan._asdict()}
         row["overlaps"] = self.device.overlaps
         try:
             calls = [partial(call, *weights) for weights in self.weights]
             us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
+            result = tensors_of(calls[0]())
+            first = self.results.setdefault((rows, plan.splits), result)
+            if not all(map(torch.equal, first, result)):
+                raise ValueError("its bits differ from those of the first plan with these splits")
         except Exception as error:  # a plan that does not compile or launch is a result
             self.note(row | failure(error))
             torch.cuda.synchronize()  # raises where the device is lost
@@ -198,12 +241,12 @@ class Timer:
     def _call(self, shape: Shape, plan: ProductPlan, rows: int) -> Callable:
         """Return the product of some rows, as a layer runs it, as a function of the weights."""
         options = {"device": self.torch_device, "dtype": torch.bfloat16}
-        x = torch.randn(1, rows, shape.K, **options)
+        x = self.inputs.setdefault(rows, torch.randn(1, rows, shape.K, **options))
         fp32 = options | {"dtype": torch.float32}
         squares = torch.ones(math.ceil(shape.K / PART), rows, **fp32)  # the norm in front
         gpu = Gpu(self.device, self.done)
         if shape.epilogue == "add":
-            stream = torch.randn(1, rows, shape.N, **options)
+            stream = torch.ones(1, rows, shape.N, **options)
             norm = torch.ones(shape.N, **options)
             return lambda weight, scale: add_product(
                 Pending(x, None, weight, scale), stream, norm, 1e-5, gpu, plan
@@ -228,29 +271,31 @@ def random_weights(shape: Shape, torch_device: str) -> tuple[Tensor, Tensor | No
     return random_packed(shape.form, shape.N, shape.K, FORMATS[shape.form][1])
 
 
-def attention_rows(device: Device) -> Iterator[dict[str, Any]]:
-    """Time attention in chunks of several sizes. Yields: a row for each."""
+def attention_chunk(device: Device, note: Callable[[dict[str, Any]], None]) -> int:
+    """Choose the chunks of attention, one size for all rows and lengths: the least time in all.
+
+    note: takes a row for each size and shape, with and without dependent launch
+    """
+    total_us = dict.fromkeys(CHUNKS, 0.0)
     options = {"dtype": torch.bfloat16, "device": "cuda"}
     done = counters(torch.cuda.current_device())
-    for name, (heads, kv_heads) in HEADS.items():
-        for rows in (1, 32):
-            q = torch.randn(1, rows, heads, 128, **options)
-            mask = torch.ones(1, rows, rows, device="cuda").tril().bool()
-            for length in LENGTHS:
-                start = torch.tensor([length], device="cuda")
-                read_bytes = 2 * 2 * kv_heads * (length + rows) * 128
-                caches = [
-                    torch.randn(2, 1, kv_heads, max(LENGTHS) + 64, 128, **options)
-                    for _ in range(copies_of(read_bytes, ROTATE_BYTES))
-                ]
-                for chunk in CHUNKS:
-                    calls = [
-                        partial(tree_attention, q, *cache, start, mask, device, done, chunk)
-                        for cache in caches
-                    ]
-                    us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
-                    row = {"part": "sweep", "kernel": f"attention {name}", "length": length}
-                    yield row | {"M": rows, "chunk": chunk, "time_us": us}
+    for (name, (heads, kv_heads)), rows in itertools.product(HEADS.items(), (1, 32)):
+        q = torch.randn(1, rows, heads, 128, **options)
+        mask = torch.ones(1, rows, rows, device="cuda").tril().bool()
+        for length in LENGTHS:
+            start = torch.tensor([length], device="cuda")
+            copies = copies_of(2 * 2 * kv_heads * (length + rows) * 128, ROTATE_BYTES)
+            shape = (2, 1, kv_heads, max(LENGTHS) + 64, 128)
+            caches = [torch.randn(shape, **options) for _ in range(copies)]
+            for chunk, overlaps in itertools.product(CHUNKS, {device.overlaps, False}):
+                given = (start, mask, device._replace(overlaps=overlaps), done, chunk)
+                calls = [partial(tree_attention, q, *cache, *given) for cache in caches]
+                us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
+                row = {"part": "sweep", "kernel": f"attention {name}", "length": length}
+                note(row | {"M": rows, "chunk": chunk, "overlaps": overlaps, "time_us": us})
+                if overlaps == device.overlaps:
+                    total_us[chunk] += us
+    return min(total_us, key=total_us.__getitem__)
 
 
 # ------------------------------------------------------------------------------------- the command
@@ -262,6 +307,8 @@ def told(shape: Shape, chosen: MeasuredProduct, time_of: Timer) -> str:
     alone = Timer(device._replace(overlaps=False), time_of.note, time_of.torch_device)
     alone.shape = shape
     alone.weights = time_of.weights
+    alone.inputs = time_of.inputs
+    alone.results = time_of.results
     cells = []
     for height, tile in chosen.tiles.items():
         rows = ROWS_OF[height]
@@ -313,21 +360,25 @@ def sweep(config: SweepConfig) -> None:
 
     time_of = Timer(device, note)
     file = Path(config.out) / file_name(device.name)
-    products = {}
+    found = Measured({})
     deadline = time.monotonic() + config.seconds
-    for shape in shapes:
+    for number, shape in enumerate(shapes):
         if time.monotonic() > deadline:
             print(f"{shape.key}: not begun, since {config.seconds:g} s are over", flush=True)
             continue
-        chosen = choose(shape, device, time_of)
+        chosen = choose(shape, device, time_of, time_of.prepare)
         print(told(shape, chosen, time_of), flush=True)
         if math.isfinite(time_of(shape, plan_of(16, chosen.tiles[16], chosen.splits), ROWS_OF[16])):
-            products[shape.key] = chosen
-            write_text(str(file), to_json(device.name, products))
-    if time.monotonic() < deadline:
-        for row in attention_rows(device):
-            note(row)
-    print(f"{file}: {len(products)} products; copied to {FOLDER} they hold on every {device.name}")
+            found.products[shape.key] = chosen
+        write_text(str(file), to_json(device.name, found))
+        if number + 1 == len(LAYERS):
+            found = found._replace(chunk=attention_chunk(device, note))
+            print(f"attention: chunks of {found.chunk} slots (estimate {CHUNK})", flush=True)
+            write_text(str(file), to_json(device.name, found))
+    print(
+        f"{file}: {len(found.products)} products; copied to {FOLDER} they hold on every "
+        f"{device.name}"
+    )
 
 
 def main() -> None:

@@ -89,6 +89,7 @@ class Resources(NamedTuple):
     shared_bytes: int  # per block
     tensor_core: str  # instruction and count, or "none"
     loop: int  # instructions in the longest loop
+    disorder: str  # the first access that could race with another launch or block, or ""
 
 
 def bits_and_group(form: str) -> tuple[int, int]:
@@ -181,6 +182,7 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
         "H": case.heads,
         "KV_HEADS": case.kv_heads,
         "SPLIT": split,
+        "CHUNKS": 32,  # of at most 17 and those of a window
         "ROWS": plan.rows,
         "KEYS": plan.keys,
         "STAGES": plan.stages,
@@ -340,6 +342,40 @@ def main_loop(code: str) -> list[str]:
     return longest
 
 
+def disorder_of(ptx: str) -> str:
+    """Return the first instruction of a kernel that could race, or "".
+
+    Of a kernel that overlaps: an access to memory, other than a prefetch, before all earlier
+    kernels have finished, or a wait that a branch may skip. Of one with a counter of blocks: one
+    thread must add to it behind a barrier, with release and acquire, and others read what other
+    blocks wrote behind a further barrier and past the L1 cache.
+    """
+    access = r"(?:ld|st|atom|red)\.global\S*|cp\.async\.c[ag]\S*|cp\.async\.bulk\S*"
+    pattern = rf"griddepcontrol\.wait|{access}|bar\.sync|^\$L__BB\w+:|\bbra\b"
+    found = re.findall(pattern, ptx, re.M)
+    if "griddepcontrol.wait" in found:
+        before = found[: found.index("griddepcontrol.wait")]
+        if before:
+            return f"before the wait: {before[0]}"
+    elif "griddepcontrol.launch_dependents" in ptx:
+        return "no wait"
+    counted = [i for i, name in enumerate(found) if name.startswith("atom.global")]
+    for at in counted:
+        if ".exch" in found[at]:
+            continue
+        if ".gpu.acq_rel.add" not in found[at]:
+            return found[at]
+        between = [name for name in found[:at] if name[0] != "$" and name != "bra"]
+        if between[-1] != "bar.sync":
+            return f"no barrier before {found[at]}"
+        behind = found[at + 1 :]
+        if behind[0] != "bar.sync":
+            return f"no barrier behind {found[at]}"
+        if not any(name.startswith("ld.global.cg") for name in behind):
+            return f"nothing is read past the L1 cache behind {found[at]}"
+    return ""
+
+
 def resources(target: str, source: Source) -> Resources:
     """Compile a kernel and read its resources back."""
     kernel = compile_for(target, source)
@@ -359,6 +395,7 @@ def resources(target: str, source: Source) -> Resources:
         shared_bytes=kernel.metadata.shared,
         tensor_core=" ".join(tensor_core) or "none",
         loop=len(main_loop(code)),
+        disorder=disorder_of(kernel.asm["ptx"]),
     )
 
 

@@ -156,5 +156,10 @@ def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, layer, N):
     plan = ProductPlan(16, 64, 1, 3, 4)
     assert timer(shape, plan, 1) == timer(shape, plan, 1) == 2.0 and len(ran) == 2
     assert len(rows) == 1 and rows[0]["time_us"] == 2.0 and not timer.done.any()
+    timer.prepare(shape, [(plan, 1), (plan._replace(rows=65), 1)])  # the second does not compile
+    assert timer(shape, plan._replace(stages=2), 1) == 2.0, "the same bits"
+    timer.results[1, 1][0].add_(1)
+    assert timer(shape, plan._replace(stages=4), 1) == float("inf")
+    assert "its bits differ" in rows[-1]["error"]
     monkeypatch.setattr(sweep, "graph_times_s", lambda *_: 1 / 0)
-    assert timer(shape, plan, 2) == float("inf") and "error" in rows[1], rows
+    assert timer(shape, plan, 2) == float("inf") and "ZeroDivision" in rows[-1]["error"], rows

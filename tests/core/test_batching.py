@@ -471,7 +471,7 @@ def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
     assert said == "3 sequences take 0.90 GB of memory; 3 would fit"
     with pytest.raises(
         ValueError,
-        match=r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, enough for 3 of the 4 sequences; lower",
+        match=r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, 0.2 GB are missing, enough for 3 of the 4 sequences; lower",
     ):
         check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 4)
     assert capsys.readouterr().err == ""

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import command_line
 import hf.config
 import runtime
 from command_line import parse
@@ -643,6 +644,19 @@ def test_settings_that_cannot_work(settings, message):
     """Fields without a flag, for Python callers and papers.py."""
     with pytest.raises(ValueError, match=re.escape(message)):
         load(**{"checkpoint": TARGET, "eagle": HEAD, "device": "cpu"} | settings)
+
+
+def test_a_full_gpu_is_one_line(capsys):
+    """As torch words it, with the bytes that were asked for and those that are free."""
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9.50 GiB of "
+        "which 1.20 GiB is free. Including non-PyTorch memory, this process has 8.3 GiB in use."
+    )
+    with pytest.raises(SystemExit) as raised, command_line.one_line_errors("generate.py"):
+        raise error
+    told = capsys.readouterr().err
+    assert raised.value.code == 2 and told.count("\n") == 1
+    assert "allocate 2.00 GiB" in told and "of which 1.20 GiB is free; lower --batch_size" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -17,7 +17,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 import ops.cuda.layout  # noqa: E402
-from compiled_kernels import Case, cases, disassemble, per_weight  # noqa: E402
+from compiled_kernels import (  # noqa: E402
+    Case,
+    cases,
+    compile_for,
+    disassemble,
+    disorder_of,
+    per_weight,
+    product_source,
+)
 from helpers import check_product_fits, slow  # noqa: E402
 from ops.cuda.quantized import (  # noqa: E402
     MAX_SPLITS,
@@ -87,6 +95,26 @@ def test_compiled(_fresh_cache, target, form, M):
 ])  # fmt: skip
 def test_compiled_variants(_fresh_cache, case):
     check(case)
+
+
+def test_races_are_noticed(_fresh_cache):
+    """In a product that overlaps the launch before it, and hands parts from block to block."""
+    source, _ = product_source(Case("90", "int4-128", "bf16", 16, epilogue="add"))
+    ptx = compile_for("90", source).asm["ptx"]
+    assert disorder_of(ptx) == ""
+    wait = "griddepcontrol.wait"
+    late = ptx.replace(wait, "nop").replace("\n\tret;", f"\n\t{wait};\n\tret;")
+    head, atom, tail = ptx.partition("atom.global")
+    bare = "".join(head.rsplit("bar.sync", 1))  # without the last barrier in front
+    for text, found in {
+        ptx.replace(wait, "nop"): "no wait",
+        late: "before the wait: ld.global",
+        ptx.replace("acq_rel", "relaxed"): "atom.global.gpu.relaxed.add",
+        bare + atom + tail: "no barrier before atom",
+        head + atom + tail.replace("bar.sync", "nop", 1): "no barrier behind atom",
+        ptx.replace("ld.global.cg", "ld.global"): "nothing is read past the L1 cache",
+    }.items():
+        assert disorder_of(text).startswith(found), found
 
 
 @pytest.mark.slow

@@ -134,6 +134,12 @@ def test_one_line_per_task_and_method(measured):
         assert row["prompts"] == (3 if row["task"] == "a" else 1) and row["runs"] == row["prompts"]
 
 
+def test_captures_that_failed_are_counted():
+    steps = [SimpleNamespace(tries=tries) for tries in (2, 1, 2, 0)]
+    pool = [SimpleNamespace(replays=dict(enumerate(steps))), SimpleNamespace(replays={})]
+    assert bench.failed_captures(SimpleNamespace(pool=pool)) == 2
+
+
 def test_tau_is_that_of_generate(measured):
     engine = load(checkpoint=DEMO, dtype="float32", device="cpu", max_new_tokens=8, tree="dynamic")
     stats = generate(engine, [row["turns"] for row in TASKS[:3]]).stats

@@ -63,6 +63,14 @@ def test_mistakes(options, message, monkeypatch):
     assert str(error.value).startswith(message)
 
 
+def test_a_gpu_that_is_too_old_is_refused_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    with pytest.raises(ValueError, match="has compute capability 7.0, and the kernels need 8.0"):
+        gpu_check.check(gpu_check.CheckConfig(out=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Tensors that the benchmark would make on the GPU."""
@@ -385,9 +393,58 @@ def test_programs_of_cuda_need_not_be_on_the_path(monkeypatch, tmp_path):
     assert "    one cycle of it\n" in (tmp_path / "out" / "summary.txt").read_text()
 
 
-def test_the_pack_is_small_and_has_what_the_steps_need(tmp_path):
+def check_compiled(folder, monkeypatch):
+    """Our kernels have travelled, and Triton finds them where they are now."""
+    cache = pytest.importorskip("triton.runtime.cache", reason="kernels need Triton")
+    names = ["__grp__matmul_kernel.json", "matmul_kernel.cubin", "matmul_kernel.json"]
+    assert sorted(file.name for file in folder.rglob("*.*")) == names
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    gpu_check.use_compiled(folder.with_name("nothing"))
+    assert not os.environ["TRITON_CACHE_DIR"]
+    gpu_check.use_compiled(folder)
+    found = cache.FileCacheManager("KEY-matmul_kernel").get_group("matmul_kernel.json")
+    assert set(found.values()) == {str(folder / "KEY-matmul_kernel" / name) for name in names[1:]}
+
+
+def test_a_table_of_plans_is_loaded_by_later_steps(monkeypatch, tmp_path):
+    """That of the sweep, and no older one that lies in the folder of another part's results."""
+    folder = tmp_path / "measured"
+    monkeypatch.setattr(gpu_check, "FOLDER", folder)
+    write = "open('{out}/NVIDIA-X.json', 'w').write('a table')"
+    for part, copied in (("other", []), ("sweep", ["NVIDIA-X.json"])):
+        monkeypatch.setattr(gpu_check, "PARTS", {part: (step("one", write),)})
+        assert checked(tmp_path / "out", part)[0] == 0
+        assert [file.name for file in folder.glob("*")] == copied
+
+
+def test_three_commands_take_ten_minutes():
+    """Those of the README: known parts, whose shares fit the minutes of each."""
+    text = (gpu_check.ROOT / "scripts/gpu/README.md").read_text()
+    commands = [
+        line for line in text.splitlines() if line.startswith("python") and "--only" in line
+    ]
+    total = 0.0
+    for line in commands:
+        flags = shlex.split(line, comments=True)[2:]
+        config = command_line.parse(gpu_check.CheckConfig, "check.py", "", flags)
+        steps = [one for part in config.only.split(",") for one in gpu_check.PARTS[part]]
+        assert sum(one.share_s for one in steps) <= 60 * config.minutes, line
+        total += config.minutes
+    assert len(commands) == 3 and total <= 10
+
+
+def test_the_pack_is_small_and_has_what_the_steps_need(tmp_path, monkeypatch):
     folder = tmp_path / "pack"
+    cache = tmp_path / "cache"
+    for name in ("matmul_kernel", "triton_poi_fused_0"):  # of ours, of inductor's
+        key = cache / f"KEY-{name}"
+        key.mkdir(parents=True)
+        for end in ("cubin", "json", "ptx"):
+            (key / f"{name}.{end}").write_text("{}")
+        paths = {f"{name}.cubin": f"/elsewhere/{name}.cubin"}
+        (key / f"__grp__{name}.json").write_text(json.dumps({"child_paths": paths}))
     command = [sys.executable, "scripts/gpu/check.py", "--pack", str(folder)]
+    command += ["--compiled", str(cache)]
 
     def run(*words, cwd):
         return subprocess.run(words, cwd=cwd, text=True, stdout=-1, stderr=-2)
@@ -398,6 +455,7 @@ def test_the_pack_is_small_and_has_what_the_steps_need(tmp_path):
     assert done.returncode == 0, done.stdout
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert 15e6 < sum(file.stat().st_size for file in files) < 30e6
+    check_compiled(folder / gpu_check.COMPILED, monkeypatch)
     for steps in gpu_check.PARTS.values():
         for word in " ".join(step.command for step in steps).replace("=", " ").split():
             if "/" in word and "{out}" not in word and (gpu_check.ROOT / word).exists():
