@@ -385,6 +385,7 @@ def test_programs_of_cuda_need_not_be_on_the_path(monkeypatch, tmp_path):
     assert "    one cycle of it\n" in (tmp_path / "out" / "summary.txt").read_text()
 
 
+@pytest.mark.slow  # copies 20 MB and collects the tests there: 7 s
 def test_the_pack_is_small_and_has_what_the_steps_need(tmp_path):
     folder = tmp_path / "pack"
     command = [sys.executable, "scripts/gpu/check.py", "--pack", str(folder)]
@@ -515,6 +516,7 @@ def test_it(number):
 """
 
 
+@pytest.mark.slow  # workers that start anew: 4 s
 def test_a_worker_ends_with_its_device_or_a_test_that_hangs_and_the_others_go_on(tmp_path):
     (tmp_path / "test_losing.py").write_text(LOSING)
     command = [
