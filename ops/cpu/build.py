@@ -295,7 +295,8 @@ def build(march: str = "") -> Path:
                 _compile_and_link(sources, command, link, made)
                 os.replace(made, library)
     except OSError as error:
-        raise RuntimeError(f"cannot write {folder}: {error.strerror}") from None
+        reason = f"{error.strerror}; XDG_CACHE_HOME names another place"
+        raise RuntimeError(f"cannot write {folder}: {reason}") from None
     return library
 
 

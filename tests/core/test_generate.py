@@ -22,7 +22,7 @@ import hf.config
 import runtime
 from command_line import parse
 from generate import generate, load, main, stream
-from helpers import GOLDEN
+from helpers import GOLDEN, slow
 from hf.config import resolve_draft
 from options import DEMO, ROOT, GenerateConfig
 from prompts import read_prompts
@@ -413,17 +413,17 @@ def test_ctrl_c_at_the_prompt_asks_once(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_standard_output_is_one_line():
-    """At the first text, and where all of it is in the buffer until the end."""
-    for argv in ([*ON_DEMO, "--max_new_tokens", "3"], [*IDS, "--json", "-"]):
-        with open("/dev/full", "w") as full:
-            command = [sys.executable, str(ROOT / "generate.py"), *argv]
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-        assert done.returncode == 2, done.stderr
-        assert done.stderr.splitlines()[-1].startswith(
-            "generate.py: cannot write standard output: "
-        )
-        assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+@pytest.mark.parametrize(
+    "argv", [[*IDS, "--json", "-"], *slow([[*ON_DEMO, "--max_new_tokens", "3"]])], ids=len
+)
+def test_a_full_standard_output_is_one_line(argv):
+    """Where all of it is in the buffer until the end; at the first text, too."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, str(ROOT / "generate.py"), *argv]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("generate.py: cannot write standard output: ")
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
 def test_arguments_are_read_where_a_stream_is_memory(monkeypatch):
@@ -439,13 +439,14 @@ def test_a_head_of_one_level_has_a_default_tree():
 
 
 def test_text_is_utf8_in_every_locale():
-    """Of the command line, of standard input, and of the output."""
+    """Of standard input and the output, and of the command line in a message."""
     env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     text = "# \u00e9 \u20ac \u4e2d"
     command = [sys.executable, str(ROOT / "generate.py"), *ON_DEMO, "--max_new_tokens", "2"]
-    for argv, typed in ((["--prompt", text], ""), (["--interactive"], f"{text}\n")):
-        done = subprocess.run([*command, *argv], input=typed.encode(), env=env, capture_output=True)
-        assert done.returncode == 0 and b"tokens in" in done.stdout, done.stderr
+    done = subprocess.run(
+        [*command, "--interactive"], input=f"{text}\n".encode(), env=env, capture_output=True
+    )
+    assert done.returncode == 0 and b"tokens in" in done.stdout, done.stderr
     done = subprocess.run([*command, "--draft", text], env=env, capture_output=True)
     assert done.returncode == 2 and text in done.stderr.decode("utf-8")
 

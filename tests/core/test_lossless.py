@@ -718,7 +718,6 @@ def test_residual_rule_in_the_loop_follows_p(name, children):
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.usefixtures("traced")
 def test_many_compiled_engines_in_one_process():
     """Dynamo stops after some compilations of the same code; every engine has code of its own."""
     torch._dynamo.reset()

@@ -21,7 +21,7 @@ from options import DEMO
 from sampling import Kind, NoiseKey, Rule, Sampling, gumbel, process
 from session import Session
 
-OPTIONS = {"max_new_tokens": 40, "ignore_eos": True}
+OPTIONS = {"max_new_tokens": 24, "ignore_eos": True}
 DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "eagle+ngram", "model:chain")
 
 

@@ -176,7 +176,7 @@ def drafters() -> dict[str, Drafter]:
 )
 def test_every_cycle_is_the_modules(rule, batch):
     """The trees, what is accepted of them, and the tokens, which are vanilla's; in bf16, where all is bit for bit."""
-    options = {"batch_size": batch, "max_new_tokens": 10, "ignore_eos": True, "seed": 5, **rule}
+    options = {"batch_size": batch, "max_new_tokens": 8, "ignore_eos": True, "seed": 5, **rule}
     prompts = [LOOP, [3, 1, 4], [0]][:batch]
     want = decode(engine_for(target(), RootOnly(), **options), *prompts).history
     for name, drafter in {"vanilla": RootOnly(), **drafters()}.items():
@@ -192,10 +192,10 @@ def test_every_cycle_is_the_modules(rule, batch):
 
 @pytest.mark.parametrize("batch", [3, *slow([2, 4])])
 def test_a_mixed_batch_is_each_alone(batch):
-    """In bf16, where all is bit for bit, with and without the modules."""
+    """In bf16, where all is bit for bit; the modules of a few drafters, as cycles are theirs (above)."""
     prompts = [LOOP, [3, 1, 4], [0], [9, 9, 2], LOOP[:7], [5]]
     each = [*MIXED, Sampling(), Sampling(1.3)]
-    options = {"max_new_tokens": 16, "ignore_eos": True}
+    options = {"max_new_tokens": 10, "ignore_eos": True}
     mixed = {
         "temperature": [own.temperature for own in each],
         "top_k": [own.top_k for own in each],
@@ -209,7 +209,7 @@ def test_a_mixed_batch_is_each_alone(batch):
         list(session.run([prompts[number]]))
         want.append(session.history[0][len(prompts[number]) :])
     for name, drafter in {"vanilla": RootOnly(), **drafters()}.items():
-        for compile in (False, True):
+        for compile in (False, True) if name in ("vanilla", "3 chain 3", "ngram") else (True,):
             engine = engine_for(target(), drafter, compile=compile, batch_size=batch, **options)
             assert generate(engine, prompts, **mixed).tokens == want, (name, compile)
 

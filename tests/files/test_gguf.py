@@ -26,6 +26,7 @@ import generate as program
 import quantize
 from checkpoint import Quantization, WeightFiles
 from generate import generate, load
+from helpers import slow
 from hf.config import read_config, read_raw, resolve_draft
 from hf.gguf import STORED, TYPES, GgufFile
 from hf.gguf_header import chat_template_text
@@ -892,7 +893,7 @@ def test_directories_are_as_before():
 # -------------------------------------------------------------------------------------- a real file
 
 
-def many_texts(count=1000) -> list[str]:
+def many_texts(count: int) -> list[str]:
     """Deterministic texts: pieces of code, spaces, emoji, Chinese, digits and control tokens, and real prompts."""
     rng, texts = random.Random(0), [*TEXTS, *MORE]
     for file in sorted((ROOT / "data" / "eval").glob("*.jsonl")):
@@ -940,11 +941,12 @@ def real_truth(smollm2):
 
 
 @pytest.mark.smollm2
-def test_a_real_files_tokenizer(smollm2, real_truth):
+@pytest.mark.parametrize("count", [300, *slow([2000])])
+def test_a_real_files_tokenizer(smollm2, real_truth, count):
     """llama.cpp's expression splits as `real_truth` does."""
     ours = Tokenizer.load(smollm2)
-    texts = many_texts()
-    assert len(texts) == 1000
+    texts = many_texts(count)
+    assert len(texts) == count
     for text in texts:
         ids = real_truth.encode(text).ids
         assert ours.encode(text, special=True) == ids, text
@@ -958,7 +960,7 @@ def test_a_real_files_tokenizer_beside_transformers(smollm2, real_truth):
     """transformers (5.23) reads `smollm` as `gpt-2`. It differs where a digit follows two spaces or is not of ASCII."""
     theirs = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
     same = 0
-    for text in many_texts():
+    for text in many_texts(1000):
         ids = real_truth.encode(text).ids
         assert theirs.decode(ids, skip_special_tokens=True) == real_truth.decode(ids), text
         found = theirs(text).input_ids
@@ -967,9 +969,10 @@ def test_a_real_files_tokenizer_beside_transformers(smollm2, real_truth):
     assert same > 800
 
 
+@pytest.mark.slow  # rounds all of its weights; test_smollm2.py runs it as it is
 @pytest.mark.smollm2
 def test_a_real_file_generates(smollm2):
-    options = {"checkpoint": str(smollm2), "device": "cpu", "max_new_tokens": 3}
+    options = {"checkpoint": str(smollm2), "device": "cpu", "max_new_tokens": 3, "draft": "none"}
     assert "Paris" in generate(load(**options), ["The capital of France is"]).text[0]
     rounded = load(quant="int4", **options)
     assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {

@@ -430,11 +430,8 @@ def in_blocks(model) -> bool:
     return isinstance(model.layers[0].attention.wqkv, BlockLinear)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "target, draft, dtype, form",
-    [
+@pairwise(
+    pair=[
         ("file", "directory", "", "none"),
         ("directory", "file", "", "blocks"),
         ("directory in fp32", "file", "", "blocks"),
@@ -442,11 +439,12 @@ def in_blocks(model) -> bool:
         ("directory", "file", "bfloat16", "none"),
         ("file", "floats", "", "none"),
     ],
+    temperature=[0.0, 1.0],
+    compile=[False, True],
 )
-def test_a_file_beside_a_directory(
-    block_file, tmp_path, target, draft, dtype, form, temperature, compile
-):
+def test_a_file_beside_a_directory(block_file, tmp_path, pair, temperature, compile):
     """Either may be the draft. One that holds blocks keeps them, unless --dtype is given."""
+    target, draft, dtype, form = pair
     widen(block_file(MODEL), tmp_path)
     if target == "directory in fp32":
         raw = json.loads((tmp_path / "config.json").read_text())

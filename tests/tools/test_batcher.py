@@ -136,14 +136,14 @@ def loaded(**options) -> Engine:
 
 
 def check_conversations(rule: Sampling, draft: dict, **options) -> None:
-    """Three turns of six conversations with one system prompt, side by side in four places.
+    """Two turns of six conversations with one system prompt, side by side in four places.
 
     Every text is the one without a draft, in buffers that hold nothing.
     """
     engine = loaded(**draft, **options)
     client = Client(engine)
     prompts = [[*SYSTEM[:120], number, 9] for number in range(10, 16)]
-    for turn in range(3):
+    for turn in range(2):
         jobs = [client.ask(prompt, rule) for prompt in prompts]
         client.finish()
         for number, job in enumerate(jobs):
@@ -162,7 +162,6 @@ def test_texts_do_not_change(draft, rule):
 
 
 @needs_operators
-@pytest.mark.parametrize("rule", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
-def test_texts_do_not_change_in_int8(draft, rule):
-    check_conversations(rule, draft, **IN_INT8)
+@pytest.mark.parametrize("draft", DRAFTS[1:], ids=str)
+def test_texts_do_not_change_in_int8(draft):
+    check_conversations(Sampling(1.0), draft, **IN_INT8)

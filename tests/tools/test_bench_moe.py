@@ -49,7 +49,7 @@ def test_a_benchmark_of_a_mixture(pair, monkeypatch, tmp_path):
         "device": "cpu",
         "traced": 1,
     }
-    methods = "none,eagle:chain:tree_depth=3,eagle:static,eagle:dynamic"
+    methods = "none,eagle:chain:tree_depth=3,eagle:dynamic"
     config = BenchConfig(
         methods=methods, quant="none,int8", json=str(tmp_path / "log.jsonl"), **options
     )
@@ -60,7 +60,7 @@ def test_a_benchmark_of_a_mixture(pair, monkeypatch, tmp_path):
     assert all(row["identical"] == 1.0 for row in rows if row["quant"] == "none")
     assert all(0 <= row["identical"] <= 1 for row in rows)
     target = load_model(pair, torch.float32)
-    for row in rows[:4]:  # at least the experts of one token are read
+    for row in rows[:3]:  # at least the experts of one token are read
         assert row["verify_of_ceiling"] == pytest.approx(
             pass_bytes(target, 0) / (row["verify_ms"] / 1e3) / 1e10
         )

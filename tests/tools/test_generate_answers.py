@@ -137,7 +137,11 @@ def killed(config, monkeypatch, torn: int) -> None:
 
 
 def test_a_killed_run_goes_on_where_it_was(sources, monkeypatch, capsys):
-    whole, cut = config_for(sources), config_for(sources, "cut")
+    """Where the kill has torn a line, too: it is written again.
+
+    The batches are others then; the answers and the model's own prompts are the same, each once.
+    """
+    whole, cut, torn = (config_for(sources, name) for name in ("out", "cut", "torn"))
     answer.answer(whole)
     said = capsys.readouterr().out.splitlines()
     killed(cut, monkeypatch, torn=0)
@@ -149,17 +153,11 @@ def test_a_killed_run_goes_on_where_it_was(sources, monkeypatch, capsys):
     before = rows_of(whole)
     answer.answer(whole)
     assert rows_of(whole) == before, "a finished run adds nothing"
-
-
-def test_a_line_that_a_kill_has_torn_is_written_again(sources, monkeypatch):
-    """The batches are others then; the answers and the model's own prompts are the same, each once."""
-    whole, cut = config_for(sources), config_for(sources, "cut")
-    answer.answer(whole)
-    killed(cut, monkeypatch, torn=9)
-    want, got = ({row["turns"][0]: row for row in rows_of(config)} for config in (whole, cut))
-    assert len(got) == len(rows_of(cut)) and len(got.keys() & want.keys()) > 12
+    killed(torn, monkeypatch, torn=9)
+    want, got = ({row["turns"][0]: row for row in rows_of(config)} for config in (whole, torn))
+    assert len(got) == len(rows_of(torn)) and len(got.keys() & want.keys()) > 12
     assert all(got[text] == want[text] for text in got.keys() & want.keys())
-    for one, other in zip(rows_of(cut, "prompts.jsonl"), rows_of(whole, "prompts.jsonl")):
+    for one, other in zip(rows_of(torn, "prompts.jsonl"), rows_of(whole, "prompts.jsonl")):
         assert one == other
 
 

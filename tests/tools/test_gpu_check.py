@@ -433,6 +433,7 @@ def test_three_commands_take_ten_minutes():
     assert len(commands) == 3 and total <= 10
 
 
+@pytest.mark.slow  # copies 20 MB and collects the tests there: 7 s
 def test_the_pack_is_small_and_has_what_the_steps_need(tmp_path, monkeypatch):
     folder = tmp_path / "pack"
     cache = tmp_path / "cache"
@@ -573,6 +574,7 @@ def test_it(number):
 """
 
 
+@pytest.mark.slow  # workers that start anew: 4 s
 def test_a_worker_ends_with_its_device_or_a_test_that_hangs_and_the_others_go_on(tmp_path):
     (tmp_path / "test_losing.py").write_text(LOSING)
     command = [

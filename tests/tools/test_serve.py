@@ -24,7 +24,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from command_line import parse  # noqa: E402
-from generate import encode, generate  # noqa: E402
+from generate import encode, generate, load  # noqa: E402
+from helpers import slow  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
 from options import DEMO  # noqa: E402
 from sampling import Kind  # noqa: E402
@@ -44,6 +45,7 @@ ARGV = [
     "vicuna",
     "--max_body",
     "20000",
+    "--compile",
     *TREE,
 ]
 ARGV += ["--batch_size", "3", "--max_new_tokens", "400", "--max_waiting", "12", "--port", "0"]
@@ -381,7 +383,7 @@ def test_a_crowd_gets_what_one_gets(running):
     crowd(running, 12)
 
 
-@pytest.mark.parametrize("size", [32, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", slow([32, 200]))
 def test_a_larger_crowd(size):
     running = Running("--max_waiting", str(size))
     crowd(running, size)
@@ -550,9 +552,10 @@ def test_a_mistake_of_the_server_is_json(running, monkeypatch):
     assert (status, found["error"]["type"]) == (500, "server_error")
 
 
-def test_cycles_of_all_kinds_are_warm_before_a_request(running):
+def test_cycles_of_all_kinds_are_warm_before_a_request():
     """As on CUDA, where a kind that is met late would be compiled then."""
-    engine = replace(running.engine, captured=True, pool=[])
+    sampled = load(checkpoint=DEMO, device="cpu", draft="none", temperature=1.0)
+    engine = replace(sampled, captured=True, pool=[])
     serve.warm_other_kinds(engine)
     (buffers,) = engine.pool
     kinds = {key[0] for key in buffers.replays if isinstance(key[0], Kind)}

@@ -168,7 +168,7 @@ def expected_texts() -> dict:
 
 
 @pytest.mark.parametrize(
-    "count", [80, *(pytest.param(n, marks=pytest.mark.slow) for n in (1000, 10_000))]
+    "count", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (1000, 10_000))]
 )
 def test_many_requests(count):
     expected = expected_texts()
