@@ -18,7 +18,7 @@ import torch
 
 from drafters import RootOnly
 from generate import generate, load
-from helpers import engine_for, golden_case, golden_target
+from helpers import GOLDEN, engine_for, golden_case, golden_target
 from hf.config import read_config
 from hf.weights import load_model, weight_names
 from options import DEMO
@@ -326,9 +326,29 @@ def test_methods_become_options():
     assert (got.tree, got.children, got.tree_size, got.no_rerank) == ("dynamic", "topk", 30, True)
 
 
+def test_all_methods_are_those_whose_files_are_there(tmp_path):
+    models = GOLDEN / "models"
+    (tmp_path / "a").symlink_to(models / "head_eagle12_mha")
+    (tmp_path / "b").symlink_to(models / "target_llama_mha")
+    config = BenchConfig(checkpoint=str(models / "target_llama_mha"), methods="all")
+    greedy, sampled = (Setting("none", t, 1) for t in (0.0, 1.0))
+    plain = bench.methods_of(config, greedy)
+    assert plain[:1] == ["none"] and "ngram" in plain and not any("eagle" in m for m in plain)
+    config = replace(config, heads=str(tmp_path))
+    config.check()
+    model, tail = "model:chain:tree_depth=3", f":draft_checkpoint={tmp_path / 'b'}"
+    trees = ("chain:tree_depth=3", "static", "dynamic")
+    more = [f"eagle:{tree}:head={tmp_path / 'a'}" for tree in trees] + [model + tail]
+    assert bench.methods_of(config, greedy) == plain + more
+    assert bench.methods_of(config, sampled) == [*plain, *more, f"{model}:residual{tail}"]
+    for method in more:
+        assert method_config(method, greedy, config).draft == method.partition(":")[0]
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
+        (["--heads", "nowhere"], "--heads must be a directory, and goes with --methods all; it is"),
         (["--methods", "none,telepathy"], "argument --draft: invalid choice: 'telepathy'"),
         (["--methods", "eagle:ring"], "--methods: eagle:ring: ring is no tree"),
         (["--methods", "eagle:static:tree_size=9"], "--tree_size belongs to --tree dynamic"),
