@@ -37,7 +37,7 @@ from scripts.bench.llama_peer import (
 from scripts.bench.measure import Log, Outcome, Series
 from scripts.bench.papers import BenchConfig, Setting, acceptance, calibration, method_config
 from scripts.bench.peers import TokenClock
-from scripts.bench.report import DRAWINGS, explained
+from scripts.bench.report import DRAWINGS, by_formula, explained
 from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
@@ -463,6 +463,18 @@ def test_a_speedup_is_explained_over_all_tasks():
     expected = "1.33 = tau 2.00 / (verify 1.20 + draft 0.20 + host 0.10 of a vanilla pass); bound by memory"
     assert explained(drafted, plain).startswith(expected)
     assert explained([row("d", 0, 1, 0.0, 0.0, 0.0)], plain) == "nothing was decoded"
+
+
+def test_the_formula_of_speculative_sampling():
+    """A cycle of 3 drafts of .1 vanilla passes each, of which .6 are accepted."""
+    plain = [{"decode_s": 4.0, "cycles": 40}]
+    row = {"n_alpha": [0.6], "draft": {"children": "sampled"}, "decode_s": 1.0}
+    row |= {"histogram": [40, 24, 14, 22], "cycles": 100, "draft_s": 3.0}
+    # tried: 40 + 24 * 2 + 14 * 3 + 22 * 3 = 196; accepted: 24 + 28 + 66 = 118
+    expected = (1 - (118 / 196) ** 4) / (1 - 118 / 196) / 1.3
+    assert by_formula([row], plain) == f"; alpha 0.60, c 0.10: {expected:.2f} expected by formula"
+    assert by_formula([row | {"n_alpha": None}], plain) == ""
+    assert by_formula([row | {"draft": {"children": "noise"}}], plain) == ""
 
 
 def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypatch):
