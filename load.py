@@ -198,6 +198,12 @@ def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) 
             from extras.ngram_draft import Ngram, NgramDrafter
 
             return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device)
+        case "recycling":
+            from extras.recycling_draft import make_drafter as make
+
+            one = ranks.this_rank().world_size == 1
+            require(one, "--draft recycling runs in one process; drop torchrun, or use ngram")
+            return make(config, target.config.vocab_size, target.norm.weight.device)
         case "model":
             from extras.model_draft import load_drafter
 

@@ -29,8 +29,11 @@ from needs import (
     NOT_CHAT,
     ONCE,
     ONE_SIZE,
+    RULE,
     SAMPLED,
     SHAPE,
+    SIZED,
+    SOURCES,
     TEXT,
     TREE,
     TRIMMED,
@@ -83,7 +86,7 @@ class GenerateConfig:
         "",
         "who drafts: a head, a lookup in the text so far, another model; default: as the files of "
         "the head say, if one is given or bundled, else ngram on a CPU and none elsewhere",
-        ("none", *HEAD_KINDS, "ngram", "model", "eagle+ngram"),
+        ("none", *HEAD_KINDS, "ngram", *SOURCES, "model", "eagle+ngram"),
     )
     head: str = option(
         "",
@@ -131,10 +134,10 @@ class GenerateConfig:
         "and keeps what it learns in ~/.cache/gpt-eagle/trees; default: auto for a head, chain for "
         "a draft model, dynamic where only that can do what is asked for, and with torchrun",
         ("auto", "dynamic", "static", "chain"),
-        needs=(DRAFT, TREE),
+        needs=(DRAFT, SIZED),
     )
     tree_file: str = option(
-        "", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, TREE)
+        "", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, SIZED)
     )
     tree_depth: int = option(
         0,
@@ -153,7 +156,7 @@ class GenerateConfig:
         0,
         "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA "
         "32, on a CPU 16",
-        needs=(DRAFT, TREE, GROWN),
+        needs=(DRAFT, SIZED, GROWN),
         least=2,
     )
     expand_by: str = option(
@@ -189,7 +192,7 @@ class GenerateConfig:
         "exact",
         "exact: the same tokens as vanilla; residual: the papers' rule",
         ("exact", "residual"),
-        needs=(DRAFT, SAMPLED, ONE_SIZE),
+        needs=(DRAFT, RULE, SAMPLED, ONE_SIZE),
     )
     prompt: str | None = option(None, "text to continue; the default model and the demo have one")
     prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
@@ -392,6 +395,11 @@ class GenerateConfig:
                 "--draft eagle+ngram grafts onto a re-ranked dynamic tree; "
                 "drop the other tree's flag",
             )
+        if self.draft in SOURCES:
+            takes = "auto or static"
+            fault = f"--draft {self.draft} takes --tree {takes}; it is {self.tree_shape}"
+            require(self.tree_shape in takes.split(" or "), fault)
+            return
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
             _ = self.draft_tree  # refuses a size beyond its candidates
