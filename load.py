@@ -198,12 +198,8 @@ def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) 
             from extras.ngram_draft import Ngram, NgramDrafter
 
             return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device)
-        case "recycling":
-            from extras.recycling_draft import make_drafter as make
-
-            one = ranks.this_rank().world_size == 1
-            require(one, "--draft recycling runs in one process; drop torchrun, or use ngram")
-            return make(config, target.config.vocab_size, target.norm.weight.device)
+        case "recycling" | "lookahead":
+            return _make_source(target, config)
         case "model":
             from extras.model_draft import load_drafter
 
@@ -239,6 +235,20 @@ def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) 
             lookup = NgramDrafter(Ngram(kept=kept))
         drafter = with_smaller_trees(drafter, target, lookup)
     return drafter
+
+
+def _make_source(target: Transformer, config: GenerateConfig) -> Drafter:
+    """Make a drafter that reads the target's scores, or a datastore. Raises: ValueError."""
+    one = ranks.this_rank().world_size == 1
+    require(one, f"--draft {config.draft} runs in one process; drop torchrun, or use ngram")
+    device = target.norm.weight.device
+    if config.draft == "recycling":
+        from extras.recycling_draft import load_drafter
+
+        return load_drafter(config, target.config.vocab_size, device)
+    from extras.lookahead_draft import LookaheadDrafter
+
+    return LookaheadDrafter.from_config(config, device)
 
 
 def warm_up(engine: Engine) -> Engine:

@@ -37,6 +37,7 @@ from needs import (
     TEXT,
     TREE,
     TRIMMED,
+    WINDOW,
 )
 from tree_shapes import (
     EAGLE1_PATHS,
@@ -125,6 +126,9 @@ class GenerateConfig:
         6, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False
     )
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
+    lookahead: str = option(
+        "", "window, n-gram and guesses, W,N,G; default: 5,4,5", needs=(DRAFT, WINDOW), flag=False
+    )
     draft_store: str = option(
         "", "keep texts of requests in this file, for lookups of later runs", needs=(DRAFT,)
     )
@@ -395,7 +399,7 @@ class GenerateConfig:
                 "--draft eagle+ngram grafts onto a re-ranked dynamic tree; "
                 "drop the other tree's flag",
             )
-        if self.draft in SOURCES:
+        if self.draft == "recycling":
             takes = "auto or static"
             fault = f"--draft {self.draft} takes --tree {takes}; it is {self.tree_shape}"
             require(self.tree_shape in takes.split(" or "), fault)

@@ -98,7 +98,7 @@ def empty_matrix(vocab_size: int, device: torch.device | str) -> Tensor:
     return torch.full((vocab_size + 1, RANKS), -1, dtype=torch.long, device=device)
 
 
-def make_drafter(config: GenerateConfig, vocab_size: int, device: torch.device) -> RecyclingDrafter:
+def load_drafter(config: GenerateConfig, vocab_size: int, device: torch.device) -> RecyclingDrafter:
     """Make the drafter of the options. Raises: ValueError for a tree that does not fit."""
     matrix = empty_matrix(vocab_size, device)
     if config.tree_shape == "static":

@@ -28,6 +28,7 @@ from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
 from drafters import Confirmed, Drafter, DraftVocab, LargestTree, Root, RootOnly
 from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
+from extras.lookahead_draft import LookaheadDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.recycling_draft import RecyclingDrafter, empty_matrix
@@ -142,6 +143,8 @@ def make(name: str, children: str = "noise", model: str = "llama") -> Drafter:
     if who == "recycling":
         tree = StaticTree(recycling_paths(12))
         return RecyclingDrafter(tree, empty_matrix(97, "cpu"))
+    if who == "lookahead":
+        return LookaheadDrafter((3, 4, 3))
     if who == "eagle+ngram":
         grafted = DynamicTree(depth=4, topk=6, size=40)
         vocab, ngram = EVEN if tree.startswith("trimmed") else None, Ngram(tokens=6, branches=2)
@@ -206,7 +209,9 @@ def test_draft_models_equal_vanilla(model, tree, temperature, batch):
     assert tau_of(check(f"model:{tree}", batch, model=model, temperature=temperature, seed=7)) > 1.3
 
 
-@pairwise(name=["ngram", "eagle+ngram", "recycling"], **SETTINGS, every=("name", *SETTINGS))
+@pairwise(
+    name=["ngram", "eagle+ngram", "recycling", "lookahead"], **SETTINGS, every=("name", *SETTINGS)
+)
 def test_lookup_equals_vanilla(model, name, temperature, batch):
     session = check(name, batch, model=model, temperature=temperature, seed=7)
     assert any(line["draft_tokens"] for line in session.trace)

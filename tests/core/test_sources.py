@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from drafters import LargestTree, RootOnly
+from extras.lookahead_draft import LookaheadDrafter
 from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix
 from generate import load
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_target
@@ -20,6 +21,7 @@ from session import Session
 from tree_shapes import StaticTree, recycling_paths
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
 VOCAB = 97
 
 
@@ -93,6 +95,56 @@ def test_what_a_request_has_taught_serves_the_next():
     assert passes[1] < passes[0]
 
 
+# ------------------------------------------------------------------------------------ lookahead
+
+
+def looker() -> LookaheadDrafter:
+    return LookaheadDrafter((3, 4, 2))
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 2), (4, 2, 3), (1, 3, 1)], ids=str)
+def test_windows_and_guesses_are_those_of_the_rule(sizes):
+    """Lists of tokens; the pool is a dictionary of the last G n-grams by their first token."""
+    W, N, G = sizes
+    engine = engine_for(
+        golden_target(), LookaheadDrafter(sizes), max_new_tokens=40, ignore_eos=True
+    )
+    session = decode(engine, LOOP)
+    began = session.history[0][: session.trace[0]["pos"] + 1]
+    start = [began[i * 7919 % len(began)] for i in range(W * (N - 1))]
+    rows = [start[i * W :][:W] for i in range(N - 1)]
+    pool: dict[int, list[tuple[int, ...]]] = {}
+    guessed = 0
+    for number, line in enumerate(session.trace):
+        text = session.history[0][: line["pos"] + 1]
+        guesses = pool.get(text[-1], [])[::-1]
+        guessed += len(guesses)
+        drafted = [*line["draft_tokens"]]
+        for g, ngram in enumerate(guesses):
+            last = (g + 1) * (N - 1)
+            assert tuple(path_of(line, last)) == ngram
+        window = drafted[G * (N - 1) :]
+        assert window == [token for row in rows for token in row][1:]
+        new = []
+        for i in range(W):
+            path = rows[0][1 : i + 1] + [row[i] for row in rows[1:]]
+            if path:
+                node = G * (N - 1) + i if N == 2 else len(drafted) - W + i + 1
+                assert path_of(line, node) == path
+            new += successors(text + path, 1)
+        rows[0][0] = text[-1]
+        for i in range(W if number >= N - 2 else 0):
+            first, *others = [row[i] for row in rows] + [new[i]]
+            known = pool.setdefault(first, [])
+            if tuple(others) in known:
+                known.remove(tuple(others))
+            known.append(tuple(others))
+            del known[:-G]
+        rows = [*rows[1:], new]
+    assert guessed > 3
+    assert sum(session.stats.accept_lengths) > 0
+
+
 class InTurn(LargestTree):
     """Every preset, one after the other."""
 
@@ -104,15 +156,15 @@ class InTurn(LargestTree):
         return self.number % (limit + 1)
 
 
-@pytest.mark.parametrize("draft", [{"draft": "recycling"}], ids=str)
+@pytest.mark.parametrize("draft", ["recycling", "lookahead"])
 def test_every_size_gives_the_same_tokens(draft):
     """In blocks of bf16 with --compile, a batch of two, mixed presets."""
     options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 24, "ignore_eos": True}
     options |= {"compile": True, "batch_size": 2, "temperature": 0.7, "dtype": "bfloat16"}
     prompts = [[5, 17, 3], [40, 8, 22, 61]]
     runs = []
-    for own in ({"draft": "none"}, draft):
-        engine = replace(load(**options, **own), tree_policy=InTurn())
+    for own in ("none", draft):
+        engine = replace(load(**options, draft=own), tree_policy=InTurn())
         session = Session(engine, [(0, 0), (1, 0)])
         for _ in session.run(prompts):
             pass
@@ -122,7 +174,7 @@ def test_every_size_gives_the_same_tokens(draft):
 
 
 @pytest.mark.slow  # ten to twenty seconds each
-@pytest.mark.parametrize("make", [recycler])
+@pytest.mark.parametrize("make", [recycler, looker])
 @pytest.mark.usefixtures("traced")
 def test_traced_steps_give_the_same_tokens(monkeypatch, make):
     """Captured as on CUDA."""
@@ -145,6 +197,12 @@ FAULTS = [
         {"draft": "recycling", "accept": "residual", "temperature": 1.0},
         "--accept belongs to heads, draft models and --draft ngram",
     ),
+    ({"draft": "lookahead", "lookahead": "5,4"}, "is three numbers, W,N,G, as 5,4,5; it is 5,4"),
+    ({"draft": "lookahead", "lookahead": "5,-4,5"}, "is three numbers, W,N,G, as 5,4,5; it is"),
+    ({"draft": "lookahead", "lookahead": "15,5,15"}, "makes .* = 120 nodes, and a tree has 64"),
+    ({"draft": "lookahead", "lookahead": "0,5,1"}, "must be W > 0, N > 1 and G > 0; correct it"),
+    ({"draft": "lookahead", "tree_size": 9}, "--tree_size does nothing with --draft lookahead"),
+    ({"draft": "recycling", "lookahead": "5,4,5"}, "--lookahead belongs to --draft lookahead"),
 ]
 
 
