@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-SOURCES = ("recycling", "lookahead")  # values of --draft that need no model, beside ngram
+SOURCES = ("recycling", "lookahead", "rest")  # values of --draft that need no model, beside ngram
 
 
 class Need(NamedTuple):
@@ -28,6 +28,7 @@ MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
 LOOKUP = Need(
     "belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram")
 )
+REST = Need("belongs to --draft rest; add that", lambda o: o.draft == "rest")
 WINDOW = Need("belongs to --draft lookahead; add that", lambda o: o.draft == "lookahead")
 SIZED = Need(
     "does nothing with --draft {0.draft}, which has trees of its own; drop it",

@@ -29,6 +29,7 @@ from needs import (
     NOT_CHAT,
     ONCE,
     ONE_SIZE,
+    REST,
     RULE,
     SAMPLED,
     SHAPE,
@@ -128,6 +129,9 @@ class GenerateConfig:
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     lookahead: str = option(
         "", "window, n-gram and guesses, W,N,G; default: 5,4,5", needs=(DRAFT, WINDOW), flag=False
+    )
+    datastore: str = option(
+        "", "texts of --draft rest, from scripts/build_datastore.py", needs=(DRAFT, REST)
     )
     draft_store: str = option(
         "", "keep texts of requests in this file, for lookups of later runs", needs=(DRAFT,)
@@ -370,6 +374,8 @@ class GenerateConfig:
         require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
         group_fault = f"--group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
+        has_store = self.draft != "rest" or self.datastore != ""
+        require(has_store, "--draft rest needs --datastore; name its file")
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 
@@ -399,11 +405,6 @@ class GenerateConfig:
                 "--draft eagle+ngram grafts onto a re-ranked dynamic tree; "
                 "drop the other tree's flag",
             )
-        if self.draft == "recycling":
-            takes = "auto or static"
-            fault = f"--draft {self.draft} takes --tree {takes}; it is {self.tree_shape}"
-            require(self.tree_shape in takes.split(" or "), fault)
-            return
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
             _ = self.draft_tree  # refuses a size beyond its candidates

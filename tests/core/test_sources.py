@@ -6,17 +6,29 @@ That they change no token is tested in test_lossless.py, too.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
-from drafters import LargestTree, RootOnly
+import generate
+from drafters import LargestTree, Root, RootOnly, Text
+from extras.datastore import Datastore
 from extras.lookahead_draft import LookaheadDrafter
 from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix
+from extras.rest_draft import RestDrafter
+from extras.rest_draft import load_drafter as load_rest
 from generate import load
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_target
-from options import DEMO
+from options import DEMO, GenerateConfig
+from scripts import build_datastore
+from scripts.build_datastore import BuildConfig, suffix_array
 from session import Session
 from tree_shapes import StaticTree, recycling_paths
 
@@ -145,6 +157,169 @@ def test_windows_and_guesses_are_those_of_the_rule(sizes):
     assert sum(session.stats.accept_lengths) > 0
 
 
+# ------------------------------------------------------------------------------------------ REST
+
+
+def store_of(file: Path, texts: list[list[int]], size: int = VOCAB) -> Datastore:
+    tokens = np.array([token for text in texts for token in [*text, -1]], np.int32)
+    arrays = {"tokens": tokens, "order": suffix_array(tokens)}
+    save_file(arrays, file, {"vocabulary": "v"})
+    return Datastore(file, "v", size)
+
+
+def retrieved(texts: list[list[int]], last: list[int], count: int) -> list[tuple[int, ...]]:
+    """The most frequent prefixes behind the longest match, found the plain way."""
+    for length in range(min(16, len(last)), 0, -1):
+        found = [
+            text[i + 1 : i + 11]
+            for text in texts
+            for i in range(length - 1, len(text))
+            if text[i + 1 - length : i + 1] == last[-length:]
+        ]
+        if found:
+            counts = Counter(tuple(x[: n + 1]) for x in found for n in range(len(x)))
+            order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+            return order[:count]
+    return []
+
+
+def test_retrieved_trees_are_those_of_the_rule(tmp_path):
+    generator = np.random.default_rng(0)
+    sizes = set()
+    for vocab in (2, 3, 9, 40):
+        texts = [generator.integers(vocab, size=n).tolist() for n in (1, 30, 90, 60)]
+        store = store_of(tmp_path / f"{vocab}", texts)
+        for size in (2, 9, 64):
+            drafter = RestDrafter(store, size)
+            rows = [
+                generator.integers(vocab, size=3).tolist(),
+                texts[2][10:40],
+                [vocab + 1],
+                texts[3][-5:],
+            ]
+            tokens = torch.tensor([(row * 40)[:40] for row in rows])
+            text = Text(tokens, torch.tensor([len(row) - 1 for row in rows]))
+            tree = drafter.propose((), Root(None, None, text))
+            for b, row in enumerate(rows):
+                line = {"parents": tree.parents[b, 1:].tolist()}
+                line["draft_tokens"] = tree.tokens[b, 1:].tolist()
+                nodes = [node for node in range(1, size) if tree.valid[b, node]]
+                got = [tuple(path_of(line, node)) for node in nodes]
+                want = retrieved(texts, row, size - 1)
+                order = sorted(want, key=lambda path: (len(path), path))
+                assert got == order, (vocab, size, row)
+                sizes.add(len(got))
+    assert {0, 1, 8, 63} <= sizes, "nothing found, and trees that are full"
+
+
+def test_of_many_places_a_sample_is_counted(tmp_path):
+    store = store_of(tmp_path / "store", [[1, 2] * 3000, [1, 3] * 1000])
+    places = store.find([1])
+    assert len(places) == 1000 == len(set(places.tolist()))
+    assert 700 < (store.tokens[places + 1] == 2).sum() < 800
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A datastore of the demo's tokenizer, built by the command from a folder with other files."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "below").mkdir()
+    code = Path(generate.__file__).read_text()[:9000]
+    (folder / "below" / "a.py").write_text(code)
+    (folder / "b.txt").write_text("def read_lines(path):\n    return 1\n")
+    (folder / "c.bin").write_bytes(bytes(range(256)))
+    (folder / "empty").write_text(" ")
+    out = folder.with_name("demo.store")
+    assert build_datastore.build(BuildConfig(str(folder), str(out), DEMO)) > 1000
+    return out
+
+
+def test_a_datastore_that_is_built(built, capsys):
+    text = json.dumps(load(**REST, datastore=str(built)).drafter.resolved_options())
+    assert json.loads(text) == {"tree_size": 16, "tree_depth": 10}
+    fixed = load(**REST, datastore=str(built), tree="dynamic").drafter
+    assert (fixed.size, fixed.smaller) == (64, ())
+
+
+REST = {"checkpoint": DEMO, "device": "cpu", "draft": "rest"}
+
+
+def test_datastores_that_are_none_are_refused(built, tmp_path):
+    whole = built.read_bytes()
+    file = tmp_path / "store"
+
+    def fault() -> str:
+        with pytest.raises(ValueError) as caught:
+            engine = load(**REST, datastore=str(file), max_new_tokens=8, tree="dynamic")
+            generate.generate(engine, ["def read_lines(path):"])
+        assert "\n" not in str(caught.value) and "scripts/build_datastore.py" in str(caught.value)
+        return str(caught.value)
+
+    assert "is no file" in fault()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "is no datastore, or is cut short" in fault()
+    file.write_text("a text")
+    assert "is no datastore, or is cut short" in fault()
+    store_of(file, [[1, 2, 3]])
+    assert "of another tokenizer or vocabulary" in fault()
+    arrays = load_file(built)
+    with safe_open(built, framework="pt") as content:
+        metadata = content.metadata()
+    tokens = arrays["tokens"]
+    for wrong in (tokens[:-1], tokens.astype(np.int64), tokens + 1):
+        save_file(arrays | {"tokens": wrong}, file, metadata)
+        assert "is no datastore;" in fault()
+    beyond = np.where(tokens < 0, -1, tokens + 10**6).astype(np.int32)
+    for wrong in ({"tokens": beyond}, {"order": arrays["order"] + len(tokens)}):
+        save_file(arrays | wrong, file, metadata)
+        store = Datastore(file, metadata["vocabulary"], 4096)
+        with pytest.raises(ValueError, match="is damaged; build it again"):
+            store.continuations(store.order[:9])
+
+
+def test_a_datastore_is_for_the_host():
+    with pytest.raises(ValueError, match="use --device cpu, or another --draft"):
+        load_rest(GenerateConfig(draft="rest", datastore="x", device="cuda"), None)
+
+
+def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    folder = tmp_path / "texts"
+
+    def fault(**options) -> str:
+        with pytest.raises(ValueError) as caught:
+            build_datastore.build(
+                BuildConfig(
+                    **{"folder": str(folder), "out": str(out), "checkpoint": DEMO} | options
+                )
+            )
+        assert not out.exists() and "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "no such directory" in fault()
+    folder.mkdir()
+    (folder / "x.bin").write_bytes(b"\0\1")
+    assert "has no text in UTF-8 (1 other files)" in fault()
+    (folder / "a.txt").write_text("a text of some tokens " * 50)
+    assert "--out is missing" in fault(out="")
+    monkeypatch.setattr(build_datastore, "available_memory", lambda: 99 * build_datastore.BYTES)
+    assert "more than the 99 tokens that memory can sort; name a smaller folder" in fault()
+
+
+def test_two_builders_of_one_file_leave_one_of_both(tmp_path):
+    out = tmp_path / "out"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text(f"{name} text, again a text " * 200)
+    configs = [BuildConfig(str(tmp_path / name), str(out), DEMO) for name in ("a", "b")]
+    with ThreadPoolExecutor(2) as pool:
+        counts = list(pool.map(build_datastore.build, configs))
+    assert len(load(**REST, datastore=str(out)).drafter.store.tokens) in counts
+
+
+# ------------------------------------------------------------------------------------- all of them
+
+
 class InTurn(LargestTree):
     """Every preset, one after the other."""
 
@@ -156,16 +331,18 @@ class InTurn(LargestTree):
         return self.number % (limit + 1)
 
 
-@pytest.mark.parametrize("draft", ["recycling", "lookahead"])
-def test_every_size_gives_the_same_tokens(draft):
-    """In blocks of bf16 with --compile, a batch of two, mixed presets."""
+@pytest.mark.parametrize("temperature, batch", [(0.0, 1), (0.7, 2)])
+@pytest.mark.parametrize("draft", ["recycling", "lookahead", "rest"])
+def test_every_size_gives_the_same_tokens(draft, temperature, batch, built):
+    """In bf16 with --compile, the presets in turn."""
     options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 24, "ignore_eos": True}
-    options |= {"compile": True, "batch_size": 2, "temperature": 0.7, "dtype": "bfloat16"}
-    prompts = [[5, 17, 3], [40, 8, 22, 61]]
+    options |= {"compile": True, "batch_size": batch, "temperature": temperature}
+    own = {"datastore": str(built)} if draft == "rest" else {}
+    prompts = [[5, 17, 3], [40, 8, 22, 61]][:batch]
     runs = []
-    for own in ("none", draft):
-        engine = replace(load(**options, draft=own), tree_policy=InTurn())
-        session = Session(engine, [(0, 0), (1, 0)])
+    for drafted in ({"draft": "none"}, {"draft": draft, **own}):
+        engine = load(**options, dtype="bfloat16", **drafted)
+        session = Session(replace(engine, tree_policy=InTurn()), [(0, 0), (1, 0)][:batch])
         for _ in session.run(prompts):
             pass
         runs.append(session)
@@ -180,12 +357,12 @@ def test_traced_steps_give_the_same_tokens(monkeypatch, make):
     """Captured as on CUDA."""
     monkeypatch.setattr("ops.library._cpp_available", [False])
     torch._dynamo.reset()
-    options = {"max_new_tokens": 16, "ignore_eos": True, "batch_size": 2, "temperature": 1.0}
-    plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS)
+    options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2}
+    plain = decode(engine_for(golden_target(), RootOnly(), **options), LOOP, PROMPTS[1])
     compiled = compiled_as_on_cuda(engine_for(golden_target(), make(), **options))
     list(Session(compiled).run([[5, 17, 3], [3]]))
     with torch.compiler.set_stance("fail_on_recompile"):
-        session = decode(compiled, *PROMPTS)
+        session = decode(compiled, LOOP, PROMPTS[1])
     assert session.history == plain.history and sum(session.stats.accept_lengths) > 0
 
 
@@ -202,6 +379,8 @@ FAULTS = [
     ({"draft": "lookahead", "lookahead": "15,5,15"}, "makes .* = 120 nodes, and a tree has 64"),
     ({"draft": "lookahead", "lookahead": "0,5,1"}, "must be W > 0, N > 1 and G > 0; correct it"),
     ({"draft": "lookahead", "tree_size": 9}, "--tree_size does nothing with --draft lookahead"),
+    ({"draft": "rest"}, "--draft rest needs --datastore; name its file"),
+    ({"draft": "ngram", "datastore": "x"}, "--datastore belongs to --draft rest; add that"),
     ({"draft": "recycling", "lookahead": "5,4,5"}, "--lookahead belongs to --draft lookahead"),
 ]
 
