@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_tree import DraftTree
+from draft_tree import DraftTree, root_tree
 from drafters import Confirmed, Drafter, Root
 from ops.tree import ancestors
 from options import GenerateConfig
@@ -72,14 +72,17 @@ class RecyclingDrafter(Drafter):
         if confirmed.successors is None:  # of a prompt
             return state
         tokens = confirmed.nodes.flatten()  # [B N]
-        number = torch.arange(len(tokens), device=tokens.device)
-        first = (tokens[:, None] == tokens).int().argmax(1)  # [B N], the first node of that token
-        own = (first == number) & (tokens >= 0)
+        own = tokens >= 0
+        if len(tokens) > 1:  # of the nodes of one token, the first
+            number = torch.arange(len(tokens), device=tokens.device)
+            own &= (tokens[:, None] == tokens).int().argmax(1) == number
         best = torch.where(own[:, None], confirmed.successors.flatten(0, 1), -1)
         self.matrix[torch.where(own, tokens, len(self.matrix) - 1)] = best
         return state
 
     def propose(self, state: Any, root: Root) -> DraftTree:
+        if self.size == 1:
+            return root_tree(root.text)
         level = root.text.root[:, None]  # [B, 1]
         levels = [level]
         for parents, ranks in self.steps:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from command_line import require
-from draft_tree import DraftTree, build_tree
+from draft_tree import DraftTree, build_tree, root_tree
 from drafters import Drafter, Root
 from extras.datastore import LENGTH, LONGEST, Datastore
 from options import GenerateConfig
@@ -72,12 +72,14 @@ class RestDrafter(Drafter):
     def propose(self, state: Any, root: Root) -> DraftTree:
         text = root.text
         N = self.size
+        if N == 1:
+            return root_tree(text)
         tokens = torch.zeros(len(text.pos), N, dtype=torch.long)
         parents = torch.zeros_like(tokens)
         valid = torch.zeros_like(tokens, dtype=torch.bool)
         tokens[:, 0] = text.root
         valid[:, 0] = True
-        for b, pos in enumerate(text.pos.tolist() if N > 1 else ()):
+        for b, pos in enumerate(text.pos.tolist()):
             last = text.tokens[b, max(pos + 1 - LONGEST, 0) : pos + 1].flip(0).tolist()
             found = self.store.continuations(self.store.find(last))
             drafted, above = best_prefixes(found, N - 1)
