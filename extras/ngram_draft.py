@@ -126,12 +126,14 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
     Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 for no continuation, in a kept
         text M more.
     """
-    kept = text.tokens.new_empty(0) if ngram.kept is None else ngram.kept.tokens
+    kept = None if ngram.kept is None else ngram.kept.tokens
     if on_cpp_device(text.pos):
         sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
         return torch.ops.gpt_eagle.lookup(*text, kept, *sizes)
-    before = kept.expand(len(text.pos), -1)
-    text = Text(torch.cat((before, text.tokens), 1), text.pos + len(kept))
+    before = 0 if kept is None else len(kept)
+    if before:
+        joined = torch.cat((kept.expand(len(text.pos), -1), text.tokens), 1)
+        text = Text(joined, text.pos + before)
     S = text.tokens.shape[1]
     place = torch.arange(S, device=text.pos.device)
     steps = torch.arange(ngram.tokens, device=text.pos.device)
@@ -151,7 +153,7 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
         chain = copies.gather(1, best[:, :, None].expand(-1, -1, ngram.tokens))  # [B, 1, L]
         chains.append(chain)
         length = score.gather(1, best).clamp(min=0) // S
-        matched.append(length + (length > 0) * (best < len(kept)) * ngram.max)
+        matched.append(length + (length > 0) * (best < before) * ngram.max)
         score = torch.where((copies == chain).all(-1), -1, score)
     return torch.cat(chains, 1), torch.cat(matched, 1)
 

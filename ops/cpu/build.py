@@ -205,7 +205,7 @@ OPERATORS: dict[str, Callable | None] = {
             outcomes.new_empty(len(tokens), len(sizes)),
         )
     ),
-    "lookup(Tensor text, Tensor pos, Tensor kept, int tokens, int branches, int least, "
+    "lookup(Tensor text, Tensor pos, Tensor? kept, int tokens, int branches, int least, "
     "int longest) -> (Tensor, Tensor)": _lookup,
     "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) "
     "-> (Tensor, Tensor, Tensor)": _add_chains,

@@ -42,7 +42,7 @@ inline int64_t tokens_of(int64_t length, int64_t M) { return (length - 1) % (M /
 // Kept texts with a text behind them, as one row of tokens. -1 stands behind every kept text and is no token.
 class Places {
  public:
-  Places(const Whole& kept, int64_t kept_size, const Text& text) : kept(kept.data), first(kept_size), text(text) {}
+  Places(const int64_t* kept, int64_t kept_size, const Text& text) : kept(kept), first(kept_size), text(text) {}
 
   // Writes the places of the root's token before the root: those whose next token is one, and that match `least` tokens.
   void find(std::vector<Match>& found, int64_t least, int64_t longest) const {
@@ -98,18 +98,20 @@ class Places {
 
 // Finds the best continuations in kept texts [C] and in each text, pairwise different. Returns: tokens [B, K, L]; the
 // tokens that match, 0 where there is no continuation, [B, K], `longest` more in a kept text.
-std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tensor& pos, const at::Tensor& kept,
-                                          int64_t tokens, int64_t branches, int64_t least, int64_t longest) {
+std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tensor& pos,
+                                          const std::optional<at::Tensor>& kept, int64_t tokens, int64_t branches,
+                                          int64_t least, int64_t longest) {
   TORCH_CHECK(0 < least && least <= longest, "a match has 1 token or more; it is ", least, " to ", longest);
   const Texts texts(text, pos);
   const int64_t B = texts.count, K = branches, L = tokens;
-  const Whole before(kept, {kept.numel()}, "kept");
-  TORCH_CHECK(kept.numel() == 0 || before[kept.numel() - 1] < 0, "no separator behind the kept texts");
+  const int64_t C = kept ? kept->numel() : 0;
+  const auto before = optional<int64_t>(kept, {C}, "kept");
+  TORCH_CHECK(C == 0 || (*before)[C - 1] < 0, "no separator behind the kept texts");
   const at::Tensor chains = at::empty({B, K, L}, text.options());
   const at::Tensor matched = at::zeros({B, K}, text.options());
   std::vector<Match> found;
   for (int64_t b = 0; b < B; b++) {
-    const Places places(before, kept.numel(), texts[b]);
+    const Places places(before ? before->data : nullptr, C, texts[b]);
     places.find(found, least, longest);
     int64_t* const chain = chains.mutable_data_ptr<int64_t>() + b * K * L;
     int64_t count = 0;  // of chains so far
@@ -121,7 +123,7 @@ std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tens
         places.copy(match->place, next, L);
         bool differs = true;
         for (int64_t k = 0; k < count && differs; k++) differs = !std::equal(next, next + L, chain + k * L);
-        const bool in_kept = match->place < kept.numel();
+        const bool in_kept = match->place < C;
         if (differs) matched.mutable_data_ptr<int64_t>()[b * K + count++] = length + in_kept * longest;
       }
     for (; count < K; count++) places.copy(0, chain + count * L, L);

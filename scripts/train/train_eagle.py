@@ -509,7 +509,7 @@ def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
         kind, step = name.split()
         left.plot(steps, [row[name] for row in curve], label=LABELS[kind].format(step))
     left.set(xlabel="step", title="training loss", yscale="log")
-    levels = len(curve[0]["alpha"])
+    levels = max((len(row["alpha"]) for row in curve), default=0)
     for n in range(levels):
         right.plot(steps, [row["alpha"][n] for row in curve], label=f"{n}-alpha", lw=1)
     twin = right.twinx()

@@ -342,6 +342,7 @@ def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda d: chosen.append(torch.cuda._utils._get_device_index(d))
     )
@@ -479,7 +480,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
     for f in fields(GenerateConfig):
         there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
         assert there == f.metadata["flag"], f.name
-    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 41
+    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 42
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):

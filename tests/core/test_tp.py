@@ -113,7 +113,7 @@ def one_device(options: dict) -> Engine:
     """An engine that decodes a case without ranks and without a draft."""
     ranks_only = (
         "prompts",
-        "eagle",
+        "head",
         "draft",
         "draft_checkpoint",
         "compile",
@@ -289,7 +289,7 @@ def test_what_ranks_refuse(quick):
     found = {name: case["error"] for name, case in quick.found[4].items() if "error" in case}
     path = quick.cases[4]["large groups"]["checkpoint"]
     assert found == {
-        "large groups": f"{path}: the number of ranks must divide 4 heads and 256 columns of the feed-forward in whole int4 "
+        "large groups": f"{path}: the number of ranks must divide 4 heads and 256 columns of the feed-forward in whole "
         "groups of 64, and divide 2 KV heads or be a multiple of them; it is 4: make it 1 or 2, or use --group_size 32",
         "other trees": "all ranks need the same tree_depth; it is 6 on rank 0 and 5 on rank 1: start them alike",
         "queue": "--prompt_file /dev/null cannot go with torchrun: all ranks read it: use a file",
