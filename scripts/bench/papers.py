@@ -9,7 +9,7 @@
    of GenerateConfig (options.py), also those that are no flags: `eagle:dynamic:topk:tree_size=30`.
    It becomes a command line, which is refused where generate.py would refuse it.
    `all` stands for every method whose files are at hand: those that need none, the bundled head,
-   and all heads and draft models in the directories of `--heads`.
+   and the heads, draft models and datastores in the directory `--heads`.
 2. The target is loaded once per quantization. The first prompts of a task are decoded untimed with
    a trace: a warm-up, and the calibration of the draft's confidence (EAGLE-2 Figure 6).
 3. All methods decode the same prompts in turn, prompt group by prompt group, in an order that
@@ -100,7 +100,7 @@ class BenchConfig:
     methods: str = option(
         "none,eagle:chain:tree_depth=5,eagle:static,eagle:dynamic", "who drafts, and how; see above"
     )
-    heads: str = option("", "directory of directories, heads or draft models, for --methods all")
+    heads: str = option("", "directory of heads, draft models and datastores, for --methods all")
     temperatures: str = option("0", "0 is greedy")
     batch_sizes: str = option("1", "sequences decoded together")
     quant: str = option("none", "weight formats of the target, each loaded in turn")
@@ -224,12 +224,15 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
     """
     if config.methods != "all":
         return config.methods.split(",")
-    of_files = (*HEAD_KINDS, "model", "eagle+ngram")
+    of_files = (*HEAD_KINDS, "model", "eagle+ngram", "rest")
     draft = next(f for f in fields(GenerateConfig) if f.name == "draft")
     found = [one for one in draft.metadata["choices"] if one and one not in of_files]
     if bundled_head(Path(config.checkpoint)).is_dir():
         found += [f"eagle:{tree}" for tree in OF_KIND["eagle"]]
     for path in sorted(Path(config.heads).iterdir()) if config.heads else ():
+        if path.is_file() and not is_gguf(path):
+            found.append(f"rest:datastore={path}")
+            continue
         kind = "model" if is_gguf(path) else head_kind(path)
         # no model is whole without an embedding, and no head brings one under this name
         if kind == "eagle" and "model.embed_tokens.weight" in WeightFiles(path).readers:
