@@ -112,14 +112,17 @@ def pick_tokens(
     noise: Tensor | None,
     draw: Tensor,
     allowed: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> Tensor:
     """Pick the target's own token after every feature, [B, N] int64.
 
     features: [B, N, F]; noise: [B, R, V] fp32; rule and noise are None when all are greedy
     draw: [B, N] int64, the row of the noise that belongs to each feature
     allowed: [B, N, V] bool, tokens that a grammar allows; None: all
+    scores: [B, N, V] fp32, the target's logits, where they are computed already
     """
-    scores = target.logits(features)  # [B, N, V]
+    if scores is None:
+        scores = target.logits(features)  # [B, N, V]
     if allowed is not None:
         scores = torch.where(allowed, scores, float("-inf"))
     if noise is not None:
@@ -302,16 +305,21 @@ class Cycle:
 
         Writes: the cache, state.tokens; the state, if in place.
         """
+        scores = None
+        if self.accept_rule or self.drafter.successors:
+            scores = self.target.logits(features)
         if self.accept_rule:
-            accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
+            accepted = self.accept_rule(tree, scores, noise, state, self)
         else:
             rule = state.rule.needed(self.kind)
-            inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
+            inputs = (self.target, features, rule, noise, tree.depths, tree.allowed, scores)
             tokens = self.pick_tokens(*inputs)
             accepted = self.accept(tree, tokens, self.drafter.depth)
         if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
             cache.compact(state.pos, accepted.moves)
         new, confirmed, outcome = self.advance(state, tree, accepted, features, self)
+        if self.drafter.successors:
+            confirmed = confirmed.with_successors(tree, scores, self.drafter.successors)
         return self.write_back(state, new), confirmed, outcome
 
     def extend(self, state: DecodeState, confirmed: Confirmed) -> DecodeState:

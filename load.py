@@ -167,9 +167,16 @@ def accept_rule(config: GenerateConfig) -> Callable | None:
 def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> Any:
     """Make the texts of past requests, those of --draft_store included, where a lookup drafts.
 
-    Returns: an extras.kept_texts.KeptTexts; None where none is used.
+    Returns: an extras.kept_texts.KeptTexts, with --draft rest an extras.datastore.Datastore; None
+        where none is used.
     Raises: ValueError for --draft_store without a lookup, and for a file that is no store.
     """
+    size = target.config.vocab_size
+    if config.draft == "rest":
+        from extras.datastore import Datastore
+        from extras.kept_texts import vocabulary_of
+
+        return Datastore(Path(config.datastore), vocabulary_of(tokenizer, size), size)
     presets = config.draft in HEAD_KINDS and config.tree_shape == "auto" and config.device == "cpu"
     # under the residual rule the drafts of past requests would change the tokens
     looks_up = (config.draft.endswith("ngram") or presets) and config.accept == "exact"
@@ -181,7 +188,6 @@ def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> A
 
     kept = KeptTexts(target.norm.weight.device)
     if config.draft_store:
-        size = target.config.vocab_size
         kept.keep_in(Path(config.draft_store), vocabulary_of(tokenizer, size), size)
     return kept
 
@@ -189,7 +195,7 @@ def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> A
 def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) -> Drafter:
     """Make the drafter that `config` names.
 
-    kept: extras.kept_texts.KeptTexts, which lookups search, too; None: only the text so far
+    kept: of `kept_texts`, which lookups search, too; None: only the text so far
     Raises: ValueError for files or a tree that do not fit.
     """
     match config.draft:
@@ -199,6 +205,8 @@ def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) 
             from extras.ngram_draft import Ngram, NgramDrafter
 
             return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device)
+        case "recycling" | "lookahead" | "rest":
+            return _make_source(target, config, kept)
         case "model":
             from extras.model_draft import load_drafter
 
@@ -234,6 +242,27 @@ def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) 
             lookup = NgramDrafter(Ngram(kept=kept))
         drafter = with_smaller_trees(drafter, target, lookup)
     return drafter
+
+
+def _make_source(target: Transformer, config: GenerateConfig, kept: Any) -> Drafter:
+    """Make a drafter that reads the target's scores, or a datastore. Raises: ValueError."""
+    one = ranks.this_rank().world_size == 1
+    require(one, f"--draft {config.draft} runs in one process; drop torchrun, or use ngram")
+    takes = "auto or dynamic" if config.draft == "rest" else "auto or static"
+    fault = f"--draft {config.draft} takes --tree {takes}; it is {config.tree_shape}"
+    require(config.tree_shape in takes.split(" or "), fault)
+    device = target.norm.weight.device
+    if config.draft == "recycling":
+        from extras.recycling_draft import load_drafter
+
+        return load_drafter(config, target.config.vocab_size, device)
+    if config.draft == "rest":
+        from extras.rest_draft import load_drafter
+
+        return load_drafter(config, kept)
+    from extras.lookahead_draft import LookaheadDrafter
+
+    return LookaheadDrafter.from_config(config, device)
 
 
 def warm_up(engine: Engine) -> Engine:

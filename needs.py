@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+SOURCES = ("recycling", "lookahead", "rest")  # values of --draft that need no model, beside ngram
+
 
 class Need(NamedTuple):
     """A condition for an option to have an effect."""
@@ -19,22 +21,33 @@ class Need(NamedTuple):
 
 DRAFT = Need("needs a draft; there is none, or --draft none", lambda o: o.draft != "none")
 HEAD = Need(
-    "does nothing with --draft {0.draft}; drop it", lambda o: o.draft not in ("model", "ngram")
+    "does nothing with --draft {0.draft}; drop it",
+    lambda o: o.draft not in ("model", "ngram", *SOURCES),
 )
 MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
 LOOKUP = Need(
     "belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram")
 )
+REST = Need("belongs to --draft rest; add that", lambda o: o.draft == "rest")
+WINDOW = Need("belongs to --draft lookahead; add that", lambda o: o.draft == "lookahead")
 STORE = Need(  # under the residual rule the drafts of past requests would change the tokens
     "belongs to lookups with --accept exact; use --draft ngram",
-    lambda o: o.accept == "exact" and (o.draft.endswith("ngram") or o.tree_shape == "auto"),
+    lambda o: (
+        o.accept == "exact"
+        and (o.draft.endswith("ngram") or (o.tree_shape == "auto" and o.draft not in SOURCES))
+    ),
 )
-TREE = Need(
-    "does nothing with --draft ngram, which has trees of its own; drop it",
-    lambda o: o.draft != "ngram",
+SIZED = Need(
+    "does nothing with --draft {0.draft}, which has trees of its own; drop it",
+    lambda o: o.draft not in ("ngram", "lookahead"),
 )
+TREE = Need(SIZED.text, lambda o: o.draft not in ("ngram", *SOURCES))
 GROWN = Need(
-    "belongs to --tree dynamic and auto; drop it", lambda o: o.tree_shape in ("dynamic", "auto")
+    "belongs to --tree dynamic and auto; drop it",
+    lambda o: o.tree_shape in ("dynamic", "auto") or (o.draft == "recycling" and not o.tree_file),
+)
+RULE = Need(
+    "belongs to heads, draft models and --draft ngram; drop it", lambda o: o.draft not in SOURCES
 )
 LEVELS = Need(
     "belongs to dynamic trees and chains, not to a static one; drop it",

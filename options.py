@@ -29,12 +29,17 @@ from needs import (
     NOT_CHAT,
     ONCE,
     ONE_SIZE,
+    REST,
+    RULE,
     SAMPLED,
     SHAPE,
+    SIZED,
+    SOURCES,
     STORE,
     TEXT,
     TREE,
     TRIMMED,
+    WINDOW,
 )
 from tree_shapes import (
     EAGLE1_PATHS,
@@ -85,7 +90,7 @@ class GenerateConfig:
         "",
         "source of drafts: a head, a lookup in the text so far, another model; default: as the "
         "files of the head say, if one is given or bundled, else ngram on a CPU and none elsewhere",
-        ("none", *HEAD_KINDS, "ngram", "model", "eagle+ngram"),
+        ("none", *HEAD_KINDS, "ngram", *SOURCES, "model", "eagle+ngram"),
     )
     head: str = option(
         "",
@@ -124,6 +129,12 @@ class GenerateConfig:
         6, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False
     )
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
+    lookahead: str = option(
+        "", "window, n-gram and guesses, W,N,G; default: 5,4,5", needs=(DRAFT, WINDOW), flag=False
+    )
+    datastore: str = option(
+        "", "texts of --draft rest, from scripts/build_datastore.py", needs=(DRAFT, REST)
+    )
     draft_store: str = option(
         "", "keep texts of requests in this file, for lookups of later runs", needs=(DRAFT, STORE)
     )
@@ -133,10 +144,10 @@ class GenerateConfig:
         "and keeps what it learns in ~/.cache/gpt-eagle/trees; default: auto for a head, chain for "
         "a draft model, dynamic where only that can do what is asked for, and with torchrun",
         ("auto", "dynamic", "static", "chain"),
-        needs=(DRAFT, TREE),
+        needs=(DRAFT, SIZED),
     )
     tree_file: str = option(
-        "", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, TREE)
+        "", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, SIZED)
     )
     tree_depth: int = option(
         0,
@@ -155,7 +166,7 @@ class GenerateConfig:
         0,
         "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA "
         "32, on a CPU 16",
-        needs=(DRAFT, TREE, GROWN),
+        needs=(DRAFT, SIZED, GROWN),
         least=2,
     )
     expand_by: str = option(
@@ -191,7 +202,7 @@ class GenerateConfig:
         "exact",
         "exact: the same tokens as vanilla; residual: the papers' rule",
         ("exact", "residual"),
-        needs=(DRAFT, SAMPLED, ONE_SIZE),
+        needs=(DRAFT, RULE, SAMPLED, ONE_SIZE),
     )
     prompt: str | None = option(None, "text to continue; the default model and the demo have one")
     prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
@@ -365,6 +376,8 @@ class GenerateConfig:
         require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
         group_fault = f"--group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
+        has_store = self.draft != "rest" or self.datastore != ""
+        require(has_store, "--draft rest needs --datastore; name its file")
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 

@@ -312,10 +312,12 @@ def pick_tokens(
     noise: Tensor | None,
     row: Tensor,
     allowed: None = None,
+    scores: None = None,
 ) -> Tensor:
     """Do as `decode.pick_tokens` with a split LM head: choose the best of the ranks' best tokens.
 
-    Top-k and top-p need all scores. Several ranks take no grammar, hence no `allowed`.
+    Top-k and top-p need all scores. Several ranks take no grammar and no drafter that reads scores,
+    hence neither `allowed` nor `scores`.
     """
     if noise is not None and rule.top_k is not None:
         return best(sampling.process(target.logits(features), rule), noise, row)

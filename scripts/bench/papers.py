@@ -8,6 +8,8 @@
 1. A method is a drafter, then after colons a tree, a way to pick children, `residual`, or any field
    of GenerateConfig (options.py), also those that are no flags: `eagle:dynamic:topk:tree_size=30`.
    It becomes a command line, which is refused where generate.py would refuse it.
+   `all` stands for every method whose files are at hand: those that need none, the bundled head,
+   and the heads, draft models and datastores in the directory `--heads`.
 2. The target is loaded once per quantization. The first prompts of a task are decoded untimed with
    a trace: a warm-up, and the calibration of the draft's confidence (EAGLE-2 Figure 6).
 3. All methods decode the same prompts in turn, prompt group by prompt group, in an order that
@@ -41,9 +43,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from checkpoint import WeightFiles
 from command_line import one_line_errors, option, parse
 from decode import Engine
+from extras.draft_vocab import RANKS
+from files import bundled_head, is_gguf, read_json
 from generate import Batch, Turn, encode, first_ids, load
+from hf.head_kinds import head_kind
 from options import DEMO, HEAD_KINDS, GenerateConfig, pick_device
 from runtime import TRIES
 from scripts.bench.measure import (
@@ -67,6 +73,7 @@ CEILING_RUNS = 5
 MATRIX = (
     "tasks",
     "methods",
+    "heads",
     "temperatures",
     "batch_sizes",
     "quant",
@@ -94,6 +101,7 @@ class BenchConfig:
     methods: str = option(
         "none,eagle:chain:tree_depth=5,eagle:static,eagle:dynamic", "who drafts, and how; see above"
     )
+    heads: str = option("", "directory of heads, draft models and datastores, for --methods all")
     temperatures: str = option("0", "0 is greedy")
     batch_sizes: str = option("1", "sequences decoded together")
     quant: str = option("none", "weight formats of the target, each loaded in turn")
@@ -135,6 +143,11 @@ class BenchConfig:
             parts = value.split(",")
             if len(set(parts)) < len(parts) or "" in parts:
                 raise ValueError(f"--{name} must be a list of different values; it is {value!r}")
+        if self.heads and not (self.methods == "all" and Path(self.heads).is_dir()):
+            raise ValueError(
+                "--heads must be a directory, and goes with --methods all; it is "
+                f"{self.heads}, and --methods is {self.methods}"
+            )
         if self.report and self.json:
             raise ValueError("--report measures nothing; it cannot go with --json")
         for name in ("json", "table"):
@@ -193,6 +206,46 @@ def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchCo
             f"note: {left_out} prompts of {name} have more than {longest} tokens; they are left out"
         )
     return Task(name, kept, left_out)
+
+
+# the trees of a kind of head, as its papers have them
+OF_KIND = {
+    "eagle": ("chain:tree_depth=3", "static", "dynamic"),
+    "medusa": ("static",),
+    "hydra": ("static",),
+    "block": ("chain", "dynamic"),
+}
+OF_MODEL = "model:chain:tree_depth=3"
+
+
+def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
+    """Return the methods of a setting; with `all`, a draft model also by the papers' rule.
+
+    Raises: ValueError for a directory that is no head.
+    """
+    if config.methods != "all":
+        return config.methods.split(",")
+    of_files = (*HEAD_KINDS, "model", "eagle+ngram", "rest")
+    draft = next(f for f in fields(GenerateConfig) if f.name == "draft")
+    found = [one for one in draft.metadata["choices"] if one and one not in of_files]
+    if bundled_head(Path(config.checkpoint)).is_dir():
+        found += [f"eagle:{tree}" for tree in OF_KIND["eagle"]]
+    for path in sorted(Path(config.heads).iterdir()) if config.heads else ():
+        if path.is_file() and not is_gguf(path):
+            found.append(f"rest:datastore={path}")
+            continue
+        kind = "model" if is_gguf(path) else head_kind(path)
+        # no model is whole without an embedding, and no head brings one under this name
+        if kind == "eagle" and "model.embed_tokens.weight" in WeightFiles(path).readers:
+            kind = "model"
+        if kind == "model":
+            rules = ("", ":residual") if setting.temperature else ("",)
+            found += [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]
+            continue
+        ranks = path / RANKS
+        added = f":draft_vocab={len(read_json(ranks))}" if ranks.is_file() else ""
+        found += [f"{kind}:{tree}:head={path}{added}" for tree in OF_KIND[kind]]
+    return found
 
 
 def method_config(method: str, setting: Setting, config: BenchConfig) -> GenerateConfig:
@@ -429,7 +482,7 @@ class Bench(NamedTuple):
 
     def methods(self, unit: Unit) -> list[str]:
         """Return the methods that run for a unit: `none`, the reference, and the lacking ones."""
-        plain = "none" in self.config.methods.split(",") and "none" not in unit.lacking
+        plain = "none" in methods_of(self.config, unit.setting) and "none" not in unit.lacking
         return ["none", *unit.lacking] if plain else unit.lacking
 
 
@@ -468,7 +521,8 @@ def units_to_do(config: BenchConfig, tasks: dict[str, list[list[str]]], log: Log
     units = []
     for setting in settings_of(config):
         for task in tasks:
-            lacking = [m for m in config.methods.split(",") if (task, m, *setting) not in known]
+            wanted = methods_of(config, setting)
+            lacking = [m for m in wanted if (task, m, *setting) not in known]
             if lacking:
                 units.append(Unit(setting, task, lacking))
     return units
@@ -585,7 +639,7 @@ def run(config: BenchConfig) -> list[dict]:
         torch.set_num_threads(config.threads)
     tasks = read_tasks(config)
     for setting in settings_of(config):  # every combination, before anything is measured
-        for method in config.methods.split(","):
+        for method in methods_of(config, setting):
             method_config(method, setting, config)
     log = open_log(config.json, "--json")
     units = units_to_do(config, tasks, log)

@@ -93,7 +93,8 @@ def tables(rows: list[dict]) -> Iterator[str]:
         )
         for name, mine in panel.methods.items():
             if name != "none" and "none" in panel.methods:
-                yield f"\n{name}: {explained(mine, panel.methods['none'])}"
+                plain = panel.methods["none"]
+                yield f"\n{name}: {explained(mine, plain)}{by_formula(mine, plain)}"
         compiled = all(row["compiled"] for row in panel.rows)
         how = f"Compiled ({compiling}, not counted above)" if compiled else "Not compiled"
         yield f"\n{how}; peak memory of the process {peak:.2f} GB."
@@ -109,6 +110,26 @@ def explained(rows: list[dict], plain: list[dict]) -> str:
         return "nothing was decoded"
     mine["tokens_per_s"] = mine["tokens"] / mine["decode_s"]
     return explain(mine, none["decode_s"] / none["cycles"], none["tokens"] / none["cycles"])
+
+
+def by_formula(rows: list[dict], plain: list[dict]) -> str:
+    """Return alpha and the expected speedup of speculative sampling; nothing for other methods.
+
+    A drafted token is accepted with probability alpha, a draft of g tokens costs g c vanilla
+    passes, and its verification one. plain: the rows of `none`
+    Source: Leviathan et al. (arXiv 2211.17192), theorem 3.8
+    """
+    sampled = all(row["n_alpha"] and row["draft"]["children"] == "sampled" for row in rows)
+    if not sampled:
+        return ""
+    lengths = [(n, count) for row in rows for n, count in enumerate(row["histogram"])]
+    depth = max(n for n, _ in lengths)
+    tried = sum(min(n + 1, depth) * count for n, count in lengths)
+    alpha = sum(n * count for n, count in lengths) / tried
+    vanilla_s = sum(row["decode_s"] for row in plain) / sum(row["cycles"] for row in plain)
+    cost = sum(row["draft_s"] for row in rows) / sum(row["cycles"] for row in rows) / vanilla_s
+    expected = sum(alpha**n for n in range(depth + 1)) / (1 + cost)
+    return f"; alpha {alpha:.2f}, c {cost / depth:.2f}: {expected:.2f} expected by formula"
 
 
 def mean_row(method: str, rows: list[dict]) -> str:

@@ -495,7 +495,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
     for f in fields(GenerateConfig):
         there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
         assert there == f.metadata["flag"], f.name
-    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 41
+    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 42
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):

@@ -28,8 +28,10 @@ from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
 from drafters import Confirmed, Drafter, DraftVocab, LargestTree, Root, RootOnly
 from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
+from extras.lookahead_draft import LookaheadDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
+from extras.recycling_draft import RecyclingDrafter, empty_matrix
 from generate import generate, load
 from helpers import (
     chi_square,
@@ -50,7 +52,7 @@ from options import DEMO
 from runtime import compiled, tensors_of
 from sampling import Sampling
 from session import Session
-from tree_shapes import EAGLE1_PATHS
+from tree_shapes import EAGLE1_PATHS, recycling_paths
 
 MARGIN = 1e-4
 ROUTER_MARGIN = 1e-5  # a router's scores differ less between two ways to add than logits do
@@ -138,6 +140,11 @@ def make(name: str, children: str = "noise", model: str = "llama") -> Drafter:
         return drafter_for(TREES[tree], children, model, EVEN)
     if who == "ngram":
         return NgramDrafter(Ngram(tokens=5, branches=3))
+    if who == "recycling":
+        tree = StaticTree(recycling_paths(12))
+        return RecyclingDrafter(tree, empty_matrix(97, "cpu"))
+    if who == "lookahead":
+        return LookaheadDrafter((3, 4, 3))
     if who == "eagle+ngram":
         grafted = DynamicTree(depth=4, topk=6, size=40)
         vocab, ngram = EVEN if tree.startswith("trimmed") else None, Ngram(tokens=6, branches=2)
@@ -202,11 +209,13 @@ def test_draft_models_equal_vanilla(model, tree, temperature, batch):
     assert tau_of(check(f"model:{tree}", batch, model=model, temperature=temperature, seed=7)) > 1.3
 
 
-@pairwise(name=["ngram", "eagle+ngram"], **SETTINGS, every=("name", *SETTINGS))
+@pairwise(
+    name=["ngram", "eagle+ngram", "recycling", "lookahead"], **SETTINGS, every=("name", *SETTINGS)
+)
 def test_lookup_equals_vanilla(model, name, temperature, batch):
     session = check(name, batch, model=model, temperature=temperature, seed=7)
     assert any(line["draft_tokens"] for line in session.trace)
-    if name == "ngram":  # the mixture's sampled tokens do not repeat
+    if name != "eagle+ngram":  # the mixture's sampled tokens do not repeat
         assert (model == "mixtral" and temperature > 0) or tau_of(session) > 1.01
     else:
         assert tau_of(session) > 1.3

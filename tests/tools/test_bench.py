@@ -18,7 +18,7 @@ import torch
 
 from drafters import RootOnly
 from generate import generate, load
-from helpers import engine_for, golden_case, golden_target
+from helpers import GOLDEN, engine_for, golden_case, golden_target
 from hf.config import read_config
 from hf.weights import load_model, weight_names
 from options import DEMO
@@ -37,7 +37,7 @@ from scripts.bench.llama_peer import (
 from scripts.bench.measure import Log, Outcome, Series
 from scripts.bench.papers import BenchConfig, Setting, acceptance, calibration, method_config
 from scripts.bench.peers import TokenClock
-from scripts.bench.report import DRAWINGS, explained
+from scripts.bench.report import DRAWINGS, by_formula, explained
 from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
@@ -332,9 +332,29 @@ def test_methods_become_options():
     assert (got.tree, got.children, got.tree_size, got.no_rerank) == ("dynamic", "topk", 30, True)
 
 
+def test_all_methods_are_those_whose_files_are_there(tmp_path):
+    models = GOLDEN / "models"
+    (tmp_path / "a").symlink_to(models / "head_eagle12_mha")
+    (tmp_path / "b").symlink_to(models / "target_llama_mha")
+    config = BenchConfig(checkpoint=str(models / "target_llama_mha"), methods="all")
+    greedy, sampled = (Setting("none", t, 1) for t in (0.0, 1.0))
+    plain = bench.methods_of(config, greedy)
+    assert plain[:1] == ["none"] and "ngram" in plain and not any("eagle" in m for m in plain)
+    config = replace(config, heads=str(tmp_path))
+    config.check()
+    model, tail = "model:chain:tree_depth=3", f":draft_checkpoint={tmp_path / 'b'}"
+    trees = ("chain:tree_depth=3", "static", "dynamic")
+    more = [f"eagle:{tree}:head={tmp_path / 'a'}" for tree in trees] + [model + tail]
+    assert bench.methods_of(config, greedy) == plain + more
+    assert bench.methods_of(config, sampled) == [*plain, *more, f"{model}:residual{tail}"]
+    for method in more:
+        assert method_config(method, greedy, config).draft == method.partition(":")[0]
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
+        (["--heads", "nowhere"], "--heads must be a directory, and goes with --methods all; it is"),
         (["--methods", "none,telepathy"], "argument --draft: invalid choice: 'telepathy'"),
         (["--methods", "eagle:ring"], "--methods: eagle:ring: ring is no tree"),
         (["--methods", "eagle:static:tree_size=9"], "--tree_size belongs to --tree dynamic"),
@@ -449,6 +469,18 @@ def test_a_speedup_is_explained_over_all_tasks():
     expected = "1.33 = tau 2.00 / (verify 1.20 + draft 0.20 + host 0.10 of a vanilla pass); bound by memory"
     assert explained(drafted, plain).startswith(expected)
     assert explained([row("d", 0, 1, 0.0, 0.0, 0.0)], plain) == "nothing was decoded"
+
+
+def test_the_formula_of_speculative_sampling():
+    """A cycle of 3 drafts of .1 vanilla passes each, of which .6 are accepted."""
+    plain = [{"decode_s": 4.0, "cycles": 40}]
+    row = {"n_alpha": [0.6], "draft": {"children": "sampled"}, "decode_s": 1.0}
+    row |= {"histogram": [40, 24, 14, 22], "cycles": 100, "draft_s": 3.0}
+    # tried: 40 + 24 * 2 + 14 * 3 + 22 * 3 = 196; accepted: 24 + 28 + 66 = 118
+    expected = (1 - (118 / 196) ** 4) / (1 - 118 / 196) / 1.3
+    assert by_formula([row], plain) == f"; alpha 0.60, c 0.10: {expected:.2f} expected by formula"
+    assert by_formula([row | {"n_alpha": None}], plain) == ""
+    assert by_formula([row | {"draft": {"children": "noise"}}], plain) == ""
 
 
 def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,124 @@
+"""Token Recycling: propose the tokens that the target has found likely after the same token before.
+
+1. A matrix has the last known RANKS likeliest successors of every token. They come from the scores
+   of every node that is verified, those of rejected nodes too, which are computed anyway.
+2. A tree of fixed shape grows from the root, level by level: child r of a node is successor r of
+   its token. Where a token has never been verified, its children are no nodes.
+3. The matrix belongs to the model: it serves all sequences of a batch and later requests. A further
+   request changes the speed and never a token.
+
+It needs no model and no search. `--tree auto` picks among trees of several sizes, and none, by
+their measured speed; `--tree static` verifies one, by default the paper's 80 nodes cut to 64.
+Source: Token Recycling (arXiv 2408.08696). Not as there: prompts teach nothing, because our prefill
+scores only their last token; where a token has several nodes, the first one counts.
+Trade-off: the choice is by the last token alone, so most nodes are rejected. It pays where 60 rows
+cost little more than one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_tree import DraftTree, root_tree
+from drafters import Confirmed, Drafter, Root
+from ops.tree import ancestors
+from options import GenerateConfig
+from tree_shapes import MAX_NODES, StaticTree, recycling_paths
+
+RANKS = 8  # successors kept per token
+# nodes of the trees of --tree auto, root included; CUDA pads to 16, 32 or 64 nodes
+SIZES = {"cpu": (2, 4, 8, 16), "cuda": (16, 32, 64)}
+
+
+class RecyclingDrafter(Drafter):
+    """Proposes a static tree over the matrix of successors."""
+
+    successors = RANKS
+
+    def __init__(self, tree: StaticTree, matrix: Tensor):
+        """matrix: [V + 1, RANKS] int64, from `empty_matrix`"""
+        self.matrix = matrix
+        self.tree = tree
+        self.depth = tree.depth
+        self.size = tree.size
+        self.width = tree.width
+        device = matrix.device
+        places = {path: place for level in tree.levels for place, path in enumerate(level)}
+        order = [path for level in tree.levels for path in level]
+        parents = [order.index(path[:-1]) for path in order]
+        self.parents = torch.tensor([parents], device=device)  # [1, N]
+        self.depths, self.mask = ancestors(self.parents, tree.depth)
+        # per level below the root: the places of the parents in the level above, and the ranks
+        self.steps = [
+            (
+                torch.tensor([places[path[:-1]] for path in level], device=device),
+                torch.tensor([path[-1] for path in level], device=device),
+            )
+            for level in tree.levels[1:]
+        ]
+
+    @property
+    def name(self) -> str:
+        return "none" if self.size == 1 else super().name
+
+    def resolved_options(self) -> dict[str, Any]:
+        return {"tree_size": self.size, "tree_depth": self.depth}
+
+    def extend(self, state: Any, confirmed: Confirmed) -> Any:
+        """Keep the successors of the verified nodes. Writes: the matrix."""
+        if confirmed.successors is None:  # of a prompt
+            return state
+        tokens = confirmed.nodes.flatten()  # [B N]
+        own = tokens >= 0
+        if len(tokens) > 1:  # of the nodes of one token, the first
+            number = torch.arange(len(tokens), device=tokens.device)
+            own &= (tokens[:, None] == tokens).int().argmax(1) == number
+        best = torch.where(own[:, None], confirmed.successors.flatten(0, 1), -1)
+        self.matrix[torch.where(own, tokens, len(self.matrix) - 1)] = best
+        return state
+
+    def propose(self, state: Any, root: Root) -> DraftTree:
+        if self.size == 1:
+            return root_tree(root.text)
+        level = root.text.root[:, None]  # [B, 1]
+        levels = [level]
+        for parents, ranks in self.steps:
+            level = self.matrix[level[:, parents], ranks]  # [B, R]; row -1 is the last, of no token
+            levels.append(level)
+        tokens = torch.cat(levels, 1)  # [B, N]
+        B = len(tokens)
+        parents = self.parents.expand(B, -1)
+        depths = self.depths.expand(B, -1)
+        mask = self.mask.expand(B, -1, -1)
+        return DraftTree(tokens.clamp(min=0), parents, depths, mask, tokens >= 0)
+
+
+def empty_matrix(vocab_size: int, device: torch.device | str) -> Tensor:
+    """Return a matrix without successors. The row behind the tokens' takes padding and stays so."""
+    return torch.full((vocab_size + 1, RANKS), -1, dtype=torch.long, device=device)
+
+
+def load_drafter(config: GenerateConfig, vocab_size: int, device: torch.device) -> RecyclingDrafter:
+    """Make the drafter of the options. Raises: ValueError for a tree that does not fit."""
+    matrix = empty_matrix(vocab_size, device)
+    if config.tree_shape == "static":
+        tree = StaticTree(recycling_paths(config.tree_size or MAX_NODES))
+        if config.tree_file:
+            tree = config.draft_tree
+        if tree.width > RANKS:
+            raise ValueError(
+                f"--draft recycling keeps {RANKS} successors of a token, and --tree_file has the "
+                f"rank {tree.width - 1}; lower it"
+            )
+        return RecyclingDrafter(tree, matrix)
+    usual = SIZES[device.type]
+    largest = config.tree_size or usual[-1]
+    sizes = [size for size in usual if size < largest]
+    smaller = [RecyclingDrafter(StaticTree(recycling_paths(size)), matrix) for size in (1, *sizes)]
+    drafter = RecyclingDrafter(StaticTree(recycling_paths(largest)), matrix)
+    drafter.smaller = tuple(smaller)
+    drafter.timed = True
+    return drafter

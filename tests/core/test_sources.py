@@ -1,0 +1,399 @@
+"""Drafters without a model: their trees, pass by pass, against the published rules in plain Python.
+
+That they change no token is tested in test_lossless.py, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import generate
+from drafters import LargestTree, Root, RootOnly, Text
+from extras.datastore import Datastore
+from extras.lookahead_draft import LookaheadDrafter
+from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix
+from extras.rest_draft import RestDrafter
+from extras.rest_draft import load_drafter as load_rest
+from generate import load
+from helpers import compiled_as_on_cuda, decode, engine_for, golden_target
+from options import DEMO, GenerateConfig
+from scripts import build_datastore
+from scripts.build_datastore import BuildConfig, suffix_array
+from session import Session
+from tree_shapes import StaticTree, recycling_paths
+
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
+VOCAB = 97
+
+
+def successors(ids: list[int], k: int) -> list[int]:
+    """The target's likeliest tokens after a text, best first."""
+    tokens = torch.tensor([ids])
+    features = golden_target()(tokens, torch.arange(len(ids))[None])[:, -1:]
+    return golden_target().logits(features)[0, 0].topk(k).indices.tolist()
+
+
+def path_of(line: dict, node: int) -> list[int]:
+    """The tokens from the root's child to a node, 0 being the root."""
+    if node == 0:
+        return []
+    return [*path_of(line, line["parents"][node - 1]), line["draft_tokens"][node - 1]]
+
+
+# ------------------------------------------------------------------------------------ recycling
+
+
+def recycler(size: int = 12) -> RecyclingDrafter:
+    return RecyclingDrafter(StaticTree(recycling_paths(size)), empty_matrix(VOCAB, "cpu"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recycled_trees_are_those_of_the_rule(temperature):
+    """The matrix as a dictionary, the tree by a walk from the root for every path."""
+    options = {"max_new_tokens": 24, "ignore_eos": True, "temperature": temperature, "seed": 3}
+    engine = engine_for(golden_target(), recycler(), **options)
+    matrix: dict[int, list[int]] = {}
+    paths = sorted(recycling_paths(12), key=lambda path: (len(path), path))
+    drafted = []
+    for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[0]):
+        session = decode(engine, prompt)
+        for line in session.trace:
+            text = session.history[0][: line["pos"] + 1]
+            walked = {(): text[-1]}
+            for node, path in enumerate(paths, 1):
+                row = matrix.get(walked.get(path[:-1]))
+                token = line["draft_tokens"][node - 1]
+                if row is not None:
+                    walked[path] = row[path[-1]]
+                assert token == walked.get(path, 0)
+            new: dict[int, list[int]] = {}
+            for node, path in enumerate([(), *paths]):
+                if path in walked:
+                    new.setdefault(walked[path], successors(text + path_of(line, node), RANKS))
+            matrix |= new
+            drafted.append(len(walked) - 1)
+    assert 0 in drafted and 11 in drafted, "roots that are new, and trees that are full"
+    assert sum(session.stats.accept_lengths) > 3
+
+
+def test_the_published_tree():
+    paths = recycling_paths(81)
+    assert len(paths) == 80 and [sum(len(p) == d for p in paths) for d in range(1, 7)] == [
+        8, 21, 25, 15, 8, 3,
+    ]  # fmt: skip
+    assert recycling_paths(4) == ((0,), (1,), (0, 0)) and recycling_paths(1) == ()
+    for size in (2, 16, 64):
+        cut = set(recycling_paths(size))
+        assert len(cut) == size - 1 and all(path[:-1] in cut for path in cut if len(path) > 1)
+
+
+def test_what_a_request_has_taught_serves_the_next():
+    engine = engine_for(golden_target(), recycler(), max_new_tokens=20, ignore_eos=True)
+    passes = []
+    for _ in range(2):
+        session = decode(engine, PROMPTS[0])
+        passes.append(len(session.stats.accept_lengths))
+    assert passes[1] < passes[0]
+
+
+# ------------------------------------------------------------------------------------ lookahead
+
+
+def looker() -> LookaheadDrafter:
+    return LookaheadDrafter((3, 4, 2))
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 2), (4, 2, 3), (1, 3, 1)], ids=str)
+def test_windows_and_guesses_are_those_of_the_rule(sizes):
+    """Lists of tokens; the pool is a dictionary of the last G n-grams by their first token."""
+    W, N, G = sizes
+    engine = engine_for(
+        golden_target(), LookaheadDrafter(sizes), max_new_tokens=40, ignore_eos=True
+    )
+    session = decode(engine, LOOP)
+    began = session.history[0][: session.trace[0]["pos"] + 1]
+    start = [began[i * 7919 % len(began)] for i in range(W * (N - 1))]
+    rows = [start[i * W :][:W] for i in range(N - 1)]
+    pool: dict[int, list[tuple[int, ...]]] = {}
+    guessed = 0
+    for number, line in enumerate(session.trace):
+        text = session.history[0][: line["pos"] + 1]
+        guesses = pool.get(text[-1], [])[::-1]
+        guessed += len(guesses)
+        drafted = [*line["draft_tokens"]]
+        for g, ngram in enumerate(guesses):
+            last = (g + 1) * (N - 1)
+            assert tuple(path_of(line, last)) == ngram
+        window = drafted[G * (N - 1) :]
+        assert window == [token for row in rows for token in row][1:]
+        new = []
+        for i in range(W):
+            path = rows[0][1 : i + 1] + [row[i] for row in rows[1:]]
+            if path:
+                node = G * (N - 1) + i if N == 2 else len(drafted) - W + i + 1
+                assert path_of(line, node) == path
+            new += successors(text + path, 1)
+        rows[0][0] = text[-1]
+        for i in range(W if number >= N - 2 else 0):
+            first, *others = [row[i] for row in rows] + [new[i]]
+            known = pool.setdefault(first, [])
+            if tuple(others) in known:
+                known.remove(tuple(others))
+            known.append(tuple(others))
+            del known[:-G]
+        rows = [*rows[1:], new]
+    assert guessed > 3
+    assert sum(session.stats.accept_lengths) > 0
+
+
+# ------------------------------------------------------------------------------------------ REST
+
+
+def store_of(file: Path, texts: list[list[int]], size: int = VOCAB) -> Datastore:
+    tokens = np.array([token for text in texts for token in [*text, -1]], np.int32)
+    arrays = {"tokens": tokens, "order": suffix_array(tokens)}
+    save_file(arrays, file, {"vocabulary": "v"})
+    return Datastore(file, "v", size)
+
+
+def retrieved(texts: list[list[int]], last: list[int], count: int) -> list[tuple[int, ...]]:
+    """The most frequent prefixes behind the longest match, found the plain way."""
+    for length in range(min(16, len(last)), 0, -1):
+        found = [
+            text[i + 1 : i + 11]
+            for text in texts
+            for i in range(length - 1, len(text))
+            if text[i + 1 - length : i + 1] == last[-length:]
+        ]
+        if found:
+            counts = Counter(tuple(x[: n + 1]) for x in found for n in range(len(x)))
+            order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+            return order[:count]
+    return []
+
+
+def test_retrieved_trees_are_those_of_the_rule(tmp_path):
+    generator = np.random.default_rng(0)
+    sizes = set()
+    for vocab in (2, 3, 9, 40):
+        texts = [generator.integers(vocab, size=n).tolist() for n in (1, 30, 90, 60)]
+        store = store_of(tmp_path / f"{vocab}", texts)
+        for size in (2, 9, 64):
+            drafter = RestDrafter(store, size)
+            rows = [
+                generator.integers(vocab, size=3).tolist(),
+                texts[2][10:40],
+                [vocab + 1],
+                texts[3][-5:],
+            ]
+            tokens = torch.tensor([(row * 40)[:40] for row in rows])
+            text = Text(tokens, torch.tensor([len(row) - 1 for row in rows]))
+            tree = drafter.propose((), Root(None, None, text))
+            for b, row in enumerate(rows):
+                line = {"parents": tree.parents[b, 1:].tolist()}
+                line["draft_tokens"] = tree.tokens[b, 1:].tolist()
+                nodes = [node for node in range(1, size) if tree.valid[b, node]]
+                got = [tuple(path_of(line, node)) for node in nodes]
+                want = retrieved(texts, row, size - 1)
+                order = sorted(want, key=lambda path: (len(path), path))
+                assert got == order, (vocab, size, row)
+                sizes.add(len(got))
+    assert {0, 1, 8, 63} <= sizes, "nothing found, and trees that are full"
+
+
+def test_of_many_places_a_sample_is_counted(tmp_path):
+    store = store_of(tmp_path / "store", [[1, 2] * 3000, [1, 3] * 1000])
+    places = store.find([1])
+    assert len(places) == 1000 == len(set(places.tolist()))
+    assert 700 < (store.tokens[places + 1] == 2).sum() < 800
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A datastore of the demo's tokenizer, built by the command from a folder with other files."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "below").mkdir()
+    code = Path(generate.__file__).read_text()[:9000]
+    (folder / "below" / "a.py").write_text(code)
+    (folder / "b.txt").write_text("def read_lines(path):\n    return 1\n")
+    (folder / "c.bin").write_bytes(bytes(range(256)))
+    (folder / "empty").write_text(" ")
+    out = folder.with_name("demo.store")
+    assert build_datastore.build(BuildConfig(str(folder), str(out), DEMO)) > 1000
+    return out
+
+
+def test_a_datastore_that_is_built(built, capsys):
+    text = json.dumps(load(**REST, datastore=str(built)).drafter.resolved_options())
+    assert json.loads(text) == {"tree_size": 16, "tree_depth": 10}
+    fixed = load(**REST, datastore=str(built), tree="dynamic").drafter
+    assert (fixed.size, fixed.smaller) == (64, ())
+
+
+REST = {"checkpoint": DEMO, "device": "cpu", "draft": "rest"}
+
+
+def test_datastores_that_are_none_are_refused(built, tmp_path):
+    whole = built.read_bytes()
+    file = tmp_path / "store"
+
+    def fault() -> str:
+        with pytest.raises(ValueError) as caught:
+            engine = load(**REST, datastore=str(file), max_new_tokens=8, tree="dynamic")
+            generate.generate(engine, ["def read_lines(path):"])
+        assert "\n" not in str(caught.value) and "scripts/build_datastore.py" in str(caught.value)
+        return str(caught.value)
+
+    assert "is no file" in fault()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "is no datastore, or is cut short" in fault()
+    file.write_text("a text")
+    assert "is no datastore, or is cut short" in fault()
+    store_of(file, [[1, 2, 3]])
+    assert "of another tokenizer or vocabulary" in fault()
+    arrays = load_file(built)
+    with safe_open(built, framework="pt") as content:
+        metadata = content.metadata()
+    tokens = arrays["tokens"]
+    for wrong in (tokens[:-1], tokens.astype(np.int64), tokens + 1):
+        save_file(arrays | {"tokens": wrong}, file, metadata)
+        assert "is no datastore;" in fault()
+    beyond = np.where(tokens < 0, -1, tokens + 10**6).astype(np.int32)
+    for wrong in ({"tokens": beyond}, {"order": arrays["order"] + len(tokens)}):
+        save_file(arrays | wrong, file, metadata)
+        store = Datastore(file, metadata["vocabulary"], 4096)
+        with pytest.raises(ValueError, match="is damaged; build it again"):
+            store.continuations(store.order[:9])
+
+
+def test_a_datastore_is_for_the_host():
+    with pytest.raises(ValueError, match="use --device cpu, or another --draft"):
+        load_rest(GenerateConfig(draft="rest", datastore="x", device="cuda"), None)
+
+
+def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    folder = tmp_path / "texts"
+
+    def fault(**options) -> str:
+        with pytest.raises(ValueError) as caught:
+            build_datastore.build(
+                BuildConfig(
+                    **{"folder": str(folder), "out": str(out), "checkpoint": DEMO} | options
+                )
+            )
+        assert not out.exists() and "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "no such directory" in fault()
+    folder.mkdir()
+    (folder / "x.bin").write_bytes(b"\0\1")
+    assert "has no text in UTF-8 (1 other files)" in fault()
+    (folder / "a.txt").write_text("a text of some tokens " * 50)
+    assert "--out is missing" in fault(out="")
+    monkeypatch.setattr(build_datastore, "available_memory", lambda: 99 * build_datastore.BYTES)
+    assert "more than the 99 tokens that memory can sort; name a smaller folder" in fault()
+
+
+def test_two_builders_of_one_file_leave_one_of_both(tmp_path):
+    out = tmp_path / "out"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text(f"{name} text, again a text " * 200)
+    configs = [BuildConfig(str(tmp_path / name), str(out), DEMO) for name in ("a", "b")]
+    with ThreadPoolExecutor(2) as pool:
+        counts = list(pool.map(build_datastore.build, configs))
+    assert len(load(**REST, datastore=str(out)).drafter.store.tokens) in counts
+
+
+# ------------------------------------------------------------------------------------- all of them
+
+
+class InTurn(LargestTree):
+    """Every preset, one after the other."""
+
+    def __init__(self):
+        self.number = 0
+
+    def next(self, limit: int, expected=None) -> int:
+        self.number += 1
+        return self.number % (limit + 1)
+
+
+@pytest.mark.parametrize("temperature, batch", [(0.0, 1), (0.7, 2)])
+@pytest.mark.parametrize("draft", ["recycling", "lookahead", "rest"])
+def test_every_size_gives_the_same_tokens(draft, temperature, batch, built):
+    """In bf16 with --compile, the presets in turn."""
+    options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 24, "ignore_eos": True}
+    options |= {"compile": True, "batch_size": batch, "temperature": temperature}
+    own = {"datastore": str(built)} if draft == "rest" else {}
+    prompts = [[5, 17, 3], [40, 8, 22, 61]][:batch]
+    runs = []
+    for drafted in ({"draft": "none"}, {"draft": draft, **own}):
+        engine = load(**options, dtype="bfloat16", **drafted)
+        session = Session(replace(engine, tree_policy=InTurn()), [(0, 0), (1, 0)][:batch])
+        for _ in session.run(prompts):
+            pass
+        runs.append(session)
+    assert runs[0].history == runs[1].history
+    assert len({preset for preset, _ in runs[1].stats.presets}) == len(engine.drafter.presets)
+
+
+@pytest.mark.slow  # ten to twenty seconds each
+@pytest.mark.parametrize("make", [recycler, looker])
+@pytest.mark.usefixtures("traced")
+def test_traced_steps_give_the_same_tokens(monkeypatch, make):
+    """Captured as on CUDA."""
+    monkeypatch.setattr("ops.library._cpp_available", [False])
+    torch._dynamo.reset()
+    options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2}
+    plain = decode(engine_for(golden_target(), RootOnly(), **options), LOOP, PROMPTS[1])
+    compiled = compiled_as_on_cuda(engine_for(golden_target(), make(), **options))
+    list(Session(compiled).run([[5, 17, 3], [3]]))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        session = decode(compiled, LOOP, PROMPTS[1])
+    assert session.history == plain.history and sum(session.stats.accept_lengths) > 0
+
+
+FAULTS = [
+    ({"draft": "recycling", "tree": "dynamic"}, "takes --tree auto or static; it is dynamic"),
+    ({"draft": "recycling", "tree_depth": 3}, "--tree_depth does nothing with --draft recycling"),
+    ({"draft": "recycling", "head": DEMO}, "--head does nothing with --draft recycling"),
+    (
+        {"draft": "recycling", "accept": "residual", "temperature": 1.0},
+        "--accept belongs to heads, draft models and --draft ngram",
+    ),
+    ({"draft": "lookahead", "lookahead": "5,4"}, "is three numbers, W,N,G, as 5,4,5; it is 5,4"),
+    ({"draft": "lookahead", "lookahead": "5,-4,5"}, "is three numbers, W,N,G, as 5,4,5; it is"),
+    ({"draft": "lookahead", "lookahead": "15,5,15"}, "makes .* = 120 nodes, and a tree has 64"),
+    ({"draft": "lookahead", "lookahead": "0,5,1"}, "must be W > 0, N > 1 and G > 0; correct it"),
+    ({"draft": "lookahead", "tree_size": 9}, "--tree_size does nothing with --draft lookahead"),
+    ({"draft": "rest"}, "--draft rest needs --datastore; name its file"),
+    ({"draft": "ngram", "datastore": "x"}, "--datastore belongs to --draft rest; add that"),
+    ({"draft": "recycling", "lookahead": "5,4,5"}, "--lookahead belongs to --draft lookahead"),
+]
+
+
+@pytest.mark.parametrize("options, fault", FAULTS, ids=str)
+def test_mistakes_are_one_line(options, fault):
+    with pytest.raises(ValueError, match=fault) as caught:
+        load(checkpoint=DEMO, device="cpu", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_rank_beyond_the_matrix(tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([[rank] for rank in range(RANKS + 1)]))
+    with pytest.raises(ValueError, match="8 successors of a token, and --tree_file has the rank 8"):
+        load(checkpoint=DEMO, device="cpu", draft="recycling", tree_file=str(file))
