@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -207,22 +208,8 @@ def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) 
             return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device)
         case "recycling" | "lookahead" | "rest":
             return _make_source(target, config, kept)
-        case "model":
-            from extras.model_draft import load_drafter
-
-            drafter = load_drafter(target, config)
-        case "medusa":
-            from extras.medusa_draft import load_drafter
-
-            drafter = load_drafter(target, config)
-        case "hydra":
-            from extras.hydra_draft import load_drafter
-
-            drafter = load_drafter(target, config)
-        case "block":
-            from extras.block_draft import load_drafter
-
-            drafter = load_drafter(target, config)
+        case "model" | "medusa" | "hydra" | "block":
+            drafter = import_module(f"extras.{config.draft}_draft").load_drafter(target, config)
         case _:  # eagle, eagle+ngram
             added = {}
             if config.inflate or config.draft_vocab or config.draft == "eagle+ngram":

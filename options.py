@@ -83,9 +83,7 @@ class GenerateConfig:
         "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
         needs=(INFLATABLE,),
     )
-    random_twin: bool = option(
-        False, "random weights instead of that function", needs=(SHAPE,), flag=False
-    )
+    random_twin: bool = option(False, "random weights instead", needs=(SHAPE,), flag=False)
     draft: str = option(
         "",
         "source of drafts: a head, a lookup in the text so far, another model; default: as the "
@@ -135,9 +133,7 @@ class GenerateConfig:
     datastore: str = option(
         "", "texts of --draft rest, from scripts/build_datastore.py", needs=(DRAFT, REST)
     )
-    draft_store: str = option(
-        "", "keep texts of requests in this file, for lookups of later runs", needs=(DRAFT, STORE)
-    )
+    draft_store: str = option("", "file of past texts, for lookups", needs=(DRAFT, STORE))
     tree: str = option(
         "",
         "shape of the draft tree; auto picks the fastest of several, and none, while decoding, "
