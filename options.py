@@ -88,8 +88,9 @@ class GenerateConfig:
     )
     draft: str = option(
         "",
-        "source of drafts: a head, a lookup in the text so far, another model; default: as the "
-        "files of the head say, if one is given or bundled, else ngram on a CPU and none elsewhere",
+        "source of drafts: a head, a lookup in the text so far, the target's earlier scores "
+        "(recycling, lookahead), a datastore (rest), another model; default: as the files of the "
+        "head say, if one is given or bundled, else ngram on a CPU and none elsewhere",
         ("none", *HEAD_KINDS, "ngram", *SOURCES, "model", "eagle+ngram"),
     )
     head: str = option(
@@ -130,7 +131,7 @@ class GenerateConfig:
     )
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     lookahead: str = option(
-        "", "window, n-gram and guesses, W,N,G; default: 5,4,5", needs=(DRAFT, WINDOW), flag=False
+        "", "window, n-gram and guesses, W-N-G; default: 5-4-5", needs=(DRAFT, WINDOW), flag=False
     )
     datastore: str = option(
         "", "texts of --draft rest, from scripts/build_datastore.py", needs=(DRAFT, REST)
