@@ -88,9 +88,8 @@ class GenerateConfig:
     )
     draft: str = option(
         "",
-        "source of drafts: a head, a lookup in the text so far, the target's earlier scores "
-        "(recycling, lookahead), a datastore (rest), another model; default: as the files of the "
-        "head say, if one is given or bundled, else ngram on a CPU and none elsewhere",
+        "source of drafts; default: as the files of the head say, if one is given or bundled, else "
+        "ngram, a lookup in the text so far, on a CPU and none elsewhere",
         ("none", *HEAD_KINDS, "ngram", *SOURCES, "model", "eagle+ngram"),
     )
     head: str = option(
@@ -377,8 +376,6 @@ class GenerateConfig:
         require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
         group_fault = f"--group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
-        has_store = self.draft != "rest" or self.datastore != ""
-        require(has_store, "--draft rest needs --datastore; name its file")
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 
