@@ -174,6 +174,7 @@ def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> A
     """
     size = target.config.vocab_size
     if config.draft == "rest":
+        require(config.datastore, "--draft rest needs --datastore; name its file")
         from extras.datastore import Datastore
         from extras.kept_texts import vocabulary_of
 

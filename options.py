@@ -86,8 +86,8 @@ class GenerateConfig:
     random_twin: bool = option(False, "random weights instead", needs=(SHAPE,), flag=False)
     draft: str = option(
         "",
-        "source of drafts: a head, a lookup in the text so far, another model; default: as the "
-        "files of the head say, if one is given or bundled, else ngram on a CPU and none elsewhere",
+        "source of drafts; default: as the files of the head say, if one is given or bundled, else "
+        "ngram, a lookup in the text so far, on a CPU and none elsewhere",
         ("none", *HEAD_KINDS, "ngram", *SOURCES, "model", "eagle+ngram"),
     )
     head: str = option(
@@ -128,7 +128,7 @@ class GenerateConfig:
     )
     ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
     lookahead: str = option(
-        "", "window, n-gram and guesses, W,N,G; default: 5,4,5", needs=(DRAFT, WINDOW), flag=False
+        "", "window, n-gram and guesses, W-N-G; default: 5-4-5", needs=(DRAFT, WINDOW), flag=False
     )
     datastore: str = option(
         "", "texts of --draft rest, from scripts/build_datastore.py", needs=(DRAFT, REST)
@@ -372,8 +372,6 @@ class GenerateConfig:
         require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
         group_fault = f"--group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
-        has_store = self.draft != "rest" or self.datastore != ""
-        require(has_store, "--draft rest needs --datastore; name its file")
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 

@@ -53,7 +53,7 @@ class LookaheadDrafter(Drafter):
         W, N, G = sizes
         self.sizes = sizes
         self.size = (W + G) * (N - 1)
-        name = f"--lookahead {W},{N},{G}"
+        name = f"--lookahead {W}-{N}-{G}"
         require(W > 0 and N > 1 and G > 0, f"{name} must be W > 0, N > 1 and G > 0; correct it")
         fault = f"{name} makes (W + G) (N - 1) = {self.size} nodes, and a tree has {MAX_NODES}"
         require(self.size <= MAX_NODES, f"{fault}; lower one of them")
@@ -77,15 +77,15 @@ class LookaheadDrafter(Drafter):
     @staticmethod
     def from_config(config: GenerateConfig, device: torch.device) -> LookaheadDrafter:
         """Read the option. Raises: ValueError."""
-        text = config.lookahead or ",".join(map(str, SIZES))
-        numbers = text.split(",")
+        text = config.lookahead or "-".join(map(str, SIZES))
+        numbers = text.split("-")
         right = len(numbers) == 3 and all(number.strip().isdecimal() for number in numbers)
-        require(right, f"--lookahead is three numbers, W,N,G, as 5,4,5; it is {text}")
+        require(right, f"--lookahead is three numbers, W-N-G, as 5-4-5; it is {text}")
         W, N, G = map(int, numbers)
         return LookaheadDrafter((W, N, G), device)
 
     def resolved_options(self) -> dict[str, Any]:
-        return {"lookahead": ",".join(map(str, self.sizes)), "tree_size": self.size}
+        return {"lookahead": "-".join(map(str, self.sizes)), "tree_size": self.size}
 
     def init(self, batch: int, slots: int) -> Lookahead:
         W, N, _ = self.sizes

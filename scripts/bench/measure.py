@@ -80,7 +80,7 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
         config = replace(config, quant=engine.config.quant)
     config = resolve_draft(config, Path(config.checkpoint), engine.config.dtype)
     kept = None  # every prompt is the first request, but with a file
-    if config.draft_store or config.datastore:
+    if config.draft_store or config.draft == "rest":
         kept = kept_texts(config, engine.target, engine.tokenizer)
     drafter = make_drafter(engine.target, config, kept)
     rule = accept_rule(config)
