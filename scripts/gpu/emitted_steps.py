@@ -357,6 +357,8 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
         return RootOnly()
     if kind == "ngram":
         return NgramDrafter(Ngram(), target.norm.weight.device)
+    if case.word == "block":
+        head.embedding = target.embedding  # as where it is loaded
     make = StaticTree.chain if kind == "chain" else DynamicTree
     kinds = {"medusa": MedusaDrafter, "hydra": HydraDrafter, "block": BlockDrafter}
     drafter = kinds.get(case.word, EagleDrafter)(head, target, make(*map(int, sizes)), lm_head)
