@@ -194,19 +194,20 @@ def is_last(done_ptr, blocks):
 
 
 @triton.jit
-def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr, CHUNKS: tl.constexpr):
+def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr):
     """Add the chunks in use, first chunk first.
 
     parts: [ROWS, WIDTH] pointers, stats: [ROWS] pointers, of the first chunk; size: rows of a chunk
-    CHUNKS: those that were launched, padded to a power of two
     Returns: weight [ROWS] and total [ROWS, WIDTH].
     """
-    c = tl.arange(0, CHUNKS)[None, :]
-    some = live[:, None] & (c < used)
-    tops = tl.load(
-        stats_ptr[:, None] + c * size, mask=some, other=float("-inf"), cache_modifier=".cg"
-    )  # at once, [ROWS, CHUNKS]: one by one they would be a chain of waits
-    highest = tl.max(tops, 1)
+    highest = tl.full(live.shape, float("-inf"), tl.float32)
+    for first in range(0, used, 4):  # four at a time: one by one they would be a chain of waits
+        c = first + tl.arange(0, 4)[None, :]
+        some = live[:, None] & (c < used)
+        tops = tl.load(
+            stats_ptr[:, None] + c * size, mask=some, other=float("-inf"), cache_modifier=".cg"
+        )  # [ROWS, 4]
+        highest = tl.maximum(highest, tl.max(tops, 1))
     weight = tl.full(live.shape, 0.0, tl.float32)
     total = tl.full(inside.shape, 0.0, tl.float32)
     for i in range(used):
@@ -228,8 +229,7 @@ def attention_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr,
     T, S, W, mask_b, mask_t, mask_w, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS rows of a key head to a chunk, or to all slots; the last block adds chunks.
 
@@ -281,9 +281,8 @@ def attention_kernel(
         if not is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used):
             return
         weight, total = _combine(
-            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E,
-            CHUNKS,
-        )  # fmt: skip
+            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E
+        )
     y = total / weight[:, None]
     tl.store(y_ptr + before * E + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -348,7 +347,6 @@ def tree_attention(
         H=H,
         KV_HEADS=kv_heads,
         SPLIT=splits > 1,
-        CHUNKS=triton.next_power_of_2(splits),
         ROWS=cut.rows,
         KEYS=cut.keys,
         STAGES=cut.stages,

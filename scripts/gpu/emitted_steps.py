@@ -357,6 +357,8 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
         return RootOnly()
     if kind == "ngram":
         return NgramDrafter(Ngram(), target.norm.weight.device)
+    if case.word == "block":
+        head.embedding = target.embedding  # as where it is loaded
     make = StaticTree.chain if kind == "chain" else DynamicTree
     kinds = {"medusa": MedusaDrafter, "hydra": HydraDrafter, "block": BlockDrafter}
     drafter = kinds.get(case.word, EagleDrafter)(head, target, make(*map(int, sizes)), lm_head)
@@ -380,7 +382,7 @@ def make_engine(case: Case) -> Any:
     further = OPTIONS.get(case.word, {})
     options = GenerateConfig(device="cuda", compile=True, context=CONTEXT, **further)
     lm_head = None
-    if case.draft != case.target and case.word not in HEADS:  # whose LM heads are their own
+    if case.draft != case.target and case.word not in HEADS:  # with LM heads of their own
         lm_head = quantized(target.lm_head, case.draft)
     for model, format in ((target, case.target), (head, case.draft)):
         if hasattr(model, "rope_freq"):

@@ -182,7 +182,6 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
         "H": case.heads,
         "KV_HEADS": case.kv_heads,
         "SPLIT": split,
-        "CHUNKS": 32,  # of at most 17 and those of a window
         "ROWS": plan.rows,
         "KEYS": plan.keys,
         "STAGES": plan.stages,

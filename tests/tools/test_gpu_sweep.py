@@ -124,6 +124,9 @@ def test_the_whole_sweep_writes_what_it_has_so_far(folder, monkeypatch):
     device = DEVICE._replace(overlaps=True)
 
     class Clock(sweep.Timer):
+        def __init__(self, device, note, torch_device="cpu"):
+            super().__init__(device, note, torch_device)
+
         def prepare(self, shape, plans):
             timed.extend(plans)
 
