@@ -818,14 +818,14 @@ def check_family(family: Callable, numbers: range, folder: Path, capfd) -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_broken_inputs_end_in_one_line(family, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)  # and back at the end
-    check_family(family, range(150), tmp_path, capfd)
+    check_family(family, range(300), tmp_path, capfd)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 def test_thousands_of_broken_inputs_end_in_one_line(family, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    check_family(family, range(150, 3300), tmp_path, capfd)
+    check_family(family, range(300, 3300), tmp_path, capfd)
 
 
 # --------------------------------------------------------------------------------------- one by one

@@ -445,7 +445,7 @@ def test_experts_are_stacks(mixtral, tmp_path, name):
     assert model.layers[0].ffn.router.weight.dtype == torch.float32
 
 
-# what was read is what the library decodes (above), for every layout: decoding is of its format
+# every layout is read exactly (above); layers of one format decode alike
 @pytest.mark.parametrize("name", [*DECODED, *slow(sorted(WHOLE.keys() - set(DECODED)))])
 def test_trees_and_lookup_say_what_vanilla_says(tmp_path, capsys, name):
     write_model(tmp_path / "m", WHOLE[name], PAIR[0])

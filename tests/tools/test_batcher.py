@@ -11,6 +11,7 @@ pytest.importorskip("starlette")
 from test_lossless import needs_operators  # noqa: E402
 
 from generate import Engine, generate, load  # noqa: E402
+from helpers import slow  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from scripts.batcher import Answer, Batcher, Job, Piece  # noqa: E402
 
@@ -121,7 +122,6 @@ def test_a_reader_that_leaves_makes_way(engine):
     assert client.batcher.counters.cached_tokens == 254
 
 
-DRAFTS = [{"draft": "none"}, {"tree": "dynamic"}, {"tree": "auto"}]
 IN_INT8 = {"compile": True, "quant": "int8"}
 
 
@@ -155,13 +155,15 @@ def check_conversations(rule: Sampling, draft: dict, **options) -> None:
     assert counters.cached_tokens > 0.6 * counters.prompt_tokens
 
 
-@pytest.mark.parametrize("rule", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+@pytest.mark.parametrize("draft, rule", [
+    ({"draft": "none"}, GREEDY), ({"tree": "dynamic"}, Sampling(1.0)), ({"tree": "auto"}, GREEDY),
+    *slow([({"draft": "none"}, Sampling(1.0)), ({"tree": "dynamic"}, GREEDY), ({"tree": "auto"}, Sampling(1.0))]),
+], ids=str)  # fmt: skip
 def test_texts_do_not_change(draft, rule):
     check_conversations(rule, draft)
 
 
 @needs_operators
-@pytest.mark.parametrize("draft", DRAFTS[1:], ids=str)
+@pytest.mark.parametrize("draft", [{"tree": "dynamic"}, {"tree": "auto"}], ids=str)
 def test_texts_do_not_change_in_int8(draft):
     check_conversations(Sampling(1.0), draft, **IN_INT8)
