@@ -18,6 +18,7 @@ from ops.library import has_cpu_operators, lib, needs_gradients, triton_products
 # tokens of a sequence whose product is ours on CUDA; many more are bound by arithmetic, and are
 # left to cuBLAS
 MOST_TOKENS = 64
+CHAINS = 16  # sums of an output; as in cpu/linear.cpp
 HALVES = (torch.bfloat16, torch.float16)
 # not `has_triton`, whose note is about products that are slow without it
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -107,14 +108,18 @@ lib.impl("linear_halves", _linear_halves_cuda, "CUDA")
 
 
 def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `linear_bf16` plainly, bit for bit: of two values of k, the second is added first.
+    """Compute `linear_bf16` plainly, bit for bit: an output has CHAINS sums, added in the end.
 
     x: [M, K] bf16; weight: [N, K] bf16. Returns: [M, N] fp32.
     """
-    x = F.pad(x.float(), (0, x.shape[1] % 2))  # [M, K], K even
-    weight = F.pad(weight.float(), (0, weight.shape[1] % 2))  # [N, K], K even
-    y = x.new_zeros(len(x), len(weight))
-    for k in range(0, x.shape[1], 2):
-        y = y + x[:, k + 1, None] * weight[:, k + 1]  # a product of two bf16 is exact in fp32
-        y = y + x[:, k, None] * weight[:, k]
-    return y
+    rest = -x.shape[1] % (2 * CHAINS)
+    x = F.pad(x.float(), (0, rest)).view(len(x), 1, -1, CHAINS, 2)
+    weight = F.pad(weight.float(), (0, rest)).view(1, len(weight), -1, CHAINS, 2)
+    y = x.new_zeros(x.shape[0], weight.shape[1], CHAINS)
+    for step in range(x.shape[2]):  # a product of two bf16 is exact in fp32
+        y = y + x[:, :, step, :, 1] * weight[:, :, step, :, 1]
+        y = y + x[:, :, step, :, 0] * weight[:, :, step, :, 0]
+    while y.shape[-1] > 1:
+        left, right = y.chunk(2, -1)
+        y = left + right
+    return y.squeeze(-1)

@@ -1,20 +1,20 @@
 // Linear layers with bfloat16 weights for 1 to a few hundred tokens on a CPU.
 //
-// 1. Weights are read where they lie, [outputs, k]. A thread takes a strip of STRIP outputs, and of it a panel of PANEL
-//    values of k at a time, which it transposes: then a word holds two values of k, and a vector LANES outputs.
-// 2. Tiles of up to TALL rows pass over the panel while it is in the L1 cache, with a sum for every row and output in a
-//    register. AVX512-BF16 multiplies and adds in pairs; elsewhere both are widened to fp32.
-// 3. Meanwhile the next panel is prefetched. In a mixture, each expert's rows pass over its own weight.
+// 1. Weights are read where they lie, [outputs, k], as streams of a few outputs at a time. A word holds two values of
+//    k, and a vector LANES words of one output: nothing is transposed or packed.
+// 2. A tile multiplies up to TALL rows by a few outputs, with a register of sums for each pair of them. AVX512-BF16
+//    multiplies and adds in pairs; elsewhere both are widened to fp32. Long k is cut into panels, so that the rows of a
+//    tile stay in the L1 cache.
+// 3. Meanwhile the weights behind the strip are prefetched, a share in every tile. In a mixture, each expert's rows
+//    pass over its own weight.
 //
-// A row's result does not depend on the other rows, bit for bit: every sum runs over the pairs of k in their order, the
-// second value of a pair first, rounded after every product. All processors give the same bits, except that AVX512-BF16
+// A row's result does not depend on the other rows, bit for bit: an output has CHAINS sums on all processors, sum c of
+// pairs c, c + CHAINS, ... of k in their order, the second value of a pair first, rounded after every product. In the
+// end sums half of them apart are added, until one is left. All processors give the same bits, except that AVX512-BF16
 // takes numbers below 2^-126 as zeros.
-// Trade-off: transposing in every call halves the speed of a single row over weights in the L2 cache; where they come
-// from memory it costs nothing. Packed weights would be a second copy of weights that embeddings and training share.
+// Trade-off: adding the sums of lanes costs a long prompt 2 to 8 %, where transposed panels had none to add.
 
 #include "common.h"
-
-#include <ATen/ops/constant_pad_nd.h>
 
 #include <algorithm>
 
@@ -24,11 +24,11 @@ namespace {
 using Value = at::BFloat16;
 
 // ------------------------------------------------------------------------------------------------- pairs
-// dot: acc[i] += the products of two pairs of values. A tile is TALL rows times WIDE vectors of outputs.
+// dot: acc[i] += the products of two pairs of values. Tiles have up to TALL rows and, by registers, OUTPUTS outputs.
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
-constexpr int TALL = 6, WIDE = 4;
+constexpr int TALL = 6;
 using Pairs = Ints;
 inline Pairs pairs(Ints words) { return words; }
 inline Floats dot(Pairs w, Pairs x, Floats acc) {
@@ -38,7 +38,7 @@ inline Floats dot(Pairs w, Pairs x, Floats acc) {
 
 #else
 
-constexpr int TALL = 4, WIDE = 2;
+constexpr int TALL = 4;
 struct Pairs {
   Floats low, high;
 };
@@ -49,109 +49,128 @@ inline Floats dot(Pairs w, Pairs x, Floats acc) {
 
 #endif
 
-constexpr int64_t STRIP = WIDE * LANES;  // outputs
-constexpr int64_t PANEL = 128;           // k: up to 16 KB of weights
-constexpr int64_t BLOCK = 2 * LANES;     // k that are transposed at a time
-constexpr int64_t ROWS = 64;             // rows with their sums kept at a time
-constexpr int64_t LINE = 32;             // values of a cache line
-constexpr int64_t GRAIN = 1 << 19;       // bytes of weights, or as much work, that pay for a thread's wake-up
+constexpr int64_t CHAINS = 16;          // sums of an output
+constexpr int64_t BLOCK = 2 * CHAINS;   // k of a step: a cache line of weights
+constexpr int HALVES = CHAINS / LANES;
+constexpr int64_t STRIP = 16;           // outputs
+constexpr int64_t PANEL = 2048;         // k, at most: 16 KB of four rows
+constexpr int64_t ROWS = 16;            // rows with their sums kept at a time
+constexpr int64_t GRAIN = 1 << 19;  // bytes of weights, or as much work, that pay for a thread's wake-up
 
-// ------------------------------------------------------------------------------------------------ panels
+template <int M> constexpr int OUTPUTS = LANES == 16 ? (M == 1 ? 8 : 4) : M == 1 ? 4 : M == 2 ? 3 : 2;
+template <int M> constexpr int AT_ONCE = M == TALL ? 1 : HALVES;  // halves of the sums that fit the registers
 
-// Prefetches the next panel, [STRIP, PANEL] values with `stride` between outputs, one output after the other, in step
-// with `parts` parts of the work on this panel. Prefetches past the last weight are harmless.
-struct Ahead {
-  const Value* w;
-  int64_t stride, parts, done = 0, outputs = 0;
-  void advance() {
-    done++;
-    for (; outputs * parts < STRIP * done; outputs++)
-      for (int64_t i = 0; i < PANEL; i += LINE) __builtin_prefetch(w + outputs * stride + i);
-  }
+// -------------------------------------------------------------------------------------------------- tiles
+
+struct Pass {  // of some rows over a panel of a strip
+  const Value* const* x;
+  const Value *w, *next;   // [STRIP, k] each, at the panel's first k; next is prefetched
+  int64_t k, first, size;  // of the panel: its first k, and how many
+  int64_t passes, pass;    // over the panel, and which this one is
+  float* sums;             // [rows, STRIP, CHAINS], read where the panel is not the first, and written
 };
 
-// Loads `count` values, padded with zeros.
-inline Ints load_some(const Value* p, int64_t count) {
-  Value values[BLOCK] = {};
-  std::memcpy(values, p, count * sizeof(Value));
-  return load((const uint8_t*)values);
-}
-
-// to[pair][output] = two values of w[output]; the last block of `count` values is padded with zeros.
-void transpose_panel(const Value* const (&w)[STRIP], int64_t first, int64_t count, int32_t* to, Ahead& ahead) {
-  for (int64_t v = 0; v < STRIP; v += LANES)
-    for (int64_t i = 0; i < count; i += BLOCK) {
-      ahead.advance();
-      Ints words[LANES];
-      if (count - i >= BLOCK)
-        for (int l = 0; l < LANES; l++) words[l] = load((const uint8_t*)(w[v + l] + first + i));
-      else
-        for (int l = 0; l < LANES; l++) words[l] = load_some(w[v + l] + first + i, count - i);
-      transpose(words);
-      for (int l = 0; l < LANES; l++) store(to + (i / 2 + l) * STRIP + v, words[l]);
-    }
-}
-
-struct Pass {  // of a tile over a panel
-  const Value* const* x;  // its rows, at the panel's first k
-  int64_t first, pairs;
-  const int32_t* panel;
-  float* sums;  // [M, STRIP], read and written
-};
-
-template <int M> void tile(const Pass& pass, Ahead& ahead) {
-  const Value* x[M];
-  Floats sums[M][WIDE];
-  for (int m = 0; m < M; m++) {
-    x[m] = pass.x[m] + pass.first;
-    for (int v = 0; v < WIDE; v++) sums[m][v] = load(pass.sums + m * STRIP + v * LANES);
-  }
-  for (int64_t p = 0; p < pass.pairs;) {
-    ahead.advance();
-    for (const int64_t stop = std::min(p + BLOCK / 2, pass.pairs); p < stop; p++) {
-      Pairs w[WIDE];
-      for (int v = 0; v < WIDE; v++) w[v] = pairs(load((const uint8_t*)(pass.panel + p * STRIP + v * LANES)));
-      for (int m = 0; m < M; m++) {
-        int32_t two;
-        std::memcpy(&two, x[m] + 2 * p, 4);
-        const Pairs xs = pairs(splat(two));
-        for (int v = 0; v < WIDE; v++) sums[m][v] = dot(w[v], xs, sums[m][v]);
+// Multiplies M rows by O outputs, H halves of the sums at a time.
+template <int M, int O> [[gnu::noinline]] void tile(const Pass& pass, int64_t output) {
+  constexpr int H = AT_ONCE<M>;
+  const int64_t k = pass.k, whole = pass.size / BLOCK * BLOCK;
+  const Value *x[M], *w[O];
+  for (int m = 0; m < M; m++) x[m] = pass.x[m] + pass.first;
+  for (int o = 0; o < O; o++) w[o] = pass.w + (output + o) * k;
+  // its share of the next weights: some of their outputs
+  const int64_t share = STRIP * pass.pass + output, fetched = share / pass.passes, end = (share + O) / pass.passes;
+  for (int h = 0; h < HALVES; h += H) {
+    const auto place = [&](int i, int m, int o) {
+      return pass.sums + (m * STRIP + output + o) * CHAINS + (h + i) * LANES;
+    };
+    Floats sums[H][M][O];
+    for (int i = 0; i < H; i++)
+      for (int m = 0; m < M; m++)
+        for (int o = 0; o < O; o++) sums[i][m][o] = splat(0.0f);
+    if (pass.first)
+      for (int i = 0; i < H; i++)
+        for (int m = 0; m < M; m++)
+          for (int o = 0; o < O; o++) sums[i][m][o] = load(place(i, m, o));
+    const auto step = [&](const Value* const(&ws)[O], const Value* const(&xs)[M], int64_t from) {
+      for (int i = 0; i < H; i++) {
+        const int64_t at = from + (h + i) * 2 * LANES;
+        Pairs of_w[O];
+        for (int o = 0; o < O; o++) of_w[o] = pairs(load((const uint8_t*)(ws[o] + at)));
+        for (int m = 0; m < M; m++) {
+          const Pairs of_x = pairs(load((const uint8_t*)(xs[m] + at)));
+          for (int o = 0; o < O; o++) sums[i][m][o] = dot(of_w[o], of_x, sums[i][m][o]);
+        }
       }
+    };
+    for (int64_t i = 0; i < whole; i += BLOCK) {
+      if (h == 0)
+        for (int64_t o = fetched; o < end; o++) __builtin_prefetch(pass.next + o * k + i);
+      step(w, x, i);
     }
+    if (whole < pass.size) {  // the last block, padded with zeros
+      const int64_t bytes = (pass.size - whole) * sizeof(Value);
+      Value padded[O + M][BLOCK] = {};
+      const Value *last_x[M], *last_w[O];
+      for (int o = 0; o < O; o++) last_w[o] = (Value*)std::memcpy(padded[o], w[o] + whole, bytes);
+      for (int m = 0; m < M; m++) last_x[m] = (Value*)std::memcpy(padded[O + m], x[m] + whole, bytes);
+      step(last_w, last_x, 0);
+    }
+    for (int i = 0; i < H; i++)
+      for (int m = 0; m < M; m++)
+        for (int o = 0; o < O; o++) store(place(i, m, o), sums[i][m][o]);
   }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < WIDE; v++) store(pass.sums + m * STRIP + v * LANES, sums[m][v]);
 }
 
-template <int M = TALL> void tiles(int64_t rows, const Pass& pass, Ahead& ahead) {
+// Multiplies `rows` rows by the strip's outputs.
+template <int M = TALL> void tiles(int64_t rows, int64_t columns, const Pass& pass) {
   if constexpr (M > 1)
-    if (rows < M) return tiles<M - 1>(rows, pass, ahead);
-  tile<M>(pass, ahead);
+    if (rows < M) return tiles<M - 1>(rows, columns, pass);
+  constexpr int O = OUTPUTS<M>;
+  int64_t output = 0;
+  for (; output + O <= columns; output += O) tile<M, O>(pass, output);
+  for (; output < columns; output++) tile<M, 1>(pass, output);
+}
+
+inline Floats plus(Floats a, Floats b) { return multiply_add(a, splat(1.0f), b); }
+
+// sums [STRIP, CHAINS] -> to [STRIP], the sums of an output added.
+void add_chains(const float* sums, float* to) {
+  for (int64_t output = 0; output < STRIP; output += LANES) {
+    Ints words[LANES];
+    for (int l = 0; l < LANES; l++) {
+      const float* of = sums + (output + l) * CHAINS;
+      const Floats sum = HALVES == 1 ? load(of) : plus(load(of), load(of + CHAINS / 2));
+      std::memcpy(&words[l], &sum, sizeof sum);
+    }
+    transpose(words);
+    Floats parts[LANES];
+    for (int l = 0; l < LANES; l++) parts[l] = words_of(words[l]);
+    for (int apart = LANES / 2; apart; apart /= 2)
+      for (int l = 0; l < apart; l++) parts[l] = plus(parts[l], parts[l + apart]);
+    store(to + output, parts[0]);
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ product
 
 struct Layer {
-  const Value *x, *w, *bias;   // [rows, stride], [experts, n, k], [experts, n] or null
-  int64_t n, k, stride;        // stride: k, or one more where k is odd, and then a zero
+  const Value *x, *w, *bias;  // [rows, k], [experts, n, k], [experts, n] or null
+  int64_t n, k;
   Order order;
 };
 
-// sums [rows, STRIP] = the rows `x` times a strip of outputs, its `weights`. next: the weights that follow the strip's
+// sums [rows, STRIP, CHAINS] = the rows `x` times a strip of outputs, its `weights`. next: the weights behind them
 void strip_sums(const Layer& layer, const Value* weights, const Value* next, int64_t columns, const Value* const* x,
                 int64_t rows, float* sums) {
-  alignas(64) int32_t panel[PANEL / 2 * STRIP];
-  const Value* w[STRIP];
-  for (int64_t i = 0; i < STRIP; i++) w[i] = weights + std::min(i, columns - 1) * layer.k;
-  std::fill(sums, sums + rows * STRIP, 0.0f);
+  const int64_t k = layer.k, panels = (k + PANEL - 1) / PANEL;
+  const int64_t panel = (k + panels * BLOCK - 1) / (panels * BLOCK) * BLOCK;
   const int64_t count = (rows + TALL - 1) / TALL;  // tiles of nearly equal height
-  for (int64_t first = 0; first < layer.k; first += PANEL) {
-    const int64_t size = std::min(PANEL, layer.k - first), blocks = (size + BLOCK - 1) / BLOCK;
-    Ahead ahead{first + size < layer.k ? weights + first + size : next, layer.k, blocks * (WIDE + count)};
-    transpose_panel(w, first, size, panel, ahead);
+  for (int64_t first = 0; first < k; first += panel) {
+    const Value* ahead = first + panel < k ? weights + first + panel : next;
     for (int64_t t = 0; t < count; t++) {
       const int64_t top = rows * t / count, height = rows * (t + 1) / count - top;
-      tiles(height, {x + top, first, (size + 1) / 2, panel, sums + top * STRIP}, ahead);
+      tiles(height, columns, {x + top, weights + first, ahead, k, first, std::min(panel, k - first), count, t,
+                              sums + top * STRIP * CHAINS});
     }
   }
 }
@@ -162,23 +181,25 @@ template <class Out> void product(const Layer& layer, Out* y) {
   for (const Group& group : layer.order.groups) work += STRIP * k * sizeof(Value) * (1 + group.rows / 8);
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, work));
   parallel(strips, grain, [&](int64_t begin, int64_t end) {
-    alignas(64) float sums[ROWS * STRIP];
+    alignas(64) float sums[ROWS * STRIP * CHAINS], total[STRIP];
     const Value* x[ROWS];
     for (const Group& group : layer.order.groups)
       for (int64_t strip = begin; strip < end; strip++) {
         const int64_t column = strip * STRIP, columns = std::min(STRIP, n - column);
         const Value* weights = layer.w + (group.expert * n + column) * k;
         const Value* bias = layer.bias ? layer.bias + group.expert * n + column : nullptr;
+        if (columns < STRIP) std::fill(sums, sums + ROWS * STRIP * CHAINS, 0.0f);  // outputs that do not exist
         for (int64_t done = 0; done < group.rows; done += ROWS) {
           const int64_t rows = std::min(ROWS, group.rows - done);
           const int64_t* row = &layer.order.row[group.first + done];
-          for (int64_t m = 0; m < rows; m++) x[m] = layer.x + row[m] * layer.stride;
+          for (int64_t m = 0; m < rows; m++) x[m] = layer.x + row[m] * k;
           const Value* next = done + rows < group.rows ? weights : weights + STRIP * k;
           strip_sums(layer, weights, next, columns, x, rows, sums);
           for (int64_t m = 0; m < rows; m++) {
+            add_chains(sums + m * STRIP * CHAINS, total);
             if (bias)
-              for (int64_t i = 0; i < columns; i++) sums[m * STRIP + i] += widen(bias[i]);
-            put_row<STRIP>(y + row[m] * n + column, sums + m * STRIP, columns);
+              for (int64_t i = 0; i < columns; i++) total[i] += widen(bias[i]);
+            put_row<STRIP>(y + row[m] * n + column, total, columns);
           }
         }
       }
@@ -199,12 +220,12 @@ at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std:
   TORCH_CHECK(weight.is_contiguous(), "weights must lie in one piece");
   TORCH_CHECK(!bias || (is_bf16(*bias) && bias->is_contiguous() && bias->numel() * k == weight.numel()),
               "bias must hold one bfloat16 per output, in one piece");
-  const at::Tensor rows = (k % 2 ? at::constant_pad_nd(x, {0, 1}) : x).contiguous();
+  const at::Tensor rows = x.contiguous();
   const at::Tensor y = empty_rows(x, n, wide ? at::kFloat : at::kBFloat16);
   static thread_local Layer layer;  // its memory is kept from call to call; threads get a reference
   layer.x = rows.const_data_ptr<Value>(), layer.w = weight.const_data_ptr<Value>();
   layer.bias = bias ? bias->const_data_ptr<Value>() : nullptr;
-  layer.n = n, layer.k = k, layer.stride = rows.size(-1);
+  layer.n = n, layer.k = k;
   const int64_t M = y.numel() / n, experts = count_experts(weight, 2, M, expert);
   group_rows(layer.order, expert ? expert->const_data_ptr<int64_t>() : nullptr, experts, M);
   fill(y, [&](auto* to) { product(layer, to); });
