@@ -44,7 +44,7 @@ from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
 from files import read_jsonl, replace_file
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
-from hf.heads import DRAFT_INPUTS, EagleConfig, head_names, rows_of
+from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
@@ -441,7 +441,8 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
 
     Raises: ValueError for one of the other version, or without an official layout.
     """
-    head = load_head(Path(config.init), target).float()
+    path = Path(config.init)
+    head = load_head(path, target, source=head_files(path, "none")).float()
     eagle3 = head.config.eagle3
     version = 3 if eagle3 else 1
     if version != config.version:
