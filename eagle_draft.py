@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, StaticTree, replace_fields
 from drafters import Confirmed, Root, TreeDrafter
-from files import read_json
 from hf.heads import (
     EagleConfig,
     HeadFiles,
     draft_lm_head,
     draft_vocab,
+    head_files,
     head_names,
     is_unused,
     print_notes,
@@ -273,8 +273,8 @@ def load_drafter(
     options: vocab and lookup, as for `TreeDrafter`
     """
     path = Path(config.head)
-    raw = source.config if source else read_json(path / "config.json")
-    quant = saved_quantization(raw, path)
+    source = source or head_files(path, config.quant_draft)
+    quant = saved_quantization(source.config, path)
     quant = quant or Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant, source)
     if head.lm_head:

@@ -458,12 +458,13 @@ def _draft_format(config: GenerateConfig, path: Path) -> str:
     """Return the draft's number format: of its files, or of `--quant_draft`, or the target's."""
     raw = read_raw(path)
     saved = saved_quantization(raw)
+    asked = config.quant_draft
     if saved is not None:
-        if config.quant_draft not in ("", saved.format):
+        if asked not in ("", saved.format) and not config.draft.startswith("eagle"):
             raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant_draft")
-        return saved.format
-    if config.quant_draft:
-        return config.quant_draft
+        return asked or saved.format
+    if asked:
+        return asked
     if config.head and config.quant in ("none", BLOCKS):
         return _small_format(config, raw)
     return "none" if config.quant == BLOCKS else config.quant

@@ -26,7 +26,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import Quantization, TensorSource, fit_group, scale_name
+from checkpoint import (
+    Quantization,
+    TensorSource,
+    WeightFiles,
+    fit_group,
+    saved_quantization,
+    scale_name,
+)
 from drafters import DraftVocab
 from files import load_pickle, read_json, read_untrusted
 from hf.config import WIDTH, HFArchitecture, HFConfig, config_from
@@ -184,6 +191,27 @@ def _check_inputs(path: Path, hf: HFHead) -> None:
 
 
 # -------------------------------------------------------------------------------------- layouts
+
+
+def head_files(path: Path, form: str) -> TensorSource:
+    """Open the files of a head. Codes of another format than `form` are read as their numbers."""
+    files = WeightFiles(path)
+    saved = saved_quantization(files.config, path)
+    if saved is None or saved.format == form:
+        return files
+    kind = FORMATS[saved.format]
+    for name in [*files.readers]:
+        scale = files.readers.pop(scale_name(name), None)
+        if scale:
+            files.readers[name] = partial(_numbers, kind, files.readers[name], scale)
+    files.config = {k: v for k, v in files.config.items() if k != "quantization_config"}
+    return files
+
+
+def _numbers(
+    kind: type[QuantLinear], codes: Callable[[], Tensor], scale: Callable[[], Tensor]
+) -> Tensor:
+    return kind.decode(kind.from_file(codes()), scale())
 
 
 def version_of(names: Iterable[str]) -> int:

@@ -47,7 +47,9 @@ class CompareConfig:
 
     prompts: str = option("", "a text file, or JSONL with `turns`, as generate.py's --prompt_file")
     checkpoint: str = option(DEFAULT, "the target, as generate.py's")
-    eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
+    head: str = option(
+        "", "directory of the EAGLE head; default: the one next to the target", alias="eagle"
+    )
     limit: int = option(20, "prompts at most, the first ones; 0: all", least=0)
     chat: str | None = option(
         None, "apply a chat template: the model's, or the one named", optional=True
@@ -61,11 +63,11 @@ class CompareConfig:
     def bench(self, tasks: str) -> papers.BenchConfig:
         """Return the options of the measurement. tasks: the file of the prompts"""
         methods = WITHOUT_HEAD
-        if self.eagle or bundled_head(Path(self.checkpoint)).is_dir():
+        if self.head or bundled_head(Path(self.checkpoint)).is_dir():
             methods += WITH_HEAD
         return papers.BenchConfig(
             checkpoint=self.checkpoint,
-            eagle=self.eagle,
+            eagle=self.head,
             tasks=tasks,
             limit=self.limit,
             methods=",".join(methods),

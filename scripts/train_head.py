@@ -1,7 +1,7 @@
-"""Train a draft head for a model: one command, from nothing to a directory that `--eagle` takes.
+"""Train a draft head for a model: one command, from nothing to a directory that `--head` takes.
 
     python scripts/train_head.py --checkpoint MODEL --out heads/mine --hours 2
-    python generate.py --checkpoint MODEL --eagle heads/mine --chat --compile
+    python generate.py --checkpoint MODEL --head heads/mine --chat --compile
 
 1. A short measurement gives the plan: the hours, disk and memory of every stage.
 2. Answers: the target answers prompts, also its own (train/generate_answers.py).
@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 from command_line import one_line_errors, option, parse
 from files import is_gguf, read_json, read_text, write_text
 from hf.chat import chat_template
+from hf.config import read_raw
 from hf.fetch import fetched
 from hf.gguf_header import read_header
 from hf.tokenizer import Tokenizer
@@ -258,7 +259,7 @@ def licence(path: Path) -> str:
 def use(config: HeadConfig) -> str:
     """Return the command that takes the head."""
     chat = f"--chat {config.chat}".strip()
-    places = f"--checkpoint {shown_path(config.checkpoint)} --eagle {shown_path(config.out)}"
+    places = f"--checkpoint {shown_path(config.checkpoint)} --head {shown_path(config.out)}"
     return f"python generate.py {places} {chat} --compile"
 
 
@@ -307,6 +308,7 @@ def run(config: HeadConfig) -> None:
     """Make the plan, and do the stages that are left. Writes: `config.out`."""
     path = fetched(config.checkpoint)
     config = replace(config, checkpoint=str(path), device=pick_device(config.device))
+    read_raw(path)  # refused if it is no checkpoint
     tokenizer = Tokenizer.load(path)
     chat_template(path, tokenizer, config.chat).stop_ids(tokenizer)  # refused before it takes time
     out = Path(config.out)

@@ -141,7 +141,7 @@ def in_turn(
 ) -> dict[str, list[Any]]:
     """Run all contestants once to warm up, then `runs` rounds, one after the other."""
     outcomes: dict[str, list[Any]] = {name: [] for name in contestants}
-    bar = tqdm(total=(runs + 1) * len(contestants), desc=title, unit="run")
+    bar = tqdm(total=(runs + 1) * len(contestants), desc=title, unit="run", disable=None)
     for _ in range(runs + 1):
         for name, run in contestants.items():
             outcomes[name].append(run())

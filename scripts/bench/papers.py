@@ -587,7 +587,7 @@ def measure(bench: Bench, units: list[Unit]) -> None:
     """Measure the units: one target per quantization, one set of engines per setting."""
     sizes = {name: len(prompts) * bench.config.repeats for name, prompts in bench.tasks.items()}
     rounds = sum(-(-sizes[unit.task] // unit.setting.batch_size) for unit in units)
-    with tqdm(total=rounds, unit="round") as bar:  # an error's line comes below it
+    with tqdm(total=rounds, unit="round", disable=None) as bar:  # an error's line comes below it
         _measure(bench, units, bar)
 
 

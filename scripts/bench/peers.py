@@ -486,7 +486,7 @@ def measure_speed(
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
     runs = [groups[0], *groups * max(rounds, -(-LEAST_RUNS // len(groups)))]
     title = f"speed, groups of {len(groups[0])}"
-    bar = tqdm(total=len(contestants) * len(runs), desc=title, unit="run")
+    bar = tqdm(total=len(contestants) * len(runs), desc=title, unit="run", disable=None)
     for number, group in enumerate(runs):
         for name, contestant in contestants.items():
             outcome = contestant.run(group)

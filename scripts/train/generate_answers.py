@@ -457,7 +457,9 @@ def answer(config: AnswerConfig, on_batch: Callable[[Run], bool] = lambda run: T
     Path(config.out).mkdir(parents=True, exist_ok=True)
     run = open_run(config)
     print(run.lines(), flush=True)
-    with tqdm(total=int(config.tokens), unit="token", desc="answers", smoothing=0.05) as bar:
+    with tqdm(
+        total=int(config.tokens), unit="token", desc="answers", smoothing=0.05, disable=None
+    ) as bar:
         bar.update(run.total())
         while run.total() < config.tokens and run.step():
             bar.update(run.total() - bar.n)

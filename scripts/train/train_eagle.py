@@ -44,7 +44,7 @@ from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
 from files import read_jsonl, replace_file
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
-from hf.heads import DRAFT_INPUTS, EagleConfig, head_names, rows_of
+from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
@@ -277,7 +277,7 @@ def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list
         )
     kept = [d for d in dialogues if not d.held_out]
     held = [d for d in dialogues if d.held_out][: config.eval_prompts]
-    bar = tqdm(kept, desc="tokenize", unit="dialogue")
+    bar = tqdm(kept, desc="tokenize", unit="dialogue", disable=None)
     examples = [to_example(d, tokenizer, template) for d in bar]
     prompts = []
     for d in held:
@@ -441,7 +441,8 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
 
     Raises: ValueError for one of the other version, or without an official layout.
     """
-    head = load_head(Path(config.init), target).float()
+    path = Path(config.init)
+    head = load_head(path, target, source=head_files(path, "none")).float()
     eagle3 = head.config.eagle3
     version = 3 if eagle3 else 1
     if version != config.version:
@@ -681,7 +682,7 @@ def fill_features(config: TrainOptions, made: Ready, on_step: Callable) -> None:
     """
     count = len(made.features.kept)
     feed = itertools.islice(batches(made.examples, config, 0), count)
-    for tokens, _, number in tqdm(feed, desc="features", total=count, unit="batch"):
+    for tokens, _, number in tqdm(feed, desc="features", total=count, unit="batch", disable=None):
         if not made.features.has(number):
             with autocast(config):
                 made.features.of(tokens.to(config.device), number)
@@ -758,7 +759,8 @@ def train(
     cpu_s = 0.0
     mark = time.process_time()
     left = range(first, config.steps)
-    for step in tqdm(left, initial=first, total=config.steps, unit="step", mininterval=5):
+    bar = tqdm(left, initial=first, total=config.steps, unit="step", mininterval=5, disable=None)
+    for step in bar:
         recent.append(steps.run(step, next(feed)))
         on_step()
         done = step + 1

@@ -591,9 +591,13 @@ def test_a_saved_head_on_a_float_target(tmp_path):
     assert isinstance(engine.drafter.lm_head, Int4Linear) and isinstance(
         engine.target.lm_head, torch.nn.Linear
     )
-    for asked in ("none", "int8"):
-        with pytest.raises(ValueError, match=r"is quantized already \(int4\); drop --quant_draft"):
-            load(checkpoint=str(TARGET), eagle=str(head), quant_draft=asked, device="cpu")
+    saved = engine.drafter.head.fc.dequantize()
+    for asked, kind in {"int4": Int4Linear, "int8": Int8Linear, "none": torch.nn.Linear}.items():
+        again = load(checkpoint=str(TARGET), eagle=str(head), quant_draft=asked, tree="dynamic")
+        fc = again.drafter.head.fc
+        assert isinstance(fc, kind)
+        weight = fc.weight if asked == "none" else fc.dequantize()
+        assert (weight - saved).abs().max() <= (asked == "int8") * saved.abs().max() / 250, asked
 
 
 @each(QUANTS)

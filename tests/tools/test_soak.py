@@ -90,7 +90,7 @@ class Soak:
                 self.faults.append(f"request {number}, {kind}: {fault}")
 
     def send(self, data: bytes) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         head = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", data, head)
         return connection, connection.getresponse()
@@ -133,21 +133,21 @@ class Soak:
 
     def unsent(self, body: dict, want: str) -> str:
         """Leave in the middle of a body."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=120) as client:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=600) as client:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
             client.sendall(f'{head}Content-Type: application/json\r\n\r\n{{"prompt"'.encode())
         return ""
 
     def unread(self, body: dict, want: str) -> str:
         """Leave without reading a whole answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         data = json.dumps(body | {"max_tokens": 400}).encode()
         connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
         connection.close()
         return ""
 
     def counters(self) -> dict[str, float]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
         connection.close()
@@ -198,7 +198,7 @@ def test_many_requests(count):
 
 def first_token(port: int, messages: list[dict[str, str]]) -> tuple[float, str]:
     """Seconds to the first text of a chat's answer, and the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     body = {"messages": messages, "temperature": 0, "max_tokens": 40, "stream": True}
     began = time.perf_counter()
     head = {"Content-Type": "application/json"}

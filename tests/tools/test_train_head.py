@@ -199,6 +199,7 @@ def refused(capsys, argv: list[str]) -> str:
 def test_mistakes_are_one_line(small, monkeypatch, capsys):
     checkpoint = tiny_model(small, "bfloat16")
     argv = partial(arguments, small, checkpoint)
+    assert "no such directory: nowhere" in refused(capsys, arguments(small, Path("nowhere")))
     assert "has no chat template; use --chat NAME" in refused(capsys, argv(chat=""))
     assert "cannot read none.jsonl" in refused(capsys, argv(prompts="none.jsonl"))
     (small / "other").mkdir()
