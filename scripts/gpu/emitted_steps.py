@@ -382,7 +382,7 @@ def make_engine(case: Case) -> Any:
     further = OPTIONS.get(case.word, {})
     options = GenerateConfig(device="cuda", compile=True, context=CONTEXT, **further)
     lm_head = None
-    if case.draft != case.target and case.word not in HEADS:  # with LM heads of their own
+    if case.draft != case.target and case.word not in HEADS:  # those have LM heads of their own
         lm_head = quantized(target.lm_head, case.draft)
     for model, format in ((target, case.target), (head, case.draft)):
         if hasattr(model, "rope_freq"):
