@@ -39,10 +39,10 @@ LAUNCHES = {  # at most, on an H100: of a layer, of a drafted level, of a cycle 
     "bf16/26/eagle3": (5, 14, 268),
     "bf16/26/mixtral": (17, 10, 632),
     "int4/26/mixtral": (16, 10, 600),
-    "bf16/5/medusa": (5, 10, 210),
-    "int4/5/medusa": (5, 10, 210),
+    "bf16/5/medusa": (5, 0, 210),
+    "int4/5/medusa": (5, 0, 210),
     "bf16/5/hydra": (5, 10, 220),
-    "bf16/26/block": (5, 10, 219),
+    "bf16/26/block": (5, 0, 219),
 }
 CASES_OF = {
     "90": list(LAUNCHES),
