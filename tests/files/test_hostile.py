@@ -978,7 +978,7 @@ def test_declared_keys():
 def test_a_plan_that_does_not_fit_gets_its_sum(capfd, tmp_path):
     said = refused(capfd, *ids(DENSE, "--batch_size", "2000000000"))
     assert re.search(
-        r"the caches \d+\.\d GB \+ .* = \d+\.\d GB of memory are needed, \d+\.\d GB are free, enough for \d+ of the 2000000000 sequences; lower",
+        r"the caches \d+\.\d GB \+ .* = \d+\.\d GB of memory are needed, \d+\.\d GB are free, \d+\.\d GB are missing, enough for \d+ of the 2000000000 sequences; lower",
         said,
     )
     path, raw = model(tmp_path)
