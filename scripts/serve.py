@@ -20,6 +20,8 @@ Without a seed one is drawn; the other options are the server's where a request 
 Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
 /health says whether answers are decoded, /metrics gives counters in Prometheus' text form.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
+Lookups search the texts of all clients: no text changes, but its speed tells whether another began
+alike, and --draft_store keeps them on disk.
 Not here: keys and TLS. The default address is reached from this machine alone; with another --host
 put a proxy before it.
 """

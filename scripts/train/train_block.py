@@ -46,7 +46,7 @@ from scripts.train.train_eagle import (
     ready,
     train,
 )
-from scripts.train.train_heads import ranked_vocab
+from scripts.train.train_heads import ranked_vocab, scale_of
 
 TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
 
@@ -164,7 +164,7 @@ class Training:
         """Train `fc` over inputs of equal scale. Writes: head.fc."""
         tokens, _, number = next(batches(examples, config, 0))
         taps = features.of(tokens.to(config.device), number)[..., target.config.dim :].float()
-        scale = taps.flatten(0, 1).square().mean(0).sqrt().clamp(min=1e-6)
+        scale = scale_of(taps)
         head.fc.weight /= scale
         head.fc = ScaledLinear(head.fc, scale)
 
