@@ -404,9 +404,9 @@ class Autosizer:
         self.best = grown[best]
         self.running = self.best
         self.left = HOLD
-        candidates = {0, best - 1, best + 1} - {best, -1, len(rates)}
+        others = {0, best - 1, best + 1} - {best, -1, len(rates)}
         losses = {}
-        for place in sorted(candidates):
+        for place in sorted(others):
             share = max(1 - rates[place] / rates[best], LEAST_LOSS)
             losses[place] = HOLD * costs[place] * share
         # prefer a probe that loses little and has run for few cycles
