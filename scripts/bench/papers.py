@@ -47,7 +47,7 @@ from checkpoint import WeightFiles
 from command_line import one_line_errors, option, parse
 from decode import Engine
 from extras.draft_vocab import RANKS
-from files import bundled_head, is_gguf, read_json
+from files import bundled_head, is_gguf, parse_json, read_text
 from generate import Batch, Turn, encode, first_ids, load
 from hf.head_kinds import head_kind
 from options import DEMO, HEAD_KINDS, GenerateConfig, pick_device
@@ -243,7 +243,10 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
             found += [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]
             continue
         ranks = path / RANKS
-        added = f":draft_vocab={len(read_json(ranks))}" if ranks.is_file() else ""
+        added = ""
+        if ranks.is_file():
+            listed = parse_json(read_text(ranks), str(ranks))
+            added = f":draft_vocab={len(listed)}"
         found += [f"{kind}:{tree}:head={path}{added}" for tree in OF_KIND[kind]]
     return found
 
