@@ -126,7 +126,7 @@ class Drafter:
     @property
     def name(self) -> str:
         """The name of its tree in a report."""
-        return f"tree of {self.size}"
+        return "none" if self.size == 1 else f"tree of {self.size}"
 
     def fuse(self, enable: bool) -> None:
         """Run its passes in one C++ call each, where the model allows that."""
@@ -177,7 +177,6 @@ class RootOnly(Drafter):
     depth = 0
     size = 1
     width = 0
-    name = "none"
 
     def propose(self, state: Any, root: Root) -> DraftTree:
         return root_tree(root.text)

@@ -83,7 +83,7 @@ class GenerateConfig:
         "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
         needs=(INFLATABLE,),
     )
-    random_twin: bool = option(False, "random weights instead", needs=(SHAPE,), flag=False)
+    random_twin: bool = option(False, "random weights in that shape", needs=(SHAPE,), flag=False)
     draft: str = option(
         "",
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
@@ -133,7 +133,7 @@ class GenerateConfig:
     datastore: str = option(
         "", "texts of --draft rest, from scripts/build_datastore.py", needs=(DRAFT, REST)
     )
-    draft_store: str = option("", "file of past texts, for lookups", needs=(DRAFT, STORE))
+    draft_store: str = option("", "file that keeps texts for later lookups", needs=(DRAFT, STORE))
     tree: str = option(
         "",
         "shape of the draft tree; auto picks the fastest of several, and none, while decoding, "

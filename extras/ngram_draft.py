@@ -215,10 +215,6 @@ class NgramDrafter(Drafter):
         other._set_size(size)
         return other
 
-    @property
-    def name(self) -> str:
-        return "none" if self.size == 1 else super().name
-
     def resolved_options(self) -> dict[str, Any]:
         return self.ngram.resolved_options()
 

@@ -60,10 +60,6 @@ class RecyclingDrafter(Drafter):
             for level in tree.levels[1:]
         ]
 
-    @property
-    def name(self) -> str:
-        return "none" if self.size == 1 else super().name
-
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}
 

@@ -62,10 +62,6 @@ class RestDrafter(Drafter):
         self.depth = min(LENGTH, size - 1)
         self.width = size - 1
 
-    @property
-    def name(self) -> str:
-        return "none" if self.size == 1 else super().name
-
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}
 
