@@ -32,7 +32,7 @@ from drafters import LARGEST, Confirmed, Drafter, LargestTree, Root
 from kv_cache import KVCache, Window, causal_window
 from model import Block, Transformer, call
 from ops.library import has_cpu_operators, on_cpp_device
-from ops.topk import best
+from ops.topk import best, topk_logsumexp
 from ops.tree import place_tokens
 from options import GenerateConfig
 from runtime import Clock, compiled, copy_into
@@ -306,7 +306,7 @@ class Cycle:
         Writes: the cache, state.tokens; the state, if in place.
         """
         scores = None
-        if self.accept_rule or self.drafter.successors:
+        if self.accept_rule or self.drafter.successors > 1:
             scores = self.target.logits(features)
         if self.accept_rule:
             accepted = self.accept_rule(tree, scores, noise, state, self)
@@ -319,7 +319,11 @@ class Cycle:
             cache.compact(state.pos, accepted.moves)
         new, confirmed, outcome = self.advance(state, tree, accepted, features, self)
         if self.drafter.successors:
-            confirmed = confirmed.with_successors(tree, scores, self.drafter.successors)
+            if scores is None:
+                likeliest = tokens[:, :, None]
+            else:
+                likeliest = topk_logsumexp(scores, self.drafter.successors)[1]
+            confirmed = replace_fields(confirmed, tree=tree, successors=likeliest)
         return self.write_back(state, new), confirmed, outcome
 
     def extend(self, state: DecodeState, confirmed: Confirmed) -> DecodeState:

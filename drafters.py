@@ -34,7 +34,6 @@ from draft_tree import (
 )
 from kv_cache import Window
 from model import Layers, Transformer
-from ops.topk import topk_logsumexp
 from ops.tree import Children, Frontier, Scores, Shared, place_tokens
 
 LARGEST = 1 << 30  # past the last preset of any drafter
@@ -49,17 +48,16 @@ class Confirmed(NamedTuple):
     # [B, R] int64, `DraftTree.slots` of the accepted path; None: the drafter ran none of them
     slots: Tensor | None = None
     text: Text | None = None  # all decided tokens up to the new roots; None: not of a cycle
-    # for a drafter with `successors`, behind a cycle: [B, N] int64, tokens of the tree, -1 for
-    # padding; [B, N, k] int64, the target's likeliest tokens after each node, best first
-    nodes: Tensor | None = None
+    # for a drafter with `successors`, behind a cycle: the verified tree; [B, N, k] int64, the
+    # target's likeliest tokens after each node, best first; with k = 1 those that it chose
+    tree: DraftTree | None = None
     successors: Tensor | None = None
 
-    def with_successors(self, tree: DraftTree, scores: Tensor, k: int) -> Confirmed:
-        """Add the nodes of a tree and their successors. scores: [B, N, V] fp32, logits."""
-        real = tree.valid & (self.count > 0)[:, None]  # a finished sequence has none
-        nodes = torch.where(real, tree.tokens, -1)
-        _, successors, _ = topk_logsumexp(scores, k)
-        return replace_fields(self, nodes=nodes, successors=successors)
+    @property
+    def nodes(self) -> Tensor:
+        """The tokens of the verified tree, [B, N] int64; -1 where nothing was decided."""
+        real = self.tree.valid & (self.count > 0)[:, None]  # a finished sequence has none
+        return torch.where(real, self.tree.tokens, -1)
 
 
 class Root(NamedTuple):
@@ -113,7 +111,7 @@ class Drafter:
     keeps_nodes: bool = False  # nodes that ran while drafting stay in its cache when accepted
     max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
     may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
-    successors: int = 0  # k, the target's likeliest tokens after every node, which `extend` reads
+    successors: int = 0  # k, the target's tokens after every node that `extend` reads
     lookups: int = 0  # presets behind the smallest whose trees come from a lookup
     rates: Tensor | None = None  # [M, K, D, 2], the outcomes that its lookup starts from
     kept: Any = None  # extras.kept_texts.KeptTexts, which takes the text of every finished request

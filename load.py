@@ -188,7 +188,7 @@ def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> A
         return None
     from extras.kept_texts import KeptTexts, vocabulary_of
 
-    kept = KeptTexts(target.norm.weight.device)
+    kept = KeptTexts(size, target.norm.weight.device)
     if config.draft_store:
         kept.keep_in(Path(config.draft_store), vocabulary_of(tokenizer, size), size)
     return kept

@@ -13,7 +13,6 @@ Not here: the memory of the sequences (buffers.py), the cycle (decode.py), the n
 
 from __future__ import annotations
 
-import statistics
 import time
 import weakref
 from collections import deque
@@ -381,7 +380,7 @@ class Session:
     def _expect(self, expected: list[list[float]]) -> None:
         """Set the tokens that the presets can expect: means over the sequences that decode."""
         rows = [row for row, decodes in zip(expected, self.live) if decodes]
-        self.expected = [statistics.fmean(column) for column in zip(*rows)] or None
+        self.expected = [sum(column) / len(rows) for column in zip(*rows)] or None
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

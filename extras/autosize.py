@@ -12,7 +12,9 @@
 3. Presets behind the smallest may have trees from a lookup, whose expected tokens are known before
    they run (`Drafter.expected`). Such a tree runs instead where its tokens are worth more, over its
    time at the average rate.
-4. A process starts from the measurements of earlier ones (remembered.py). The first has the rules
+4. Grown trees have an account of the time that they have won, with a small allowance. Where it is
+   overdrawn, they rest until the allowance has made up for it, whatever is expected of them.
+5. A process starts from the measurements of earlier ones (remembered.py). The first has the rules
    of thumb and the acceptance measured in the head's training; cycles without a tree set its pace.
 
 Trade-off: one preset for the whole batch, chosen on the host. The choice never changes a token.
@@ -74,6 +76,9 @@ FIRST_BUDGET = 3.0
 SHARE = 0.007
 # least share of its time that a probe is assumed to lose
 LEAST_LOSS = 0.02
+# time that grown trees may lose to cycles without a tree: at once (in cost), and as a share
+AHEAD = 2.0
+AHEAD_SHARE = 0.01
 
 
 class TreeShape(NamedTuple):
@@ -322,6 +327,7 @@ class Autosizer:
         self.pace = 0.0  # seconds of a cycle that costs 1
         self.cycles = 0  # cycles that the pace was measured by
         self.budget = 0.0  # cost that a probe may lose
+        self.ahead = AHEAD  # cost that grown trees have won, up to this, or may lose
         self.last = -1  # preset of the last observed cycle
         self.left = 0  # cycles until the next decision
         self._decide()
@@ -383,27 +389,34 @@ class Autosizer:
             return self.running
         worth = self.gained / self.spent
         pick = self.running
-        most = self.tokens(pick) - 1 - worth * self.cost(pick)
+        most = self.tokens(pick) - 1 - worth * self.costs[pick]
         for preset in self.lookups:
-            gain = expected[preset] - worth * self.cost(preset)
+            gain = expected[preset] - worth * self.costs[preset]
             if gain > most and expected[preset] > 0:
                 pick = preset
                 most = gain
         return pick
 
     def _decide(self) -> None:
-        """Set the best preset by expected rate, and the running one: the best or a probe."""
+        """Set the best preset by expected rate, and the running one: the best or a probe.
+
+        Writes: the costs, too.
+        """
         grown = self.grown
+        self.costs = [self.cost(preset) for preset in range(len(self.shapes))]
+        self.left = HOLD
+        if self.ahead < 0:
+            self.best = self.running = 0
+            return
         measured = [place for place, preset in enumerate(grown) if self.known.seen[preset]]
         new = max(measured, default=0) + 1  # the next larger tree than any that was measured
-        costs = [self.cost(preset) for preset in grown[: new + 1]]
+        costs = [self.costs[preset] for preset in grown[: new + 1]]
         rates = [self.tokens(preset) / cost for preset, cost in zip(grown, costs)]
         if new < len(rates):
             rates[new] *= OPTIMISM
         best = rates.index(max(rates))
         self.best = grown[best]
         self.running = self.best
-        self.left = HOLD
         others = {0, best - 1, best + 1} - {best, -1, len(rates)}
         losses = {}
         for place in sorted(others):
@@ -426,8 +439,12 @@ class Autosizer:
         sequences: their number
         """
         known = self.known
-        cost = self.cost(preset)
+        cost = self.costs[preset]
         self.budget += SHARE * cost
+        self.ahead += AHEAD_SHARE * cost
+        if preset in self.grown[1:]:
+            self.ahead += (1 + accepted) * self.costs[0] - cost
+        self.ahead = min(self.ahead, AHEAD)
         self.gained = FADE * self.gained + 1 + accepted
         self.spent = FADE * self.spent + cost
         fade = FADE**sequences
@@ -440,6 +457,7 @@ class Autosizer:
         # the first cycle after a change is slow; with lookups there is one after nearly every cycle
         if preset == self.last or self.lookups:
             self._time(preset, seconds, cost)
+            self.costs[preset] = self.cost(preset)
         self.last = preset
         shape = self.shapes[preset]
         if shape.depth and preset not in self.lookups:

@@ -6,7 +6,8 @@
    make way for new ones, so that all fit CAPACITY tokens. Later texts win among equal matches.
 3. `tokens` has them in a buffer of fixed size and address, for all sequences of a batch. It changes
    between requests only: a decode cycle copies nothing to the device.
-4. `keep_in` reads a file (--draft_store) and replaces it when the process ends, readable by its
+4. `successors` has the token that the target last chose after each, as in recycling_draft.py.
+5. `keep_in` reads a file (--draft_store) and replaces it when the process ends, readable by its
    owner alone. Of two processes the last one to end wins, and its file is complete. A missing or
    empty file is begun; any other that is no store of this vocabulary is refused.
 
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 
 from command_line import require
+from extras.recycling_draft import empty_matrix
 from files import alone, parse_json, read_named, replace_file
 
 CAPACITY = 16384  # tokens, with a separator behind each text
@@ -51,12 +53,16 @@ class Kept(NamedTuple):
 class KeptTexts:
     """The texts, from the least to the most recently used one."""
 
-    def __init__(self, device: torch.device | str = "cpu", capacity: int = CAPACITY):
-        """capacity: tokens and separators"""
+    def __init__(
+        self, vocab_size: int, device: torch.device | str = "cpu", capacity: int = CAPACITY
+    ):
+        """vocab_size: V; capacity: tokens and separators"""
         self.texts: list[Kept] = []
         self.capacity = capacity
         # [C] int64, the texts at its end; -1 is no token: a separator, or padding in front
         self.tokens = torch.full((capacity,), -1, dtype=torch.long, device=device)
+        self.searched = self.tokens[capacity:]  # without the padding
+        self.successors = empty_matrix(vocab_size, device, 1)  # walked by a lookup
 
     def add(self, text: list[int], begin: int = 0) -> None:
         """Keep a text. begin: where its answer begins. Writes: tokens."""
@@ -74,6 +80,7 @@ class KeptTexts:
             first -= 1
             place -= len(texts[first].tokens) + 1
         self.texts = texts[first:]
+        self.searched = self.tokens[place:]
         row = np.full(self.capacity, -1)
         for tokens, _ in self.texts:
             row[place : place + len(tokens)] = tokens

@@ -3,7 +3,8 @@
 Candidates of one key share a rate: the length of their match, the rank of their continuation and
 their depth in it, the last depth for all deeper ones. `learn` counts which were accepted, whether
 or not the tree had room for them; older outcomes fade. `estimate` multiplies the rates along every
-path, so that the sum over a tree's nodes is the number of accepted tokens that it can expect.
+path, so that the sum over a tree's nodes is the number of accepted tokens that it can expect. On a
+CPU both are done by the C++ operator `look_up`.
 Counted on recorded answers, a size picked for every pass by such estimates is worth more than any
 further source of candidates (benchmarks/log/2026-11-23.md). Each sequence of a batch learns alone.
 Not here: the search (ngram_draft.py), the choice of a size (autosize.py).
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from draft_tree import Text
-from ops.library import on_cpp_device
 
 # the same in ops/cpu/lookup.cpp
 FADING = 0.998  # weight of an outcome after the next one
@@ -33,7 +33,8 @@ class Lookup(NamedTuple):
     tokens: Tensor  # [B, K L] int64
     values: Tensor  # [B, K L] fp32, log of the probability of the path; -inf: no candidate
     parents: Tensor  # [B, K L] int64, as in `Candidates`
-    lengths: Tensor  # [B, K] int64, tokens that match, in kept texts M / 2 more; 0: no continuation
+    # [B, K] int64, tokens that match, in kept texts as many as the longest more, M for a walk
+    lengths: Tensor  # 0: no continuation
     root: Tensor  # [B] int64, index in the text of the token before them; -1: none were looked up
     outcomes: Tensor  # [B, M, K, D, 2] fp32, accepted and tried, fading; D = DEPTHS
     expected: Tensor  # [B, presets] fp32, accepted tokens that the trees can expect
@@ -43,11 +44,8 @@ def learn(found: Lookup, text: Text) -> Tensor:
     """Count the candidates that the decided tokens have accepted, and those that they have tried.
 
     A candidate is tried where the path to its parent is decided and no better one is equal.
-    Returns: the new outcomes. Writes: on a CPU, the old ones.
+    Returns: the new outcomes.
     """
-    if on_cpp_device(text.pos):
-        torch.ops.gpt_eagle.learn(*text, *found[:2], found.lengths, found.root, found.outcomes)
-        return found.outcomes
     B, M, K, D, _ = found.outcomes.shape
     tokens = found.tokens.view(B, K, -1)
     L = tokens.shape[2]
@@ -73,11 +71,10 @@ def learn(found: Lookup, text: Text) -> Tensor:
 def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[int]) -> tuple:
     """Estimate how probable continuations are by the outcomes of earlier ones.
 
-    tokens: [B, K L] int64; lengths: [B, K] int64; sizes: nodes of the trees, root included
+    tokens: [B, K L] int64, -1: none; lengths: [B, K] int64
+    sizes: nodes of the trees, root included
     Returns: values, parents and expected, as in `Lookup`.
     """
-    if on_cpp_device(tokens):
-        return torch.ops.gpt_eagle.estimate(tokens, lengths, outcomes, sizes)
     B, M, K, D, _ = outcomes.shape
     chains = tokens.view(B, K, -1)
     L = chains.shape[2]
@@ -96,7 +93,7 @@ def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[
     hope = torch.where(step == 0, 0.1 * matched.clamp(max=6)[..., None], 0.6)  # [B, K, L]
     prior = hope / (1 + rank[:, None])
     rate = (counted[..., 0] + PRIOR * prior) / (counted[..., 1] + PRIOR)
-    own = (owner == rank[:, None]) & there[..., None]
+    own = (owner == rank[:, None]) & there[..., None] & (chains >= 0)
     rate = rate.clamp(max=MOST)
     levels = []  # probability of the paths to a depth, [B, K]
     above = torch.ones_like(rate[:, :, 0])

@@ -6,13 +6,15 @@
 1. A short measurement gives the plan: the hours, disk and memory of every stage.
 2. Answers: the target answers prompts, also its own (train/generate_answers.py).
 3. Features: its hidden states over these texts go to a file (train/feature_cache.py).
-4. Training: an EAGLE-3 head, over three steps of a chain; its sharpness (train/train_eagle.py).
+4. Training, over three steps of a chain: HASS, which has the layout of EAGLE-1, or EAGLE-3 where
+   the hours suffice for a million tokens; then the sharpness (train/train_eagle.py).
 5. Evaluation: a chain and trees beside vanilla decoding, by task (bench/papers.py). Then the model
    card, `README.md`, and `training.json` are written.
 
 OUT/run.json holds the plan and the state. After a kill the same command goes on: with the next
 batch of answers or features, the last saved step, the next round of a task.
-Trade-off: the stages of a run have fixed shares of the time. The recipe is the bundled head's.
+Trade-off: the stages of a run have fixed shares of the time. HASS reuses the target's last feature
+and learns from few tokens; EAGLE-3 overtakes it with many (benchmarks/TRAINING.md).
 """
 
 from __future__ import annotations
@@ -52,12 +54,25 @@ from scripts.bench.report import BRIEF, tables
 from scripts.train import train_eagle
 from scripts.train.feature_cache import weights_hash
 from scripts.train.generate_answers import AnswerConfig, answer, read_turns
-from scripts.train.plan import LEAST_TOKENS, STAGES, make_plan, measure, plan_text
+from scripts.train.plan import (
+    EPOCHS,
+    LEAST_TOKENS,
+    STAGES,
+    TEXT_PER_ANSWER,
+    make_plan,
+    measure,
+    plan_text,
+)
 
-RECIPE = {  # of the bundled head, by measurement (benchmarks/TRAINING.md)
-    "version": 3, "unroll": 3, "draft_vocab": 8192, "seq_len": 512, "batch_size": 4,
-    "optimizer": "muon", "lr": 2e-3, "muon_lr": 2e-3, "eval_prompts": 24,
+COMMON = {
+    "unroll": 3, "draft_vocab": 8192, "seq_len": 512, "batch_size": 4, "optimizer": "muon",
+    "eval_prompts": 24,
 }  # fmt: skip
+RECIPES = {  # by measurement (benchmarks/TRAINING.md)
+    "HASS": COMMON | {"init": "feature", "token_weight": 1.0, "lr": 3e-3, "muon_lr": 4e-3},
+    "EAGLE-3": COMMON | {"version": 3, "lr": 2e-3, "muon_lr": 2e-3},
+}
+EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
 METHODS = "none,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
@@ -91,8 +106,8 @@ class HeadConfig:
             device=self.device,
         )
 
-    def training(self, **options: Any) -> train_eagle.TrainConfig:
-        """Return the options of the training."""
+    def training(self, recipe: str, **options: Any) -> train_eagle.TrainConfig:
+        """Return the options of the training. recipe: one of RECIPES"""
         return train_eagle.TrainConfig(
             checkpoint=self.checkpoint,
             out=self.out,
@@ -100,7 +115,7 @@ class HeadConfig:
             chat=self.chat,
             threads=self.threads,
             device=self.device,
-            **RECIPE | options,
+            **RECIPES[recipe] | options,
         )
 
 
@@ -172,6 +187,16 @@ class Job:
         return self.config.hours * 3600 - sum(self.state["seconds"].values()) - after
 
 
+def plan_of(config: HeadConfig) -> dict[str, Any]:
+    """Measure the stages. Returns: the plan of the recipe that the hours suffice for."""
+    for recipe in RECIPES:
+        costs = measure(config.answers(), config.training(recipe))
+        plan = make_plan(costs, config.hours, config.out) | {"recipe": recipe}
+        if plan["tokens"] * TEXT_PER_ANSWER * EPOCHS < EAGLE_3_TOKENS:
+            break
+    return plan
+
+
 def write_answers(job: Job) -> None:
     """Stage 1. Writes: OUT/answers."""
     plan = job.state["plan"]
@@ -190,7 +215,7 @@ def write_answers(job: Job) -> None:
 def train(job: Job) -> None:
     """Stages 2 and 3. Writes: OUT."""
     features = job.out / "features.bin"
-    config = job.config.training(features=str(features))
+    config = job.config.training(job.state["plan"]["recipe"], features=str(features))
     made = train_eagle.ready(config)
     if "features" not in job.state["done"]:
         train_eagle.fill_features(config, made, lambda: job.tick("features"))
@@ -272,9 +297,9 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     hours = ", ".join(f"{stage} {state['seconds'][stage] / 3600:.2f}" for stage in STAGES)
     alphas = " ".join(f"{alpha:.3f}" for alpha in last["alpha"])
     table = "\n".join(tables(rows))
-    batch = RECIPE["batch_size"] * RECIPE["seq_len"]
+    batch = COMMON["batch_size"] * COMMON["seq_len"]
     parameters = f"{info['parameters'] / 1e6:.1f} million parameters"
-    return f"""# An EAGLE-3 head for {name}
+    return f"""# A draft head for {name}
 
     {use(config)}
 
@@ -284,7 +309,7 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 - The target's licence: {licence(Path(config.checkpoint))}. The head is made of the
   target's answers and features, so its terms may hold for the head too.
 - Data: {state["tokens"]} tokens of the target's own answers to the prompts below.
-- Training: {state["steps"]} steps of {batch} tokens; {parameters}.
+- Training: {state["plan"]["recipe"]}, {state["steps"]} steps of {batch} tokens; {parameters}.
 - Hours: {hours}.
 - Held-out prompts, greedy chains of five: acceptance by depth {alphas}; tau {last["tau"]:.3f};
   sharpness {read_json(job.out / "config.json")["draft_sharpness"]}.
@@ -321,9 +346,9 @@ def run(config: HeadConfig) -> None:
         job = Job(config)
         if "plan" not in job.state:
             print("measuring for the plan", flush=True)
-            costs = measure(config.answers(), config.training())
-            job.state["plan"] = make_plan(costs, config.hours, config.out)
+            job.state["plan"] = plan_of(config)
             job.tick("plan")
+        print(f"{job.state['plan']['recipe']}, by the number of tokens that the hours allow")
         print(plan_text(job.state["plan"], job.state["done"]), flush=True)
         stages: dict[str, Callable[[Job], None]] = {
             "answers": write_answers,

@@ -195,16 +195,10 @@ OPERATORS: dict[str, Callable | None] = {
             torch.empty_like(passed),
         )
     ),
-    "learn(Tensor text, Tensor pos, Tensor tokens, Tensor values, Tensor lengths, Tensor root, "
-    "Tensor(a!) outcomes) -> ()": (lambda text, pos, tokens, values, lengths, root, outcomes: None),
-    "estimate(Tensor tokens, Tensor lengths, Tensor outcomes, int[] sizes) "
-    "-> (Tensor, Tensor, Tensor)": (
-        lambda tokens, lengths, outcomes, sizes: (
-            outcomes.new_empty(tokens.shape),
-            torch.empty_like(tokens),
-            outcomes.new_empty(len(tokens), len(sizes)),
-        )
-    ),
+    "look_up(Tensor text, Tensor pos, Tensor? kept, Tensor(a!)? successors, Tensor? nodes, "
+    "Tensor? valid, Tensor? chosen, Tensor(b!) tokens, Tensor(c!) values, Tensor(d!) parents, "
+    "Tensor(e!) lengths, Tensor(f!) root, Tensor(g!) outcomes, Tensor(h!) expected, int least, "
+    "int longest, int[] sizes) -> ()": (lambda *operands: None),
     "lookup(Tensor text, Tensor pos, Tensor? kept, int tokens, int branches, int least, "
     "int longest) -> (Tensor, Tensor)": _lookup,
     "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) "

@@ -3,10 +3,10 @@
 #include "common.h"
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace lookup {
 namespace {
@@ -94,6 +94,113 @@ class Places {
   const Text text;
 };
 
+// Chains of tokens behind a root, the best first, and how each was found.
+struct Chains {
+  int64_t K, L;
+  int64_t *tokens, *lengths;  // [K, L]; [K], tokens that match, `longest` more in a kept text; 0: no continuation
+};
+
+// Writes the best continuations, pairwise different: the longest match first, of equal ones the latest. found: reused
+inline void continuations(const Places& places, int64_t kept, int64_t least, int64_t longest, const Chains& chains,
+                          std::vector<Match>& found) {
+  const auto [K, L, tokens, lengths] = chains;
+  places.find(found, least, longest);
+  int64_t count = 0;  // of chains so far
+  for (int64_t length = longest; length >= least && count < K; length--)
+    for (auto match = found.rbegin(); match != found.rend() && count < K; ++match) {
+      if (match->length != length) continue;
+      int64_t* const next = tokens + count * L;
+      places.copy(match->place, next, L);
+      bool differs = true;
+      for (int64_t k = 0; k < count && differs; k++) differs = !std::equal(next, next + L, tokens + k * L);
+      const bool in_kept = match->place < kept;
+      if (differs) lengths[count++] = length + in_kept * longest;
+    }
+  for (; count < K; count++) places.copy(0, tokens + count * L, L), lengths[count] = 0;
+}
+
+struct Kept {  // texts of earlier requests
+  Kept(const std::optional<at::Tensor>& kept)
+      : size(kept ? kept->numel() : 0), held(optional<int64_t>(kept, {size}, "kept")) {
+    TORCH_CHECK(size == 0 || (*held)[size - 1] < 0, "no separator behind the kept texts");
+  }
+  Places before(const Text& text) const { return {held ? held->data : nullptr, size, text}; }
+  const int64_t size;
+
+ private:
+  const std::optional<Whole> held;
+};
+
+// What is drafted for one sequence.
+struct Drafted {
+  Chains chains;
+  int64_t* parents;   // [K L], as in `Candidates`
+  float* values;      // [K L], log of the probability of every path; -inf: a chain before has its node, or there is none
+  float* outcomes;    // [M, K, D, 2], accepted and tried candidates by length, rank and depth
+  int64_t M, D;
+  float* key(int64_t k, int64_t depth) const {
+    const int64_t m = std::min(chains.lengths[k], M) - 1;
+    return outcomes + ((m * chains.K + k) * D + std::min(depth, D - 1)) * 2;
+  }
+};
+
+// Learns from the tokens that were decided. Writes: the outcomes. seen: reused
+inline void learn(const Drafted& drafted, const int64_t* decided, int64_t count, std::vector<float>& seen) {
+  const auto [K, L, tokens, lengths] = drafted.chains;
+  const int64_t size = drafted.M * K * drafted.D * 2;
+  seen.assign(size, 0.f);
+  for (int64_t k = 0; k < K; k++)
+    for (int64_t d = 0; lengths[k] > 0 && d < std::min(count, L); d++) {
+      const int64_t i = k * L + d;
+      const bool hit = tokens[i] == decided[d];
+      float* const key = &seen[drafted.key(k, d) - drafted.outcomes];
+      if (drafted.values[i] > -INFINITY) key[0] += hit, key[1] += 1;
+      if (!hit) break;
+    }
+  for (int64_t i = 0; i < size; i += 2)
+    if (seen[i + 1] > 0)
+      for (int64_t j = i; j < i + 2; j++)
+        drafted.outcomes[j] = drafted.outcomes[j] * std::pow(FADING, seen[i + 1]) + seen[j];
+}
+
+// Estimates how probable the continuations are. Tokens of -1 are none and become 0. Writes: values, parents; expected
+// [sizes], the sums of the largest `size - 1` probabilities. path: reused
+inline void estimate(const Drafted& drafted, at::IntArrayRef sizes, float* expected, std::vector<float>& path) {
+  const auto [K, L, tokens, lengths] = drafted.chains;
+  path.assign(K * L, 0.f);
+  int64_t most = 0;
+  for (const int64_t size : sizes) most = std::max(most, std::min(size - 1, K * L));
+  for (int64_t k = 0; k < K; k++) {
+    int64_t above = -1;
+    for (int64_t d = 0; d < L; d++) {
+      int64_t owner = 0;  // the first chain that begins so
+      while (owner < k && !(lengths[owner] > 0 && std::equal(tokens + k * L, tokens + k * L + d + 1, tokens + owner * L)))
+        owner++;
+      const int64_t node = k * L + d;
+      drafted.parents[node] = above;
+      if (owner == k && lengths[k] > 0 && tokens[node] >= 0) {
+        const float* const key = drafted.key(k, d);
+        // the first token is learnt from every cycle, so that little has to be hoped for
+        const float hope = d == 0 ? .1f * float(std::min<int64_t>(tokens_of(lengths[k], drafted.M), 6)) : .6f;
+        const float rate = std::min((key[0] + PRIOR * hope / float(1 + k)) / (key[1] + PRIOR), MOST);
+        path[node] = (above < 0 ? 1.f : path[above]) * rate;
+      }
+      drafted.values[node] = path[node] > 0 ? std::log(path[node]) : -INFINITY;
+      above = owner * L + d;
+    }
+  }
+  std::replace(tokens, tokens + K * L, int64_t(-1), int64_t(0));
+  std::partial_sort(path.begin(), path.begin() + most, path.end(), std::greater<float>());
+  for (size_t s = 0; s < sizes.size(); s++)
+    expected[s] = std::accumulate(path.begin(), path.begin() + std::min<int64_t>(std::max<int64_t>(sizes[s] - 1, 0), K * L), 0.f);
+}
+
+template <class T> T* written(const at::Tensor& t, at::IntArrayRef shape, const char* name) {
+  TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
+  const Operand<T> checked(t, shape, name);
+  return t.mutable_data_ptr<T>();
+}
+
 }  // namespace
 
 // Finds the best continuations in kept texts [C] and in each text, pairwise different. Returns: tokens [B, K, L]; the
@@ -103,30 +210,13 @@ std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tens
                                           int64_t least, int64_t longest) {
   TORCH_CHECK(0 < least && least <= longest, "a match has 1 token or more; it is ", least, " to ", longest);
   const Texts texts(text, pos);
+  const Kept before(kept);
   const int64_t B = texts.count, K = branches, L = tokens;
-  const int64_t C = kept ? kept->numel() : 0;
-  const auto before = optional<int64_t>(kept, {C}, "kept");
-  TORCH_CHECK(C == 0 || (*before)[C - 1] < 0, "no separator behind the kept texts");
-  const at::Tensor chains = at::empty({B, K, L}, text.options());
-  const at::Tensor matched = at::zeros({B, K}, text.options());
+  const at::Tensor chains = at::empty({B, K, L}, text.options()), matched = at::empty({B, K}, text.options());
   std::vector<Match> found;
   for (int64_t b = 0; b < B; b++) {
-    const Places places(before ? before->data : nullptr, C, texts[b]);
-    places.find(found, least, longest);
-    int64_t* const chain = chains.mutable_data_ptr<int64_t>() + b * K * L;
-    int64_t count = 0;  // of chains so far
-    // the longest match first, of equal ones the latest
-    for (int64_t length = longest; length >= least && count < K; length--)
-      for (auto match = found.rbegin(); match != found.rend() && count < K; ++match) {
-        if (match->length != length) continue;
-        int64_t* const next = chain + count * L;
-        places.copy(match->place, next, L);
-        bool differs = true;
-        for (int64_t k = 0; k < count && differs; k++) differs = !std::equal(next, next + L, chain + k * L);
-        const bool in_kept = match->place < C;
-        if (differs) matched.mutable_data_ptr<int64_t>()[b * K + count++] = length + in_kept * longest;
-      }
-    for (; count < K; count++) places.copy(0, chain + count * L, L);
+    const Chains one{K, L, chains.mutable_data_ptr<int64_t>() + b * K * L, matched.mutable_data_ptr<int64_t>() + b * K};
+    continuations(before.before(texts[b]), before.size, least, longest, one, found);
   }
   return {chains, matched};
 }
@@ -168,84 +258,60 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_chains(const at::Tensor& toke
   return {new_tokens, new_values, new_parents};
 }
 
-// Learns from the tokens that were decided behind `root` [B], -1: none were looked up. tokens, values: [B, K L], the
-// candidates; lengths: [B, K]; outcomes: [B, M, K, D, 2], accepted and tried candidates by length, rank and depth, written.
-void learn(const at::Tensor& text, const at::Tensor& pos, const at::Tensor& tokens, const at::Tensor& values,
-           const at::Tensor& lengths, const at::Tensor& root, const at::Tensor& outcomes) {
+// Learns from the tokens that were decided since the last call, looks up what may follow, and estimates how probable that
+// is. kept [C]; successors [V, 1], the token that the target last chose after each, -1 where it has chosen none: written from
+// its choice [B, N] after the verified nodes [B, N] (valid [B, N]; of the nodes of one token the first counts), and walked
+// as the last chain. The rest is the state, as in `Lookup` of extras/ngram_estimates.py, and written. sizes: of trees
+void look_up(const at::Tensor& text, const at::Tensor& pos, const std::optional<at::Tensor>& kept,
+             const std::optional<at::Tensor>& successors, const std::optional<at::Tensor>& nodes,
+             const std::optional<at::Tensor>& valid, const std::optional<at::Tensor>& chosen, const at::Tensor& tokens,
+             const at::Tensor& values, const at::Tensor& parents, const at::Tensor& lengths, const at::Tensor& root,
+             const at::Tensor& outcomes, const at::Tensor& expected, int64_t least, int64_t longest,
+             at::IntArrayRef sizes) {
+  TORCH_CHECK(0 < least && least <= longest, "a match has 1 token or more; it is ", least, " to ", longest);
+  TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2 && outcomes.size(1) > 1, "outcomes must be [B, M, K, D, 2]");
   const Texts texts(text, pos);
-  TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2 && outcomes.is_contiguous(), "outcomes must be [B, M, K, D, 2]");
-  const int64_t B = texts.count, M = outcomes.size(1), K = outcomes.size(2), D = outcomes.size(3), P = tokens.size(1);
-  const int64_t L = P / std::max<int64_t>(K, 1);
-  const Whole token(tokens, {B, P}, "tokens"), length(lengths, {B, K}, "lengths"), from(root, {B}, "root");
-  const Operand<float> value(values, {B, P}, "values");
-  const Operand<float> counted(outcomes, {B, M, K, D, 2}, "outcomes");
-  std::vector<float> seen(M * K * D * 2);
+  const Kept before(kept);
+  const int64_t B = texts.count, P = tokens.size(1), S = int64_t(sizes.size());
+  const int64_t M = outcomes.size(1), K = outcomes.size(2), D = outcomes.size(3), L = P / std::max<int64_t>(K, 1);
+  int64_t* const token = written<int64_t>(tokens, {B, K * L}, "tokens");
+  int64_t* const parent = written<int64_t>(parents, {B, P}, "parents");
+  int64_t* const length = written<int64_t>(lengths, {B, K}, "lengths");
+  int64_t* const from = written<int64_t>(root, {B}, "root");
+  float* const value = written<float>(values, {B, P}, "values");
+  float* const counted = written<float>(outcomes, {B, M, K, D, 2}, "outcomes");
+  float* const sums = written<float>(expected, {B, S}, "expected");
+  const int64_t V = successors ? successors->size(0) : 0;
+  int64_t* const next = successors ? written<int64_t>(*successors, {V, 1}, "successors") : nullptr;
+  if (next && chosen) {
+    const int64_t N = chosen->numel() / std::max<int64_t>(B, 1);
+    TORCH_CHECK(nodes && valid, "nodes and valid come with the choice");
+    const Whole node(*nodes, {B, N}, "nodes"), choice(chosen->flatten(1), {B, N}, "chosen");
+    const Truth real(*valid, {B, N}, "valid");
+    for (int64_t b = B - 1; b >= 0; b--)
+      for (int64_t n = N - 1; n >= 0 && from[b] != texts[b].root; n--)  // a finished sequence has decided nothing
+        if (real[b * N + n])
+          next[within(node[b * N + n], V, "a node")] = within(choice[b * N + n], V, "a choice");
+  }
+  std::vector<Match> found;
+  std::vector<float> scratch;
   for (int64_t b = 0; b < B; b++) {
     const Text one = texts[b];
-    if (from[b] < 0 || from[b] >= one.root) continue;
-    const int64_t decided = std::min(one.root - from[b], L);
-    std::fill(seen.begin(), seen.end(), 0.f);
-    for (int64_t k = 0; k < K; k++)
-      for (int64_t d = 0; length[b * K + k] > 0 && d < decided; d++) {
-        const int64_t i = b * P + k * L + d, m = std::min(length[b * K + k], M) - 1;
-        const bool hit = token[i] == one.tokens[from[b] + 1 + d];
-        float* const key = &seen[((m * K + k) * D + std::min(d, D - 1)) * 2];
-        if (value[i] > -INFINITY) key[0] += hit, key[1] += 1;
-        if (!hit) break;
-      }
-    float* const sums = outcomes.mutable_data_ptr<float>() + b * M * K * D * 2;
-    for (int64_t i = 0; i < M * K * D * 2; i++)
-      if (seen[i | 1] > 0) sums[i] = sums[i] * std::pow(FADING, seen[i | 1]) + seen[i];
-  }
-}
-
-// Estimates how probable continuations are. tokens: [B, K L]; lengths: [B, K]; outcomes: [B, M, K, D, 2]; sizes: of trees.
-// Returns: the log of the probability of every path, -inf where a chain before has its node, [B, K L]; the parents
-// [B, K L]; the sums of the largest `size - 1` probabilities, [B, sizes].
-std::tuple<at::Tensor, at::Tensor, at::Tensor> estimate(const at::Tensor& tokens, const at::Tensor& lengths,
-                                                        const at::Tensor& outcomes, at::IntArrayRef sizes) {
-  TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2 && outcomes.size(1) > 1, "outcomes must be [B, M, K, D, 2]");
-  const int64_t B = tokens.size(0), P = tokens.size(1);
-  const int64_t M = outcomes.size(1), K = outcomes.size(2), D = outcomes.size(3), L = P / std::max<int64_t>(K, 1);
-  const Whole token(tokens, {B, P}, "tokens"), length(lengths, {B, K}, "lengths");
-  const Operand<float> counted(outcomes, {B, M, K, D, 2}, "outcomes");
-  const at::Tensor values = at::empty({B, P}, outcomes.options()), parents = at::empty_like(tokens);
-  const at::Tensor expected = at::empty({B, int64_t(sizes.size())}, outcomes.options());
-  std::vector<float> path(P);  // probabilities
-  for (int64_t b = 0; b < B; b++) {
-    float* const value = values.mutable_data_ptr<float>() + b * P;
-    int64_t* const parent = parents.mutable_data_ptr<int64_t>() + b * P;
-    const int64_t* const drafted = token.data + b * P;
-    for (int64_t k = 0; k < K; k++) {
-      const int64_t match = length[b * K + k];
-      int64_t above = -1;
-      for (int64_t d = 0; d < L; d++) {
-        int64_t owner = 0;  // the first chain that begins so
-        while (owner < k && !(length[b * K + owner] > 0 &&
-                              std::equal(drafted + k * L, drafted + k * L + d + 1, drafted + owner * L)))
-          owner++;
-        const int64_t node = k * L + d;
-        parent[node] = above;
-        path[node] = 0;
-        if (owner == k && match > 0) {
-          const float* const key = &counted.data[(((b * M + std::min(match, M) - 1) * K + k) * D + std::min(d, D - 1)) * 2];
-          // the first token is learnt from every cycle, so that little has to be hoped for
-          const float hope = d == 0 ? .1f * float(std::min<int64_t>(tokens_of(match, M), 6)) : .6f;
-          const float rate = std::min((key[0] + PRIOR * hope / float(1 + k)) / (key[1] + PRIOR), MOST);
-          path[node] = (above < 0 ? 1.f : path[above]) * rate;
-        }
-        value[node] = std::log(path[node]);
-        above = owner * L + d;
-      }
+    const Chains chains{K, L, token + b * P, length + b * K};
+    const Drafted drafted{chains, parent + b * P, value + b * P, counted + b * M * K * D * 2, M, D};
+    if (from[b] >= 0 && from[b] < one.root)
+      learn(drafted, one.tokens + from[b] + 1, one.root - from[b], scratch);
+    const Chains copied{next ? K - 1 : K, L, chains.tokens, chains.lengths};
+    continuations(before.before(one), before.size, least, longest, copied, found);
+    if (next) {
+      int64_t last = one.tokens[one.root];
+      for (int64_t* walk = chains.tokens + (K - 1) * L; walk < chains.tokens + K * L; walk++)
+        *walk = last = last < 0 ? -1 : next[within(last, V, "a token")];
+      chains.lengths[K - 1] = chains.tokens[(K - 1) * L] < 0 ? 0 : M;
     }
-    std::sort(path.begin(), path.end(), std::greater<float>());
-    for (size_t s = 0; s < sizes.size(); s++) {
-      float sum = 0;
-      for (int64_t i = 0; i < std::min(sizes[s] - 1, P); i++) sum += path[i];
-      expected.mutable_data_ptr<float>()[b * int64_t(sizes.size()) + int64_t(s)] = sum;
-    }
+    estimate(drafted, sizes, sums + b * S, scratch);
+    from[b] = one.root;
   }
-  return {values, parents, expected};
 }
 
 }  // namespace lookup

@@ -47,9 +47,8 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("causal", tree::causal)
       .impl("with_times", tree::with_times)
       .impl("keep_rows", tree::keep_rows)
-      .impl("learn", lookup::learn)
-      .impl("estimate", lookup::estimate)
       .impl("lookup", lookup::lookup)
+      .impl("look_up", lookup::look_up)
       .impl("add_chains", lookup::add_chains);
   add(c10::DispatchKey::CompositeExplicitAutograd)
       .impl("block_bytes", blocks::block_bytes)

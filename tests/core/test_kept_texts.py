@@ -28,6 +28,10 @@ VOCABULARY = "ab" * 32
 SIZE = 9
 
 
+def kept_of_golden(capacity: int = 16384) -> KeptTexts:
+    return KeptTexts(golden_target().config.vocab_size, capacity=capacity)
+
+
 def texts_of(kept: KeptTexts) -> list[list[int]]:
     """The texts as they lie in the buffer."""
     texts: list[list[int]] = [[]]
@@ -40,7 +44,7 @@ def texts_of(kept: KeptTexts) -> list[list[int]]:
 
 
 def test_the_least_recently_used_text_makes_way():
-    kept = KeptTexts(capacity=40)
+    kept = KeptTexts(SIZE, capacity=40)
     runs = [list(range(begin, begin + RUN + 2)) for begin in (100, 200, 300)]
     for run in runs:
         kept.add(run)
@@ -68,7 +72,7 @@ def check_warm(make, temperature: float, batch: int, traced: bool = False) -> No
     options = {"max_new_tokens": 30, "ignore_eos": True, "temperature": temperature, "seed": 5}
     plain = engine_for(golden_target(), RootOnly(), batch_size=batch, **options)
     want = decode(plain, *PROMPTS[:batch]).history
-    engine = engine_for(golden_target(), make(KeptTexts()), batch_size=batch, **options)
+    engine = engine_for(golden_target(), make(kept_of_golden()), batch_size=batch, **options)
     if traced:
         engine = compiled_as_on_cuda(engine)
     cycles = []
@@ -102,7 +106,7 @@ def test_kept_texts_in_a_heads_tree_change_no_token():
 def test_a_traced_lookup_reads_the_buffer(monkeypatch):
     """Texts change between requests, and nothing is traced again."""
     monkeypatch.setattr("ops.library._cpp_available", [False])
-    ngram = Ngram(2, 2, 2, kept=KeptTexts(capacity=64))
+    ngram = Ngram(2, 2, 2, kept=kept_of_golden(64))
     text = Text(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
     step = torch.compile(ngram_draft.lookup, fullgraph=True, dynamic=False)
     found = []
@@ -128,7 +132,7 @@ def test_kept_texts_in_traced_steps_change_no_token(monkeypatch):
 
 
 def opened(file, vocabulary: str = VOCABULARY) -> KeptTexts:
-    kept = KeptTexts()
+    kept = KeptTexts(SIZE)
     kept.keep_in(file, vocabulary, SIZE)
     return kept
 
@@ -232,15 +236,15 @@ def test_a_store_on_the_command_line(tmp_path, capsys):
 
 
 def test_warming_up_keeps_nothing():
-    engine = engine_for(golden_target(), NgramDrafter(Ngram(kept=KeptTexts())), context=100)
+    engine = engine_for(golden_target(), lookup(kept_of_golden()), context=100)
     _prefill_each_width(engine)
     assert not engine.drafter.kept.texts
 
 
 def test_a_turn_that_is_ended_early_is_kept():
     """As a server ends one at a text that the client names."""
-    kept = KeptTexts()
-    engine = engine_for(golden_target(), NgramDrafter(Ngram(kept=kept)), max_new_tokens=20)
+    kept = kept_of_golden()
+    engine = engine_for(golden_target(), lookup(kept), max_new_tokens=20)
     session = Session(engine)
     session.admit(0, PROMPTS[0], (0, 0))
     for _ in range(4):

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from decode import DecodeState, Report, advance, advance_fused
-from draft_tree import Accepted, Text, accept, accept_fused, build_tree, replace_fields
+from draft_tree import Accepted, DraftTree, Text, accept, accept_fused, build_tree, replace_fields
 from drafters import Confirmed, RootOnly
 from extras.deferred import MAX_KEPT, DeferredState, Idle
-from extras.ngram_draft import Ngram, lookup, match_lengths
-from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
+from extras.kept_texts import KeptTexts
+from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
+from extras.ngram_estimates import DEPTHS
 from helpers import not_refused
 from kv_cache import causal_window
 from ops.library import has_cpu_operators
@@ -573,7 +574,8 @@ def test_lookup(plain, batch, ngram):
     for vocab, size in itertools.product((1, 2, 5), (1, 2, 20)):
         for kept in (None, [-1, 0, 1, 0, -1], whole(vocab + 1, 40) - 1):
             if kept is not None:  # -1 is no token: padding, and behind each text
-                kept = SimpleNamespace(tokens=torch.tensor([*kept, -1]))
+                row = torch.tensor([*kept, -1])
+                kept = SimpleNamespace(tokens=row, searched=row)
             text = Text(whole(vocab, batch, size), whole(size, batch))
             ngram = replace(ngram, kept=kept)
             chains, lengths = lookup(text, ngram)
@@ -592,26 +594,49 @@ def test_lookup(plain, batch, ngram):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_became_of_lookups(plain, batch):
-    """Estimates by random outcomes, and what the next tokens add to these."""
+    """Pass by pass, by random outcomes, with random trees verified and without a store."""
     torch.manual_seed(batch)
     for vocab, size, (tokens, branches, longest) in itertools.product(
         (1, 2, 4), (3, 12, 40), ((1, 1, 1), (3, 4, 2), (10, 4, 6))
     ):
-        ngram = Ngram(tokens, branches, longest)
-        text = Text(whole(vocab, batch, size), whole(size, batch))
-        chains, lengths = lookup(text, ngram)
-        outcomes = 5 * torch.rand(batch, 2 * longest, branches, DEPTHS, 2).sort(-1).values
-        drafted = chains.flatten(1)
-        inputs = (drafted, lengths, outcomes, (1, 2, 4, 99))
-        values, parents, expected = estimate(*inputs)
-        reference = plain(estimate, *inputs)
-        assert torch.equal(parents, reference[1])
-        assert torch.allclose(values, reference[0]) and torch.allclose(expected, reference[2])
-        root = torch.minimum(whole(size + 1, batch) - 1, text.pos)
-        found = Lookup(drafted, values, parents, lengths, root, outcomes, expected)
-        wanted = plain(learn, found, text)
-        assert torch.allclose(learn(found, text), wanted)
-        assert found.outcomes is outcomes and torch.allclose(outcomes, wanted)
+        for stored in (False, True):
+            check_passes(
+                plain, vocab, whole(vocab, batch, size), Ngram(tokens, branches, longest), stored
+            )
+
+
+def check_passes(plain, vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: bool) -> None:
+    """Both states start equal and stay so; some sequences decide nothing in a pass."""
+    batch, size = tokens.shape
+    drafters = []
+    for _ in range(2):
+        kept = KeptTexts(vocab, capacity=30) if stored else None
+        drafters.append(NgramDrafter(replace(ngram, kept=kept), sizes=(2, 4, 99)))
+    states = [drafter.init(batch, size) for drafter in drafters]
+    outcomes = 5 * torch.rand(states[0].outcomes.shape).sort(-1).values
+    states = [replace_fields(state, outcomes=outcomes.clone()) for state in states]
+    pos = torch.zeros(batch, dtype=torch.long)
+    for step in range(4):
+        count = torch.minimum(whole(4, batch), size - 1 - pos)
+        pos = pos + count
+        tree = successors = None
+        if step:
+            nodes = whole(vocab, batch, 5)
+            tree = DraftTree(nodes, *[None] * 3, whole(2, batch, 5) > 0)
+            successors = whole(vocab, batch, 5, 1)
+        confirmed = Confirmed(None, None, count, None, Text(tokens, pos), tree, successors)
+        mine = drafters[0].extend(states[0], confirmed)
+        assert mine is states[0], "it is written in place"
+        states[1] = plain(drafters[1].extend, states[1], confirmed)
+        for name, own, reference in zip(mine._fields, mine, states[1]):
+            if name in ("tokens", "parents"):  # of candidates
+                own, reference = (x[mine.values > -INF] for x in (own, reference))
+            assert torch.allclose(own, reference), name
+        if stored:
+            assert torch.equal(drafters[0].kept.successors, drafters[1].kept.successors)
+            text = whole(vocab, 9).tolist()
+            for drafter in drafters:
+                drafter.kept.add(text)
 
 
 def test_wrong_lookups():
@@ -646,24 +671,47 @@ def test_wrong_lookups():
         for m, value in enumerate(values)
     }
     assert not_refused(CPP.add_chains, cases) == []
-    drafted, lengths, outcomes = whole(5, 2, 6), whole(3, 2, 2), torch.ones(2, 3, 2, DEPTHS, 2)
-    cases = {
-        "few lengths": (drafted, lengths[:1], outcomes, (1, 2)),
-        "other lengths": (drafted, lengths.int(), outcomes, (1, 2)),
-        "flat tokens": (drafted[0], lengths, outcomes, (1, 2)),
-        "flat outcomes": (drafted, lengths, outcomes[0], (1, 2)),
-        "other outcomes": (drafted, lengths, outcomes.double(), (1, 2)),
+    nodes, valid, chosen = whole(5, 2, 3), torch.ones(2, 3).bool(), whole(5, 2, 3, 1)
+    verified = {
+        "kept": kept,
+        "successors": torch.full((6, 1), -1),
+        "nodes": nodes,
+        "valid": valid,
+        "chosen": chosen,
     }
-    assert not_refused(CPP.estimate, cases) == []
-    values = torch.zeros(2, 6)
-    cases = {name: (*case, drafted, values, lengths, pos, outcomes) for name, case in texts.items()}
-    good = (text, pos, drafted, values, lengths, pos - 1, outcomes)
-    wrong = {"few tokens": (2, drafted[:1]), "other values": (3, values.double())}
-    wrong |= {"few roots": (5, pos[:1]), "other outcomes": (6, outcomes.double())}
-    for name, (place, value) in wrong.items():
-        cases[name] = tuple(value if n == place else x for n, x in enumerate(good))
-    assert not_refused(CPP.learn, cases) == []
-    CPP.learn(*good)
+    state = {
+        "tokens": torch.zeros(2, 9).long(), "values": torch.zeros(2, 9), "parents": torch.zeros(2, 9).long(),
+        "lengths": torch.zeros(2, 3).long(), "root": torch.full((2,), -1), "outcomes": torch.ones(2, 5, 3, DEPTHS, 2),
+        "expected": torch.zeros(2, 2),
+    }  # fmt: skip
+    good = {"text": text, "pos": pos} | verified | state
+
+    def operands(**changed) -> tuple:
+        return (*(good | changed).values(), 1, 2, (1, 2))
+
+    cases = {name: operands(text=case[0], pos=case[1]) for name, case in texts.items()}
+    cases |= {
+        f"few {name}": operands(**{name: value[:1]})
+        for name, value in (verified | state).items()
+        if name != "kept"
+    }
+    cases |= {
+        f"flat {name}": operands(**{name: value.flatten()})
+        for name, value in state.items()
+        if value.dim() > 1
+    }
+    cases |= {
+        f"other {name}": operands(**{name: value.to(torch.half)})
+        for name, value in (verified | state).items()
+    }
+    cases |= {
+        "a node": operands(nodes=nodes + 6),
+        "a choice": operands(chosen=chosen - 6),
+        "no end": operands(kept=kept[:1]),
+    }
+    cases |= {"no match": (*operands()[:-3], 0, 2, (1, 2)), "no nodes": operands(nodes=None)}
+    assert not_refused(CPP.look_up, cases) == []
+    CPP.look_up(*operands())
 
 
 def test_what_the_compiler_is_told():
@@ -682,7 +730,6 @@ def test_what_the_compiler_is_told():
         "causal": (text.pos, 3, 1),
         "keep_rows": (torch.zeros(2, 5, 6), torch.randn(2, 3, 6), torch.tensor([1, 3]), torch.tensor([0, 9]), text.pos),
         "lookup": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
-        "estimate": (whole(9, 2, 6), whole(3, 2, 2), torch.ones(2, 3, 2, DEPTHS, 2), [1, 2]),
         "add_chains": (*Candidates.join(levels), whole(9, 2, 2, 3), torch.ones(2, 2).long()),
     }  # fmt: skip
     for name, operands in cases.items():
