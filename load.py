@@ -182,13 +182,16 @@ def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> A
     presets = config.draft in HEAD_KINDS and config.tree_shape == "auto" and config.device == "cpu"
     # under the residual rule the drafts of past requests would change the tokens
     looks_up = (config.draft.endswith("ngram") or presets) and config.accept == "exact"
+    recycles = config.draft == "recycling"
+    looks_up = looks_up or recycles
     fault = "--draft_store belongs to lookups with --accept exact; use --draft ngram"
     require(looks_up or not config.draft_store, fault)
     if not looks_up:
         return None
     from extras.kept_texts import KeptTexts, vocabulary_of
+    from extras.recycling_draft import RANKS
 
-    kept = KeptTexts(size, target.norm.weight.device)
+    kept = KeptTexts(size, target.norm.weight.device, ranks=RANKS if recycles else 1)
     if config.draft_store:
         kept.keep_in(Path(config.draft_store), vocabulary_of(tokenizer, size), size)
     return kept
@@ -243,7 +246,7 @@ def _make_source(target: Transformer, config: GenerateConfig, kept: Any) -> Draf
     if config.draft == "recycling":
         from extras.recycling_draft import load_drafter
 
-        return load_drafter(config, target.config.vocab_size, device)
+        return load_drafter(config, kept)
     if config.draft == "rest":
         from extras.rest_draft import load_drafter
 

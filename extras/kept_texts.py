@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from command_line import require
 from extras.recycling_draft import empty_matrix
@@ -34,7 +35,7 @@ from files import alone, parse_json, read_named, replace_file
 
 CAPACITY = 16384  # tokens, with a separator behind each text
 RUN = 8  # tokens
-MOST_BYTES = 2**20  # of a file
+MOST_BYTES = 2**23  # of a file
 
 
 class Kept(NamedTuple):
@@ -54,15 +55,19 @@ class KeptTexts:
     """The texts, from the least to the most recently used one."""
 
     def __init__(
-        self, vocab_size: int, device: torch.device | str = "cpu", capacity: int = CAPACITY
+        self,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        ranks: int = 1,
+        capacity: int = CAPACITY,
     ):
-        """vocab_size: V; capacity: tokens and separators"""
+        """vocab_size: V; ranks: of successors; capacity: tokens and separators"""
         self.texts: list[Kept] = []
         self.capacity = capacity
         # [C] int64, the texts at its end; -1 is no token: a separator, or padding in front
         self.tokens = torch.full((capacity,), -1, dtype=torch.long, device=device)
         self.searched = self.tokens[capacity:]  # without the padding
-        self.successors = empty_matrix(vocab_size, device, 1)  # walked by a lookup
+        self.successors = empty_matrix(vocab_size, device, ranks)  # [V + 1, ranks] int64
 
     def add(self, text: list[int], begin: int = 0) -> None:
         """Keep a text. begin: where its answer begins. Writes: tokens."""
@@ -91,11 +96,17 @@ class KeptTexts:
         """Read a file, and replace it when this object is dropped or the process ends.
 
         vocabulary: a digest of the tokens; size: their number
-        Raises: ValueError for a file that is no store of this vocabulary. Writes: tokens.
+        Raises: ValueError for a file that is no store of this vocabulary. Writes: tokens,
+            successors.
         """
         if file.is_file() and file.stat().st_size:
-            self._set([Kept.of(tokens) for tokens in _read(file, vocabulary, size)])
-        before = self.texts
+            texts, successors = _read(file, vocabulary, size)
+            self._set([Kept.of(tokens) for tokens in texts])
+            ranks = self.successors.shape[1]
+            for token, *likeliest in successors:
+                known = torch.tensor(likeliest[:ranks])
+                self.successors[token, : len(known)] = known
+        before = (self.texts, self.successors.clone())
         state = self.__dict__  # the object itself would never be dropped
         weakref.finalize(self, _write, file, vocabulary, before, state)
 
@@ -108,8 +119,11 @@ def vocabulary_of(tokenizer: Any, size: int) -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path, vocabulary: str, size: int) -> list[list[int]]:
-    """Read the texts of a file. Raises: ValueError."""
+def _read(file: Path, vocabulary: str, size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Read a file. Raises: ValueError.
+
+    Returns: texts; tokens, each with its successors behind it.
+    """
     where = f"--draft_store: {file}"
     other = "delete it or name another file"
     fault = f"{where} has more than the {MOST_BYTES} bytes of any store; {other}"
@@ -119,25 +133,32 @@ def _read(file: Path, vocabulary: str, size: int) -> list[list[int]]:
         value = parse_json(content, where)
     except ValueError:
         raise ValueError(f"{where} is no store of texts, or is cut short; {other}") from None
-    valid = isinstance(value, dict) and value.keys() == {"vocabulary", "texts"}
-    valid = valid and isinstance(value["texts"], list)
-    texts = value["texts"] if valid else []
-    valid = valid and all(isinstance(text, list) and text for text in texts)
+    valid = isinstance(value, dict) and value.keys() == {"vocabulary", "texts", "successors"}
+    lists = (value["texts"], value["successors"]) if valid else ()
+    for rows in lists:
+        valid = valid and isinstance(rows, list)
+        valid = valid and all(isinstance(row, list) and row for row in rows)
     require(valid, f"{where} is no store of texts; {other}")
     same = value["vocabulary"] == vocabulary
     require(same, f"{where} has texts of another tokenizer or vocabulary; name another file")
-    tokens = [token for text in texts for token in text]
+    tokens = [token for rows in lists for row in rows for token in row]
     valid = all(type(token) is int and 0 <= token < size for token in tokens)
     require(valid, f"{where} has a token that is not 0 to {size - 1}; {other}")
-    return texts
+    return lists
 
 
-def _write(file: Path, vocabulary: str, before: list[Kept], state: dict[str, Any]) -> None:
-    """Replace a file if its texts have changed. If that fails, print one line."""
-    if state["texts"] is before:
+def _write(
+    file: Path, vocabulary: str, before: tuple[list[Kept], Tensor], state: dict[str, Any]
+) -> None:
+    """Replace a file if its content has changed. If that fails, print one line."""
+    matrix = state["successors"]
+    if state["texts"] is before[0] and torch.equal(matrix, before[1]):
         return
     texts = [kept.tokens for kept in state["texts"]]
-    value = json.dumps({"vocabulary": vocabulary, "texts": texts})
+    known = (matrix[:, 0] >= 0).nonzero()  # [tokens with a successor, 1]
+    rows = torch.cat((known, matrix[known[:, 0]]), 1).tolist()
+    successors = [[token for token in row if token >= 0] for row in rows]
+    value = json.dumps({"vocabulary": vocabulary, "texts": texts, "successors": successors})
 
     def write(path: Path) -> None:
         path.touch(mode=0o600)

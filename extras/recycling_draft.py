@@ -4,8 +4,8 @@
    of every node that is verified, those of rejected nodes too, which are computed anyway.
 2. A tree of fixed shape grows from the root, level by level: child r of a node is successor r of
    its token. Where a token has never been verified, its children are no nodes.
-3. The matrix belongs to the model: it serves all sequences of a batch and later requests. A further
-   request changes the speed and never a token.
+3. The matrix belongs to the model: it serves all sequences of a batch and later requests, and
+   --draft_store keeps it between runs. A further request changes the speed and never a token.
 
 It needs no model and no search. `--tree auto` picks among trees of several sizes, and none, by
 their measured speed; `--tree static` verifies one, by default the paper's 80 nodes cut to 64.
@@ -38,9 +38,10 @@ class RecyclingDrafter(Drafter):
 
     successors = RANKS
 
-    def __init__(self, tree: StaticTree, matrix: Tensor):
-        """matrix: [V + 1, RANKS] int64, from `empty_matrix`"""
+    def __init__(self, tree: StaticTree, matrix: Tensor, kept: Any = None):
+        """matrix: [V + 1, RANKS] int64, from `empty_matrix`; kept: of which it is a part"""
         self.matrix = matrix
+        self.kept = kept
         self.tree = tree
         self.depth = tree.depth
         self.size = tree.size
@@ -105,9 +106,11 @@ def keep_successors(matrix: Tensor, confirmed: Confirmed) -> None:
     matrix[torch.where(own, tokens, len(matrix) - 1)] = best
 
 
-def load_drafter(config: GenerateConfig, vocab_size: int, device: torch.device) -> RecyclingDrafter:
-    """Make the drafter of the options. Raises: ValueError for a tree that does not fit."""
-    matrix = empty_matrix(vocab_size, device)
+def load_drafter(config: GenerateConfig, kept: Any) -> RecyclingDrafter:
+    """Make the drafter of the options. Raises: ValueError for a tree that does not fit.
+
+    kept: `extras.kept_texts.KeptTexts`, which has the matrix
+    """
     if config.tree_shape == "static":
         tree = StaticTree(recycling_paths(config.tree_size or MAX_NODES))
         if config.tree_file:
@@ -117,12 +120,12 @@ def load_drafter(config: GenerateConfig, vocab_size: int, device: torch.device) 
                 f"--draft recycling keeps {RANKS} successors of a token, and --tree_file has the "
                 f"rank {tree.width - 1}; lower it"
             )
-        return RecyclingDrafter(tree, matrix)
-    usual = SIZES[device.type]
+        return RecyclingDrafter(tree, kept.successors, kept)
+    usual = SIZES[kept.successors.device.type]
     largest = config.tree_size or usual[-1]
-    sizes = [size for size in usual if size < largest]
-    smaller = [RecyclingDrafter(StaticTree(recycling_paths(size)), matrix) for size in (1, *sizes)]
-    drafter = RecyclingDrafter(StaticTree(recycling_paths(largest)), matrix)
+    sizes = (1, *(size for size in usual if size < largest), largest)
+    trees = [StaticTree(recycling_paths(size)) for size in sizes]
+    *smaller, drafter = [RecyclingDrafter(tree, kept.successors, kept) for tree in trees]
     drafter.smaller = tuple(smaller)
     drafter.timed = True
     return drafter

@@ -143,6 +143,7 @@ def test_a_file_keeps_texts_between_runs(tmp_path):
     two = opened(file)  # of another process
     one.add([1, 2])
     two.add([3, 4, 8])
+    two.successors[5] = 6
     del one
     assert json.loads(file.read_text())["texts"] == [[1, 2]]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -151,12 +152,14 @@ def test_a_file_keeps_texts_between_runs(tmp_path):
     before = file.read_bytes()
     again = opened(file)
     assert texts_of(again) == [[3, 4, 8]]
+    assert again.successors.flatten().tolist() == [-1] * 5 + [6] + [-1] * 4
     file.unlink()
     del again
     assert not file.exists(), "nothing has changed, so that nothing is written"
     file.write_bytes(b"")
     again = opened(file)  # an empty file is begun
     again.add([3, 4, 8])
+    again.successors[5] = 6
     del again
     assert file.read_bytes() == before
 
@@ -172,19 +175,21 @@ def test_a_store_that_cannot_be_written_is_a_note(tmp_path, capsys):
     assert note.startswith("note: --draft_store: cannot write") and note.count("\n") == 1
 
 
-GOOD = {"vocabulary": VOCABULARY, "texts": [[1, 2], [3]]}
+GOOD = {"vocabulary": VOCABULARY, "texts": [[1, 2], [3]], "successors": [[4, 5]]}
 WRONG = {
     "cut short": (json.dumps(GOOD)[:-5], "cut short"),
     "other text": ("def f(): pass", "is no store"),
     "a list": ("[]", "is no store"),
     "other keys": ('{"texts": []}', "is no store"),
+    "a token alone": (json.dumps(GOOD | {"successors": [4, 5]}), "is no store"),
+    "a successor beyond": (json.dumps(GOOD | {"successors": [[4, SIZE]]}), "not 0 to 8"),
     "an empty text": (json.dumps(GOOD | {"texts": [[]]}), "is no store"),
     "no list": (json.dumps(GOOD | {"texts": {"a": 1}}), "is no store"),
     "other vocabulary": (json.dumps(GOOD | {"vocabulary": "cd" * 32}), "of another tokenizer"),
     "a token beyond": (json.dumps(GOOD | {"texts": [[1, SIZE]]}), "not 0 to 8"),
     "a token below": (json.dumps(GOOD | {"texts": [[-1]]}), "not 0 to 8"),
     "no number": (json.dumps(GOOD | {"texts": [[True]]}), "not 0 to 8"),
-    "too large": (" " * (MOST_BYTES + 1), "has more than the 1048576 bytes"),
+    "too large": (" " * (MOST_BYTES + 1), "has more than the 8388608 bytes"),
     "no text": (b"\xff", "is not UTF-8"),
 }
 

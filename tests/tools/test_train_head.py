@@ -64,7 +64,9 @@ def small(tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_head, "AnswerConfig", answers)
     recipe = {"seq_len": 32, "batch_size": 2, "draft_vocab": 64, "eval_prompts": 2}
-    monkeypatch.setattr(train_head, "RECIPE", train_head.RECIPE | recipe)
+    monkeypatch.setattr(
+        train_head, "RECIPES", {name: each | recipe for name, each in train_head.RECIPES.items()}
+    )
     monkeypatch.setattr(train_head, "TASKS", str(tmp_path / "tiny.jsonl"))
     monkeypatch.setattr(train_head, "METHODS", "none,eagle:chain:tree_depth=2")
     monkeypatch.setattr(train_head, "LEAST_TOKENS", 0)
@@ -179,7 +181,7 @@ def test_a_short_measurement(tmp_path, small, monkeypatch):
         checkpoint=str(checkpoint), prompts=str(small / "given.jsonl"), chat="vicuna", device="cpu"
     )
     monkeypatch.setattr(train_eagle, "step_seconds", STEP_SECONDS)
-    found = plan.measure(config.answers(), config.training(batch_size=4))
+    found = plan.measure(config.answers(), config.training("EAGLE-3", batch_size=4))
     assert found.batch_tokens == 4 * 32 and found.feature_bytes == 4 * 32 * (3 * 64 * 2 + 4)
     assert min(found) > 0 and found.training_memory >= found.answer_memory
 
