@@ -94,7 +94,7 @@ def tapped_layers(layers: int) -> tuple[int, ...]:
     return tuple(sorted(inputs))
 
 
-class Training:
+class BlockTraining:
     """The parts of training that depend on the kind of head, as `train_eagle.Method` has them."""
 
     def __init__(self, config: BlockTrainConfig):
@@ -236,7 +236,7 @@ def main() -> None:
     with one_line_errors("train_block.py"):
         config.check()
         config = replace(config, device=pick_device(config.device))
-        train(config, ready(config, Training(config).method))
+        train(config, ready(config, BlockTraining(config).method))
 
 
 if __name__ == "__main__":

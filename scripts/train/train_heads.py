@@ -80,7 +80,7 @@ class HeadConfig(TrainOptions):
         return {f"entropy {i}": DECAY[self.method] ** i for i in range(self.heads)}
 
 
-class Training:
+class TokenTraining:
     """The parts of training that depend on the kind of head, as `train_eagle.Method` has them."""
 
     def __init__(self, config: HeadConfig):
@@ -241,7 +241,7 @@ def write_heads(out: Path, heads: MedusaHeads | HydraHeads, layer: ModelConfig, 
 def method_of(config: HeadConfig) -> Method:
     """Return the parts of training that the options name. Raises: ValueError for wrong ones."""
     config.check()
-    training = Training(config)
+    training = TokenTraining(config)
     return Method(
         training.make_head,
         training.prepare,

@@ -32,7 +32,7 @@ from hf.block_heads import BlockConfig
 from load import load
 from options import GenerateConfig
 from scripts.train.block_losses import Scored, block_losses, draft_blocks, pick_anchors
-from scripts.train.train_block import BlockTrainConfig, Training, tapped_layers, write_files
+from scripts.train.train_block import BlockTrainConfig, BlockTraining, tapped_layers, write_files
 
 TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
 TAPS = [0, 1, 3, 4, 6]
@@ -300,7 +300,7 @@ def test_trees_are_the_best_prefixes(temperature, tmp_path):
 
 
 @functools.cache
-def trained(kind: str) -> tuple[BlockHead, list[float], Training]:
+def trained(kind: str) -> tuple[BlockHead, list[float], BlockTraining]:
     """A drafter that has learnt the texts of `vanilla`, its first and last losses, and its training."""
     torch.manual_seed(0)
     target = golden_target(TARGET)
@@ -309,7 +309,7 @@ def trained(kind: str) -> tuple[BlockHead, list[float], Training]:
     config = BlockTrainConfig(
         block_size=6, causal=kind == "jetspec", markov_rank=32 * (kind == "dspark"), ffn_dim=96
     )
-    training = Training(config)
+    training = BlockTraining(config)
     examples = [SimpleNamespace(ids=text, mask=[True] * len(text)) for text in texts]
     head = training.make_head(config, target, examples)
     mask = torch.ones_like(tokens, dtype=torch.bool)
