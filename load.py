@@ -189,9 +189,10 @@ def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> A
     if not looks_up:
         return None
     from extras.kept_texts import KeptTexts, vocabulary_of
-    from extras.recycling_draft import RANKS
+    from extras.recycling_draft import empty_matrix
 
-    kept = KeptTexts(size, target.norm.weight.device, ranks=RANKS if recycles else 1)
+    device = target.norm.weight.device
+    kept = KeptTexts(device, successors=empty_matrix(size, device) if recycles else None)
     if config.draft_store:
         kept.keep_in(Path(config.draft_store), vocabulary_of(tokenizer, size), size)
     return kept

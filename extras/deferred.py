@@ -65,7 +65,6 @@ class Deferred(Drafter):
         self.lookups = len(self.lookup.smaller)  # its trees; the smallest preset has none
         self.rates = self.lookup.rates
         self.kept = self.lookup.kept
-        self.successors = self.lookup.successors
         self.weight = target.norm.weight
         self.smaller = (*smaller,)
         self.depth = self.grower.depth

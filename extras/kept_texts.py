@@ -6,8 +6,7 @@
    make way for new ones, so that all fit CAPACITY tokens. Later texts win among equal matches.
 3. `tokens` has them in a buffer of fixed size and address, for all sequences of a batch. It changes
    between requests only: a decode cycle copies nothing to the device.
-4. `successors` has the token that the target last chose after each, as in recycling_draft.py.
-5. `keep_in` reads a file (--draft_store) and replaces it when the process ends, readable by its
+4. `keep_in` reads a file (--draft_store) and replaces it when the process ends, readable by its
    owner alone. Of two processes the last one to end wins, and its file is complete. A missing or
    empty file is begun; any other that is no store of this vocabulary is refused.
 
@@ -30,7 +29,6 @@ import torch
 from torch import Tensor
 
 from command_line import require
-from extras.recycling_draft import empty_matrix
 from files import alone, parse_json, read_named, replace_file
 
 CAPACITY = 16384  # tokens, with a separator behind each text
@@ -56,18 +54,17 @@ class KeptTexts:
 
     def __init__(
         self,
-        vocab_size: int,
         device: torch.device | str = "cpu",
-        ranks: int = 1,
         capacity: int = CAPACITY,
+        successors: Tensor | None = None,
     ):
-        """vocab_size: V; ranks: of successors; capacity: tokens and separators"""
+        """capacity: tokens and separators; successors: of `empty_matrix`, kept in the file, too"""
         self.texts: list[Kept] = []
         self.capacity = capacity
         # [C] int64, the texts at its end; -1 is no token: a separator, or padding in front
         self.tokens = torch.full((capacity,), -1, dtype=torch.long, device=device)
         self.searched = self.tokens[capacity:]  # without the padding
-        self.successors = empty_matrix(vocab_size, device, ranks)  # [V + 1, ranks] int64
+        self.successors = successors
 
     def add(self, text: list[int], begin: int = 0) -> None:
         """Keep a text. begin: where its answer begins. Writes: tokens."""
@@ -102,11 +99,11 @@ class KeptTexts:
         if file.is_file() and file.stat().st_size:
             texts, successors = _read(file, vocabulary, size)
             self._set([Kept.of(tokens) for tokens in texts])
-            ranks = self.successors.shape[1]
-            for token, *likeliest in successors:
-                known = torch.tensor(likeliest[:ranks])
-                self.successors[token, : len(known)] = known
-        before = (self.texts, self.successors.clone())
+            if self.successors is not None:
+                for token, *likeliest in successors:
+                    known = torch.tensor(likeliest[: self.successors.shape[1]])
+                    self.successors[token, : len(known)] = known
+        before = (self.texts, _rows(self.successors))
         state = self.__dict__  # the object itself would never be dropped
         weakref.finalize(self, _write, file, vocabulary, before, state)
 
@@ -147,17 +144,23 @@ def _read(file: Path, vocabulary: str, size: int) -> tuple[list[list[int]], list
     return lists
 
 
-def _write(
-    file: Path, vocabulary: str, before: tuple[list[Kept], Tensor], state: dict[str, Any]
-) -> None:
-    """Replace a file if its content has changed. If that fails, print one line."""
-    matrix = state["successors"]
-    if state["texts"] is before[0] and torch.equal(matrix, before[1]):
-        return
-    texts = [kept.tokens for kept in state["texts"]]
+def _rows(matrix: Tensor | None) -> list[list[int]]:
+    """Return the tokens that have successors, each with these behind it. matrix: [V + 1, k]"""
+    if matrix is None:
+        return []
     known = (matrix[:, 0] >= 0).nonzero()  # [tokens with a successor, 1]
     rows = torch.cat((known, matrix[known[:, 0]]), 1).tolist()
-    successors = [[token for token in row if token >= 0] for row in rows]
+    return [[token for token in row if token >= 0] for row in rows]
+
+
+def _write(
+    file: Path, vocabulary: str, before: tuple[list[Kept], list], state: dict[str, Any]
+) -> None:
+    """Replace a file if its content has changed. If that fails, print one line."""
+    successors = _rows(state["successors"])
+    if state["texts"] is before[0] and successors == before[1]:
+        return
+    texts = [kept.tokens for kept in state["texts"]]
     value = json.dumps({"vocabulary": vocabulary, "texts": texts, "successors": successors})
 
     def write(path: Path) -> None:

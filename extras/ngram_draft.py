@@ -6,10 +6,7 @@
    several different continuations side by side. A copy that reaches the end of the text continues
    into itself, as in LZ77, so that a loop is drafted completely.
 3. The continuations become a tree in which equal prefixes share nodes.
-4. Where texts are kept, one more continuation is walked: the token that the target last chose after
-   the root, after that token, and so on, also where the choice was made at a rejected node
-   (recycling_draft.py).
-5. How probable its nodes are is learnt from the tokens that the target decides
+4. How probable its nodes are is learnt from the tokens that the target decides
    (ngram_estimates.py). `NgramDrafter` has trees of several sizes, with expected tokens before they
    run, so that the tree policy picks a size, or none, for every pass (autosize.py).
 
@@ -34,7 +31,6 @@ from torch import Tensor
 from draft_tree import DraftTree, Text, replace_fields, root_tree
 from drafters import Confirmed, Drafter, Root
 from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
-from extras.recycling_draft import keep_successors
 from ops.library import on_cpp_device
 from ops.tree import Candidates, rerank
 from options import GenerateConfig
@@ -164,18 +160,6 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
     return torch.cat(chains, 1), torch.cat(matched, 1)
 
 
-def walk(successors: Tensor, root: Tensor, steps: int) -> Tensor:
-    """Walk from token to token. successors: [V + 1, 1] int64; root: [B]. Returns: [B, steps].
-
-    -1 is no token, and nothing follows it.
-    """
-    tokens = []
-    for _ in range(steps):
-        root = successors[root, 0]  # row -1 is the last, of no token
-        tokens.append(root)
-    return torch.stack(tokens, 1)
-
-
 def add_chain(pool: Candidates, tokens: Tensor, values: Tensor) -> Candidates:
     """Add a chain below the root.
 
@@ -213,13 +197,7 @@ class NgramDrafter(Drafter):
         self.ngram = ngram
         self.kept = ngram.kept
         self.device = torch.device(device)
-        self.lengths = 2 * ngram.max  # of matches in the text and in kept ones
-        self.chains = ngram.branches
-        if self.kept is not None:
-            self.successors = 1
-            self.lengths += 1  # of the walk
-            self.chains += 1
-        self.rates = torch.zeros(self.lengths, self.chains, DEPTHS, 2, device=self.device)
+        self.rates = torch.zeros(2 * ngram.max, ngram.branches, DEPTHS, 2, device=self.device)
         usual = sizes or SIZES[self.device.type]
         self.sizes = tuple(size for size in usual if size < ngram.size)
         if len(self.sizes) < len(usual):
@@ -231,7 +209,7 @@ class NgramDrafter(Drafter):
     def _set_size(self, size: int) -> None:
         self.size = size
         self.depth = min(self.ngram.tokens, size - 1)
-        self.width = min(self.chains, size - 1)
+        self.width = min(self.ngram.branches, size - 1)
 
     def _with_size(self, size: int) -> NgramDrafter:
         """Make a preset; with a size of 1 it proposes nothing."""
@@ -243,9 +221,9 @@ class NgramDrafter(Drafter):
         return self.ngram.resolved_options()
 
     def init(self, batch: int, slots: int) -> Lookup:
-        candidates = self.chains * self.ngram.tokens
-        tokens = torch.zeros(batch, candidates, dtype=torch.long, device=self.device)
-        lengths = tokens.new_zeros(batch, self.chains)
+        ngram = self.ngram
+        tokens = torch.zeros(batch, ngram.size - 1, dtype=torch.long, device=self.device)
+        lengths = tokens.new_zeros(batch, ngram.branches)
         outcomes = self.rates.repeat(batch, 1, 1, 1, 1)
         expected = outcomes.new_zeros(batch, 1 + len(self.sizes))
         values = torch.full_like(tokens, float("-inf"), dtype=torch.float32)
@@ -256,32 +234,19 @@ class NgramDrafter(Drafter):
     def extend(self, state: Lookup, confirmed: Confirmed) -> Lookup:
         """Learn from the decided tokens, and look up what may follow.
 
-        Writes: the successors; on a CPU, the state.
+        Writes: on a CPU, the state.
         """
         text = confirmed.text
         sizes = (1, *self.sizes)
         if on_cpp_device(text.pos):
-            kept = (None, None)
-            if self.kept is not None:
-                kept = (self.kept.searched, self.kept.successors)
-            tree = confirmed.tree
-            verified = (None, None, None)
-            if tree is not None:
-                verified = (tree.tokens, tree.valid, confirmed.successors)
+            kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
-            torch.ops.gpt_eagle.look_up(*text, *kept, *verified, *state, *limits, sizes)
+            torch.ops.gpt_eagle.look_up(*text, kept, *state, *limits, sizes)
             return state
         outcomes = learn(state, text)
         chains, lengths = lookup(text, self.ngram)
-        if self.kept is not None:
-            keep_successors(self.kept.successors, confirmed)
-            walked = walk(self.kept.successors, text.root, self.ngram.tokens)
-            known = torch.where(walked[:, :1] >= 0, self.lengths, 0)
-            chains = torch.cat((chains, walked[:, None]), 1)
-            lengths = torch.cat((lengths, known), 1)
         tokens = chains.flatten(1)
         found = estimate(tokens, lengths, outcomes, sizes)
-        tokens = tokens.clamp(min=0)
         return Lookup(tokens, *found[:2], lengths, text.pos.clone(), outcomes, found[2])
 
     def rewind(self, state: Lookup, length: Tensor) -> Lookup:

@@ -33,8 +33,7 @@ class Lookup(NamedTuple):
     tokens: Tensor  # [B, K L] int64
     values: Tensor  # [B, K L] fp32, log of the probability of the path; -inf: no candidate
     parents: Tensor  # [B, K L] int64, as in `Candidates`
-    # [B, K] int64, tokens that match, in kept texts as many as the longest more, M for a walk
-    lengths: Tensor  # 0: no continuation
+    lengths: Tensor  # [B, K] int64, tokens that match, in kept texts M / 2 more; 0: no continuation
     root: Tensor  # [B] int64, index in the text of the token before them; -1: none were looked up
     outcomes: Tensor  # [B, M, K, D, 2] fp32, accepted and tried, fading; D = DEPTHS
     expected: Tensor  # [B, presets] fp32, accepted tokens that the trees can expect
@@ -71,8 +70,7 @@ def learn(found: Lookup, text: Text) -> Tensor:
 def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[int]) -> tuple:
     """Estimate how probable continuations are by the outcomes of earlier ones.
 
-    tokens: [B, K L] int64, -1: none; lengths: [B, K] int64
-    sizes: nodes of the trees, root included
+    tokens: [B, K L] int64; lengths: [B, K] int64; sizes: nodes of the trees, root included
     Returns: values, parents and expected, as in `Lookup`.
     """
     B, M, K, D, _ = outcomes.shape
@@ -93,7 +91,7 @@ def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[
     hope = torch.where(step == 0, 0.1 * matched.clamp(max=6)[..., None], 0.6)  # [B, K, L]
     prior = hope / (1 + rank[:, None])
     rate = (counted[..., 0] + PRIOR * prior) / (counted[..., 1] + PRIOR)
-    own = (owner == rank[:, None]) & there[..., None] & (chains >= 0)
+    own = (owner == rank[:, None]) & there[..., None]
     rate = rate.clamp(max=MOST)
     levels = []  # probability of the paths to a depth, [B, K]
     above = torch.ones_like(rate[:, :, 0])

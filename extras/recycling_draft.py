@@ -66,7 +66,15 @@ class RecyclingDrafter(Drafter):
 
     def extend(self, state: Any, confirmed: Confirmed) -> Any:
         """Keep the successors of the verified nodes. Writes: the matrix."""
-        keep_successors(self.matrix, confirmed)
+        if confirmed.successors is None:  # of a prompt
+            return state
+        tokens = confirmed.nodes.flatten()  # [B N]
+        own = tokens >= 0
+        if len(tokens) > 1:  # of the nodes of one token, the first
+            number = torch.arange(len(tokens), device=tokens.device)
+            own &= (tokens[:, None] == tokens).int().argmax(1) == number
+        best = torch.where(own[:, None], confirmed.successors.flatten(0, 1), -1)
+        self.matrix[torch.where(own, tokens, len(self.matrix) - 1)] = best
         return state
 
     def propose(self, state: Any, root: Root) -> DraftTree:
@@ -85,25 +93,9 @@ class RecyclingDrafter(Drafter):
         return DraftTree(tokens.clamp(min=0), parents, depths, mask, tokens >= 0)
 
 
-def empty_matrix(vocab_size: int, device: torch.device | str, ranks: int = RANKS) -> Tensor:
-    """Return a matrix without successors, [V + 1, ranks] int64.
-
-    The row behind the tokens' takes padding and stays so.
-    """
-    return torch.full((vocab_size + 1, ranks), -1, dtype=torch.long, device=device)
-
-
-def keep_successors(matrix: Tensor, confirmed: Confirmed) -> None:
-    """Keep the successors of the verified nodes. matrix: [V + 1, k] int64. Writes: it."""
-    if confirmed.successors is None:  # of a prompt
-        return
-    tokens = confirmed.nodes.flatten()  # [B N]
-    own = tokens >= 0
-    if len(tokens) > 1:  # of the nodes of one token, the first
-        number = torch.arange(len(tokens), device=tokens.device)
-        own &= (tokens[:, None] == tokens).int().argmax(1) == number
-    best = torch.where(own[:, None], confirmed.successors.flatten(0, 1), -1)
-    matrix[torch.where(own, tokens, len(matrix) - 1)] = best
+def empty_matrix(vocab_size: int, device: torch.device | str) -> Tensor:
+    """Return a matrix without successors. The row behind the tokens' takes padding and stays so."""
+    return torch.full((vocab_size + 1, RANKS), -1, dtype=torch.long, device=device)
 
 
 def load_drafter(config: GenerateConfig, kept: Any) -> RecyclingDrafter:

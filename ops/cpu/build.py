@@ -195,10 +195,9 @@ OPERATORS: dict[str, Callable | None] = {
             torch.empty_like(passed),
         )
     ),
-    "look_up(Tensor text, Tensor pos, Tensor? kept, Tensor(a!)? successors, Tensor? nodes, "
-    "Tensor? valid, Tensor? chosen, Tensor(b!) tokens, Tensor(c!) values, Tensor(d!) parents, "
-    "Tensor(e!) lengths, Tensor(f!) root, Tensor(g!) outcomes, Tensor(h!) expected, int least, "
-    "int longest, int[] sizes) -> ()": (lambda *operands: None),
+    "look_up(Tensor text, Tensor pos, Tensor? kept, Tensor(a!) tokens, Tensor(b!) values, "
+    "Tensor(c!) parents, Tensor(d!) lengths, Tensor(e!) root, Tensor(f!) outcomes, "
+    "Tensor(g!) expected, int least, int longest, int[] sizes) -> ()": (lambda *operands: None),
     "lookup(Tensor text, Tensor pos, Tensor? kept, int tokens, int branches, int least, "
     "int longest) -> (Tensor, Tensor)": _lookup,
     "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) "

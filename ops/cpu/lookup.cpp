@@ -163,7 +163,7 @@ inline void learn(const Drafted& drafted, const int64_t* decided, int64_t count,
         drafted.outcomes[j] = drafted.outcomes[j] * std::pow(FADING, seen[i + 1]) + seen[j];
 }
 
-// Estimates how probable the continuations are. Tokens of -1 are none and become 0. Writes: values, parents; expected
+// Estimates how probable the continuations are. Writes: values, parents; expected
 // [sizes], the sums of the largest `size - 1` probabilities. path: reused
 inline void estimate(const Drafted& drafted, at::IntArrayRef sizes, float* expected, std::vector<float>& path) {
   const auto [K, L, tokens, lengths] = drafted.chains;
@@ -178,7 +178,7 @@ inline void estimate(const Drafted& drafted, at::IntArrayRef sizes, float* expec
         owner++;
       const int64_t node = k * L + d;
       drafted.parents[node] = above;
-      if (owner == k && lengths[k] > 0 && tokens[node] >= 0) {
+      if (owner == k && lengths[k] > 0) {
         const float* const key = drafted.key(k, d);
         // the first token is learnt from every cycle, so that little has to be hoped for
         const float hope = d == 0 ? .1f * float(std::min<int64_t>(tokens_of(lengths[k], drafted.M), 6)) : .6f;
@@ -189,7 +189,6 @@ inline void estimate(const Drafted& drafted, at::IntArrayRef sizes, float* expec
       above = owner * L + d;
     }
   }
-  std::replace(tokens, tokens + K * L, int64_t(-1), int64_t(0));
   std::partial_sort(path.begin(), path.begin() + most, path.end(), std::greater<float>());
   for (size_t s = 0; s < sizes.size(); s++)
     expected[s] = std::accumulate(path.begin(), path.begin() + std::min<int64_t>(std::max<int64_t>(sizes[s] - 1, 0), K * L), 0.f);
@@ -258,16 +257,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_chains(const at::Tensor& toke
   return {new_tokens, new_values, new_parents};
 }
 
-// Learns from the tokens that were decided since the last call, looks up what may follow, and estimates how probable that
-// is. kept [C]; successors [V, 1], the token that the target last chose after each, -1 where it has chosen none: written from
-// its choice [B, N] after the verified nodes [B, N] (valid [B, N]; of the nodes of one token the first counts), and walked
-// as the last chain. The rest is the state, as in `Lookup` of extras/ngram_estimates.py, and written. sizes: of trees
+// Learns from the tokens that were decided since the last call, looks up what may follow in kept texts [C] and the text, and
+// estimates how probable that is. The other tensors are the state, as in `Lookup` of extras/ngram_estimates.py, and
+// written. sizes: of trees
 void look_up(const at::Tensor& text, const at::Tensor& pos, const std::optional<at::Tensor>& kept,
-             const std::optional<at::Tensor>& successors, const std::optional<at::Tensor>& nodes,
-             const std::optional<at::Tensor>& valid, const std::optional<at::Tensor>& chosen, const at::Tensor& tokens,
-             const at::Tensor& values, const at::Tensor& parents, const at::Tensor& lengths, const at::Tensor& root,
-             const at::Tensor& outcomes, const at::Tensor& expected, int64_t least, int64_t longest,
-             at::IntArrayRef sizes) {
+             const at::Tensor& tokens, const at::Tensor& values, const at::Tensor& parents, const at::Tensor& lengths,
+             const at::Tensor& root, const at::Tensor& outcomes, const at::Tensor& expected, int64_t least,
+             int64_t longest, at::IntArrayRef sizes) {
   TORCH_CHECK(0 < least && least <= longest, "a match has 1 token or more; it is ", least, " to ", longest);
   TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2 && outcomes.size(1) > 1, "outcomes must be [B, M, K, D, 2]");
   const Texts texts(text, pos);
@@ -281,18 +277,6 @@ void look_up(const at::Tensor& text, const at::Tensor& pos, const std::optional<
   float* const value = written<float>(values, {B, P}, "values");
   float* const counted = written<float>(outcomes, {B, M, K, D, 2}, "outcomes");
   float* const sums = written<float>(expected, {B, S}, "expected");
-  const int64_t V = successors ? successors->size(0) : 0;
-  int64_t* const next = successors ? written<int64_t>(*successors, {V, 1}, "successors") : nullptr;
-  if (next && chosen) {
-    const int64_t N = chosen->numel() / std::max<int64_t>(B, 1);
-    TORCH_CHECK(nodes && valid, "nodes and valid come with the choice");
-    const Whole node(*nodes, {B, N}, "nodes"), choice(chosen->flatten(1), {B, N}, "chosen");
-    const Truth real(*valid, {B, N}, "valid");
-    for (int64_t b = B - 1; b >= 0; b--)
-      for (int64_t n = N - 1; n >= 0 && from[b] != texts[b].root; n--)  // a finished sequence has decided nothing
-        if (real[b * N + n])
-          next[within(node[b * N + n], V, "a node")] = within(choice[b * N + n], V, "a choice");
-  }
   std::vector<Match> found;
   std::vector<float> scratch;
   for (int64_t b = 0; b < B; b++) {
@@ -301,14 +285,7 @@ void look_up(const at::Tensor& text, const at::Tensor& pos, const std::optional<
     const Drafted drafted{chains, parent + b * P, value + b * P, counted + b * M * K * D * 2, M, D};
     if (from[b] >= 0 && from[b] < one.root)
       learn(drafted, one.tokens + from[b] + 1, one.root - from[b], scratch);
-    const Chains copied{next ? K - 1 : K, L, chains.tokens, chains.lengths};
-    continuations(before.before(one), before.size, least, longest, copied, found);
-    if (next) {
-      int64_t last = one.tokens[one.root];
-      for (int64_t* walk = chains.tokens + (K - 1) * L; walk < chains.tokens + K * L; walk++)
-        *walk = last = last < 0 ? -1 : next[within(last, V, "a token")];
-      chains.lengths[K - 1] = chains.tokens[(K - 1) * L] < 0 ? 0 : M;
-    }
+    continuations(before.before(one), before.size, least, longest, chains, found);
     estimate(drafted, sizes, sums + b * S, scratch);
     from[b] = one.root;
   }

@@ -22,7 +22,6 @@ from eagle_draft import EagleDrafter
 from extras.kept_texts import KeptTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
-from extras.ngram_estimates import Lookup
 from generate import Batch, load
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
 from options import DEMO
@@ -85,7 +84,7 @@ def test_lookup_equals_a_plain_search(ngram):
             lengths = torch.randint(1, 25, (2,), generator=generator).tolist()
             rows = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
             text = text_of(*rows)
-            kept = KeptTexts(20, capacity=12)
+            kept = KeptTexts(capacity=12)
             for row in rows:
                 kept.add(row[: int(lengths[0] / 2)] or row)
             searching = replace(ngram, kept=kept)
@@ -125,16 +124,13 @@ class Plain:
         self.ngram = ngram
         self.kept = kept
         self.outcomes: dict[tuple[int, int, int], tuple[float, float]] = {}  # accepted, tried
-        self.successors: dict[int, int] = {}  # that the target last chose after each token
         self.expected: list[list[float]] = []  # accepted tokens of each size, per pass
 
     def rates(self, text: list[int]) -> dict[tuple[int, ...], tuple[float, tuple]]:
         """The probability of every path, and the key of its last token."""
         found: dict[tuple[int, ...], tuple[float, tuple]] = {(): (1.0, ())}
-        copied = search_with_lengths(text, self.ngram, self.kept)
-        chains = [(rank, *chain) for rank, chain in enumerate(copied.items())]
-        chains.append((self.ngram.branches, self.walk(text[-1]), 2 * self.ngram.max + 1))
-        for rank, chain, length in chains:
+        chains = search_with_lengths(text, self.ngram, self.kept)
+        for rank, (chain, length) in enumerate(chains.items()):
             for depth in range(len(chain)):
                 key = (length, rank, min(depth, 3))
                 accepted, tried = self.outcomes.get(key, (0.0, 0.0))
@@ -145,13 +141,6 @@ class Plain:
                 found.setdefault(chain[: depth + 1], (above * rate, key))
         del found[()]
         return found
-
-    def walk(self, token: int) -> tuple[int, ...]:
-        chain: list[int] = []
-        while token in self.successors and len(chain) < self.ngram.tokens:
-            token = self.successors[token]
-            chain.append(token)
-        return tuple(chain)
 
     def learn(self, found: dict, decided: list[int]) -> None:
         new: dict[tuple, list[float]] = {}
@@ -166,14 +155,8 @@ class Plain:
             fade = 0.998**tried
             self.outcomes[key] = (before[0] * fade + accepted, before[1] * fade + tried)
 
-    def lengths(
-        self, prompt: list[int], answer: list[int], size: int, verified: list[dict[int, int]]
-    ) -> list[int]:
-        """Accepted tokens of every pass, each with a tree of `size` nodes.
-
-        verified: the token that the target chose after every node of each pass
-        """
-        chosen = iter(verified)
+    def lengths(self, prompt: list[int], answer: list[int], size: int) -> list[int]:
+        """Accepted tokens of every pass, each with a tree of `size` nodes."""
         text = [*prompt, answer[0]]
         coming = answer[1:]
         accepted = []
@@ -186,7 +169,6 @@ class Plain:
             accepted.append(max(hits, default=0))
             decided = coming[: accepted[-1] + 1]
             self.learn(found, decided)
-            self.successors |= next(chosen)
             text += decided
             coming = coming[len(decided) :]
         return accepted
@@ -203,33 +185,21 @@ class Watched(LargestTree):
         return super().next(limit, expected)
 
 
-def test_a_decoder_accepts_what_a_plain_lookup_does(monkeypatch):
+def test_a_decoder_accepts_what_a_plain_lookup_does():
     """In every pass, as was expected: a request, and the same one once more, with its text kept."""
-    verified: list[dict[int, int]] = []
-    extend = NgramDrafter.extend
-
-    def recording(self, state: Lookup, confirmed: Confirmed) -> Lookup:
-        if confirmed.tree is not None:
-            pairs = zip(confirmed.nodes[0].tolist(), confirmed.successors[0, :, 0].tolist())
-            verified.append(dict(reversed([pair for pair in pairs if pair[0] >= 0])))
-        return extend(self, state, confirmed)
-
-    monkeypatch.setattr(NgramDrafter, "extend", recording)
     options = {"checkpoint": DEMO, "draft": "ngram", "device": "cpu", "dtype": "float32"}
     engine = load(**options, ngram_max=3, max_new_tokens=48, ignore_eos=True)
     engine = replace(engine, tree_policy=Watched())
     plain = Plain(Ngram(max=3))
     totals = []
     for _ in range(2):
-        verified.clear()
         tokens = engine.drafter.kept.tokens
         plain.kept = tokens[(tokens >= 0).cumsum(0) > 0].tolist()  # without padding
         batch = Batch(engine, ["def read_lines(path):\n    with open(path) as file:\n"])
         batch.run(batch.streams)
         (turn,) = batch.entries
         got = batch.stats.accept_lengths
-        # the last pass is cut
-        assert got[:-1] == plain.lengths(turn.prompt, turn.new, 16, verified)[:-1]
+        assert got[:-1] == plain.lengths(turn.prompt, turn.new, 16)[:-1]  # the last one is cut
         totals.append(len(got))
     assert 10 < totals[0] < 47 and totals[1] < 10
     for got, want in zip(engine.tree_policy.expected, plain.expected, strict=True):

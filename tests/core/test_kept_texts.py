@@ -16,6 +16,7 @@ from eagle_draft import EagleDrafter
 from extras import ngram_draft
 from extras.kept_texts import MOST_BYTES, RUN, KeptTexts
 from extras.ngram_draft import Ngram, NgramDrafter
+from extras.recycling_draft import empty_matrix
 from generate import load
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target
 from load import _prefill_each_width
@@ -26,10 +27,6 @@ from tree_shapes import DynamicTree
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 VOCABULARY = "ab" * 32
 SIZE = 9
-
-
-def kept_of_golden(capacity: int = 16384) -> KeptTexts:
-    return KeptTexts(golden_target().config.vocab_size, capacity=capacity)
 
 
 def texts_of(kept: KeptTexts) -> list[list[int]]:
@@ -44,7 +41,7 @@ def texts_of(kept: KeptTexts) -> list[list[int]]:
 
 
 def test_the_least_recently_used_text_makes_way():
-    kept = KeptTexts(SIZE, capacity=40)
+    kept = KeptTexts(capacity=40)
     runs = [list(range(begin, begin + RUN + 2)) for begin in (100, 200, 300)]
     for run in runs:
         kept.add(run)
@@ -72,7 +69,7 @@ def check_warm(make, temperature: float, batch: int, traced: bool = False) -> No
     options = {"max_new_tokens": 30, "ignore_eos": True, "temperature": temperature, "seed": 5}
     plain = engine_for(golden_target(), RootOnly(), batch_size=batch, **options)
     want = decode(plain, *PROMPTS[:batch]).history
-    engine = engine_for(golden_target(), make(kept_of_golden()), batch_size=batch, **options)
+    engine = engine_for(golden_target(), make(KeptTexts()), batch_size=batch, **options)
     if traced:
         engine = compiled_as_on_cuda(engine)
     cycles = []
@@ -106,7 +103,7 @@ def test_kept_texts_in_a_heads_tree_change_no_token():
 def test_a_traced_lookup_reads_the_buffer(monkeypatch):
     """Texts change between requests, and nothing is traced again."""
     monkeypatch.setattr("ops.library._cpp_available", [False])
-    ngram = Ngram(2, 2, 2, kept=kept_of_golden(64))
+    ngram = Ngram(2, 2, 2, kept=KeptTexts(capacity=64))
     text = Text(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
     step = torch.compile(ngram_draft.lookup, fullgraph=True, dynamic=False)
     found = []
@@ -132,7 +129,7 @@ def test_kept_texts_in_traced_steps_change_no_token(monkeypatch):
 
 
 def opened(file, vocabulary: str = VOCABULARY) -> KeptTexts:
-    kept = KeptTexts(SIZE)
+    kept = KeptTexts(successors=empty_matrix(SIZE, "cpu"))
     kept.keep_in(file, vocabulary, SIZE)
     return kept
 
@@ -143,7 +140,7 @@ def test_a_file_keeps_texts_between_runs(tmp_path):
     two = opened(file)  # of another process
     one.add([1, 2])
     two.add([3, 4, 8])
-    two.successors[5] = 6
+    two.successors[5, :2] = torch.tensor([6, 7])
     del one
     assert json.loads(file.read_text())["texts"] == [[1, 2]]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -152,14 +149,14 @@ def test_a_file_keeps_texts_between_runs(tmp_path):
     before = file.read_bytes()
     again = opened(file)
     assert texts_of(again) == [[3, 4, 8]]
-    assert again.successors.flatten().tolist() == [-1] * 5 + [6] + [-1] * 4
+    assert again.successors[5].tolist() == [6, 7] + [-1] * 6 and again.successors.sum() == 13 - 78
     file.unlink()
     del again
     assert not file.exists(), "nothing has changed, so that nothing is written"
     file.write_bytes(b"")
     again = opened(file)  # an empty file is begun
     again.add([3, 4, 8])
-    again.successors[5] = 6
+    again.successors[5, :2] = torch.tensor([6, 7])
     del again
     assert file.read_bytes() == before
 
@@ -241,14 +238,14 @@ def test_a_store_on_the_command_line(tmp_path, capsys):
 
 
 def test_warming_up_keeps_nothing():
-    engine = engine_for(golden_target(), lookup(kept_of_golden()), context=100)
+    engine = engine_for(golden_target(), lookup(KeptTexts()), context=100)
     _prefill_each_width(engine)
     assert not engine.drafter.kept.texts
 
 
 def test_a_turn_that_is_ended_early_is_kept():
     """As a server ends one at a text that the client names."""
-    kept = kept_of_golden()
+    kept = KeptTexts()
     engine = engine_for(golden_target(), lookup(kept), max_new_tokens=20)
     session = Session(engine)
     session.admit(0, PROMPTS[0], (0, 0))
