@@ -158,27 +158,35 @@ void open_panel(const Layout& layout, const float* output_scale, Panel& panel) {
 
 // ------------------------------------------------------------------------------------------------- codes
 // The codes of a step, 4 values of k. A tile computes V of a strip's NV vectors of outputs: all of them, or vector
-// `first` of both halves, so that it reads a byte of two nibbles once. Where FOLDS, a sum of dot products takes FOLD
-// steps in 16 bits.
+// `first` of both halves, so that it reads a byte of two halves once. Where FOLDS, a sum of dot products takes FOLD
+// steps in 16 bits. S: of the steps at p
 
 // Returns the number in the strip of a tile's vector j.
 template <int V> constexpr int vector_of(int first, int j) { return first + j % (V / 2) + j / (V / 2) * (NV / 2); }
 
-struct Nibbles {  // a byte: output i low, output i + 16 high
-  static constexpr int STEP_BYTES = 64, FOLD = 8;  // 8 * 2 * 15 * 127 fits 16 bits
+template <int HIGH> struct Halves {  // codes of 4 + HIGH bits
+  static constexpr int STEP_BYTES = (4 + HIGH) * STRIP / 2;
+  static constexpr int FOLD = 8 >> HIGH;  // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit 16 bits
   static constexpr bool SMALL = true;
-  template <int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
+  template <int S, int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
     for (int j = 0; j < V / 2; j++) {
-      const Ints both = load(p + (first + j) * 4 * LANES);
+      const uint8_t* at = p + S / 4 * 4 * STEP_BYTES + (first + j) * 4 * LANES;
+      const Ints both = load(at + S % 4 * 2 * STRIP);
       w[j] = low_nibbles(both), w[V / 2 + j] = high_nibbles(both);
+      if constexpr (HIGH) {
+        constexpr int bit = S % 4 * 2 * HIGH, fifth = HIGH == 1 ? 0x10101010 : 0x30303030;
+        const Ints high = load(at + (4 + bit / 8) * 2 * STRIP);
+        w[j] = add(w[j], mask(shifted<4 - bit % 8>(high), fifth));
+        w[V / 2 + j] = add(w[V / 2 + j], mask(shifted<4 - HIGH - bit % 8>(high), fifth));
+      }
     }
   }
 };
-template <bool SIX_BITS> struct Bytes {
-  static constexpr int STEP_BYTES = 128, FOLD = SIX_BITS ? 2 : 1;  // 2 * 2 * 63 * 127 fits 16 bits
-  static constexpr bool SMALL = SIX_BITS;
-  template <int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
-    for (int j = 0; j < V; j++) w[j] = load(p + vector_of<V>(first, j) * 4 * LANES);
+struct Bytes {
+  static constexpr int STEP_BYTES = 128, FOLD = 1;
+  static constexpr bool SMALL = false;
+  template <int S, int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
+    for (int j = 0; j < V; j++) w[j] = load(p + S * STEP_BYTES + vector_of<V>(first, j) * 4 * LANES);
   }
 };
 
@@ -190,52 +198,61 @@ inline Ints splat_word(const int8_t* p) {
 
 template <class F> constexpr int STEP = FOLDS && !F::SMALL ? 8 : 4;  // bytes of a row's activations
 
-// A group of k: sums [M][V] = the dot products of `steps` steps. x: [steps, M, STEP]
-template <class F, int M, int V>
-inline void dots(const uint8_t* p, int first, const int8_t* x, int64_t steps, Ints (&sums)[M][V]) {
-  const auto step = [&](Ints(&into)[M][V]) {
-    Ints w[V];
-    F::codes(p, first, w);
+// Adds the dot products of N steps, from step S on, to U chains in turn. x: [steps, M, STEP]
+template <class F, int S, int N, int U, int M, int V>
+[[gnu::always_inline]] inline void add_steps(const uint8_t* p, int first, const int8_t* x, Ints (&chains)[U][M][V]) {
+  Ints(&into)[M][V] = chains[S % U];
+  const int8_t* of_step = x + S * STEP<F> * M;
+  Ints w[V];
+  F::template codes<S>(p, first, w);
+  if constexpr (STEP<F> == 4) {
     for (int m = 0; m < M; m++) {
-      const int8_t* of_row = x + STEP<F> * m;
-      if constexpr (STEP<F> == 4) {
-        const Ints xs = splat_word(of_row);
-        for (int j = 0; j < V; j++) into[m][j] = dot<F::SMALL>(into[m][j], w[j], xs);
-      } else {
-        const Ints even = splat_word(of_row), odd = splat_word(of_row + 4);
-        for (int j = 0; j < V; j++) into[m][j] = dot<false>(into[m][j], even_bytes(w[j]), even);
-        for (int j = 0; j < V; j++) into[m][j] = dot<false>(into[m][j], odd_bytes(w[j]), odd);
-      }
-    }
-    p += F::STEP_BYTES, x += STEP<F> * M;
-  };
-  if constexpr (FOLDS && F::FOLD > 1) {
-    while (steps > 0) {
-      Ints part[M][V];
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) part[m][j] = splat(0);
-      if (steps >= F::FOLD)
-        for (int s = 0; s < F::FOLD; s++) step(part);
-      else
-        for (int64_t s = 0; s < steps; s++) step(part);
-      steps -= F::FOLD;
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) sums[m][j] = fold(sums[m][j], part[m][j]);
+      const Ints xs = splat_word(of_step + 4 * m);
+      for (int j = 0; j < V; j++) into[m][j] = dot<F::SMALL>(into[m][j], w[j], xs);
     }
   } else {
-    constexpr int U = M * V * 4 <= CHAINS ? 4 : M * V * 2 <= CHAINS ? 2 : 1;  // they hide the latency of dot
-    Ints more[U][M][V];
-    for (int u = 1; u < U; u++)
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) more[u][m][j] = splat(0);
-    for (; steps >= U; steps -= U) {
-      step(sums);
-      for (int u = 1; u < U; u++) step(more[u]);
+    for (int m = 0; m < M; m++) {
+      const Ints even = splat_word(of_step + 8 * m), odd = splat_word(of_step + 8 * m + 4);
+      for (int j = 0; j < V; j++) into[m][j] = dot<false>(into[m][j], even_bytes(w[j]), even);
+      for (int j = 0; j < V; j++) into[m][j] = dot<false>(into[m][j], odd_bytes(w[j]), odd);
     }
-    for (; steps > 0; steps--) step(sums);
-    for (int u = 1; u < U; u++)
+  }
+  if constexpr (N > 1) add_steps<F, S + 1, N - 1>(p, first, x, chains);
+}
+
+template <int M, int V> inline void clear(Ints (&sums)[M][V]) {
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < V; j++) sums[m][j] = splat(0);
+}
+
+// Adds N steps, from step S on, to `sums` by sums in 16 bits of FOLD steps each.
+template <class F, int S, int N, int M, int V>
+[[gnu::always_inline]] inline void fold_steps(const uint8_t* p, int first, const int8_t* x, Ints (&sums)[M][V]) {
+  constexpr int COUNT = std::min(N, F::FOLD);
+  Ints part[1][M][V];
+  clear(part[0]);
+  add_steps<F, S, COUNT>(p, first, x, part);
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < V; j++) sums[m][j] = fold(sums[m][j], part[0][m][j]);
+  if constexpr (N > COUNT) fold_steps<F, S + COUNT, N - COUNT>(p, first, x, sums);
+}
+
+// A group of k: sums [M][V] += the dot products of `steps` steps. x: [steps, M, STEP]
+template <class F, int M, int V>
+[[gnu::always_inline]] inline void dots(const uint8_t* p, int first, const int8_t* x, int64_t steps, Ints (&sums)[M][V]) {
+  if constexpr (FOLDS && F::FOLD > 1) {
+    for (; steps >= 8; steps -= 8, p += 8 * F::STEP_BYTES, x += 8 * STEP<F> * M) fold_steps<F, 0, 8>(p, first, x, sums);
+    for (; steps >= 4; steps -= 4, p += 4 * F::STEP_BYTES, x += 4 * STEP<F> * M) fold_steps<F, 0, 4>(p, first, x, sums);
+    for (; steps > 0; steps--, p += F::STEP_BYTES, x += STEP<F> * M) fold_steps<F, 0, 1>(p, first, x, sums);
+  } else {
+    constexpr int U = M * V * 4 <= CHAINS ? 4 : M * V * 2 <= CHAINS ? 2 : 1;  // they hide the latency of dot
+    Ints chains[U][M][V];
+    for (Ints(&chain)[M][V] : chains) clear(chain);
+    for (; steps >= 4; steps -= 4, p += 4 * F::STEP_BYTES, x += 4 * STEP<F> * M) add_steps<F, 0, 4>(p, first, x, chains);
+    for (; steps > 0; steps--, p += F::STEP_BYTES, x += STEP<F> * M) add_steps<F, 0, 1>(p, first, x, chains);
+    for (Ints(&chain)[M][V] : chains)
       for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) sums[m][j] = add(sums[m][j], more[u][m][j]);
+        for (int j = 0; j < V; j++) sums[m][j] = add(sums[m][j], chain[m][j]);
   }
 }
 
@@ -256,7 +273,7 @@ inline Adds adds_of(const Layout& layout) {
 
 // acc [M, 32] += a group's sums, scaled, of V vectors of outputs. g: place of its scales in the panel
 template <Adds ADDS, int M, int V>
-inline void scale_sums(Ints (&sums)[M][V], const Panel& panel, int64_t g, int first, const Ends& x, float* acc) {
+[[gnu::always_inline]] inline void scale_sums(Ints (&sums)[M][V], const Panel& panel, int64_t g, int first, const Ends& x, float* acc) {
   for (int m = 0; m < M; m++) {
     const Ints start = splat(x.starts[m]);
     const Floats of_row = splat(x.scales[m]), row_sum = splat(x.sums[m]);
@@ -289,8 +306,7 @@ template <class F, int STEPS, int M, int V>
     for (p += layout.header_bytes; k < end; k += size, g += STRIP) {
       const int64_t steps = STEPS ? STEPS : std::min(size, end - k) / 4;
       Ints sums[M][V];
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) sums[m][j] = splat(0);
+      clear(sums);
       dots<F, M, V>(p, first, x, steps, sums);
       p += steps * F::STEP_BYTES, x += steps * STEP<F> * M;
       if (ahead)
@@ -356,13 +372,12 @@ using Sums = void (*)(const Part& part, const Group& group, int64_t strip, Panel
 // Returns the `strip_sums` of a layout.
 Sums sums_of(const Layout& layout, int64_t k) {
   const int64_t steps = k % layout.group ? 0 : layout.group / 4;
-  switch (layout.codes) {
-    case Codes::NIBBLES:
-      return steps == 8 ? strip_sums<Nibbles, 8> : steps == 4 ? strip_sums<Nibbles, 4> : strip_sums<Nibbles, 0>;
-    case Codes::SIX_BITS: return steps == 8 ? strip_sums<Bytes<true>, 8> : strip_sums<Bytes<true>, 4>;
-    case Codes::BYTES: return strip_sums<Bytes<false>, 0>;
+  switch (layout.bits) {
+    case 4: return steps == 8 ? strip_sums<Halves<0>, 8> : steps == 4 ? strip_sums<Halves<0>, 4> : strip_sums<Halves<0>, 0>;
+    case 5: return strip_sums<Halves<1>, 8>;
+    case 6: return strip_sums<Halves<2>, 4>;
+    default: return steps == 8 ? strip_sums<Bytes, 8> : strip_sums<Bytes, 0>;
   }
-  return nullptr;
 }
 
 // y [M, n] = x . w, of all parts
@@ -408,7 +423,7 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Part>& parts, int64_t n, bo
   for (Activations& a : kept) a.block = 0;
   for (Part& part : parts) {
     const Layout& by = part.layout;
-    const bool in_16_bits = FOLDS && by.codes == Codes::BYTES;
+    const bool in_16_bits = FOLDS && by.bits == 8;
     Activations& a = *std::find_if(kept.begin(), kept.end(), [&](const Activations& of) {
       return !of.block || (of.block == by.group && of.offset == by.offset && of.wide == in_16_bits);
     });
@@ -449,14 +464,14 @@ at::Tensor grouped(const at::Tensor& x, const at::Tensor& packed, int64_t n, boo
   const bool words = header == 4 * STRIP;
   TORCH_CHECK(group && group <= MOST_BLOCK && (words || (header == 2 * STRIP && !bytes)), "weights in groups of ", size,
               " bytes do not fit; layout.py packs them");
-  const Layout layout{bytes ? Codes::BYTES : Codes::NIBBLES, words ? Header::WORDS : Header::BF16, group, group,
+  const Layout layout{bytes ? 8 : 4, words ? Header::WORDS : Header::BF16, group, group,
                       words ? 1 : 8, header, false};
   return multiply(x, packed, layout, n, nullptr, wide, 3, expert);
 }
 
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert) {
-  const Layout layout{Codes::BYTES, Header::OUTPUT, BLOCK8, BLOCK8, 128, 0, false};
+  const Layout layout{8, Header::OUTPUT, BLOCK8, BLOCK8, 128, 0, false};
   return multiply(x, packed, layout, scale.size(-1), scale.const_data_ptr<float>(), wide, 4, expert);
 }
 
