@@ -158,28 +158,34 @@ void widen_blocks(const at::Tensor& content, int64_t type_id, const at::Tensor& 
 
 // ------------------------------------------------------------------------------------------------- strips
 
-// Writes the codes of 32 outputs, one superblock each.
-void pack_codes(const Layout& layout, const Block (&of)[STRIP], uint8_t* to) {
-  if (layout.bits == 8) {
-    for (int64_t i = 0; i < STRIP; i++)
-      for (int64_t k = 0; k < layout.super; k += 4) std::memcpy(to + (k / 4 * STRIP + i) * 4, of[i].codes + k, 4);
-    return;
-  }
-  const int high = layout.bits - 4;
+// Writes the codes of 32 outputs, one superblock each, of 4 + HIGH bits.
+template <int HIGH> void pack_halves(const Layout& layout, const Block (&of)[STRIP], uint8_t* to) {
   for (int64_t i = 0; i < STRIP / 2; i++) {
     const uint8_t *left = of[i].codes, *right = of[i + STRIP / 2].codes;
+    uint8_t both[256], above[256];
+    for (int64_t k = 0; k < layout.super; k++) {
+      both[k] = uint8_t((left[k] & 15) | right[k] << 4);
+      above[k] = uint8_t(left[k] >> 4 | right[k] >> 4 << HIGH);
+    }
     for (int64_t k = 0; k < layout.super; k += 16) {
       uint8_t* four = to + k / 4 * layout.step_bytes() + 4 * i;
-      uint8_t rest[8] = {};  // the high bits
-      for (int s = 0, bit = 0; s < 4; s++, bit += 2 * high)
-        for (int j = 0; j < 4; j++) {
-          const uint8_t l = left[k + 4 * s + j], r = right[k + 4 * s + j];
-          four[s * 2 * STRIP + j] = uint8_t((l & 15) | r << 4);
-          rest[bit / 8 * 4 + j] |= uint8_t(((l >> 4) | (r >> 4) << high) << bit % 8);
-        }
-      for (int v = 0; v < high; v++) std::memcpy(four + (4 + v) * 2 * STRIP, rest + 4 * v, 4);
+      uint32_t high[2] = {};  // no bit leaves its byte
+      for (int s = 0; s < 4; s++) {
+        const int bit = s * 2 * HIGH;
+        std::memcpy(four + s * 2 * STRIP, both + k + 4 * s, 4);
+        high[bit / 8] |= word_at(above + k + 4 * s) << bit % 8;
+      }
+      for (int v = 0; v < HIGH; v++) std::memcpy(four + (4 + v) * 2 * STRIP, high + v, 4);
     }
   }
+}
+
+void pack_codes(const Layout& layout, const Block (&of)[STRIP], uint8_t* to) {
+  if (layout.bits == 4) return pack_halves<0>(layout, of, to);
+  if (layout.bits == 5) return pack_halves<1>(layout, of, to);
+  if (layout.bits == 6) return pack_halves<2>(layout, of, to);
+  for (int64_t i = 0; i < STRIP; i++)
+    for (int64_t k = 0; k < layout.super; k += 4) std::memcpy(to + (k / 4 * STRIP + i) * 4, of[i].codes + k, 4);
 }
 
 // Returns the code of output i at k. codes: as `pack_codes` writes them
