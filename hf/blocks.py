@@ -2,7 +2,7 @@
 
 A block holds 32 or 256 weights of one output: codes of 2 to 8 bits, scales and, for some types,
 minima. `pack` lays the blocks of a weight out for the product (ops/cpu/quantized.cpp) in one pass
-over the mapped file. Codes of 5 and 6 bits take 8. The parts of a layer, as query, key and value,
+over the mapped file. Codes of 2 and 3 bits take 4. The parts of a layer, as query, key and value,
 may be of different types.
 
 Trade-off: activations are rounded to 8 bits, in blocks of 16 or 32, as llama.cpp does it.

@@ -158,7 +158,46 @@ void widen_blocks(const at::Tensor& content, int64_t type_id, const at::Tensor& 
 
 // ------------------------------------------------------------------------------------------------- strips
 
-// Writes the header and codes of 32 outputs, one superblock each; their codes are halves of bytes, or bytes.
+// Writes the codes of 32 outputs, one superblock each, of 4 + HIGH bits.
+template <int HIGH> void pack_halves(const Layout& layout, const Block (&of)[STRIP], uint8_t* to) {
+  for (int64_t i = 0; i < STRIP / 2; i++) {
+    const uint8_t *left = of[i].codes, *right = of[i + STRIP / 2].codes;
+    uint8_t both[256], above[256];
+    for (int64_t k = 0; k < layout.super; k++) {
+      both[k] = uint8_t((left[k] & 15) | right[k] << 4);
+      above[k] = uint8_t(left[k] >> 4 | right[k] >> 4 << HIGH);
+    }
+    for (int64_t k = 0; k < layout.super; k += 16) {
+      uint8_t* four = to + k / 4 * layout.step_bytes() + 4 * i;
+      uint32_t high[2] = {};  // no bit leaves its byte
+      for (int s = 0; s < 4; s++) {
+        const int bit = s * 2 * HIGH;
+        std::memcpy(four + s * 2 * STRIP, both + k + 4 * s, 4);
+        high[bit / 8] |= word_at(above + k + 4 * s) << bit % 8;
+      }
+      for (int v = 0; v < HIGH; v++) std::memcpy(four + (4 + v) * 2 * STRIP, high + v, 4);
+    }
+  }
+}
+
+void pack_codes(const Layout& layout, const Block (&of)[STRIP], uint8_t* to) {
+  if (layout.bits == 4) return pack_halves<0>(layout, of, to);
+  if (layout.bits == 5) return pack_halves<1>(layout, of, to);
+  if (layout.bits == 6) return pack_halves<2>(layout, of, to);
+  for (int64_t i = 0; i < STRIP; i++)
+    for (int64_t k = 0; k < layout.super; k += 4) std::memcpy(to + (k / 4 * STRIP + i) * 4, of[i].codes + k, 4);
+}
+
+// Returns the code of output i at k. codes: as `pack_codes` writes them
+inline uint8_t code_at(const Layout& layout, const uint8_t* codes, int64_t i, int64_t k) {
+  if (layout.bits == 8) return codes[(k / 4 * STRIP + i) * 4 + k % 4];
+  const uint8_t* four = codes + k / 16 * 4 * layout.step_bytes() + i % (STRIP / 2) * 4 + k % 4;
+  const int right = i >= STRIP / 2, high = layout.bits - 4, step = k / 4 % 4, bit = (2 * step + right) * high;
+  const uint8_t low = four[step * 2 * STRIP] >> 4 * right & 15;
+  return high ? low | (four[(4 + bit / 8) * 2 * STRIP] >> bit % 8 & ((1 << high) - 1)) << 4 : low;
+}
+
+// Writes the header and codes of 32 outputs, one superblock each.
 void pack_super(const Layout& layout, const Block (&of)[STRIP], uint8_t* to) {
   uint16_t* halves = (uint16_t*)to;
   uint8_t* bytes = to + (layout.has_least ? 4 : 2) * STRIP;
@@ -172,17 +211,7 @@ void pack_super(const Layout& layout, const Block (&of)[STRIP], uint8_t* to) {
       if (layout.has_least) bytes[g * stride + STRIP + i] = of[i].minima[g];
     }
   }
-  uint8_t* codes = to + layout.header_bytes;
-  if (layout.codes != Codes::NIBBLES) {
-    for (int64_t i = 0; i < STRIP; i++)
-      for (int64_t k = 0; k < layout.super; k += 4) std::memcpy(codes + (k / 4 * STRIP + i) * 4, of[i].codes + k, 4);
-    return;
-  }
-  for (int64_t i = 0; i < STRIP / 2; i++) {
-    uint8_t both[256];
-    for (int64_t k = 0; k < layout.super; k++) both[k] = uint8_t(of[i].codes[k] | of[i + STRIP / 2].codes[k] << 4);
-    for (int64_t k = 0; k < layout.super; k += 4) std::memcpy(codes + (k / 4 * STRIP / 2 + i) * 4, both + k, 4);
-  }
+  pack_codes(layout, of, to + layout.header_bytes);
 }
 
 // Returns the bytes of packed blocks of a type, [n, k].
@@ -243,10 +272,7 @@ template <class Out> void read_row(const BlockTable& of, const uint8_t* packed, 
       const int64_t g = j / layout.group;
       const Scale by(layout, half_at(super + 2 * i), half_at(super + 2 * (STRIP * layout.has_least + i)),
                      bytes[g * stride], bytes[g * stride + STRIP * layout.has_least]);
-      const bool halves = layout.codes == Codes::NIBBLES;
-      const int64_t width = halves ? STRIP / 2 : STRIP;
-      const uint8_t code = codes[(j / 4 * width + i % width) * 4 + j % 4];
-      put_number(y, layout, by, !halves ? code : i < width ? code & 15 : code >> 4);
+      put_number(y, layout, by, code_at(layout, codes, i, j));
     }
   }
 }

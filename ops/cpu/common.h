@@ -76,9 +76,9 @@ inline float widen_half(uint16_t bits) { return c10::Half(bits, c10::Half::from_
 
 // ------------------------------------------------------------------------------------------------ vectors
 // LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations).
-// Where FOLDS, a SMALL one adds two products to either half of acc[i], and fold adds both halves of a sum to acc; one
-// that is not SMALL takes two numbers of 16 bits on either side, even_bytes or odd_bytes of the weights.
-// words_of: the same bits. low_half, high_half: the bfloat16 in either half of a word. transpose: word j of vector i
+// Where FOLDS, a SMALL one adds two products to either half of acc[i], products are these alone, and fold adds both
+// halves of a sum to acc; one that is not SMALL takes two numbers of 16 bits on either side, even_bytes or odd_bytes of the weights.
+// shifted: bits by LEFT places within words of 16 or 32 bits. words_of: the same bits. low_half, high_half: the bfloat16 in either half of a word. transpose: word j of vector i
 // becomes word i of vector j.
 // For quantized.cpp, by registers: tiles have up to MB rows; those of up to MOST_SUMS vectors of sums take a strip whole;
 // CHAINS sums that do not wait for each other hide the latency of dot, 0 where they need not.
@@ -97,11 +97,15 @@ inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 inline void store(int32_t* p, Ints v) { _mm512_storeu_si512(p, v); }
 inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+template <int LEFT> inline Ints shifted(Ints v) {
+  return LEFT > 0 ? _mm512_slli_epi16(v, LEFT > 0 ? LEFT : 0) : _mm512_srli_epi16(v, LEFT < 0 ? -LEFT : 0);
+}
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));  // gcc copies every accumulator around the intrinsic: 2x
   return acc;
 }
-inline Ints even_bytes(Ints v) { return v; }  // these three serve FOLDS only
+inline Ints products(Ints w, Ints) { return w; }  // these four serve FOLDS only
+inline Ints even_bytes(Ints v) { return v; }
 inline Ints odd_bytes(Ints v) { return v; }
 inline Ints fold(Ints acc, Ints) { return acc; }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
@@ -148,6 +152,9 @@ inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 inline void store(int32_t* p, Ints v) { _mm256_storeu_si256((__m256i*)p, v); }
 inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+template <int LEFT> inline Ints shifted(Ints v) {
+  return LEFT > 0 ? _mm256_slli_epi16(v, LEFT > 0 ? LEFT : 0) : _mm256_srli_epi16(v, LEFT < 0 ? -LEFT : 0);
+}
 #if defined(__AVXVNNI__)
 constexpr bool FOLDS = false;
 constexpr int MB = 4, CHAINS = 8;
@@ -166,6 +173,7 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   return acc;
 }
 #endif
+inline Ints products(Ints w, Ints x) { return _mm256_maddubs_epi16(w, x); }
 inline Ints even_bytes(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi16(255)); }
 inline Ints odd_bytes(Ints v) { return _mm256_srli_epi16(v, 8); }
 inline Ints fold(Ints acc, Ints sums) {
@@ -219,11 +227,17 @@ inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 inline void store(int32_t* p, Ints v) { std::memcpy(p, &v, sizeof v); }
 inline Ints low_nibbles(Ints v) { EACH_LANE v.lane[i] &= 0x0f0f0f0f; return v; }
 inline Ints high_nibbles(Ints v) { EACH_LANE v.lane[i] = (v.lane[i] >> 4) & 0x0f0f0f0f; return v; }
+template <int LEFT> inline Ints shifted(Ints v) {
+  constexpr int left = LEFT > 0 ? LEFT : 0, right = LEFT < 0 ? -LEFT : 0;
+  EACH_LANE v.lane[i] = int32_t(uint32_t(v.lane[i]) << left >> right);
+  return v;
+}
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   EACH_LANE for (int b = 0; b < 32; b += 8) acc.lane[i] += int32_t(uint8_t(w.lane[i] >> b)) * int8_t(x.lane[i] >> b);
   return acc;
 }
-inline Ints even_bytes(Ints v) { return v; }  // these three serve FOLDS only
+inline Ints products(Ints w, Ints) { return w; }  // these four serve FOLDS only
+inline Ints even_bytes(Ints v) { return v; }
 inline Ints odd_bytes(Ints v) { return v; }
 inline Ints fold(Ints acc, Ints) { return acc; }
 inline Ints add(Ints a, Ints b) { EACH_LANE a.lane[i] += b.lane[i]; return a; }

@@ -25,7 +25,7 @@ namespace {
 constexpr int64_t BLOCK8 = 128;  // k per activation scale of the int8 format
 constexpr int64_t MOST_BLOCK = 128;  // of all formats
 constexpr int64_t PANEL = 512;   // k per pass over the tokens: 8 or 16 KB of weights
-constexpr int64_t GRAIN = 1 << 19;  // multiply-adds (and bytes) that pay for a thread's wake-up
+constexpr int64_t GRAIN = 1 << 16;  // multiply-adds (and bytes) that pay for a thread's wake-up
 
 constexpr int NV = STRIP / LANES;  // vectors per strip
 
@@ -54,40 +54,48 @@ struct Activations {
   int64_t step_bytes() const { return wide ? 8 : 4; }
 };
 
-// Returns the sum of the codes.
-template <class T> int32_t round_block(const T* x, int64_t n, int8_t* codes, float* scale) {
+// Rounds n numbers, of a block of N, and writes the codes of their steps `height` steps apart. Returns: their sum.
+template <int N, bool WIDE, class T>
+int32_t round_block(const T* x, int64_t n, int64_t height, int8_t* to, float* scale) {
+  T padded[N] = {};
+  if (n < N) x = std::copy_n(x, n, padded) - n;
+  float numbers[N];
   uint32_t most = 0;  // of the magnitudes' bits, which order like the magnitudes, NaN last
-  for (int64_t i = 0; i < n; i++) {
-    float v = widen(x[i]);
+  for (int i = 0; i < N; i++) {
+    numbers[i] = widen(x[i]);
     uint32_t bits;
-    std::memcpy(&bits, &v, 4);
+    std::memcpy(&bits, &numbers[i], 4);
     bits &= 0x7fffffff;
     most = bits > most ? bits : most;
   }
   float magnitude;
   std::memcpy(&magnitude, &most, 4);
   const float to_code = magnitude > 1e-30f ? 127.0f / magnitude : 0.0f;
+  *scale = magnitude / 127.0f;
   int32_t total = 0;
-  for (int64_t i = 0; i < n; i++) {
-    float shifted = widen(x[i]) * to_code + 12582912.0f;  // 1.5 * 2^23: rounds to nearest even into the low bits
+  alignas(64) int8_t codes[N];
+  for (int i = 0; i < N; i++) {
+    const float shifted = numbers[i] * to_code + 12582912.0f;  // 1.5 * 2^23: rounds to nearest even into the low bits
     int32_t code;
     std::memcpy(&code, &shifted, 4);
-    code -= 0x4b400000;
     codes[i] = int8_t(code);
     total += int8_t(code);
   }
-  *scale = magnitude / 127.0f;
+  for (int64_t i = 0; i < n; i += 4, to += (WIDE ? 8 : 4) * height) {
+    const int16_t wide[4] = {codes[i], codes[i + 2], codes[i + 1], codes[i + 3]};
+    if (WIDE) std::memcpy(to, wide, 8);
+    else std::memcpy(to, codes + i, 4);
+  }
   return total;
 }
 
-// Writes the codes of a step.
-inline void put_step(const int8_t* codes, bool wide, int8_t* to) {
-  if (!wide) {
-    std::memcpy(to, codes, 4);
-    return;
-  }
-  const int16_t four[4] = {codes[0], codes[2], codes[1], codes[3]};
-  std::memcpy(to, four, 8);
+template <class T> using Round = int32_t (*)(const T* x, int64_t n, int64_t height, int8_t* to, float* scale);
+
+// Returns the `round_block` of a block size.
+template <bool WIDE, class T> Round<T> round_of(int64_t block) {
+  if (block == 16) return round_block<16, WIDE, T>;
+  if (block == 32) return round_block<32, WIDE, T>;
+  return block == 64 ? round_block<64, WIDE, T> : round_block<128, WIDE, T>;
 }
 
 template <class T> void round_rows(Activations& a, const T* x) {
@@ -101,17 +109,16 @@ template <class T> void round_rows(Activations& a, const T* x) {
   for (const Group& group : a.order.groups)
     for (int64_t t = 0; t < count_tiles(group); t++) tiles.push_back(tile_of(group, t));
   parallel(tiles.size(), std::max<int64_t>(1, GRAIN / 16 / (MB * a.k)), [&](int64_t begin, int64_t end) {
-    int8_t codes[MOST_BLOCK];
+    const Round<T> round = a.wide ? round_of<true, T>(a.block) : round_of<false, T>(a.block);
     for (int64_t t = begin; t < end; t++) {
       const auto [first, height] = tiles[t];
       for (int64_t b = 0; b < a.blocks; b++)
         for (int64_t m = 0; m < height; m++) {
           const int64_t n = std::min(a.block, a.k - b * a.block), i = first * a.blocks + b * height + m;
           const T* from = x + a.order.row[first + m] * a.k + b * a.block;
-          const int32_t sum = round_block(from, n, codes, &a.scales[i]);
-          a.starts[i] = -a.offset * sum, a.sums[i] = a.scales[i] * float(sum);
           int8_t* to = &a.codes[(first * a.k + b * a.block * height + 4 * m) / 4 * a.step_bytes()];
-          for (int64_t s = 0; s < n / 4; s++, to += a.step_bytes() * height) put_step(&codes[4 * s], a.wide, to);
+          const int32_t sum = round(from, n, height, to, &a.scales[i]);
+          a.starts[i] = -a.offset * sum, a.sums[i] = a.scales[i] * float(sum);
         }
     }
   });
@@ -158,27 +165,35 @@ void open_panel(const Layout& layout, const float* output_scale, Panel& panel) {
 
 // ------------------------------------------------------------------------------------------------- codes
 // The codes of a step, 4 values of k. A tile computes V of a strip's NV vectors of outputs: all of them, or vector
-// `first` of both halves, so that it reads a byte of two nibbles once. Where FOLDS, a sum of dot products takes FOLD
-// steps in 16 bits.
+// `first` of both halves, so that it reads a byte of two halves once. Where FOLDS, a sum of dot products takes FOLD
+// steps in 16 bits. S: of the steps at p
 
-// Returns the number in the strip of a tile's vector j.
-template <int V> constexpr int vector_of(int first, int j) { return first + j % (V / 2) + j / (V / 2) * (NV / 2); }
+// Returns the first output, behind the tile's first, of its vector j.
+template <int V> constexpr int output_of(int j) { return (j % (V / 2) + j / (V / 2) * (NV / 2)) * LANES; }
 
-struct Nibbles {  // a byte: output i low, output i + 16 high
-  static constexpr int STEP_BYTES = 64, FOLD = 8;  // 8 * 2 * 15 * 127 fits 16 bits
+template <int HIGH> struct Halves {  // codes of 4 + HIGH bits
+  static constexpr int STEP_BYTES = (4 + HIGH) * STRIP / 2;
+  static constexpr int FOLD = 8 >> HIGH;  // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit 16 bits
   static constexpr bool SMALL = true;
-  template <int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
+  template <int S, int V> static inline void codes(const uint8_t* p, Ints (&w)[V]) {
     for (int j = 0; j < V / 2; j++) {
-      const Ints both = load(p + (first + j) * 4 * LANES);
+      const uint8_t* at = p + S / 4 * 4 * STEP_BYTES + 4 * output_of<V>(j);
+      const Ints both = load(at + S % 4 * 2 * STRIP);
       w[j] = low_nibbles(both), w[V / 2 + j] = high_nibbles(both);
+      if constexpr (HIGH) {
+        constexpr int bit = S % 4 * 2 * HIGH, fifth = HIGH == 1 ? 0x10101010 : 0x30303030;
+        const Ints high = load(at + (4 + bit / 8) * 2 * STRIP);
+        w[j] = add(w[j], mask(shifted<4 - bit % 8>(high), fifth));
+        w[V / 2 + j] = add(w[V / 2 + j], mask(shifted<4 - HIGH - bit % 8>(high), fifth));
+      }
     }
   }
 };
-template <bool SIX_BITS> struct Bytes {
-  static constexpr int STEP_BYTES = 128, FOLD = SIX_BITS ? 2 : 1;  // 2 * 2 * 63 * 127 fits 16 bits
-  static constexpr bool SMALL = SIX_BITS;
-  template <int V> static inline void codes(const uint8_t* p, int first, Ints (&w)[V]) {
-    for (int j = 0; j < V; j++) w[j] = load(p + vector_of<V>(first, j) * 4 * LANES);
+struct Bytes {
+  static constexpr int STEP_BYTES = 128, FOLD = 1;
+  static constexpr bool SMALL = false;
+  template <int S, int V> static inline void codes(const uint8_t* p, Ints (&w)[V]) {
+    for (int j = 0; j < V; j++) w[j] = load(p + S * STEP_BYTES + 4 * output_of<V>(j));
   }
 };
 
@@ -190,52 +205,66 @@ inline Ints splat_word(const int8_t* p) {
 
 template <class F> constexpr int STEP = FOLDS && !F::SMALL ? 8 : 4;  // bytes of a row's activations
 
-// A group of k: sums [M][V] = the dot products of `steps` steps. x: [steps, M, STEP]
-template <class F, int M, int V>
-inline void dots(const uint8_t* p, int first, const int8_t* x, int64_t steps, Ints (&sums)[M][V]) {
-  const auto step = [&](Ints(&into)[M][V]) {
-    Ints w[V];
-    F::codes(p, first, w);
+// Adds the dot products of N steps, from step S on, to U chains in turn. FIRST: step S sets its chain, in 16 bits.
+// x: [steps, M, STEP]
+template <class F, int S, int N, bool FIRST, int U, int M, int V>
+[[gnu::always_inline]] inline void add_steps(const uint8_t* p, const int8_t* x, Ints (&chains)[U][M][V]) {
+  Ints(&into)[M][V] = chains[S % U];
+  const int8_t* of_step = x + S * STEP<F> * M;
+  Ints w[V];
+  F::template codes<S>(p, w);
+  if constexpr (STEP<F> == 4) {
     for (int m = 0; m < M; m++) {
-      const int8_t* of_row = x + STEP<F> * m;
-      if constexpr (STEP<F> == 4) {
-        const Ints xs = splat_word(of_row);
-        for (int j = 0; j < V; j++) into[m][j] = dot<F::SMALL>(into[m][j], w[j], xs);
-      } else {
-        const Ints even = splat_word(of_row), odd = splat_word(of_row + 4);
-        for (int j = 0; j < V; j++) into[m][j] = dot<false>(into[m][j], even_bytes(w[j]), even);
-        for (int j = 0; j < V; j++) into[m][j] = dot<false>(into[m][j], odd_bytes(w[j]), odd);
-      }
-    }
-    p += F::STEP_BYTES, x += STEP<F> * M;
-  };
-  if constexpr (FOLDS && F::FOLD > 1) {
-    while (steps > 0) {
-      Ints part[M][V];
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) part[m][j] = splat(0);
-      if (steps >= F::FOLD)
-        for (int s = 0; s < F::FOLD; s++) step(part);
-      else
-        for (int64_t s = 0; s < steps; s++) step(part);
-      steps -= F::FOLD;
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) sums[m][j] = fold(sums[m][j], part[m][j]);
+      const Ints xs = splat_word(of_step + 4 * m);
+      for (int j = 0; j < V; j++)
+        into[m][j] = FIRST ? products(w[j], xs) : dot<F::SMALL>(into[m][j], w[j], xs);
     }
   } else {
-    constexpr int U = M * V * 4 <= CHAINS ? 4 : M * V * 2 <= CHAINS ? 2 : 1;  // they hide the latency of dot
-    Ints more[U][M][V];
-    for (int u = 1; u < U; u++)
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) more[u][m][j] = splat(0);
-    for (; steps >= U; steps -= U) {
-      step(sums);
-      for (int u = 1; u < U; u++) step(more[u]);
+    for (int odd = 0; odd < 2; odd++) {
+      Ints of_w[V];
+      for (int j = 0; j < V; j++) of_w[j] = odd ? odd_bytes(w[j]) : even_bytes(w[j]);
+      for (int m = 0; m < M; m++) {
+        const Ints xs = splat_word(of_step + 8 * m + 4 * odd);
+        for (int j = 0; j < V; j++) into[m][j] = dot<false>(into[m][j], of_w[j], xs);
+      }
     }
-    for (; steps > 0; steps--) step(sums);
-    for (int u = 1; u < U; u++)
+  }
+  if constexpr (N > 1) add_steps<F, S + 1, N - 1, false>(p, x, chains);
+}
+
+template <int M, int V> inline void clear(Ints (&sums)[M][V]) {
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < V; j++) sums[m][j] = splat(0);
+}
+
+// Adds N steps, from step S on, to `sums` by sums in 16 bits of FOLD steps each.
+template <class F, int S, int N, int M, int V>
+[[gnu::always_inline]] inline void fold_steps(const uint8_t* p, const int8_t* x, Ints (&sums)[M][V]) {
+  constexpr int COUNT = std::min(N, F::FOLD);
+  Ints part[1][M][V];
+  add_steps<F, S, COUNT, true>(p, x, part);
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < V; j++) sums[m][j] = fold(sums[m][j], part[0][m][j]);
+  if constexpr (N > COUNT) fold_steps<F, S + COUNT, N - COUNT>(p, x, sums);
+}
+
+// A group of k: sums [M][V] += the dot products of `steps` steps. x: [steps, M, STEP]
+template <class F, int M, int V>
+[[gnu::always_inline]] inline void dots(const uint8_t* p, const int8_t* x, int64_t steps, Ints (&sums)[M][V]) {
+  constexpr int64_t BYTES = F::STEP_BYTES, OF_ROWS = STEP<F> * M;
+  if constexpr (FOLDS && F::FOLD > 1) {
+    for (; steps >= 8; steps -= 8, p += 8 * BYTES, x += 8 * OF_ROWS) fold_steps<F, 0, 8>(p, x, sums);
+    for (; steps >= 4; steps -= 4, p += 4 * BYTES, x += 4 * OF_ROWS) fold_steps<F, 0, 4>(p, x, sums);
+    for (; steps > 0; steps--, p += BYTES, x += OF_ROWS) fold_steps<F, 0, 1>(p, x, sums);
+  } else {
+    constexpr int U = M * V * 4 <= CHAINS ? 4 : M * V * 2 <= CHAINS ? 2 : 1;  // they hide the latency of dot
+    Ints chains[U][M][V];
+    for (Ints(&chain)[M][V] : chains) clear(chain);
+    for (; steps >= 4; steps -= 4, p += 4 * BYTES, x += 4 * OF_ROWS) add_steps<F, 0, 4, false>(p, x, chains);
+    for (; steps > 0; steps--, p += BYTES, x += OF_ROWS) add_steps<F, 0, 1, false>(p, x, chains);
+    for (Ints(&chain)[M][V] : chains)
       for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) sums[m][j] = add(sums[m][j], more[u][m][j]);
+        for (int j = 0; j < V; j++) sums[m][j] = add(sums[m][j], chain[m][j]);
   }
 }
 
@@ -254,20 +283,20 @@ inline Adds adds_of(const Layout& layout) {
   return layout.offset ? Adds::START : Adds::NOTHING;
 }
 
-// acc [M, 32] += a group's sums, scaled, of V vectors of outputs. g: place of its scales in the panel
+// total += a group's sums, scaled, of V vectors of outputs. g: place of its scales in the panel
 template <Adds ADDS, int M, int V>
-inline void scale_sums(Ints (&sums)[M][V], const Panel& panel, int64_t g, int first, const Ends& x, float* acc) {
+[[gnu::always_inline]] inline void scale_sums(Ints (&sums)[M][V], const Panel& panel, int64_t g, const Ends& x,
+                                              Floats (&total)[M][V]) {
   for (int m = 0; m < M; m++) {
     const Ints start = splat(x.starts[m]);
     const Floats of_row = splat(x.scales[m]), row_sum = splat(x.sums[m]);
     for (int j = 0; j < V; j++) {
-      const int at = vector_of<V>(first, j) * LANES;
+      const int at = output_of<V>(j);
       Ints sum = sums[m][j];
       if (ADDS == Adds::START) sum = add(sum, start);
       if (ADDS == Adds::ZERO) sum = add(sum, multiply(load((const uint8_t*)(panel.zero + g + at)), start));
-      float* to = acc + m * STRIP + at;
-      const Floats scaled = add_scaled(sum, multiply(load(panel.scale + g + at), of_row), load(to));
-      store(to, ADDS == Adds::LEAST ? multiply_add(load(panel.least + g + at), row_sum, scaled) : scaled);
+      total[m][j] = add_scaled(sum, multiply(load(panel.scale + g + at), of_row), total[m][j]);
+      if (ADDS == Adds::LEAST) total[m][j] = multiply_add(load(panel.least + g + at), row_sum, total[m][j]);
     }
   }
 }
@@ -275,35 +304,41 @@ inline void scale_sums(Ints (&sums)[M][V], const Panel& panel, int64_t g, int fi
 // One tile's pass over a panel, for V vectors of outputs. STEPS: of every group of k, so that its sums stay in
 // registers; 0: any. first: of the vectors; acc: [M, 32], read and written
 template <class F, int STEPS, int M, int V>
-[[gnu::noinline]] void tile(const Activations& a, const Layout& layout, const Panel& panel, int64_t row, int first,
+[[gnu::noinline]] void tile(const Activations& a, const Layout& layout, Panel& panel, int64_t row, int64_t first,
                             float* acc) {
+  acc += first;
   const int64_t place = row * a.blocks + panel.first / a.block * M;
   const int8_t* x = &a.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
   Ends ends{&a.scales[place], &a.sums[place], &a.starts[place]};
-  const int64_t size = layout.group, last = panel.last, share = layout.super_bytes() * size / layout.super;
+  const int64_t size = layout.group, last = panel.last;
+  const int64_t share = panel.ahead ? layout.super_bytes() * size / layout.super * V / NV : 0;
   const Adds adds = adds_of(layout);
-  const uint8_t *p = panel.weights, *ahead = panel.ahead;
-  int64_t g = 0;
+  const uint8_t *p = panel.weights + 4 * first, *ahead = panel.ahead;
+  int64_t g = first;
+  Floats total[M][V];
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < V; j++) total[m][j] = load(acc + m * STRIP + output_of<V>(j));
   for (int64_t k = panel.first; k < last;) {
     const int64_t end = std::min(k + layout.super, last);
     for (p += layout.header_bytes; k < end; k += size, g += STRIP) {
       const int64_t steps = STEPS ? STEPS : std::min(size, end - k) / 4;
       Ints sums[M][V];
-      for (int m = 0; m < M; m++)
-        for (int j = 0; j < V; j++) sums[m][j] = splat(0);
-      dots<F, M, V>(p, first, x, steps, sums);
+      clear(sums);
+      dots<F, M, V>(p, x, steps, sums);
       p += steps * F::STEP_BYTES, x += steps * STEP<F> * M;
-      if (ahead)
-        for (const uint8_t* fetched = ahead + share; ahead < fetched; ahead += 64) __builtin_prefetch(ahead);
+      for (const uint8_t* fetched = ahead + share; ahead < fetched; ahead += 64) __builtin_prefetch(ahead);
       switch (adds) {
-        case Adds::NOTHING: scale_sums<Adds::NOTHING>(sums, panel, g, first, ends, acc); break;
-        case Adds::LEAST: scale_sums<Adds::LEAST>(sums, panel, g, first, ends, acc); break;
-        case Adds::START: scale_sums<Adds::START>(sums, panel, g, first, ends, acc); break;
-        case Adds::ZERO: scale_sums<Adds::ZERO>(sums, panel, g, first, ends, acc); break;
+        case Adds::NOTHING: scale_sums<Adds::NOTHING>(sums, panel, g, ends, total); break;
+        case Adds::LEAST: scale_sums<Adds::LEAST>(sums, panel, g, ends, total); break;
+        case Adds::START: scale_sums<Adds::START>(sums, panel, g, ends, total); break;
+        case Adds::ZERO: scale_sums<Adds::ZERO>(sums, panel, g, ends, total); break;
       }
       ends.scales += M, ends.sums += M, ends.starts += M;
     }
   }
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < V; j++) store(acc + m * STRIP + output_of<V>(j), total[m][j]);
+  panel.ahead = ahead;
 }
 
 template <class F, int STEPS, int M = MB>
@@ -311,7 +346,7 @@ void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& pa
   if constexpr (M > 1)
     if (height < M) return tiles<F, STEPS, M - 1>(height, a, layout, panel, row, acc);
   constexpr int V = M * NV <= MOST_SUMS ? NV : 2;
-  for (int first = 0; first < NV / V; first++, panel.ahead = nullptr)
+  for (int64_t first = 0; first < STRIP / V; first += LANES)
     tile<F, STEPS, M, V>(a, layout, panel, row, first, acc);
 }
 
@@ -356,13 +391,13 @@ using Sums = void (*)(const Part& part, const Group& group, int64_t strip, Panel
 // Returns the `strip_sums` of a layout.
 Sums sums_of(const Layout& layout, int64_t k) {
   const int64_t steps = k % layout.group ? 0 : layout.group / 4;
-  switch (layout.codes) {
-    case Codes::NIBBLES:
-      return steps == 8 ? strip_sums<Nibbles, 8> : steps == 4 ? strip_sums<Nibbles, 4> : strip_sums<Nibbles, 0>;
-    case Codes::SIX_BITS: return steps == 8 ? strip_sums<Bytes<true>, 8> : strip_sums<Bytes<true>, 4>;
-    case Codes::BYTES: return strip_sums<Bytes<false>, 0>;
+  switch (layout.bits) {
+    case 4:
+      return steps == 8 ? strip_sums<Halves<0>, 8> : steps == 4 ? strip_sums<Halves<0>, 4> : strip_sums<Halves<0>, 0>;
+    case 5: return strip_sums<Halves<1>, 8>;
+    case 6: return strip_sums<Halves<2>, 4>;
+    default: return steps == 8 ? strip_sums<Bytes, 8> : strip_sums<Bytes, 0>;
   }
-  return nullptr;
 }
 
 // y [M, n] = x . w, of all parts
@@ -408,7 +443,7 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Part>& parts, int64_t n, bo
   for (Activations& a : kept) a.block = 0;
   for (Part& part : parts) {
     const Layout& by = part.layout;
-    const bool in_16_bits = FOLDS && by.codes == Codes::BYTES;
+    const bool in_16_bits = FOLDS && by.bits == 8;
     Activations& a = *std::find_if(kept.begin(), kept.end(), [&](const Activations& of) {
       return !of.block || (of.block == by.group && of.offset == by.offset && of.wide == in_16_bits);
     });
@@ -449,14 +484,13 @@ at::Tensor grouped(const at::Tensor& x, const at::Tensor& packed, int64_t n, boo
   const bool words = header == 4 * STRIP;
   TORCH_CHECK(group && group <= MOST_BLOCK && (words || (header == 2 * STRIP && !bytes)), "weights in groups of ", size,
               " bytes do not fit; layout.py packs them");
-  const Layout layout{bytes ? Codes::BYTES : Codes::NIBBLES, words ? Header::WORDS : Header::BF16, group, group,
-                      words ? 1 : 8, header, false};
+  const Layout layout{bytes ? 8 : 4, words ? Header::WORDS : Header::BF16, group, group, words ? 1 : 8, header, false};
   return multiply(x, packed, layout, n, nullptr, wide, 3, expert);
 }
 
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert) {
-  const Layout layout{Codes::BYTES, Header::OUTPUT, BLOCK8, BLOCK8, 128, 0, false};
+  const Layout layout{8, Header::OUTPUT, BLOCK8, BLOCK8, 128, 0, false};
   return multiply(x, packed, layout, scale.size(-1), scale.const_data_ptr<float>(), wide, 4, expert);
 }
 

@@ -1,8 +1,10 @@
 // The layout of quantized weights: strips of 32 outputs, each one stream of superblocks of k.
 //
-// A superblock is a header with the scales of its groups of k, then the codes, step after step: for 4 values of k, a
-// byte per output and k, or per pair of outputs (i in the low half, i + 16 in the high one). A weight is
-// (code - offset) * scale + least. Headers, each a list of vectors of 32 outputs:
+// A superblock is a header with the scales of its groups of k, then the codes, step after step, each of 4 values of k.
+// Codes of 8 bits take a byte per output and k. Of smaller ones a byte holds the low halves of two outputs, i and below
+// it i + 16 in its high half. Behind the halves of every 4 steps lie the 1 or 2 bits that they lack, 8 in a byte for the
+// same outputs and k: those of step 0, output i, then i + 16, then of step 1. A weight is (code - offset) * scale +
+// least. Headers, each a list of vectors of 32 outputs:
 //   OUTPUT  nothing: one scale per output lies elsewhere (int8)
 //   BF16    scales in bfloat16 (int4)
 //   WORDS   words of join_zeros, ops/quantized.py: scales and zero points (int4 and int8 of others)
@@ -17,17 +19,16 @@ namespace {
 
 constexpr int64_t STRIP = 32;  // outputs whose weights are interleaved
 
-enum class Codes { NIBBLES, SIX_BITS, BYTES };  // in halves of bytes; below 64; up to 255
 enum class Header { OUTPUT, BF16, WORDS, HALF, SUPER };
 
 struct Layout {
-  Codes codes;
+  int bits;  // of a code: 4, 5, 6 or 8
   Header header;
   int64_t group, super;  // k of a scale, and of a header
   int32_t offset;
   int64_t header_bytes;
   bool has_least;
-  int64_t step_bytes() const { return codes == Codes::NIBBLES ? 2 * STRIP : 4 * STRIP; }
+  int64_t step_bytes() const { return bits * STRIP / 2; }
   int64_t super_bytes() const { return header_bytes + super / 4 * step_bytes(); }
   int64_t strip_bytes(int64_t k) const { return (k + super - 1) / super * header_bytes + k / 4 * step_bytes(); }
 };
@@ -40,24 +41,24 @@ struct BlockType {
   Layout layout;
 };
 
-constexpr Layout flat(Codes codes, int32_t offset, bool has_least) {
-  return {codes, Header::HALF, 32, 32, offset, (has_least ? 4 : 2) * STRIP, has_least};
+constexpr Layout flat(int bits, int32_t offset, bool has_least) {
+  return {bits, Header::HALF, 32, 32, offset, (has_least ? 4 : 2) * STRIP, has_least};
 }
-constexpr Layout super(Codes codes, int64_t group, int32_t offset, bool has_least) {
-  return {codes, Header::SUPER, group, 256, offset, (has_least ? 2 : 1) * (2 + 256 / group) * STRIP, has_least};
+constexpr Layout super(int bits, int64_t group, int32_t offset, bool has_least) {
+  return {bits, Header::SUPER, group, 256, offset, (has_least ? 2 : 1) * (2 + 256 / group) * STRIP, has_least};
 }
 
 constexpr BlockType BLOCK_TYPES[] = {
-    {2, 32, 18, flat(Codes::NIBBLES, 8, false)},             // Q4_0
-    {3, 32, 20, flat(Codes::NIBBLES, 0, true)},              // Q4_1
-    {6, 32, 22, flat(Codes::SIX_BITS, 16, false)},           // Q5_0
-    {7, 32, 24, flat(Codes::SIX_BITS, 0, true)},             // Q5_1
-    {8, 32, 34, flat(Codes::BYTES, 128, false)},             // Q8_0
-    {10, 256, 84, super(Codes::NIBBLES, 16, 0, true)},       // Q2_K
-    {11, 256, 110, super(Codes::NIBBLES, 16, 4, false)},     // Q3_K
-    {12, 256, 144, super(Codes::NIBBLES, 32, 0, true)},      // Q4_K
-    {13, 256, 176, super(Codes::SIX_BITS, 32, 0, true)},     // Q5_K
-    {14, 256, 210, super(Codes::SIX_BITS, 16, 32, false)},   // Q6_K
+    {2, 32, 18, flat(4, 8, false)},                        // Q4_0
+    {3, 32, 20, flat(4, 0, true)},                         // Q4_1
+    {6, 32, 22, flat(5, 16, false)},                       // Q5_0
+    {7, 32, 24, flat(5, 0, true)},                         // Q5_1
+    {8, 32, 34, flat(8, 128, false)},                      // Q8_0
+    {10, 256, 84, super(4, 16, 0, true)},                  // Q2_K
+    {11, 256, 110, super(4, 16, 4, false)},                // Q3_K
+    {12, 256, 144, super(4, 32, 0, true)},                 // Q4_K
+    {13, 256, 176, super(5, 32, 0, true)},                 // Q5_K
+    {14, 256, 210, super(6, 16, 32, false)},               // Q6_K
 };
 
 inline const BlockType& block_type(int64_t id) {

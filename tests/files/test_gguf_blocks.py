@@ -162,14 +162,14 @@ def test_a_tied_head_shares_the_embeddings_blocks(block_file):
     assert untied.lm_head.packed.data_ptr() != untied.embedding.packed.data_ptr()
 
 
-@pytest.mark.parametrize("case", ["Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("case", ["Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_memory(block_file, case):
-    """Blocks take the file's bytes; scales of 6 bits, codes of 2, 3 and 6 take 8, 4, 4 and 8."""
+    """Blocks take the file's bytes; scales of 6 bits take 8, and codes of 2 and 3 take 4."""
     model = load_model(block_file(case), quant=IN_BLOCKS)
     held = sum(value.nbytes for name, value in model.named_buffers() if name.endswith("packed"))
     _, tensors = block_tensors(case)
     stored = sum(value[1].nbytes for value in tensors.values() if isinstance(value, tuple))
-    share = {"Q2_K": 164 / 84, "Q3_K": 146 / 110, "Q4_K": 148 / 144, "Q6_K": 274 / 210}
+    share = {"Q2_K": 164 / 84, "Q3_K": 146 / 110, "Q4_K": 148 / 144, "Q5_K": 180 / 176}
     assert held == round(stored * share.get(case, 1))
 
 
