@@ -224,7 +224,7 @@ REST = {
             for t in (0, 1)
         ),
         Step("eagle-3", f"{EAGLE3} --compile --compare --prompt_ids 5,17,3,40 --ignore_eos", 60),
-        Step("ngram", f"{LOOKUP} ngram", 40),
+        *(Step(source, f"{LOOKUP} {source}", 40) for source in ("ngram", "recycling", "lookahead")),
         Step("eagle+ngram", f"{LOOKUP} eagle+ngram", 60),
     ),
     "tp": tuple(

@@ -43,6 +43,8 @@ LAUNCHES = {  # at most, on an H100: of a layer, of a drafted level, of a cycle 
     "int4/5/medusa": (5, 0, 210),
     "bf16/5/hydra": (5, 10, 220),
     "bf16/26/block": (5, 0, 219),
+    "bf16/recycling": (5, 0, 188),
+    "bf16/lookahead": (5, 0, 188),
 }
 CASES_OF = {
     "90": list(LAUNCHES),
