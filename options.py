@@ -443,5 +443,8 @@ def pick_device(name: str) -> str:
     count = torch.cuda.device_count()
     index = torch.device(name).index or 0
     last = f"cuda:{count - 1}"
-    require(index < count, f"--device {name}: the last CUDA device here is {last}; use it, or fewer ranks")
+    require(
+        index < count,
+        f"--device {name}: the last CUDA device here is {last}; use it, or fewer ranks",
+    )
     return name

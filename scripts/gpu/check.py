@@ -466,7 +466,8 @@ class Check:
             (self.out / name).unlink(missing_ok=True)
         (self.out / "log.txt").unlink(missing_ok=True)  # of an earlier run
         for number, (part, step) in enumerate(steps):
-            self.step(part, step, [other for _, other in steps[number + 1 :]])
+            later = [other for _, other in steps[number + 1 :] if not self._left_out(other)]
+            self.step(part, step, later)
         self.say(f"FAILED: {', '.join(self.failed)}" if self.failed else "all went well")
 
 
