@@ -32,19 +32,19 @@ LAUNCHES = {  # at most, on an H100: of a layer, of a drafted level, of a cycle 
     "int4/60": (5, 10, 249),
     "int4/26/gqa": (5, 10, 249),
     "int4/26/qwen3": (5, 10, 249),
-    "bf16/ngram": (5, 0, 211),
+    "bf16/ngram": (5, 0, 210),
     "bf16+int4/auto": (5, 10, 249),
     "bf16/26/sampled": (5, 21, 319),
     "int4/26/rows": (5, 10, 248),
-    "bf16/26/eagle3": (5, 14, 269),
+    "bf16/26/eagle3": (5, 13, 269),
     "bf16/26/mixtral": (15, 10, 569),
     "int4/26/mixtral": (16, 10, 601),
-    "bf16/5/medusa": (5, 0, 212),
-    "int4/5/medusa": (5, 0, 212),
-    "bf16/5/hydra": (5, 10, 222),
-    "bf16/26/block": (5, 0, 221),
-    "bf16/recycling": (5, 0, 190),
-    "bf16/lookahead": (5, 0, 190),
+    "bf16/5/medusa": (5, 0, 211),
+    "int4/5/medusa": (5, 0, 211),
+    "bf16/5/hydra": (5, 0, 221),
+    "bf16/26/block": (5, 0, 219),
+    "bf16/recycling": (5, 0, 189),
+    "bf16/lookahead": (5, 0, 187),
 }
 CASES_OF = {
     "90": list(LAUNCHES),
@@ -136,8 +136,8 @@ def test_the_best_token_of_a_row_is_found_by_many_blocks(found):
     """Where nothing is drawn. Inductor's argmax has one block a row, which reads all of the vocabulary."""
     for name, case in found("90")["cases"].items():
         order = case["steps"]["decide"]["order"]
-        assert ("block_kernel" in order) != name.endswith("/sampled"), name
-        assert not any(kernel.startswith("triton_red") for kernel in order), name
+        one_block = any(kernel.startswith("triton_red") for kernel in order)
+        assert (one_block, "block_kernel" not in order) == (name.endswith("/sampled"),) * 2, name
 
 
 def test_prompts_and_deferred_tokens_are_read_without_waiting(found):
