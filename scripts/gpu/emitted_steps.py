@@ -352,10 +352,11 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
     from extras.autosize import with_smaller_trees
     from extras.block_draft import BlockDrafter
     from extras.hydra_draft import HydraDrafter
+    from extras.kept_texts import KeptTexts
     from extras.lookahead_draft import SIZES, LookaheadDrafter
     from extras.medusa_draft import MedusaDrafter
     from extras.ngram_draft import Ngram, NgramDrafter
-    from extras.recycling_draft import load_drafter
+    from extras.recycling_draft import RANKS, load_drafter
     from options import GenerateConfig
 
     kind, *sizes = case.tree.split("-")
@@ -366,7 +367,8 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
         case "ngram":
             return NgramDrafter(Ngram(), device)
         case "recycling":
-            return load_drafter(GenerateConfig(draft=kind), target.config.vocab_size, device)
+            kept = KeptTexts(target.config.vocab_size, device, ranks=RANKS)
+            return load_drafter(GenerateConfig(draft=kind), kept)
         case "lookahead":
             return LookaheadDrafter(SIZES, device)
     if case.word == "block":
