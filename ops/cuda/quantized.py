@@ -157,6 +157,9 @@ def fit(
         # more accumulators than these spill to memory
         tokens = min(tokens, 32)
         rows = 64
+    warps = rows // 16
+    if bits == 16 and device.capability < 90 and tokens == 64:
+        warps = 8  # four spill
     scales = 0
     if zeros:  # a word to unpack with, and the same to scale with
         scales = 8 * words_of(group, tl.float32)
@@ -166,8 +169,8 @@ def fit(
     for limit in (device.shared_bytes // 2, device.shared_bytes):
         for stages in depths:
             if shared_bytes(tokens, rows, stages, bits, device, scales) <= limit:
-                return ProductPlan(tokens, rows, splits, stages, rows // 16)
-    return ProductPlan(tokens, rows, splits, 2, rows // 16)
+                return ProductPlan(tokens, rows, splits, stages, warps)
+    return ProductPlan(tokens, rows, splits, 2, warps)
 
 
 # ---------------------------------------------------------------------------------------- unpacking
