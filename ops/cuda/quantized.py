@@ -151,7 +151,7 @@ def fit(
     if dtype == torch.float32:  # slow in any case
         return ProductPlan(16, 64, splits, 2, 8)
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
-    if bits == 16 and device.capability < 90:
+    if device.capability < 90 and (bits == 16 or (bits == 8 and tokens == 32)):
         rows = 64  # ptxas spills words of wide ones
     if 0 < group < 128 and device.capability < 90:
         # more accumulators than these spill to memory

@@ -200,7 +200,7 @@ def check_topk(scores, k):
 
 
 @pytest.mark.parametrize(
-    "V,k", [(16, 16), (2047, 16), (2049, 10), *slow([(16, 1), (2048, 10), (4097, 1), (32000, 10)])]
+    "V,k", [(16, 16), (2047, 16), (2049, 10), (4097, 1), *slow([(16, 1), (2048, 10), (32000, 10)])]
 )
 def test_topk(V, k):
     check_topk(torch.randn(2, 2, V) * 10, k)
