@@ -61,7 +61,7 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
         return AttentionPlan(16, 32, 1, 8 if E > 64 else 4)
     hopper = device.capability >= 90
     width = max(16, triton.next_power_of_2(E))
-    # 16 rows a warp in both, so that a row's sums are those of one warp; on Blackwell 128 spill
+    # 16 rows a warp in both heights, so that a row's sums are the same; on Blackwell 128 spill
     tile = 128 if device.capability == 90 and rows > 64 else 64
     warps = tile // 16
     if width > 64 and device.capability == 80:
