@@ -438,9 +438,13 @@ def pick_device(name: str) -> str:
     require(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
     if kind == "cpu":
         return name
-    unavailable = f"--device {name}: this machine or this torch has no CUDA device"
+    unavailable = f"--device {name}: this machine or this torch has no CUDA device; use cpu"
     require(torch.cuda.is_available(), unavailable)
     count = torch.cuda.device_count()
     index = torch.device(name).index or 0
-    require(index < count, f"--device {name}: there are {count} CUDA devices, counted from 0")
+    last = f"cuda:{count - 1}"
+    require(
+        index < count,
+        f"--device {name}: the last CUDA device here is {last}; use it, or fewer ranks",
+    )
     return name

@@ -246,7 +246,7 @@ def _check_memory(
         if quant is not None and quant.is_blocks and names[name][0] in files.quantized:
             need += sum(files.quantized[theirs]().packed_bytes for theirs in names[name])
             continue
-        if name not in linear or quant is None:
+        if name not in linear or quant is None or _widens_groups(files, storage):
             need += parameter.numel() * storage.dtype.itemsize
             continue
         if files.quantized and quant.group_size:  # scales and zero points take words of 4 bytes
@@ -259,6 +259,13 @@ def _check_memory(
     remedy = "use a smaller model" + (" or --quant" if quant is None else "")
     check_memory({f"the weights of {files.path}, by its config,": need}, storage.device, remedy)
     return need
+
+
+def _widens_groups(files: TensorSource, storage: Storage) -> bool:
+    """Return true where groups of others' int8 become numbers: on CUDA, whose product has none."""
+    quant = storage.quant
+    on_cuda = storage.device != "cpu" and bool(files.quantized)
+    return on_cuda and quant.format == "int8" and quant.group_size > 0
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,11 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
         return AttentionPlan(16, 32, 1, 8 if E > 64 else 4)
     hopper = device.capability >= 90
     width = max(16, triton.next_power_of_2(E))
-    # 16 rows a warp in both, so that a row's sums are those of one warp
-    tile = 128 if hopper and rows > 64 else 64
+    # 16 rows a warp in both heights, so that a row's sums are the same; on Blackwell 128 spill
+    tile = 128 if device.capability == 90 and rows > 64 else 64
+    warps = tile // 16
+    if width > 64 and device.capability == 80:
+        warps = 8  # four spill
     keys = 64 if width == E <= 64 else 32  # more would spill
     stage = keys * width * 4  # bytes of keys and values
     # Hopper's tensor cores read a stage from shared memory; the others hold it in registers and
@@ -72,8 +75,8 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
     # half of the memory if possible: two blocks hide each other's waits
     for limit in (device.shared_bytes // 2, device.shared_bytes):
         if needed <= limit:
-            return AttentionPlan(tile, keys, 3, tile // 16)
-    return AttentionPlan(tile, keys, 2, tile // 16)
+            return AttentionPlan(tile, keys, 3, warps)
+    return AttentionPlan(tile, keys, 2, warps)
 
 
 def splits_of(T: int, S: int, W: int, chunk: int = CHUNK) -> int:

@@ -69,7 +69,7 @@ def plan_experts(
     zeros: int4 weights have zero points
     """
     blocks = triton.cdiv(K, 16 // bits * COLUMNS)
-    splits = choose_splits(max(2, experts // 16) * N, blocks, device.processors)
+    splits = choose_splits(max(2, experts // 16) * N, blocks, device.processors, bits)
     tokens = tile_height(triton.cdiv(P, experts), 4, 16)
     return fit(tokens, splits, bits, group, dtype, device, zeros)
 

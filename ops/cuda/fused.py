@@ -150,17 +150,18 @@ def rotary_product_kernel(
         total = divided_by_rms(total, squares_ptr, t, M, F, PARTS)
     store_part(parts_ptr, total, t, n, split, M, N)
     e = tl.arange(0, HALF)
+    SOME: tl.constexpr = ROWS // 8  # rows at a time: two for each warp, more would spill
     before = tl.program_id(0) * TOKENS  # rows of earlier blocks
     for head in range(begin // E, tl.cdiv(tl.minimum(begin + ROWS, N), E)):
         tiles = (head * E + E - 1) // ROWS - head * E // ROWS + 1  # that have outputs of the head
         if is_last(done_ptr + tl.program_id(0) * (N // E) + head, tiles * SPLITS):
-            for first in range(before, tl.minimum(before + TOKENS, M), 16):  # more would spill
-                some = first + tl.arange(0, 16)
+            for first in range(before, tl.minimum(before + TOKENS, M), SOME):
+                some = first + tl.arange(0, SOME)
                 read = (some < M)[:, None] & (e < E // 2)[None, :]
                 at = parts_ptr + some[:, None].to(tl.int64) * N + head * E + e[None, :]
                 left = add_parts(at, M * N, read, SPLITS)
                 right = add_parts(at + E // 2, M * N, read, SPLITS)
-                heads = head + tl.zeros([16], tl.int32)
+                heads = head + tl.zeros([SOME], tl.int32)
                 rotate_heads(
                     left, right, some, heads, some < M, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr,
                     v_ptr, q_norm_ptr, k_norm_ptr, eps, T, S, H, KV_HEADS, E,

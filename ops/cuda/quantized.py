@@ -35,6 +35,10 @@ __all__ = ["Device", "device_of"]  # for callers that import this module only
 
 FUSED = ("add", "rotary")  # epilogues of fused.py, which add their own partial sums
 EPILOGUES = ("none", "fp32", "swiglu", *FUSED)
+# blocks of 64 outputs a processor that use an H100's bandwidth, by bits of a weight, and the
+# K-blocks that a second kernel is worth, times these: estimates of scripts/gpu/waves.py
+BUSY = {4: 1.7, 8: 1.1, 16: 0.5}
+SUM = 7
 
 
 class ProductPlan(NamedTuple):
@@ -50,25 +54,23 @@ class ProductPlan(NamedTuple):
 # --------------------------------------------------------------------------------------------- plan
 
 
-def choose_splits(N: int, blocks: int, processors: int, summed: bool = True) -> int:
+def choose_splits(N: int, blocks: int, processors: int, bits: int, summed: bool = True) -> int:
     """Choose the number of splits of K, for N outputs and `blocks` blocks of K.
 
-    The kernel lasts as long as its busiest processor. There a tile of 128 outputs costs the
-    K-blocks that it reads, and one more to fill its pipeline. Splits cost a K-block each to write
-    partial sums, and a second kernel, worth about 4 K-blocks. Both are estimates for an H100: a
-    K-block of a tile is 16 KiB, 0.7 us of a processor's share.
+    A block of threads takes its K-blocks one after the other, at a pace of its own. All together
+    are no faster than memory, whose bandwidth is in use with `BUSY` blocks for each processor. More
+    splits than that take are only more partial sums.
 
+    bits: of a weight, 16 for floats
     summed: a kernel of its own adds the partial sums
     """
+    tiles = triton.cdiv(N, 64)
+    of_memory = tiles * blocks / (BUSY[bits] * processors)
 
-    def cost(splits: int) -> int:
-        tiles = triton.cdiv(triton.cdiv(N, 128) * splits, processors)  # of the busiest processor
-        if splits == 1:
-            return tiles * (blocks + 1)
-        total = tiles * (triton.cdiv(blocks, splits) + 2)
-        if summed:
-            total += 4  # the second kernel
-        return total
+    def cost(splits: int) -> float:
+        """Return the time in K-blocks of a block of threads."""
+        own = max(triton.cdiv(blocks, splits), of_memory)
+        return own + SUM / BUSY[bits] if summed and splits > 1 else own
 
     return min(range(1, min(MAX_SPLITS, blocks) + 1), key=cost)  # the fewest among equals
 
@@ -129,7 +131,7 @@ def plan_product(
         splits = 1  # partial sums cannot be gated
     else:
         blocks = triton.cdiv(K, 16 // bits * COLUMNS)
-        splits = choose_splits(N, blocks, device.processors, epilogue not in FUSED)
+        splits = choose_splits(N, blocks, device.processors, bits, epilogue not in FUSED)
     return fit(tokens, splits, bits, group, dtype, device, zeros)
 
 
@@ -149,12 +151,15 @@ def fit(
     if dtype == torch.float32:  # slow in any case
         return ProductPlan(16, 64, splits, 2, 8)
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
-    if bits == 16 and device.capability < 90:
+    if device.capability < 90 and (bits == 16 or (bits == 8 and tokens == 32)):
         rows = 64  # ptxas spills words of wide ones
-    if group == 32 and device.capability < 90:
+    if 0 < group < 128 and device.capability < 90:
         # more accumulators than these spill to memory
         tokens = min(tokens, 32)
         rows = 64
+    warps = rows // 16
+    if bits == 16 and device.capability < 90 and tokens == 64:
+        warps = 8  # four spill
     scales = 0
     if zeros:  # a word to unpack with, and the same to scale with
         scales = 8 * words_of(group, tl.float32)
@@ -164,8 +169,8 @@ def fit(
     for limit in (device.shared_bytes // 2, device.shared_bytes):
         for stages in depths:
             if shared_bytes(tokens, rows, stages, bits, device, scales) <= limit:
-                return ProductPlan(tokens, rows, splits, stages, rows // 16)
-    return ProductPlan(tokens, rows, splits, 2, rows // 16)
+                return ProductPlan(tokens, rows, splits, stages, warps)
+    return ProductPlan(tokens, rows, splits, 2, warps)
 
 
 # ---------------------------------------------------------------------------------------- unpacking

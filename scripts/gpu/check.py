@@ -65,7 +65,11 @@ SMALL_KERNELS = "small_kernels"
 CUDA_PROGRAMS = "/usr/local/cuda/bin"  # compute-sanitizer among them; often not on the PATH
 TABLE = "NVIDIA*.json"  # of plans, that the sweep writes to the folder
 COMPILED = "triton_cache"  # a folder of kernels that were compiled beforehand
-STAYS = ("checkpoints/SmolLM2", "data/train/", "benchmarks/")  # beginnings of files not packed
+# beginnings and ends of files that are not packed, since no step reads them
+STAYS = ("checkpoints/SmolLM2", "data/train/", "benchmarks/", "tests/core/", "tests/cpu/")
+STAYS += ("tests/files/", "tests/tools/", "tests/golden/eagle", "tests/golden/train_eagle12/")
+PICTURES = (".png", ".svg")
+PACK_BYTES = 30e6  # of the copy that travels, at most
 DEATH_S = 10  # to wait for a killed process; one that a driver holds may never end
 
 
@@ -220,7 +224,7 @@ REST = {
             for t in (0, 1)
         ),
         Step("eagle-3", f"{EAGLE3} --compile --compare --prompt_ids 5,17,3,40 --ignore_eos", 60),
-        Step("ngram", f"{LOOKUP} ngram", 40),
+        *(Step(source, f"{LOOKUP} {source}", 40) for source in ("ngram", "recycling", "lookahead")),
         Step("eagle+ngram", f"{LOOKUP} eagle+ngram", 60),
     ),
     "tp": tuple(
@@ -462,7 +466,8 @@ class Check:
             (self.out / name).unlink(missing_ok=True)
         (self.out / "log.txt").unlink(missing_ok=True)  # of an earlier run
         for number, (part, step) in enumerate(steps):
-            self.step(part, step, [other for _, other in steps[number + 1 :]])
+            later = [other for _, other in steps[number + 1 :] if not self._left_out(other)]
+            self.step(part, step, later)
         self.say(f"FAILED: {', '.join(self.failed)}" if self.failed else "all went well")
 
 
@@ -472,30 +477,45 @@ def pack(folder: Path, compiled: str) -> None:
     compiled: folder of Triton's cache, of which the machine code travels too; "": none. It is found
         there by a Triton of the same version for the same version of Python, built by the same; the
         others compile.
-    Raises: ValueError for a folder that is there, without git, or for a cache that is not.
+    Raises: ValueError for a folder that is there, without git, for a cache that is not, and for
+        more than `PACK_BYTES`.
     """
     if folder.exists():
         raise ValueError(f"--pack: {folder} is there already; name a new folder")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         raise ValueError("--pack needs the project's git checkout; run it in one")
-    kernels = sorted(Path(compiled).glob("*/*.cubin")) if compiled else []
+    kernels = compiled_files(Path(compiled)) if compiled else {}
     if compiled and not kernels:
         raise ValueError(
             f"--compiled: {compiled} has no compiled kernels; name the folder triton-cache of the "
             "environment of scripts/gpu/cycle_offline.py, after it ran"
         )
+    sources = {}
     for name in listed.stdout.split("\0"):
-        if (ROOT / name).is_file() and not name.startswith(STAYS):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    for kernel in kernels:
-        if not kernel.name.startswith("triton_"):  # inductor's, which are written anew in any case
-            (folder / COMPILED / kernel.parent.name).mkdir(parents=True, exist_ok=True)
-            for file in (kernel, *kernel.parent.glob("*.json")):
-                shutil.copy(file, folder / COMPILED / kernel.parent.name)
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        if (ROOT / name).is_file() and not name.startswith(STAYS) and not name.endswith(PICTURES):
+            sources[name] = ROOT / name
+    size = sum(file.stat().st_size for file in [*sources.values(), *kernels.values()])
+    if size > PACK_BYTES:
+        of_kernels = sum(file.stat().st_size for file in kernels.values())
+        raise ValueError(
+            f"--pack: {size / 1e6:.1f} MB, {of_kernels / 1e6:.1f} of them compiled kernels, and "
+            f"{PACK_BYTES / 1e6:g} may travel; give --compiled the cache of fewer cases"
+        )
+    for name, file in (sources | kernels).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder / name)
     print(f"{folder}: {size / 1e6:.1f} MB; run python scripts/gpu/check.py there")
+
+
+def compiled_files(cache: Path) -> dict[str, Path]:
+    """Return the files of our kernels in a cache of Triton's, by their names in a pack."""
+    found = {}
+    for kernel in sorted(cache.glob("*/*.cubin")):
+        if not kernel.name.startswith("triton_"):  # inductor's, which are written anew in any case
+            for file in (kernel, *kernel.parent.glob("*.json")):
+                found[f"{COMPILED}/{kernel.parent.name}/{file.name}"] = file
+    return found
 
 
 def use_compiled(folder: Path) -> None:

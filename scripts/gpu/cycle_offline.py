@@ -11,8 +11,8 @@
 A 7B model with the head of EAGLE-2 at a context of 4,096 slots, in bf16, int4 (groups of 128), and
 bf16 with an int4 head; with 8 heads of keys (gqa), norms of queries and keys (qwen3), 8 experts
 (mixtral), a head of EAGLE-3 and half of the vocabulary (eagle3), five heads of Medusa or Hydra, a
-block drafter of one layer (block), a batch of 4 (rows), temperature, top-k and top-p (sampled). As
-decoding runs: gradients enabled, prompts in chunks of both widths.
+block drafter of one layer (block), Token Recycling, Lookahead, a batch of 4 (rows), temperature,
+top-k and top-p (sampled). As decoding runs: gradients enabled, prompts in chunks of both widths.
 Needs Linux, a C compiler and about a minute per case. No time of a GPU is measured.
 """
 
@@ -49,13 +49,15 @@ TREES = {
     "5": "dynamic-5-8-26",  # levels of Medusa's and Hydra's heads
     "auto": "auto-6-8-26",
     "ngram": "ngram",
+    "recycling": "recycling",
+    "lookahead": "lookahead",
 }
 CASES = [
     *("bf16/vanilla", "bf16/chain", "bf16/26", "bf16/60", "bf16/ngram", "bf16+int4/chain"),
     *("bf16+int4/26", "bf16+int4/60", "bf16+int4/auto", "int4/vanilla", "int4/chain", "int4/26"),
     *("int4/60", "int4/26/gqa", "int4/26/qwen3", "bf16/26/sampled", "int4/26/rows"),
     *("bf16/26/eagle3", "bf16/26/mixtral", "int4/26/mixtral", "bf16/5/medusa", "int4/5/medusa"),
-    *("bf16/5/hydra", "bf16/26/block"),
+    *("bf16/5/hydra", "bf16/26/block", "bf16/recycling", "bf16/lookahead"),
 ]
 
 

@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -89,8 +89,10 @@ class Step:
     operators: list[Launches] = field(default_factory=list)
 
     def launches(self) -> list[Launches]:
-        """List the launches of one call, in order."""
-        own = iter(self.operators)
+        """List the launches of one call, in order; inductor may change that of our operators."""
+        own: dict[str, list[Launches]] = defaultdict(list)
+        for part in reversed(self.operators):
+            own[part.operator].append(part)
         found = []
         body = self.code.partition("def call(")[2].partition("runner = Runner")[0]
         for line in map(str.strip, body.splitlines()):
@@ -99,8 +101,8 @@ class Step:
                 continue
             kernel, library, operator, *others = match.groups()
             if operator:
-                found.append(next(own))
-                assert found[-1].operator == operator, (self.name, found[-1], operator)
+                assert own[operator], (self.name, operator, self.operators)
+                found.append(own[operator].pop())
             else:
                 name = library or next(filter(None, others), None) or re.sub(r"_\d+$", "", kernel)
                 found.append(Launches("", [name]))
@@ -123,7 +125,8 @@ class Case(NamedTuple):
 
     target: str  # format of the weights
     draft: str
-    tree: str  # vanilla, ngram, chain-DEPTH, and dynamic- or auto-DEPTH-TOPK-SIZE
+    # vanilla, ngram, recycling, lookahead, chain-DEPTH, and dynamic- or auto-DEPTH-TOPK-SIZE
+    tree: str
     word: str = ""  # of MODELS, OPTIONS or HEADS
 
 
@@ -349,14 +352,25 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
     from extras.autosize import with_smaller_trees
     from extras.block_draft import BlockDrafter
     from extras.hydra_draft import HydraDrafter
+    from extras.kept_texts import KeptTexts
+    from extras.lookahead_draft import SIZES, LookaheadDrafter
     from extras.medusa_draft import MedusaDrafter
     from extras.ngram_draft import Ngram, NgramDrafter
+    from extras.recycling_draft import empty_matrix, load_drafter
+    from options import GenerateConfig
 
     kind, *sizes = case.tree.split("-")
-    if kind == "vanilla":
-        return RootOnly()
-    if kind == "ngram":
-        return NgramDrafter(Ngram(), target.norm.weight.device)
+    device = target.norm.weight.device
+    match kind:
+        case "vanilla":
+            return RootOnly()
+        case "ngram":
+            return NgramDrafter(Ngram(), device)
+        case "recycling":
+            kept = KeptTexts(device, successors=empty_matrix(target.config.vocab_size, device))
+            return load_drafter(GenerateConfig(draft=kind), kept)
+        case "lookahead":
+            return LookaheadDrafter(SIZES, device)
     if case.word == "block":
         head.embedding = target.embedding  # as where it is loaded
     make = StaticTree.chain if kind == "chain" else DynamicTree

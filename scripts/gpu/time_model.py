@@ -252,7 +252,9 @@ def verify(case: Case) -> list[Kernel]:
     found.append(Kernel("norm", c.norm_us, 2, early=True))  # the first and the last
     found += lm_head(case.share, form, rows, 1, best=True)
     small = 10 if case.tree.depth else 6
-    found += [Kernel("argmax", c.argmax_us, 1), Kernel("small", c.small_us, small)]
+    found.append(Kernel("candidates", c.candidates_us, 1, early=True))
+    found.append(Kernel("best", c.small_us, 1, early=True))
+    found.append(Kernel("small", c.small_us, small))
     if case.tree.depth:
         found.append(Kernel("accept", c.accept_us, 1))
     return found

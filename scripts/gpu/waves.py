@@ -69,7 +69,6 @@ class Constants:
     tail_us: float = 1.6
     rms_us: float = 0.4  # adding the squares of a row and dividing by their root, in a product
     combine_us: float = 0.43  # combining a chunk of attention, without its bytes: one by one
-    argmax_us: float = 12.0  # over the vocabulary
     accept_us: float = 10.0  # and compaction
     candidates_us: float = 4.0  # the best tokens of the vocabulary's parts
     level_us: float = 8.0  # growing a level from them: one block, top-k dependent rounds

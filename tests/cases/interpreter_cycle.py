@@ -34,11 +34,12 @@ from ops.tree import (
 
 DEVICE = Device(132, 232448, 90)
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
+MODELS = {"SmolLM2-135M": (9, 3), "Qwen3-0.6B": (16, 8)}
 
 
 def inputs(heads, starts, rows, window, E=32, spare=5):
     """Arguments of the operator. Slots that are never read hold NaN."""
-    H, kv_heads = HEADS[heads]
+    H, kv_heads = (HEADS | MODELS)[heads]
     B, S = len(starts), max(starts) + window + spare
     q = torch.randn(B, rows, H, E)
     k, v = (torch.randn(B, kv_heads, S, E) for _ in range(2))
@@ -83,6 +84,13 @@ def test_attention(heads, rows, window):
 @pytest.mark.parametrize("E", [24, *slow([16, 64, 80, 128])])
 def test_head_widths(E):
     check(*inputs("gqa", [270, 33], 7, 9, E))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model,E", [("SmolLM2-135M", 64), ("Qwen3-0.6B", 128)])
+def test_attention_of_models(model, E):
+    """With a tree, in two chunks and in one."""
+    check(*inputs(model, [270, 33], 26, 26, E))
 
 
 @pytest.mark.parametrize("rows", slow([64, 65, 70]))
@@ -192,7 +200,7 @@ def check_topk(scores, k):
 
 
 @pytest.mark.parametrize(
-    "V,k", [(16, 16), (2047, 16), (2049, 10), *slow([(16, 1), (2048, 10), (4097, 1), (32000, 10)])]
+    "V,k", [(16, 16), (2047, 16), (2049, 10), (4097, 1), *slow([(16, 1), (2048, 10), (32000, 10)])]
 )
 def test_topk(V, k):
     check_topk(torch.randn(2, 2, V) * 10, k)

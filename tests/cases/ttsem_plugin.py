@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from ttsem import ops
 
-ORDERED = {
-    "attention_kernel": ("parts_ptr", "stats_ptr")
-}  # by kernel: buffers that its last block, by a counter, reads
+ORDERED = {  # by kernel: buffers that its last block, by a counter, reads
+    "attention_kernel": ("parts_ptr", "stats_ptr"),
+    "add_product_kernel": ("parts_ptr",),
+    "rotary_product_kernel": ("parts_ptr",),
+}
 HALVES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
 

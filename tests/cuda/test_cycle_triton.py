@@ -139,7 +139,7 @@ def test_every_slot_has_a_block():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_blocks_do_not_depend_on_the_number_of_rows(target):
-    """Nor is a chunk ever cut within a block of keys; and a warp always has 16 rows."""
+    """Nor is a chunk ever cut within a block of keys; and the warps share a tile in one way."""
     for E in (16, 64, 80, 128):
         cuts = [
             ops.cuda.attention.plan_attention(rows, E, torch.bfloat16, TARGETS[target])
@@ -148,7 +148,7 @@ def test_blocks_do_not_depend_on_the_number_of_rows(target):
         assert len({cut.keys for cut in cuts}) == 1 and all(
             ops.cuda.attention.CHUNK % cut.keys == 0 for cut in cuts
         )
-        assert all(cut.rows == 16 * cut.warps for cut in cuts)
+        assert len({cut.rows // cut.warps for cut in cuts}) == 1
 
 
 def test_the_rows_of_a_level_fit_a_tile():

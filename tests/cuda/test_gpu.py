@@ -312,6 +312,7 @@ def test_topk_logsumexp(poisoned, V, k):
     torch.testing.assert_close(
         total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6
     )
+    assert torch.equal(ops.topk.best(scores), order[..., 0])
 
 
 @pytest.mark.parametrize("k", [1, 10, 64, 65])

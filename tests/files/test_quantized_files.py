@@ -594,6 +594,28 @@ def test_the_memory_that_is_asked_for_is_what_they_take(originals, monkeypatch, 
     assert taken <= asked[0] <= 1.02 * taken, (asked, taken)
 
 
+@pytest.mark.parametrize("name, wide", [("gptq-8", True), ("int8", False), ("gptq", False)])
+def test_int8_in_groups_is_counted_as_numbers_on_cuda(originals, monkeypatch, name, wide):
+    """There it is widened. Outputs of one scale, and int4, stay in codes."""
+
+    class Asked(Exception):
+        pass
+
+    def ask(plan, *rest):
+        raise Asked(sum(plan.values()))
+
+    monkeypatch.setattr("hf.weights.check_memory", ask)
+    need = {}
+    for device in ("cuda", "cpu"):
+        with pytest.raises(Asked) as asked:
+            load_model(originals(name), dtype=torch.bfloat16, device=device)
+        need[device] = asked.value.args[0]
+    with torch.device("meta"):
+        model = Transformer(read_config(originals(name)))
+    numbers = sum(2 * parameter.numel() for parameter in model.parameters())
+    assert need["cuda"] == (numbers if wide else need["cpu"]) and need["cpu"] < numbers
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_they_run_in_bfloat16(tmp_path, name):
     """benchmarks/QUANTIZED_FILES.md advises bfloat16 for a CPU. The config.json of these models says float16."""

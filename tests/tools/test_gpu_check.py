@@ -433,7 +433,30 @@ def test_three_commands_take_ten_minutes():
     assert len(commands) == 3 and total <= 10
 
 
-@pytest.mark.slow  # copies 20 MB and collects the tests there: 7 s
+def test_a_pack_that_is_too_large_is_not_made(tmp_path, monkeypatch):
+    """The tracked files leave 4 MB for compiled kernels; more of them are refused."""
+    cache = tmp_path / "cache" / "KEY"
+    cache.mkdir(parents=True)
+    kernel = cache / "matmul_kernel.cubin"
+    kernel.touch()
+    os.truncate(kernel, int(4e6))
+    copied = []
+    monkeypatch.setattr(gpu_check.shutil, "copy", lambda source, to: copied.append(to))
+    try:
+        gpu_check.pack(tmp_path / "pack", str(cache.parent))
+    except ValueError as error:
+        if "git checkout" in str(error):
+            pytest.skip("needs the project's git checkout; this is a copy")
+        raise
+    assert tmp_path / "pack" / gpu_check.COMPILED / "KEY" / kernel.name in copied
+    os.truncate(kernel, int(16e6))
+    copied.clear()
+    with pytest.raises(ValueError, match=r"16.0 of them compiled kernels, and 30 may travel"):
+        gpu_check.pack(tmp_path / "another", str(cache.parent))
+    assert not copied
+
+
+@pytest.mark.slow  # copies 25 MB and collects the tests there: 7 s
 def test_the_pack_is_small_and_has_what_the_steps_need(tmp_path, monkeypatch):
     folder = tmp_path / "pack"
     cache = tmp_path / "cache"
@@ -455,7 +478,7 @@ def test_the_pack_is_small_and_has_what_the_steps_need(tmp_path, monkeypatch):
         pytest.skip("needs the project's git checkout; this is a copy")
     assert done.returncode == 0, done.stdout
     files = [file for file in folder.rglob("*") if file.is_file()]
-    assert 15e6 < sum(file.stat().st_size for file in files) < 30e6
+    assert 15e6 < sum(file.stat().st_size for file in files) < gpu_check.PACK_BYTES
     check_compiled(folder / gpu_check.COMPILED, monkeypatch)
     for steps in gpu_check.PARTS.values():
         for word in " ".join(step.command for step in steps).replace("=", " ").split():

@@ -17,12 +17,12 @@ from scripts.gpu import waves as gpu_waves
 from scripts.gpu.time_model import ModelOptions, cases, cycle, times_ms, tokens_per_s  # noqa: E402
 
 CYCLES = {  # launches, tokens/s of a 7B on an H100, doubted and hopeful, as first computed
-    ("bf16", "vanilla"): (175, 172, 199),
-    ("bf16", "chain 5"): (236, 618, 711),
-    ("bf16", "dynamic 6/8/32"): (248, 578, 663),
-    ("bf16+int4", "dynamic 6/10/60"): (248, 657, 756),
-    ("int4", "vanilla"): (175, 437, 548),
-    ("int4", "dynamic 6/10/60"): (248, 1133, 1313),
+    ("bf16", "vanilla"): (176, 173, 199),
+    ("bf16", "chain 5"): (237, 620, 714),
+    ("bf16", "dynamic 6/8/32"): (249, 586, 673),
+    ("bf16+int4", "dynamic 6/10/60"): (249, 676, 780),
+    ("int4", "vanilla"): (176, 459, 568),
+    ("int4", "dynamic 6/10/60"): (249, 1113, 1285),
 }
 
 
@@ -91,7 +91,7 @@ def test_kernels_behind_others_than_ours_do_not_start_early():
 
     ours = {"wqkv", "wo", "w13", "w2", "attention"}
     for form in ("bf16", "int4"):
-        assert early(form, "verify") == ours | {"head", "norm"}
+        assert early(form, "verify") == ours | {"head", "norm", "candidates", "best"}
         assert early(form, "draft") == ours - {"wqkv"} | {"candidates", "level"}
 
 
@@ -147,8 +147,8 @@ def test_what_is_printed_says_what_it_is_and_how_far_the_aims_are(capsys):
     gpu_model.run(ModelOptions(formats="bf16", trees="vanilla,chain 5"))
     first, *_, vanilla, chain = capsys.readouterr().out.splitlines()
     assert first.startswith("A model's times, nothing measured here: llama2-7b, h100")
-    assert vanilla.startswith("| bf16 vanilla | 175 |") and vanilla.endswith(
-        "| 172 - 199 | 165 - 195: 104% - 102% |"
+    assert vanilla.startswith("| bf16 vanilla | 176 |") and vanilla.endswith(
+        "| 173 - 199 | 165 - 195: 105% - 102% |"
     )
     assert chain.endswith("|  |")
     gpu_model.run(ModelOptions(shape=DEMO, formats="int8", trees="vanilla"))
