@@ -511,9 +511,7 @@ def test_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert ranks._device(GenerateConfig(device="cuda"), Rank(1, 2, 1)) == "cuda:1"
-    with pytest.raises(
-        ValueError, match="--device cuda:2: the last CUDA device here is cuda:1"
-    ):
+    with pytest.raises(ValueError, match="--device cuda:2: the last CUDA device here is cuda:1"):
         ranks._device(GenerateConfig(), Rank(2, 3, 2))
     with pytest.raises(
         ValueError,
