@@ -306,7 +306,7 @@ class Cycle:
         Writes: the cache, state.tokens; the state, if in place.
         """
         scores = None
-        if self.accept_rule or self.drafter.successors > 1:
+        if self.accept_rule or self.drafter.successors:
             scores = self.target.logits(features)
         if self.accept_rule:
             accepted = self.accept_rule(tree, scores, noise, state, self)
@@ -319,8 +319,8 @@ class Cycle:
             cache.compact(state.pos, accepted.moves)
         new, confirmed, outcome = self.advance(state, tree, accepted, features, self)
         if self.drafter.successors:
-            if scores is None:
-                likeliest = tokens[:, :, None]
+            if self.drafter.successors == 1:
+                likeliest = best(scores)[:, :, None]
             else:
                 likeliest = topk_logsumexp(scores, self.drafter.successors)[1]
             confirmed = replace_fields(confirmed, tree=tree, successors=likeliest)

@@ -49,7 +49,7 @@ class Confirmed(NamedTuple):
     slots: Tensor | None = None
     text: Text | None = None  # all decided tokens up to the new roots; None: not of a cycle
     # for a drafter with `successors`, behind a cycle: the verified tree; [B, N, k] int64, the
-    # target's likeliest tokens after each node, best first; with k = 1 those that it chose
+    # target's likeliest tokens after each node, best first
     tree: DraftTree | None = None
     successors: Tensor | None = None
 
@@ -111,7 +111,7 @@ class Drafter:
     keeps_nodes: bool = False  # nodes that ran while drafting stay in its cache when accepted
     max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
     may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
-    successors: int = 0  # k, the target's tokens after every node that `extend` reads
+    successors: int = 0  # k, the target's likeliest tokens after every node, which `extend` reads
     lookups: int = 0  # presets behind the smallest whose trees come from a lookup
     rates: Tensor | None = None  # [M, K, D, 2], the outcomes that its lookup starts from
     kept: Any = None  # extras.kept_texts.KeptTexts, which takes the text of every finished request

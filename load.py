@@ -166,11 +166,11 @@ def accept_rule(config: GenerateConfig) -> Callable | None:
 
 
 def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> Any:
-    """Make the texts of past requests, those of --draft_store included, where a lookup drafts.
+    """Make what is kept of past requests, --draft_store included, for lookups and recycling.
 
     Returns: an extras.kept_texts.KeptTexts, with --draft rest an extras.datastore.Datastore; None
         where none is used.
-    Raises: ValueError for --draft_store without a lookup, and for a file that is no store.
+    Raises: ValueError for --draft_store with another drafter, and for a file that is no store.
     """
     size = target.config.vocab_size
     if config.draft == "rest":
@@ -181,12 +181,11 @@ def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> A
         return Datastore(Path(config.datastore), vocabulary_of(tokenizer, size), size)
     presets = config.draft in HEAD_KINDS and config.tree_shape == "auto" and config.device == "cpu"
     # under the residual rule the drafts of past requests would change the tokens
-    looks_up = (config.draft.endswith("ngram") or presets) and config.accept == "exact"
     recycles = config.draft == "recycling"
-    looks_up = looks_up or recycles
-    fault = "--draft_store belongs to lookups with --accept exact; use --draft ngram"
-    require(looks_up or not config.draft_store, fault)
-    if not looks_up:
+    keeps = (config.draft.endswith("ngram") or presets or recycles) and config.accept == "exact"
+    fault = "--draft_store belongs to lookups and recycling with --accept exact; use --draft ngram"
+    require(keeps or not config.draft_store, fault)
+    if not keeps:
         return None
     from extras.kept_texts import KeptTexts, vocabulary_of
     from extras.recycling_draft import empty_matrix

@@ -31,10 +31,13 @@ LOOKUP = Need(
 REST = Need("belongs to --draft rest; add that", lambda o: o.draft == "rest")
 WINDOW = Need("belongs to --draft lookahead; add that", lambda o: o.draft == "lookahead")
 STORE = Need(  # under the residual rule the drafts of past requests would change the tokens
-    "belongs to lookups with --accept exact; use --draft ngram",
+    "belongs to lookups and recycling with --accept exact; use --draft ngram",
     lambda o: (
         o.accept == "exact"
-        and (o.draft.endswith("ngram") or (o.tree_shape == "auto" and o.draft not in SOURCES))
+        and (
+            o.draft.endswith(("ngram", "recycling"))
+            or (o.tree_shape == "auto" and o.draft not in SOURCES)
+        )
     ),
 )
 SIZED = Need(

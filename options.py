@@ -133,7 +133,7 @@ class GenerateConfig:
     datastore: str = option(
         "", "texts of --draft rest, from scripts/build_datastore.py", needs=(DRAFT, REST)
     )
-    draft_store: str = option("", "file that keeps texts for later lookups", needs=(DRAFT, STORE))
+    draft_store: str = option("", "file that keeps texts for later drafts", needs=(DRAFT, STORE))
     tree: str = option(
         "",
         "shape of the draft tree; auto picks the fastest of several, and none, while decoding, "

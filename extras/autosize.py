@@ -12,8 +12,8 @@
 3. Presets behind the smallest may have trees from a lookup, whose expected tokens are known before
    they run (`Drafter.expected`). Such a tree runs instead where its tokens are worth more, over its
    time at the average rate.
-4. An account has the time that trees have won, with a small allowance. Where it is overdrawn, grown
-   trees rest until others or the allowance have made up for it, whatever is expected of them.
+4. The time that trees have won or lost against cycles without one is added up, with a small
+   allowance. While the sum is negative, no tree is grown, whatever is expected of it.
 5. A process starts from the measurements of earlier ones (remembered.py). The first has the rules
    of thumb and the acceptance measured in the head's training; cycles without a tree set its pace.
 
@@ -76,7 +76,7 @@ FIRST_BUDGET = 3.0
 SHARE = 0.007
 # least share of its time that a probe is assumed to lose
 LEAST_LOSS = 0.02
-# time that trees may lose to cycles without one: at once (in cost), and as a share
+# time that trees may lose against cycles without one: at once (as a cost), and as a share
 AHEAD = 2.0
 AHEAD_SHARE = 0.01
 
@@ -327,7 +327,7 @@ class Autosizer:
         self.pace = 0.0  # seconds of a cycle that costs 1
         self.cycles = 0  # cycles that the pace was measured by
         self.budget = 0.0  # cost that a probe may lose
-        self.ahead = AHEAD  # cost that trees have won, up to this, or may lose
+        self.ahead = AHEAD  # cost that trees have won, this at most
         self.last = -1  # preset of the last observed cycle
         self.left = 0  # cycles until the next decision
         self._decide()

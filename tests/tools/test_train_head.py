@@ -174,6 +174,17 @@ def test_the_plan_divides_the_hours(tmp_path):
     assert "20 prompts of each task" in lines[-1] and "3.00" in lines[2]
 
 
+def test_the_recipe_follows_from_the_tokens(small, monkeypatch):
+    """HASS below a million tokens in three epochs; above it EAGLE-3, measured anew."""
+    versions: list[int] = []
+    monkeypatch.setattr(train_head, "measure", lambda _, config: versions.append(config.version))
+    for tokens, want in ((200_000, ["HASS"]), (230_000, ["HASS", "EAGLE-3"])):
+        versions.clear()
+        monkeypatch.setattr(train_head, "make_plan", lambda *_, n=tokens: {"tokens": n})
+        plan = train_head.plan_of(train_head.HeadConfig(checkpoint=str(small), device="cpu"))
+        assert plan["recipe"] == want[-1] and versions == [1, 3][: len(want)]
+
+
 def test_a_short_measurement(tmp_path, small, monkeypatch):
     """Every cost is measured, on answers and on a batch of training."""
     checkpoint = tiny_model(tmp_path, "bfloat16")
