@@ -20,6 +20,15 @@ constexpr int64_t GRAIN = 1 << 14;  // elements that pay for a thread's wake-up
 constexpr int64_t SIDE = 16;        // counters side by side
 constexpr float LEAST = -INFINITY;
 
+// a b + c, rounded once where the processor can.
+inline float fused(float a, float b, float c) {
+#if defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // ln x for finite x > 0, to about 1e-7; it has no branch, so that loops vectorize (polynomial of Cephes).
 inline float logarithm(float x) {
   int32_t bits;
@@ -33,11 +42,12 @@ inline float logarithm(float x) {
   m = (low ? m + m : m) - 1.0f;
   const float square = m * m;
   float y = 7.0376836292e-2f;
+#pragma GCC unroll 8
   for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
                   2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
-    y = y * m + c;
-  y = y * m * square - 2.12194440e-4f * float(power) - 0.5f * square;
-  return m + y + 0.693359375f * float(power);
+    y = fused(y, m, c);
+  y = fused(y * m, square, fused(-2.12194440e-4f, float(power), -0.5f * square));
+  return fused(0.693359375f, float(power), m + y);
 }
 
 // ln (1 - u) for 0 < u < 1; the factor corrects the rounding of 1 - u (Kahan).
@@ -50,24 +60,47 @@ struct Key {
   uint32_t seed[2], prompt, sample;
 };
 
+// Four counters' words, each in the lower half of 64 bits; what the upper halves hold is never read.
+using Words = uint64_t __attribute__((vector_size(32)));
+
+inline Words low_halves(Words a) { return a & uint64_t(0xffffffff); }
+inline Words product(Words a, uint32_t by) {
+#if defined(__AVX2__)
+  return (Words)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(by));
+#else
+  return low_halves(a) * uint64_t(by);
+#endif
+}
+
 // Noise of tokens first .. first + 4 SIDE of one draw. word: the draw and its use.
 void fill_noise(const Key& key, uint32_t word, uint32_t first, float* noise) {
-  uint32_t c[4][SIDE], words[4 * SIDE], k0 = key.seed[0], k1 = key.seed[1];
-  for (uint32_t i = 0; i < SIDE; i++)
-    c[0][i] = first / 4 + i, c[1][i] = word, c[2][i] = key.sample, c[3][i] = key.prompt;
+  constexpr int64_t PARTS = SIDE / 4;
+  Words c[4][PARTS];
+  uint32_t words[4 * SIDE], k0 = key.seed[0], k1 = key.seed[1];
+  for (int64_t p = 0; p < PARTS; p++) {
+    c[0][p] = Words{0, 1, 2, 3} + uint64_t(first / 4 + 4 * p), c[1][p] = Words{} + word;
+    c[2][p] = Words{} + key.sample, c[3][p] = Words{} + key.prompt;
+  }
   for (int round = 0; round < 10; round++) {
-    for (int64_t i = 0; i < SIDE; i++) {
-      const uint32_t a = c[0][i], b = c[2][i];
-      c[0][i] = uint32_t(uint64_t(b) * 0xCD9E8D57u >> 32) ^ c[1][i] ^ k0, c[1][i] = b * 0xCD9E8D57u;
-      c[2][i] = uint32_t(uint64_t(a) * 0xD2511F53u >> 32) ^ c[3][i] ^ k1, c[3][i] = a * 0xD2511F53u;
+    for (int64_t p = 0; p < PARTS; p++) {
+      const Words a = product(c[0][p], 0xD2511F53u), b = product(c[2][p], 0xCD9E8D57u);
+      c[0][p] = (b >> 32) ^ c[1][p] ^ uint64_t(k0), c[1][p] = b;
+      c[2][p] = (a >> 32) ^ c[3][p] ^ uint64_t(k1), c[3][p] = a;
     }
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
   }
-  for (int64_t i = 0; i < 4 * SIDE; i++) words[i] = c[i % 4][i / 4];
+  for (int64_t p = 0; p < PARTS; p++) {
+    const Words even = low_halves(c[0][p]) | c[1][p] << 32, odd = low_halves(c[2][p]) | c[3][p] << 32;
+    for (int64_t i = 0; i < 4; i++) {
+      const uint64_t both[2] = {even[i], odd[i]};
+      std::memcpy(words + 16 * p + 4 * i, both, sizeof both);
+    }
+  }
   for (int64_t i = 0; i < 4 * SIDE; i++) {
     const float u = (float(words[i]) + 0.5f) * 0x1p-32f, most = 1.0f - 0x1p-24f;
-    noise[i] = -logarithm(-logarithm_of_rest(u < most ? u : most));
+    noise[i] = -logarithm_of_rest(u < most ? u : most);
   }
+  for (int64_t i = 0; i < 4 * SIDE; i++) noise[i] = -logarithm(noise[i]);  // apart: shorter chains
 }
 
 struct Scored {
