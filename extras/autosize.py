@@ -77,7 +77,7 @@ SHARE = 0.007
 # least share of its time that a probe is assumed to lose
 LEAST_LOSS = 0.02
 # time that trees may lose against cycles without one: at once (as a cost), and as a share
-AHEAD = 2.0
+AHEAD = 1.0
 AHEAD_SHARE = 0.01
 
 
@@ -345,10 +345,7 @@ class Autosizer:
         """Return the expected cost of a cycle: its seconds at pace 1."""
         known = self.known
         seen = known.seen[preset]
-        prior = known.costs[0]
-        if preset > 0:
-            alike = self.lookups if preset in self.lookups else self.grown[1:]
-            prior *= cost_of(self.shapes[preset], self._node(alike))
+        prior = known.costs[0] * cost_of(self.shapes[preset], self.nodes[preset in self.lookups])
         return (seen * known.costs[preset] + COST_WEIGHT * prior) / (seen + COST_WEIGHT)
 
     def _node(self, presets: Sequence[int]) -> float:
@@ -403,6 +400,8 @@ class Autosizer:
         Writes: the costs, too.
         """
         grown = self.grown
+        # cost of a further node: of grown trees, and of lookups
+        self.nodes = (self._node(grown), self._node(self.lookups))
         self.costs = [self.cost(preset) for preset in range(len(self.shapes))]
         self.left = HOLD
         if self.ahead < 0:
@@ -449,7 +448,9 @@ class Autosizer:
         self.spent = FADE * self.spent + cost
         fade = FADE**sequences
         self.weights = [fade * weight for weight in self.weights]
-        known.seen = [max(FADE * seen, min(seen, RECALLED)) for seen in known.seen]
+        known.seen = [
+            seen if seen <= RECALLED else max(FADE * seen, RECALLED) for seen in known.seen
+        ]
         self.weights[preset] += sequences
         change = sequences * (accepted - self.accepted[preset])
         self.accepted[preset] += change / self.weights[preset]

@@ -297,6 +297,7 @@ def test_ratios_do_not_depend_on_the_order():
         sizer = first_sizer("every node costs", 2.0)
         for preset in order * 3:
             for _ in range(6):
+                sizer.next(4)
                 sizer.observe(preset, means[preset], 0.01 * costs[preset])
         ratios = [sizer.cost(preset) / sizer.cost(0) for preset in range(5)]
         assert ratios == pytest.approx(costs, rel=0.08), order
