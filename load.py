@@ -185,7 +185,7 @@ def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> A
     keeps = (config.draft.endswith("ngram") or presets or recycles) and config.accept == "exact"
     fault = "--draft_store belongs to lookups and recycling with --accept exact; use --draft ngram"
     require(keeps or not config.draft_store, fault)
-    if not keeps:
+    if not keeps or (recycles and not config.draft_store):
         return None
     from extras.kept_texts import KeptTexts, vocabulary_of
     from extras.recycling_draft import empty_matrix
@@ -246,7 +246,7 @@ def _make_source(target: Transformer, config: GenerateConfig, kept: Any) -> Draf
     if config.draft == "recycling":
         from extras.recycling_draft import load_drafter
 
-        return load_drafter(config, kept)
+        return load_drafter(target, config, kept)
     if config.draft == "rest":
         from extras.rest_draft import load_drafter
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from draft_tree import DraftTree, root_tree
 from drafters import Confirmed, Drafter, Root
+from model import Transformer
 from ops.tree import ancestors
 from options import GenerateConfig
 from tree_shapes import MAX_NODES, StaticTree, recycling_paths
@@ -39,7 +40,7 @@ class RecyclingDrafter(Drafter):
     successors = RANKS
 
     def __init__(self, tree: StaticTree, matrix: Tensor, kept: Any = None):
-        """matrix: [V + 1, RANKS] int64, from `empty_matrix`; kept: of which it is a part"""
+        """matrix: [V + 1, RANKS] int64, from `empty_matrix`; kept: the store that has it"""
         self.matrix = matrix
         self.kept = kept
         self.tree = tree
@@ -98,11 +99,15 @@ def empty_matrix(vocab_size: int, device: torch.device | str) -> Tensor:
     return torch.full((vocab_size + 1, RANKS), -1, dtype=torch.long, device=device)
 
 
-def load_drafter(config: GenerateConfig, kept: Any) -> RecyclingDrafter:
+def load_drafter(target: Transformer, config: GenerateConfig, kept: Any) -> RecyclingDrafter:
     """Make the drafter of the options. Raises: ValueError for a tree that does not fit.
 
-    kept: `extras.kept_texts.KeptTexts`, which has the matrix
+    kept: `extras.kept_texts.KeptTexts` with a matrix, for --draft_store; None: the matrix is new
     """
+    if kept is None:
+        matrix = empty_matrix(target.config.vocab_size, target.norm.weight.device)
+    else:
+        matrix = kept.successors
     if config.tree_shape == "static":
         tree = StaticTree(recycling_paths(config.tree_size or MAX_NODES))
         if config.tree_file:
@@ -112,12 +117,12 @@ def load_drafter(config: GenerateConfig, kept: Any) -> RecyclingDrafter:
                 f"--draft recycling keeps {RANKS} successors of a token, and --tree_file has the "
                 f"rank {tree.width - 1}; lower it"
             )
-        return RecyclingDrafter(tree, kept.successors, kept)
-    usual = SIZES[kept.successors.device.type]
+        return RecyclingDrafter(tree, matrix, kept)
+    usual = SIZES[matrix.device.type]
     largest = config.tree_size or usual[-1]
     sizes = (1, *(size for size in usual if size < largest), largest)
     trees = [StaticTree(recycling_paths(size)) for size in sizes]
-    *smaller, drafter = [RecyclingDrafter(tree, kept.successors, kept) for tree in trees]
+    *smaller, drafter = [RecyclingDrafter(tree, matrix, kept) for tree in trees]
     drafter.smaller = tuple(smaller)
     drafter.timed = True
     return drafter

@@ -28,6 +28,7 @@ from generate import load
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_target
 from options import DEMO, GenerateConfig
 from scripts import build_datastore
+from scripts.bench.measure import with_config
 from scripts.build_datastore import BuildConfig, suffix_array
 from session import Session
 from tree_shapes import StaticTree, recycling_paths
@@ -348,6 +349,15 @@ def test_every_size_gives_the_same_tokens(draft, temperature, batch, built):
         runs.append(session)
     assert runs[0].history == runs[1].history
     assert len({preset for preset, _ in runs[1].stats.presets}) == len(engine.drafter.presets)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "recycling", "lookahead"])
+def test_a_benchmark_makes_the_drafter(draft):
+    """Without kept texts: every prompt is the first request."""
+    engine = load(checkpoint=DEMO, device="cpu", draft="none", max_new_tokens=8)
+    drafted = with_config(engine, replace(engine.config, draft=draft, tree=""))
+    prompts = [[5, 17, 3]]
+    assert generate.generate(drafted, prompts).tokens == generate.generate(engine, prompts).tokens
 
 
 @pytest.mark.slow  # ten to twenty seconds each
