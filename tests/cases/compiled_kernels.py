@@ -323,7 +323,11 @@ def disassemble(kernel: CompiledKernel) -> tuple[str, str]:
 
 
 def main_loop(code: str) -> list[str]:
-    """Return the instructions of the longest loop: from a label to the last branch back to it."""
+    """Return the instructions of the longest loop: from a label to the last branch back to it.
+
+    Behind the last EXIT lie slow paths of Blackwell's waits, which branch back and are no loops.
+    """
+    code = code[: code.rfind("EXIT")]
     instructions: list[str] = []
     labels: dict[str, int] = {}
     longest: list[str] = []
