@@ -58,7 +58,8 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
     no tensor cores and serves tests only.
     """
     if dtype == torch.float32:
-        return AttentionPlan(16, 32, 1, 8 if E > 64 else 4)
+        wide = E > 64
+        return AttentionPlan(16, 16 if wide else 32, 1, 8 if wide else 4)
     hopper = device.capability >= 90
     width = max(16, triton.next_power_of_2(E))
     # 16 rows a warp in both heights, so that a row's sums are the same; on Blackwell 128 spill
