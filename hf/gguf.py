@@ -15,6 +15,7 @@ importance-matrix types (IQ).
 from __future__ import annotations
 
 import math
+import mmap
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,7 @@ from ops.library import cpu_operators_are_loaded
 STORED = ("F32", "F16", "BF16")
 # torch warns of a mapping that cannot be written to; nothing writes to this one
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+RELEASED = 64 << 20  # bytes that are read between two releases of the file's pages
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, which yields `factor`
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -100,6 +102,7 @@ class GgufFile(TensorSource):
         Raises: ValueError for a file that is broken or not supported, or a missing package.
         """
         self.path = path
+        self._mapped = 0  # bytes read since the last release
         self._header = header = read_header(path)
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in ("llama", *QWEN):
@@ -273,13 +276,19 @@ class GgufFile(TensorSource):
             size //= shape[0]
             start += part * size
             shape = shape[1:]
-        held = self._header.file.size()
+        file = self._header.file
+        held = file.size()
         if start + size > held:  # a page of the mapping that the file has lost ends the process
             raise ValueError(
                 f"{self.path} shrank while it was read: {name} ends at byte {start + size} of "
                 f"{held}; download it again"
             )
-        return shape, np.frombuffer(self._header.file, np.uint8, size, start)
+        self._mapped += size
+        if self._mapped > RELEASED and hasattr(mmap, "MADV_DONTNEED"):
+            # or the process would hold the whole file beside the weights; pages come back if read
+            file.madvise(mmap.MADV_DONTNEED)
+            self._mapped = 0
+        return shape, np.frombuffer(file, np.uint8, size, start)
 
     def _values(self, blocks: np.ndarray, type_id: int, dtype: torch.dtype | None) -> Tensor:
         """Read the numbers in blocks. blocks: uint8, of a type in TYPES; dtype: as in `read`.
