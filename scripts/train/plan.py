@@ -24,7 +24,7 @@ from decode import Engine, with_cycles
 from scripts.bench.measure import run_rows
 from scripts.train import train_eagle
 from scripts.train.feature_cache import best_tokens
-from scripts.train.generate_answers import AnswerConfig, open_run
+from scripts.train.generate_answers import AnswerConfig, Run, open_run
 from session import Session
 from stats import peak_memory_bytes
 
@@ -46,6 +46,7 @@ HEAD_BYTES = 14  # of a head's parameter: 2 in its file, 12 in the state to resu
 class Costs(NamedTuple):
     """The speed and the size of the stages."""
 
+    opening_s: float  # of the answers: the model, and the prompts
     answer_rate: float  # tokens per second of a batch
     single_rate: float  # of one sequence
     batch_tokens: int  # of a batch of training
@@ -59,7 +60,11 @@ class Costs(NamedTuple):
 
 def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
     """Measure every stage. Raises: ValueError for prompts of which none can be used."""
-    answer_rate, single_rate = _answer_rates(answers)
+    began = time.perf_counter()
+    run = open_run(answers)
+    opening_s = time.perf_counter() - began
+    answer_rate, single_rate = _answer_rates(run)
+    del run
     answer_memory = peak_memory_bytes(training.device)
     training = replace(training, steps=1)
     target = train_eagle.load_target(training)
@@ -85,6 +90,7 @@ def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
     steps.run(0, 0, batch)
     step_s = time.perf_counter() - began
     return Costs(
+        opening_s,
         answer_rate,
         single_rate,
         tokens.numel(),
@@ -97,13 +103,12 @@ def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
     )
 
 
-def _answer_rates(config: AnswerConfig) -> tuple[float, float]:
+def _answer_rates(run: Run) -> tuple[float, float]:
     """Return the tokens per second of a batch, and of one sequence."""
-    run = open_run(config)
     engine = run.engines[False]
     prompts = [prompt.ids for queue in run.waiting.values() for prompt in queue]
     single = with_cycles(replace(engine, config=replace(engine.config, batch_size=1)))
-    return _rate(engine, prompts[: config.batch_size]), _rate(single, prompts[:1])
+    return _rate(engine, prompts[: run.config.batch_size]), _rate(single, prompts[:1])
 
 
 def _rate(engine: Engine, prompts: list[list[int]]) -> float:
@@ -124,7 +129,8 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
     text = TEXT_PER_ANSWER / costs.batch_tokens  # batches per answer token
     token_s = 1 / costs.answer_rate + text * (costs.feature_s + EPOCHS * costs.step_s)
     one_s = LOADING_S + 2 * round_s  # a prompt of each task, after an untimed one
-    least_s = max(one_s / SHARE, (COMPILING_S + LEAST_TOKENS * token_s) / (1 - SHARE))
+    fixed_s = costs.opening_s + COMPILING_S
+    least_s = max(one_s / SHARE, (fixed_s + LEAST_TOKENS * token_s) / (1 - SHARE))
     if seconds < least_s:
         raise ValueError(
             f"--hours {hours:g} is too short: here one evaluation takes {one_s:.0f} s, and "
@@ -133,7 +139,7 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
         )
     prompts = min(int((seconds * SHARE - LOADING_S) / round_s) - 1, PROMPTS)
     evaluation_s = LOADING_S + (1 + prompts) * round_s
-    tokens = int((seconds - evaluation_s - COMPILING_S) / token_s)
+    tokens = int((seconds - evaluation_s - fixed_s) / token_s)
     batches = math.ceil(text * tokens)
     disk = (ROW_BYTES * tokens, batches * costs.feature_bytes, costs.head_bytes, 10**6)
     free = shutil.disk_usage(out).free
@@ -144,7 +150,7 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
             "directory on another disk, or give fewer --hours"
         )
     needed_s = (
-        tokens / costs.answer_rate,
+        costs.opening_s + tokens / costs.answer_rate,
         batches * costs.feature_s,
         COMPILING_S + EPOCHS * batches * costs.step_s,
         evaluation_s,

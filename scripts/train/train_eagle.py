@@ -278,6 +278,8 @@ def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list
         )
     kept = [d for d in dialogues if not d.held_out]
     held = [d for d in dialogues if d.held_out][: config.eval_prompts]
+    if kept and not held:  # of a few dialogues, the hash may choose none
+        held = [kept.pop()]
     bar = tqdm(kept, desc="tokenize", unit="dialogue", disable=None)
     examples = [to_example(d, tokenizer, template) for d in bar]
     prompts = []

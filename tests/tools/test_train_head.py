@@ -164,7 +164,7 @@ def test_a_quantized_target(small):
 # --------------------------------------------------------------------------------------------- plan
 
 COSTS = Costs(
-    answer_rate=1000.0, single_rate=200.0, batch_tokens=2048, feature_s=1.0, step_s=2.0, feature_bytes=10**7,
+    opening_s=5.0, answer_rate=1000.0, single_rate=200.0, batch_tokens=2048, feature_s=1.0, step_s=2.0, feature_bytes=10**7,
     head_bytes=10**8, answer_memory=10**9, training_memory=3 * 10**9,
 )  # fmt: skip
 
@@ -173,8 +173,8 @@ def test_the_plan_divides_the_hours(tmp_path):
     found = make_plan(COSTS, 2, str(tmp_path))
     # 20 s and 21 rounds of 10.24 s are left for the evaluation, less than 15 % of two hours
     assert found["prompts"] == 20 and found["seconds"]["evaluation"] == pytest.approx(235.04)
-    # a minute compiles; a token costs 1 ms, and its share of a batch, which costs 1 + 3 * 2 s
-    assert found["tokens"] == int((7200 - 235.04 - 60) / (0.001 + 1.5 / 2048 * 7))
+    # 5 s open, a minute compiles; a token costs 1 ms, and its share of a batch's 1 + 3 * 2 s
+    assert found["tokens"] == int((7200 - 235.04 - 65) / (0.001 + 1.5 / 2048 * 7))
     assert sum(found["seconds"].values()) == pytest.approx(7200, rel=0.01)
     assert found["disk"]["features"] == -(-found["tokens"] * 1.5 // 2048) * 10**7
     lines = plan_text(found, ["answers"]).splitlines()
