@@ -629,13 +629,14 @@ def _measure(bench: Bench, units: list[Unit], bar: tqdm) -> None:
         torch.compiler.reset()  # else the next setting's steps would first try these graphs
 
 
-def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) -> Iterator[str]:
+def header_lines(bench: Bench) -> Iterator[str]:
     """Yield the conditions of the measurement."""
-    yield ", ".join(f"{key} {value}" for key, value in machine.items())
+    config = bench.config
+    yield ", ".join(f"{key} {value}" for key, value in bench.machine.items())
     dtype = config.dtype or "of the checkpoint"
     yield f"checkpoint {shown_path(config.checkpoint)}, dtype {dtype}, quantization {config.quant}"
-    yield f"tasks {config.tasks}, B = {config.batch_sizes}, T = {config.temperatures}"
-    yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"
+    yield f"tasks {', '.join(bench.tasks)}; B = {config.batch_sizes}, T = {config.temperatures}"
+    yield f"read bandwidth {bench.ceiling.text(1e-9, 1)} GB/s: the ceiling"
 
 
 def run(config: BenchConfig, over: Callable[[int], bool] = lambda task: False) -> list[dict]:
@@ -659,9 +660,9 @@ def run(config: BenchConfig, over: Callable[[int], bool] = lambda task: False) -
     if units:
         machine = environment(config.device)
         ceiling = read_bandwidth(config.device, CEILING_RUNS)
-        print("\n".join(header_lines(config, machine, ceiling)), flush=True)
         part = Log(f"{config.json}.part" if config.json else "", "--json")
         bench = Bench(config, tasks, log, part, machine, ceiling, {}, over)
+        print("\n".join(header_lines(bench)), flush=True)
         measure(bench, units)
         if bench.failed:
             if log.rows:
