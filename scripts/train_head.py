@@ -89,7 +89,7 @@ class HeadConfig:
         DEFAULT, "the target: a Hugging Face directory, quantized or not, or a GGUF file"
     )
     out: str = option("heads/mine", "directory to write; an unfinished run in it goes on")
-    hours: float = option(2.0, "time for everything, on this machine")
+    hours: float = option(2.0, "time for everything, on this machine", least=0)
     prompts: str = option(
         AnswerConfig.prompts,
         "JSONL files of `turns`, comma-separated; the model's own and functions come besides",

@@ -12,13 +12,16 @@ from __future__ import annotations
 import io
 import math
 import shutil
+import statistics
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from decode import Engine, with_cycles
 from scripts.bench.measure import run_rows
@@ -38,6 +41,7 @@ LOADING_S = 20.0  # of an evaluation: the model, and the bandwidth
 COMPILING_S = 60.0  # of the losses, on two cores
 PROMPTS = 20  # of a task, at most
 PROBE_TOKENS = 32  # decoded to measure a rate
+PROBE_S = 15.0  # of measuring a batch of features, or a step
 ANSWER_TOKENS = 200  # of an answer, over which the time of its prompt is spread
 ROW_BYTES = 15  # of an answer token in its file, as text and as a number
 HEAD_BYTES = 14  # of a head's parameter: 2 in its file, 12 in the state to resume from
@@ -75,32 +79,42 @@ def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
     with redirect_stdout(io.StringIO()):  # it describes the vocabulary of random tokens
         head = train_eagle.make_head(training, target, [example])
     positions = torch.arange(shape[1], device=training.device).expand(shape)
-    began = time.perf_counter()
-    with torch.no_grad(), train_eagle.autocast(training):
-        features = target(tokens.to(training.device), positions, aux_layers=head.aux_layers)
-        best = best_tokens(target, features)
-    feature_s = time.perf_counter() - began
+
+    @torch.no_grad()
+    def look() -> tuple[Tensor, Tensor | None]:
+        with train_eagle.autocast(training):
+            features = target(tokens.to(training.device), positions, aux_layers=head.aux_layers)
+            return features, best_tokens(target, features) if training.version == 3 else None
+
+    features, best = look()
     known = SimpleNamespace(of=lambda tokens, number: features, best=lambda *_: best)
     losses = train_eagle.losses_of(training, head, target, compiled=False)
     made = train_eagle.Ready(target, [example], [], head, known, losses, train_eagle.eagle_method())
     steps = train_eagle.Steps(training, made)
     batch = next(train_eagle.batches(made.examples, training, 0))
     steps.run(0, 0, batch)
-    began = time.perf_counter()
-    steps.run(0, 0, batch)
-    step_s = time.perf_counter() - began
     return Costs(
         opening_s,
         answer_rate,
         single_rate,
         tokens.numel(),
-        feature_s,
-        step_s,
-        feature_bytes=features.numel() * 2 + best.numel() * 4,
+        median_s(look),
+        median_s(lambda: steps.run(0, 0, batch)),
+        feature_bytes=features.numel() * 2 + (0 if best is None else best.numel() * 4),
         head_bytes=HEAD_BYTES * sum(p.numel() for p in head.parameters()),
         answer_memory=answer_memory,
         training_memory=peak_memory_bytes(training.device),
     )
+
+
+def median_s(work: Callable[[], Any]) -> float:
+    """Return the median time of some work, done five times, or until it has taken PROBE_S."""
+    times: list[float] = []
+    while len(times) < 5 and sum(times) < PROBE_S:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 def _answer_rates(run: Run) -> tuple[float, float]:
