@@ -306,6 +306,19 @@ def use(config: HeadConfig) -> str:
     return f"python generate.py {places} {chat} --compile"
 
 
+def speed(rows: list[dict]) -> str:
+    """Return the speedup of the fastest method, by task. rows: of the evaluation"""
+    by_method: dict[str, dict[str, float]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], {})[row["task"]] = row["speedup"] or 1.0
+    means = {name: sum(tasks.values()) / len(tasks) for name, tasks in by_method.items()}
+    best = max(means, key=means.__getitem__)
+    if best == "none":
+        return "no method is faster than vanilla decoding here"
+    tasks = ", ".join(f"{task} {ratio:.2f}" for task, ratio in by_method[best].items())
+    return f"{best} has {means[best]:.2f} of vanilla decoding here, medians of {tasks}"
+
+
 def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     """Return the model card. info: of training.json; rows: of the evaluation"""
     config = job.config
@@ -327,6 +340,8 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 - Target: {name}; SHA-256 of its config and weights: {state["identity"]["weights"]}.
 - The target's licence: {licence(Path(config.checkpoint))}. The head is made of the
   target's answers and features, so its terms may hold for the head too.
+- Speed: {speed(rows)};
+  eagle:auto, the default, drafts by lookups in the text too. The tables below say where and how.
 - Data: {state["tokens"]} tokens of the target's own answers to the prompts below.
 - Training: {state["plan"]["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
   {parameters}.
@@ -335,6 +350,9 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
   sharpness {read_json(job.out / "config.json")["draft_sharpness"]}.
 
 ## Prompts
+
+Given: {", ".join(shown_path(file) for file in config.prompts.split(","))}.
+Code: functions of Python's standard library to complete. Own: written by the target itself.
 
 ```text
 {state["data"]}

@@ -182,6 +182,18 @@ def test_the_plan_divides_the_hours(tmp_path):
     assert "20 prompts of each task" in lines[-1] and "3.00" in lines[2]
 
 
+def test_a_card_says_what_is_fastest():
+    rows = [
+        {"method": method, "task": task, "speedup": speedup}
+        for task, speedups in (("a", (1.0, 1.4, 0.5)), ("b", (1.0, 0.8, None)))
+        for method, speedup in zip(("none", "eagle:auto", "eagle:chain"), speedups)
+    ]
+    assert train_head.speed(rows) == (
+        "eagle:auto has 1.10 of vanilla decoding here, medians of a 1.40, b 0.80"
+    )
+    assert train_head.speed(rows[:1] + rows[2:3]).startswith("no method is faster")
+
+
 def test_the_recipe_follows_from_the_tokens(small, monkeypatch):
     """HASS below a million tokens in three epochs; above it EAGLE-3, measured anew."""
     versions: list[int] = []
