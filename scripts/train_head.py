@@ -176,6 +176,11 @@ class Job:
         """Write the state."""
         write_text(str(self.file), json.dumps(self.state, indent=1))
 
+    def table(self) -> str:
+        """Return the plan, and the time of the stages that are done."""
+        taken_s = {stage: self.state["seconds"][stage] for stage in self.state["done"]}
+        return plan_text(self.state["plan"], taken_s)
+
     def tick(self, stage: str, done: bool = False) -> float:
         """Count the time since the last tick to a stage. Returns: it (s). Writes: run.json."""
         now = time.perf_counter()
@@ -387,7 +392,7 @@ def run(config: HeadConfig) -> None:
             job.state["plan"] = plan_of(config)
             job.tick("plan")
         print(f"{job.state['plan']['recipe']}, by the number of tokens that the hours allow")
-        print(plan_text(job.state["plan"], job.state["done"]), flush=True)
+        print(job.table(), flush=True)
         stages: dict[str, Callable[[Job], None]] = {
             "answers": write_answers,
             "training": train,
@@ -400,7 +405,7 @@ def run(config: HeadConfig) -> None:
                 work(job)
         for file in out.glob("features.bin*"):
             file.unlink()
-    print(f"\n{use(config)}")
+    print(f"\n{job.table()}\n\n{use(config)}")
 
 
 def main(argv: list[str] | None = None) -> None:

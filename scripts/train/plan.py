@@ -179,13 +179,15 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
     }
 
 
-def plan_text(plan: dict[str, Any], done: list[str]) -> str:
-    """Return the plan as a table in text. done: stages that are over"""
+def plan_text(plan: dict[str, Any], taken_s: dict[str, float]) -> str:
+    """Return the plan as a table in text. taken_s: the seconds of each stage that is done"""
     lines = [f"{'stage':<12}{'hours':>7}{'disk, GB':>10}{'memory, GB':>12}"]
     for stage in STAGES:
         hours = plan["seconds"][stage] / 3600
         disk = plan["disk"][stage] / 1e9
         line = f"{stage:<12}{hours:>7.2f}{disk:>10.3f}{plan['memory'][stage] / 1e9:>12.2f}"
-        lines.append(line + "  done" * (stage in done))
+        if stage in taken_s:
+            line += f"  done in {taken_s[stage] / 3600:.2f}"
+        lines.append(line)
     lines.append(f"about {plan['tokens']} answer tokens, {plan['prompts']} prompts of each task")
     return "\n".join(lines)

@@ -150,7 +150,7 @@ def test_a_run_killed_in_every_stage(small, monkeypatch, capsys):
     check_head(small / "head", checkpoint, "apache-2.0")
     train_head.main(arguments(small, checkpoint))
     again = capsys.readouterr().out
-    assert again.count("  done") == 4 and "are spent" not in again, "nothing is left to do"
+    assert again.count("  done in ") == 8 and "are spent" not in again, "nothing is left to do"
 
 
 @pytest.mark.slow
@@ -177,8 +177,8 @@ def test_the_plan_divides_the_hours(tmp_path):
     assert found["tokens"] == int((7200 - 235.04 - 65) / (0.001 + 1.5 / 2048 * 7))
     assert sum(found["seconds"].values()) == pytest.approx(7200, rel=0.01)
     assert found["disk"]["features"] == -(-found["tokens"] * 1.5 // 2048) * 10**7
-    lines = plan_text(found, ["answers"]).splitlines()
-    assert lines[1].endswith("done") and lines[3].split()[0] == "training"
+    lines = plan_text(found, {"answers": 1800.0}).splitlines()
+    assert lines[1].endswith("done in 0.50") and lines[3].split()[0] == "training"
     assert "20 prompts of each task" in lines[-1] and "3.00" in lines[2]
 
 
