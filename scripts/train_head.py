@@ -398,14 +398,16 @@ def run(config: HeadConfig) -> None:
             "training": train,
             "evaluation": evaluate,
         }
-        for stage, work in stages.items():
-            if stage not in job.state["done"]:
-                spent = sum(job.state["seconds"].values()) / 3600
-                print(f"\n{stage}; {spent:.2f} of {config.hours:g} hours are spent", flush=True)
-                work(job)
+        left = [stage for stage in stages if stage not in job.state["done"]]
+        for stage in left:
+            spent = sum(job.state["seconds"].values()) / 3600
+            print(f"\n{stage}; {spent:.3f} of {config.hours:g} hours are spent", flush=True)
+            stages[stage](job)
         for file in out.glob("features.bin*"):
             file.unlink()
-    print(f"\n{job.table()}\n\n{use(config)}")
+    if left:
+        print(f"\n{job.table()}")
+    print(f"\n{use(config)}")
 
 
 def main(argv: list[str] | None = None) -> None:
