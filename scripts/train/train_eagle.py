@@ -750,7 +750,7 @@ class Clock:
             self.begin_s = left_s
         if left_s <= 0:
             return self.steps
-        return self.steps - (self.steps - self.begin) * left_s / self.begin_s
+        return self.begin + (self.steps - self.begin) * (1 - left_s / self.begin_s)
 
 
 def crosses(before: float, after: float, unit: float) -> bool:

@@ -304,6 +304,13 @@ def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, monkeypatch):
     assert {i for row in drafted.trace for i in row["draft_tokens"]} <= set(kept.tolist())
 
 
+@pytest.mark.parametrize("begin", [0.0, 200.0, 600.3])
+def test_the_first_step_by_the_clock_does_not_move_the_schedule(begin):
+    """Not by a rounding either, which would count as crossing an evaluation."""
+    for left_s in torch.linspace(0.1, 9000, 999).tolist():
+        assert train_eagle.Clock(1000, begin, lambda s=left_s: s).position(0.0) == begin
+
+
 def test_training_ends_with_its_time(quick, tmp_path, monkeypatch):
     """The steps are those that the time has; of the batches, the first ones are trained on."""
     monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
