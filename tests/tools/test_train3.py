@@ -307,7 +307,7 @@ def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, monkeypatch):
 @pytest.mark.parametrize("begin", [0.0, 200.0, 600.3])
 def test_the_first_step_by_the_clock_does_not_move_the_schedule(begin):
     """Not by a rounding either, which would count as crossing an evaluation."""
-    for left_s in torch.linspace(0.1, 9000, 999).tolist():
+    for left_s in torch.linspace(0.1, 9000, 999, dtype=torch.float64).tolist():
         assert train_eagle.Clock(1000, begin, lambda s=left_s: s).position(0.0) == begin
 
 
