@@ -78,7 +78,7 @@ RECIPES = {  # by measurement (benchmarks/TRAINING.md)
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
 STEPS = 1000  # units of the schedule of training, which goes by the clock
-METHODS = "none,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
+METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,8 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 - The target's licence: {licence(Path(config.checkpoint))}. The head is made of the
   target's answers and features, so its terms may hold for the head too.
 - Speed: {speed(rows)};
-  eagle:auto, the default, drafts by lookups in the text too. The tables below say where and how.
+  eagle:auto, the default, also drafts by lookups in the text; ngram is lookups alone, without the
+  head. The tables below have every task.
 - Data: {state["tokens"]} tokens of the target's own answers to the prompts below.
 - Training: {state["plan"]["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
   {parameters}.

@@ -36,8 +36,8 @@ EPOCHS = 3  # as the bundled head (benchmarks/TRAINING.md)
 TEXT_PER_ANSWER = 1.5  # tokens trained on, prompts included, per answer token
 LEAST_TOKENS = 8000  # of answers; fewer may hold out no prompt
 SHARE = 0.15  # of the hours, for the evaluation at most
-# a prompt of each task has four turns in all; the four methods take 5 to 7 times as long as vanilla
-EVALUATION_TOKENS = 4 * 6 * 128
+# a prompt of each task has four turns in all; all methods take 6 to 8 times as long as vanilla
+EVALUATION_TOKENS = 4 * 7 * 128
 LOADING_S = 20.0  # of an evaluation: the model, and the bandwidth
 COMPILING_S = 60.0  # of the losses, on two cores
 PROMPTS = 20  # of a task, at most
