@@ -245,6 +245,7 @@ def train(job: Job) -> None:
     features = job.out / "features.bin"
     config = job.config.training(job.state["plan"]["recipe"], features=str(features))
     made = train_eagle.ready(config)
+    job.tick("training")  # else the time to open would count as a batch of features
     if "features" not in job.state["done"]:
         over = partial(job.over, "features")
         job.state["batches"] = train_eagle.fill_features(config, made, over)

@@ -564,7 +564,7 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
     rounds = [(number, repeat) for repeat in range(config.repeats) for number in range(len(groups))]
     for number, repeat in rounds:
         if (number, repeat) not in done:
-            if bench.part.rows and bench.over(number_of_task):
+            if bench.over(number_of_task) and bench.part.rows:
                 break
             bench.part.add([label | run_round(batches, number, repeat)])
         bar.update()
@@ -642,7 +642,7 @@ def header_lines(bench: Bench) -> Iterator[str]:
 def run(config: BenchConfig, over: Callable[[int], bool] = lambda task: False) -> list[dict]:
     """Measure the lines that the log lacks. Returns: all of its rows.
 
-    over: of a task's number, asked before each of its rounds but the first; true ends the task
+    over: of a task's number, asked before each of its rounds; true ends the task, after one round
     Raises: ValueError, also for methods that failed.
     """
     config = replace(config, device=pick_device(config.device))

@@ -258,6 +258,31 @@ def test_every_stage_takes_its_share_on_a_machine_of_any_speed(small, monkeypatc
     assert sum(job.state["seconds"].values()) == pytest.approx(3600, rel=0.05)
 
 
+def test_opening_is_no_batch_of_features(small, monkeypatch):
+    """The target takes long to load, and every batch of features fits all the same."""
+    monkeypatch.setattr(train_head, "time", FakeTime())
+    (small / "run").mkdir()
+    job = job_of(small)
+    job.tick("answers", done=True)
+
+    def ready(config):
+        train_head.time.now += 400
+
+    def fill_features(config, made, over):
+        for number in range(15):
+            train_head.time.now += 30
+            if over():
+                return number + 1
+        return 15
+
+    monkeypatch.setattr(train_eagle, "ready", ready)
+    monkeypatch.setattr(train_eagle, "fill_features", fill_features)
+    monkeypatch.setattr(train_eagle, "train", lambda config, made, left_s: None)
+    job.state["plan"]["recipe"] = "HASS"
+    train_head.train(job)
+    assert job.state["batches"] == 15 and job.state["seconds"]["features"] == 450
+
+
 def test_later_stages_share_the_rest(small, monkeypatch):
     """A machine that is slower during the answers only, or for one long part, is no overrun."""
     monkeypatch.setattr(train_head, "time", FakeTime())
