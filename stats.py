@@ -132,24 +132,25 @@ def explain(drafted: dict[str, Any], vanilla_s: float, vanilla_tokens: float = 1
     verify = drafted["verify_s"] / one
     draft = drafted["draft_s"] / one
     cycle = drafted["decode_s"] / one
-    rest = ""
-    if cycle - verify - draft >= 0.005:
-        rest = f" + host {cycle - verify - draft:.2f}"
+    host = cycle - verify - draft
+    rest = f" + host {host:.3f}" if host >= 0.0005 else ""
+    # three digits, so that the printed parts make up the printed speedup
     return (
-        f"{tau / cycle:.2f} = tau {tau:.2f} / (verify {verify:.2f} + draft {draft:.2f}{rest} of a "
-        f"vanilla pass); {_bound(cycle, verify)}"
+        f"{tau / cycle:.2f} = tau {tau:.3f} / (verify {verify:.3f} + draft {draft:.3f}{rest} of a "
+        f"vanilla pass); {_bound(verify, draft, host)}"
     )
 
 
-def _bound(cycle: float, verify: float) -> str:
-    """Describe the bound of a speedup. cycle, verify: cost of each, in vanilla passes"""
-    if cycle <= CHEAP_CYCLE:
+def _bound(verify: float, draft: float, host: float) -> str:
+    """Describe the bound of a speedup. verify, draft, host: cost of each, in vanilla passes"""
+    if verify + draft + host <= CHEAP_CYCLE:
         return "bound by acceptance: a cycle costs hardly more than a vanilla pass"
-    if verify - 1 >= cycle - verify:
-        return (
-            "bound by arithmetic: the rows of the tree cost more than the weights that they share"
-        )
-    return "bound by memory: every drafted level reads the head's weights again"
+    bounds = {
+        "arithmetic: the rows of the tree cost more than the weights that they share": verify - 1,
+        "memory: drafting reads its own weights, or texts, again": draft,
+        "the host: the time between the steps": host,
+    }
+    return f"bound by {max(bounds, key=bounds.__getitem__)}"
 
 
 def _most_used(table: list[dict[str, Any]]) -> str:

@@ -231,7 +231,8 @@ class HeadFiles(TensorSource):
     def __init__(self, path: Path, source: TensorSource):
         """Rename the tensors of `source`.
 
-        Raises: ValueError for tensors of two heads, or of another version than config.json says.
+        Raises: ValueError for a model, or tensors of two heads, or of another version than
+        config.json says.
         """
         names = list(source.readers)
         self.path = path
@@ -245,6 +246,12 @@ class HeadFiles(TensorSource):
     def _check_one_head(self, names: list[str]) -> None:
         """Check that all files are of one head. names: as the files have them"""
         path = self.path
+        layers = any(name.startswith("model.layers.") for name in names)
+        if self.version < 3 and layers and "fc.weight" not in names:
+            raise ValueError(
+                f"{path} holds a model, and no head (model.layers, no fc.weight); use --draft "
+                f"model --draft_checkpoint {path}, or name the directory of a head"
+            )
         first_layer = ("layers.0.", "model.layers.0.")
         both = self.midlayer and any(name.startswith(first_layer) for name in names)
         if both or len(self.readers) < len(names):

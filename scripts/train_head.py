@@ -11,6 +11,7 @@
 5. Evaluation: a chain and trees beside vanilla decoding, by task (bench/papers.py). Then the model
    card, `README.md`, and `training.json` are written.
 
+Every stage ends by the clock, when its share of the hours is used, before a kill or after.
 OUT/run.json holds the plan and the state. After a kill the same command goes on: with the next
 batch of answers or features, the last saved step, the next round of a task.
 Trade-off: the stages of a run have fixed shares of the time. HASS reuses the target's last feature
@@ -32,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,11 @@ from scripts.bench.measure import shown_path
 from scripts.bench.report import BRIEF, tables
 from scripts.train import train_eagle
 from scripts.train.feature_cache import weights_hash
-from scripts.train.generate_answers import AnswerConfig, answer, read_turns
+from scripts.train.generate_answers import AnswerConfig, Run, answer, by_tokens, read_turns
 from scripts.train.plan import (
     EPOCHS,
     LEAST_TOKENS,
+    PROMPTS,
     STAGES,
     TEXT_PER_ANSWER,
     make_plan,
@@ -74,7 +77,8 @@ RECIPES = {  # by measurement (benchmarks/TRAINING.md)
 }
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
-METHODS = "none,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
+STEPS = 1000  # units of the schedule of training, which goes by the clock
+METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class HeadConfig:
         DEFAULT, "the target: a Hugging Face directory, quantized or not, or a GGUF file"
     )
     out: str = option("heads/mine", "directory to write; an unfinished run in it goes on")
-    hours: float = option(2.0, "time for everything, on this machine")
+    hours: float = option(2.0, "time for everything, on this machine", least=0)
     prompts: str = option(
         AnswerConfig.prompts,
         "JSONL files of `turns`, comma-separated; the model's own and functions come besides",
@@ -172,19 +176,43 @@ class Job:
         """Write the state."""
         write_text(str(self.file), json.dumps(self.state, indent=1))
 
-    def tick(self, stage: str, done: bool = False) -> None:
-        """Count the time since the last tick to a stage. Writes: run.json."""
+    def table(self) -> str:
+        """Return the plan, and the time of the stages that are done."""
+        taken_s = {stage: self.state["seconds"][stage] for stage in self.state["done"]}
+        return plan_text(self.state["plan"], taken_s)
+
+    def tick(self, stage: str, done: bool = False) -> float:
+        """Count the time since the last tick to a stage. Returns: it (s). Writes: run.json."""
         now = time.perf_counter()
-        self.state["seconds"][stage] += now - self.mark
+        part_s = now - self.mark
+        self.state["seconds"][stage] += part_s
         self.mark = now
         if done:
             self.state["done"].append(stage)
         self.save()
+        return part_s
 
-    def left_s(self) -> float:
-        """Return the seconds of the budget that are left for training."""
-        after = self.state["plan"]["seconds"]["evaluation"]
-        return self.config.hours * 3600 - sum(self.state["seconds"].values()) - after
+    def allowed_s(self, stage: str) -> float:
+        """Return the seconds of a stage: its planned share of the time that earlier ones left."""
+        done = ("plan", *self.state["done"])
+        used_s = sum(self.state["seconds"][name] for name in done)
+        planned = self.state["plan"]["seconds"]
+        share = planned[stage] / sum(planned[name] for name in STAGES if name not in done)
+        return max(self.config.hours * 3600 - used_s, 0.0) * share
+
+    def left_s(self, stage: str) -> float:
+        """Count the time to a stage. Returns: the seconds left of it. Writes: run.json."""
+        self.tick(stage)
+        return self.allowed_s(stage) - self.state["seconds"][stage]
+
+    def over(self, stage: str, share: float = 1.0) -> bool:
+        """Count a part of a stage, and tell whether less than half of the next one fits.
+
+        share: of the time of the stage
+        Writes: run.json.
+        """
+        part_s = self.tick(stage)
+        return self.state["seconds"][stage] + part_s / 2 >= share * self.allowed_s(stage)
 
 
 def plan_of(config: HeadConfig) -> dict[str, Any]:
@@ -199,14 +227,14 @@ def plan_of(config: HeadConfig) -> dict[str, Any]:
 
 def write_answers(job: Job) -> None:
     """Stage 1. Writes: OUT/answers."""
-    plan = job.state["plan"]
 
-    def on_batch(run: Any) -> bool:
-        job.tick("answers")
-        spent = job.state["seconds"]["answers"]
-        return spent < plan["seconds"]["answers"] or run.total() < LEAST_TOKENS
+    def over(run: Run) -> float:
+        is_over = job.over("answers")
+        if run.total() < LEAST_TOKENS:
+            return min(by_tokens(run), 0.99)
+        return 1.0 if is_over else job.state["seconds"]["answers"] / job.allowed_s("answers")
 
-    run = answer(job.config.answers(plan["tokens"]), on_batch)
+    run = answer(job.config.answers(job.state["plan"]["tokens"]), over)
     job.state["tokens"] = run.total()
     job.state["data"] = run.lines()
     job.tick("answers", done=True)
@@ -217,37 +245,33 @@ def train(job: Job) -> None:
     features = job.out / "features.bin"
     config = job.config.training(job.state["plan"]["recipe"], features=str(features))
     made = train_eagle.ready(config)
+    job.tick("training")  # else the time to open would count as a batch of features
     if "features" not in job.state["done"]:
-        train_eagle.fill_features(config, made, lambda: job.tick("features"))
+        over = partial(job.over, "features")
+        job.state["batches"] = train_eagle.fill_features(config, made, over)
         job.tick("features", done=True)
-    if "steps" not in job.state:
-        step_s = train_eagle.step_seconds(config, made)
-        job.tick("training")
-        epoch = len(made.features.kept)
-        job.state["steps"] = max(int(job.left_s() / step_s), epoch)
-        print(f"{job.state['steps']} steps of {step_s:.2f} s; {epoch} are an epoch")
-        job.save()
-    steps = job.state["steps"]
     config = replace(
         config,
-        steps=steps,
-        warmup=max(steps // 40, 1),
-        eval_every=math.ceil(steps / 5),
+        steps=STEPS,
+        warmup=STEPS // 40,
+        eval_every=STEPS // 5,
+        epoch_batches=job.state["batches"],
         resume=(job.out / "resume.pt").is_file(),
     )
-    train_eagle.train(config, made, lambda: job.tick("training"))
+    train_eagle.train(config, made, partial(job.left_s, "training"))
     job.tick("training", done=True)
 
 
 def evaluate(job: Job) -> None:
     """Stage 4. Writes: OUT/evaluation.jsonl, OUT/README.md, OUT/training.json."""
     config = job.config
+    tasks = TASKS.split(",")
     bench = papers.BenchConfig(
         checkpoint=config.checkpoint,
         eagle=config.out,
         tasks=TASKS,
         methods=METHODS,
-        limit=job.state["plan"]["prompts"],
+        limit=PROMPTS,
         traced=1,
         chat=config.chat,
         compile=True,
@@ -256,7 +280,7 @@ def evaluate(job: Job) -> None:
         json=str(job.out / "evaluation.jsonl"),
     )
     bench.check()
-    rows = papers.run(bench)
+    rows = papers.run(bench, lambda task: job.over("evaluation", (task + 1) / len(tasks)))
     job.tick("evaluation")
     info = read_json(job.out / "training.json")
     info["run"] = asdict(config) | job.state
@@ -288,6 +312,19 @@ def use(config: HeadConfig) -> str:
     return f"python generate.py {places} {chat} --compile"
 
 
+def speed(rows: list[dict]) -> str:
+    """Return the speedup of the fastest method, by task. rows: of the evaluation"""
+    by_method: dict[str, dict[str, float]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], {})[row["task"]] = row["speedup"] or 1.0
+    means = {name: sum(tasks.values()) / len(tasks) for name, tasks in by_method.items()}
+    best = max(means, key=means.__getitem__)
+    if best == "none":
+        return "no method is faster than vanilla decoding here"
+    tasks = ", ".join(f"{task} {ratio:.2f}" for task, ratio in by_method[best].items())
+    return f"{best} has {means[best]:.2f} of vanilla decoding here, medians of {tasks}"
+
+
 def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     """Return the model card. info: of training.json; rows: of the evaluation"""
     config = job.config
@@ -298,6 +335,7 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     alphas = " ".join(f"{alpha:.3f}" for alpha in last["alpha"])
     table = "\n".join(tables(rows))
     batch = COMMON["batch_size"] * COMMON["seq_len"]
+    epochs = last["step"] / state["batches"]
     parameters = f"{info['parameters'] / 1e6:.1f} million parameters"
     return f"""# A draft head for {name}
 
@@ -308,13 +346,20 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 - Target: {name}; SHA-256 of its config and weights: {state["identity"]["weights"]}.
 - The target's licence: {licence(Path(config.checkpoint))}. The head is made of the
   target's answers and features, so its terms may hold for the head too.
+- Speed: {speed(rows)};
+  eagle:auto, the default, also drafts by lookups in the text; ngram is lookups alone, without the
+  head. The tables below have every task.
 - Data: {state["tokens"]} tokens of the target's own answers to the prompts below.
-- Training: {state["plan"]["recipe"]}, {state["steps"]} steps of {batch} tokens; {parameters}.
+- Training: {state["plan"]["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
+  {parameters}.
 - Hours: {hours}.
 - Held-out prompts, greedy chains of five: acceptance by depth {alphas}; tau {last["tau"]:.3f};
   sharpness {read_json(job.out / "config.json")["draft_sharpness"]}.
 
 ## Prompts
+
+Given: {", ".join(shown_path(file) for file in config.prompts.split(","))}.
+Code: functions of Python's standard library to complete. Own: written by the target itself.
 
 ```text
 {state["data"]}
@@ -349,19 +394,21 @@ def run(config: HeadConfig) -> None:
             job.state["plan"] = plan_of(config)
             job.tick("plan")
         print(f"{job.state['plan']['recipe']}, by the number of tokens that the hours allow")
-        print(plan_text(job.state["plan"], job.state["done"]), flush=True)
+        print(job.table(), flush=True)
         stages: dict[str, Callable[[Job], None]] = {
             "answers": write_answers,
             "training": train,
             "evaluation": evaluate,
         }
-        for stage, work in stages.items():
-            if stage not in job.state["done"]:
-                spent = sum(job.state["seconds"].values()) / 3600
-                print(f"\n{stage}; {spent:.2f} of {config.hours:g} hours are spent", flush=True)
-                work(job)
+        left = [stage for stage in stages if stage not in job.state["done"]]
+        for stage in left:
+            spent = sum(job.state["seconds"].values()) / 3600
+            print(f"\n{stage}; {spent:.3f} of {config.hours:g} hours are spent", flush=True)
+            stages[stage](job)
         for file in out.glob("features.bin*"):
             file.unlink()
+    if left:
+        print(f"\n{job.table()}")
     print(f"\n{use(config)}")
 
 

@@ -470,6 +470,7 @@ class Bench(NamedTuple):
     machine: dict[str, Any]
     ceiling: Series  # bytes per second
     failed: dict[str, str]  # the reason, by method
+    over: Callable[[int], bool]  # as in `run`
 
     def attempt(self, method: str, work: Callable[[], Any]) -> Any:
         """Return the result of some work, or None where it fails: the other methods go on."""
@@ -558,17 +559,22 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
     batches = {name: Batch(engines[name], task.prompts) for name in calibrations}
     if not batches:
         return
-    for repeat in range(config.repeats):
-        for number in range(len(next(iter(batches.values())).groups)):
-            if (number, repeat) not in done:
-                bench.part.add([label | run_round(batches, number, repeat)])
-            bar.update()
+    number_of_task = list(bench.tasks).index(unit.task)
+    groups = next(iter(batches.values())).groups
+    rounds = [(number, repeat) for repeat in range(config.repeats) for number in range(len(groups))]
+    for number, repeat in rounds:
+        if (number, repeat) not in done:
+            if bench.over(number_of_task) and bench.part.rows:
+                break
+            bench.part.add([label | run_round(batches, number, repeat)])
+        bar.update()
+    decoded = {row["group"] for row in bench.part.rows}
     lines = []
     for name in filter(batches.get, unit.lacking):
         measured = summary(name, engines[name], bench.part.rows, bench.ceiling.median)
         context = {
             "calibration": calibrations[name],
-            "prompts": len(task.prompts),
+            "prompts": sum(len(groups[number]) for number in decoded),
             "left_out": task.left_out,
             "config": config.fixed,
             "environment": bench.machine,
@@ -623,18 +629,20 @@ def _measure(bench: Bench, units: list[Unit], bar: tqdm) -> None:
         torch.compiler.reset()  # else the next setting's steps would first try these graphs
 
 
-def header_lines(config: BenchConfig, machine: dict[str, Any], ceiling: Series) -> Iterator[str]:
+def header_lines(bench: Bench) -> Iterator[str]:
     """Yield the conditions of the measurement."""
-    yield ", ".join(f"{key} {value}" for key, value in machine.items())
+    config = bench.config
+    yield ", ".join(f"{key} {value}" for key, value in bench.machine.items())
     dtype = config.dtype or "of the checkpoint"
     yield f"checkpoint {shown_path(config.checkpoint)}, dtype {dtype}, quantization {config.quant}"
-    yield f"tasks {config.tasks}, B = {config.batch_sizes}, T = {config.temperatures}"
-    yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"
+    yield f"tasks {', '.join(bench.tasks)}; B = {config.batch_sizes}, T = {config.temperatures}"
+    yield f"read bandwidth {bench.ceiling.text(1e-9, 1)} GB/s: the ceiling"
 
 
-def run(config: BenchConfig) -> list[dict]:
+def run(config: BenchConfig, over: Callable[[int], bool] = lambda task: False) -> list[dict]:
     """Measure the lines that the log lacks. Returns: all of its rows.
 
+    over: of a task's number, asked before each of its rounds; true ends the task, after one round
     Raises: ValueError, also for methods that failed.
     """
     config = replace(config, device=pick_device(config.device))
@@ -652,9 +660,9 @@ def run(config: BenchConfig) -> list[dict]:
     if units:
         machine = environment(config.device)
         ceiling = read_bandwidth(config.device, CEILING_RUNS)
-        print("\n".join(header_lines(config, machine, ceiling)), flush=True)
         part = Log(f"{config.json}.part" if config.json else "", "--json")
-        bench = Bench(config, tasks, log, part, machine, ceiling, {})
+        bench = Bench(config, tasks, log, part, machine, ceiling, {}, over)
+        print("\n".join(header_lines(bench)), flush=True)
         measure(bench, units)
         if bench.failed:
             if log.rows:

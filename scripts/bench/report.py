@@ -73,7 +73,8 @@ def tables(rows: list[dict]) -> Iterator[str]:
     """Yield Markdown, line by line."""
     for machine in {json.dumps(row["environment"] | row["config"]): row for row in rows}.values():
         ceiling = {"read bandwidth": f"{machine['ceiling_bytes_per_s'][0] / 1e9:.1f} GB/s"}
-        values = machine["environment"] | ceiling | machine["config"]
+        # both may name the device; the processor's name says more
+        values = machine["config"] | machine["environment"] | ceiling
         yield ", ".join(
             f"{name} {value}" for name, value in values.items() if value not in ("", None, False)
         )

@@ -449,21 +449,24 @@ def open_run(config: AnswerConfig) -> Run:
     return run
 
 
-def answer(config: AnswerConfig, on_batch: Callable[[Run], bool] = lambda run: True) -> Run:
+def by_tokens(run: Run) -> float:
+    """Return the share of the answer tokens that are there."""
+    return run.total() / run.config.tokens
+
+
+def answer(config: AnswerConfig, over: Callable[[Run], float] = by_tokens) -> Run:
     """Write answers until there are enough or no prompt is left. Writes: `config.out`.
 
-    on_batch: called after every batch; returns false to stop
+    over: called at first and after every batch; returns the share of the work that is over
     """
     Path(config.out).mkdir(parents=True, exist_ok=True)
     run = open_run(config)
     print(run.lines(), flush=True)
-    with tqdm(
-        total=int(config.tokens), unit="token", desc="answers", smoothing=0.05, disable=None
-    ) as bar:
-        bar.update(run.total())
-        while run.total() < config.tokens and run.step():
+    share = over(run)
+    with tqdm(initial=run.total(), unit="token", desc="answers", disable=None) as bar:
+        while share < 1 and run.step():
+            share = over(run)
+            bar.total = int(run.total() / share)
             bar.update(run.total() - bar.n)
-            if not on_batch(run):
-                break
     print(run.lines(), flush=True)
     return run

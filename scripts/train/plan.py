@@ -3,6 +3,8 @@
 The evaluation gets its share first. The rest pays for answer tokens: decoding them, their features,
 and three epochs of training. So the tokens follow from the rates of this machine. Training is
 measured on one batch, not compiled, which is the slower way.
+Trade-off: the plan is an estimate of a moment. The run takes the shares from it and holds them by
+the clock, so a machine that gets faster or slower does more or less in the same time.
 """
 
 from __future__ import annotations
@@ -10,19 +12,22 @@ from __future__ import annotations
 import io
 import math
 import shutil
+import statistics
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from decode import Engine, with_cycles
 from scripts.bench.measure import run_rows
 from scripts.train import train_eagle
 from scripts.train.feature_cache import best_tokens
-from scripts.train.generate_answers import AnswerConfig, open_run
+from scripts.train.generate_answers import AnswerConfig, Run, open_run
 from session import Session
 from stats import peak_memory_bytes
 
@@ -31,11 +36,13 @@ EPOCHS = 3  # as the bundled head (benchmarks/TRAINING.md)
 TEXT_PER_ANSWER = 1.5  # tokens trained on, prompts included, per answer token
 LEAST_TOKENS = 8000  # of answers; fewer may hold out no prompt
 SHARE = 0.15  # of the hours, for the evaluation at most
-EVALUATION_TOKENS = 4 * 4 * 128  # a prompt of each task has four turns in all; four methods
+# a prompt of each task has four turns in all; all methods take 6 to 8 times as long as vanilla
+EVALUATION_TOKENS = 4 * 7 * 128
 LOADING_S = 20.0  # of an evaluation: the model, and the bandwidth
 COMPILING_S = 60.0  # of the losses, on two cores
 PROMPTS = 20  # of a task, at most
 PROBE_TOKENS = 32  # decoded to measure a rate
+PROBE_S = 15.0  # of measuring a batch of features, or a step
 ANSWER_TOKENS = 200  # of an answer, over which the time of its prompt is spread
 ROW_BYTES = 15  # of an answer token in its file, as text and as a number
 HEAD_BYTES = 14  # of a head's parameter: 2 in its file, 12 in the state to resume from
@@ -44,6 +51,7 @@ HEAD_BYTES = 14  # of a head's parameter: 2 in its file, 12 in the state to resu
 class Costs(NamedTuple):
     """The speed and the size of the stages."""
 
+    opening_s: float  # of the answers: the model, and the prompts
     answer_rate: float  # tokens per second of a batch
     single_rate: float  # of one sequence
     batch_tokens: int  # of a batch of training
@@ -57,7 +65,11 @@ class Costs(NamedTuple):
 
 def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
     """Measure every stage. Raises: ValueError for prompts of which none can be used."""
-    answer_rate, single_rate = _answer_rates(answers)
+    began = time.perf_counter()
+    run = open_run(answers)
+    opening_s = time.perf_counter() - began
+    answer_rate, single_rate = _answer_rates(run)
+    del run
     answer_memory = peak_memory_bytes(training.device)
     training = replace(training, steps=1)
     target = train_eagle.load_target(training)
@@ -68,34 +80,50 @@ def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
     with redirect_stdout(io.StringIO()):  # it describes the vocabulary of random tokens
         head = train_eagle.make_head(training, target, [example])
     positions = torch.arange(shape[1], device=training.device).expand(shape)
-    began = time.perf_counter()
-    with torch.no_grad(), train_eagle.autocast(training):
-        features = target(tokens.to(training.device), positions, aux_layers=head.aux_layers)
-        best = best_tokens(target, features)
-    feature_s = time.perf_counter() - began
+
+    @torch.no_grad()
+    def look() -> tuple[Tensor, Tensor | None]:
+        with train_eagle.autocast(training):
+            features = target(tokens.to(training.device), positions, aux_layers=head.aux_layers)
+            return features, best_tokens(target, features) if training.version == 3 else None
+
+    features, best = look()
     known = SimpleNamespace(of=lambda tokens, number: features, best=lambda *_: best)
     losses = train_eagle.losses_of(training, head, target, compiled=False)
     made = train_eagle.Ready(target, [example], [], head, known, losses, train_eagle.eagle_method())
+    steps = train_eagle.Steps(training, made)
+    batch = next(train_eagle.batches(made.examples, training, 0))
+    steps.run(0, 0, batch)
     return Costs(
+        opening_s,
         answer_rate,
         single_rate,
         tokens.numel(),
-        feature_s,
-        train_eagle.step_seconds(training, made, count=1),
-        feature_bytes=features.numel() * 2 + best.numel() * 4,
+        median_s(look),
+        median_s(lambda: steps.run(0, 0, batch)),
+        feature_bytes=features.numel() * 2 + (0 if best is None else best.numel() * 4),
         head_bytes=HEAD_BYTES * sum(p.numel() for p in head.parameters()),
         answer_memory=answer_memory,
         training_memory=peak_memory_bytes(training.device),
     )
 
 
-def _answer_rates(config: AnswerConfig) -> tuple[float, float]:
+def median_s(work: Callable[[], Any]) -> float:
+    """Return the median time of some work, done five times, or until it has taken PROBE_S."""
+    times: list[float] = []
+    while len(times) < 5 and sum(times) < PROBE_S:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _answer_rates(run: Run) -> tuple[float, float]:
     """Return the tokens per second of a batch, and of one sequence."""
-    run = open_run(config)
     engine = run.engines[False]
     prompts = [prompt.ids for queue in run.waiting.values() for prompt in queue]
     single = with_cycles(replace(engine, config=replace(engine.config, batch_size=1)))
-    return _rate(engine, prompts[: config.batch_size]), _rate(single, prompts[:1])
+    return _rate(engine, prompts[: run.config.batch_size]), _rate(single, prompts[:1])
 
 
 def _rate(engine: Engine, prompts: list[list[int]]) -> float:
@@ -116,7 +144,8 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
     text = TEXT_PER_ANSWER / costs.batch_tokens  # batches per answer token
     token_s = 1 / costs.answer_rate + text * (costs.feature_s + EPOCHS * costs.step_s)
     one_s = LOADING_S + 2 * round_s  # a prompt of each task, after an untimed one
-    least_s = max(one_s / SHARE, (COMPILING_S + LEAST_TOKENS * token_s) / (1 - SHARE))
+    fixed_s = costs.opening_s + COMPILING_S
+    least_s = max(one_s / SHARE, (fixed_s + LEAST_TOKENS * token_s) / (1 - SHARE))
     if seconds < least_s:
         raise ValueError(
             f"--hours {hours:g} is too short: here one evaluation takes {one_s:.0f} s, and "
@@ -125,7 +154,7 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
         )
     prompts = min(int((seconds * SHARE - LOADING_S) / round_s) - 1, PROMPTS)
     evaluation_s = LOADING_S + (1 + prompts) * round_s
-    tokens = int((seconds - evaluation_s - COMPILING_S) / token_s)
+    tokens = int((seconds - evaluation_s - fixed_s) / token_s)
     batches = math.ceil(text * tokens)
     disk = (ROW_BYTES * tokens, batches * costs.feature_bytes, costs.head_bytes, 10**6)
     free = shutil.disk_usage(out).free
@@ -136,7 +165,7 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
             "directory on another disk, or give fewer --hours"
         )
     needed_s = (
-        tokens / costs.answer_rate,
+        costs.opening_s + tokens / costs.answer_rate,
         batches * costs.feature_s,
         COMPILING_S + EPOCHS * batches * costs.step_s,
         evaluation_s,
@@ -151,13 +180,15 @@ def make_plan(costs: Costs, hours: float, out: str) -> dict[str, Any]:
     }
 
 
-def plan_text(plan: dict[str, Any], done: list[str]) -> str:
-    """Return the plan as a table in text. done: stages that are over"""
+def plan_text(plan: dict[str, Any], taken_s: dict[str, float]) -> str:
+    """Return the plan as a table in text. taken_s: the seconds of each stage that is done"""
     lines = [f"{'stage':<12}{'hours':>7}{'disk, GB':>10}{'memory, GB':>12}"]
     for stage in STAGES:
         hours = plan["seconds"][stage] / 3600
         disk = plan["disk"][stage] / 1e9
-        line = f"{stage:<12}{hours:>7.2f}{disk:>10.3f}{plan['memory'][stage] / 1e9:>12.2f}"
-        lines.append(line + "  done" * (stage in done))
+        line = f"{stage:<12}{hours:>7.3f}{disk:>10.3f}{plan['memory'][stage] / 1e9:>12.2f}"
+        if stage in taken_s:
+            line += f"  done in {taken_s[stage] / 3600:.3f}"
+        lines.append(line)
     lines.append(f"about {plan['tokens']} answer tokens, {plan['prompts']} prompts of each task")
     return "\n".join(lines)

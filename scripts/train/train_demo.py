@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sentencepiece as spm
 import torch
@@ -370,8 +370,8 @@ class Schedule:
         self.warmup = warmup
         self.peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
 
-    def set(self, step: int) -> None:
-        """Set the learning rates of a step."""
+    def set(self, step: float) -> None:
+        """Set the learning rates of a position, in steps."""
         share = lr_share(step, self.steps, self.warmup)
         for optimizer, peaks in zip(self.optimizers, self.peaks):
             # loading a state replaces the groups
@@ -388,7 +388,7 @@ def update(module: torch.nn.Module, optimizers: list, loss: Tensor, clip: float)
         optimizer.zero_grad(set_to_none=True)
 
 
-def lr_share(step: int, steps: int, warmup: int) -> float:
+def lr_share(step: float, steps: int, warmup: int) -> float:
     """Return the share of a peak rate: linear warm-up, then cosine down to 4 %."""
     if step < warmup:
         return (step + 1) / warmup
@@ -412,31 +412,33 @@ def resume_file(out: Path, resume: bool) -> Path:
     return file
 
 
-def save_state(
-    file: Path, module: torch.nn.Module, optimizers: list, step: int, curve: list[dict]
-) -> None:
+class Place(NamedTuple):
+    """The place of a run in its training."""
+
+    step: int  # steps done
+    position: float  # in the schedule of the learning rates
+    curve: list[dict]
+
+
+def save_state(file: Path, module: torch.nn.Module, optimizers: list, place: Place) -> None:
     """Save the state that a stopped run resumes from. Writes: `file`."""
     state = {
         "weights": module.state_dict(),
         "optimizers": [o.state_dict() for o in optimizers],
-        "step": step,
-        "curve": json.dumps(curve),
+        "step": place.step,
+        "position": place.position,
+        "curve": json.dumps(place.curve),
     }
     replace_file(file, lambda path: torch.save(state, path))
 
 
-def load_state(
-    file: Path, module: torch.nn.Module, optimizers: list, device: str
-) -> tuple[int, list[dict]]:
-    """Load a state of `save_state`. Writes: the module, the optimizers.
-
-    Returns: the steps done; the curve so far.
-    """
+def load_state(file: Path, module: torch.nn.Module, optimizers: list, device: str) -> Place:
+    """Load a state of `save_state`. Writes: the module, the optimizers."""
     state = torch.load(file, map_location=device, weights_only=True)
     module.load_state_dict(state["weights"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(saved)
-    return state["step"], json.loads(state["curve"])
+    return Place(state["step"], state["position"], json.loads(state["curve"]))
 
 
 def save_checkpoint(model: Transformer, config: TrainConfig, info: dict) -> None:
@@ -568,7 +570,7 @@ def train(config: TrainConfig) -> None:
     }
     first = 0
     if config.resume:
-        first, info["curve"] = load_state(state_file, model, optimizers, config.device)
+        first, _, info["curve"] = load_state(state_file, model, optimizers, config.device)
     stream.seek(first, config.batch_tokens)
     loss_function = partial(balanced_loss, weight=config.balance) if config.moe else loss_of
     compiled = torch.compile(loss_function)
@@ -593,7 +595,7 @@ def train(config: TrainConfig) -> None:
             info["curve"].append(row)
             recent = []
             bar.write(json.dumps({k: round(v, 4) for k, v in row.items()}))
-            save_state(state_file, model, optimizers, done, info["curve"])
+            save_state(state_file, model, optimizers, Place(done, done, info["curve"]))
             save_checkpoint(model, config, info)
             replace_file(out / "curve.png", lambda p: plot_curve(info, p))
     state_file.unlink(missing_ok=True)

@@ -13,7 +13,8 @@ Our flags are in benchmarks/TRAINING.md.
 3. The head learns the target's distribution by soft cross-entropy, and in versions 1 and 2 the next
    feature by SmoothL1, over one step of a chain or several (losses.py).
 4. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py). The
-   curve is drawn, the head written, the state saved for `--resume`. At the end the sharpness c of
+   curve is drawn and the head written. The state for `--resume` is saved four times as often. At
+   the end the sharpness c of
    log softmax(c * scores) is fitted by maximum likelihood on the same sequences.
 Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3; HASS (`--unroll`).
 Differences from the official code: clipping is by norm, noise does not depend on the length, `fc`
@@ -23,8 +24,6 @@ nothing is padding, and a position may see the end of the example before its own
 
 from __future__ import annotations
 
-import copy
-import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -55,6 +54,7 @@ from scripts.train.acceptance import ALPHAS, Drafted, chains, evaluate, fit_shar
 from scripts.train.feature_cache import Features
 from session import Session, common_prefix
 
+SAVES = 4  # of the state, for each evaluation
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}
 # options that other versions do not have
@@ -74,6 +74,7 @@ class TrainOptions:
     chat: str = option("", "chat template of dialogue data; empty: the checkpoint's own")
     resume: bool = option(False, "go on from the last saved step")
     steps: int = option(20000, "training steps", least=1)
+    epoch_batches: int = option(0, "batches of an epoch; 0: as many as the data have", least=0)
     batch_size: int = option(4, "sequences per step", least=1)
     seq_len: int = option(
         2048, "tokens per sequence; examples are laid end to end and split", least=1
@@ -277,6 +278,8 @@ def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list
         )
     kept = [d for d in dialogues if not d.held_out]
     held = [d for d in dialogues if d.held_out][: config.eval_prompts]
+    if kept and not held:  # of a few dialogues, the hash may choose none
+        held = [kept.pop()]
     bar = tqdm(kept, desc="tokenize", unit="dialogue", disable=None)
     examples = [to_example(d, tokenizer, template) for d in bar]
     prompts = []
@@ -341,7 +344,7 @@ def batches(examples: list[Example], config: TrainOptions, skip: int):
                 f"the data hold {len(ids)} tokens, one batch needs {size}; "
                 "lower --batch_size or --seq_len"
             )
-        numbers = torch.arange(len(ids) // size)
+        numbers = torch.arange(len(ids) // size)[: config.epoch_batches or None]
         if config.features:
             numbers = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
         for number in numbers.tolist():
@@ -675,18 +678,23 @@ def autocast(config: TrainOptions) -> torch.autocast:
     return torch.autocast(kind, DTYPES[config.dtype], is_narrow(config))
 
 
-def fill_features(config: TrainOptions, made: Ready, on_step: Callable) -> None:
-    """Compute the features of every batch that the file lacks. Writes: the file.
+def fill_features(config: TrainOptions, made: Ready, over: Callable[[], bool]) -> int:
+    """Compute the features that the file lacks, from the first batch on. Writes: the file.
 
-    on_step: called after every batch
+    over: called after every batch computed; true ends the work
+    Returns: the number of batches with features.
     """
-    count = len(made.features.kept)
-    feed = itertools.islice(batches(made.examples, config, 0), count)
-    for tokens, _, number in tqdm(feed, desc="features", total=count, unit="batch", disable=None):
-        if not made.features.has(number):
+    features = made.features
+    ids, _ = laid_out(made.examples, 0)
+    for number in tqdm(range(len(features.kept)), desc="features", unit="batch", disable=None):
+        if not features.has(number):
+            size = features.steps.numel()
+            tokens = ids[number * size :][:size].view_as(features.steps)
             with autocast(config):
-                made.features.of(tokens.to(config.device), number)
-            on_step()
+                features.of(tokens.to(config.device), number)
+            if over():
+                return number + 1
+    return len(features.kept)
 
 
 class Steps:
@@ -701,15 +709,16 @@ class Steps:
         self.schedule = train_demo.Schedule(self.optimizers, config.steps, config.warmup)
         self.weights = torch.tensor(list(config.losses.values()), device=config.device)
 
-    def run(self, step: int, batch: tuple[Tensor, Tensor, int]) -> Tensor:
+    def run(self, step: int, position: float, batch: tuple[Tensor, Tensor, int]) -> Tensor:
         """Do step number `step` on a batch of `batches`. Writes: the head, the optimizers.
 
+        position: in the schedule of the learning rates, in steps
         Returns: the losses, unweighted.
         """
         tokens, mask, number = batch
         tokens = tokens.to(self.config.device)
         mask = mask.to(self.config.device)
-        self.schedule.set(step)
+        self.schedule.set(position)
         with autocast(self.config):
             features = self.made.features.of(tokens, number)
             if not is_narrow(self.config):
@@ -721,25 +730,41 @@ class Steps:
         return found.detach()
 
 
-def step_seconds(config: TrainOptions, made: Ready, count: int = 2) -> float:
-    """Time steps of training, after one that compiles. The head stays as it is."""
-    weights = copy.deepcopy(made.head.state_dict())
-    steps = Steps(config, made)
-    feed = batches(made.examples, config, 0)
-    for step in range(1 + count):
-        if step == 1:
-            began = time.perf_counter()
-        steps.run(step, next(feed))
-    made.head.load_state_dict(weights)
-    return (time.perf_counter() - began) / count
+class Clock:
+    """The position in a schedule that goes by the time left, not by the steps done.
+
+    The first step of a process does not advance it: that step compiles.
+    """
+
+    def __init__(self, steps: int, position: float, left_s: Callable[[], float]):
+        """steps: of the schedule; position: to begin with; left_s: of the training"""
+        self.steps = steps
+        self.begin = position
+        self.left_s = left_s
+        self.begin_s: float | None = None  # left after the first step
+
+    def position(self, ending_s: float) -> float:
+        """Return the position after a step. ending_s: time that the end of training takes"""
+        left_s = self.left_s() - ending_s
+        if self.begin_s is None:
+            self.begin_s = left_s
+        if left_s <= 0:
+            return self.steps
+        return self.begin + (self.steps - self.begin) * (1 - left_s / self.begin_s)
+
+
+def crosses(before: float, after: float, unit: float) -> bool:
+    """Return true where a multiple of the unit is passed, or reached."""
+    return after // unit > before // unit
 
 
 def train(
-    config: TrainOptions, made: Ready | None = None, on_step: Callable = lambda: None
+    config: TrainOptions, made: Ready | None = None, left_s: Callable[[], float] | None = None
 ) -> None:
     """Run the recipe. Writes: `config.out`.
 
-    made: as from `ready`; on_step: called after every step
+    made: as from `ready`; left_s: called after every step, the seconds left: training ends when
+    they are over, whatever `config.steps`, which is then the unit of the schedule
     """
     config.check()
     state_file = train_demo.resume_file(Path(config.out), config.resume)
@@ -748,38 +773,49 @@ def train(
     steps = Steps(config, made)
     parameters = sum(p.numel() for p in head.parameters())
     info = {"config": asdict(config), "parameters": parameters, "curve": []}
-    first = 0
-    began = time.time()
+    place = train_demo.Place(0, 0.0, [])
     if config.resume:
-        first, info["curve"] = train_demo.load_state(
-            state_file, head, steps.optimizers, config.device
-        )
-    feed = batches(made.examples, config, first)
+        place = train_demo.load_state(state_file, head, steps.optimizers, config.device)
+    done, position, info["curve"] = place
+    clock = Clock(config.steps, position, left_s) if left_s else None
+    ending_s = 0.0  # of the last evaluation, and as much for the sharpness
+    feed = batches(made.examples, config, done)
     recent = []
+    began = time.time()
     cpu_s = 0.0
     mark = time.process_time()
-    left = range(first, config.steps)
-    bar = tqdm(left, initial=first, total=config.steps, unit="step", mininterval=5, disable=None)
-    for step in bar:
-        recent.append(steps.run(step, next(feed)))
-        on_step()
-        done = step + 1
-        if done % config.eval_every == 0 or done == config.steps:
+    bar = tqdm(initial=done, total=config.steps, unit="step", mininterval=5, disable=None)
+    while position < config.steps:
+        recent.append(steps.run(done, position, next(feed)))
+        done += 1
+        before = position
+        position = clock.position(ending_s) if clock else done
+        if position:
+            bar.total = round(done * config.steps / position)
+        bar.update()
+        ended = position >= config.steps
+        evaluates = ended or crosses(before, position, config.eval_every)
+        if evaluates:
             cpu_s += time.process_time() - mark
             means = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
             recent = []
             row = {"step": done, **means, "seconds": time.time() - began, "cpu_s": cpu_s}
             row |= evaluate(head, made.target, made.sequences, made.method.draft)
+            ending_s = 2 * (time.time() - began - row["seconds"])
             info["curve"].append(row)
             tqdm.write(progress(row, config))
-            if done < config.steps:  # a kill below then repeats the last part
-                train_demo.save_state(state_file, head, steps.optimizers, done, info["curve"])
-            else:
-                sharpness = fit_sharpness(head, made.target, made.sequences, made.method.draft)
-                head.config = replace(head.config, sharpness=sharpness)
-                tqdm.write(f"sharpness {sharpness}")
+        if ended:
+            info["config"]["steps"] = done
+            sharpness = fit_sharpness(head, made.target, made.sequences, made.method.draft)
+            head.config = replace(head.config, sharpness=sharpness)
+            tqdm.write(f"sharpness {sharpness}")
+        elif crosses(before, position, config.eval_every / SAVES):
+            place = train_demo.Place(done, position, info["curve"])
+            train_demo.save_state(state_file, head, steps.optimizers, place)
+        if evaluates:
             made.method.save_head(head, config, info)
             mark = time.process_time()
+    bar.close()
     state_file.unlink(missing_ok=True)
     print(f"wrote {config.out}")
 

@@ -645,6 +645,13 @@ def test_mistakes_are_one_line(changes, weights, message, tmp_path, capsys):
     assert message in failure(capsys, write(tmp_path / "head", config | changes, tensors))
 
 
+def test_a_model_is_no_head(capsys):
+    """It is said before its sizes are compared, with the option that takes a model."""
+    message = failure(capsys, TARGET)
+    assert f"{TARGET} holds a model, and no head" in message
+    assert f"use --draft model --draft_checkpoint {TARGET}, or" in message
+
+
 def test_two_heads_in_a_directory(tmp_path, capsys):
     config, tensors = official()
     older = load_file(GOLDEN / "models/head_eagle12_mha/model.safetensors")

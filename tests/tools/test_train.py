@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,16 @@ def test_only_a_checkpoint_without_a_template_has_none(tmp_path):
     (copy / "chat_template.jinja").write_text("{% broken")
     with pytest.raises(ValueError, match="its chat template"):
         train_eagle.make_engine(config, target)
+
+
+def test_of_few_dialogues_one_is_held_out(tmp_path, monkeypatch):
+    """The hash may choose none of them, and then there would be nothing to evaluate with."""
+    monkeypatch.setattr(train_demo, "held_out", lambda name, share: False)
+    (tmp_path / "three.jsonl").write_text("".join(f'{{"text": "Text {i}."}}\n' for i in range(3)))
+    engine = SimpleNamespace(tokenizer=Tokenizer.load(train_eagle.Path(DEMO)), template=None)
+    config = TrainConfig(data=str(tmp_path / "three.jsonl"))
+    examples, prompts = train_eagle.load_data(config, engine)
+    assert len(examples) == 2 and len(prompts) == 1
 
 
 def test_batches_resume_where_they_were():

@@ -66,6 +66,19 @@ def chain_outputs(head, target, features: Tensor, tokens: Tensor, t: int) -> lis
 CASES = {3: (TARGET, HEAD), 1: ("models/target_llama_mha", "models/head_eagle12_mha")}  # by version
 
 
+def test_a_schedule_by_the_clock():
+    """It goes from where it was saved to its end, whatever the first step takes."""
+    left = iter([900.0, 800.0, 500.0, 300.0, 100.0])
+    clock = train_eagle.Clock(1000, 0.0, lambda: next(left))
+    found = [clock.position(ending_s) for ending_s in (0.0, 0.0, 0.0, 0.0, 200.0)]
+    assert found == pytest.approx([0, 1000 / 9, 4000 / 9, 6000 / 9, 1000])
+    left = iter([400.0, 200.0, 50.0])
+    resumed = train_eagle.Clock(1000, 600.0, lambda: next(left))
+    found = [resumed.position(ending_s) for ending_s in (100.0, 100.0, 50.0)]
+    assert found == pytest.approx([600, 1000 - 400 / 3, 1000])
+    assert train_eagle.Clock(1000, 600.0, lambda: 0.0).position(0.0) == 1000, "no time is left"
+
+
 @pytest.mark.parametrize("version, normed", [(3, False), (3, True), (1, False)])
 def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
     """Masks and positions: every step of every row is what decoding computes there. The losses: the plain formulas.
@@ -289,6 +302,34 @@ def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, monkeypatch):
     )
     assert drafted.history == plain.history
     assert {i for row in drafted.trace for i in row["draft_tokens"]} <= set(kept.tolist())
+
+
+@pytest.mark.parametrize("begin", [0.0, 200.0, 600.3])
+def test_the_first_step_by_the_clock_does_not_move_the_schedule(begin):
+    """Not by a rounding either, which would count as crossing an evaluation."""
+    for left_s in torch.linspace(0.1, 9000, 999, dtype=torch.float64).tolist():
+        assert train_eagle.Clock(1000, begin, lambda s=left_s: s).position(0.0) == begin
+
+
+def test_training_ends_with_its_time(quick, tmp_path, monkeypatch):
+    """The steps are those that the time has; of the batches, the first ones are trained on."""
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
+    rates = []
+    schedule = train_eagle.train_demo.Schedule.set
+    monkeypatch.setattr(
+        train_eagle.train_demo.Schedule,
+        "set",
+        lambda self, at: (rates.append(at), schedule(self, at)),
+    )
+    config = TrainConfig(
+        out=str(tmp_path), features=str(tmp_path / "kept"), epoch_batches=3,
+        **COMMON | {"steps": 100, "eval_every": 50},
+    )  # fmt: skip
+    left = [90, 70, 50, 30, 10, 0]
+    train_eagle.train(config, left_s=iter(left).__next__)
+    assert rates == pytest.approx([0, *(100 * (90 - s) / 90 for s in left[:-1])], abs=1)
+    info = json.loads((tmp_path / "training.json").read_text())
+    assert [row["step"] for row in info["curve"]] == [4, 6] and info["config"]["steps"] == 6
 
 
 def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monkeypatch):
