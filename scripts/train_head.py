@@ -77,6 +77,7 @@ RECIPES = {  # by measurement (benchmarks/TRAINING.md)
 }
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
+VERSION = 2  # of run.json
 STEPS = 1000  # units of the schedule of training, which goes by the clock
 METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
@@ -137,6 +138,7 @@ class Job:
         self.mark = time.perf_counter()
         prompts = [read_turns(Path(p), "--prompts") for p in config.prompts.split(",")]
         identity = {
+            "version": VERSION,
             "weights": weights_hash(Path(config.checkpoint)),
             "hours": config.hours,
             "chat": config.chat,
