@@ -159,6 +159,8 @@ def fit(
         rows = 64
     if 0 < group < 64 and device.capability >= 100:
         tokens = min(tokens, 32)  # Triton 3.6 and 3.7 compile more to a trap
+        if not zeros:
+            rows = 64  # 128 spill a word
     warps = rows // 16
     if bits == 16 and device.capability < 90 and tokens == 64:
         warps = 8  # four spill
