@@ -14,8 +14,8 @@ Our flags are in benchmarks/TRAINING.md.
    feature by SmoothL1, over one step of a chain or several (losses.py).
 4. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py). The
    curve is drawn and the head written. The state for `--resume` is saved four times as often. At
-   the end the sharpness c of
-   log softmax(c * scores) is fitted by maximum likelihood on the same sequences.
+   the end the sharpness c of log softmax(c * scores) is fitted by maximum likelihood on the same
+   sequences.
 Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3; HASS (`--unroll`).
 Differences from the official code: clipping is by norm, noise does not depend on the length, `fc`
 is trained over inputs of equal scale, and examples are laid end to end and split at `seq_len`:
