@@ -1,7 +1,7 @@
 // Sampling on a CPU: the noise of sampling.py, and the cuts of top-k, top-p and min-p.
 //
-// 1. `gumbel` computes Philox4x32-10 and both logarithms for many counters side by side, in 32 bits where tensors take
-//    64.
+// 1. `gumbel` computes Philox4x32-10 for many counters side by side, the words of each in the lower halves of 64-bit
+//    lanes, since a product of two words has 64 bits; then both logarithms, in loops that vectorize.
 // 2. `cut` sorts only the tokens that can be kept. Tokens beyond the k-th best are dropped first, and tokens that
 //    together have less mass than top-p may leave out. Of 49,152 tokens a few hundred stay.
 //
@@ -100,7 +100,8 @@ void fill_noise(const Key& key, uint32_t word, uint32_t first, float* noise) {
     const float u = (float(words[i]) + 0.5f) * 0x1p-32f, most = 1.0f - 0x1p-24f;
     noise[i] = -logarithm_of_rest(u < most ? u : most);
   }
-  for (int64_t i = 0; i < 4 * SIDE; i++) noise[i] = -logarithm(noise[i]);  // apart: shorter chains
+  // a loop of its own: more of its iterations overlap than if each had both logarithms
+  for (int64_t i = 0; i < 4 * SIDE; i++) noise[i] = -logarithm(noise[i]);
 }
 
 struct Scored {

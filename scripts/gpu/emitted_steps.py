@@ -352,11 +352,10 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
     from extras.autosize import with_smaller_trees
     from extras.block_draft import BlockDrafter
     from extras.hydra_draft import HydraDrafter
-    from extras.kept_texts import KeptTexts
     from extras.lookahead_draft import SIZES, LookaheadDrafter
     from extras.medusa_draft import MedusaDrafter
     from extras.ngram_draft import Ngram, NgramDrafter
-    from extras.recycling_draft import empty_matrix, load_drafter
+    from extras.recycling_draft import load_drafter
     from options import GenerateConfig
 
     kind, *sizes = case.tree.split("-")
@@ -367,8 +366,7 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
         case "ngram":
             return NgramDrafter(Ngram(), device)
         case "recycling":
-            kept = KeptTexts(device, successors=empty_matrix(target.config.vocab_size, device))
-            return load_drafter(GenerateConfig(draft=kind), kept)
+            return load_drafter(target, GenerateConfig(draft=kind), None)
         case "lookahead":
             return LookaheadDrafter(SIZES, device)
     if case.word == "block":

@@ -599,6 +599,19 @@ def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monk
     assert re.search(said, err), err
 
 
+@pytest.mark.parametrize("dtype", ["", "bfloat16", "float32"])
+def test_pages_are_released_while_a_file_is_read(block_file, monkeypatch, dtype):
+    """Behind every tensor or behind none, the weights are the same."""
+    loaded = []
+    for released in (2**40, 0):
+        monkeypatch.setattr("hf.gguf.RELEASED", released)
+        engine = load(checkpoint=str(block_file("Q4_K")), device="cpu", dtype=dtype)
+        loaded.append(engine.target.state_dict())
+    never, always = loaded
+    assert never.keys() == always.keys() and never
+    assert all(torch.equal(never[name], always[name]) for name in never)
+
+
 def test_inputs_that_blocks_do_not_fill(capsys, block_file, tmp_path):
     content = block_file("Q4_0").read_bytes()
     path = tmp_path / "m.gguf"
