@@ -281,7 +281,9 @@ class _Loading:
         """Return a parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
         dtype = self.storage.dtype
         if len(shape) < 3:
-            return self._join(names, shape, dtype)
+            on_cpu = self.storage.device == "cpu"
+            value = self.pages.empty(shape, dtype) if self.pages and on_cpu else None
+            return self._join(names, shape, dtype, value)
         value = None
         for number, part_names in enumerate(_by_expert(names, shape[0])):
             part = self._join(part_names, shape[1:], dtype)
@@ -393,12 +395,19 @@ class _Loading:
         zero = self._stack(zeros, names, shape[:1] + zeros[0].shape[1:], None)
         return codes, scale, zero
 
-    def _join(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+    def _join(
+        self,
+        names: tuple[str, ...],
+        shape: torch.Size,
+        dtype: torch.dtype | None,
+        value: Tensor | None = None,
+    ) -> Tensor:
         """Read the named tensors, one below the other, to the device.
 
-        dtype: None keeps the files' own
+        dtype: None keeps the files' own; value: write and return this one
         """
-        return self._stack([self.files.read(name, dtype) for name in names], names, shape, dtype)
+        parts = [self.files.read(name, dtype) for name in names]
+        return self._stack(parts, names, shape, dtype, value)
 
     def _stack(
         self,
@@ -406,14 +415,16 @@ class _Loading:
         names: tuple[str, ...],
         shape: torch.Size,
         dtype: torch.dtype | None,
+        value: Tensor | None = None,
     ) -> Tensor:
         self._check_shape([tuple(part.shape) for part in parts], names, shape)
-        dtype = dtype or parts[0].dtype
-        device = self.storage.device
-        is_new = len(parts) == 1 and self.files.makes_tensors
-        if is_new and parts[0].dtype == dtype and device == "cpu":
-            return parts[0]
-        value = torch.empty(shape, dtype=dtype, device=device)
+        if value is None:
+            dtype = dtype or parts[0].dtype
+            device = self.storage.device
+            is_new = len(parts) == 1 and self.files.makes_tensors
+            if is_new and parts[0].dtype == dtype and device == "cpu":
+                return parts[0]
+            value = torch.empty(shape, dtype=dtype, device=device)
         for target, part in zip(value.split([part.shape[0] for part in parts]), parts):
             target.copy_(part)
         return value

@@ -1,12 +1,11 @@
-"""Quantized weights in huge pages: 2 MB instead of 4 KB, so the CPU translates fewer addresses.
+"""Weights in huge pages: 2 MB instead of 4 KB, so the CPU translates fewer addresses.
 
 Where /sys/kernel/mm/transparent_hugepage/enabled is `madvise`, Linux gives huge pages to programs
-that request them, and neither glibc nor PyTorch does. Vanilla decoding of SmolLM2 gains 1 to 9 %,
-4.6 in the median, in int4, and up to 4 % in int8 (benchmarks/LOG.md).
+that request them, and neither glibc nor PyTorch does. Vanilla decoding of SmolLM2 gains 1 to 9 %
+in int4, up to 4 % in int8, and in 16 bits 2 % on a Zen 3, 10 % on a Zen 4 (benchmarks/LOG.md).
 
-Trade-off: the system takes .3 to .9 s longer to find 1 GB of them, so weights in 16 bits, which
-gain 1 %, stay in normal pages. Weights that share a region are freed together. Not here: models
-below 64 MB, experts, copies of LM heads, caches.
+Trade-off: the system takes .3 to .9 s longer to find 1 GB of them. Weights that share a region are
+freed together. Not here: models below 64 MB, experts, copies of LM heads, caches.
 """
 
 from __future__ import annotations

@@ -204,27 +204,27 @@ def test_files_that_are_no_store_are_refused_and_stay(tmp_path):
         assert file.read_bytes() == before, name
 
 
-def test_a_store_on_the_command_line(tmp_path, capsys):
+COMMAND = ["--checkpoint", DEMO, "--device", "cpu", "--max_new_tokens", "24", "--prompt", "def f("]
+
+
+@pytest.mark.parametrize("draft", [("ngram",), ("recycling", "--tree", "static")])
+def test_a_store_on_the_command_line(draft, tmp_path, capsys):
     file = tmp_path / "store"
-    command = [
-        "--checkpoint",
-        DEMO,
-        "--device",
-        "cpu",
-        "--max_new_tokens",
-        "24",
-        "--prompt",
-        "def f(",
-    ]
     told = []
     for _ in range(2):
-        generate.main([*command, "--draft", "ngram", "--draft_store", str(file)])
+        generate.main([*COMMAND, "--draft", *draft, "--draft_store", str(file)])
         gc.collect()
         told.append(capsys.readouterr().out.splitlines())
-    (text,) = json.loads(file.read_text())["texts"]
-    assert len(text) > 24 and told[0][:-1] == told[1][:-1]
+    store = json.loads(file.read_text())
+    (text,) = store["texts"]
+    assert len(text) > 24 and bool(store["successors"]) == (draft[0] == "recycling")
+    assert told[0][:-1] == told[1][:-1]
     first, second = (float(lines[-1].partition("tau ")[2].split()[0].strip(",")) for lines in told)
     assert second > 1.5 * first
+
+
+def test_stores_that_the_command_line_refuses(tmp_path, capsys):
+    store = ("--draft_store", str(tmp_path / "store"))
     faults = {
         ("--draft", "none"): "--draft_store needs a draft",
         ("--draft", "eagle", "--tree", "chain"): "use --draft ngram",
@@ -234,7 +234,7 @@ def test_a_store_on_the_command_line(tmp_path, capsys):
     }
     for flags, fault in faults.items():
         with pytest.raises(SystemExit) as stop:
-            generate.main([*command, "--draft_store", str(file), *flags])
+            generate.main([*COMMAND, *store, *flags])
         error = capsys.readouterr().err.strip().splitlines()
         assert stop.value.code == 2 and fault in error[-1], flags
 

@@ -648,12 +648,14 @@ def test_loading_needs_little_more_than_the_model(tmp_path):
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(),
     reason="this kernel has no huge pages",
 )
-def test_quantized_weights_lie_behind_each_other_in_huge_pages(monkeypatch):
+@pytest.mark.parametrize("quant", [None, "int4"])
+def test_weights_lie_behind_each_other_in_huge_pages(quant, monkeypatch):
     """And are what they were, also where there are none; those of a small model stay in usual ones."""
 
     def loaded() -> list[torch.Tensor]:
-        model = load_model(Path(DEMO), quant=Quantization("int4"))
-        return [t for t in (*model.layers.buffers(), *model.lm_head.buffers()) if t.numel()]
+        model = load_model(Path(DEMO), quant=Quantization(quant) if quant else None)
+        tensors = (*model.parameters(), *model.layers.buffers(), *model.lm_head.buffers())
+        return [t for t in tensors if t.numel()]
 
     def advised() -> set[tuple[int, int]]:
         """The mappings with the flag hg."""

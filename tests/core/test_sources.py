@@ -220,6 +220,27 @@ def test_of_many_places_a_sample_is_counted(tmp_path):
     assert 700 < (store.tokens[places + 1] == 2).sum() < 800
 
 
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="memory of a process: Linux only"
+)
+def test_a_datastore_larger_than_memory_is_mapped(tmp_path):
+    n = 2**24
+    tokens = np.ones(n, np.int32)
+    tokens[-1] = -1
+    order = np.roll(np.arange(n, dtype=np.int32), 1)
+    save_file({"tokens": tokens, "order": order}, tmp_path / "store", {"vocabulary": "v"})
+    del tokens, order
+
+    def held() -> int:  # kilobytes that the system cannot drop and read again
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+    before = held()
+    store = Datastore(tmp_path / "store", "v", 9)
+    assert (store.continuations(store.find([1] * 16))[:, 0] == 1).sum() > 990
+    assert held() - before < 2**14, "16 MB of a file of 128"
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """A datastore of the demo's tokenizer, built by the command from a folder with other files."""
