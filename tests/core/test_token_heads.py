@@ -37,7 +37,7 @@ from load import make_drafter
 from options import GenerateConfig
 from quantize import quantize_directory
 from sampling import Rule, Sampling
-from scripts.train import train_eagle, train_heads
+from scripts.train import train_eagle
 from scripts.train.acceptance import evaluate, fit_sharpness
 from scripts.train.head_losses import Scored, draft_levels, level_losses
 from scripts.train.train_heads import HeadConfig, method_of, ready, train, write_heads
@@ -610,7 +610,7 @@ def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
         *prompts,
     ).history
     examples = [train_eagle.Example(ids, [i > 2 for i in range(len(ids))]) for ids in sampled]
-    monkeypatch.setattr(train_heads, "plot_curve", lambda curve, losses, path: path.touch())
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
     monkeypatch.setattr(train_eagle, "prepare", lambda *_: (examples, [(3, sampled[0])]))
     config = HeadConfig(
         checkpoint=str(TARGET), method=method, prefix_attention=method == "hydra", heads=2, steps=16, warmup=2,

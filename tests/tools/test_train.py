@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +25,7 @@ from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from options import DEMO
-from scripts.train import train_demo, train_eagle
+from scripts.train import distill, train_block, train_demo, train_eagle, train_heads
 from scripts.train.acceptance import Chains, evaluate
 from scripts.train.losses import Recipe, unrolled_losses
 from scripts.train.train_eagle import Dialogue, TrainConfig, batches, to_example
@@ -276,6 +279,38 @@ def test_nothing_to_resume_is_one_line(tmp_path):
         config = train_eagle.TrainConfig if train is train_eagle.train else train_demo.TrainConfig
         with pytest.raises(ValueError, match="holds no unfinished run"):
             train(config(out=str(tmp_path), resume=True, device="cpu"))
+
+
+@pytest.mark.parametrize("program", [train_eagle, train_heads, train_block, distill])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--resume"], "holds no unfinished run; leave --resume out to start one"),
+        (["--resume", "--cpu_s=9"], "--cpu_s does not know the time before a --resume"),
+    ],
+)
+def test_programs_refuse_a_resume_before_they_load(
+    program, flags, message, tmp_path, monkeypatch, capsys
+):
+    def load_target(config):
+        raise AssertionError("the target was loaded first")
+
+    monkeypatch.setattr(train_eagle, "load_target", load_target)
+    name = Path(program.__file__).name
+    monkeypatch.setattr(sys, "argv", [name, f"--out={tmp_path}", "--device=cpu", *flags])
+    with pytest.raises(SystemExit) as stop:
+        program.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith(f"{name}: ") and message in line
+
+
+def test_processor_time_ends_a_training():
+    left_s = train_eagle.left_of(0.05)
+    assert left_s() == pytest.approx(0.05, abs=0.01), "it counts from its first call on"
+    began = time.process_time()
+    while time.process_time() < began + 0.06:
+        pass
+    assert left_s() < 0
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
