@@ -82,9 +82,7 @@ def test_heads_of_every_kind_are_compared(prompts, capsys, tmp_path):
         f"--heads={','.join(folders.values())}",
     )
     found = [line for line in lines if " of a vanilla pass)" in line]
-    want = [
-        f"{m}:head={folder}: " for kind, folder in folders.items() for m in compare.OF_KIND[kind]
-    ]
+    want = [f"{m}:head={folder}" for kind, folder in folders.items() for m in compare.OF_KIND[kind]]
     assert len(found) == 1 + len(want), found
     for start, line in zip(want, found[1:]):
         assert line.startswith(start) and line.endswith("; 100 % of sequences identical"), line
