@@ -42,8 +42,9 @@ from command_line import one_line_errors, option, parse, require
 from decode import Engine, with_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
-from files import read_jsonl, replace_file
+from files import check_directory, check_output, read_jsonl, replace_file
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
+from hf.head_kinds import head_kind
 from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
@@ -78,7 +79,7 @@ class TrainOptions:
     epoch_batches: int = option(0, "batches of an epoch; 0: as many as the data have", least=0)
     batch_size: int = option(4, "sequences per step", least=1)
     seq_len: int = option(
-        2048, "tokens per sequence; examples are laid end to end and split", least=1
+        2048, "tokens per sequence; examples are laid end to end and split", least=2
     )
     optimizer: str = option(
         "adamw", "adamw as in the paper, or muon for the matrices", ("adamw", "muon")
@@ -104,16 +105,23 @@ class TrainOptions:
         "training; --steps is then the length of the schedule. 0: --steps end it",
         least=0,
     )
-    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     version = 1  # features are kept as for EAGLE-1, without the target's best tokens
 
     def check(self) -> None:
-        """Check the options. Raises: ValueError for a wrong combination, or nothing to resume."""
+        """Check the options, and the files that they name, before anything is loaded.
+
+        Raises: ValueError for a wrong combination, a missing file, or nothing to resume.
+        """
         fault = "--cpu_s does not know the time before a --resume; drop one of them"
         require(not (self.cpu_s and self.resume), fault)
         train_demo.resume_file(Path(self.out), self.resume)
+        for name in self.data.split(",") if self.data != "demo" else ():
+            require(Path(name).is_file(), f"--data: there is no file {name}; name another")
+        if self.features:
+            check_output(Path(self.features), "--features")
 
 
 @dataclass
@@ -135,8 +143,13 @@ class TrainConfig(TrainOptions):
     )
 
     def check(self) -> None:
-        """Check the options. Raises: ValueError for one of another version, too."""
+        """Check the options. Raises: ValueError also for one of another version, or no head."""
         super().check()
+        if self.init not in ("random", "feature"):
+            check_directory(Path(self.init))
+            kind = head_kind(Path(self.init))
+            fault = f"--init: {self.init} holds a head of the kind {kind}; name an EAGLE head"
+            require(kind == "eagle", fault)
         if self.version == 1:
             return
         for name in OF_VERSION_1:

@@ -589,6 +589,7 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS, "--draft", "none", "--draft_checkpoint", TARGET], "--draft_checkpoint needs a draft"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", "nowhere"], "no such directory: nowhere"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", DEMO], "vocab_size is 97 in"),
+        ([*IDS, "--draft", "model", "--draft_checkpoint", HEAD], "holds a head of the kind eagle, and no draft model; use --head"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--tree_size", "9"], "--tree_size belongs to --tree dynamic"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--eagle", HEAD], "--head does nothing with --draft model"),
         ([*IDS, "--draft", "ngram", "--eagle", HEAD], "--head does nothing with --draft ngram"),

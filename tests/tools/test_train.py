@@ -287,9 +287,12 @@ def test_nothing_to_resume_is_one_line(tmp_path):
     [
         (["--resume"], "holds no unfinished run; leave --resume out to start one"),
         (["--resume", "--cpu_s=9"], "--cpu_s does not know the time before a --resume"),
+        (["--data=demo.jsonl"], "--data: there is no file demo.jsonl; name another"),
+        (["--features=nowhere/f.bin"], "nowhere/f.bin"),
+        (["--threads=-1"], "--threads must be at least 0; it is -1"),
     ],
 )
-def test_programs_refuse_a_resume_before_they_load(
+def test_programs_refuse_mistakes_before_they_load(
     program, flags, message, tmp_path, monkeypatch, capsys
 ):
     def load_target(config):
@@ -302,6 +305,13 @@ def test_programs_refuse_a_resume_before_they_load(
         program.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and line.startswith(f"{name}: ") and message in line
+
+
+def test_another_kind_of_head_is_no_start(tmp_path):
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
+    for init, message in ((str(tmp_path), "a head of the kind medusa"), ("nowhere", "no such")):
+        with pytest.raises(ValueError, match=message):
+            TrainConfig(init=init, out=str(tmp_path)).check()
 
 
 def test_processor_time_ends_a_training():
