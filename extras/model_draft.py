@@ -16,6 +16,7 @@ draft model's context are written and never used.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,6 +199,9 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
         quant = Quantization(BLOCKS, saved=True)
     elif not saved_quantization(read_raw(path)):
         quant = Quantization.of(config.quant_draft, config.group_size)
+        if quant and config.quant_draft != config.quant:
+            rounded = f"{path} is rounded to {quant.format} (--quant_draft none: it is not)"
+            print(f"note: the draft model {rounded}", file=sys.stderr)
     model = load_model(path, dtype, str(weight.device), quant)
     return ModelDrafter(
         model,
