@@ -323,6 +323,25 @@ def test_processor_time_ends_a_training():
     assert left_s() < 0
 
 
+def test_a_budget_of_processor_time_ends_the_command(tmp_path, monkeypatch):
+    """Long before its steps, behind a file of features that is filled first."""
+    ids = [i % 90 for i in range(5, 800)]
+    prepared = ([train_eagle.Example(ids, [True] * len(ids))], [(3, ids[:60])])
+    monkeypatch.setattr(train_eagle, "prepare", lambda *_: prepared)
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
+    flags = {
+        "checkpoint": GOLDEN / "models/target_llama_mha", "out": tmp_path, "features": tmp_path / "f.bin", "device": "cpu", "dtype": "float32",
+        "seq_len": 32, "batch_size": 2, "heads": 2, "steps": 10**6, "warmup": 2, "cpu_s": 0.3,
+    }  # fmt: skip
+    argv = [f"--{name}={value}" for name, value in flags.items()]
+    monkeypatch.setattr(sys, "argv", ["train_heads.py", *argv])
+    train_heads.main()
+    made = json.loads((tmp_path / "training.json").read_text())
+    assert (
+        2 <= made["config"]["steps"] < 10**4 and (tmp_path / "medusa_lm_head.safetensors").is_file()
+    )
+
+
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_muon_in_fp32_is_torchs(shape):
     """Torch's multiplies in bf16: the difference is its rounding, 1 % of the update."""
