@@ -235,6 +235,9 @@ class WeightFiles(TensorSource):
             if (self.path / name).is_file():
                 return [self.path / name]
         names = "model.safetensors nor pytorch_model.bin (single or sharded)"
+        for kind in ("medusa", "hydra"):
+            if f"{kind}_num_heads" in self.config:
+                names = f"{kind}_lm_head.safetensors nor {kind}_lm_head.pt"
         raise ValueError(f"{self.path} has neither {names}; add the weights")
 
     def _indexed(self, index: Path) -> list[Path]:

@@ -107,6 +107,20 @@ class _Parser(argparse.ArgumentParser):
         fail(self.prog, f"{message}; see --help")
 
 
+class _OneName(argparse.Action):
+    """Store a value, and refuse one under another name of the option."""
+
+    given = ""  # the name on this command line
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
+    ) -> None:
+        if self.given and self.given != name:
+            parser.error(f"{name} is another name of {self.given}; give one of them")
+        self.given = name or ""
+        setattr(namespace, self.dest, values)
+
+
 def fail(program: str, message: str) -> NoReturn:
     """End the program on a user's mistake: one line, exit status 2."""
     print(f"{program}: {one_line(message)}", file=sys.stderr)
@@ -171,7 +185,7 @@ def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
     names = [f"--{f.name}"]
     if f.metadata["alias"]:
         names.append(f"--{f.metadata['alias']}")
-        arguments["dest"] = f.name
+        arguments |= {"dest": f.name, "action": _OneName}
     if f.metadata.get("positional"):
         names = [f.name]
         arguments["nargs"] = "?"  # a positional argument may be left out, as every option

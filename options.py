@@ -246,8 +246,8 @@ class GenerateConfig:
     )
     quant_draft: str = option(
         "",
-        "the same for the draft; default: as its files in 8 or 4 bits, else as the target; a head "
-        "of a 16-bit target: int8, on CUDA int4",
+        "the same for the draft; default: as its files in 8 or 4 bits, else as the target; beside "
+        "a 16-bit target int8 on a CPU, on CUDA int4 for a head",
         ("none", *FORMAT_NAMES),
         needs=(DRAFT, TREE),
     )

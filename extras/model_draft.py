@@ -16,16 +16,20 @@ draft model's context are written and never used.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from checkpoint import BLOCKS, Quantization, saved_quantization
+from checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
+from command_line import require
 from draft_tree import DraftTree, DynamicTree, StaticTree, Text, replace_fields
 from drafters import LARGEST, Confirmed, Root, RootOnly, TreeDrafter
+from files import is_gguf
 from hf.config import read_config, read_raw
+from hf.head_kinds import head_kind
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
 from kv_cache import KVCache, Window, causal_window
@@ -135,6 +139,16 @@ class ModelDrafter(TreeDrafter):
         return self.model.logits(out)
 
 
+def check_is_model(path: Path) -> None:
+    """Check that a directory holds a model. Raises: ValueError for a head."""
+    if is_gguf(path):
+        return
+    kind = head_kind(path)
+    is_head = kind != "eagle" or "fc.weight" in WeightFiles(path).readers
+    fault = f"{path} holds a head of the kind {kind}, and no draft model; use --head {path}"
+    require(not is_head, fault)
+
+
 def check_same_tokens(target: Path, draft: Path, size: int) -> None:
     """Compare the vocabularies of two models.
 
@@ -174,6 +188,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     Raises: ValueError for a draft model or a tree that does not fit.
     """
     path = Path(config.draft_checkpoint)
+    check_is_model(path)
     weight = target.norm.weight
     check_same_tokens(Path(config.checkpoint), path, target.config.vocab_size)
     dtype = weight.dtype
@@ -184,6 +199,9 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
         quant = Quantization(BLOCKS, saved=True)
     elif not saved_quantization(read_raw(path)):
         quant = Quantization.of(config.quant_draft, config.group_size)
+        if quant and config.quant_draft != config.quant:
+            rounded = f"{path} is rounded to {quant.format} (--quant_draft none: it is not)"
+            print(f"note: the draft model {rounded}", file=sys.stderr)
     model = load_model(path, dtype, str(weight.device), quant)
     return ModelDrafter(
         model,

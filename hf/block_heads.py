@@ -164,6 +164,11 @@ def _check_target(path: Path, config: BlockConfig, target: ModelConfig) -> None:
 def _check_weights(files: TensorSource, config: BlockConfig) -> None:
     """Check that config.json fits the weights. Raises: ValueError."""
     path = files.path
+    if "hidden_norm.weight" not in files.readers:
+        raise ValueError(
+            f"{path}: config.json is a block drafter's, and the weights are not: they have no "
+            "hidden_norm.weight; give every head its own directory"
+        )
     check_layers(config.model, files)
     dim = config.model.dim
     inputs = _inputs_of(files, "fc.weight")

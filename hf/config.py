@@ -465,15 +465,17 @@ def _draft_format(config: GenerateConfig, path: Path) -> str:
         return asked or saved.format
     if asked:
         return asked
-    if config.head and config.quant in ("none", BLOCKS):
-        return _small_format(config, raw)
-    return "none" if config.quant == BLOCKS else config.quant
+    if config.quant not in ("none", BLOCKS):
+        return config.quant
+    # a draft model in a GGUF file keeps the file's bits; on CUDA none was measured in int4
+    small = config.head or not (is_gguf(path) or config.device.startswith("cuda"))
+    return _small_format(config, raw) if small else "none"
 
 
 def _small_format(config: GenerateConfig, raw: dict) -> str:
-    """Return the format of a head whose target is not quantized.
+    """Return the format of a head or draft model whose target is not quantized.
 
-    The head's format changes no output, and reading the head is most of its time.
+    The draft's format changes no output, and reading the draft is most of its time.
     """
     if "float32" in str(config.dtype or raw.get("torch_dtype") or raw.get("dtype")):
         return "none"

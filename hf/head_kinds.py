@@ -1,7 +1,7 @@
 """Tell the kind of a trained head by the files of its directory, before its weights are read.
 
 Every kind but EAGLE's has marks of its own: keys of config.json, or names of files. A directory
-with the marks of two kinds is refused. The kinds are values of `--draft` (options.py).
+with the marks of several kinds is refused. The kinds are values of `--draft` (options.py).
 Not here: reading the heads (hf/heads.py, hf/token_heads.py).
 """
 
@@ -23,7 +23,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of 
 def head_kind(path: Path) -> str:
     """Return the kind of the head in a directory: eagle, medusa, hydra or block.
 
-    Raises: ValueError for a missing or broken config.json, and for files of two kinds.
+    Raises: ValueError for a missing or broken config.json, and for files of several kinds.
     """
     raw = read_json(path / "config.json")
     found = {}  # kind -> its marks
@@ -39,5 +39,7 @@ def head_kind(path: Path) -> str:
             found["eagle"] = theirs[0]
     if len(found) > 1:
         listed = ", ".join(f"{mark} ({kind})" for kind, mark in found.items())
-        raise ValueError(f"{path} holds heads of two kinds: {listed}; give each its own directory")
+        raise ValueError(
+            f"{path} holds heads of several kinds: {listed}; give each its own directory"
+        )
     return next(iter(found), "eagle")

@@ -36,7 +36,7 @@ from checkpoint import (
 from files import is_gguf
 from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, pack, table_of
 from hf.config import open_source, read_config
-from model import DTYPES, ExpertLinear, ModelConfig, Transformer, rope_frequencies
+from model import DTYPES, ExpertLinear, LMHead, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
 from quantize import FORMATS, QuantExperts, QuantLinear
@@ -195,7 +195,8 @@ def _set_quantized(model: nn.Module, ours: str, loading: _Loading, theirs: tuple
     """Put a quantized layer in the place of a linear one. Writes: `model`."""
     owner = ours.rpartition(".")[0]
     parent, _, child = owner.rpartition(".")
-    layer = loading.quantized(theirs, model.get_submodule(owner), fp32_out=ours == "lm_head.weight")
+    linear = model.get_submodule(owner)
+    layer = loading.quantized(theirs, linear, fp32_out=isinstance(linear, LMHead))
     setattr(model.get_submodule(parent), child, layer)
     if not loading.storage.quant.is_blocks:  # which are packed where they stay
         _trim_heap()

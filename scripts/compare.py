@@ -1,9 +1,10 @@
 """Compare every drafter at hand on your prompts, explain each speedup, and recommend a command.
 
-    python scripts/compare.py --checkpoint MODEL --prompts FILE --chat
+    python scripts/compare.py --checkpoint MODEL --prompts FILE --chat [--heads DIR,DIR]
 
-1. The drafters: none; a lookup in the text (ngram); with a head, given or bundled, its dynamic
-   tree, this tree with lookups, and `--tree auto`, which learns a tree while it decodes.
+1. The drafters: none; a lookup in the text (ngram); with heads of any kind, given or bundled,
+   chains, dynamic trees, `--tree auto`, which learns a tree while it decodes, and an EAGLE head's
+   dynamic tree with lookups.
 2. All decode the same prompts in turn in one process, one prompt untimed first (bench/papers.py).
 3. The fastest over all prompts is recommended. Vanilla decoding is, where no other is faster.
 
@@ -30,15 +31,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from command_line import one_line_errors, option, parse
-from files import bundled_head
+from files import bundled_head, check_directory
 from hf.fetch import fetched
+from hf.head_kinds import head_kind
 from options import DEFAULT, GenerateConfig
 from prompts import prompts_of_file
 from scripts.bench import papers
 from scripts.bench.report import explained
 
 WITHOUT_HEAD = ("none", "ngram")
-WITH_HEAD = ("eagle:dynamic", "eagle+ngram", "eagle:auto")
+OF_KIND = {  # of a head
+    "eagle": ("eagle:dynamic", "eagle+ngram", "eagle:auto"),
+    "medusa": (f"medusa:{papers.CHAIN}", "medusa:dynamic", "medusa:auto"),
+    "hydra": (f"hydra:{papers.CHAIN}", "hydra:dynamic", "hydra:auto"),
+    "block": (f"block:{papers.CHAIN}", "block:dynamic", "block:auto"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,10 @@ class CompareConfig:
 
     prompts: str = option("", "a text file, or JSONL with `turns`, as generate.py's --prompt_file")
     checkpoint: str = option(DEFAULT, "the target, as generate.py's")
-    head: str = option(
-        "", "directory of the EAGLE head; default: the one next to the target", alias="eagle"
+    heads: str = option(
+        "",
+        "directories of heads of any kind, comma-separated; default: the one next to the target",
+        alias="head",
     )
     limit: int = option(20, "prompts at most, the first ones; 0: all", least=0)
     chat: str | None = option(
@@ -62,12 +71,15 @@ class CompareConfig:
 
     def bench(self, tasks: str) -> papers.BenchConfig:
         """Return the options of the measurement. tasks: the file of the prompts"""
-        methods = WITHOUT_HEAD
-        if self.head or bundled_head(Path(self.checkpoint)).is_dir():
-            methods += WITH_HEAD
+        methods = [*WITHOUT_HEAD]
+        if not self.heads and bundled_head(Path(self.checkpoint)).is_dir():
+            methods += OF_KIND["eagle"]
+        for path in map(Path, self.heads.split(",") if self.heads else ()):
+            check_directory(path)
+            pieces = papers.head_options(path)
+            methods += [f"{method}:{pieces}" for method in OF_KIND[head_kind(path)]]
         return papers.BenchConfig(
             checkpoint=self.checkpoint,
-            eagle=self.head,
             tasks=tasks,
             limit=self.limit,
             methods=",".join(methods),

@@ -208,14 +208,15 @@ def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchCo
     return Task(name, kept, left_out)
 
 
-# the trees of a kind of head, as its papers have them
+CHAIN = "chain:tree_depth=3"  # of every trained drafter: the same levels
+# the trees of a kind of head; static ones are those of its papers, and a block has none
 OF_KIND = {
-    "eagle": ("chain:tree_depth=3", "static", "dynamic"),
-    "medusa": ("static",),
-    "hydra": ("static",),
-    "block": ("chain", "dynamic"),
+    "eagle": (CHAIN, "static", "dynamic"),
+    "medusa": (CHAIN, "static", "dynamic"),
+    "hydra": (CHAIN, "static", "dynamic"),
+    "block": (CHAIN, "dynamic"),
 }
-OF_MODEL = "model:chain:tree_depth=3"
+OF_MODEL = f"model:{CHAIN}"
 
 
 def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
@@ -242,13 +243,23 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
             rules = ("", ":residual") if setting.temperature else ("",)
             found += [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]
             continue
-        ranks = path / RANKS
-        added = ""
-        if ranks.is_file():
-            listed = parse_json(read_text(ranks), str(ranks))
-            added = f":draft_vocab={len(listed)}"
-        found += [f"{kind}:{tree}:head={path}{added}" for tree in OF_KIND[kind]]
+        found += [f"{kind}:{tree}:{head_options(path)}" for tree in OF_KIND[kind]]
     return found
+
+
+def head_options(path: Path) -> str:
+    """Return the pieces of a method that name a head and, where it has ranks, its draft vocabulary.
+
+    Raises: ValueError for a name that a method cannot hold.
+    """
+    if set(":,") & set(str(path)):
+        raise ValueError(f"the head {path}: a method is divided by : and ,; give it another name")
+    ranks = path / RANKS
+    added = ""
+    if ranks.is_file():
+        listed = parse_json(read_text(ranks), str(ranks))
+        added = f":draft_vocab={len(listed)}"
+    return f"head={path}{added}"
 
 
 def method_config(method: str, setting: Setting, config: BenchConfig) -> GenerateConfig:
@@ -270,7 +281,8 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
         argv.append(f"--dtype={config.dtype}")
     if setting.quant != "none":
         argv.append(f"--quant={setting.quant}")
-    if config.eagle and "eagle" in draft:
+    named = any(piece.startswith(("head=", "eagle=")) for piece in pieces)
+    if config.eagle and "eagle" in draft and not named:
         argv.append(f"--eagle={config.eagle}")
     if config.compile:
         argv.append("--compile")

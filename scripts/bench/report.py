@@ -114,23 +114,33 @@ def explained(rows: list[dict], plain: list[dict]) -> str:
 
 
 def by_formula(rows: list[dict], plain: list[dict]) -> str:
-    """Return alpha and the expected speedup of speculative sampling; nothing for other methods.
+    """Return alpha and the speedup of speculative sampling, expected and measured.
 
     A drafted token is accepted with probability alpha, a draft of g tokens costs g c vanilla
     passes, and its verification one. plain: the rows of `none`
+    Returns: nothing for other methods than chains of draft models and chains of sampled tokens.
     Source: Leviathan et al. (arXiv 2211.17192), theorem 3.8
     """
-    sampled = all(row["n_alpha"] and row["draft"]["children"] == "sampled" for row in rows)
-    if not sampled:
+    of_model = all(row["method"].startswith("model:") for row in rows)
+    sampled = all(row["draft"].get("children") == "sampled" for row in rows)
+    chains = all(row["n_alpha"] for row in rows)
+    if not chains or not (of_model or sampled):
         return ""
     lengths = [(n, count) for row in rows for n, count in enumerate(row["histogram"])]
     depth = max(n for n, _ in lengths)
     tried = sum(min(n + 1, depth) * count for n, count in lengths)
     alpha = sum(n * count for n, count in lengths) / tried
-    vanilla_s = sum(row["decode_s"] for row in plain) / sum(row["cycles"] for row in plain)
-    cost = sum(row["draft_s"] for row in rows) / sum(row["cycles"] for row in rows) / vanilla_s
+    total = {key: sum(row[key] for row in rows) for key in ("draft_s", "decode_s", "tokens")}
+    none_s = sum(row["decode_s"] for row in plain)
+    cost = total["draft_s"] / sum(row["cycles"] for row in rows)
+    cost /= none_s / sum(row["cycles"] for row in plain)
     expected = sum(alpha**n for n in range(depth + 1)) / (1 + cost)
-    return f"; alpha {alpha:.2f}, c {cost / depth:.2f}: {expected:.2f} expected by formula"
+    rate = total["tokens"] / total["decode_s"]
+    measured = rate * none_s / sum(row["tokens"] for row in plain)
+    return (
+        f"; alpha {alpha:.2f}, c {cost / depth:.2f}: {expected:.2f} expected by formula, "
+        f"{measured:.2f} measured"
+    )
 
 
 def mean_row(method: str, rows: list[dict]) -> str:

@@ -24,17 +24,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse, require
+from command_line import option, require
 from drafters import DraftVocab
-from files import replace_file
 from hf.config import read_raw
 from hf.weights import export_weights, weight_names
 from model import DTYPES, ModelConfig, Transformer
-from options import pick_device
 from quantize import QuantLinear
 from scripts.train import train_demo
 from scripts.train.acceptance import ALPHAS, Drafted
-from scripts.train.train_eagle import Method, TrainOptions, plot_curve, ready, train
+from scripts.train.train_eagle import Method, TrainOptions, run
 
 DIVERGENCES = ("forward", "reverse", "tv")
 
@@ -51,11 +49,11 @@ class DistillConfig(TrainOptions):
         DIVERGENCES,
     )
 
-    version = 1  # features are kept as for EAGLE-1, without the target's best tokens
     losses = {"entropy 0": 1.0}  # the divergence
 
     def check(self) -> None:
-        """Check the options. Raises: ValueError for one without effect."""
+        """Check the options. Raises: ValueError for one without effect, too."""
+        super().check()
         require(not self.draft_vocab, "--draft_vocab is of heads; a draft model scores all tokens")
 
 
@@ -157,12 +155,10 @@ def save(model: DraftModel, target: Transformer, config: DistillConfig, info: di
     if "layer_types" in keys:
         keys["layer_types"] = keys["layer_types"][: c.n_layers]
     train_demo.write_checkpoint(out, tensors, keys, info)
-    replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
 
 
 def method_of(config: DistillConfig) -> Method:
-    """Return the parts of training. Raises: ValueError for wrong options."""
-    config.check()
+    """Return the parts of training."""
     targets = []  # the target, known when the model is made; the files need its tables
 
     def make(config: DistillConfig, target: Transformer, examples: list) -> DraftModel:
@@ -176,10 +172,7 @@ def method_of(config: DistillConfig) -> Method:
 
 
 def main() -> None:
-    config = parse(DistillConfig, "distill.py", __doc__)
-    with one_line_errors("distill.py"):
-        config = replace(config, device=pick_device(config.device))
-        train(config, ready(config, method_of(config)))
+    run(DistillConfig, "distill.py", __doc__, method_of)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse, require
+from command_line import option, require
 from extras.block_draft import BlockHead
 from extras.draft_vocab import RANKS
-from files import replace_file, write_text
+from files import write_text
 from hf.block_heads import BlockConfig, block_names
 from hf.weights import export_weights
 from model import DTYPES, Transformer
-from options import pick_device
 from scripts.train import train_demo
 from scripts.train.acceptance import Drafted
 from scripts.train.block_losses import Scored, block_losses, draft_blocks, pick_anchors
@@ -42,9 +41,7 @@ from scripts.train.train_eagle import (
     Method,
     TrainOptions,
     batches,
-    plot_curve,
-    ready,
-    train,
+    run,
 )
 from scripts.train.train_heads import ranked_vocab, scale_of
 
@@ -68,10 +65,9 @@ class BlockTrainConfig(TrainOptions):
     anchors: int = option(32, "blocks per sequence and step", least=1)
     decay: float = option(4.0, "levels over which the weight of a loss falls to 1 / e")
 
-    version = 1  # features are kept as for EAGLE-1, without the target's best tokens
-
     def check(self) -> None:
-        """Check the options. Raises: ValueError for one that is out of its range."""
+        """Check the options. Raises: ValueError for one that is out of its range, too."""
+        super().check()
         require(self.decay > 0, f"--decay must be above 0; it is {self.decay}")
         room = self.seq_len > self.block_size
         require(room, f"--seq_len must be above --block_size; it is {self.seq_len}")
@@ -186,12 +182,11 @@ class BlockTraining:
         return draft_blocks(head, target, tokens, self.scored)
 
     def save_head(self, head: BlockHead, config: BlockTrainConfig, info: dict) -> None:
-        """Write the official layout, the curve and, with a draft vocabulary, its ranks."""
+        """Write the official layout and, with a draft vocabulary, its ranks."""
         out = Path(config.out)
         write_files(head, out, config.dtype, info)
         if self.ranks:
             write_text(str(out / RANKS), json.dumps(self.ranks))
-        replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
 
 
 def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
@@ -232,11 +227,7 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
 
 
 def main() -> None:
-    config = parse(BlockTrainConfig, "train_block.py", __doc__)
-    with one_line_errors("train_block.py"):
-        config.check()
-        config = replace(config, device=pick_device(config.device))
-        train(config, ready(config, BlockTraining(config).method))
+    run(BlockTrainConfig, "train_block.py", __doc__, lambda config: BlockTraining(config).method)
 
 
 if __name__ == "__main__":

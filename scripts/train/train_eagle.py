@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,12 +38,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
+from command_line import one_line_errors, option, parse, require
 from decode import Engine, with_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
-from files import read_jsonl, replace_file
+from files import check_directory, check_output, read_jsonl, replace_file
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
+from hf.head_kinds import head_kind
 from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
@@ -77,7 +79,7 @@ class TrainOptions:
     epoch_batches: int = option(0, "batches of an epoch; 0: as many as the data have", least=0)
     batch_size: int = option(4, "sequences per step", least=1)
     seq_len: int = option(
-        2048, "tokens per sequence; examples are laid end to end and split", least=1
+        2048, "tokens per sequence; examples are laid end to end and split", least=2
     )
     optimizer: str = option(
         "adamw", "adamw as in the paper, or muon for the matrices", ("adamw", "muon")
@@ -97,8 +99,29 @@ class TrainOptions:
     eval_every: int = option(500, "steps", least=1)
     eval_prompts: int = option(64, "held-out prompts for alpha and tau", least=1)
     seed: int = option(0, "of initialisation, order and noise")
-    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    cpu_s: float = option(
+        0.0,
+        "seconds of processor time after the first step, evaluations included, that end the "
+        "training; --steps is then the length of the schedule. 0: --steps end it",
+        least=0,
+    )
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
+
+    version = 1  # features are kept as for EAGLE-1, without the target's best tokens
+
+    def check(self) -> None:
+        """Check the options, and the files that they name, before anything is loaded.
+
+        Raises: ValueError for a wrong combination, a missing file, or nothing to resume.
+        """
+        fault = "--cpu_s does not know the time before a --resume; drop one of them"
+        require(not (self.cpu_s and self.resume), fault)
+        train_demo.resume_file(Path(self.out), self.resume)
+        for name in self.data.split(",") if self.data != "demo" else ():
+            require(Path(name).is_file(), f"--data: there is no file {name}; name another")
+        if self.features:
+            check_output(Path(self.features), "--features")
 
 
 @dataclass
@@ -120,7 +143,13 @@ class TrainConfig(TrainOptions):
     )
 
     def check(self) -> None:
-        """Check the options. Raises: ValueError for one of another version."""
+        """Check the options. Raises: ValueError also for one of another version, or no head."""
+        super().check()
+        if self.init not in ("random", "feature"):
+            check_directory(Path(self.init))
+            kind = head_kind(Path(self.init))
+            fault = f"--init: {self.init} holds a head of the kind {kind}; name an EAGLE head"
+            require(kind == "eagle", fault)
         if self.version == 1:
             return
         for name in OF_VERSION_1:
@@ -497,7 +526,6 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     if c.qkv_bias:
         keys["qkv_bias"] = True
     train_demo.write_checkpoint(out, tensors, keys, info)
-    replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
 
 
 def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
@@ -652,7 +680,9 @@ def ready(config: TrainOptions, method: Method | None = None) -> Ready:
     """Load the target and the data, and make the head. Writes: `config.out`.
 
     method: default: of an EAGLE head
+    Raises: ValueError for wrong options or data.
     """
+    config.check()
     method = method or eagle_method()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -758,6 +788,13 @@ def crosses(before: float, after: float, unit: float) -> bool:
     return after // unit > before // unit
 
 
+def write_files(made: Ready, config: TrainOptions, info: dict) -> None:
+    """Write the head in its layout, and the curve of its training."""
+    made.method.save_head(made.head, config, info)
+    curve = partial(plot_curve, info["curve"], config.losses)
+    replace_file(Path(config.out) / "curve.png", curve)
+
+
 def train(
     config: TrainOptions, made: Ready | None = None, left_s: Callable[[], float] | None = None
 ) -> None:
@@ -766,9 +803,8 @@ def train(
     made: as from `ready`; left_s: called after every step, the seconds left: training ends when
     they are over, whatever `config.steps`, which is then the unit of the schedule
     """
-    config.check()
-    state_file = train_demo.resume_file(Path(config.out), config.resume)
     made = made or ready(config)
+    state_file = train_demo.resume_file(Path(config.out), config.resume)
     head = made.head
     steps = Steps(config, made)
     parameters = sum(p.numel() for p in head.parameters())
@@ -813,17 +849,48 @@ def train(
             place = train_demo.Place(done, position, info["curve"])
             train_demo.save_state(state_file, head, steps.optimizers, place)
         if evaluates:
-            made.method.save_head(head, config, info)
+            write_files(made, config, info)
             mark = time.process_time()
     bar.close()
     state_file.unlink(missing_ok=True)
     print(f"wrote {config.out}")
 
 
+def left_of(cpu_s: float) -> Callable[[], float]:
+    """Return a function that tells the processor time left, in seconds, from its first call on."""
+    began: list[float] = []
+
+    def left_s() -> float:
+        now = time.process_time()
+        began.append(now)
+        return cpu_s - (now - began[0])
+
+    return left_s
+
+
+def run(
+    options: type[TrainOptions],
+    program: str,
+    description: str,
+    method_of: Callable[[Any], Method] | None = None,
+) -> None:
+    """Run the command line of a training program.
+
+    method_of: of the options; default: an EAGLE head's
+    """
+    config = parse(options, program, description)
+    with one_line_errors(program):
+        config = replace(config, device=pick_device(config.device))
+        made = ready(config, method_of(config) if method_of else None)
+        left_s = None
+        if config.cpu_s:
+            fill_features(config, made, lambda: False)
+            left_s = left_of(config.cpu_s)
+        train(config, made, left_s)
+
+
 def main() -> None:
-    config = parse(TrainConfig, "train_eagle.py", __doc__)
-    with one_line_errors("train_eagle.py"):
-        train(replace(config, device=pick_device(config.device)))
+    run(TrainConfig, "train_eagle.py", __doc__)
 
 
 if __name__ == "__main__":

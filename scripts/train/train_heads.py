@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse, require
+from command_line import option, require
 from drafters import DraftVocab
 from extras.draft_vocab import RANKS
 from extras.hydra_draft import HydraHeads
@@ -34,7 +34,6 @@ from files import replace_file, write_text
 from hf.token_heads import TokenHeads, hydra_names, medusa_names
 from hf.weights import export_weights
 from model import DTYPES, Linear, ModelConfig, Transformer
-from options import pick_device
 from quantize import QuantLinear
 from scripts.train.acceptance import Drafted
 from scripts.train.feature_cache import Features
@@ -45,9 +44,7 @@ from scripts.train.train_eagle import (
     Method,
     TrainOptions,
     batches,
-    plot_curve,
-    ready,
-    train,
+    run,
 )
 
 DECAY = {"medusa": 0.8, "hydra": 1.0}  # of a level's weight, for each level before it
@@ -65,10 +62,9 @@ class HeadConfig(TrainOptions):
         "target", "own, as in the papers, or the target's, which are small files", ("own", "target")
     )
 
-    version = 1  # features are kept as for EAGLE-1, without the target's best tokens
-
     def check(self) -> None:
-        """Check the options. Raises: ValueError for one without effect."""
+        """Check the options. Raises: ValueError for one without effect, too."""
+        super().check()
         fault = "--prefix_attention belongs to --method hydra; drop it"
         require(self.method == "hydra" or not self.prefix_attention, fault)
         fault = "--draft_vocab is of heads that share the target's LM head; drop --lm_heads own"
@@ -152,13 +148,12 @@ class TokenTraining:
         return draft_levels(self.config.method, heads, target, tokens, self.scored)
 
     def save_head(self, heads: nn.Module, config: HeadConfig, info: dict) -> None:
-        """Write the official layout, the curve and, with a draft vocabulary, its ranks."""
+        """Write the official layout and, with a draft vocabulary, its ranks."""
         out = Path(config.out)
         write_heads(out, plain_copy(heads), self.layer, config.dtype)
         write_text(str(out / "training.json"), json.dumps(info, indent=1))
         if self.ranks:
             write_text(str(out / RANKS), json.dumps(self.ranks))
-        replace_file(out / "curve.png", lambda p: plot_curve(info["curve"], config.losses, p))
 
 
 def ranked_vocab(
@@ -239,8 +234,7 @@ def write_heads(out: Path, heads: MedusaHeads | HydraHeads, layer: ModelConfig, 
 
 
 def method_of(config: HeadConfig) -> Method:
-    """Return the parts of training that the options name. Raises: ValueError for wrong ones."""
-    config.check()
+    """Return the parts of training that the options name."""
     training = TokenTraining(config)
     return Method(
         training.make_head,
@@ -252,10 +246,7 @@ def method_of(config: HeadConfig) -> Method:
 
 
 def main() -> None:
-    config = parse(HeadConfig, "train_heads.py", __doc__)
-    with one_line_errors("train_heads.py"):
-        config = replace(config, device=pick_device(config.device))
-        train(config, ready(config, method_of(config)))
+    run(HeadConfig, "train_heads.py", __doc__, method_of)
 
 
 if __name__ == "__main__":

@@ -552,6 +552,7 @@ WRONG = [
     ("dspark", {}, {"confidence_head.proj.weight": torch.zeros(1, 60)}, "confidence_head takes 60 inputs"),
     ("dflash", {}, {"candidate_selector.x": torch.zeros(2)}, "unexpected weight"),
     ("dflash", {}, {"fc.weight": None}, "fc takes 0 inputs"),
+    ("dflash", {}, {"hidden_norm.weight": None}, "config.json is a block drafter's, and the weights are not: they have no"),
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from command_line import parse
 from generate import generate, load, main, stream
 from helpers import GOLDEN, slow
 from hf.config import resolve_draft
+from ops.library import has_cpu_operators
 from options import DEMO, ROOT, GenerateConfig
 from prompts import read_prompts
 from stats import explain, share_of_equal
@@ -589,6 +590,7 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS, "--draft", "none", "--draft_checkpoint", TARGET], "--draft_checkpoint needs a draft"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", "nowhere"], "no such directory: nowhere"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", DEMO], "vocab_size is 97 in"),
+        ([*IDS, "--draft", "model", "--draft_checkpoint", HEAD], "holds a head of the kind eagle, and no draft model; use --head"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--tree_size", "9"], "--tree_size belongs to --tree dynamic"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--eagle", HEAD], "--head does nothing with --draft model"),
         ([*IDS, "--draft", "ngram", "--eagle", HEAD], "--head does nothing with --draft ngram"),
@@ -812,3 +814,41 @@ def test_defaults_by_device(monkeypatch):
         assert resolve_draft(wide, Path(DEMO)).quant_draft == "none"
     asked = GenerateConfig(checkpoint=DEMO, device="cuda", dtype="bfloat16", quant_draft="none")
     assert resolve_draft(asked, Path(DEMO)).quant_draft == "none"
+
+
+@pytest.mark.parametrize(
+    "device, target, asked, form",
+    [
+        ("cpu", "none", "", "int8"),
+        ("cpu", "blocks", "", "int8"),
+        ("cpu", "int4", "", "int4"),
+        ("cpu", "none", "none", "none"),
+        ("cuda", "none", "", "none"),
+    ],
+)
+def test_a_draft_model_beside_a_16_bit_target_is_rounded_on_a_cpu(
+    device, target, asked, form, monkeypatch
+):
+    monkeypatch.setattr("hf.config.has_cpu_operators", lambda: True)
+    config = GenerateConfig(
+        checkpoint=DEMO,
+        draft="model",
+        draft_checkpoint=DEMO,
+        device=device,
+        dtype="bfloat16",
+        quant=target,
+        quant_draft=asked,
+    )
+    assert resolve_draft(config, Path(DEMO)).quant_draft == form
+    wide = replace(config, dtype="float32")
+    assert resolve_draft(wide, Path(DEMO)).quant_draft == ("none" if form == "int8" else form)
+
+
+def test_a_rounded_draft_model_is_told(capsys):
+    """Once, where it is not the target's own format, with the way to keep its numbers."""
+    options = {"checkpoint": DEMO, "draft": "model", "draft_checkpoint": DEMO, "device": "cpu"}
+    by_default = int(has_cpu_operators())
+    for further, notes in (({}, by_default), ({"quant_draft": "none"}, 0), ({"quant": "int8"}, 0)):
+        load(**options, **further)
+        told = f"note: the draft model {DEMO} is rounded to int8 (--quant_draft none: it is not)"
+        assert capsys.readouterr().err.count(told) == notes

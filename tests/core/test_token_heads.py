@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from checkpoint import Quantization, WeightFiles
+from command_line import parse
 from draft_tree import DynamicTree, StaticTree, Text
 from drafters import Confirmed, DraftVocab, Root, RootOnly
 from eagle_draft import EagleState
@@ -37,10 +38,11 @@ from load import make_drafter
 from options import GenerateConfig
 from quantize import quantize_directory
 from sampling import Rule, Sampling
-from scripts.train import train_eagle, train_heads
+from scripts.train import train_eagle
 from scripts.train.acceptance import evaluate, fit_sharpness
 from scripts.train.head_losses import Scored, draft_levels, level_losses
-from scripts.train.train_heads import HeadConfig, method_of, ready, train, write_heads
+from scripts.train.train_eagle import ready, train
+from scripts.train.train_heads import HeadConfig, method_of, write_heads
 from tree_shapes import EAGLE1_PATHS, MEDUSA_PATHS
 
 TARGET = GOLDEN / "models/target_llama_mha"
@@ -427,6 +429,9 @@ def wrong(name: str, folder: Path) -> None:
             tensors = {n: t for n, t in tensors.items() if "linear" in n}
         case "two methods":
             (folder / "hydra_lm_head.pt").write_bytes(b"")
+        case "three methods":
+            (folder / "hydra_lm_head.pt").write_bytes(b"")
+            config["block_size"] = 6
         case "beside EAGLE":
             save_file(tensors, folder / "model.safetensors")
         case "fewer heads":
@@ -439,7 +444,9 @@ def wrong(name: str, folder: Path) -> None:
             config["hidden_state_offset"] = 1
         case "code":
             tensors = {"0.0.linear.weight": print}
-    if file.suffix == ".pt":
+    if name == "no weights":
+        file.unlink()
+    elif file.suffix == ".pt":
         torch.save(tensors, file)
     else:
         save_file(tensors, file)
@@ -452,8 +459,11 @@ def wrong(name: str, folder: Path) -> None:
         ("medusa", "width", "take features of width 32, the target's hidden_size is 64; use the heads made"),
         ("hydra", "vocabulary", "score 50 tokens, the target's vocab_size is 97; use the heads made"),
         ("medusa", "no LM heads", 'LM heads 0.2.weight, 1.2.weight, 2.2.weight, 3.2.weight are missing; download'),
-        ("medusa", "two methods", "holds heads of two kinds: medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra)"),
+        ("medusa", "two methods", "holds heads of several kinds: medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra)"),
         ("medusa 2", "beside EAGLE", "model.safetensors (eagle); give each its own directory"),
+        ("medusa", "three methods", "medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra), the key block_size (block); give"),
+        ("medusa", "no weights", "has neither medusa_lm_head.safetensors nor medusa_lm_head.pt; add the weights"),
+        ("hydra++", "no weights", "has neither hydra_lm_head.safetensors nor hydra_lm_head.pt; add the weights"),
         ("hydra", "fewer heads", "config.json says hydra_num_heads 6, and the weights hold 4 heads"),
         ("hydra", "not grounded", "the key 'grounded_heads' is missing"),
         ("hydra", "cross attention", "hydra_head_arch must be mlp or prefix-mlp; it is 'cross-attn'"),
@@ -482,6 +492,18 @@ def test_wrong_options_are_one_line(official):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             load(checkpoint=str(TARGET), device="cpu", **options)
+
+
+@pytest.mark.parametrize("first, second", [("head", "eagle"), ("eagle", "head")])
+def test_two_heads_on_a_command_line_are_refused(first, second, capsys):
+    """Under both names of the option, also two equal ones; the last of one name counts, as of other options."""
+    for value in ("a", "b"):
+        with pytest.raises(SystemExit) as stop:
+            parse(GenerateConfig, "generate.py", "", [f"--{first}=a", f"--{second}", value])
+        message = f"--{second} is another name of --{first}; give one of them; see --help"
+        assert stop.value.code == 2 and capsys.readouterr().err == f"generate.py: {message}\n"
+    found = parse(GenerateConfig, "generate.py", "", [f"--{first}=a", f"--{first}=b"])
+    assert found.head == "b"
 
 
 def test_a_draft_vocabulary_keeps_rows_and_biases(official, tmp_path):
@@ -610,7 +632,7 @@ def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
         *prompts,
     ).history
     examples = [train_eagle.Example(ids, [i > 2 for i in range(len(ids))]) for ids in sampled]
-    monkeypatch.setattr(train_heads, "plot_curve", lambda curve, losses, path: path.touch())
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
     monkeypatch.setattr(train_eagle, "prepare", lambda *_: (examples, [(3, sampled[0])]))
     config = HeadConfig(
         checkpoint=str(TARGET), method=method, prefix_attention=method == "hydra", heads=2, steps=16, warmup=2,

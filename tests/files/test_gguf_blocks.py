@@ -432,7 +432,7 @@ def in_blocks(model) -> bool:
 
 @pairwise(
     pair=[
-        ("file", "directory", "", "none"),
+        ("file", "directory", "", "int8"),
         ("directory", "file", "", "blocks"),
         ("directory in fp32", "file", "", "blocks"),
         ("file", "file", "bfloat16", "none"),

@@ -345,15 +345,24 @@ def test_all_methods_are_those_whose_files_are_there(tmp_path):
     config.check()
     model, tail = "model:chain:tree_depth=3", f":draft_checkpoint={tmp_path / 'b'}"
     trees = ("chain:tree_depth=3", "static", "dynamic")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/config.json").write_text('{"medusa_num_heads": 3}')
     more = [f"eagle:{tree}:head={tmp_path / 'a'}" for tree in trees] + [model + tail]
+    more += [f"medusa:{tree}:head={tmp_path / 'c'}" for tree in trees]
     assert bench.methods_of(config, greedy) == plain + more
-    assert bench.methods_of(config, sampled) == [*plain, *more, f"{model}:residual{tail}"]
+    more.insert(4, f"{model}:residual{tail}")
+    assert bench.methods_of(config, sampled) == [*plain, *more]
+    del more[4]
     for method in more:
         assert method_config(method, greedy, config).draft == method.partition(":")[0]
     (tmp_path / "a").unlink()
     copied = Path(shutil.copytree(models / "head_eagle12_mha", tmp_path / "a"))
     (copied / "token_ranks.json").write_text("[5, 3, 8]")
     assert f"eagle:static:head={copied}:draft_vocab=3" in bench.methods_of(config, greedy)
+    config = replace(config, eagle=str(models / "head_eagle3"))
+    assert method_config("eagle:dynamic", greedy, config).head == config.eagle
+    chosen = method_config(more[0], greedy, config)
+    assert chosen.head == str(tmp_path / "a"), "the method's own head counts"
 
 
 @pytest.mark.parametrize(
@@ -479,14 +488,18 @@ def test_a_speedup_is_explained_over_all_tasks():
 
 def test_the_formula_of_speculative_sampling():
     """A cycle of 3 drafts of .1 vanilla passes each, of which .6 are accepted."""
-    plain = [{"decode_s": 4.0, "cycles": 40}]
-    row = {"n_alpha": [0.6], "draft": {"children": "sampled"}, "decode_s": 1.0}
-    row |= {"histogram": [40, 24, 14, 22], "cycles": 100, "draft_s": 3.0}
+    plain = [{"decode_s": 4.0, "cycles": 40, "tokens": 40}]
+    row = {"method": "eagle:chain", "n_alpha": [0.6], "draft": {"children": "sampled"}}
+    row |= {"histogram": [40, 24, 14, 22], "cycles": 100, "draft_s": 3.0, "decode_s": 15.0}
+    row["tokens"] = 218
     # tried: 40 + 24 * 2 + 14 * 3 + 22 * 3 = 196; accepted: 24 + 28 + 66 = 118
     expected = (1 - (118 / 196) ** 4) / (1 - 118 / 196) / 1.3
-    assert by_formula([row], plain) == f"; alpha 0.60, c 0.10: {expected:.2f} expected by formula"
+    line = f"; alpha 0.60, c 0.10: {expected:.2f} expected by formula, 1.45 measured"
+    assert by_formula([row], plain) == line
     assert by_formula([row | {"n_alpha": None}], plain) == ""
-    assert by_formula([row | {"draft": {"children": "noise"}}], plain) == ""
+    exact = row | {"draft": {"children": "noise"}}
+    assert by_formula([exact], plain) == ""
+    assert by_formula([exact | {"method": "model:chain:draft_checkpoint=d"}], plain) == line
 
 
 def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypatch):

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
+import torch
 
 from command_line import parse
-from options import DEMO, GenerateConfig
+from extras.medusa_draft import MedusaHeads
+from hf.token_heads import TokenHeads
+from hf.weights import load_model
+from options import DEMO, HEAD_KINDS, GenerateConfig
 from scripts import compare
 from scripts.bench.measure import Series
+from scripts.train.train_heads import start_as_identity, write_heads
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +42,7 @@ def test_every_drafter_at_hand_has_a_line(prompts, capsys):
     """The recommended command is one that generate.py takes, for the same prompts."""
     lines = lines_of(capsys, f"--checkpoint={DEMO}", f"--prompts={prompts}", "--temperature=0.7")
     first = next(i for i, line in enumerate(lines) if line.startswith("none: "))
-    for method, line in zip((*compare.WITHOUT_HEAD, *compare.WITH_HEAD), lines[first:]):
+    for method, line in zip((*compare.WITHOUT_HEAD, *compare.OF_KIND["eagle"]), lines[first:]):
         assert line.startswith(f"{method}: "), line
         if method != "none":
             assert " = tau " in line and " of a vanilla pass); bound by " in line, line
@@ -60,6 +66,34 @@ def test_without_a_head_there_is_the_lookup(prompts, capsys, tmp_path):
     assert len(found) == 1 and found[0].startswith("ngram: ")
 
 
+def test_heads_of_every_kind_are_compared(prompts, capsys, tmp_path):
+    """EAGLE's and Medusa's in one run, each with the trees of its kind, under their folders' names."""
+    target = load_model(Path(DEMO), torch.float32)
+    c = target.config
+    heads = MedusaHeads(TokenHeads(3, 1, c.dim, c.vocab_size, own_lm_heads=False))
+    start_as_identity(heads, target)
+    (tmp_path / "medusa").mkdir()
+    write_heads(tmp_path / "medusa", heads, c, "bfloat16")
+    folders = {"eagle": f"{DEMO}-eagle", "medusa": str(tmp_path / "medusa")}
+    lines = lines_of(
+        capsys,
+        f"--checkpoint={DEMO}",
+        f"--prompts={prompts}",
+        f"--heads={','.join(folders.values())}",
+    )
+    found = [line for line in lines if " of a vanilla pass)" in line]
+    want = [f"{m}:head={folder}" for kind, folder in folders.items() for m in compare.OF_KIND[kind]]
+    assert len(found) == 1 + len(want), found
+    for start, line in zip(want, found[1:]):
+        assert line.startswith(start) and line.endswith("; 100 % of sequences identical"), line
+
+
+def test_every_kind_of_head_has_methods():
+    assert set(compare.OF_KIND) == set(HEAD_KINDS)
+    for kind, methods in compare.OF_KIND.items():
+        assert all(method.startswith(kind) for method in methods)
+
+
 def test_the_fastest_is_recommended():
     rows = [
         {"method": method, "tokens": tokens, "decode_s": 2.0}
@@ -77,14 +111,20 @@ def test_the_fastest_is_recommended():
         ([], "--prompts is missing; name a file with your prompts"),
         (["--prompts=none.jsonl"], "--prompts: cannot read none.jsonl"),
         (["--prompts={bad}"], "row 1 has no list of texts"),
-        (["--prompts={good}", "--eagle=none"], "no such directory: none"),
+        (["--prompts={good}", "--head=none"], "no such directory: none"),
+        (["--prompts={good}", f"--heads={DEMO}-eagle,{DEMO}"], "holds a model, and no head"),
+        (
+            ["--prompts={good}", "--heads={folder}"],
+            "a method is divided by : and ,; give it another",
+        ),
         (["--prompts={good}", "--context=9"], "no prompt of prompts has at most"),
     ],
 )
 def test_mistakes_are_one_line(prompts, argv, message, tmp_path, capsys):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n')
-    given = [text.format(bad=bad, good=prompts) for text in argv]
+    (tmp_path / "a:b").mkdir()
+    given = [text.format(bad=bad, good=prompts, folder=tmp_path / "a:b") for text in argv]
     with pytest.raises(SystemExit) as stop:
         compare.main([f"--checkpoint={DEMO}", "--device=cpu", "--max_new_tokens=8", *given])
     error = capsys.readouterr().err.splitlines()[-1]

@@ -62,7 +62,7 @@ def configured(out: Path, **options) -> DistillConfig:
 def test_training_writes_a_draft_model(kind, texts, tmp_path, monkeypatch):
     """The loss falls, the files draft, alpha is that of the decode loop, and the tokens are vanilla's."""
     examples = [Example(ids, [i > 2 for i in range(len(ids))]) for ids in texts]
-    monkeypatch.setattr(distill, "plot_curve", lambda curve, losses, path: path.touch())
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
     monkeypatch.setattr(train_eagle, "prepare", lambda *_: (examples, [(3, texts[0])]))
     config = configured(tmp_path, divergence=kind)
     train(config, ready(config, method_of(config)))
@@ -88,7 +88,7 @@ def test_training_writes_a_draft_model(kind, texts, tmp_path, monkeypatch):
 
 def test_wrong_options_are_one_line(tmp_path):
     with pytest.raises(ValueError, match="--draft_vocab is of heads; a draft model scores all"):
-        method_of(configured(tmp_path, draft_vocab=50))
+        configured(tmp_path, draft_vocab=50).check()
     count = golden_target().config.n_layers
     with pytest.raises(ValueError, match=f"--layers must be fewer than the target's {count}; it"):
         distill.DraftModel(golden_target(), count)

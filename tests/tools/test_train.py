@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +25,7 @@ from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from options import DEMO
-from scripts.train import train_demo, train_eagle
+from scripts.train import distill, train_block, train_demo, train_eagle, train_heads
 from scripts.train.acceptance import Chains, evaluate
 from scripts.train.losses import Recipe, unrolled_losses
 from scripts.train.train_eagle import Dialogue, TrainConfig, batches, to_example
@@ -276,6 +279,67 @@ def test_nothing_to_resume_is_one_line(tmp_path):
         config = train_eagle.TrainConfig if train is train_eagle.train else train_demo.TrainConfig
         with pytest.raises(ValueError, match="holds no unfinished run"):
             train(config(out=str(tmp_path), resume=True, device="cpu"))
+
+
+@pytest.mark.parametrize("program", [train_eagle, train_heads, train_block, distill])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--resume"], "holds no unfinished run; leave --resume out to start one"),
+        (["--resume", "--cpu_s=9"], "--cpu_s does not know the time before a --resume"),
+        (["--data=demo.jsonl"], "--data: there is no file demo.jsonl; name another"),
+        (["--features=nowhere/f.bin"], "nowhere/f.bin"),
+        (["--threads=-1"], "--threads must be at least 0; it is -1"),
+    ],
+)
+def test_programs_refuse_mistakes_before_they_load(
+    program, flags, message, tmp_path, monkeypatch, capsys
+):
+    def load_target(config):
+        raise AssertionError("the target was loaded first")
+
+    monkeypatch.setattr(train_eagle, "load_target", load_target)
+    name = Path(program.__file__).name
+    monkeypatch.setattr(sys, "argv", [name, f"--out={tmp_path}", "--device=cpu", *flags])
+    with pytest.raises(SystemExit) as stop:
+        program.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith(f"{name}: ") and message in line
+
+
+def test_another_kind_of_head_is_no_start(tmp_path):
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
+    for init, message in ((str(tmp_path), "a head of the kind medusa"), ("nowhere", "no such")):
+        with pytest.raises(ValueError, match=message):
+            TrainConfig(init=init, out=str(tmp_path)).check()
+
+
+def test_processor_time_ends_a_training():
+    left_s = train_eagle.left_of(0.05)
+    assert left_s() == pytest.approx(0.05, abs=0.01), "it counts from its first call on"
+    began = time.process_time()
+    while time.process_time() < began + 0.06:
+        pass
+    assert left_s() < 0
+
+
+def test_a_budget_of_processor_time_ends_the_command(tmp_path, monkeypatch):
+    """Long before its steps, behind a file of features that is filled first."""
+    ids = [i % 90 for i in range(5, 800)]
+    prepared = ([train_eagle.Example(ids, [True] * len(ids))], [(3, ids[:60])])
+    monkeypatch.setattr(train_eagle, "prepare", lambda *_: prepared)
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
+    flags = {
+        "checkpoint": GOLDEN / "models/target_llama_mha", "out": tmp_path, "features": tmp_path / "f.bin", "device": "cpu", "dtype": "float32",
+        "seq_len": 32, "batch_size": 2, "heads": 2, "steps": 10**6, "warmup": 2, "cpu_s": 0.3,
+    }  # fmt: skip
+    argv = [f"--{name}={value}" for name, value in flags.items()]
+    monkeypatch.setattr(sys, "argv", ["train_heads.py", *argv])
+    train_heads.main()
+    made = json.loads((tmp_path / "training.json").read_text())
+    assert (
+        2 <= made["config"]["steps"] < 10**4 and (tmp_path / "medusa_lm_head.safetensors").is_file()
+    )
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
