@@ -69,7 +69,7 @@ from scripts.train.plan import (
 
 COMMON = {
     "unroll": 3, "draft_vocab": 8192, "seq_len": 512, "batch_size": 4, "optimizer": "muon",
-    "eval_prompts": 24,
+    "eval_prompts": 24, "patience": 2,
 }  # fmt: skip
 RECIPES = {  # by measurement (benchmarks/TRAINING.md)
     "HASS": COMMON | {"init": "feature", "token_weight": 1.0, "lr": 3e-3, "muon_lr": 4e-3},
@@ -333,8 +333,9 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     state = job.state
     name = Path(config.checkpoint).name
     last = info["curve"][-1]
+    best = train_eagle.best_row(info["curve"])
     hours = ", ".join(f"{stage} {state['seconds'][stage] / 3600:.2f}" for stage in STAGES)
-    alphas = " ".join(f"{alpha:.3f}" for alpha in last["alpha"])
+    alphas = " ".join(f"{alpha:.3f}" for alpha in best["alpha"])
     table = "\n".join(tables(rows))
     batch = COMMON["batch_size"] * COMMON["seq_len"]
     epochs = last["step"] / state["batches"]
@@ -355,7 +356,8 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 - Training: {state["plan"]["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
   {parameters}.
 - Hours: {hours}.
-- Held-out prompts, greedy chains of five: acceptance by depth {alphas}; tau {last["tau"]:.3f};
+- Held-out prompts, greedy chains of five: acceptance by depth {alphas}; tau {best["tau"]:.3f},
+  the highest, at step {best["step"]};
   sharpness {read_json(job.out / "config.json")["draft_sharpness"]}.
 
 ## Prompts
