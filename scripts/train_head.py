@@ -78,6 +78,9 @@ RECIPES = {  # by measurement (benchmarks/TRAINING.md)
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
 VERSION = 2  # of run.json
+# answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
+# answered, whatever the budget (an answer has about 200)
+BATCH_TOKENS = 2000
 STEPS = 1000  # units of the schedule of training, which goes by the clock
 METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
@@ -102,7 +105,7 @@ class HeadConfig:
     def answers(self, tokens: float = AnswerConfig.tokens) -> AnswerConfig:
         """Return the options of the answers; few are answered in small batches, of every kind."""
         return AnswerConfig(
-            batch_size=min(48, math.ceil(tokens / 1000)),
+            batch_size=min(48, math.ceil(tokens / BATCH_TOKENS)),
             checkpoint=self.checkpoint,
             out=str(Path(self.out, "answers")),
             prompts=self.prompts,
@@ -363,7 +366,8 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 ## Prompts
 
 Given: {", ".join(shown_path(file) for file in config.prompts.split(","))}.
-Code: functions of Python's standard library to complete. Own: written by the target itself.
+Code: functions of Python's standard library to complete. Tasks: templates of many kinds. Long:
+parts of Python's language reference, with a question. Own: written by the target itself.
 
 ```text
 {state["data"]}
