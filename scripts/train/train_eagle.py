@@ -776,16 +776,18 @@ class BestHead:
 
     def __init__(self, config: TrainOptions):
         self.file = Path(config.out, "best.pt")
-        self.device = config.device
+        self.config = config
 
-    def keep(self, head: nn.Module, info: dict) -> bool:
-        """Keep the weights if the last row of the curve is the best. Writes: the file, info.
+    def add(self, head: nn.Module, info: dict, row: dict) -> bool:
+        """Add a row to the curve, and keep the weights if it is the best. Writes: the file, info.
 
         Returns: whether it is.
         """
+        tqdm.write(progress(row, self.config))
+        info["curve"].append(row)
         best = best_row(info["curve"])
         info["best_step"] = best["step"]
-        is_last = best is info["curve"][-1]
+        is_last = best is row
         if is_last:
             replace_file(self.file, lambda path: torch.save(head.state_dict(), path))
         return is_last
@@ -794,7 +796,7 @@ class BestHead:
         """Take the weights back unless the last row is the best. Writes: the head."""
         best = best_row(curve)
         if best is not curve[-1]:
-            saved = torch.load(self.file, map_location=self.device, weights_only=True)
+            saved = torch.load(self.file, map_location=self.config.device, weights_only=True)
             head.load_state_dict(saved)
             tqdm.write(f"the head is that of step {best['step']}, whose tau is the highest")
 
@@ -847,8 +849,7 @@ def train(
         done += 1
         before = position
         position = clock.position(ending_s) if clock else done
-        if position:
-            bar.total = round(done * config.steps / position)
+        bar.total = round(done * config.steps / (position or 1))
         bar.update()
         ended = position >= config.steps
         evaluates = ended or crosses(before, position, config.eval_every)
@@ -859,9 +860,7 @@ def train(
             row = {"step": done, **means, "seconds": time.time() - began, "cpu_s": cpu_s}
             row |= evaluate(head, made.target, made.sequences, made.method.draft)
             ending_s = 2 * (time.time() - began - row["seconds"])
-            info["curve"].append(row)
-            tqdm.write(progress(row, config))
-            improved = best.keep(head, info)
+            improved = best.add(head, info, row)
             ended = ended or gave_up(info["curve"], config.patience)
         if ended:
             position = config.steps
