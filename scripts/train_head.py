@@ -69,7 +69,7 @@ from scripts.train.plan import (
 
 COMMON = {
     "unroll": 3, "draft_vocab": 8192, "seq_len": 512, "batch_size": 4, "optimizer": "muon",
-    "eval_prompts": 24,
+    "eval_prompts": 24, "patience": 2,
 }  # fmt: skip
 RECIPES = {  # by measurement (benchmarks/TRAINING.md)
     "HASS": COMMON | {"init": "feature", "token_weight": 1.0, "lr": 3e-3, "muon_lr": 4e-3},
@@ -78,6 +78,9 @@ RECIPES = {  # by measurement (benchmarks/TRAINING.md)
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
 VERSION = 2  # of run.json
+# answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
+# answered, whatever the budget (an answer has about 200)
+BATCH_TOKENS = 2000
 STEPS = 1000  # units of the schedule of training, which goes by the clock
 METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
@@ -102,7 +105,7 @@ class HeadConfig:
     def answers(self, tokens: float = AnswerConfig.tokens) -> AnswerConfig:
         """Return the options of the answers; few are answered in small batches, of every kind."""
         return AnswerConfig(
-            batch_size=min(48, math.ceil(tokens / 1000)),
+            batch_size=min(48, math.ceil(tokens / BATCH_TOKENS)),
             checkpoint=self.checkpoint,
             out=str(Path(self.out, "answers")),
             prompts=self.prompts,
@@ -333,8 +336,9 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     state = job.state
     name = Path(config.checkpoint).name
     last = info["curve"][-1]
+    best = train_eagle.best_row(info["curve"])
     hours = ", ".join(f"{stage} {state['seconds'][stage] / 3600:.2f}" for stage in STAGES)
-    alphas = " ".join(f"{alpha:.3f}" for alpha in last["alpha"])
+    alphas = " ".join(f"{alpha:.3f}" for alpha in best["alpha"])
     table = "\n".join(tables(rows))
     batch = COMMON["batch_size"] * COMMON["seq_len"]
     epochs = last["step"] / state["batches"]
@@ -355,13 +359,15 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 - Training: {state["plan"]["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
   {parameters}.
 - Hours: {hours}.
-- Held-out prompts, greedy chains of five: acceptance by depth {alphas}; tau {last["tau"]:.3f};
+- Held-out prompts, greedy chains of five: acceptance by depth {alphas}; tau {best["tau"]:.3f},
+  the highest, at step {best["step"]};
   sharpness {read_json(job.out / "config.json")["draft_sharpness"]}.
 
 ## Prompts
 
 Given: {", ".join(shown_path(file) for file in config.prompts.split(","))}.
-Code: functions of Python's standard library to complete. Own: written by the target itself.
+Code: functions of Python's standard library to complete. Tasks: templates of many kinds. Long:
+parts of Python's language reference, with a question. Own: written by the target itself.
 
 ```text
 {state["data"]}

@@ -1,7 +1,8 @@
 """Let the target write answers to train a draft head with, and a third of the prompts.
 
 1. Prompts are given questions (`prompts`), headers of the standard library's functions with their
-   docstrings, and texts that the model itself writes behind the opening of a user turn, at T = 1.
+   docstrings, tasks of many kinds and long texts (task_prompts.py), and texts that the model itself
+   writes behind the opening of a user turn, at T = 1.
 2. Duplicates, prompts that are too long, answers that loop, and prompts and answers that share 13
    words in a row with an evaluation prompt (or contain a shorter one) are dropped, and counted.
    The further turns of a given prompt follow, while answers are good and the text fits.
@@ -37,20 +38,26 @@ from files import is_gguf, read_jsonl
 from generate import load, text_of
 from hf.chat import PROBE
 from hf.config import read_raw
-from load import warm_up
+from load import MAX_DEFAULT_CONTEXT, warm_up
 from options import DEFAULT, ROOT, GenerateConfig
 from scripts.bench.measure import repeated
-from scripts.train import train_demo
+from scripts.train import task_prompts, train_demo
 from session import Session
 
 GIVEN = "given"
 CODE = "code"
+TASKS = "tasks"
+LONG = "long"
 OWN = "own"
-SOURCES = (GIVEN, CODE, OWN)
+# tokens of a source's answers, relative to the others': long ones bring many of their prompts
+SHARES = {GIVEN: 1.0, CODE: 1.0, TASKS: 1.0, LONG: 0.25, OWN: 1.0}
+SOURCES = tuple(SHARES)
 GRAM = 13  # words in a row that a prompt may not share with an evaluation prompt
 OWN_TOKENS = 128  # longest prompt that the model writes; a longer one is dropped
 SORTED_BATCHES = 4  # prompts of so many batches are sorted by length
 LOOP = 0.5  # share of an answer's 8-grams that occurred before in it; more is a loop
+LONG_SMALLER = 8  # a batch of long texts has so many times fewer prompts
+TOKENS_OF_A_WORD = 2  # of long texts
 TAIL = 16  # a batch ends when only one sequence in so many is unfinished
 ASK = "Complete this Python function:\n\n```python\n{}\n```"
 
@@ -68,7 +75,8 @@ class AnswerConfig:
     greedy: float = 0.5  # share of the prompts answered at T = 0; the others at T = 1
     answer_tokens: int = 400  # longest answer; one that is cut is marked so
     prompt_tokens: int = 300  # longest prompt, template and earlier turns included
-    batch_size: int = 48  # sequences decoded together
+    long_tokens: int = 0  # of a long text's prompt; 0: as many as fit into the default context
+    batch_size: int = 48  # sequences decoded together; of long texts an eighth
     quant: str = "int8"  # of 16-bit weights; quantized ones stay as they are
     dtype: str = ""  # empty: the checkpoint's
     compile: bool = True
@@ -234,6 +242,8 @@ class Run:
         if config.greedy:
             greedy = warm_up(with_cycles(greedy))
         self.engines = {False: sampled, True: greedy}  # by greedy
+        self.long_tokens = _long_tokens(config, sampled)
+        self.long_engines = {}  # as `engines`; made when they are needed
         self.opening = sampled.template.render(list(PROBE[:1]), []).partition(PROBE[0])[0]
         self.tokens: Counter = Counter()  # answer tokens by (source, greedy)
         self.cut: Counter = Counter()  # answers that were cut, by source
@@ -248,7 +258,9 @@ class Run:
             self.done.add(row["turns"][0])
         size = config.batch_size
         for source, found in given.items():
-            self._add(source, [(turns, True) for turns in found], SORTED_BATCHES * size)
+            self._add(
+                source, [(turns, True) for turns in found], SORTED_BATCHES * self.size(source)
+            )
         rows = self._read("prompts.jsonl", {"turns", "ended"})
         own = [(row["turns"], row["ended"]) for row in rows]
         for first in range(0, len(own), size):  # as they were written
@@ -291,7 +303,7 @@ class Run:
         good = []
         for turns, ended in found:
             ids = engine.template.encode(engine.tokenizer, turns[:1], [])
-            if self.filter.accepts(source, turns, ended and len(ids) <= self.config.prompt_tokens):
+            if self.filter.accepts(source, turns, ended and len(ids) <= self.longest(source)):
                 greedy = hashed(f"greedy {turns[0]}") < self.config.greedy * 2**32
                 good.append(Prompt(source, turns, ids, greedy))
         if source != OWN:  # those are written in the order of their noise
@@ -301,6 +313,26 @@ class Run:
                 if p.text not in self.done:
                     self.waiting[source, p.greedy].append(p)
         return len(good)
+
+    def size(self, source: str) -> int:
+        """Return the number of sequences in a batch."""
+        size = self.config.batch_size
+        return max(size // LONG_SMALLER, 1) if source == LONG else size
+
+    def longest(self, source: str) -> int:
+        """Return the tokens of the longest prompt."""
+        return self.long_tokens if source == LONG else self.config.prompt_tokens
+
+    def engine(self, source: str, greedy: bool) -> Engine:
+        """Return the engine for a batch. Writes: long_engines."""
+        if source != LONG:
+            return self.engines[greedy]
+        if greedy not in self.long_engines:
+            plain = self.engines[greedy]
+            config = replace(plain.config, batch_size=self.size(LONG))
+            context = self.long_tokens + self.config.answer_tokens
+            self.long_engines[greedy] = with_cycles(replace(plain, config=config, context=context))
+        return self.long_engines[greedy]
 
     def total(self) -> int:
         """Return the number of answer tokens so far."""
@@ -319,9 +351,13 @@ class Run:
                 kinds.append((source, greedy))
         if not kinds:
             return False
-        source, greedy = min(kinds, key=lambda kind: self.tokens[kind] / share[kind[1]])
+
+        def done(kind: tuple[str, bool]) -> float:
+            return self.tokens[kind] / (SHARES[kind[0]] * share[kind[1]])
+
+        source, greedy = min(kinds, key=done)
         queue = self.waiting[source, greedy]
-        size = self.config.batch_size
+        size = self.size(source)
         while source == OWN and self.writes and len(queue) < size:
             self._write_prompts()
         batch = [queue.popleft() for _ in range(min(size, len(queue)))]
@@ -352,7 +388,7 @@ class Run:
 
     def _answer(self, batch: list[Prompt]) -> None:
         """Answer the turns of a batch of prompts. Writes: answers.jsonl."""
-        engine = self.engines[batch[0].greedy]
+        engine = self.engine(batch[0].source, batch[0].greedy)
         rows = [
             {
                 "source": p.source,
@@ -397,18 +433,25 @@ class Run:
 
     def _next_ids(self, p: Prompt, row: dict) -> list[int]:
         """Return the tokens up to the next answer; none for the last turn, or if it is too long."""
-        engine = self.engines[p.greedy]
+        engine = self.engine(p.source, p.greedy)
         answers = row["answers"]
         if len(answers) == len(p.turns):
             return []
         ids = engine.template.encode(engine.tokenizer, p.turns[: len(answers) + 1], answers)
-        return ids if len(ids) <= self.config.prompt_tokens else []
+        return ids if len(ids) <= self.longest(p.source) else []
 
     def lines(self) -> str:
         """Return the counts of every kind as text."""
         cut = ", ".join(f"{self.cut[source]} {source}" for source in SOURCES)
         kinds = (*SOURCES, "answers")
         return "\n".join([*map(self.filter.line, kinds), f"answers that were cut: {cut}"])
+
+
+def _long_tokens(config: AnswerConfig, engine: Engine) -> int:
+    """Return the tokens of the longest prompt of a long text."""
+    context = min(engine.target.config.max_context, MAX_DEFAULT_CONTEXT)
+    most = max(context - config.answer_tokens, config.prompt_tokens)
+    return min(config.long_tokens or most, most)
 
 
 def decoded(
@@ -439,8 +482,10 @@ def open_run(config: AnswerConfig) -> Run:
     code = []
     for part in train_demo.read_python().values():
         code += [[ASK.format(header)] for header in headers(part)]
+    long = task_prompts.long_texts((config.long_tokens or MAX_DEFAULT_CONTEXT) // TOKENS_OF_A_WORD)
+    prompts = {GIVEN: given, CODE: code, TASKS: [*task_prompts.tasks()], LONG: [*long]}
     filter = Filter.against(eval_texts(config.eval))
-    run = Run(config, {GIVEN: given, CODE: code}, filter)
+    run = Run(config, prompts, filter)
     if not filter.counts[GIVEN, "used"]:
         raise ValueError(
             f"--prompts: nothing in {config.prompts} can be used ({filter.line(GIVEN)}; at most "

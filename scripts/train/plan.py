@@ -45,7 +45,7 @@ PROBE_TOKENS = 32  # decoded to measure a rate
 PROBE_S = 15.0  # of measuring a batch of features, or a step
 ANSWER_TOKENS = 200  # of an answer, over which the time of its prompt is spread
 ROW_BYTES = 15  # of an answer token in its file, as text and as a number
-HEAD_BYTES = 14  # of a head's parameter: 2 in its file, 12 in the state to resume from
+HEAD_BYTES = 18  # of a head's parameter: 2 in its file, 12 to resume from, 4 in the best so far
 
 
 class Costs(NamedTuple):

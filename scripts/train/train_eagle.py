@@ -13,8 +13,9 @@ Our flags are in benchmarks/TRAINING.md.
 3. The head learns the target's distribution by soft cross-entropy, and in versions 1 and 2 the next
    feature by SmoothL1, over one step of a chain or several (losses.py).
 4. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py). The
-   curve is drawn and the head written. The state for `--resume` is saved four times as often. At
-   the end the sharpness c of log softmax(c * scores) is fitted by maximum likelihood on the same
+   curve is drawn, and the head written if its tau is the highest so far; `--patience` of them in a
+   row without one end the training. The state for `--resume` is saved four times as often. At the
+   end the sharpness c of log softmax(c * scores) is fitted by maximum likelihood on the same
    sequences.
 Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3; HASS (`--unroll`).
 Differences from the official code: clipping is by norm, noise does not depend on the length, `fc`
@@ -98,6 +99,9 @@ class TrainOptions:
     dtype: str = option("bfloat16", "autocast of training and weights of the file", tuple(DTYPES))
     eval_every: int = option(500, "steps", least=1)
     eval_prompts: int = option(64, "held-out prompts for alpha and tau", least=1)
+    patience: int = option(
+        0, "evaluations without a higher held-out tau that end the training; 0: any", least=0
+    )
     seed: int = option(0, "of initialisation, order and noise")
     cpu_s: float = option(
         0.0,
@@ -783,6 +787,60 @@ class Clock:
         return self.begin + (self.steps - self.begin) * (1 - left_s / self.begin_s)
 
 
+def best_row(curve: list[dict]) -> dict:
+    """Return the row with the highest tau, of equal ones the last."""
+    return max(reversed(curve), key=lambda row: row["tau"])
+
+
+def gave_up(curve: list[dict], patience: int) -> bool:
+    """Return true if the last `patience` evaluations had no higher tau than those before."""
+    since = len(curve) - 1 - curve.index(best_row(curve))
+    stops = 0 < patience <= since
+    if stops:
+        tqdm.write(f"{since} evaluations in a row had no higher tau: training ends")
+    return stops
+
+
+class BestHead:
+    """The weights with the highest tau of an evaluation, in a file that outlives a kill."""
+
+    def __init__(self, config: TrainOptions):
+        self.file = Path(config.out, "best.pt")
+        self.config = config
+
+    def add(self, head: nn.Module, info: dict, row: dict) -> bool:
+        """Add a row to the curve, and keep the weights if it is the best. Writes: the file, info.
+
+        Returns: whether it is.
+        """
+        tqdm.write(progress(row, self.config))
+        info["curve"].append(row)
+        best = best_row(info["curve"])
+        info["best_step"] = best["step"]
+        is_last = best is row
+        if is_last:
+            replace_file(self.file, lambda path: torch.save(head.state_dict(), path))
+        return is_last
+
+    def restore(self, head: nn.Module, curve: list[dict]) -> None:
+        """Take the weights back unless the last row is the best. Writes: the head."""
+        best = best_row(curve)
+        if best is not curve[-1]:
+            saved = torch.load(self.file, map_location=self.config.device, weights_only=True)
+            head.load_state_dict(saved)
+            tqdm.write(f"the head is that of step {best['step']}, whose tau is the highest")
+
+
+def finish(made: Ready, best: BestHead, info: dict) -> None:
+    """Take the best weights, and fit their sharpness. Writes: the head, info."""
+    head = made.head
+    info["config"]["steps"] = info["curve"][-1]["step"]
+    best.restore(head, info["curve"])
+    sharpness = fit_sharpness(head, made.target, made.sequences, made.method.draft)
+    head.config = replace(head.config, sharpness=sharpness)
+    tqdm.write(f"sharpness {sharpness}")
+
+
 def crosses(before: float, after: float, unit: float) -> bool:
     """Return true where a multiple of the unit is passed, or reached."""
     return after // unit > before // unit
@@ -813,6 +871,7 @@ def train(
     if config.resume:
         place = train_demo.load_state(state_file, head, steps.optimizers, config.device)
     done, position, info["curve"] = place
+    best = BestHead(config)
     clock = Clock(config.steps, position, left_s) if left_s else None
     ending_s = 0.0  # of the last evaluation, and as much for the sharpness
     feed = batches(made.examples, config, done)
@@ -826,8 +885,7 @@ def train(
         done += 1
         before = position
         position = clock.position(ending_s) if clock else done
-        if position:
-            bar.total = round(done * config.steps / position)
+        bar.total = round(done * config.steps / (position or 1))
         bar.update()
         ended = position >= config.steps
         evaluates = ended or crosses(before, position, config.eval_every)
@@ -838,21 +896,21 @@ def train(
             row = {"step": done, **means, "seconds": time.time() - began, "cpu_s": cpu_s}
             row |= evaluate(head, made.target, made.sequences, made.method.draft)
             ending_s = 2 * (time.time() - began - row["seconds"])
-            info["curve"].append(row)
-            tqdm.write(progress(row, config))
+            improved = best.add(head, info, row)
+            ended = ended or gave_up(info["curve"], config.patience)
         if ended:
-            info["config"]["steps"] = done
-            sharpness = fit_sharpness(head, made.target, made.sequences, made.method.draft)
-            head.config = replace(head.config, sharpness=sharpness)
-            tqdm.write(f"sharpness {sharpness}")
+            position = config.steps
+            finish(made, best, info)
         elif crosses(before, position, config.eval_every / SAVES):
             place = train_demo.Place(done, position, info["curve"])
             train_demo.save_state(state_file, head, steps.optimizers, place)
         if evaluates:
-            write_files(made, config, info)
+            if ended or improved:
+                write_files(made, config, info)
             mark = time.process_time()
     bar.close()
-    state_file.unlink(missing_ok=True)
+    for file in (state_file, best.file):
+        file.unlink(missing_ok=True)
     print(f"wrote {config.out}")
 
 

@@ -32,6 +32,10 @@ to the tree, \f whose text has less indentation.
 def plain(x):
     return x
 '''
+TASKS = [[f"Write about {i}.", "Shorter?"] for i in range(6)]
+LONG = [
+    [f"Summarize: {i} " + "and on " * 200] for i in range(6)
+]  # longer than other prompts may be
 load = cache(answer.load)
 EVAL = "One two three four five six seven eight nine ten eleven twelve thirteen fourteen."
 
@@ -56,6 +60,8 @@ def sources(tmp_path, monkeypatch):
         ]
 
     monkeypatch.setattr(answer, "decoded", decoded)
+    monkeypatch.setattr(answer.task_prompts, "tasks", lambda: TASKS)
+    monkeypatch.setattr(answer.task_prompts, "long_texts", lambda most_words: LONG)
     monkeypatch.setattr(answer, "load", load)
     monkeypatch.setattr(answer, "warm_up", lambda engine: engine)  # nothing is compiled
     return tmp_path
@@ -264,7 +270,7 @@ def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
     assert "code: 2 prompts, 2 used; dropped: none" in out
     rows = rows_of(config)
     assert len({row["turns"][0] for row in rows}) == len(rows) and "What is 3?" not in str(rows)
-    assert {row["source"] for row in rows[:12]} == {"given", "code", "own"}
+    assert {row["source"] for row in rows[:22]} == set(answer.SOURCES)
     assert {row["temperature"] for row in rows[:12]} == {0.0, 1.0}
     own = rows_of(config, "prompts.jsonl")
     assert run.filter.counts["own", "too long or empty"] == sum(not row["ended"] for row in own) > 0
@@ -284,6 +290,65 @@ def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
     with pytest.raises(ValueError, match="answer_ids are not the tokens of the answer"):
         train_eagle.to_example(d._replace(answer_ids=[7, 8, 9]), engine.tokenizer, engine.template)
     assert sum(len(row["answer_ids"]) for row in used) == run.total()
+
+
+@pytest.mark.parametrize("tokens", [8000, 20_000])
+def test_every_kind_is_used_at_small_budgets(sources, monkeypatch, tokens):
+    """With answers of 200 tokens, every source is answered greedily and sampled within the budget."""
+    import scripts.train_head as train_head
+
+    size = train_head.HeadConfig(checkpoint=DEMO).answers(tokens).batch_size
+    config = config_for(sources, tokens=tokens, batch_size=size)
+    many = {source: [[f"{source} {i}?"] for i in range(400)] for source in answer.SOURCES}
+    word = Tokenizer.load(answer.Path(DEMO)).encode("yes", bos=False)
+    monkeypatch.setattr(answer, "decoded", lambda engine, streams, prompts, longest: [
+        (word * 200)[:200] for _ in prompts
+    ])  # fmt: skip
+    monkeypatch.setattr(answer, "repeated", lambda ids: 0.0)
+    answer.Path(config.out).mkdir()
+    own = many.pop("own")
+    run = answer.Run(config, many, Filter(set()))
+    run._add("own", [(turns, True) for turns in own], size)
+    run.writes = False
+    while run.total() < tokens and run.step():
+        pass
+    assert set(run.tokens) == set(run.waiting) and min(run.tokens.values()) >= 200
+    shares = {source: run.tokens[source, True] + run.tokens[source, False] for source in many}
+    if tokens > 8000:  # long ones have their share, a batch more or less
+        assert shares["long"] < 0.6 * shares["tasks"]
+
+
+def test_bundled_prompts_are_of_many_kinds_and_lengths():
+    """Without an evaluation prompt among them; long ones go up to the length that fits."""
+    tasks = [*answer.task_prompts.tasks()]
+    firsts = [turns[0] for turns in tasks]
+    kinds = len(answer.task_prompts.TEMPLATES)
+    assert len(set(firsts)) == len(firsts) > 20 * 20
+    starts = {first.split()[0] + first.split()[1] for first in firsts[:kinds]}
+    assert len(starts) > 12, "the first ones are of different kinds"
+    assert 0.2 < sum(len(turns) == 2 for turns in tasks) / len(tasks) < 0.6
+    assert not any("{" in text for turns in tasks for text in turns)
+    long = [turns[0] for turns in answer.task_prompts.long_texts(1000)]
+    sizes = [len(text.split()) for text in long]
+    assert len(set(long)) == len(long) > 100
+    assert min(sizes[:8]) < 250 and max(sizes[:8]) > 980 and max(sizes) < 1030
+    filter = Filter.against(answer.eval_texts(AnswerConfig.eval))
+    used = [filter.accepts("tasks", turns, True) for turns in [*tasks, *([t] for t in long)]]
+    assert sum(used) / len(used) > 0.98
+
+
+def test_long_texts_have_an_engine_of_their_own(sources):
+    """With room for them; prompts that are longer than the context leaves room for are dropped."""
+    config = config_for(sources, tokens=200, batch_size=8, long_tokens=500)
+    rows = (answer.answer(config), rows_of(config))[1]
+    long = [row for row in rows if row["source"] == "long"]
+    assert long and {row["temperature"] for row in long} <= {0.0, 1.0}
+    run = answer.Run(replace(config, out=str(sources / "b"), long_tokens=0), {}, Filter(set()))
+    assert run.size("long") == 1 and run.size("given") == 8
+    engine = run.engine("long", True)
+    most = min(engine.target.config.max_context, answer.MAX_DEFAULT_CONTEXT)
+    assert engine.context == most and run.longest("long") == most - config.answer_tokens
+    assert run.longest("given") == config.prompt_tokens and engine is run.engine("long", True)
 
 
 # ----------------------------------------------------------------------------------------- mistakes

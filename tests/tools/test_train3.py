@@ -332,6 +332,55 @@ def test_training_ends_with_its_time(quick, tmp_path, monkeypatch):
     assert [row["step"] for row in info["curve"]] == [4, 6] and info["config"]["steps"] == 6
 
 
+@pytest.mark.parametrize(
+    ("taus", "patience", "steps", "best"),
+    [
+        ([1.5, 2.0, 1.9, 1.8, 2.5], 2, 8, 4),  # two in a row without a higher one
+        ([1.5, 2.0, 1.9, 2.1, 2.05], 2, 10, 8),  # one is not enough
+        ([1.5, 2.0, 1.9, 1.8, 1.7], 0, 10, 4),  # no patience is asked for
+        ([1.5, 1.6, 1.7, 1.7, 1.7], 1, 10, 10),  # of equal ones the last
+    ],
+)
+@pytest.mark.parametrize("killed", [False, True])
+def test_training_ends_when_tau_no_longer_rises(
+    taus, patience, steps, best, killed, quick, tmp_path, monkeypatch
+):
+    """By made-up tau, also after a kill: the head written is that of the highest one."""
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
+    seen: list[Tensor] = []  # weights that were evaluated
+
+    def evaluated(head, target, sequences, draft):
+        seen.append(head.layers[0].attention.wo.weight.detach().clone())
+        return {"alpha": [0.5], "tau": taus[len(seen) - 1]}
+
+    monkeypatch.setattr(train_eagle, "evaluate", evaluated)
+    config = TrainConfig(
+        **COMMON | {"out": str(tmp_path), "steps": 10, "eval_every": 2, "patience": patience}
+    )
+    save_state = train_eagle.train_demo.save_state
+
+    def killing(file, head, optimizers, place):
+        save_state(file, head, optimizers, place)
+        if place.step == 6:
+            monkeypatch.setattr(train_eagle.train_demo, "save_state", save_state)
+            raise KeyboardInterrupt
+
+    if killed:
+        monkeypatch.setattr(train_eagle.train_demo, "save_state", killing)
+        with pytest.raises(KeyboardInterrupt):
+            train_eagle.train(config)
+        assert len(seen) == 3
+        config = replace(config, resume=True)
+    train_eagle.train(config)
+    info = json.loads((tmp_path / "training.json").read_text())
+    assert info["curve"][-1]["step"] == info["config"]["steps"] == steps
+    assert info["best_step"] == best
+    assert not (tmp_path / "best.pt").exists() and not (tmp_path / "resume.pt").exists()
+    head = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=0), target(), [])
+    same = [torch.equal(head.layers[0].attention.wo.weight, weight) for weight in seen]
+    assert same.index(True) == best // 2 - 1 and sum(same) == 1
+
+
 def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monkeypatch):
     """Killed in the second epoch and resumed, with and without the file, as an unbroken run: 8 batches, 14 steps."""
     common = COMMON | {"steps": 14, "eval_every": 11}

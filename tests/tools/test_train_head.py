@@ -65,6 +65,8 @@ def small(tmp_path, monkeypatch):
     (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
     monkeypatch.setattr(generate_answers.train_demo, "read_python", lambda: {"train": [MODULE]})
+    for name in ("tasks", "long_texts"):
+        monkeypatch.setattr(generate_answers.task_prompts, name, lambda *words: [])
     monkeypatch.setattr(train_demo, "held_out", lambda name, share: name.endswith("1?"))
     monkeypatch.setattr(train_eagle, "OWN_TOKENS", 24)
     size = {"answer_tokens": 8, "batch_size": 4, "eval": str(tmp_path / "tiny.jsonl")}
