@@ -819,23 +819,27 @@ class BestHead:
         info["best_step"] = best["step"]
         is_last = best is row
         if is_last:
-            replace_file(self.file, lambda path: torch.save(head.state_dict(), path))
+            saved = {"step": row["step"], "weights": head.state_dict()}
+            replace_file(self.file, lambda path: torch.save(saved, path))
         return is_last
 
-    def restore(self, head: nn.Module, curve: list[dict]) -> None:
-        """Take the weights back unless the last row is the best. Writes: the head."""
-        best = best_row(curve)
-        if best is not curve[-1]:
-            saved = torch.load(self.file, map_location=self.config.device, weights_only=True)
-            head.load_state_dict(saved)
-            tqdm.write(f"the head is that of step {best['step']}, whose tau is the highest")
+    def restore(self, head: nn.Module, info: dict) -> None:
+        """Take the weights back unless they are those of the last row. Writes: the head, info.
+
+        The step is the file's: a kill may have come between this file and the state's.
+        """
+        saved = torch.load(self.file, map_location=self.config.device, weights_only=True)
+        info["best_step"] = saved["step"]
+        if saved["step"] != info["curve"][-1]["step"]:
+            head.load_state_dict(saved["weights"])
+            tqdm.write(f"the head is that of step {saved['step']}, whose tau is the highest")
 
 
 def finish(made: Ready, best: BestHead, info: dict) -> None:
     """Take the best weights, and fit their sharpness. Writes: the head, info."""
     head = made.head
     info["config"]["steps"] = info["curve"][-1]["step"]
-    best.restore(head, info["curve"])
+    best.restore(head, info)
     sharpness = fit_sharpness(head, made.target, made.sequences, made.method.draft)
     head.config = replace(head.config, sharpness=sharpness)
     tqdm.write(f"sharpness {sharpness}")
@@ -885,7 +889,8 @@ def train(
         done += 1
         before = position
         position = clock.position(ending_s) if clock else done
-        bar.total = round(done * config.steps / (position or 1))
+        if position:
+            bar.total = round(done * config.steps / position)
         bar.update()
         ended = position >= config.steps
         evaluates = ended or crosses(before, position, config.eval_every)
@@ -916,12 +921,14 @@ def train(
 
 def left_of(cpu_s: float) -> Callable[[], float]:
     """Return a function that tells the processor time left, in seconds, from its first call on."""
-    began: list[float] = []
+    end_s = None
 
     def left_s() -> float:
+        nonlocal end_s
         now = time.process_time()
-        began.append(now)
-        return cpu_s - (now - began[0])
+        if end_s is None:
+            end_s = now + cpu_s
+        return end_s - now
 
     return left_s
 

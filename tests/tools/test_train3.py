@@ -332,6 +332,20 @@ def test_training_ends_with_its_time(quick, tmp_path, monkeypatch):
     assert [row["step"] for row in info["curve"]] == [4, 6] and info["config"]["steps"] == 6
 
 
+def test_best_weights_bring_their_own_step(tmp_path):
+    """A kill between their file and the state leaves a curve without their row."""
+    config = TrainConfig(out=str(tmp_path), device="cpu")
+    best = train_eagle.BestHead(config)
+    head = torch.nn.Linear(2, 2)
+    row = dict.fromkeys(config.losses, 1.0) | {"alpha": [0.5], "seconds": 1.0, "cpu_s": 1.0}
+    assert best.add(head, {"curve": [row | {"step": 1, "tau": 1.1}]}, row | {"step": 2, "tau": 1.4})
+    kept = head.weight.detach().clone()
+    torch.nn.init.zeros_(head.weight)
+    info = {"curve": [row | {"step": 1, "tau": 1.1}, row | {"step": 3, "tau": 1.0}], "best_step": 1}
+    best.restore(head, info)
+    assert torch.equal(head.weight, kept) and info["best_step"] == 2
+
+
 @pytest.mark.parametrize(
     ("taus", "patience", "steps", "best"),
     [
