@@ -5,8 +5,8 @@
 // 2. A tile multiplies up to TALL rows by a few outputs, with a register of sums for each pair of them. AVX512-BF16
 //    multiplies and adds in pairs; elsewhere both are widened to fp32. Long k is cut into panels, so that the rows of a
 //    tile stay in the L1 cache.
-// 3. Meanwhile the weights behind are prefetched: of up to TALL rows a few KB ahead, in the order of memory; else those
-//    behind the strip, a share in every tile. In a mixture, each expert's rows pass over its own weight.
+// 3. Meanwhile the weights behind are fetched into L2: of up to TALL rows some KB ahead, in the order of memory; else
+//    those behind the strip, a share in every tile. In a mixture, each expert's rows pass over its own weight.
 //
 // A row's result does not depend on the other rows, bit for bit: an output has CHAINS sums on all processors, sum c of
 // pairs c, c + CHAINS, ... of k in their order, the second value of a pair first, rounded after every product. In the
@@ -54,7 +54,7 @@ constexpr int64_t BLOCK = 2 * CHAINS;   // k of a step: a cache line of weights
 constexpr int HALVES = CHAINS / LANES;
 constexpr int64_t STRIP = 16;           // outputs
 constexpr int64_t PANEL = 2048;         // k, at most: 16 KB of four rows
-constexpr int64_t AHEAD = 4096;         // k of a stream that is prefetched: 8 KB
+constexpr int64_t AHEAD = 8192;         // k of a stream that is prefetched: 16 KB
 constexpr int64_t ROWS = 16;            // rows with their sums kept at a time
 constexpr int64_t GRAIN = 1 << 19;  // bytes of weights, or as much work, that pay for a thread's wake-up
 
@@ -106,9 +106,9 @@ template <int M, int O> [[gnu::noinline]] void tile(const Pass& pass, int64_t ou
     };
     for (int64_t i = 0; i < whole; i += BLOCK) {
       if (h == 0 && streams)
-        for (int64_t o = 0; o < O; o++) __builtin_prefetch(w[0] + i * O + AHEAD + o * BLOCK);
+        for (int64_t o = 0; o < O; o++) to_l2(w[0] + i * O + AHEAD + o * BLOCK);
       else if (h == 0)
-        for (int64_t o = fetched; o < end; o++) __builtin_prefetch(pass.next + o * k + i);
+        for (int64_t o = fetched; o < end; o++) to_l2(pass.next + o * k + i);
       step(w, x, i);
     }
     if (whole < pass.size) {  // the last block, padded with zeros

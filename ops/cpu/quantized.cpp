@@ -128,9 +128,10 @@ template <class T> void round_rows(Activations& a, const T* x) {
 // A part of a strip's k, whole superblocks, and its scales in fp32.
 
 struct Panel {
-  const uint8_t* weights;  // its first superblock
-  const uint8_t* ahead;    // the next panel, fetched meanwhile; null: another tile fetches it
-  int64_t first, last;     // k
+  const uint8_t* weights;        // its first superblock
+  const uint8_t *ahead, *reach;  // the line behind the panel to fetch next, and the end of what is to be fetched by now
+  int64_t tiles;                 // that pass over the panel; each fetches its share
+  int64_t first, last;           // k
   alignas(64) float scale[PANEL / 16 * STRIP];  // per group of k
   alignas(64) float least[PANEL / 16 * STRIP];  // minima
   alignas(64) int32_t zero[PANEL / 16 * STRIP];
@@ -311,9 +312,9 @@ template <class F, int STEPS, int M, int V>
   const int8_t* x = &a.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
   Ends ends{&a.scales[place], &a.sums[place], &a.starts[place]};
   const int64_t size = layout.group, last = panel.last;
-  const int64_t share = panel.ahead ? layout.super_bytes() * size / layout.super * V / NV : 0;
+  const int64_t share = layout.super_bytes() * size / layout.super * V / NV / panel.tiles;
   const Adds adds = adds_of(layout);
-  const uint8_t *p = panel.weights + 4 * first, *ahead = panel.ahead;
+  const uint8_t *p = panel.weights + 4 * first, *ahead = panel.ahead, *reach = panel.reach;
   int64_t g = first;
   Floats total[M][V];
   for (int m = 0; m < M; m++)
@@ -326,7 +327,7 @@ template <class F, int STEPS, int M, int V>
       clear(sums);
       dots<F, M, V>(p, x, steps, sums);
       p += steps * F::STEP_BYTES, x += steps * STEP<F> * M;
-      for (const uint8_t* fetched = ahead + share; ahead < fetched; ahead += 64) __builtin_prefetch(ahead);
+      for (reach += share; ahead < reach; ahead += 64) to_l2(ahead);
       switch (adds) {
         case Adds::NOTHING: scale_sums<Adds::NOTHING>(sums, panel, g, ends, total); break;
         case Adds::LEAST: scale_sums<Adds::LEAST>(sums, panel, g, ends, total); break;
@@ -338,7 +339,7 @@ template <class F, int STEPS, int M, int V>
   }
   for (int m = 0; m < M; m++)
     for (int j = 0; j < V; j++) store(acc + m * STRIP + output_of<V>(j), total[m][j]);
-  panel.ahead = ahead;
+  panel.ahead = ahead, panel.reach = reach;
 }
 
 template <class F, int STEPS, int M = MB>
@@ -377,9 +378,9 @@ void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& pane
     panel.last = std::min(a.k, panel.first + supers * layout.super);
     open_panel(layout, output_scale, panel);
     const uint8_t* next = panel.weights + supers * layout.super_bytes();
+    panel.ahead = panel.reach = next, panel.tiles = T;
     for (int64_t t = 0; t < T; t++) {
       const auto [row, height] = tile_of(group, t);
-      panel.ahead = t ? nullptr : next;
       tiles<F, STEPS>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
     }
     panel.weights = next;
