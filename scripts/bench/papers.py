@@ -34,7 +34,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,9 +220,10 @@ OF_MODEL = f"model:{CHAIN}"
 
 
 def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
-    """Return the methods of a setting; with `all`, a draft model also by the papers' rule.
+    """Return the methods of a setting.
 
-    Raises: ValueError for a directory that is no head.
+    With `all`, a file or directory of `--heads` that no method can use is named and left out.
+    Raises: ValueError where all of them are left out.
     """
     if config.methods != "all":
         return config.methods.split(",")
@@ -231,20 +232,40 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
     found = [one for one in draft.metadata["choices"] if one and one not in of_files]
     if bundled_head(Path(config.checkpoint)).is_dir():
         found += [f"eagle:{tree}" for tree in OF_KIND["eagle"]]
-    for path in sorted(Path(config.heads).iterdir()) if config.heads else ():
-        if path.is_file() and not is_gguf(path):
-            found.append(f"rest:datastore={path}")
-            continue
-        kind = "model" if is_gguf(path) else head_kind(path)
-        # no model is whole without an embedding, and no head brings one under this name
-        if kind == "eagle" and "model.embed_tokens.weight" in WeightFiles(path).readers:
-            kind = "model"
-        if kind == "model":
-            rules = ("", ":residual") if setting.temperature else ("",)
-            found += [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]
-            continue
-        found += [f"{kind}:{tree}:{head_options(path)}" for tree in OF_KIND[kind]]
-    return found
+    if not config.heads:
+        return found
+    of_heads = []
+    for path in sorted(Path(config.heads).iterdir()):
+        try:
+            of_heads += methods_of_file(path, setting)
+        except (ValueError, OSError) as error:
+            say_once(f"note: left out of --methods all: {error}")
+    if not of_heads:
+        raise ValueError(f"--heads {config.heads} has no head, draft model or datastore to measure")
+    return found + of_heads
+
+
+@cache
+def say_once(line: str) -> None:
+    """Print a line to stderr, the first time only: the methods are listed for every setting."""
+    print(line, file=sys.stderr)
+
+
+def methods_of_file(path: Path, setting: Setting) -> list[str]:
+    """Return the methods of a head, a draft model or a datastore: a model also by the papers' rule.
+
+    Raises: ValueError, OSError for what is none of these.
+    """
+    if path.is_file() and not is_gguf(path):
+        return [f"rest:datastore={path}"]
+    kind = "model" if is_gguf(path) else head_kind(path)
+    # no model is whole without an embedding, and no head brings one under this name
+    if kind == "eagle" and "model.embed_tokens.weight" in WeightFiles(path).readers:
+        kind = "model"
+    if kind == "model":
+        rules = ("", ":residual") if setting.temperature else ("",)
+        return [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]
+    return [f"{kind}:{tree}:{head_options(path)}" for tree in OF_KIND[kind]]
 
 
 def head_options(path: Path) -> str:

@@ -333,7 +333,7 @@ def test_methods_become_options():
     assert (got.tree, got.children, got.tree_size, got.no_rerank) == ("dynamic", "topk", 30, True)
 
 
-def test_all_methods_are_those_whose_files_are_there(tmp_path):
+def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
     models = GOLDEN / "models"
     (tmp_path / "a").symlink_to(models / "head_eagle12_mha")
     (tmp_path / "b").symlink_to(models / "target_llama_mha")
@@ -359,6 +359,17 @@ def test_all_methods_are_those_whose_files_are_there(tmp_path):
     copied = Path(shutil.copytree(models / "head_eagle12_mha", tmp_path / "a"))
     (copied / "token_ranks.json").write_text("[5, 3, 8]")
     assert f"eagle:static:head={copied}:draft_vocab=3" in bench.methods_of(config, greedy)
+    assert not capsys.readouterr().err
+    found = bench.methods_of(config, greedy)
+    (tmp_path / "broken").mkdir()
+    for _ in range(2):
+        assert bench.methods_of(config, greedy) == found
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"note: left out of --methods all: {tmp_path / 'broken'}"), said
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone/empty").mkdir()
+    with pytest.raises(ValueError, match="has no head, draft model or datastore to measure"):
+        bench.methods_of(replace(config, heads=str(tmp_path / "alone")), greedy)
     config = replace(config, eagle=str(models / "head_eagle3"))
     assert method_config("eagle:dynamic", greedy, config).head == config.eagle
     chosen = method_config(more[0], greedy, config)
