@@ -336,7 +336,7 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     state = job.state
     name = Path(config.checkpoint).name
     last = info["curve"][-1]
-    best = train_eagle.best_row(info["curve"])
+    best = info["best"]
     hours = ", ".join(f"{stage} {state['seconds'][stage] / 3600:.2f}" for stage in STAGES)
     alphas = " ".join(f"{alpha:.3f}" for alpha in best["alpha"])
     table = "\n".join(tables(rows))

@@ -102,7 +102,7 @@ def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
         median_s(look),
         median_s(lambda: steps.run(0, 0, batch)),
         feature_bytes=features.numel() * 2 + (0 if best is None else best.numel() * 4),
-        head_bytes=HEAD_BYTES * sum(p.numel() for p in head.parameters()),
+        head_bytes=HEAD_BYTES * train_eagle.count_parameters(head),
         answer_memory=answer_memory,
         training_memory=peak_memory_bytes(training.device),
     )

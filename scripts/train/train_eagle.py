@@ -113,6 +113,7 @@ class TrainOptions:
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     version = 1  # features are kept as for EAGLE-1, without the target's best tokens
+    is_trained = False  # the head at the start, whose tau counts then
 
     def check(self) -> None:
         """Check the options, and the files that they name, before anything is loaded.
@@ -149,7 +150,7 @@ class TrainConfig(TrainOptions):
     def check(self) -> None:
         """Check the options. Raises: ValueError also for one of another version, or no head."""
         super().check()
-        if self.init not in ("random", "feature"):
+        if self.is_trained:
             check_directory(Path(self.init))
             kind = head_kind(Path(self.init))
             fault = f"--init: {self.init} holds a head of the kind {kind}; name an EAGLE head"
@@ -159,6 +160,11 @@ class TrainConfig(TrainOptions):
         for name in OF_VERSION_1:
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ValueError(f"--{name} belongs to heads of version 1; leave it out")
+
+    @property
+    def is_trained(self) -> bool:
+        """Check whether the head at the start is an existing one."""
+        return self.init not in ("random", "feature")
 
     @property
     def recipe_steps(self) -> int:
@@ -432,7 +438,7 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
     examples: their marked tokens choose the draft vocabulary
     Raises: ValueError for an existing head that this version's training cannot go on with.
     """
-    if config.init not in ("random", "feature"):
+    if config.is_trained:
         return existing_head(config, target)
     c = target.config
     model = replace(
@@ -543,7 +549,12 @@ def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
     steps = [row["step"] for row in curve]
     for name in losses:
         kind, step = name.split()
-        left.plot(steps, [row[name] for row in curve], label=LABELS[kind].format(step))
+        trained = [row for row in curve if name in row]  # the row of a start has no losses
+        left.plot(
+            [row["step"] for row in trained],
+            [row[name] for row in trained],
+            label=LABELS[kind].format(step),
+        )
     left.set(xlabel="step", title="training loss", yscale="log")
     levels = max((len(row["alpha"]) for row in curve), default=0)
     for n in range(levels):
@@ -651,10 +662,10 @@ def scale_first_layer(
 
 
 def progress(row: dict, config: TrainOptions) -> str:
-    """Return the line that is printed for a row of the curve."""
-    losses = ", ".join(f"{name} {row[name]:.3f}" for name in config.losses)
+    """Return the line that is printed for a row of the curve. The row of a start has no losses."""
+    losses = ", ".join(f"{name} {row[name]:.3f}" for name in config.losses if name in row)
     alphas = " ".join(f"{alpha:.3f}" for alpha in row["alpha"])
-    return f"step {row['step']}: {losses}; alpha {alphas}; tau {row['tau']:.3f}"
+    return f"step {row['step']}: {losses or 'as it was'}; alpha {alphas}; tau {row['tau']:.3f}"
 
 
 class Ready(NamedTuple):
@@ -815,24 +826,32 @@ class BestHead:
         """
         tqdm.write(progress(row, self.config))
         info["curve"].append(row)
-        best = best_row(info["curve"])
-        info["best_step"] = best["step"]
-        is_last = best is row
+        info["best"] = best_row(info["curve"])
+        is_last = info["best"] is row
         if is_last:
-            saved = {"step": row["step"], "weights": head.state_dict()}
+            saved = {"row": row, "weights": head.state_dict()}
             replace_file(self.file, lambda path: torch.save(saved, path))
         return is_last
+
+    def begin(self, made: Ready, info: dict) -> None:
+        """Add an existing head, before its first step here, as step 0. Writes: the file, info."""
+        if self.config.resume or not self.config.is_trained:
+            return
+        row = {"step": 0, "seconds": 0.0, "cpu_s": 0.0}
+        row |= evaluate(made.head, made.target, made.sequences, made.method.draft)
+        self.add(made.head, info, row)
 
     def restore(self, head: nn.Module, info: dict) -> None:
         """Take the weights back unless they are those of the last row. Writes: the head, info.
 
-        The step is the file's: a kill may have come between this file and the state's.
+        Their row is the file's: a kill may have come between this file and the state's.
         """
         saved = torch.load(self.file, map_location=self.config.device, weights_only=True)
-        info["best_step"] = saved["step"]
-        if saved["step"] != info["curve"][-1]["step"]:
+        info["best"] = saved["row"]
+        step = info["best"]["step"]
+        if step != info["curve"][-1]["step"]:
             head.load_state_dict(saved["weights"])
-            tqdm.write(f"the head is that of step {saved['step']}, whose tau is the highest")
+            tqdm.write(f"the head is that of step {step}, whose tau is the highest")
 
 
 def finish(made: Ready, best: BestHead, info: dict) -> None:
@@ -843,6 +862,11 @@ def finish(made: Ready, best: BestHead, info: dict) -> None:
     sharpness = fit_sharpness(head, made.target, made.sequences, made.method.draft)
     head.config = replace(head.config, sharpness=sharpness)
     tqdm.write(f"sharpness {sharpness}")
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Count the numbers of a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def crosses(before: float, after: float, unit: float) -> bool:
@@ -869,13 +893,13 @@ def train(
     state_file = train_demo.resume_file(Path(config.out), config.resume)
     head = made.head
     steps = Steps(config, made)
-    parameters = sum(p.numel() for p in head.parameters())
-    info = {"config": asdict(config), "parameters": parameters, "curve": []}
+    info = {"config": asdict(config), "parameters": count_parameters(head), "curve": []}
     place = train_demo.Place(0, 0.0, [])
     if config.resume:
         place = train_demo.load_state(state_file, head, steps.optimizers, config.device)
     done, position, info["curve"] = place
     best = BestHead(config)
+    best.begin(made, info)
     clock = Clock(config.steps, position, left_s) if left_s else None
     ending_s = 0.0  # of the last evaluation, and as much for the sharpness
     feed = batches(made.examples, config, done)

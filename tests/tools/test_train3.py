@@ -341,9 +341,9 @@ def test_best_weights_bring_their_own_step(tmp_path):
     assert best.add(head, {"curve": [row | {"step": 1, "tau": 1.1}]}, row | {"step": 2, "tau": 1.4})
     kept = head.weight.detach().clone()
     torch.nn.init.zeros_(head.weight)
-    info = {"curve": [row | {"step": 1, "tau": 1.1}, row | {"step": 3, "tau": 1.0}], "best_step": 1}
+    info = {"curve": [row | {"step": 1, "tau": 1.1}, row | {"step": 3, "tau": 1.0}]}
     best.restore(head, info)
-    assert torch.equal(head.weight, kept) and info["best_step"] == 2
+    assert torch.equal(head.weight, kept) and info["best"] == row | {"step": 2, "tau": 1.4}
 
 
 @pytest.mark.parametrize(
@@ -388,11 +388,30 @@ def test_training_ends_when_tau_no_longer_rises(
     train_eagle.train(config)
     info = json.loads((tmp_path / "training.json").read_text())
     assert info["curve"][-1]["step"] == info["config"]["steps"] == steps
-    assert info["best_step"] == best
+    assert info["best"]["step"] == best
     assert not (tmp_path / "best.pt").exists() and not (tmp_path / "resume.pt").exists()
     head = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=0), target(), [])
     same = [torch.equal(head.layers[0].attention.wo.weight, weight) for weight in seen]
     assert same.index(True) == best // 2 - 1 and sum(same) == 1
+
+
+def test_training_never_ends_with_a_worse_head_than_its_start(quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
+    first, second = tmp_path / "first", tmp_path / "second"
+    config = TrainConfig(**COMMON | {"out": str(first), "steps": 2, "eval_every": 2})
+    train_eagle.train(config)
+    taus = iter([2.0, 1.9, 1.8])
+    monkeypatch.setattr(train_eagle, "evaluate", lambda *of: {"alpha": [0.5], "tau": next(taus)})
+    again = replace(config, out=str(second), steps=4, init=str(first), draft_vocab=0)
+    train_eagle.train(again)
+    info = json.loads((second / "training.json").read_text())
+    assert [row["step"] for row in info["curve"]] == [0, 2, 4] and info["best"]["step"] == 0
+    heads = [
+        train_eagle.make_head(replace(again, init=str(path)), target(), [])
+        for path in (first, second)
+    ]
+    for a, b in zip(*(head.parameters() for head in heads)):
+        assert torch.equal(a, b)
 
 
 def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monkeypatch):
