@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_trained_drafters import write_drafter
 
 import lost_device
 import ops.attention
@@ -747,6 +748,25 @@ def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
     plain = generate(load(draft="none", **options), prompts)
     for tree in ("chain", "dynamic"):
         assert generate(load(tree=tree, batch_size=2, **options), prompts).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra", "hydra++", "dflash", "jetspec"])
+def test_trained_drafters_equal_vanilla(kind, temperature, tmp_path):
+    """Files on disk, compiled and captured, in fp32; Medusa and Hydra with LM heads of their own."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    write_drafter(tmp_path / kind, kind)
+    options = {
+        "checkpoint": str(GOLDEN / "models/target_llama_mha"),
+        "device": "cuda",
+        "dtype": "float32",
+        "temperature": temperature,
+        "max_new_tokens": 24,
+        "ignore_eos": True,
+    }
+    plain = generate(load(draft="none", **options), PROMPTS[:1])
+    drafted = load(head=str(tmp_path / kind), tree="dynamic", compile=True, **options)
+    assert generate(drafted, PROMPTS[:1]).tokens == plain.tokens
 
 
 def golden_config(temperature: float, max_new_tokens: int) -> GenerateConfig:
