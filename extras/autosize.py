@@ -60,8 +60,8 @@ MISS = 0.25
 LEAST_HIT = 0.05
 # weight of MISS (tokens)
 MISS_WEIGHT = 2
-# initial cost of a further node, by weight format, measured with AVX2 (LOG.md)
-NODE = {"none": 0.12, "int8": 0.3, "int4": 0.4, "blocks": 0.4}
+# initial cost of a further node, by weight format, between those with AVX-512 and AVX2 (LOG.md)
+NODE = {"none": 0.1, "int8": 0.15, "int4": 0.25, "blocks": 0.18}
 # factor on the expected rate of the next larger tree while it was never measured
 OPTIMISM = 1.1
 # further nodes of the tree whose cost counts as guessed
@@ -195,8 +195,8 @@ def cost_of(shape: TreeShape, node: float) -> float:
 
     node: cost of a further node, in the same unit
 
-    This rule of thumb for processors is within 12 % for trees of 4 to 16 nodes on SmolLM2, in 16, 8
-    and 4 bits (LOG.md).
+    This rule of thumb is within 40 % for trees of 4 to 16 nodes on SmolLM2, with AVX-512 and AVX2,
+    in 16, 8 and 4 bits (LOG.md); a few measured cycles outweigh it.
     """
     return 1 + node * (shape.size - 1)
 

@@ -2,7 +2,7 @@
 
 A key covers everything that the time and the accepted tokens of a cycle depend on: the files of the
 target and of the draft, formats, options of the draft, batch size, greedy or sampled decoding,
-threads, and the processor. Files are distinguished by path, size and time of change.
+threads, the processor, the C++ operators. Files are distinguished by path, size and time of change.
 An unreadable file counts as missing; a failed write prints one line. A file is replaced as a unit,
 by one process at a time; the last process to end wins.
 
@@ -25,7 +25,7 @@ import torch
 
 from decode import Engine
 from files import alone, replace_file
-from ops.cpu.build import check_own, processor
+from ops.cpu.build import check_own, loaded, processor
 
 # options that change the time or the accepted tokens of a cycle
 OPTIONS = (
@@ -65,7 +65,8 @@ def file_of(engine: Engine) -> Path | None:
     if parent is None:
         return None
     on_cuda = config.device.startswith("cuda")
-    chip = torch.cuda.get_device_name() if on_cuda else processor()
+    # the operators' name covers the processor that they are built for
+    chip = torch.cuda.get_device_name() if on_cuda else loaded() or processor()
     options = [getattr(config, name) for name in OPTIONS]
     samples = config.temperature > 0
     presets = [preset.name for preset in engine.drafter.presets]

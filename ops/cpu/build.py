@@ -412,7 +412,8 @@ def load_operators() -> str:
 @functools.cache
 def _load() -> str:
     try:
-        _libraries.append(register("gpt_eagle", build()))
+        library = build()
+        _libraries[library.name] = register("gpt_eagle", library)
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         note = "PyTorch's own operators serve, which are slow on trees and in int8 and int4"
@@ -421,5 +422,10 @@ def _load() -> str:
     return ""
 
 
+def loaded() -> str:
+    """Return the library's name, made of all that its speed depends on; empty if none is loaded."""
+    return next(iter(_libraries), "")
+
+
 _one_at_a_time = threading.Lock()
-_libraries: list[torch.library.Library] = []  # a definition ends with its object
+_libraries: dict[str, torch.library.Library] = {}  # by name; a definition ends with its object

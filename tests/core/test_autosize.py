@@ -452,6 +452,9 @@ def test_what_a_key_depends_on(trees, tmp_path):
     finally:
         torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
+        for library in ("operators of another version", ""):
+            patch.setattr(remembered, "loaded", lambda name=library: name)
+            keys.append(file_of(engine))
         patch.setattr(remembered, "processor", lambda: "another")
         keys.append(file_of(engine))
     assert len(set(keys)) == len(keys)
