@@ -10,7 +10,8 @@
 3. A round measures every contestant at every number of tokens once, in an order that rotates, so
    that drift hits all of them. The table shows medians; quartiles over rounds go into the JSON.
 
-torch-bf16 is `F.linear`, bf16 is ops/cpu/linear.cpp, the rest is ops/cpu/quantized.cpp.
+torch-bf16 is `F.linear`, bf16 is ops/cpu/linear.cpp, the rest is ops/cpu/quantized.cpp; Q4_1 to
+Q6_K are blocks of a GGUF file.
 Not here: CUDA (scripts/gpu/check.py), whole models (papers.py).
 """
 
@@ -34,8 +35,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
+from checkpoint import BLOCKS
 from command_line import one_line_errors, option, parse
 from files import write_text
+from hf.blocks import Blocks, pack, table_of
+from hf.gguf import TYPES
 from ops.cpu import build
 from ops.quantized import PRODUCTS
 from quantize import FORMATS
@@ -47,13 +51,32 @@ FLOAT = {  # the same weights, [N, K] bf16
     "torch-bf16": F.linear,
     "bf16": lambda x, w: torch.ops.gpt_eagle.linear_bf16(x, w, None, False),
 }
-KINDS = {  # name -> (format, group size), or None for those of FLOAT
-    **dict.fromkeys(FLOAT),
+ROUNDED = {  # name -> format, group size (0: an output's)
     "int8": ("int8", 0),
     "int4-32": ("int4", 32),
     "int4-64": ("int4", 64),
     "int4-128": ("int4", 128),
 }
+FILE_TYPES = {TYPES[number].name: number for number in (3, 8, 12, 14)}  # of GGUF, with its number
+KINDS = (*FLOAT, *ROUNDED, *FILE_TYPES)
+
+
+def group_of(kind: str) -> int:
+    """Return the inputs that share a scale, or a block; at least 32."""
+    if kind in FILE_TYPES:
+        return TYPES[FILE_TYPES[kind]].elements
+    return max(32, ROUNDED.get(kind, ("", 0))[1])
+
+
+def empty_blocks(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Return packed blocks of zeros and their table: the time does not depend on the numbers."""
+    number = FILE_TYPES[kind]
+    row = k // TYPES[number].elements * TYPES[number].size
+    blocks = Blocks(kind, torch.zeros(n, row, dtype=torch.uint8), number, k)
+    table = table_of([blocks])
+    packed = torch.empty(blocks.packed_bytes, dtype=torch.uint8)
+    pack([blocks], table, packed, Path(kind))
+    return packed, table
 
 
 @dataclass(frozen=True)
@@ -78,11 +101,14 @@ class LinearConfig:
             )
         for shape in self.shapes.split(","):
             parts = shape.split("x")
-            fit = all(p.isdigit() and int(p) % 128 == 0 and int(p) for p in parts)
-            if len(parts) != 2 or not fit:
-                raise ValueError(
-                    f"--shapes are OUTPUTSxINPUTS in multiples of 128; one is {shape!r}"
-                )
+            if len(parts) != 2 or not all(p.isdigit() and int(p) for p in parts):
+                raise ValueError(f"--shapes are OUTPUTSxINPUTS; one is {shape!r}")
+            for kind in self.kinds.split(","):
+                group = group_of(kind)
+                if int(parts[1]) % group:
+                    raise ValueError(
+                        f"--kinds {kind} needs inputs in multiples of {group}; --shapes has {shape}"
+                    )
         if not all(p.isdigit() and int(p) for p in self.tokens.split(",")):
             raise ValueError(f"--tokens must be numbers like 1,8,64; it is {self.tokens!r}")
 
@@ -94,14 +120,17 @@ class Contestant:
         """n, k: outputs and inputs"""
         self.turn = 0
         weight = torch.randn(n, k, dtype=torch.bfloat16)
-        if KINDS[kind] is None:
+        if kind in FLOAT:
             self.apply: Callable[..., Tensor] = FLOAT[kind]
             first = (weight,)
         else:
-            format, group = KINDS[kind]
+            format, group = ROUNDED.get(kind, (BLOCKS, 0))
             product = PRODUCTS[format, "cpu"]
             self.apply = lambda x, packed, scale: product.multiply(x, packed, scale, n, False)
-            first = product.pack(*FORMATS[format].encode(weight, group))
+            if kind in FILE_TYPES:
+                first = empty_blocks(kind, n, k)
+            else:
+                first = product.pack(*FORMATS[format].encode(weight, group))
         self.bytes = sum(t.nbytes for t in first)
         copies = max(3, -(-ROTATED_BYTES // self.bytes))
         self.weights = [first, *(tuple(t.clone() for t in first) for _ in range(copies - 1))]

@@ -23,7 +23,7 @@ from helpers import GOLDEN, engine_for, golden_case, golden_target
 from hf.config import read_config
 from hf.weights import load_model, weight_names
 from options import DEMO
-from scripts.bench import measure, plot_trace
+from scripts.bench import linear, measure, plot_trace
 from scripts.bench import papers as bench
 from scripts.bench import peers as bench_peers
 from scripts.bench.llama_peer import (
@@ -870,3 +870,20 @@ def test_a_trace_without_values_or_tokenizer(tmp_path, monkeypatch):
     )
     data = page_data((tmp_path / "page.html").read_text())
     assert data["labels"]["9"] == "9" and "values" not in data["rows"][0]["cycles"][0]
+
+
+def test_one_layer_is_timed_in_every_format(monkeypatch):
+    monkeypatch.setattr(linear, "ROTATED_BYTES", 500_000)
+    if linear.build.load_operators():
+        pytest.skip("needs a C++ compiler, and this machine has none")
+    x = torch.randn(2, 512, dtype=torch.bfloat16)
+    for kind in linear.KINDS:
+        contestant = linear.Contestant(kind, 64, 512)
+        assert contestant.apply(x, *contestant.weights[0]).shape == (2, 64), kind
+        assert contestant.seconds(x) > 0
+        assert contestant.bytes * len(contestant.weights) >= linear.ROTATED_BYTES
+    linear.LinearConfig(shapes="49152x576", kinds="bf16,int8,int4-64,Q4_1,Q8_0").check()
+    with pytest.raises(
+        ValueError, match="--kinds Q4_K needs inputs in multiples of 256; --shapes has 64x576"
+    ):
+        linear.LinearConfig(shapes="64x576", kinds="Q4_1,Q4_K").check()
