@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from files import one_line
 
@@ -105,6 +105,11 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         fail(self.prog, f"{message}; see --help")
+
+    def print_help(self, file: IO[str] | None = None) -> None:
+        """Print the help; argparse keeps quiet where the output is full."""
+        with one_line_errors(self.prog):
+            print(self.format_help(), end="", file=file)
 
 
 class _OneName(argparse.Action):

@@ -431,7 +431,9 @@ def test_ctrl_c_at_the_prompt_asks_once(capsys, monkeypatch):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    "argv", [[*IDS, "--json", "-"], *slow([[*ON_DEMO, "--max_new_tokens", "3"]])], ids=len
+    "argv",
+    [["--help"], [*IDS, "--json", "-"], *slow([[*ON_DEMO, "--max_new_tokens", "3"]])],
+    ids=len,
 )
 def test_a_full_standard_output_is_one_line(argv):
     """Where all of it is in the buffer until the end; at the first text, too."""
