@@ -24,11 +24,12 @@ namespace {
 using Value = at::BFloat16;
 
 // ------------------------------------------------------------------------------------------------- pairs
-// dot: acc[i] += the products of two pairs of values. Tiles have up to TALL rows and, by registers, OUTPUTS outputs.
+// dot: acc[i] += the products of two pairs of values. A tile alone has up to TALL rows, one of several up to SHORT, and,
+// by registers, OUTPUTS outputs.
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
-constexpr int TALL = 6;
+constexpr int TALL = 8, SHORT = 6;
 using Pairs = Ints;
 inline Pairs pairs(Ints words) { return words; }
 inline Floats dot(Pairs w, Pairs x, Floats acc) {
@@ -38,7 +39,7 @@ inline Floats dot(Pairs w, Pairs x, Floats acc) {
 
 #else
 
-constexpr int TALL = 4;
+constexpr int TALL = 4, SHORT = 4;
 struct Pairs {
   Floats low, high;
 };
@@ -58,7 +59,7 @@ constexpr int64_t AHEAD = 8192;         // k of a stream that is prefetched: 16 
 constexpr int64_t ROWS = 16;            // rows with their sums kept at a time
 constexpr int64_t GRAIN = 1 << 19;  // bytes of weights, or as much work, that pay for a thread's wake-up
 
-template <int M> constexpr int OUTPUTS = LANES == 16 ? (M == 1 ? 8 : 4) : M == 1 ? 4 : M == 2 ? 3 : 2;
+template <int M> constexpr int OUTPUTS = LANES == 16 ? (M == 1 ? 8 : M <= 6 ? 4 : 2) : M == 1 ? 4 : M == 2 ? 3 : 2;
 template <int M> constexpr int AT_ONCE = M == TALL ? 1 : HALVES;  // halves of the sums that fit the registers
 
 // -------------------------------------------------------------------------------------------------- tiles
@@ -168,7 +169,7 @@ void strip_sums(const Layer& layer, const Value* weights, const Value* next, int
                 int64_t rows, float* sums) {
   const int64_t k = layer.k, panels = (k + PANEL - 1) / PANEL;
   const int64_t panel = (k + panels * BLOCK - 1) / (panels * BLOCK) * BLOCK;
-  const int64_t count = (rows + TALL - 1) / TALL;  // tiles of nearly equal height
+  const int64_t count = rows <= TALL ? 1 : (rows + SHORT - 1) / SHORT;  // tiles of nearly equal height
   for (int64_t first = 0; first < k; first += panel) {
     const Value* ahead = first + panel < k ? weights + first + panel : next;
     for (int64_t t = 0; t < count; t++) {
