@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_trained_drafters import write_drafter
 
 import lost_device
 import ops.attention
@@ -30,6 +29,7 @@ import ops.tree
 import sampling
 from decode import Engine, with_cycles
 from draft_tree import DynamicTree, StaticTree
+from drafter_files import write_drafter
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras.autosize import Autosizer, with_smaller_trees
