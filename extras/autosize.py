@@ -68,8 +68,10 @@ OPTIMISM = 1.1
 GUESSED_NODES = 3
 # weight of a token per cost of 1, the rate of the first cycles
 AVERAGE_WEIGHT = 3.0
-# cycles for which a decision holds
+# cycles for which a decision holds; without a tree, while none is looked up either, it holds longer:
+# a pass over all weights leaves the CPU's caches without the policy's code and data
 HOLD = 3
+IDLE_HOLD = 12
 # budget for the first probe of a new process (cycles without a tree)
 FIRST_BUDGET = 3.0
 # share of the time that probes may lose
@@ -330,10 +332,12 @@ class Autosizer:
         self.ahead = AHEAD  # cost that trees have won, this at most
         self.last = -1  # preset of the last observed cycle
         self.left = 0  # cycles until the next decision
+        self.noted: list[tuple[int, float, float, int]] = []  # cycles, not learnt from yet
         self._decide()
         if known.seen[0] == 0:  # the pace is set without a tree
             self.budget = FIRST_BUDGET if self.best == 0 else 0.0
             self.running = 0
+            self.left = HOLD
 
     def tokens(self, preset: int) -> float:
         """Return the expected tokens per sequence and cycle, the bonus included."""
@@ -380,9 +384,10 @@ class Autosizer:
         if limit < len(self.shapes) - 1:
             return min(self.best, limit)
         if self.left == 0:
+            self._learn_noted()
             self._decide()
         self.left -= 1
-        if expected is None:
+        if expected is None or not any(expected):
             return self.running
         worth = self.gained / self.spent
         pick = self.running
@@ -392,6 +397,8 @@ class Autosizer:
             if gain > most and expected[preset] > 0:
                 pick = preset
                 most = gain
+        if pick:
+            self.left = min(self.left, HOLD)
         return pick
 
     def _decide(self) -> None:
@@ -403,9 +410,9 @@ class Autosizer:
         # cost of a further node: of grown trees, and of lookups
         self.nodes = (self._node(grown), self._node(self.lookups))
         self.costs = [self.cost(preset) for preset in range(len(self.shapes))]
-        self.left = HOLD
         if self.ahead < 0:
             self.best = self.running = 0
+            self.left = IDLE_HOLD
             return
         measured = [place for place, preset in enumerate(grown) if self.known.seen[preset]]
         new = max(measured, default=0) + 1  # the next larger tree than any that was measured
@@ -430,13 +437,24 @@ class Autosizer:
         if self.budget > losses.get(probe, 0.0):
             self.running = grown[probe]
             self.budget = 0.0
+        self.left = HOLD if self.running else IDLE_HOLD
 
     def observe(self, preset: int, accepted: float, seconds: float, sequences: int = 1) -> None:
-        """Learn from a cycle.
+        """Note a cycle, which the next decision learns from.
 
         accepted: mean length over the decoding sequences, the bonus not counted
         sequences: their number
         """
+        self.noted.append((preset, accepted, seconds, sequences))
+        if len(self.noted) == IDLE_HOLD:
+            self._learn_noted()
+
+    def _learn_noted(self) -> None:
+        for cycle in self.noted:
+            self._learn(*cycle)
+        self.noted.clear()
+
+    def _learn(self, preset: int, accepted: float, seconds: float, sequences: int) -> None:
         known = self.known
         cost = self.costs[preset]
         self.budget += SHARE * cost
@@ -490,6 +508,7 @@ class Autosizer:
 
         ran: the preset and the seconds of each cycle
         """
+        self._learn_noted()
         rows = []
         for preset, name in enumerate(self.names):
             seconds = [time for number, time in ran if number == preset]

@@ -183,23 +183,12 @@ def run_in_interpreter(cases: list[Path], passed: str) -> None:
 
 
 def check_product_fits(case):
-    """A `Case` of compiled_kernels.py keeps everything in registers, fits its target, cannot race, and multiplies on tensor cores unless in fp32.
-
-    Returns: the resources of the kernel, and its plan.
-    """
-    from compiled_kernels import TARGETS, product_source, resources  # needs Triton
+    """A `Case` of compiled_kernels.py has no fault (`fault_of` there). Returns: the resources of the kernel, and its plan."""
+    from compiled_kernels import fault_of, product_source, resources  # needs Triton
 
     source, cut = product_source(case)
     found = resources(case.target, source)
-    used = (found.stack_bytes, found.local_accesses, found.disorder)
-    assert used == (0, 0, ""), (case, cut, found)
-    assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, cut, found)
-    instruction = {"90": "HGMMA", "100": "UTCHMMA"}.get(case.target, "HMMA")
-    assert found.tensor_core.split()[0] == ("none" if case.dtype == "fp32" else instruction), (
-        case,
-        cut,
-        found,
-    )
+    assert fault_of(case, found) == "", (case, cut, found)
     return found, cut
 
 

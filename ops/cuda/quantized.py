@@ -132,6 +132,8 @@ def plan_product(
     else:
         blocks = triton.cdiv(K, 16 // bits * COLUMNS)
         splits = choose_splits(N, blocks, device.processors, bits, epilogue not in FUSED)
+    if N % 16:
+        tokens = min(tokens, 32)  # places that are no multiples of 16 take more registers
     return fit(tokens, splits, bits, group, dtype, device, zeros)
 
 
@@ -149,7 +151,7 @@ def fit(
 ) -> ProductPlan:
     """Return the plan for `tokens` rows of x per block, or fewer where they would not fit."""
     if dtype == torch.float32:  # slow in any case
-        return ProductPlan(16, 64, splits, 2, 8)
+        return ProductPlan(16, 64, splits, 2, 4 if 0 < group < 64 else 8)  # the other number spills
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
     if device.capability < 90 and (bits == 16 or (bits == 8 and tokens == 32)):
         rows = 64  # ptxas spills words of wide ones
@@ -162,8 +164,10 @@ def fit(
         if not zeros:
             rows = 64  # 128 spill a word
     warps = rows // 16
-    if bits == 16 and device.capability < 90 and tokens == 64:
-        warps = 8  # four spill
+    if device.capability < 90 and ((bits == 16 and tokens == 64) or 0 < group < 64):
+        warps = 8  # four spill a word
+    if bits == 16 and device.capability >= 100 and tokens == 64:
+        warps = 4  # eight spill
     scales = 0
     if zeros:  # a word to unpack with, and the same to scale with
         scales = 8 * words_of(group, tl.float32)
@@ -308,6 +312,26 @@ def _zero(words, k: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr):
 
 
 @triton.jit
+def _halves(x):
+    """Return the upper and the lower rows of x, [R, C]: [R / 2, C] each."""
+    return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@triton.jit
+def _dot(w, x, total):
+    """Return total + w x, unrounded. w: [ROWS, WIDTH], unpacked; x: [WIDTH, TOKENS]"""
+    if w.dtype == tl.float32:
+        # For Blackwell Triton rounds fp32 operands to TF32 where one comes from 16-bit words and has
+        # 64 rows or more, whatever precision was asked for: 32 at a time.
+        upper, lower = _halves(w)
+        first, second = _halves(total)
+        first = tl.dot(upper, x, first, input_precision="ieee")
+        second = tl.dot(lower, x, second, input_precision="ieee")
+        return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), total.shape)
+    return tl.dot(w, x, total, input_precision="ieee")
+
+
+@triton.jit
 def quantized_product(
     x_rows, live, packed_ptr, scale_ptr, row, N, first, last,
     BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
@@ -347,9 +371,9 @@ def quantized_product(
                 zero = _zero(scales, plane * COLUMNS + start, GROUP, ZEROS)
                 w = _unpack(words, zero, plane, BITS, ZEROS, dtype)
                 if GROUP == 0:
-                    total = tl.dot(w, x, total, input_precision="ieee")
+                    total = _dot(w, x, total)
                 else:
-                    part = tl.dot(w, x, part, input_precision="ieee")
+                    part = _dot(w, x, part)
                     if (plane + 1) * COLUMNS % GROUP == 0:
                         total += (
                             part

@@ -409,6 +409,22 @@ def per_weight(case: Case, loop: int, cut: ProductPlan) -> float:
     return loop * 32 * cut.warps / (cut.rows * 1024 // bits_and_group(case.form)[0])
 
 
+def fault_of(case: Case, found: Resources) -> str:
+    """Return what is wrong with a compiled product: it spills, does not fit, could race, or does
+    not multiply on tensor cores in 16 bits; "" for nothing.
+    """
+    if found.stack_bytes or found.local_accesses:
+        return f"spills {found.stack_bytes} bytes, {found.local_accesses} accesses"
+    if found.shared_bytes > TARGETS[case.target].shared_bytes:
+        return f"takes {found.shared_bytes} bytes of shared memory"
+    instruction = {"90": "HGMMA", "100": "UTCHMMA"}.get(case.target, "HMMA")
+    if case.dtype == "fp32":
+        instruction = "none"
+    if found.tensor_core.split()[0] != instruction:
+        return f"multiplies with {found.tensor_core}, not {instruction}"
+    return found.disorder
+
+
 def cases(N: int) -> list[Case]:
     """List the products of every target, format, type and number of rows. N: outputs"""
     epilogues = ("none", "swiglu", "add", "rotary") if N % 128 == 0 else ("none", "add")

@@ -456,7 +456,6 @@ def test_a_pack_that_is_too_large_is_not_made(tmp_path, monkeypatch):
     assert not copied
 
 
-@pytest.mark.slow  # copies 25 MB and collects the tests there: 7 s
 def test_the_pack_is_small_and_has_what_the_steps_need(tmp_path, monkeypatch):
     folder = tmp_path / "pack"
     cache = tmp_path / "cache"
