@@ -68,8 +68,8 @@ OPTIMISM = 1.1
 GUESSED_NODES = 3
 # weight of a token per cost of 1, the rate of the first cycles
 AVERAGE_WEIGHT = 3.0
-# cycles for which a decision holds; without a tree, while none is looked up either, it holds longer:
-# a pass over all weights leaves the CPU's caches without the policy's code and data
+# cycles for which a decision holds; without a tree, while no lookup's runs either, it holds longer,
+# since a pass over all weights leaves a CPU's caches without the policy's code and data
 HOLD = 3
 IDLE_HOLD = 12
 # budget for the first probe of a new process (cycles without a tree)
@@ -204,15 +204,18 @@ def cost_of(shape: TreeShape, node: float) -> float:
 
 
 def trained_miss(head: str) -> float | None:
-    """Read the share of tokens that chains missed at the end of a draft head's training.
+    """Read the share of tokens that chains of a trained draft head missed on held-out text.
 
-    head: directory of the head; may be empty
+    head: directory of the head; may be empty. Heads trained in several runs record `stages`.
     Returns: the share; None where the directory does not record it.
     """
     if not head:
         return None
     try:
-        alpha = read_json(Path(head, "training.json"))["stages"][-1]["curve"][-1]["alpha"]
+        record = read_json(Path(head, "training.json"))
+        run = record["stages"][-1] if "stages" in record else record
+        row = run["best"] if "best" in run else run["curve"][-1]
+        alpha = row["alpha"]
         reached = list(accumulate(alpha, mul))  # probability that a path reaches each level
         miss = 1 - sum(reached) / (1 + sum(reached[:-1]))
     except (ValueError, LookupError, TypeError, ArithmeticError):
@@ -398,7 +401,7 @@ class Autosizer:
                 pick = preset
                 most = gain
         if pick:
-            self.left = min(self.left, HOLD)
+            self.left = min(self.left, HOLD - 1)
         return pick
 
     def _decide(self) -> None:

@@ -134,7 +134,11 @@ def plan_product(
         splits = choose_splits(N, blocks, device.processors, bits, epilogue not in FUSED)
     if N % 16:
         tokens = min(tokens, 32)  # places that are no multiples of 16 take more registers
-    return fit(tokens, splits, bits, group, dtype, device, zeros)
+    cut = fit(tokens, splits, bits, group, dtype, device, zeros)
+    of_16_bits = dtype != torch.float32
+    if epilogue == "rotary" and 0 < group < 64 and device.capability < 90 and of_16_bits:
+        return ProductPlan(*cut[:4], warps=8)  # four spill a word
+    return cut
 
 
 def tile_height(rows: int, low: int, middle: int) -> int:
@@ -164,8 +168,8 @@ def fit(
         if not zeros:
             rows = 64  # 128 spill a word
     warps = rows // 16
-    if device.capability < 90 and ((bits == 16 and tokens == 64) or 0 < group < 64):
-        warps = 8  # four spill a word
+    if bits == 16 and device.capability < 90 and tokens == 64:
+        warps = 8  # four spill
     if bits == 16 and device.capability >= 100 and tokens == 64:
         warps = 4  # eight spill
     scales = 0
@@ -321,8 +325,8 @@ def _halves(x):
 def _dot(w, x, total):
     """Return total + w x, unrounded. w: [ROWS, WIDTH], unpacked; x: [WIDTH, TOKENS]"""
     if w.dtype == tl.float32:
-        # For Blackwell Triton rounds fp32 operands to TF32 where one comes from 16-bit words and has
-        # 64 rows or more, whatever precision was asked for: 32 at a time.
+        # For Blackwell Triton rounds fp32 operands to TF32 where one comes from 16-bit words and
+        # has 64 rows or more, whatever precision was asked for: 32 at a time.
         upper, lower = _halves(w)
         first, second = _halves(total)
         first = tl.dot(upper, x, first, input_precision="ieee")

@@ -5,8 +5,9 @@
 1. A variant is a kernel with its launcher's plan, as in tests/cases/compiled_kernels.py: each
    target, weight format, type, number of rows and epilogue, at widths that are multiples of 16 and
    at one that is not, with zero points, and at the widths of SmolLM2.
-2. Each becomes a line of `--out`: registers, stack, shared memory, tensor-core instructions, and its
-   fault, if it has one. A run that was ended goes on where it was.
+2. Each becomes a line of `--out`: registers, stack, shared memory, tensor-core instructions, and
+   its fault, if it has one. A run that was ended goes on where it was; after a change of a kernel,
+   name another file.
 3. The end is a line for each target, and status 1 if a variant has a fault: a spill, more shared
    memory than the target has, an access that could race, or no tensor cores in 16 bits.
 

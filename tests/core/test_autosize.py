@@ -29,6 +29,7 @@ from eagle_draft import EagleDrafter
 from extras import autosize, remembered
 from extras.autosize import (
     HOLD,
+    IDLE_HOLD,
     MISS,
     NODE,
     Autosizer,
@@ -242,6 +243,27 @@ def test_a_first_process_runs_vanilla_then_a_probe():
             assert sizer.next(4) == 0
             sizer.observe(0, 0.0, 1.0)
         assert sizer.next(4) > 0
+
+
+def test_decisions_are_rare_while_no_tree_runs_and_frequent_while_one_does():
+    """After each pass over the weights the policy's code has to come from memory again."""
+    shapes = [TreeShape(0, 0, 1), TreeShape(1, 1, 2)]  # the second from a lookup
+
+    class Counted(Autosizer):
+        decisions = 0
+
+        def _decide(self) -> None:
+            self.decisions += 1
+            super()._decide()
+
+    for found, most in (([0.0, 0.0], 120 // IDLE_HOLD + 2), ([0.0, 0.9], 120 // HOLD + 2)):
+        sizer = Counted(shapes, unknown(shapes), 0.1, lookups=1)
+        for _ in range(120):
+            preset = sizer.next(1, found)
+            assert preset == (found[1] > 0)
+            sizer.observe(preset, found[preset], 1 + 0.1 * preset)
+        assert most - 3 <= sizer.decisions <= most
+        assert sizer.known.seen[preset] > 8, "every cycle is learnt from"
 
 
 def test_a_broken_head_is_left_alone_within_a_few_cycles():
@@ -635,6 +657,9 @@ def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):
 
     curve = {"stages": [{"curve": [{"alpha": [0.1]}, {"alpha": [0.8, 0.5, 0.25], "tau": 2.3}]}]}
     assert miss(curve) == pytest.approx(1 - 1.3 / 2.2)
+    assert miss(curve["stages"][0]) == miss(curve), "of one run, as train_eagle.py writes it"
+    best = curve["stages"][0] | {"best": {"alpha": [0.5]}}
+    assert miss(best) == miss({"stages": [{}, best]}) == pytest.approx(0.5)
     for alpha in (
         [],
         None,

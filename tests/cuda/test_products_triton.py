@@ -82,7 +82,11 @@ def test_compiled(_fresh_cache, target, form, M):
     Case("90", "int4-128-zeros", "bf16", 16, epilogue="swiglu"),
     Case("80", "float", "bf16", 64, epilogue="rotary"),
     Case("100", "int4-32", "bf16", 64),  # the one that was a trap with 64 tokens to a block
+    Case("100", "int4-128", "fp32", 16),  # the one that Triton rounded to TF32
+    Case("86", "int4-32", "bf16", 32, epilogue="rotary"),  # spilled a word, as the next two
     *slow([
+        Case("100", "float", "fp16", 64, epilogue="add"),
+        Case("89", "int4-128", "bf16", 64, 4095, epilogue="add"),
         Case("80", "float", "fp16", 64, epilogue="swiglu"),
         Case("90", "int8", "fp16", 16),
         Case("90", "int4-32", "bf16", 64),
