@@ -61,6 +61,10 @@ struct Loop {
 };
 void run_loop(const Loop& loop);  // threads.cpp
 
+// Names the weights that a coming loop of this thread reads in order. From the next loop on, threads that wait fetch the
+// first lines of their share of them into L2: memory would be idle in the steps between two products.
+void read_next(const void* weights, int64_t bytes);
+
 namespace {
 
 // Calls f(begin, end) for parts of 0 .. size of about `grain` or more, on several threads where that pays.

@@ -96,6 +96,12 @@ at::Tensor product(const at::Tensor& x, const Matrix& by, int64_t n, const std::
   return quantized::w8a8(x, by.weight, *by.scale, false, expert);
 }
 
+// Names the matrix of the product behind the next one, or null where it is not known.
+void then_read(const Matrix* by) {
+  if (by) read_next(by->weight.const_data_ptr(), by->weight.nbytes());
+  else read_next(nullptr, 0);
+}
+
 // x [..., K] -> [..., n], by the product for the weight's layout. expert: of each row, int64, for a stack.
 at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert = {}) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
@@ -239,10 +245,15 @@ at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x)
   return sum;
 }
 
-// The feed-forward layer: x [..., F] -> [..., F], without norm and residual.
-at::Tensor feed_forward(const Prepared& prepared, const Layer& layer, const at::Tensor& x) {
+// The feed-forward layer: x [..., F] -> [..., F], without norm and residual. next: the layer behind it, or null.
+at::Tensor feed_forward(const Prepared& prepared, const Layer& layer, const Layer* next, const at::Tensor& x) {
   const int64_t width = x.size(-1);
-  if (!layer.router) return multiply(gate(multiply(x, layer.w13, 2 * layer.inner)), layer.w2, width);
+  if (!layer.router) {
+    then_read(&layer.w2);
+    const at::Tensor gated = gate(multiply(x, layer.w13, 2 * layer.inner));
+    then_read(next ? &next->wqkv : nullptr);
+    return multiply(gated, layer.w2, width);
+  }
   const Routes to = route(x, *layer.router, prepared.chosen, prepared.norm);
   const at::Tensor both = multiply(to.rows, layer.w13, 2 * layer.inner, to.expert);
   return merge(multiply(gate(both), layer.w2, width, to.expert), to, x);
@@ -299,17 +310,20 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 }
 
 // A layer: x [B, T, F] -> [B, T, F]. h: the input of attention, where it is not the norm of x. Writes: k and v at the
-// tokens' slots.
-at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const at::Tensor& x,
+// tokens' slots. next: the layer behind it, or null.
+at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const Layer* next, const at::Tensor& x,
                      const std::optional<at::Tensor>& h, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
   const int64_t B = x.size(0), T = x.size(1), F = x.size(2), all = prepared.heads + 2 * k.size(1), e = k.size(3);
   const at::Tensor normed = h ? *h : layer.attention_norm ? norm(x, *layer.attention_norm, prepared.eps) : x;
+  then_read(&layer.wo);
   at::Tensor qkv = multiply(normed, layer.wqkv, all * e).view({B, T, all, e});
   norm_heads(qkv, layer, prepared.heads, k.size(1), prepared.eps);
   const at::Tensor q = rotate_and_store(qkv, k, v, rows);
-  at::Tensor attended = multiply(attend(q, k, v, rows), layer.wo, F);
+  const at::Tensor heads = attend(q, k, v, rows);
+  then_read(layer.router ? nullptr : &layer.w13);
+  at::Tensor attended = multiply(heads, layer.wo, F);
   add_to(x, attended);
-  at::Tensor y = feed_forward(prepared, layer, norm(attended, layer.ffn_norm, prepared.eps));
+  at::Tensor y = feed_forward(prepared, layer, next, norm(attended, layer.ffn_norm, prepared.eps));
   add_to(attended, y);
   return y;
 }
@@ -383,7 +397,9 @@ at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& 
   size_t tap = 0;
   for (int64_t i = 0; i <= count; i++) {
     if (tap < aux_layers.size() && aux_layers[tap] == i) copy_columns(x, kept, int64_t(++tap) * F);
-    if (i < count) x = run_layer(prepared, prepared.layers[i], x, i ? std::nullopt : h, cache.k[i], cache.v[i], rows);
+    if (i == count) break;
+    const Layer* next = i + 1 < count ? &prepared.layers[i + 1] : nullptr;
+    x = run_layer(prepared, prepared.layers[i], next, x, i ? std::nullopt : h, cache.k[i], cache.v[i], rows);
   }
   TORCH_CHECK(tap == aux_layers.size(), "aux_layers must ascend, from 0 to ", count, "; they are ", aux_layers);
   return x;

@@ -5,6 +5,8 @@
 // that a worker has begun, never for a worker: on a busy machine a worker without a processor delays nothing, while the
 // barrier of an OpenMP team would wait for it in every one of the hundreds of loops of a step.
 //
+// A thread that waits fetches weights of a coming loop, if they are named: memory is idle between two products.
+//
 // A result does not depend on the thread that runs a piece. A loop that begins while another thread's loop runs, runs
 // on its caller alone; so do all loops of a forked process, which has no workers.
 
@@ -19,6 +21,7 @@ namespace {
 
 constexpr int64_t PIECES = 4;  // per thread: small enough to even out, large enough to be worth taking
 constexpr int64_t MOST_THREADS = 256;
+constexpr int64_t MOST_FETCHED = 256 << 10;  // bytes of coming weights that a thread fetches: they fit L2
 constexpr int SPINS = 20000;  // pauses before a worker sleeps or a caller gives way: 0.2 to 1 ms
 
 inline void pause() {
@@ -29,12 +32,40 @@ inline void pause() {
 #endif
 }
 
+// Weights that are read soon.
+struct Weights {
+  const char* at;
+  int64_t bytes;
+};
+
+// A thread's share of coming weights, fetched a few lines at a time.
+class Fetcher {
+ public:
+  // Fetches some lines of share `own` of `count`. Returns: whether any was left.
+  bool some(const Weights& coming, int64_t own, int64_t count) {
+    if (coming.at != weights) {
+      weights = coming.at;
+      line = coming.at + coming.bytes * own / count;
+      end = line + std::min(coming.bytes / count, MOST_FETCHED);
+    }
+    if (line >= end) return false;
+    for (int i = 0; i < LINES; i++, line += 64) to_l2(line);
+    return true;
+  }
+
+ private:
+  static constexpr int LINES = 8;
+  const char *weights = nullptr, *line = nullptr, *end = nullptr;
+};
+
 class Pool {
  public:
-  void run(const Loop& next, int64_t threads) {
+  void run(const Loop& next, int64_t threads, const Weights& then) {
     const std::unique_lock<std::mutex> alone(busy, std::try_to_lock);
     if (!alone) return next.run(next.body, 0, next.size);
     hire(threads - 1);
+    coming_at.store(then.at, std::memory_order_relaxed);
+    coming_bytes.store(then.bytes, std::memory_order_relaxed);
     const int64_t most = (next.size + next.grain - 1) / next.grain;  // pieces that are worth their while
     loop = next, shares = std::min(threads, most), each = std::min(PIECES, most / shares);
     finished.store(0, std::memory_order_relaxed);
@@ -46,7 +77,8 @@ class Pool {
     round.notify_all();
     work_on(now, 0, shares);
     for (int spins = 0; finished.load(std::memory_order_acquire) < shares * each; spins++)
-      if (spins < SPINS) pause();
+      if (fetched.some(then, 0, threads)) continue;
+      else if (spins < SPINS) pause();
       else std::this_thread::yield();
   }
 
@@ -79,11 +111,15 @@ class Pool {
   }
 
   void work(int64_t number) {
+    Fetcher own;
     for (uint32_t seen = 0;;) {
       int spins = 0;
       uint32_t now = round.load(std::memory_order_acquire);
+      const Weights coming{coming_at.load(std::memory_order_relaxed), coming_bytes.load(std::memory_order_relaxed)};
+      const int64_t all = helpers.load(std::memory_order_relaxed);
       for (; now == seen; now = round.load(std::memory_order_acquire))
-        if (spins++ < SPINS) pause();
+        if (number < all && own.some(coming, number, all)) continue;
+        else if (spins++ < SPINS) pause();
         else round.wait(seen, std::memory_order_acquire);
       seen = now;
       const int64_t count = helpers.load(std::memory_order_relaxed);
@@ -91,23 +127,30 @@ class Pool {
     }
   }
 
+  Fetcher fetched;  // of the caller
   std::mutex busy;
   int64_t workers = 0, shares = 0, each = 0;  // pieces of a share
   Loop loop{};
   std::atomic<uint32_t> round{0};                 // of the loop that runs
   std::atomic<uint64_t> left[MOST_THREADS] = {};  // of every share: its round, and its pieces that are not taken
   std::atomic<int64_t> finished{0}, helpers{0};
+  // weights of a loop behind the one that runs; if a worker reads one of another pair, it fetches lines for nothing
+  std::atomic<const char*> coming_at{nullptr};
+  std::atomic<int64_t> coming_bytes{0};
 };
 
+thread_local Weights then{};    // from `read_next`
 thread_local int64_t own = 0;  // threads of loops that this thread begins; 0: as many as PyTorch's own
 
 }  // namespace
 
 void own_threads(int64_t count) { own = count; }
 
+void read_next(const void* weights, int64_t bytes) { then = {static_cast<const char*>(weights), bytes}; }
+
 void run_loop(const Loop& loop) {
   static Pool& pool = *new Pool;  // never destroyed: its workers run until the process ends
   const int64_t threads = std::min<int64_t>(own > 0 ? own : at::get_num_threads(), MOST_THREADS);
-  if (threads > 1 && loop.size > loop.grain) pool.run(loop, threads);
+  if (threads > 1 && loop.size > loop.grain) pool.run(loop, threads, then);
   else if (loop.size > 0) loop.run(loop.body, 0, loop.size);
 }
