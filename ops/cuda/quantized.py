@@ -154,8 +154,10 @@ def fit(
     tokens: int, splits: int, bits: int, group: int, dtype: torch.dtype, device: Device, zeros: bool
 ) -> ProductPlan:
     """Return the plan for `tokens` rows of x per block, or fewer where they would not fit."""
-    if dtype == torch.float32:  # slow in any case
-        return ProductPlan(16, 64, splits, 2, 4 if 0 < group < 64 else 8)  # the other number spills
+    if dtype == torch.float32:  # slow in any case; other numbers of warps and stages spill
+        if 0 < group < 64:
+            return ProductPlan(16, 64, splits, 2, 4)
+        return ProductPlan(16, 64, splits, 3 if device.capability < 90 else 2, 8)
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
     if device.capability < 90 and (bits == 16 or (bits == 8 and tokens == 32)):
         rows = 64  # ptxas spills words of wide ones
@@ -170,6 +172,8 @@ def fit(
     warps = rows // 16
     if bits == 16 and device.capability < 90 and tokens == 64:
         warps = 8  # four spill
+    if zeros and group < 64 and device.capability < 90 and (device.capability, tokens) != (80, 16):
+        warps = 8  # four spill words; there, eight do
     if bits == 16 and device.capability >= 100 and tokens == 64:
         warps = 4  # eight spill
     scales = 0

@@ -344,3 +344,14 @@ def test_a_gpu_that_is_too_old(monkeypatch):
     rule = "--device cuda:1 has compute capability 7.5, and the kernels need 8.0 or later"
     with pytest.raises(ValueError, match=rule):
         use("cuda:1")
+
+
+def test_a_slice_of_a_gpu_is_named(monkeypatch, capsys):
+    name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    slice_ = SimpleNamespace(name=name, multi_processor_count=16, total_memory=10 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: slice_)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    use("cuda")
+    note = capsys.readouterr().err
+    assert f"note: {name} is a slice of a GPU, with 16 multiprocessors and 10.0 GiB" in note

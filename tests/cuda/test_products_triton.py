@@ -83,8 +83,10 @@ def test_compiled(_fresh_cache, target, form, M):
     Case("80", "float", "bf16", 64, epilogue="rotary"),
     Case("100", "int4-32", "bf16", 64),  # the one that was a trap with 64 tokens to a block
     Case("100", "int4-128", "fp32", 16),  # the one that Triton rounded to TF32
-    Case("86", "int4-32", "bf16", 32, epilogue="rotary"),  # spilled a word, as the next two
+    Case("86", "int4-32", "bf16", 32, epilogue="rotary"),  # spilled a word, as the next four
+    Case("86", "int4-32-zeros", "bf16", 16, epilogue="add"),
     *slow([
+        Case("89", "int4-128", "fp32", 16, epilogue="swiglu"),
         Case("100", "float", "fp16", 64, epilogue="add"),
         Case("89", "int4-128", "bf16", 64, 4095, epilogue="add"),
         Case("80", "float", "fp16", 64, epilogue="swiglu"),
