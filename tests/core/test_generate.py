@@ -362,6 +362,8 @@ def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    whole = SimpleNamespace(name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: whole)
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda d: chosen.append(torch.cuda._utils._get_device_index(d))
     )
