@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t PIECES = 4;  // per thread: small enough to even out, large enough to be worth taking
 constexpr int64_t MOST_THREADS = 256;
-constexpr int64_t MOST_FETCHED = 256 << 10;  // bytes of coming weights that a thread fetches: they fit L2
+constexpr int64_t MOST_FETCHED = 256 << 10;  // bytes of coming weights that a thread fetches: half of a Zen 3's L2
 constexpr int SPINS = 20000;  // pauses before a worker sleeps or a caller gives way: 0.2 to 1 ms
 
 inline void pause() {
@@ -32,7 +32,7 @@ inline void pause() {
 #endif
 }
 
-// Weights that are read soon.
+// Weights that a coming loop reads.
 struct Weights {
   const char* at;
   int64_t bytes;
@@ -66,6 +66,7 @@ class Pool {
     hire(threads - 1);
     coming_at.store(then.at, std::memory_order_relaxed);
     coming_bytes.store(then.bytes, std::memory_order_relaxed);
+    coming_threads.store(threads, std::memory_order_relaxed);
     const int64_t most = (next.size + next.grain - 1) / next.grain;  // pieces that are worth their while
     loop = next, shares = std::min(threads, most), each = std::min(PIECES, most / shares);
     finished.store(0, std::memory_order_relaxed);
@@ -116,7 +117,7 @@ class Pool {
       int spins = 0;
       uint32_t now = round.load(std::memory_order_acquire);
       const Weights coming{coming_at.load(std::memory_order_relaxed), coming_bytes.load(std::memory_order_relaxed)};
-      const int64_t all = helpers.load(std::memory_order_relaxed);
+      const int64_t all = coming_threads.load(std::memory_order_relaxed);
       for (; now == seen; now = round.load(std::memory_order_acquire))
         if (number < all && own.some(coming, number, all)) continue;
         else if (spins++ < SPINS) pause();
@@ -134,9 +135,10 @@ class Pool {
   std::atomic<uint32_t> round{0};                 // of the loop that runs
   std::atomic<uint64_t> left[MOST_THREADS] = {};  // of every share: its round, and its pieces that are not taken
   std::atomic<int64_t> finished{0}, helpers{0};
-  // weights of a loop behind the one that runs; if a worker reads one of another pair, it fetches lines for nothing
+  // Weights of a loop behind the one that runs, and its threads. A worker may read values of two loops: then it fetches
+  // lines for nothing.
   std::atomic<const char*> coming_at{nullptr};
-  std::atomic<int64_t> coming_bytes{0};
+  std::atomic<int64_t> coming_bytes{0}, coming_threads{0};
 };
 
 thread_local Weights then{};    // from `read_next`

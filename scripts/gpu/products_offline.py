@@ -11,7 +11,7 @@
 3. The end is a line for each target, and status 1 if a variant has a fault: a spill, more shared
    memory than the target has, an access that could race, or no tensor cores in 16 bits.
 
-It takes half an hour on one core. Not here: the other kernels of a cycle (cycle_offline.py).
+It took 46 minutes on one core. Not here: the other kernels of a cycle (cycle_offline.py).
 """
 
 from __future__ import annotations
