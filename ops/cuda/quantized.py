@@ -157,7 +157,7 @@ def fit(
     if dtype == torch.float32:  # slow in any case; other numbers of warps and stages spill
         if 0 < group < 64:
             return ProductPlan(16, 64, splits, 2, 4)
-        return ProductPlan(16, 64, splits, 3 if device.capability < 90 else 2, 8)
+        return ProductPlan(16, 64, splits, 3, 8)
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
     if device.capability < 90 and (bits == 16 or (bits == 8 and tokens == 32)):
         rows = 64  # ptxas spills words of wide ones
