@@ -136,8 +136,8 @@ def plan_product(
         tokens = min(tokens, 32)  # places that are no multiples of 16 take more registers
     cut = fit(tokens, splits, bits, group, dtype, device, zeros)
     of_16_bits = dtype != torch.float32
-    if epilogue == "rotary" and 0 < group < 64 and device.capability < 90 and of_16_bits:
-        return ProductPlan(*cut[:4], warps=8)  # four spill a word
+    if epilogue == "rotary" and 0 < group < 64 and 80 < device.capability < 90 and of_16_bits:
+        return ProductPlan(*cut[:4], warps=8)  # four spill on sm_86, as eight do on sm_80
     return cut
 
 
@@ -159,7 +159,7 @@ def fit(
             return ProductPlan(16, 64, splits, 2, 4)
         return ProductPlan(16, 64, splits, 3, 8)
     rows = 64 if tokens == 16 else 128  # wide blocks read x less often
-    if device.capability < 90 and (bits == 16 or (bits == 8 and tokens == 32)):
+    if device.capability < 90 and (bits == 16 or (bits == 8 and tokens == 32) or zeros):
         rows = 64  # ptxas spills words of wide ones
     if 0 < group < 128 and device.capability < 90:
         # more accumulators than these spill to memory
