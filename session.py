@@ -25,6 +25,7 @@ import torch
 from buffers import Buffers
 from decode import PREFILL_CHUNK, DecodeState, Engine, Report
 from logprobs import Logprob, Logprobs
+from ops.library import single_torch_thread
 from options import Sampling
 from runtime import HostCopy, copy_into, copy_sequence, sequence_of
 from sampling import MASK32, Kind, NoiseKey, Rule
@@ -312,7 +313,8 @@ class Session:
             outcome = buffers.replay(engine, self.kind, preset)
         else:
             cycle = engine.cycles[self.kind][preset]
-            buffers.state, outcome = cycle(buffers.cache, buffers.state)
+            with single_torch_thread(engine.target.fused is not None):
+                buffers.state, outcome = cycle(buffers.cache, buffers.state)
         tree_trace = None
         if engine.config.trace:
             tree = outcome.tree

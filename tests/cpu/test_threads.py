@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from buffers import Buffers
+from extras.residual import residual_accept
+from generate import generate, load
 from ops.library import has_cpu_operators, single_torch_thread
+
+DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
@@ -41,6 +45,28 @@ def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
         for fused, threads in ((object(), 1), (None, 3)):
             engine = SimpleNamespace(captured=False, target=SimpleNamespace(fused=fused))
             assert Buffers._replay(None, engine, "", torch.get_num_threads) == threads
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("compiled, threads", [(True, 1), (False, 3)])
+def test_cycles_leave_our_loops_the_cores(monkeypatch, compiled, threads):
+    """The residual rule is PyTorch's operators in the middle of a cycle."""
+    seen = []
+
+    def counted(*arguments):
+        seen.append(torch.get_num_threads())
+        return residual_accept(*arguments)
+
+    monkeypatch.setattr("extras.residual.residual_accept", counted)
+    options = {"draft": "eagle", "tree": "chain", "accept": "residual", "temperature": 1.0}
+    try:
+        torch.set_num_threads(3)
+        engine = load(
+            checkpoint=str(DEMO), head=f"{DEMO}-eagle", compile=compiled, device="cpu", **options
+        )
+        generate(engine, ["def f("], max_new_tokens=8)
+        assert seen and set(seen) == {threads} and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(1)
 
