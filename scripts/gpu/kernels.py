@@ -45,7 +45,6 @@ import ops.topk
 from command_line import one_line_errors, option, parse
 from kv_cache import KVCache
 from model import ModelConfig
-from ops.cuda.launch import device_of
 from ops.linear import halves_product
 from scripts.bench.measure import read_bandwidth
 
@@ -524,6 +523,8 @@ def bench(config: BenchConfig) -> None:
     """Measure one format."""
     if not torch.cuda.is_available():
         raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
+    from ops.cuda.launch import device_of  # needs Triton
+
     torch.backends.cuda.matmul.allow_tf32 = False
     ceiling = copy_bandwidth()
     machine = {

@@ -35,9 +35,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
+from command_line import fail, one_line_errors, option, parse
 from files import write_text
-from ops.cuda.attention import COUNTERS, counters, tree_attention
+
+try:
+    from ops.cuda.attention import COUNTERS, counters, tree_attention
+except ModuleNotFoundError:
+    fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
 from ops.cuda.fused import Gpu, add_product, rotary_product
 from ops.cuda.launch import Device, device_of
 from ops.cuda.plans import (

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ pytest.importorskip(
     "triton", reason="the plans of the kernels need Triton, which is to be had for Linux"
 )
 
-from options import DEMO  # noqa: E402
+from options import DEMO, ROOT  # noqa: E402
 from scripts.gpu import time_model as gpu_model
 from scripts.gpu import waves as gpu_waves
 from scripts.gpu.time_model import ModelOptions, cases, cycle, times_ms, tokens_per_s  # noqa: E402
@@ -238,3 +239,18 @@ def test_without_triton_it_says_so(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith(
         "need Triton, which is not installed; pip install triton\n"
     )
+
+
+def test_programs_without_triton():
+    """Those that need it at once say so; the others begin."""
+    program = """
+import sys
+sys.modules["triton"] = None
+import scripts.gpu.check, scripts.gpu.probe
+import scripts.gpu.sweep
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    says = "sweep.py: the kernels need Triton, which is not installed; pip install triton\n"
+    assert (done.returncode, done.stderr) == (2, says)
