@@ -43,6 +43,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
+
+from command_line import one_line_errors, parse
+from scripts.parameters import SHOWN, Asked, Reader, ServeConfig, no_model
+
+ABOUT = "Serve a model to OpenAI clients."
+
 try:
     import uvicorn  # noqa: F401  (transport.py)
     from starlette.applications import Starlette
@@ -54,16 +61,14 @@ try:
 except ImportError as error:
     if __name__ != "__main__":
         raise
+    parse(ServeConfig, "serve.py", ABOUT)  # --help needs no package
     print(
         f"serve.py: {error.name} is missing; pip install -r scripts/requirements-serve.txt",
         file=sys.stderr,
     )
     sys.exit(2)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
-
 import ranks
-from command_line import one_line_errors, parse
 from decode import Engine
 from generate import load
 from hf.chat import template_text
@@ -72,7 +77,6 @@ from load import warm_up
 from options import Sampling
 from sampling import Kind
 from scripts.batcher import Answer, Batcher, Job, Piece, Refusal
-from scripts.parameters import SHOWN, Asked, Reader, ServeConfig, no_model
 from scripts.replies import Reply, joined
 from scripts.transport import KnownHosts, Listener, is_loopback, json_body, listen
 
@@ -295,7 +299,7 @@ def warm_other_kinds(engine: Engine) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    config = parse(ServeConfig, "serve.py", "Serve a model to OpenAI clients.", argv)
+    config = parse(ServeConfig, "serve.py", ABOUT, argv)
     with one_line_errors("serve.py"):
         config.check()
         ranks.refuse_torchrun()
