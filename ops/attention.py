@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_triton, lib, triton_products, uses_cpp
+from ops.library import cuda_products, has_triton, lib, uses_cpp
 
 lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor")
 
@@ -92,7 +92,7 @@ def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: T
     import ops.cuda.attention
 
     with torch.cuda.device(q.device):
-        device = triton_products().device_of(q.device.index)
+        device = cuda_products().device_of(q.device.index)
         done = ops.cuda.attention.counters(q.device.index)
         return ops.cuda.attention.tree_attention(q, k, v, start, mask, device, done)
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_triton, lib, triton_products
+from ops.library import cuda_products, has_triton, lib
 from ops.linear import has_linear_kernel
 
 lib.define("expert_lists(Tensor expert, int experts) -> Tensor")
@@ -100,7 +100,7 @@ def _experts_linear_cuda(x: Tensor, weight: Tensor, lists: Tensor) -> Tensor:
     import ops.cuda.experts
 
     with torch.cuda.device(x.device):
-        device = triton_products().device_of(x.device.index)
+        device = cuda_products().device_of(x.device.index)
         return ops.cuda.experts.experts_product(x, weight, None, lists, device)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import ops.norm
 import ops.rotary
 from ops.cuda.layout import PART
-from ops.library import lib, needs_gradients, triton_products
+from ops.library import cuda_products, lib, needs_gradients
 from ops.linear import has_cuda_product
 from ops.rotary import HeadNorms
 
@@ -206,7 +206,7 @@ def _add_unscaled_cuda(x, delta, weight, eps):
     import ops.cuda.fused
 
     with torch.cuda.device(x.device):
-        device = triton_products().device_of(x.device.index)
+        device = cuda_products().device_of(x.device.index)
         return ops.cuda.fused.add_unscaled(x, delta, weight, eps, device)
 
 
@@ -219,7 +219,7 @@ def _add_product_cuda(x, packed, scale, stream, weight, eps):
 
 
 def _gated_product_cuda(x, squares, packed, scale):
-    products = triton_products()
+    products = cuda_products()
     with torch.cuda.device(x.device):
         device = products.device_of(x.device.index)
         return products.matmul(x, packed, scale, device, "swiglu", squares)

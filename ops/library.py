@@ -11,6 +11,7 @@ model and of a draft head (cpu/layers.py; their references are model.py and eagl
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,10 +40,19 @@ def has_triton() -> bool:
 
 
 @cache
-def triton_products() -> ModuleType:
-    """Import the Triton products. Raises: ValueError where there is no Triton."""
+def cuda_products() -> ModuleType:
+    """Import the products on CUDA: Triton's, or with EAGLE_PRODUCTS=streamed those in CUDA C++.
+
+    Raises: ValueError where there is no Triton, or for another name.
+    """
+    kind = os.environ.get("EAGLE_PRODUCTS", "triton")
+    if kind not in ("triton", "streamed"):
+        raise ValueError(f"EAGLE_PRODUCTS must be triton or streamed; it is {kind!r}")
     try:
         import ops.cuda.quantized as products
+
+        if kind == "streamed":
+            import ops.cuda.streamed as products
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_cpu_operators, lib, needs_gradients, triton_products
+from ops.library import cuda_products, has_cpu_operators, lib, needs_gradients
 
 # tokens of a sequence whose product is ours on CUDA; many more are bound by arithmetic, and are
 # left to cuBLAS
@@ -81,7 +81,7 @@ def halves_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
 
 
 def _linear_halves_cuda(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
-    products = triton_products()
+    products = cuda_products()
     device = products.device_of(x.device.index)
     with torch.cuda.device(x.device):
         return products.matmul(x, weight, None, device, epilogue)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import has_triton, lib, needs_gradients, triton_products, uses_cpp
+from ops.library import cuda_products, has_triton, lib, needs_gradients, uses_cpp
 
 lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
 lib.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
@@ -78,7 +78,7 @@ def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tupl
     import ops.cuda.norm
 
     with torch.cuda.device(x.device):
-        device = triton_products().device_of(x.device.index)
+        device = cuda_products().device_of(x.device.index)
         return ops.cuda.norm.add_norm(x, delta, weight, eps, device)
 
 
@@ -88,7 +88,7 @@ def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     import ops.cuda.norm
 
     with torch.cuda.device(x.device):
-        device = triton_products().device_of(x.device.index)
+        device = cuda_products().device_of(x.device.index)
         _, y = ops.cuda.norm.add_norm(x, None, weight, eps, device)
         return y
 

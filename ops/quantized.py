@@ -38,7 +38,7 @@ from ops.cuda.layout import (
     unpack_scales,
 )
 from ops.experts import rows_by_expert
-from ops.library import has_cpu_operators, lib, triton_products
+from ops.library import cuda_products, has_cpu_operators, lib
 from ops.linear import empty_product
 
 BLOCK8 = 128  # values of K per activation scale of w8a8; `grouped` takes the weights' group
@@ -287,7 +287,7 @@ def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
 def _quantized_matmul_cuda(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
 ) -> Tensor:
-    products = triton_products()
+    products = cuda_products()
     device = products.device_of(x.device.index)
     with torch.cuda.device(x.device):
         if lists is None:

@@ -19,6 +19,7 @@ sweep        The plans of our products and of attention, timed: a table that dec
 sanitizers   Our kernels under compute-sanitizer.
 tests        The other tests marked `gpu`.
 formats      The other formats and kernels of kernels.py, and the vendor's product in bf16.
+streamed     Our products in CUDA C++ in place of Triton's: kernels.py, a tree in int4 and bf16.
 models       Several trees with 1,000 replays of each, and auto; 8B, random twins, int8, Mixtral
              where its demo is, 7B in int4 with batches of 1, 4 and 16 (scripts/bench/peers.py).
 demo         The bundled demo, with every tree, format and lookup.
@@ -126,6 +127,11 @@ def without_overlap(step: Step) -> Step:
     return step._replace(command=f"env EAGLE_PDL=0 {step.command}")
 
 
+def streamed(step: Step) -> Step:
+    """Return the step with the products in CUDA C++."""
+    return step._replace(command=f"env EAGLE_PRODUCTS=streamed {step.command}")
+
+
 CPU = "--device cpu"
 SMALL = "--device cpu --options ignore_eos --limit 1 --max_new_tokens 12"
 TREE = "eagle:dynamic:tree_depth=6:tree_topk=8:tree_size=32"
@@ -195,6 +201,13 @@ REST = {
         kernels("compact", "", 40),
         kernels("topk", "", 40),
         kernels("experts", "", 40),
+    ),
+    "streamed": (
+        streamed(probe(SMALL_KERNELS, 30)._replace(name="streamed_kernels")),
+        streamed(kernels("int4", "--rows 1,16,32,64", 35)),
+        streamed(kernels("bf16", "--rows 1,16,32,64", 25)),
+        streamed(papers("streamed-int4", f"{INT4_7B} --replays 200", 100)),
+        streamed(papers("streamed-bf16", f"{LLAMA_7B} --methods none,{TREE}:quant_draft=int4", 90)),
     ),
     "models": (
         without_overlap(papers("no-overlap", INT4_7B, 80)),  # to compare with `int4`

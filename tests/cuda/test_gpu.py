@@ -47,7 +47,7 @@ from kv_cache import KVCache
 from load import warm_up
 from model import ModelConfig, MoEFeedForward
 from ops.fused import Pending, Unscaled
-from ops.library import triton_products
+from ops.library import cuda_products
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
@@ -475,7 +475,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
     last = slice(rows - 1, rows)
     assert all(torch.equal(one, whole[:, last]) for one, whole in zip(layer(last), got))
     assert torch.equal(caches, cached)
-    products = triton_products()
+    products = cuda_products()
     device = products.device_of(torch.cuda.current_device())
     for module in (products, ops.cuda.fused):
         monkeypatch.setattr(module, "device_of", lambda index: device._replace(overlaps=False))
