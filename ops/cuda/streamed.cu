@@ -2,7 +2,8 @@
 // them, from the same layouts, with the same epilogues.
 //
 // 1. Weights are copied into shared memory by cp.async, STAGES - 1 blocks of K ahead; the first of
-//    them before the kernels in front have finished, which Triton's pipeline cannot do.
+//    them before the kernels in front have finished, which Triton's pipeline cannot do. So none of
+//    these may write weights or scales.
 // 2. A warp has MT x 16 outputs, as the rows of m16n8k16 tensor-core products; tokens are its
 //    columns, eight to a product. Each column has the same instruction whatever the others are, so
 //    a row's bits do not depend on their number.
@@ -18,8 +19,13 @@
 // Not run on a GPU yet. Not here: zero points, fp32 activations, widths that are no multiple of 8.
 // Sources: mma and cp.async in the PTX manual; Marlin (arXiv 2408.11743).
 
-#ifndef ON_CPU
 using u32 = unsigned int;
+
+struct alignas(16) Words {
+    u32 word[4];
+};
+
+#ifndef ON_CPU
 
 // Returns: c + a b, of 16 x 16 and 16 x 8, in the fragments of the PTX manual.
 __device__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -28,10 +34,10 @@ __device__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #else
 #define TYPE "bf16"
 #endif
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Returns: a b + c, of two 16-bit numbers each.
@@ -53,6 +59,11 @@ __device__ void copy_16(void* to, const void* from, int valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
                  "r"(valid)
                  : "memory");
+}
+
+// Copies 16 bytes at once, or writes zeros.
+__device__ void copy_16_now(void* to, const void* from, bool valid) {
+    *static_cast<Words*>(to) = valid ? *static_cast<const Words*>(from) : Words{};
 }
 
 __device__ void copy_4(void* to, const void* from) {
@@ -79,22 +90,19 @@ __device__ void after_others() {
 __device__ float as_float(u32 bits) { return __uint_as_float(bits); }
 #endif
 
-struct alignas(16) Words {
-    u32 word[4];
-};
-
 constexpr int THREADS = 32 * WARPS;
 constexpr int MT = ROWS / (16 * WARPS);          // tiles of 16 outputs of a warp
 constexpr int NT = TOKENS / 8;                   // tiles of 8 tokens
 constexpr int PLANES = 16 / BITS;                // weights of a word
 constexpr int COLUMNS = 64;                      // words of a row and block, as in layout.py
 constexpr int BLOCK = PLANES * COLUMNS;          // inputs of a block
-constexpr int AT_ONCE = NT > 4 ? 2 : BLOCK / 32;  // steps of a block; with more, many sums spill
+constexpr int AT_ONCE = MT * NT > 4 ? 2 : BLOCK / 32;  // steps of a block; with more, many sums spill
 constexpr int SCALES = GROUP ? 128 / GROUP : 0;  // words with scales of a row and block
 constexpr int X_BYTES = 2 * BLOCK + 64;          // of a token: two of them touch all banks
 constexpr int SCALES_AT = ROWS * 2 * COLUMNS;    // in a stage, behind its weights
 constexpr int X_AT = SCALES_AT + ROWS * SCALES * 4;
 constexpr int STAGE_BYTES = X_AT + TOKENS * X_BYTES;
+constexpr int FACTORS_AT = STAGES * STAGE_BYTES;  // TOKENS of them in fp32
 static_assert(ROWS == MT * 16 * WARPS && TOKENS == NT * 8 && STAGES > 1);
 
 // Returns: the row of the weight that row r of a block's tile is, of N. With GATED rows g and
@@ -127,6 +135,8 @@ __device__ void fetch_weights(unsigned char* stage, const unsigned char* weights
     }
 }
 
+// NOW: not by cp.async, whose groups end in order: x would wait for the weights in front of it
+template <bool NOW>
 __device__ void fetch_x(unsigned char* stage, const unsigned char* x, int block, int M, int K) {
     constexpr int PARTS = BLOCK / 8;  // 16 bytes each
     for (int i = threadIdx.x; i < TOKENS * PARTS; i += THREADS) {
@@ -135,7 +145,24 @@ __device__ void fetch_x(unsigned char* stage, const unsigned char* x, int block,
         bool inside = token < M && k < K;
         const unsigned char* from = x + (static_cast<long long>(token) * K + k) * 2;
         unsigned char* to = stage + X_AT + i / PARTS * X_BYTES + i % PARTS * 16;
-        copy_16(to, inside ? from : x, inside ? 16 : 0);
+        if (NOW) {
+            copy_16_now(to, from, inside);
+        } else {
+            copy_16(to, inside ? from : x, inside ? 16 : 0);
+        }
+    }
+}
+
+// Writes: what the results of each token are multiplied by.
+__device__ void find_factors(float* factors, const float* squares, int M, int parts, int F) {
+    for (int i = threadIdx.x; i < TOKENS; i += THREADS) {
+        int token = blockIdx.x * TOKENS + i;
+        float sum = 0;
+#pragma unroll 16
+        for (int part = 0; part < parts; part++) {
+            sum += token < M ? squares[part * M + token] : 0;
+        }
+        factors[i] = rsqrtf(sum / F);
     }
 }
 
@@ -237,14 +264,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int splits = gridDim.z;
     int begin = split * blocks / splits;
     int end = (split + 1) * blocks / splits;
-    for (int ahead = 0; ahead < STAGES - 1 && begin + ahead < end; ahead++) {
-        fetch_weights(ring + ahead * STAGE_BYTES, weights, scales, begin + ahead, tile, N, K);
-    }
-    after_others();
     for (int ahead = 0; ahead < STAGES - 1; ahead++) {
-        if (begin + ahead < end) fetch_x(ring + ahead * STAGE_BYTES, x, begin + ahead, M, K);
+        unsigned char* stage = ring + ahead * STAGE_BYTES;
+        if (begin + ahead < end) {
+            fetch_weights(stage, weights, scales, begin + ahead, tile, N, K);
+        }
         end_of_copies();
     }
+    after_others();
+    for (int ahead = 0; ahead < STAGES - 1 && begin + ahead < end; ahead++) {
+        fetch_x<true>(ring + ahead * STAGE_BYTES, x, begin + ahead, M, K);
+    }
+    float* factors = reinterpret_cast<float*>(ring + FACTORS_AT);
+    if (squares) find_factors(factors, squares, M, parts, F);
     float total[MT][NT][4] = {};
     for (int block = begin; block < end; block++) {
         wait_for_copies<STAGES - 2>();
@@ -253,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (next < end) {
             unsigned char* stage = ring + (next - begin) % STAGES * STAGE_BYTES;
             fetch_weights(stage, weights, scales, next, tile, N, K);
-            fetch_x(stage, x, next, M, K);
+            fetch_x<false>(stage, x, next, M, K);
         }
         end_of_copies();
         add_block(total, ring + (block - begin) % STAGES * STAGE_BYTES);
@@ -261,14 +293,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) {  // columns 2 t and 2 t + 1 of a tile of 8 tokens
-        int token = blockIdx.x * TOKENS + i / 2 * 8 + lane % 4 * 2 + i % 2;
+        int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
+        int token = blockIdx.x * TOKENS + column;
         if (token >= M) continue;
-        float factor = 1;
-        if (squares) {
-            float sum = 0;
-            for (int part = 0; part < parts; part++) sum += squares[part * M + token];
-            factor = rsqrtf(sum / F);
-        }
+        float factor = squares ? factors[column] : 1;
 #pragma unroll
         for (int m = 0; m < MT; m++) {
             int r = (threadIdx.x / 32 * MT + m) * 16 + lane / 4;

@@ -29,11 +29,13 @@ __all__ = ["device_of"]  # as of quantized.py
 SOURCE = Path(__file__).with_suffix(".cu")
 NAME = b"streamed_product"
 OPTIONS = (b"--std=c++17",)  # of the compiler
-VERSIONS = (13, 12)  # of NVRTC
+VERSIONS = (13, 12)  # of NVRTC, beside a PyTorch without CUDA
 COLUMNS = 64  # as in layout.py
 # of the CUDA driver's interface
 MOST_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+SHARED_SHARE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 MAY_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+HALVES = (torch.bfloat16, torch.float16)
 Constants = tuple[tuple[str, int], ...]  # of streamed.cu, by name
 
 
@@ -59,28 +61,31 @@ class Launch(ctypes.Structure):
 # --------------------------------------------------------------------------------------------- plan
 
 
+@cache
 def plan_streamed(
     M: int, N: int, K: int, bits: int, group: int, device: Device, epilogue: str
 ) -> ProductPlan:
     """Choose tiles, splits and stages for M rows. The splits are quantized.py's, for any M."""
     splits = quantized.plan_product(M, N, K, bits, group, torch.bfloat16, device, epilogue).splits
     tokens = 8 if M <= 8 else quantized.tile_height(M, 16, 32)
-    heights = (128, 64) if tokens == 64 else (64,)  # a load of x then serves two tiles of outputs
-    # half of the memory if possible: two blocks hide each other's waits
-    for limit in (device.shared_bytes // 2, device.shared_bytes):
-        for rows, stages in product(heights, range(8, 1, -1)):
+    heights = (64,)
+    if tokens >= 32 and triton.cdiv(N, 128) * splits >= device.processors:
+        heights = (128, 64)  # a load of x then serves two tiles of outputs
+    # four blocks to a processor hide each other's waits, and leave room for the next kernel's
+    for blocks, least in ((4, 3), (2, 2), (1, 2)):
+        for rows, stages in product(heights, range(8, least - 1, -1)):
             cut = ProductPlan(tokens, rows, splits, stages, 4)
-            if shared_bytes(cut, bits, group) <= limit:
+            if blocks * shared_bytes(cut, bits, group) <= device.shared_bytes:
                 return cut
     raise ValueError(f"{tokens} rows of a product do not fit this GPU's shared memory")
 
 
 def shared_bytes(cut: ProductPlan, bits: int, group: int) -> int:
-    """Return the shared memory of a block, as streamed.cu divides it (STAGE_BYTES)."""
+    """Return the shared memory of a block, as streamed.cu divides it."""
     weights = cut.rows * 2 * COLUMNS
     scales = cut.rows * 4 * (128 // group if group else 0)
     x = cut.tokens * (2 * (16 // bits) * COLUMNS + 64)
-    return cut.stages * (weights + scales + x)
+    return cut.stages * (weights + scales + x) + 4 * cut.tokens
 
 
 # ---------------------------------------------------------------------------------------- compiling
@@ -94,7 +99,9 @@ def nvrtc() -> ctypes.CDLL:
     """
     packages = importlib.util.find_spec("nvidia")
     folders = packages.submodule_search_locations if packages else []
-    names = [f"libnvrtc.so.{version}" for version in VERSIONS]
+    # a driver may not load what a newer one than PyTorch's compiles
+    versions = [torch.version.cuda.partition(".")[0]] if torch.version.cuda else VERSIONS
+    names = [f"libnvrtc.so.{version}" for version in versions]
     found = [Path(folder).glob(f"*/lib/{name}") for name in names for folder in folders]
     for file in [*map(str, chain.from_iterable(found)), *names]:
         try:
@@ -134,13 +141,11 @@ def compile_cubin(constants: Constants, capability: int) -> bytes:
         *OPTIONS,
         *(f"-D{name}={value}".encode() for name, value in constants),
     ]
-    lib.nvrtcCreateProgram(
-        ctypes.byref(program), SOURCE.read_bytes(), SOURCE.name.encode(), 0, None, None
-    )
+    source = SOURCE.read_bytes()
+    lib.nvrtcCreateProgram(ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
     try:
-        failed = lib.nvrtcCompileProgram(
-            program, len(options), (ctypes.c_char_p * len(options))(*options)
-        )
+        flags = (ctypes.c_char_p * len(options))(*options)
+        failed = lib.nvrtcCompileProgram(program, len(options), flags)
         if failed:
             log = _text_of(lib, program, "ProgramLog").decode()
             raise RuntimeError(f"{SOURCE.name} does not compile for sm_{capability}: {log}")
@@ -182,6 +187,7 @@ def kernel_of(constants: Constants, bytes_of_shared: int, index: int) -> ctypes.
     call("cuModuleLoadData", ctypes.byref(module), cubin)
     call("cuModuleGetFunction", ctypes.byref(kernel), module, NAME)
     call("cuFuncSetAttribute", kernel, MOST_SHARED_BYTES, bytes_of_shared)
+    call("cuFuncSetAttribute", kernel, SHARED_SHARE, 100)
     return kernel
 
 
@@ -208,9 +214,13 @@ def launch(
 # ------------------------------------------------------------------------------------------ product
 
 
-def serves(x: Tensor, scale: Tensor | None) -> bool:
+def serves(x: Tensor, packed: Tensor, scale: Tensor | None, device: Device) -> bool:
     """Check that streamed.cu has this product: 16 bits, rows of whole 16 bytes, no zero points."""
-    return x.dtype != torch.float32 and x.shape[-1] % 8 == 0 and not has_zeros(scale)
+    if x.dtype not in HALVES or device.capability < 80 or not x.numel() or has_zeros(scale):
+        return False
+    if scale is None and packed.dtype != x.dtype:
+        return False
+    return x.shape[-1] % 8 == 0 and packed.data_ptr() % 16 == 0
 
 
 def matmul(
@@ -222,14 +232,18 @@ def matmul(
     squares: Tensor | None = None,
 ) -> Tensor:
     """Compute what `quantized.matmul` computes, or leave it to it."""
-    if not serves(x, scale):
+    if not serves(x, packed, scale, device):
         return quantized.matmul(x, packed, scale, device, epilogue, squares)
     bits, group = bits_and_group(scale)
     N, K = sizes_of(packed, bits)
     F = x.shape[-1]
     x = padded_to(x, K)
+    if x.data_ptr() % 16:
+        x = x.clone()
+    assert packed.is_contiguous() and (squares is None or squares.is_contiguous()), packed.stride()
     M = x.numel() // K
     cut = plan_streamed(M, N, K, bits, group, device, epilogue)
+    assert epilogue in ("none", "fp32") or (epilogue == "swiglu" and cut.splits == 1), epilogue
     width = N // 2 if epilogue == "swiglu" else N
     dtype = torch.float32 if epilogue == "fp32" else x.dtype
     y = torch.empty(*x.shape[:-1], width, device=x.device, dtype=dtype)

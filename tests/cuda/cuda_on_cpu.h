@@ -13,8 +13,8 @@
 #include <memory>
 #include <vector>
 
-using u32 = unsigned int;
 using std::min;
+using u32 = unsigned int;
 
 #define __device__ static
 #define __global__
@@ -134,14 +134,23 @@ static void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     meet(warp.meeting);
 }
 
+static void check_turn(const void* from) {
+    faults += from >= x_begin && from < x_end && !here().waited;
+}
+
 static void begin_copy(Copy copy) {
-    const char* from = static_cast<const char*>(copy.from);
-    faults += copy.bytes > 0 && from >= x_begin && from < x_end && !here().waited;
+    if (copy.bytes) check_turn(copy.from);
     std::memset(copy.to, 0xff, copy.all);
     here().groups.back().push_back(copy);
 }
 
 static void copy_16(void* to, const void* from, int valid) { begin_copy({to, from, valid, 16}); }
+static void copy_16_now(void* to, const void* from, bool valid) {
+    std::memset(to, 0, 16);
+    if (!valid) return;
+    check_turn(from);
+    std::memcpy(to, from, 16);
+}
 static void copy_4(void* to, const void* from) { begin_copy({to, from, 4, 4}); }
 static void end_of_copies() { here().groups.emplace_back(); }
 static void after_others() { here().waited = true; }

@@ -4,7 +4,7 @@
 #include "cuda_on_cpu.h"
 #include "../../ops/cuda/streamed.cu"
 
-Words shared[STAGES * STAGE_BYTES / 16];
+Words shared[STAGES * STAGE_BYTES / 16 + TOKENS / 4];
 
 static const unsigned char* x;
 static const unsigned char* weights;

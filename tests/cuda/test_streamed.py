@@ -202,10 +202,10 @@ def test_a_launch(driver, monkeypatch):
     assert streamed.matmul(x, packed, scale, H100, "fp32").shape == y.shape  # not loaded again
     assert [grid for grid, *_ in sums] == [(2,), (2,)]
     names = [name for name, _ in driver.calls]
-    loading = ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
+    loading = ["cuModuleLoadData", "cuModuleGetFunction"] + 2 * ["cuFuncSetAttribute"]
     assert names == [*loading, "cuLaunchKernelEx", "cuLaunchKernelEx"]
     of_shared = driver.calls[2][1]
-    config, _, places, extra = driver.calls[3][1]
+    config, _, places, extra = driver.calls[4][1]
     launch = config._obj
     cut = streamed.plan_streamed(3, 200, 1280, 8, 0, H100, "fp32")
     assert of_shared[1:] == (8, launch.shared_bytes)
@@ -228,16 +228,32 @@ def test_a_driver_that_fails(driver):
 
 
 def test_what_is_left_to_triton(monkeypatch):
-    """fp32, zero points, and rows that are no whole 16 bytes; the others are not."""
+    """fp32, zero points, rows or weights that are no whole 16 bytes, other dtypes, no rows; an old GPU."""
     left = []
     monkeypatch.setattr(quantized, "matmul", lambda *arguments: left.append(arguments))
     packed, scale, _ = weights_of(4, 128, 64, 512, torch.bfloat16)
     streamed.matmul(torch.zeros(1, 512), packed, scale, H100)
     with_zeros = torch.zeros(2, 64, 2)  # [blocks, N, 256 / group]
     streamed.matmul(torch.zeros(1, 512).half(), packed, with_zeros, H100)
+    x = torch.zeros(1, 512).half()
+    w = torch.zeros(64 * 512 + 1).half()
     streamed.matmul(torch.zeros(1, 36).half(), torch.zeros(64, 36).half(), None, H100)
-    assert len(left) == 3
-    assert streamed.serves(torch.zeros(1, 512).half(), scale)
+    streamed.matmul(x, w[1:].view(64, 512), None, H100)
+    streamed.matmul(x, w[1:].view(64, 512).bfloat16(), None, H100)
+    streamed.matmul(x[:0], packed, scale, H100)
+    streamed.matmul(x, packed, scale, H100._replace(capability=75))
+    assert len(left) == 7
+    assert streamed.serves(x, packed, scale, H100)
+
+
+def test_x_at_any_address(driver):
+    """Copies of 16 bytes want their multiples; a view may begin anywhere."""
+    packed, scale, _ = weights_of(4, 128, 8448, 512, torch.bfloat16)
+    x = torch.zeros(513).bfloat16()[1:].view(1, 512)
+    assert x.data_ptr() % 16
+    streamed.matmul(x, packed, scale, H100)
+    _, (_, _, places, _) = driver.calls[-1]
+    assert ctypes.cast(places[0], ctypes.POINTER(ctypes.c_void_p))[0] % 16 == 0
 
 
 def test_who_asks_for_it(monkeypatch):
