@@ -13,9 +13,9 @@
 // 4. Rows of 128 bytes of weights are stored with their halves exchanged in every other row: the
 //    eight lanes of a load then touch all 32 banks.
 //
-// Compiled by streamed.py, with the constants in capitals given: BITS, GROUP (0: a scale per output),
-// TOKENS, ROWS, WARPS, STAGES, GATED, HALF (fp16, else bf16), FP32 (results unrounded, as partial sums
-// are), OVERLAPS. ON_CPU: the machine's part comes from tests/cuda/cuda_on_cpu.h.
+// Compiled by streamed.py, with the constants in capitals given: BITS, GROUP (0: a scale per
+// output), TOKENS, ROWS, WARPS, STAGES, GATED, HALF (fp16, else bf16), FP32 (results unrounded, as
+// partial sums are), OVERLAPS. ON_CPU: the machine's part comes from tests/cuda/cuda_on_cpu.h.
 // Not run on a GPU yet. Not here: zero points, fp32 activations, widths that are no multiple of 8.
 // Sources: mma and cp.async in the PTX manual; Marlin (arXiv 2408.11743).
 
@@ -96,7 +96,8 @@ constexpr int NT = TOKENS / 8;                   // tiles of 8 tokens
 constexpr int PLANES = 16 / BITS;                // weights of a word
 constexpr int COLUMNS = 64;                      // words of a row and block, as in layout.py
 constexpr int BLOCK = PLANES * COLUMNS;          // inputs of a block
-constexpr int AT_ONCE = MT * NT > 4 ? 2 : BLOCK / 32;  // steps of a block; with more, many sums spill
+// steps of a block that are unrolled; with more, many sums spill
+constexpr int AT_ONCE = MT * NT > 4 ? 2 : BLOCK / 32;
 constexpr int SCALES = GROUP ? 128 / GROUP : 0;  // words with scales of a row and block
 constexpr int X_BYTES = 2 * BLOCK + 64;          // of a token: two of them touch all banks
 constexpr int SCALES_AT = ROWS * 2 * COLUMNS;    // in a stage, behind its weights
@@ -232,7 +233,7 @@ __device__ void add_block(float (&total)[MT][NT][4], const unsigned char* stage)
                     float scale = as_float(number % 2 ? word & 0xffff0000 : word << 16);
 #pragma unroll
                     for (int n = 0; n < NT; n++) {
-                        total[m][n][i] += group[m][n][i] * scale;
+                        total[m][n][i] = fmaf(group[m][n][i], scale, total[m][n][i]);
                         group[m][n][i] = 0;
                     }
                 }
