@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -53,11 +54,11 @@ def option(
 
 
 def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return values by the fields' names, where some are given by an alias.
+    """Return values by the fields' names, where some are given by an alias; a path is a text.
 
     Raises: ValueError for a field that is given twice.
     """
-    named = dict(values)
+    named = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in values.items()}
     for f in fields(options):
         alias = f.metadata["alias"]
         if alias and alias in named:
@@ -67,13 +68,21 @@ def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_ranges(options: Any) -> None:
-    """Check the numbers of a dataclass of options.
+    """Check each value of a dataclass of options by itself.
 
-    Raises: ValueError for a number that is out of its range.
+    Raises: ValueError for a number that is out of its range, and for another name than the choices.
     """
     for f in fields(options):
+        value = getattr(options, f.name)
+        choices = f.metadata["choices"]
         if f.type in ("int", "float"):
-            _check_range(f, getattr(options, f.name))
+            _check_range(f, value)
+        elif f.type == "bool":
+            require(isinstance(value, bool), f"--{f.name} must be True or False; it is {value!r}")
+        elif value != f.default:
+            require(isinstance(value, str), f"--{f.name} must be a text; it is {value!r}")
+            known = f"--{f.name} must be one of {', '.join(choices or ())}; it is {value!r}"
+            require(not choices or value in choices, known)
 
 
 def _check_range(f: Field, value: Any) -> None:
@@ -86,6 +95,7 @@ def _check_range(f: Field, value: Any) -> None:
         number = Real
         kind = "number"
     is_number = isinstance(value, number) and not isinstance(value, bool)
+    is_number = is_number and value == value  # not a NaN
     require(is_number, f"--{f.name} must be a {kind}; it is {value!r}")
     require(
         least is None or value == f.default or value >= least,
@@ -164,11 +174,16 @@ def parse(
 
 
 def _utf8_arguments() -> list[str]:
-    """Return the process's arguments, decoded as UTF-8. Its streams become UTF-8 too."""
+    """Return the process's arguments, decoded as UTF-8. Its streams become UTF-8 too.
+
+    Bytes that are no UTF-8 go through, in arguments and in standard input alike.
+    """
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         encoding = getattr(stream, "encoding", None)  # None: of no stream, or of text in memory
         if encoding and encoding.lower() != "utf-8":
             stream.reconfigure(encoding="utf-8")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     return [os.fsencode(text).decode("utf-8", "surrogateescape") for text in sys.argv[1:]]
 
 

@@ -183,6 +183,25 @@ def check_output(path: Path, flag: str) -> None:
         raise ValueError(f"{flag}: {path} is a directory; name a file")
 
 
+def check_outputs(files: dict[str, str]) -> None:
+    """Check that files can be written, each by `check_output`, and that no two are the same one.
+
+    files: by their flags; an empty name is none, and - is standard output
+    Raises: ValueError.
+    """
+    flags: dict[str, str] = {}
+    for flag, name in files.items():
+        if not name:
+            continue
+        path = Path(name)
+        check_output(path, flag)
+        if name == "-" or (path.exists() and not path.is_file()):  # a pipe, or /dev/null
+            continue
+        other = flags.setdefault(os.path.realpath(path), flag)
+        if other != flag:
+            raise ValueError(f"{other} and {flag} both write {path}; name another file for one")
+
+
 # ---------------------------------------------------------------------- writing
 
 

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 from before_torch import Command, read_command, with_text
 from command_line import one_line_errors
 from files import write_text
-from prompts import Conversation, check_ids, with_options
+from prompts import Conversation, as_conversation, check_ids, with_options
 
 # The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
 # together (ranks.py).
@@ -134,7 +134,7 @@ class Batch:
         self.stats = Stats()
         self.entries: list[Turn] = []
         self.trace: list[dict] = []
-        self.conversations = [[p] if isinstance(p, str) else list(p) for p in prompts]
+        self.conversations = [as_conversation(prompt) for prompt in prompts]
         self.prompt_ids = [first_ids(engine, c) for c in self.conversations]
         samples = range(engine.config.num_samples)
         self.streams = [(prompt, sample) for prompt in range(len(prompts)) for sample in samples]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from command_line import check_ranges, option, require
-from files import can_name_file, check_directory, check_output
+from files import can_name_file, check_directory, check_outputs
 from needs import (
     CHAT,
     DRAFT,
@@ -389,10 +389,8 @@ class GenerateConfig:
         require(self.results != "-", results_fault)
         store_fault = "--draft_store is read again by the next run; name a file instead of -"
         require(self.draft_store != "-", store_fault)
-        for name in ("draft_store", "json", "results", "trace", "profile"):
-            file = getattr(self, name)
-            if file:
-                check_output(Path(file), f"--{name}")
+        outputs = ("draft_store", "json", "results", "trace", "profile")
+        check_outputs({f"--{name}": getattr(self, name) for name in outputs})
 
     def _check_tree(self) -> None:
         file_fault = f"--tree_file is a static tree, not {self.tree}"

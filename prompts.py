@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,10 @@ def read_grammar(config: GenerateConfig) -> str | dict | None:
     """
     if not config.grammar:
         return None
-    text = read_named(Path(config.grammar), "--grammar")
+    path = Path(config.grammar)
+    is_pipe = path.exists() and not path.is_file()
+    require(not is_pipe, f"--grammar is read more than once, and {path} is no file; name a file")
+    text = read_named(path, "--grammar")
     installed = importlib.util.find_spec("llguidance") is not None
     require(installed, "--grammar needs llguidance; run: pip install llguidance")
     if not config.grammar.endswith(".json"):
@@ -95,6 +99,19 @@ def _are_turns(value: object) -> bool:
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(turn, str) and turn for turn in value)
+
+
+def as_conversation(prompt: str | Conversation) -> Conversation:
+    """Return a text as its turns. Raises: ValueError for anything but texts or token ids."""
+    items = [prompt] if isinstance(prompt, str) else prompt
+    is_list = isinstance(items, Iterable)
+    items = list(items) if is_list else []
+    texts = all(isinstance(item, str) for item in items)
+    if not is_list or not (texts or all(type(item) is int for item in items)):
+        raise ValueError(
+            f"a prompt is a text, a list of texts or a list of token ids; one is {prompt!r}"
+        )
+    return items
 
 
 def check_ids(ids: list[int], vocab: int, context: int) -> list[int]:

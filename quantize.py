@@ -420,6 +420,8 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors("quantize.py"):
         if not config.checkpoint or not config.out:
             raise ValueError("--checkpoint and --out are needed: directories to read and to write")
+        if config.group_size and config.quant != "int4":
+            raise ValueError("--group_size belongs to int4; leave it out")
         quant = Quantization(config.quant, config.group_size)
         out = Path(config.out)
         device = pick_device(config.device)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 from command_line import one_line_errors, option, parse, require
 from extras.datastore import LONGEST
 from extras.kept_texts import vocabulary_of
-from files import alone, check_directory, check_output, replace_file, show_progress
+from files import alone, check_output, replace_file, show_progress
 from hf.config import read_config
 from hf.fetch import fetched
 from hf.tokenizer import load_tokenizer
@@ -119,7 +120,7 @@ def build(config: BuildConfig) -> int:
     require(config.folder, "name a folder of text files")
     require(config.out, "--out is missing; name the file to write")
     folder = Path(config.folder)
-    check_directory(folder)
+    require(folder.is_dir(), f"{folder} is no directory; name a folder of text files")
     out = Path(config.out)
     check_output(out, "--out")
     checkpoint = fetched(config.checkpoint)
@@ -128,8 +129,13 @@ def build(config: BuildConfig) -> int:
     tokens = tokens_of(folder, tokenizer, available_memory())
     arrays = {"tokens": tokens, "order": suffix_array(tokens)}
     metadata = {"vocabulary": vocabulary_of(tokenizer, size)}
-    with alone(out.parent):
-        replace_file(out, lambda path: save_file(arrays, path, metadata))
+    try:
+        with alone(out.parent):
+            replace_file(out, lambda path: save_file(arrays, path, metadata))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"--out: cannot write {out} ({error}); free some space or name another file"
+        ) from None
     return len(tokens)
 
 

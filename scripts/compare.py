@@ -2,15 +2,16 @@
 
     python scripts/compare.py --checkpoint MODEL --prompts FILE --chat [--heads DIR,DIR]
 
-1. The drafters: none; a lookup in the text (ngram); with heads of any kind, given or bundled,
-   chains, dynamic trees, `--tree auto`, which learns a tree while it decodes, and an EAGLE head's
-   dynamic tree with lookups.
+1. The drafters: none; a lookup in the text (ngram); Token Recycling; with heads of any kind, given
+   or bundled, chains, dynamic trees, `--tree auto`, which learns a tree while it decodes, and an
+   EAGLE head's dynamic tree with lookups.
 2. All decode the same prompts in turn in one process, one prompt untimed first (bench/papers.py).
 3. The fastest over all prompts is recommended. Vanilla decoding is, where no other is faster.
 
 A line holds: speedup = tau / (verify + draft of a vanilla pass), its bound, the quartiles of the
 speedup over prompts, and the share of sequences that are equal to vanilla's.
-Not here: draft models, and tables by task (scripts/bench/papers.py has both).
+Not here: draft models, datastores, Lookahead, which is slower than vanilla wherever it was
+measured, and tables by task (scripts/bench/papers.py has them all).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from prompts import prompts_of_file
 from scripts.bench import papers
 from scripts.bench.report import explained
 
-WITHOUT_HEAD = ("none", "ngram")
+WITHOUT_HEAD = ("none", "ngram", "recycling")
 OF_KIND = {  # of a head
     "eagle": ("eagle:dynamic", "eagle+ngram", "eagle:auto"),
     "medusa": (f"medusa:{papers.CHAIN}", "medusa:dynamic", "medusa:auto"),
@@ -72,8 +73,9 @@ class CompareConfig:
     def bench(self, tasks: str) -> papers.BenchConfig:
         """Return the options of the measurement. tasks: the file of the prompts"""
         methods = [*WITHOUT_HEAD]
-        if not self.heads and bundled_head(Path(self.checkpoint)).is_dir():
-            methods += OF_KIND["eagle"]
+        for kind, of_kind in OF_KIND.items():
+            if not self.heads and bundled_head(Path(self.checkpoint), kind).is_dir():
+                methods += of_kind
         for path in map(Path, self.heads.split(",") if self.heads else ()):
             check_directory(path)
             pieces = papers.head_options(path)

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from checkpoint import BLOCKS
 from command_line import one_line_errors, option, parse
-from files import write_text
+from files import check_outputs, write_text
 from hf.blocks import Blocks, pack, table_of
 from hf.gguf import TYPES
 from ops.cpu import build
@@ -89,11 +89,12 @@ class LinearConfig:
     tokens: str = option("1,2,4,8,16,26,32,48,64", "rows of the input")
     kinds: str = option(",".join(KINDS), "contestants")
     rounds: int = option(9, "measurements of each", least=1)
-    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     json: str = option("", "write the results to this file")
 
     def check(self) -> None:
         """Check the options. Raises: ValueError for a value that cannot work."""
+        check_outputs({"--json": self.json})
         unknown = set(self.kinds.split(",")) - set(KINDS)
         if unknown:
             raise ValueError(

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from command_line import one_line_errors, option, parse
 from decode import PREFILL_CHUNK, Engine
-from files import write_text
+from files import check_outputs, write_text
 from generate import load
 from kv_cache import KVCache, causal_window
 from options import DEFAULT, HEAD_KINDS, GenerateConfig
@@ -373,6 +373,7 @@ def main() -> None:
     """Run the command line."""
     config = parse(EvalConfig, "lm_eval_adapter.py", __doc__)
     with one_line_errors("lm_eval_adapter.py"):
+        check_outputs({"--json": config.json})
         run(config)
 
 

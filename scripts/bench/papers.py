@@ -47,7 +47,7 @@ from checkpoint import WeightFiles
 from command_line import one_line_errors, option, parse
 from decode import Engine
 from extras.draft_vocab import RANKS
-from files import bundled_head, is_gguf, parse_json, read_text
+from files import bundled_head, check_outputs, is_gguf, parse_json, read_text
 from generate import Batch, Turn, encode, first_ids, load
 from hf.head_kinds import head_kind
 from options import DEMO, HEAD_KINDS, GenerateConfig, pick_device
@@ -150,10 +150,7 @@ class BenchConfig:
             )
         if self.report and self.json:
             raise ValueError("--report measures nothing; it cannot go with --json")
-        for name in ("json", "table"):
-            path = getattr(self, name)
-            if not Path(path).parent.is_dir():
-                raise ValueError(f"--{name}: cannot write {path}; its directory does not exist")
+        check_outputs({"--json": self.json, "--table": self.table})
 
     @property
     def fixed(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from command_line import one_line_errors, option, parse
 from decode import Engine
-from files import is_gguf, write_text
+from files import check_outputs, is_gguf, write_text
 from generate import encode, load
 from kv_cache import KVCache, causal_window
 from model import DTYPES
@@ -150,8 +150,7 @@ class PeersConfig:
             )
         if self.gguf and not Path(self.gguf).is_dir():
             raise ValueError(f"--gguf: there is no directory {self.gguf}; make it first")
-        if not Path(self.json).parent.is_dir():
-            raise ValueError(f"--json: cannot write {self.json}; its directory does not exist")
+        check_outputs({"--json": self.json})
 
     @property
     def sizes(self) -> list[int]:

@@ -103,7 +103,7 @@ class ProfileConfig(GenerateConfig):
     checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
     cycles: int = option(32, "decode cycles per round", least=1)
     rounds: int = option(5, "times that these cycles run without and with the profiler", least=1)
-    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
 
     def check(self) -> None:
         """Check the options. Raises: ValueError for a combination that cannot work."""

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from checkpoint import Quantization, saved_quantization
 from command_line import one_line_errors, option, parse
-from files import write_text
+from files import check_outputs, write_text
 from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
@@ -54,7 +54,7 @@ class QualityConfig:
     text: str = option("", "text files, separated by commas; default: the demo's held-out text")
     seq_len: int = option(512, "tokens per sequence", least=2)
     sequences: int = option(64, "sequences per text", least=1)
-    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     json: str = option("", "write the results to this file")
 
 
@@ -275,6 +275,7 @@ def main() -> None:
     """Run the command line."""
     config = parse(QualityConfig, "quant_quality.py", __doc__)
     with one_line_errors("quant_quality.py"):
+        check_outputs({"--json": config.json})
         run(config)
 
 

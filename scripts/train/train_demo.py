@@ -87,7 +87,7 @@ class TrainConfig:
     warmup: int = option(100, "steps")
     eval_every: int = option(400, "steps between held-out losses and saved states", least=1)
     seed: int = option(0, "of initialisation, order and noise")
-    threads: int = option(0, "CPU threads; 0 leaves torch's default")
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     def check(self) -> None:

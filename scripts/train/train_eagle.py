@@ -140,8 +140,8 @@ class TrainConfig(TrainOptions):
     unroll: int = option(
         0, "steps of a chain that the loss has; 0: 1 for version 1, 7 for version 3", least=0
     )
-    ffn_dim: int = option(0, "of the head's layer; 0: the target's")
-    kv_heads: int = option(0, "of the head's layer; 0: the target's")
+    ffn_dim: int = option(0, "of the head's layer; 0: the target's", least=0)
+    kv_heads: int = option(0, "of the head's layer; 0: the target's", least=0)
     init: str = option(
         "random",
         "random, feature (fc starts as the identity on the feature), or a head's directory",
@@ -436,16 +436,20 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
     """Make a head shaped like a layer of the target, or load one to go on with.
 
     examples: their marked tokens choose the draft vocabulary
-    Raises: ValueError for an existing head that this version's training cannot go on with.
+    Raises: ValueError for an existing head that this version's training cannot go on with, and for
+    a number of key heads that cannot be.
     """
     if config.is_trained:
         return existing_head(config, target)
     c = target.config
+    kv_heads = config.kv_heads or c.n_kv_heads
+    fault = f"--kv_heads must divide the target's {c.n_heads} heads; it is {kv_heads}"
+    require(c.n_heads % kv_heads == 0, fault)
     model = replace(
         c,
         n_layers=1,
         ffn_dim=config.ffn_dim or c.ffn_dim,
-        n_kv_heads=config.kv_heads or c.n_kv_heads,
+        n_kv_heads=kv_heads,
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,

@@ -468,6 +468,14 @@ def test_text_is_utf8_in_every_locale():
         [*command, "--interactive"], input=f"{text}\n".encode(), env=env, capture_output=True
     )
     assert done.returncode == 0 and b"tokens in" in done.stdout, done.stderr
+    done = subprocess.run(
+        [*command, "--interactive"],
+        input=b"x = 1\n\xff\xfe\ny = 2\n",
+        env=env | {"PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+    )
+    assert done.returncode == 0 and done.stdout.count(b"tokens in") == 2, done.stderr
+    assert b"> [the text has half a character" in done.stdout
     done = subprocess.run([*command, "--draft", text], env=env, capture_output=True)
     assert done.returncode == 2 and text in done.stderr.decode("utf-8")
 
@@ -622,6 +630,7 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS[:2], "--prompt_ids", ""], "numbers like 5,17,3"),
         ([*IDS[:2], "--prompt_ids=--5"], "numbers like 5,17,3"),
         ([*IDS, "--json", "."], "is a directory"),
+        ([*IDS, "--json", "a.txt", "--trace", "./a.txt"], "--json and --trace both write a.txt; name another file for one"),
         ([*ON_DEMO, "--chat", "--prompt", "a"], "--chat NAME"),
         ([*ON_DEMO, "--chat", "alpaca", "--prompt", "a"], "alpaca"),
         ([*IDS, "--chat", "vicuna"], "--prompt_ids"),
@@ -661,12 +670,33 @@ def test_mistakes_are_one_line(capsys, argv, message):
         ({"draft": "eagle+ngram", "no_rerank": True}, "grafts onto a re-ranked dynamic tree"),
         ({"tree": "auto", "no_rerank": True}, "--no_rerank needs a tree of one size"),
         ({"tree": "auto", "expand_by": "confidence"}, "--expand_by needs a tree of one size"),
+        ({"dtype": "int8"}, "--dtype must be one of float32, bfloat16, float16; it is 'int8'"),
+        ({"quant": "int3"}, "--quant must be one of none, int8, int4; it is 'int3'"),
+        ({"tree": "large"}, "--tree must be one of"),
+        ({"eagle": 5}, "--head must be a text; it is 5"),
+        ({"compile": "yes"}, "--compile must be True or False; it is 'yes'"),
+        ({"tree_size": float("nan")}, "--tree_size must be a whole number; it is nan"),
+        ({"top_p": float("nan")}, "--top_p must be a number; it is nan"),
     ],
 )
 def test_settings_that_cannot_work(settings, message):
     """Fields without a flag, for Python callers and papers.py."""
     with pytest.raises(ValueError, match=re.escape(message)):
         load(**{"checkpoint": TARGET, "eagle": HEAD, "device": "cpu"} | settings)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["a", 5], [5, "a"], [None], [True, 5]], ids=repr)
+def test_a_prompt_of_another_kind(prompt):
+    engine = load(checkpoint=Path(TARGET), eagle="", device="cpu")
+    with pytest.raises(ValueError, match="a prompt is a text, a list of texts or a list of token"):
+        generate(engine, [prompt])
+
+
+def test_a_grammar_from_a_pipe_is_one_line(capsys, tmp_path):
+    """It is read more than once: a second time there is nothing left."""
+    os.mkfifo(tmp_path / "pipe")
+    said = failure(capsys, *ON_DEMO, "--prompt", "a", "--grammar", str(tmp_path / "pipe"))
+    assert "--grammar is read more than once, and" in said and "name a file" in said
 
 
 def test_a_full_gpu_is_one_line(capsys):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import generate
@@ -318,7 +318,7 @@ def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
         assert not out.exists() and "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "no such directory" in fault()
+    assert f"{folder} is no directory; name a folder of text files" in fault()
     folder.mkdir()
     (folder / "x.bin").write_bytes(b"\0\1")
     assert "has no text in UTF-8 (1 other files)" in fault()
@@ -326,6 +326,16 @@ def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
     assert "--out is missing" in fault(out="")
     monkeypatch.setattr(build_datastore, "available_memory", lambda: 99 * build_datastore.BYTES)
     assert "more than the 99 tokens that memory can sort; name a smaller folder" in fault()
+    monkeypatch.undo()
+
+    def full(arrays, path, metadata):
+        raise SafetensorError("File too large")
+
+    monkeypatch.setattr(build_datastore, "save_file", full)
+    said = fault()
+    assert (
+        said == f"--out: cannot write {out} (File too large); free some space or name another file"
+    )
 
 
 def test_two_builders_of_one_file_leave_one_of_both(tmp_path):

@@ -393,6 +393,7 @@ def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
         (["--methods", "none,none"], "--methods must be a list of different values"),
         (["--repeats", "0"], "--repeats must be at least 1; it is 0"),
         (["--json", "nowhere/log.jsonl"], "--json: cannot write nowhere/log.jsonl"),
+        (["--table", "."], "--table: . is a directory; name a file"),
         (["--report", "nowhere.jsonl"], "the log holds no measurement"),
         (["--report", "a.jsonl", "--json", "b.jsonl"], "--report measures nothing"),
     ],
@@ -883,6 +884,8 @@ def test_one_layer_is_timed_in_every_format(monkeypatch):
         assert contestant.seconds(x) > 0
         assert contestant.bytes * len(contestant.weights) >= linear.ROTATED_BYTES
     linear.LinearConfig(shapes="49152x576", kinds="bf16,int8,int4-64,Q4_1,Q8_0").check()
+    with pytest.raises(ValueError, match="--json: cannot write nowhere/x; there is no directory"):
+        linear.LinearConfig(json="nowhere/x").check()
     with pytest.raises(
         ValueError, match="--kinds Q4_K needs inputs in multiples of 256; --shapes has 64x576"
     ):

@@ -56,14 +56,14 @@ def test_every_drafter_at_hand_has_a_line(prompts, capsys):
     assert chosen.temperature == 0.7 and chosen.max_new_tokens == 8
 
 
-def test_without_a_head_there_is_the_lookup(prompts, capsys, tmp_path):
+def test_without_a_head_there_are_two(prompts, capsys, tmp_path):
     """A text file is one prompt, and a copy of the demo has no head beside it."""
     (tmp_path / "plain").symlink_to(DEMO)
     text = tmp_path / "prompt.txt"
     text.write_text("def f():\n    return 1\n\ndef g():\n")
     lines = lines_of(capsys, f"--checkpoint={tmp_path / 'plain'}", f"--prompts={text}")
     found = [line for line in lines if " of a vanilla pass)" in line]
-    assert len(found) == 1 and found[0].startswith("ngram: ")
+    assert [line.partition(":")[0] for line in found] == ["ngram", "recycling"]
 
 
 def test_heads_of_every_kind_are_compared(prompts, capsys, tmp_path):
@@ -83,8 +83,8 @@ def test_heads_of_every_kind_are_compared(prompts, capsys, tmp_path):
     )
     found = [line for line in lines if " of a vanilla pass)" in line]
     want = [f"{m}:head={folder}" for kind, folder in folders.items() for m in compare.OF_KIND[kind]]
-    assert len(found) == 1 + len(want), found
-    for start, line in zip(want, found[1:]):
+    assert len(found) == 2 + len(want), found
+    for start, line in zip(want, found[2:]):
         assert line.startswith(start) and line.endswith("; 100 % of sequences identical"), line
 
 
