@@ -196,11 +196,14 @@ class TensorSource(Protocol):
         """Read one tensor.
 
         dtype: the caller will round the tensor to it; a source may do that already
-        Raises: ValueError when it is missing.
+        Raises: ValueError when it is missing, or a weight is a single number.
         """
         if name not in self.readers:
             raise ValueError(f"{self.path}: the weight {name} is missing; download it again")
-        return self.readers[name]()
+        tensor = self.readers[name]()
+        if name.endswith(".weight") and not tensor.dim():
+            raise ValueError(f"{self.path}: {name} is a single number; use a model's own weights")
+        return tensor
 
 
 class WeightFiles(TensorSource):

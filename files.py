@@ -29,7 +29,7 @@ except ImportError:  # Windows has no such locks
     fcntl = None
 
 PICKLE_BYTES = 250 * 10**6  # memory that reading a pickle may take besides the size of its file
-TEMPORARY = ".tmp"  # suffix of a file's name while it is written
+TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
 
 # held while standard error, the warnings or a limit of the process is changed
 _process_lock = threading.RLock()
@@ -105,14 +105,20 @@ def read_jsonl(path: Path, flag: str, check: Callable[[dict], str] = lambda row:
     check: returns the fault of an object; "" when it has none
     Raises: ValueError that names the file and the line.
     """
-    text = read_named(path, flag)
+    return parse_jsonl(read_named(path, flag), f"{flag}: {path}", check)
+
+
+def parse_jsonl(
+    text: str, source: str, check: Callable[[dict], str] = lambda row: ""
+) -> list[dict]:
+    """Parse what `read_jsonl` reads. source: names the file in a message"""
     lines = text.split("\n")
     if text.lstrip().startswith("["):
         lines = [text]
     objects: list[dict] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            where = f"{flag}: {path} line {number}"
+            where = f"{source} line {number}"
             values = parse_json(line, where)
             if not isinstance(values, list):
                 values = [values]
@@ -122,7 +128,7 @@ def read_jsonl(path: Path, flag: str, check: Callable[[dict], str] = lambda row:
                     raise ValueError(f"{where}: {fault}")
             objects += values
     if not objects or not all(isinstance(each, dict) for each in objects):
-        raise ValueError(f"{flag}: {path} must hold one JSON object a line; correct it")
+        raise ValueError(f"{source} must hold one JSON object a line; correct it")
     return objects
 
 

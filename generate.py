@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from before_torch import Command, read_command, with_text
-from command_line import one_line_errors
+from command_line import one_line_errors, require
 from files import write_text
 from prompts import Conversation, as_conversation, check_ids, with_options
 
@@ -67,6 +67,7 @@ class Turn(NamedTuple):
     index: tuple[int, int, int]  # (prompt, sample, turn)
     prompt: list[int]
     new: list[int]
+    fault: str = ""  # of its grammar, where that allows nothing
 
 
 @dataclass
@@ -76,7 +77,7 @@ class Result:
     index: list[tuple[int, int, int]]  # (prompt, sample, turn)
     tokens: list[list[int]]  # new tokens only, the one that ended them included
     text: list[str]
-    finish_reason: list[str]  # "stop", "length" or "context"
+    finish_reason: list[str]  # "stop", "length", "context", or "grammar", which allowed nothing
     prompt_tokens: list[int]
     stats: dict[str, Any]
     trace: list[dict]
@@ -172,12 +173,13 @@ class Batch:
             for seq, turns in enumerate(running):
                 if new[seq]:
                     turns[-1].new.extend(new[seq])
+                if turns and seq in session.faults:
+                    turns[-1] = Turn(*turns[-1][:3], session.faults[seq])
             for line in session.trace:
                 prompt, sample, _ = running[line["row"]][0].index
                 self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
             session.trace.clear()
             on_tokens(new)
-            session.raise_fault()
         self.entries += sorted(finished)
         self.stats.add(session.stats)
 
@@ -195,7 +197,7 @@ class Batch:
 
         Returns: whether there is a next turn. Writes: `turns`.
         """
-        if not turns:
+        if not turns or turns[-1].fault:
             return False
         prompt, sample, number = turns[-1].index
         texts = self.conversations[prompt]
@@ -232,7 +234,7 @@ def turn_fields(engine: Engine, turn: Turn) -> dict[str, Any]:
         "index": turn.index,
         "tokens": turn.new,
         "text": text_of(engine, turn.new),
-        "finish_reason": engine.finish_reason(turn.new),
+        "finish_reason": "grammar" if turn.fault else engine.finish_reason(turn.new),
         "prompt_tokens": len(turn.prompt),
     }
 
@@ -403,17 +405,13 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
         print(decoder.flush())
     print(stats_line(result.stats), file=sys.stderr if quiet else sys.stdout)
     write_files(engine, result, profiler)
+    for turn in batch.entries:
+        require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
 
 
 def write_files(engine: Engine, result: Result, profiler: Any) -> None:
-    """Write the profile, the trace and the result, where the options name a file for them."""
+    """Write the result, and behind it the profile and the trace, where there is a file for them."""
     config = engine.config
-    if config.profile:
-        with tempfile.TemporaryDirectory() as folder:
-            profiler.export_chrome_trace(f"{folder}/trace.json")
-            write_text(config.profile, Path(folder, "trace.json").read_text())
-    if config.trace:
-        write_text(config.trace, "\n".join(json.dumps(line) for line in result.trace))
     if config.json:
         document = asdict(result)
         del document["trace"]
@@ -421,6 +419,12 @@ def write_files(engine: Engine, result: Result, profiler: Any) -> None:
         document["config"] |= engine.drafter.resolved_options()  # the values behind the defaults
         document["environment"] = environment(config.device)
         write_text(config.json, json.dumps(document))
+    if config.profile:
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(f"{folder}/trace.json")
+            write_text(config.profile, Path(folder, "trace.json").read_text())
+    if config.trace:
+        write_text(config.trace, "\n".join(json.dumps(line) for line in result.trace))
 
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:

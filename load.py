@@ -31,6 +31,7 @@ from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.weights import int4_group
 from model import DTYPES, Transformer
+from ops.library import on_cpp_device
 from options import HEAD_KINDS, GenerateConfig, pick_device
 from prompts import read_grammar
 from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
@@ -69,12 +70,11 @@ def load(
             config = replace(config, quant=kept)
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     tokenizer, template = text or read_text_files(path, config)
+    _note_attention(target, dtype)
     eos_ids = _eos_ids(target, tokenizer, template)
     context = _context(config, target)
-    asked = config.draft
-    config = resolve_draft(config, path, dtype)
-    if not asked and config.draft == "none" and _looks_up(config):
-        config = replace(config, draft="ngram")
+    without_head = "ngram" if _looks_up(config) else "none"
+    config = resolve_draft(config, path, dtype, without_head)
     # in int4, with the group given or its own
     drafter = make_drafter(target, config, kept_texts(config, target, tokenizer))
     drafter = tp.split_lm_head(target, drafter)
@@ -130,6 +130,18 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     if quant is None and keeps_blocks(config, path):
         quant = Quantization(BLOCKS, saved=True)
     return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
+
+
+def _note_attention(target: Transformer, dtype: str) -> None:
+    """Tell where a CPU's attention is not our own, whose rows do not depend on each other."""
+    if not on_cpp_device(target.norm.weight):
+        return
+    width = target.config.head_dim
+    theirs = "is PyTorch's: slower, and beside a draft near ties may differ"
+    if width % 16:
+        print(f"note: attention with heads of width {width} {theirs}", file=sys.stderr)
+    elif dtype == "float16":
+        print(f"note: attention in float16 {theirs}; use --dtype bfloat16", file=sys.stderr)
 
 
 def _looks_up(config: GenerateConfig) -> bool:
@@ -297,9 +309,11 @@ def _prefill_each_width(engine: Engine) -> None:
 def with_tree_policy(engine: Engine) -> Engine:
     """Give the engine a policy that chooses among its trees, if it has several.
 
-    Only captured cycles are timed.
+    Only captured cycles are timed. Under the residual rule the tokens follow the tree, and the
+    clocks of ranks differ: neither may depend on a time.
     """
-    if not engine.drafter.timed or ranks.this_rank().world_size > 1:  # their clocks differ
+    by_clock = engine.config.accept == "exact" and ranks.this_rank().world_size == 1
+    if not (engine.drafter.timed and by_clock):
         return engine
     from extras.autosize import sizer_of
 

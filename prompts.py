@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from command_line import require
-from files import parse_json, read_jsonl, read_named
+from files import parse_json, parse_jsonl, read_named
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
 PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
@@ -77,11 +77,14 @@ def _default_prompt(checkpoint: str) -> str:
 def prompts_of_file(path: Path, flag: str) -> list[Conversation]:
     """Read the conversations of a file: JSONL with `turns`, or a text, which is one prompt.
 
+    A file is JSONL by its suffix, or by its first key.
+
     flag: names the file in the message
     Raises: ValueError for a file that cannot be read or holds no prompt.
     """
-    if path.suffix == ".jsonl":
-        conversations = [record.get("turns") for record in read_jsonl(path, flag)]
+    text = read_named(path, flag)
+    if path.suffix.lower() == ".jsonl" or re.match(r'\s*\{\s*"turns"', text):
+        conversations = [record.get("turns") for record in parse_jsonl(text, f"{flag}: {path}")]
         form = '{"turns": ["text", ...]}'
         for number, turns in enumerate(conversations, 1):
             require(
@@ -89,7 +92,6 @@ def prompts_of_file(path: Path, flag: str) -> list[Conversation]:
                 f"{flag}: {path} row {number} has no list of texts; write it as {form}",
             )
         return conversations
-    text = read_named(path, flag)
     if not text.strip():
         raise ValueError(f"{flag}: {path} is empty; give it some text")
     return [[text]]

@@ -41,6 +41,7 @@ DOMAIN_SHIFT = 30  # leaves 2^30 draws per conversation
 
 # scores over a lower one may be infinite in fp32; noise decides between equal scores only at both
 LEAST_TEMPERATURE = 1e-30
+LEAST_TOP_P = 1e-30  # fp32 holds it
 
 
 class NoiseKey(NamedTuple):
@@ -84,11 +85,12 @@ class Rule(NamedTuple):
         """Make the rule of B sequences."""
         own = [s if s.temperature else Sampling(1.0) for s in each]
         temperature = [max(s.temperature, LEAST_TEMPERATURE) for s in own]
+        top_p = [max(s.top_p, LEAST_TOP_P) for s in own]
         margin = [math.log(s.min_p) if s.min_p > 0 else -math.inf for s in own]
         return Rule(
             torch.tensor(temperature, dtype=torch.float32, device=device),
             torch.tensor([s.top_k for s in own], device=device),
-            torch.tensor([s.top_p for s in own], dtype=torch.float32, device=device),
+            torch.tensor(top_p, dtype=torch.float32, device=device),
             torch.tensor(margin, dtype=torch.float32, device=device),
         )
 

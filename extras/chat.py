@@ -58,6 +58,8 @@ def chat(
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="")
+        except ValueError as error:  # of the grammar
+            print(f" [{error}]", end="")
         answers.append(answer)
         print(f"\n[{stats_line(summary(engine, session.stats))}]")
 

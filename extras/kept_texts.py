@@ -33,7 +33,7 @@ from files import alone, parse_json, read_named, replace_file
 
 CAPACITY = 16384  # tokens, with a separator behind each text
 RUN = 8  # tokens
-MOST_BYTES = 2**23  # of a file
+MOST_BYTES = 2**25  # of a file: texts, and the successors of 256 thousand tokens
 
 
 class Kept(NamedTuple):

@@ -399,19 +399,22 @@ def _yarn(rope: HFRope, theta: float, longest: int) -> dict:
 # ------------------------------------------------------------------------------ beside a target
 
 
-def resolve_draft(config: GenerateConfig, path: Path, dtype: str = "") -> GenerateConfig:
+def resolve_draft(
+    config: GenerateConfig, path: Path, dtype: str = "", without_head: str = "none"
+) -> GenerateConfig:
     """Fill in the draft (a head next to the target is the default), its format, and `dtype`.
 
     config: `dtype` as the user gave it, `quant` as the target was loaded
     dtype: of the target as it was loaded; default: as `config` has it
+    without_head: the draft where none is asked for, and there is no head
     """
     head = _head_of(config, path)
     draft = config.draft
     if not draft:
-        draft = head_kind(Path(head)) if head else "none"
-    if draft == "none":
-        replace(config, draft="none").check_needs()
+        draft = head_kind(Path(head)) if head else without_head
     config = replace(config, draft=draft, head=head)
+    if not head:
+        config.check_needs()
     draft_path = Path(head or config.draft_checkpoint)
     resolved = replace(config, dtype=dtype or config.dtype, quant_draft="none")
     if not (head or config.draft_checkpoint):

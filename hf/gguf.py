@@ -37,6 +37,7 @@ from ops.library import cpu_operators_are_loaded
 STORED = ("F32", "F16", "BF16")
 # torch warns of a mapping that cannot be written to; nothing writes to this one
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+MOST_EXPERTS = 1024
 RELEASED = 64 << 20  # bytes that are read between two releases of the file's pages
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, which yields `factor`
@@ -236,7 +237,13 @@ class GgufFile(TensorSource):
         llama = self.config["architectures"][0] not in QWEN.values()
         moe, matrices = MIXTRAL if llama else QWEN_MOE
         if suffix == "_exps" and kind in matrices:  # all experts of a layer
-            for expert in range(self._header.tensors[name].shape[0]):
+            shape = self._header.tensors[name].shape
+            if len(shape) != 3 or shape[0] > MOST_EXPERTS:
+                stack = f"a stack of at most {MOST_EXPERTS} matrices: use another file"
+                raise ValueError(
+                    f"{self.path}: {name} has the shape {list(shape)}; experts are {stack}"
+                )
+            for expert in range(shape[0]):
                 official = f"{layer}{moe}experts.{expert}.{matrices[kind]}.{leaf}"
                 yield official, partial(self._tensor, name, expert)
         elif suffix and kind in matrices:  # one expert, in older files
@@ -450,7 +457,7 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
     rules = {
         "token_embd.weight must be [tokens, embedding_length]": fits_embedding,
         "the file has fewer blocks than block_count": layers <= len(tensors),
-        "expert_count must be at most 1024": experts <= 1024,
+        f"expert_count must be at most {MOST_EXPERTS}": experts <= MOST_EXPERTS,
         "head_count_kv must divide head_count": heads % kv_heads == 0,
         "key_length must be even": head_dim > 0 and head_dim % 2 == 0,
         f"head_count times key_length must be at most {MAX_SIZE}": heads * head_dim <= MAX_SIZE,

@@ -22,6 +22,8 @@ import command_line
 import hf.config
 import runtime
 from command_line import parse
+from drafters import LargestTree
+from extras.autosize import Autosizer
 from generate import generate, load, main, stream
 from helpers import GOLDEN, slow
 from hf.config import resolve_draft
@@ -400,6 +402,36 @@ def test_text_prompt_file(capsys, tmp_path):
     a, _ = run(capsys, *EIGHT_AS_JSON, "--prompt_file", str(tmp_path / "p.txt"))
     b, _ = run(capsys, *EIGHT_AS_JSON, "--prompt", PROMPT)
     assert json.loads(a)["tokens"] == json.loads(b)["tokens"]
+    for name in ("p.JSONL", "p.json"):  # by its suffix, or by its first key
+        (tmp_path / name).write_text(json.dumps({"turns": [PROMPT]}))
+        c, _ = run(capsys, *EIGHT_AS_JSON, "--prompt_file", str(tmp_path / name))
+        assert json.loads(c)["tokens"] == json.loads(b)["tokens"]
+
+
+def test_attention_of_pytorch_is_told(capsys):
+    """And with our own nothing is."""
+    load(checkpoint=TARGET, eagle="", device="cpu", dtype="float16")
+    said = (
+        "note: attention in float16 is PyTorch's: slower, and beside a draft near ties may differ"
+    )
+    assert f"{said}; use --dtype bfloat16" in capsys.readouterr().err
+    load(checkpoint=TARGET, eagle="", device="cpu", dtype="bfloat16")
+    assert "attention" not in capsys.readouterr().err
+
+
+def test_what_a_model_without_a_head_may_be_given(tmp_path):
+    """The lookup drafts by itself, and keeps its texts where they are named."""
+    store = str(tmp_path / "store")
+    engine = load(checkpoint=TARGET, device="cpu", draft_store=store)
+    assert engine.config.draft == "ngram" and engine.drafter.kept is not None
+
+
+def test_no_clock_decides_under_the_residual_rule():
+    """Its tokens follow the tree, so that the same command must verify the same trees."""
+    options = {"checkpoint": TARGET, "device": "cpu", "draft": "ngram", "compile": True}
+    assert isinstance(load(**options).tree_policy, Autosizer)
+    residual = load(**options, accept="residual", temperature=1.0)
+    assert type(residual.tree_policy) is LargestTree
 
 
 def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatch):
@@ -611,7 +643,7 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS, "--eagle", HEAD, "--draft_vocab", "9"], f"there is no {HEAD}/token_ranks.json; make it: python scripts/train/rank_tokens.py --checkpoint {TARGET} --data FILES --out {HEAD}/token_ranks.json"),
         ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "9", "--tree_topk", "10"], "a node cannot have 10 ranked children of 9 tokens; lower the rank (--tree_topk) or raise --draft_vocab"),
         ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "3", "--tree", "static"], "a node cannot have 4 ranked children of 3 tokens"),
-        ([*IDS, "--draft_vocab", "9"], "--draft_vocab needs a draft"),
+        ([*IDS, "--draft_vocab", "9"], "--draft_vocab does nothing with --draft ngram"),
         ([*IDS, "--draft", "none", "--draft_vocab", "9"], "--draft_vocab needs a draft"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--draft_vocab", "9"], "--draft_vocab does nothing with --draft model"),
         ([*IDS, "--draft", "ngram", "--draft_vocab", "9"], "--draft_vocab does nothing with --draft ngram"),
@@ -623,7 +655,7 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         (["--inflate", "tiny-0.5b"], "--inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one"),
         (["--interactive", "--batch_size", "2"], "--interactive"),
         (["--interactive", "--trace", "t"], "--interactive"),
-        ([*IDS, "--tree", "static"], "--tree needs a draft"),
+        ([*IDS, "--tree", "static"], "--tree does nothing with --draft ngram, which has trees of its own; drop it"),
         ([*IDS, "--draft", "none", "--tree_file", "x"], "--tree_file needs a draft"),
         ([*IDS, "--top_p", "0.9"], "--top_p has no effect at temperature 0"),
         ([*IDS, "--eagle", HEAD, "--tree", "chain", "--tree_depth", "64"], "--tree_depth must be below 64"),

@@ -312,10 +312,13 @@ def test_refused_grammars_end_in_one_line(source, message):
 
 @pytest.mark.parametrize("draft", ["none", "dynamic", "ngram"])
 def test_a_grammar_that_allows_nothing_at_some_point(draft):
-    """The text up to there is the same, and the error too; the other sequences go on."""
+    """The text up to there is the same; the other sequences go on, and no result is lost."""
     engine = engine_of(draft, batch_size=2)
-    with pytest.raises(ValueError, match="allows neither a token nor the end"):
-        generate(engine, [PROMPT], grammar=DEAD)
+    whole = generate(engine, [PROMPT, OTHER], grammar=[DEAD, None])
+    assert (whole.text[0], whole.finish_reason) == ("abc", ["grammar", "length"])
+    assert whole.tokens[1] == generate(engine, [PROMPT, OTHER]).tokens[1]
+    several = generate(engine, [["a", "b"], PROMPT], grammar=[DEAD, None], max_new_tokens=4)
+    assert several.index == [(0, 0, 0), (1, 0, 0)], "a conversation ends there"
     session = Session(engine, [(0, 0), (1, 0)])
     ids = [engine.tokenizer.encode(text) for text in (PROMPT, OTHER)]
     session.admit(0, ids[0], (0, 0), 60, grammar=Grammar(engine, DEAD))
@@ -379,3 +382,20 @@ def test_mistakes_of_the_command_line(tmp_path, monkeypatch, capsys):
         err = capsys.readouterr().err
         assert stop.value.code == 2, err
         assert message in err and len(err.splitlines()) == 1, err
+
+
+def test_one_dead_end_among_prompts_loses_no_result(tmp_path, capsys):
+    """Exit status 2 at the end: the others are printed, and in both files."""
+    files = {name: tmp_path / name for name in ("dead.lark", "p.jsonl", "r.jsonl", "o.json")}
+    files["dead.lark"].write_text(DEAD)
+    files["p.jsonl"].write_text('{"turns": ["x"]}\n{"turns": ["y"]}\n')
+    argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(files["dead.lark"])]
+    argv += ["--prompt_file", str(files["p.jsonl"]), "--results", str(files["r.jsonl"])]
+    for _ in range(2):  # a second run has nothing to decode
+        with pytest.raises(SystemExit) as stop:
+            program.main([*argv, "--json", str(files["o.json"])])
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and err.startswith("generate.py: prompt 1: the grammar allows")
+        found = json.loads(files["o.json"].read_text())
+        assert found["finish_reason"] == ["grammar", "grammar"]
+        files["r.jsonl"].unlink(missing_ok=True)

@@ -188,7 +188,7 @@ WRONG = {
     "a token beyond": (json.dumps(GOOD | {"texts": [[1, SIZE]]}), "not 0 to 8"),
     "a token below": (json.dumps(GOOD | {"texts": [[-1]]}), "not 0 to 8"),
     "no number": (json.dumps(GOOD | {"texts": [[True]]}), "not 0 to 8"),
-    "too large": (" " * (MOST_BYTES + 1), "has more than the 8388608 bytes"),
+    "too large": (" " * (MOST_BYTES + 1), "has more than the 33554432 bytes"),
     "no text": (b"\xff", "is not UTF-8"),
 }
 

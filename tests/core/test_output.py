@@ -16,7 +16,7 @@ import session
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from files import replace_file, write_text
+from files import TEMPORARY, replace_file, write_text
 from helpers import engine_for, golden_head, golden_target
 from options import DEMO, GenerateConfig
 from prompts import read_prompts
@@ -119,12 +119,23 @@ def test_a_queue_is_written_into(tmp_path):
     assert read == ["text\n"] and stat.S_ISFIFO(queue.lstat().st_mode)
 
 
+def test_a_neighbour_whose_name_ends_in_tmp_stays(tmp_path):
+    (tmp_path / "out.tmp").write_text("mine")
+    write_text(str(tmp_path / "out"), "text")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
+        "out.tmp": "mine",
+        "out": "text\n",
+    }
+
+
 def test_a_device_stays_a_device(tmp_path, monkeypatch):
     """`--json /dev/null` as root: nothing is renamed over the device."""
     monkeypatch.setattr(os, "replace", lambda *names: pytest.fail(f"{names[1]} is replaced"))
     monkeypatch.setattr(os, "rename", lambda *names: pytest.fail(f"{names[1]} is replaced"))
     write_text("/dev/null", "text")
-    assert stat.S_ISCHR(os.lstat("/dev/null").st_mode) and not os.path.exists("/dev/null.tmp")
+    assert stat.S_ISCHR(os.lstat("/dev/null").st_mode) and not os.path.exists(
+        "/dev/null" + TEMPORARY
+    )
 
 
 def test_the_demo_has_its_prompt_under_any_name(tmp_path, monkeypatch):

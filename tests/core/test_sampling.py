@@ -267,6 +267,7 @@ def test_ties_at_a_cut_go_to_the_lower_id():
     assert kept([0.0] * 8, top_k=3) == [0, 1, 2]
     assert kept([0.0] * 4, top_p=0.5) == [0, 1]
     assert kept([0.0] * 4, top_p=0.51) == [0, 1, 2]
+    assert kept([0.0, 1.0], top_p=1e-300) == [1], "fp32 would hold it as 0"
     assert kept([0.0, 9.0, 0.0, 9.0], top_p=0.4) == [1]
     assert kept([0.0] * 64, top_k=4, top_p=0.75) == [0, 1, 2]  # top-p counts what top-k left
 

@@ -425,6 +425,10 @@ def wrong(name: str, folder: Path) -> None:
             }
         case "vocabulary":
             tensors = {n: t[:50] if "lm_head" in n else t for n, t in tensors.items()}
+        case "a number":
+            tensors = {
+                n: t.flatten()[0] if n.endswith("linear.weight") else t for n, t in tensors.items()
+            }
         case "no LM heads":
             tensors = {n: t for n, t in tensors.items() if "linear" in n}
         case "two methods":
@@ -459,6 +463,7 @@ def wrong(name: str, folder: Path) -> None:
         ("medusa", "width", "take features of width 32, the target's hidden_size is 64; use the heads made"),
         ("hydra", "vocabulary", "score 50 tokens, the target's vocab_size is 97; use the heads made"),
         ("medusa", "no LM heads", 'LM heads 0.2.weight, 1.2.weight, 2.2.weight, 3.2.weight are missing; download'),
+        ("medusa", "a number", "linear.weight is a single number; use a model's own weights"),
         ("medusa", "two methods", "holds heads of several kinds: medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra)"),
         ("medusa 2", "beside EAGLE", "model.safetensors (eagle); give each its own directory"),
         ("medusa", "three methods", "medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra), the key block_size (block); give"),

@@ -751,6 +751,10 @@ def test_tensors_that_are_refused(capsys, whole, tmp_path):
         "m.gguf: 1 missing weight(s): model.layers.1.mlp.up_proj.weight; use another file"
         in says({k: v for k, v in tensors.items() if k != name})
     )
+    experts = "blk.1.ffn_up_exps.weight"
+    assert f"{experts} has the shape [96]; experts are a stack of at most 1024 matrices" in says(
+        tensors | {experts: tensors[name][:, 0]}
+    )
     assert "has shape [96, 64] + [1, 96, 64]" in says(tensors | {name: tensors[name][None]})
     path = write(tmp_path / "m.gguf", keys, tensors, "Q8_0")
     content = path.read_bytes()
