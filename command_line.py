@@ -14,7 +14,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, field, fields
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
@@ -183,7 +183,8 @@ def _utf8_arguments() -> list[str]:
         if encoding and encoding.lower() != "utf-8":
             stream.reconfigure(encoding="utf-8")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")
+        with suppress(io.UnsupportedOperation):  # something was read already
+            sys.stdin.reconfigure(errors="surrogateescape")
     return [os.fsencode(text).decode("utf-8", "surrogateescape") for text in sys.argv[1:]]
 
 

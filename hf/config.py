@@ -412,9 +412,9 @@ def resolve_draft(
     draft = config.draft
     if not draft:
         draft = head_kind(Path(head)) if head else without_head
+        if not head:
+            replace(config, draft=draft).check_needs()
     config = replace(config, draft=draft, head=head)
-    if not head:
-        config.check_needs()
     draft_path = Path(head or config.draft_checkpoint)
     resolved = replace(config, dtype=dtype or config.dtype, quant_draft="none")
     if not (head or config.draft_checkpoint):
