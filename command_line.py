@@ -68,16 +68,26 @@ def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_ranges(options: Any) -> None:
-    """Check each value of a dataclass of options by itself.
+    """Check the numbers of a dataclass of options.
 
-    Raises: ValueError for a number that is out of its range, and for another name than the choices.
+    Raises: ValueError for a number that is out of its range.
+    """
+    for f in fields(options):
+        if f.type in ("int", "float"):
+            _check_range(f, getattr(options, f.name))
+
+
+def check_kinds(options: Any) -> None:
+    """Check what the parser checks on a command line: flags, texts, and names among the choices.
+
+    Raises: ValueError for another kind of value, or name.
     """
     for f in fields(options):
         value = getattr(options, f.name)
         choices = f.metadata["choices"]
         if f.type in ("int", "float"):
-            _check_range(f, value)
-        elif f.type == "bool":
+            continue
+        if f.type == "bool":
             require(isinstance(value, bool), f"--{f.name} must be True or False; it is {value!r}")
         elif value != f.default:
             require(isinstance(value, str), f"--{f.name} must be a text; it is {value!r}")

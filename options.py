@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from command_line import check_ranges, option, require
+from command_line import check_kinds, check_ranges, option, require
 from files import can_name_file, check_directory, check_outputs
 from needs import (
     CHAT,
@@ -358,6 +358,7 @@ class GenerateConfig:
                     require(need.met(self), f"--{f.name} {need.text.format(self)}")
 
     def _check_names(self) -> None:
+        check_kinds(self)
         for name, value in vars(self).items():
             if isinstance(value, str) and name not in ("prompt", "system"):
                 fault = f"--{name} has a character that no name can have: {value!a}; drop it"

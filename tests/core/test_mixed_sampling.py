@@ -208,7 +208,7 @@ def test_a_temperature_near_zero_is_greedy():
 @pytest.mark.parametrize("options, message", [
     ({"temperature": -1}, "--temperature must be at least 0; it is -1"),
     ({"temperature": [0.0, "hot"]}, "--temperature must be a number; it is 'hot'"),
-    ({"temperature": [0.0, float("nan")]}, "--temperature must be at least 0"),
+    ({"temperature": [0.0, float("nan")]}, "--temperature must be a number; it is nan"),
     ({"temperature": [0.0]}, "temperature has 1 values, and there are 2 prompts"),
     ({"top_k": [5, 2.5]}, "--top_k must be a whole number; it is 2.5"),
     ({"top_k": 2**31}, "--top_k must be at most"), ({"top_k": True}, "--top_k must be a whole number"),
