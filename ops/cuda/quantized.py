@@ -18,6 +18,7 @@ Not run on a GPU yet. Sources: Marlin (arXiv 2408.11743) for the layout, Kim et 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -564,6 +565,50 @@ def parts_of(squares: Tensor | None) -> int:
     return triton.next_power_of_2(len(squares)) if squares is not None else 0
 
 
+class Launch(NamedTuple):
+    """Operands and plan of a product's kernel, Triton's or that of streamed.cu."""
+
+    x: Tensor  # [M, K], padded
+    packed: Tensor
+    scale: Tensor | None
+    squares: Tensor | None
+    out: Tensor  # the result, or [splits, M, N] partial sums
+    M: int
+    N: int
+    K: int
+    F: int  # inputs before they were padded
+    cut: ProductPlan
+    device: Device
+    epilogue: str
+
+
+def launch_triton(operands: Launch) -> None:
+    """Launch `matmul_kernel`. Writes: operands.out."""
+    x, packed, scale, squares, out, M, N, K, F, cut, device, epilogue = operands
+    bits, group = bits_and_group(scale)
+    matmul_kernel[triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
+        x,
+        packed,
+        scale,
+        squares,
+        out,
+        M,
+        N,
+        K,
+        F,
+        BITS=bits,
+        GROUP=group,
+        SPLITS=cut.splits,
+        GATED=epilogue == "swiglu",
+        TOKENS=cut.tokens,
+        ROWS=cut.rows,
+        STAGES=cut.stages,
+        PARTS=parts_of(squares),
+        num_warps=cut.warps,
+        **overlap(device),
+    )
+
+
 def run_product(
     x: Tensor,
     packed: Tensor,
@@ -572,6 +617,7 @@ def run_product(
     device: Device,
     epilogue: str = "none",
     squares: Tensor | None = None,
+    launch: Callable[[Launch], None] = launch_triton,
 ) -> Tensor:
     """Run the product as `cut` plans it.
 
@@ -581,7 +627,7 @@ def run_product(
     squares: of `ops.fused.Unscaled`, where x are its values; for "swiglu" only
     Returns: [..., N] in x's dtype or fp32; [..., N / 2] with SwiGLU.
     """
-    bits, group = bits_and_group(scale)
+    bits, _ = bits_and_group(scale)
     N, K = sizes_of(packed, bits)
     F = x.shape[-1]
     assert packed.is_contiguous(), packed.stride()
@@ -596,27 +642,7 @@ def run_product(
     out = y
     if cut.splits > 1:
         out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)
-    matmul_kernel[triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
-        x,
-        packed,
-        scale,
-        squares,
-        out,
-        M,
-        N,
-        K,
-        F,
-        BITS=bits,
-        GROUP=group,
-        SPLITS=cut.splits,
-        GATED=gated,
-        TOKENS=cut.tokens,
-        ROWS=cut.rows,
-        STAGES=cut.stages,
-        PARTS=parts_of(squares),
-        num_warps=cut.warps,
-        **overlap(device),
-    )
+    launch(Launch(x, packed, scale, squares, out, M, N, K, F, cut, device, epilogue))
     if cut.splits > 1:
         grid = (triton.cdiv(M * N, 512),)
         sum_kernel[grid](out, y, M * N, SPLITS=cut.splits, BLOCK=512, **overlap(device))

@@ -21,8 +21,15 @@ import triton
 from torch import Tensor
 
 from ops.cuda import quantized
-from ops.cuda.launch import Device, device_of, overlap
-from ops.cuda.quantized import ProductPlan, bits_and_group, has_zeros, padded_to, sizes_of
+from ops.cuda.launch import Device, device_of
+from ops.cuda.quantized import (
+    Launch,
+    ProductPlan,
+    bits_and_group,
+    has_zeros,
+    run_product,
+    sizes_of,
+)
 
 __all__ = ["device_of"]  # as of quantized.py
 
@@ -45,7 +52,7 @@ class Attribute(ctypes.Structure):
     _fields_ = [("kind", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
 
 
-class Launch(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = [
@@ -198,7 +205,7 @@ def launch(
     """Launch a kernel on a stream. arguments: of ctypes' types"""
     may_overlap = Attribute(MAY_OVERLAP)
     may_overlap.value[0] = 1
-    config = Launch(
+    config = LaunchConfig(
         grid,
         (threads, 1, 1),
         bytes_of_shared,
@@ -223,33 +230,13 @@ def serves(x: Tensor, packed: Tensor, scale: Tensor | None, device: Device) -> b
     return x.shape[-1] % 8 == 0 and packed.data_ptr() % 16 == 0
 
 
-def matmul(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor | None,
-    device: Device,
-    epilogue: str = "none",
-    squares: Tensor | None = None,
-) -> Tensor:
-    """Compute what `quantized.matmul` computes, or leave it to it."""
-    if not serves(x, packed, scale, device):
-        return quantized.matmul(x, packed, scale, device, epilogue, squares)
-    bits, group = bits_and_group(scale)
-    N, K = sizes_of(packed, bits)
-    F = x.shape[-1]
-    x = padded_to(x, K)
+def launch_streamed(operands: Launch) -> None:
+    """Launch the kernel of streamed.cu on the current stream. Writes: operands.out."""
+    x, packed, scale, squares, out, M, N, K, F, cut, device, epilogue = operands
+    assert epilogue in ("none", "fp32", "swiglu"), epilogue
     if x.data_ptr() % 16:
         x = x.clone()
-    assert packed.is_contiguous() and (squares is None or squares.is_contiguous()), packed.stride()
-    M = x.numel() // K
-    cut = plan_streamed(M, N, K, bits, group, device, epilogue)
-    assert epilogue in ("none", "fp32") or (epilogue == "swiglu" and cut.splits == 1), epilogue
-    width = N // 2 if epilogue == "swiglu" else N
-    dtype = torch.float32 if epilogue == "fp32" else x.dtype
-    y = torch.empty(*x.shape[:-1], width, device=x.device, dtype=dtype)
-    out = y
-    if cut.splits > 1:
-        out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)
+    bits, group = bits_and_group(scale)
     half = x.dtype == torch.float16
     constants = constants_of(cut, bits, group, epilogue, half, device.overlaps)
     in_shared = shared_bytes(cut, bits, group)
@@ -267,7 +254,21 @@ def matmul(
             *(ctypes.c_int(size) for size in (M, N, K, parts, F)),
         ],
     )
-    if cut.splits > 1:
-        grid = (triton.cdiv(M * N, 512),)
-        quantized.sum_kernel[grid](out, y, M * N, SPLITS=cut.splits, BLOCK=512, **overlap(device))
-    return y
+
+
+def matmul(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor | None,
+    device: Device,
+    epilogue: str = "none",
+    squares: Tensor | None = None,
+) -> Tensor:
+    """Compute what `quantized.matmul` computes, or leave it to it."""
+    if not serves(x, packed, scale, device):
+        return quantized.matmul(x, packed, scale, device, epilogue, squares)
+    bits, group = bits_and_group(scale)
+    N, K = sizes_of(packed, bits)
+    M = x.numel() // x.shape[-1]
+    cut = plan_streamed(M, N, K, bits, group, device, epilogue)
+    return run_product(x, packed, scale, cut, device, epilogue, squares, launch_streamed)

@@ -213,7 +213,7 @@ def test_a_launch(driver, monkeypatch):
     assert launch.shared_bytes == streamed.shared_bytes(cut, 8, 0)
     assert (launch.stream, launch.attribute_count, extra) == (77, 1, None)
     assert (launch.attributes[0].kind, launch.attributes[0].value[0]) == (6, 1)
-    assert ctypes.sizeof(streamed.Attribute) == 72 and ctypes.sizeof(streamed.Launch) == 56
+    assert ctypes.sizeof(streamed.Attribute) == 72 and ctypes.sizeof(streamed.LaunchConfig) == 56
     pointers = [ctypes.cast(place, ctypes.POINTER(ctypes.c_void_p))[0] for place in places[:5]]
     assert pointers[1:4] == [packed.data_ptr(), scale.data_ptr(), None]
     sizes = [ctypes.cast(place, ctypes.POINTER(ctypes.c_int))[0] for place in places[5:]]
