@@ -41,6 +41,7 @@ from needs import (
     TRIMMED,
     WINDOW,
 )
+from ops import switches
 from tree_shapes import (
     EAGLE1_PATHS,
     MAX_NODES,
@@ -254,6 +255,11 @@ class GenerateConfig:
     compile: bool = option(
         False, "run the steps of a cycle as C++ operators; on CUDA, compiled and captured"
     )
+    plain: bool = option(
+        False,
+        "run PyTorch in place of our operators, from now on in this process: slow, and what one "
+        "edits in model.py and ops/ is what runs",
+    )
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     compare: bool = option(
@@ -336,6 +342,7 @@ class GenerateConfig:
 
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
+        switches.check()
         self.check_numbers()
         self._check_names()
         self.check_needs()

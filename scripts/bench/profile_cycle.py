@@ -14,7 +14,7 @@ Takes every option of generate.py that says what is decoded and how; decodes the
 3. The rest of the wall time is Python and dispatch: the loop on the host, and operators' wrappers.
    The profiler's own cost per operator (about a microsecond) counts as the operator's.
 4. On CUDA the lines are kernels, and the rest of the wall time is idle. The number of kernels per
-   cycle and the gaps between them follow. Set EAGLE_PDL=0: with dependent launch kernels overlap.
+   cycle and the gaps between them follow. Set GPT_EAGLE_PDL=0: kernels overlap otherwise.
 
 `look_closer` lists the kernels of a single cycle in their order, and repeats it, for papers.py.
 Not here: speed (papers.py); `generate.py --profile FILE` writes the same trace for a viewer.

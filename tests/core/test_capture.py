@@ -228,7 +228,7 @@ def test_a_capture_that_fails_is_tried_again_and_others_go_on(
     monkeypatch, capsys, fake_graphs, failures
 ):
     launch = pytest.importorskip("ops.cuda.launch", reason="dependent launch needs Triton")
-    monkeypatch.setenv("EAGLE_PDL", "1")
+    monkeypatch.setenv("GPT_EAGLE_PDL", "1")
     hopper = SimpleNamespace(
         major=9,
         minor=0,
