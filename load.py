@@ -58,13 +58,7 @@ def load(
     config = config or GenerateConfig(**by_names(GenerateConfig, options))
     config.check()
     began = time.perf_counter()
-    config = replace(config, device=pick_device(config.device))
-    use(config.device)
-    if config.plain:
-        set_plain(FAMILIES)
-    unused = switches.without_effect(config.device)
-    if unused:
-        print(f"note: only CUDA reads {', '.join(unused)}; unset on {config.device}", file=sys.stderr)
+    config = _with_device(config)
     path = fetched(config.checkpoint)
     target = _load_target(config, path)
     saved = saved_quantization(read_raw(path))
@@ -104,6 +98,19 @@ def load(
     if config.batch_size > 1:
         print(f"note: {sequence_memory(engine)}", file=sys.stderr)
     return warm_up(with_cycles(engine))
+
+
+def _with_device(config: GenerateConfig) -> GenerateConfig:
+    """Choose the device and its operators. Writes: the process's device, and `PLAIN`."""
+    config = replace(config, device=pick_device(config.device))
+    use(config.device)
+    if config.plain:
+        set_plain(FAMILIES)
+    unused = ", ".join(switches.without_effect(config.device))
+    if unused:
+        note = f"{unused}: only CUDA reads this, and the device is {config.device}; unset it"
+        print(f"note: {note}", file=sys.stderr)
+    return config
 
 
 def compile_grammars(engine: Engine, grammar: Any, count: int) -> list[Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import ModuleType
 
@@ -28,9 +28,9 @@ lib = torch.library.Library("gpt_eagle", "DEF")
 
 # the families that PyTorch replaces: the references beside the operators, and the modules of
 # model.py, run in their place. With all of them no operator of ours is built or called
-PLAIN = switches.plain_families()  # `GenerateConfig.check` refuses unknown ones
-if "all" in PLAIN:
-    PLAIN.update(FAMILIES)
+PLAIN: set[str] = set()
+with suppress(ValueError):  # `GenerateConfig.check` tells of an unknown one, in one line
+    PLAIN.update(switches.plain_families())
 
 
 def is_plain(*families: str) -> bool:

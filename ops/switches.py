@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-# families of our operators, in C++ on a CPU, in Triton on CUDA. What is in none of them reads files
-# and clocks, or communicates
+# families of our operators, in C++ on a CPU, in Triton on CUDA; operators of no family read files
+# and clocks, or communicate
 FAMILIES = (
     "attention",  # over the cache
     "compact",  # moves of cache slots
@@ -38,9 +38,9 @@ def checked(families: Iterable[str]) -> set[str]:
 
 
 def plain_families() -> set[str]:
-    """Return the families of GPT_EAGLE_PLAIN, unchecked."""
+    """Return the families of GPT_EAGLE_PLAIN. Raises: ValueError for an unknown one."""
     names = os.environ.get("GPT_EAGLE_PLAIN", "").split(",")
-    return {name.strip() for name in names if name.strip()}
+    return checked(name.strip() for name in names if name.strip())
 
 
 def is_on(name: str) -> bool:
@@ -56,13 +56,15 @@ def kind_of_products() -> str:
 def _one_of(name: str, choices: tuple[str, ...]) -> str:
     value = os.environ.get(name) or choices[0]  # the default
     if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(choices)}; it is {value!r}: correct or unset it")
+        raise ValueError(
+            f"{name} must be {' or '.join(choices)}; it is {value!r}: correct or unset it"
+        )
     return value
 
 
 def check() -> None:
     """Check all switches. Raises: ValueError for a value that none of them has."""
-    checked(plain_families())
+    plain_families()
     for name in ("INDUCTOR", "GRAPHS", "PDL"):
         is_on(name)
     kind_of_products()

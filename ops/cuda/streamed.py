@@ -2,8 +2,8 @@
 
 The same layouts and epilogues, with the first weights in shared memory before earlier kernels have
 finished. GPT_EAGLE_PRODUCTS=streamed takes it for products that it serves; the others, and those
-with more work behind them (fused.py), stay in Triton. NVRTC comes with PyTorch for CUDA; neither nvcc
-nor a compiler of the host is needed. The driver is called through ctypes, since PyTorch's own
+with more work behind them (fused.py), stay in Triton. NVRTC comes with PyTorch for CUDA; neither
+nvcc nor a compiler of the host is needed. The driver is called through ctypes, since PyTorch's own
 launches know no dependent ones. Not run on a GPU yet, so not the default.
 """
 

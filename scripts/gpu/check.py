@@ -407,8 +407,8 @@ class Check:
     def step(self, part: str, step: Step, later: list[Step]) -> None:
         """Run a step, and record its end and its results.
 
-        Writes: results.jsonl, log.txt, summary.txt; GPT_EAGLE_PDL, where our kernels fail; the table
-        of plans that decoding loads, where there is one.
+        Writes: results.jsonl, log.txt, summary.txt; GPT_EAGLE_PDL, where our kernels fail; the
+        table of plans that decoding loads, where there is one.
         """
         command = command_of(step, self.out, self.config.dry_run)
         log = self.out / "log.txt"

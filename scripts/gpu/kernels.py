@@ -10,9 +10,9 @@ is that of a product in a captured graph that goes through at least 200 MB of di
 that no cache holds them: median and spread over replays, and the share of the ceiling, which is a
 copy within the GPU's memory, bytes read and written. Reads alone may be faster; they are printed
 beside it. GPT_EAGLE_PDL=0 times launches that do not overlap, GPT_EAGLE_PRODUCTS=streamed our
-products in CUDA C++. `attention`, `compact`, `topk` and `experts` are the other kernels of a decode cycle,
-measured in the same way (`*_contest`). One JSON line is appended after every row; the table is
-printed at the end. A row that fails is recorded with its error, and the rest goes on unless the
+products in CUDA C++. `attention`, `compact`, `topk` and `experts` are the other kernels of a decode
+cycle, measured in the same way (`*_contest`). One JSON line is appended after every row; the table
+is printed at the end. A row that fails is recorded with its error, and the rest goes on unless the
 device is lost; the exit status is then 1, as for a wrong row. scripts/gpu/check.py runs this for
 all formats.
 """
