@@ -25,9 +25,18 @@ import ops.rotary
 import ops.topk
 import ops.tree
 import sampling
+from draft_tree import DynamicTree
 from drafters import RootOnly
+from eagle_draft import EagleDrafter
+from helpers import (
+    compiled_as_on_cuda,
+    engine_for,
+    golden_head,
+    golden_target,
+    quantized,
+    quantized_experts,
+)
 from helpers import decode as decoded
-from helpers import engine_for, golden_target, quantized, quantized_experts
 from load import load
 from ops import switches
 from ops.cpu.build import OPERATORS
@@ -191,6 +200,16 @@ def test_products_of_cuda_unpack_their_weights(form):
     lists = ops.experts.expert_lists(expert, 4)
     got = run(x, stack.weight, stack.scale, lists, "none")
     torch.testing.assert_close(got, stack.reference(x, expert))
+
+
+@pytest.mark.usefixtures("traced")
+def test_plain_steps_are_traced_whole():
+    """As for CUDA, where whole steps of PyTorch are compiled."""
+    set_plain(["all"])
+    target = golden_target()
+    drafter = EagleDrafter(golden_head(target=target), target, DynamicTree(2, 3, 8))
+    engine = engine_for(target, drafter, max_new_tokens=8, ignore_eos=True, temperature=1.0)
+    assert decoded(compiled_as_on_cuda(engine), PROMPT).history == decoded(engine, PROMPT).history
 
 
 # ----------------------------------------------------------------------------------------- switches
