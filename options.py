@@ -325,7 +325,7 @@ class GenerateConfig:
     def _default_topk_and_size(self) -> tuple[int, int]:
         device = self.device or pick_device("")
         if not device.startswith("cuda"):
-            # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
+            # products are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
             return 4, 16
         # an int4 product of more than 32 rows is bound by unpacking (scripts/gpu/time_model.py)
         size = 32 if self.quant == "int4" else 60
