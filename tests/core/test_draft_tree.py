@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import tree_shapes
+import cli.tree_paths
+from cli.tree_paths import EAGLE1_PATHS, read_tree
 from draft_tree import (
     DynamicTree,
     StaticTree,
@@ -26,7 +27,6 @@ from kv_cache import KVCache
 from model import ModelConfig
 from ops.library import has_cpu_operators
 from ops.tree import Candidates, Children, rerank
-from tree_shapes import EAGLE1_PATHS, read_tree
 
 INF = float("inf")
 
@@ -565,7 +565,7 @@ def test_tree_file(tmp_path):
     paths = [[0, 1], [0], [1], [0, 1, 0]]
     tree = StaticTree(read_tree(saved(tmp_path, json.dumps(paths))))
     assert sorted(tree.paths) == sorted(map(tuple, paths))
-    wide = [[rank] for rank in range(tree_shapes.MAX_NODES - 1)]
+    wide = [[rank] for rank in range(cli.tree_paths.MAX_NODES - 1)]
     assert StaticTree(read_tree(saved(tmp_path, json.dumps(wide)))).size == 64
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from checkpoint import Quantization
+from cli.tree_paths import EAGLE1_PATHS
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftVocab
 from eagle_draft import EagleDrafter
@@ -29,7 +30,6 @@ from options import DEMO, GenerateConfig
 from quantize import FORMATS, quantize_directory
 from sampling import Sampling
 from scripts.train import rank_tokens
-from tree_shapes import EAGLE1_PATHS
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.tree_paths import EAGLE1_PATHS
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
 from drafters import Confirmed, LargestTree, Root, RootOnly, Text
@@ -26,7 +27,6 @@ from generate import Batch, load
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
 from options import DEMO
 from session import Session
-from tree_shapes import EAGLE1_PATHS
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]

@@ -16,6 +16,7 @@ import eagle_draft
 import model
 import sampling
 from checkpoint import WeightFiles
+from cli.tree_paths import EAGLE1_PATHS
 from decode import NODE_STRIDE
 from draft_tree import DynamicTree, StaticTree, build_tree, path_to
 from drafters import RootOnly
@@ -31,7 +32,6 @@ from helpers import (
     golden_target,
     record,
 )
-from tree_shapes import EAGLE1_PATHS
 
 GREEDY = [
     "eagle2_mha_k4_d3_t12",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import generate
-from draft_tree import Text
+from draft_tree import DynamicTree, Text
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras import ngram_draft
@@ -22,7 +22,6 @@ from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden
 from load import _prefill_each_width
 from options import DEMO
 from session import Session
-from tree_shapes import DynamicTree
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 VOCABULARY = "ab" * 32

@@ -23,6 +23,7 @@ import torch
 
 import ops.cpu.build
 import sampling
+from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine, with_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
 from drafters import Confirmed, Drafter, DraftVocab, LargestTree, Root, RootOnly
@@ -31,7 +32,7 @@ from extras.autosize import with_smaller_trees
 from extras.lookahead_draft import LookaheadDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
-from extras.recycling_draft import RecyclingDrafter, empty_matrix
+from extras.recycling_draft import RecyclingDrafter, empty_matrix, recycling_paths
 from generate import generate, load
 from helpers import (
     chi_square,
@@ -52,7 +53,6 @@ from options import DEMO
 from runtime import compiled, tensors_of
 from sampling import Sampling
 from session import Session
-from tree_shapes import EAGLE1_PATHS, recycling_paths
 
 MARGIN = 1e-4
 ROUTER_MARGIN = 1e-5  # a router's scores differ less between two ways to add than logits do

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from checkpoint import Quantization, WeightFiles
+from cli.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
 from command_line import parse
 from draft_tree import DynamicTree, StaticTree, Text
 from drafters import Confirmed, DraftVocab, Root, RootOnly
@@ -43,7 +44,6 @@ from scripts.train.acceptance import evaluate, fit_sharpness
 from scripts.train.head_losses import Scored, draft_levels, level_losses
 from scripts.train.train_eagle import ready, train
 from scripts.train.train_heads import HeadConfig, method_of, write_heads
-from tree_shapes import EAGLE1_PATHS, MEDUSA_PATHS
 
 TARGET = GOLDEN / "models/target_llama_mha"
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]

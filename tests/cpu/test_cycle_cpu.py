@@ -10,6 +10,7 @@ import torch
 from test_layers_cpu import HEADS, drafter_of, model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, RootOnly
@@ -23,7 +24,6 @@ from model import Transformer
 from ops.library import has_cpu_operators
 from sampling import Sampling
 from session import Session
-from tree_shapes import EAGLE1_PATHS
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 

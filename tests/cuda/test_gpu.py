@@ -27,6 +27,7 @@ import ops.rotary
 import ops.topk
 import ops.tree
 import sampling
+from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine, with_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafter_files import write_drafter
@@ -54,7 +55,6 @@ from quantize import QuantExperts
 from runtime import WARM_UPS, tensors_of
 from scripts.train import experts_gradient  # noqa: F401  (registers the gradients)
 from session import Session
-from tree_shapes import EAGLE1_PATHS
 
 pytestmark = [
     pytest.mark.gpu,
