@@ -123,7 +123,7 @@ def residual_accept(
     """Apply multi-round rejection sampling down the tree.
 
     The children of a node are tried in node order: accept with min(1, p/q). After a rejection p
-    becomes norm(max(0, p - q)) and q, `tree.extra`, loses the rejected token. Without q the children
+    becomes norm(max(0, p - q)), and q, `tree.extra`, loses the rejected token. Without q children
     are distinct and certain (q = 1): accept with p, and a rejected token leaves p. Each child tried
     uses one uniform.
 

@@ -21,7 +21,7 @@ from drafters import DraftVocab
 from eagle_draft import EagleDrafter
 from extras.draft_vocab import RANKS, read_ranks, vocab_from
 from generate import generate, load
-from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, slow
+from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, slow, with_children
 from hf.heads import draft_lm_head, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
@@ -60,9 +60,8 @@ class Masked(nn.Module):
 
 def run(tree: str, rule: Sampling, children: str, lm_head: nn.Module, vocab: DraftVocab | None):
     target, accept = golden_target(), "residual" if children == "sampled" else "exact"
-    drafter = EagleDrafter(
-        golden_head(), target, TREES[tree], lm_head, children=children, vocab=vocab
-    )
+    drafter = EagleDrafter(golden_head(), target, TREES[tree], lm_head, vocab=vocab)
+    drafter = with_children(drafter, children)
     options = rule._asdict() | {
         "accept": accept,
         "max_new_tokens": 20,

@@ -24,7 +24,16 @@ from extras.kept_texts import KeptTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from generate import Batch, load
-from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
+from helpers import (
+    GOLDEN,
+    decode,
+    engine_for,
+    golden_head,
+    golden_target,
+    noisy_copy,
+    record,
+    with_children,
+)
 from options import DEMO
 from session import Session
 
@@ -308,7 +317,7 @@ def model_engine(tree: str, scale: float, **options):
     children = options.pop("children", "noise")
     return engine_for(
         target,
-        ModelDrafter(noisy_copy(target, scale), target, TREES[tree], children=children),
+        with_children(ModelDrafter(noisy_copy(target, scale), target, TREES[tree]), children),
         **options,
     )
 

@@ -31,6 +31,7 @@ from helpers import (
     golden_head,
     golden_target,
     record,
+    with_children,
 )
 
 GREEDY = [
@@ -59,7 +60,7 @@ def drafter_of(case, head=None, **tree):
     else:
         shape = StaticTree.chain(5) if "chain" in case["case"] else StaticTree(EAGLE1_PATHS)
     children = "sampled" if case["algorithm"] == "EAGLE-1" else "topk"
-    return EagleDrafter(head, target, shape, children=children, sharpness=1.0)
+    return with_children(EagleDrafter(head, target, shape, sharpness=1.0), children)
 
 
 def replay(case, run, monkeypatch, drafter=None):
@@ -231,9 +232,9 @@ def test_residual_distributions(name, run, monkeypatch):
         assert call.result.node.item() == cycle["select_indices_in_tree"][-1]
         assert (call.result.p[0] - torch.tensor(cycle["sample_p"])).abs().max() < TOLERANCE
         if case["algorithm"] == "EAGLE-2":
-            assert call.args[0].q is None
+            assert call.args[0].extra is None
             continue
-        q = call.args[0].q[0, inner_nodes(case)]  # [11, V]
+        q = call.args[0].extra[0, inner_nodes(case)]  # [11, V]
         if run == 0 and number < 6:
             assert (q - proposals(case, number)).abs().max() < TOLERANCE
         drawn = q.gather(1, torch.tensor(cycle["sampled_topk_tokens"])).double()  # [11, 10]

@@ -26,6 +26,7 @@ from helpers import (
     process,
     slow,
     text_with,
+    with_children,
 )
 from ops.topk import best
 from sampling import (
@@ -564,11 +565,11 @@ GROWN_TREES = {"chain": StaticTree.chain(3), "static": STATIC, "dynamic": Dynami
 class WorldDrafter(TreeDrafter):
     """Drafts with the world's draft; an output is its token."""
 
-    def __init__(self, tree, world, children):
+    def __init__(self, tree, world):
         target = SimpleNamespace(
             config=SimpleNamespace(vocab_size=V), norm=SimpleNamespace(weight=world.target)
         )
-        super().__init__(target, tree, children)
+        super().__init__(target, tree)
         self.world = world
 
     def root_output(self, state, root):
@@ -587,7 +588,7 @@ def draw(children, shape, rule, favour=0.0):
     favour: added to the target's logits of each node's first child (a defect)
     """
     world = World.make()
-    drafter = WorldDrafter(GROWN_TREES[shape], world, children)
+    drafter = with_children(WorldDrafter(GROWN_TREES[shape], world), children)
     key, first = noise_key(14, range(DRAWS)), torch.zeros(DRAWS, dtype=torch.long)
     noise = gumbel(key, first, drafter.depth + 1, V)
     fresh = gumbel(key, first, drafter.fresh_rows, V, DRAFT) if drafter.fresh_rows else None

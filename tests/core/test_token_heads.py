@@ -23,6 +23,7 @@ from draft_tree import DynamicTree, StaticTree, Text
 from drafters import Confirmed, DraftVocab, Root, RootOnly
 from eagle_draft import EagleState
 from extras import hydra_draft, medusa_draft
+from extras.residual import sample_children
 from generate import generate, load
 from helpers import (
     GOLDEN,
@@ -660,7 +661,7 @@ def test_sampled_children_are_those_of_each_nodes_own_noise(official):
     """`--accept residual`: nodes of a level share q and not their draws."""
     module, folder = official["medusa"]
     tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
-    drafter = drafter_of(folder, tree, children="sampled")
+    drafter = sample_children(drafter_of(folder, tree))
     features = features_of(PROMPTS[0])
     state = drafter.extend(drafter.init(1, 20), Confirmed(None, features[None], torch.tensor([7])))
     fresh = (
@@ -677,8 +678,8 @@ def test_sampled_children_are_those_of_each_nodes_own_noise(official):
         for level, row in ((0, 0), (1, 1), (1, 2))
     )
     assert found.tokens[0].tolist() == [44, *root, one[0], *two]
-    assert torch.allclose(found.q[0, 1], q[1].exp(), atol=1e-6) and torch.equal(
-        found.q[0, 1], found.q[0, 2]
+    assert torch.allclose(found.extra[0, 1], q[1].exp(), atol=1e-6) and torch.equal(
+        found.extra[0, 1], found.extra[0, 2]
     )
 
 
