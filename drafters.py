@@ -324,7 +324,10 @@ class TreeDrafter(Drafter):
         ran: list[Tensor] = []  # per level, the flat indices of the nodes that ran
         frontier = None  # the root
         for number, level in enumerate(self.tree.plan):
-            scores = self._scores(out, number, root)
+            if self.sampler is not None and root.rule is not None:
+                scores = self.sampler.draw(self, out, number, root)
+            else:
+                scores = self.score_children(out, number, root)
             candidates, frontier = next_level(scores, frontier, level)
             found.append(scores)
             levels.append(candidates)
@@ -342,10 +345,8 @@ class TreeDrafter(Drafter):
             tree = self.sampler.attach(tree, found, ran)
         return tree
 
-    def _scores(self, out: Tensor, level: int, root: Root) -> Scores | Children:
+    def score_children(self, out: Tensor, level: int, root: Root) -> Scores | Children:
         """Score the children of every output [B, R, F]. Level 0 is the root's."""
-        if self.sampler is not None and root.rule is not None:
-            return self.sampler.draw(self, out, level, root)
         z = self.logits_of(out, level)  # [B, R, Vd]
         if root.guide is not None:
             z = root.guide.mask(z, self.vocab)

@@ -212,8 +212,8 @@ class SparkDrafter(BlockDrafter):
         scores = out.scores[:, level, None]
         return scores if self.bias_of is None else scores + self.bias_of(out.before)
 
-    def _scores(self, out: SparkLevels, level: int, root: Root) -> Scores | Children:
-        scores = super()._scores(out, level, root)
+    def score_children(self, out: SparkLevels, level: int, root: Root) -> Scores | Children:
+        scores = super().score_children(out, level, root)
         if not self.head.config.confidence:
             return scores
         best = scores.best(self.tree.plan[level].k)

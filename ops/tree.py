@@ -216,7 +216,7 @@ def expand(children: Children, values: Tensor, seen: Tensor, level: Level) -> tu
     scores = children.scores.expand(every)
     total = (values[:, :, None] + scores).flatten(1)  # [B, X]
     if level.places is not None:
-        order = level.places.expand(len(total), -1)  # [B, R']
+        order = level.places[:, : level.count].repeat(len(total), 1)  # [B, R']
     elif level.by_value:
         order = best_first(total)[:, : level.count]
     else:

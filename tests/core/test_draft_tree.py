@@ -275,7 +275,7 @@ class Table(TreeDrafter):
     def root_output(self, state, root):
         return torch.zeros(len(root.text.pos), 1, 1), torch.zeros_like(root.text.pos)
 
-    def _scores(self, out, level, root):
+    def score_children(self, out, level, root):
         return self.found(out, level)
 
     def forward_nodes(self, state, frontier, out, positions, window):

@@ -452,7 +452,7 @@ def test_another_tokenizer(tmp_path):
 
 def grafted_engine(ngram: Ngram | None, **options):
     tree = DynamicTree(depth=4, topk=4, size=24)
-    drafter = EagleDrafter(golden_head(), golden_target(), tree, lookup=ngram)
+    drafter = EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
     return engine_for(
         golden_target(), drafter, **{"max_new_tokens": 40, "ignore_eos": True, **options}
     )
@@ -497,7 +497,7 @@ def test_grafted_sizes_that_do_not_fit():
         ValueError,
         match="40 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size",
     ):
-        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), lookup=Ngram())
+        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), graft=Ngram())
     with pytest.raises(ValueError, match="--ngram_min 3 is above --ngram_max 2; lower it"):
         Ngram(max=2, min=3)
     with pytest.raises(

@@ -273,7 +273,9 @@ def test_residual_on_recorded_data(name, number):
         q = torch.zeros_like(p)
         q[0, inner_nodes(case)] = proposals(case, number)
     tokens = torch.tensor([cycle["draft_tokens"]])
-    tree = build_tree(tokens, torch.tensor([parents]), torch.ones_like(tokens).bool(), N, q)
+    tree = build_tree(tokens, torch.tensor([parents]), torch.ones_like(tokens).bool(), N)._replace(
+        extra=q
+    )
     width = max(parents.count(node) for node in parents) + 1
     result = residual.residual_accept(tree, p, padded(cycle["uniform_draws"], N), 6, width)
     path, length = path_to(tree, result.node, 6)

@@ -93,7 +93,7 @@ def test_kept_texts_change_no_token(temperature, batch):
 def test_kept_texts_in_a_heads_tree_change_no_token():
     def grafted(kept: KeptTexts) -> EagleDrafter:
         tree = DynamicTree(3, 4, 24)
-        return EagleDrafter(golden_head(), golden_target(), tree, lookup=Ngram(6, 2, kept=kept))
+        return EagleDrafter(golden_head(), golden_target(), tree, graft=Ngram(6, 2, kept=kept))
 
     check_warm(grafted, 1.0, 2)
 

@@ -118,7 +118,7 @@ class TestFewOperators:
             check_counts(with_smaller_trees(eagle(kind, "dynamic 6/4/16"), target()), batch, rule)
 
     def test_lookup_beside_a_head(self, rule, batch):
-        check_counts(eagle("2", "dynamic 5/3/8", lookup=Ngram(4, 1)), batch, rule)
+        check_counts(eagle("2", "dynamic 5/3/8", graft=Ngram(4, 1)), batch, rule)
 
     def test_draft_models(self, rule, batch):
         for tree in ("chain 1", "chain 3"):
@@ -162,7 +162,7 @@ def drafters() -> dict[str, Drafter]:
     made |= {kind: eagle(kind, "dynamic 5/3/8") for kind in EAGLES[2:]}
     made |= {
         "ngram": NgramDrafter(Ngram(3, 2)),
-        "eagle+ngram": eagle("2", "dynamic 5/3/8", lookup=Ngram(4, 1)),
+        "eagle+ngram": eagle("2", "dynamic 5/3/8", graft=Ngram(4, 1)),
     }
     made["auto"] = with_smaller_trees(eagle("2", "dynamic 5/3/8"), target())
     made["topk"] = eagle("3", "static", children="topk", sharpness=1.7)
