@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 import sampling
+from cli.tree_paths import MAX_NODES
 from draft_tree import Accepted, DraftTree, Text, accept, accept_fused, replace_fields
 from drafters import LARGEST, Confirmed, Drafter, LargestTree, Root
 from kv_cache import KVCache, Window, causal_window
@@ -39,7 +40,6 @@ from ops.tree import place_tokens
 from options import GenerateConfig
 from runtime import Clock, compiled, copy_into
 from sampling import Kind, NoiseKey, Rule
-from tree_shapes import MAX_NODES
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -393,9 +393,9 @@ def advance_fused(
 
 def slots_of(tree: DraftTree, accepted: Accepted, cycle: Cycle) -> Tensor | None:
     """Return the accepted path's slots in the drafter's own cache, [B, D+1], if it keeps them."""
-    if tree.slots is None or cycle.drafter.width <= 1:  # a chain's are never read
-        return tree.slots
-    return tree.slots.gather(1, accepted.path)
+    if not cycle.drafter.keeps_nodes or cycle.drafter.width <= 1:  # a chain's are never read
+        return tree.places if cycle.drafter.keeps_nodes else None
+    return tree.places.gather(1, accepted.path)
 
 
 # ------------------------------------------------------------------------------------------ prefill

@@ -246,6 +246,10 @@ def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) 
 
                 added = head_extras(target, config, kept)
             drafter = eagle_draft.load_drafter(target, config, **added)
+    if config.child_rule == "sampled" and isinstance(drafter, TreeDrafter):
+        from extras.residual import sample_children
+
+        drafter = sample_children(drafter)
     if config.tree_shape == "auto" and ranks.this_rank().world_size > 1:
         reason = "--tree auto goes by the ranks' clocks, which differ"
         print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)

@@ -12,8 +12,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from cli.tree_paths import (
+    EAGLE1_PATHS,
+    MAX_NODES,
+    MEDUSA_PATHS,
+    candidates,
+    chain_paths,
+    check_candidates,
+    read_tree,
+)
 from command_line import check_kinds, check_ranges, option, require
 from files import can_name_file, check_directory, check_outputs
 from needs import (
@@ -42,15 +51,9 @@ from needs import (
     WINDOW,
 )
 from ops import switches
-from tree_shapes import (
-    EAGLE1_PATHS,
-    MAX_NODES,
-    MEDUSA_PATHS,
-    DynamicTree,
-    StaticTree,
-    candidates,
-    read_tree,
-)
+
+if TYPE_CHECKING:
+    from draft_tree import DynamicTree, StaticTree
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT = str(ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
@@ -302,18 +305,25 @@ class GenerateConfig:
         return "dynamic" if only_dynamic else "auto"
 
     @property
+    def static_paths(self) -> tuple[tuple[int, ...], ...]:
+        """The rank paths of a chain or a static tree. Raises: ValueError for --tree_file."""
+        if self.tree_shape == "chain":
+            return chain_paths(self.tree_depth or DEPTH)
+        if self.tree_file:
+            return read_tree(Path(self.tree_file))
+        return MEDUSA_PATHS if self.draft in ("medusa", "hydra") else EAGLE1_PATHS
+
+    @property
     def draft_tree(self) -> DynamicTree | StaticTree:
         """The tree of these options; with `--tree auto` the largest.
 
         Raises: ValueError for a tree that cannot be.
         """
+        from draft_tree import DynamicTree, StaticTree  # imports torch
+
+        if self.tree_shape in ("chain", "static"):
+            return StaticTree(self.static_paths)
         depth = self.tree_depth or DEPTH
-        if self.tree_shape == "chain":
-            return StaticTree.chain(depth)
-        if self.tree_file:
-            return StaticTree(read_tree(Path(self.tree_file)))
-        if self.tree_shape == "static":
-            return StaticTree(MEDUSA_PATHS if self.draft in ("medusa", "hydra") else EAGLE1_PATHS)
         topk = self.tree_topk
         size = self.tree_size
         if not topk or not size:
@@ -325,10 +335,9 @@ class GenerateConfig:
     def _default_topk_and_size(self) -> tuple[int, int]:
         device = self.device or pick_device("")
         if not device.startswith("cuda"):
-            # products are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
+            # matmuls are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
             return 4, 16
-        # an int4 product of more than 32 rows is bound by unpacking (scripts/gpu/time_model.py)
-        size = 32 if self.quant == "int4" else 60
+        size = 32 if self.quant == "int4" else 60  # more int4 rows are bound by unpacking
         return 10, size
 
     @property
@@ -411,7 +420,7 @@ class GenerateConfig:
             )
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
-            _ = self.draft_tree  # refuses a size beyond its candidates
+            check_candidates(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
         lossy_fault = "--children sampled would make a dynamic tree lossy; use --tree static"
         require(not grown or self.children != "sampled", lossy_fault)
 
@@ -424,7 +433,7 @@ class GenerateConfig:
             return
         rule_fault = "--accept residual samples the children of static trees; drop --children topk"
         require(self.children != "topk", rule_fault)
-        paths = self.draft_tree.paths
+        paths = self.static_paths
         for path in sorted(paths):  # the rule takes the k-th child for the k-th draw
             complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
             gap = f"ranks without gaps; before {path} another is missing: add it"

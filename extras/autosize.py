@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cli.tree_paths import candidates
 from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, TreeDrafter
@@ -42,7 +43,6 @@ from extras.deferred import Deferred, Idle
 from extras.remembered import file_of, recall, remember
 from files import read_json
 from model import Transformer
-from tree_shapes import candidates
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
 FADE = 1 - 1 / 128

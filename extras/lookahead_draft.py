@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cli.tree_paths import MAX_NODES
 from command_line import require
 from draft_tree import DraftTree, replace_fields
 from drafters import Confirmed, Drafter, Root
 from ops.tree import ancestors
 from options import GenerateConfig
-from tree_shapes import MAX_NODES
 
 POOL = 4096  # n-grams
 SIZES = (5, 4, 5)  # W, N and G by default; 15, 5, 15 in the paper, for an A100

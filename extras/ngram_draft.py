@@ -15,7 +15,7 @@ Source: prompt lookup (Saxena 2023; transformers' `prompt_lookup_num_tokens` 10)
 Trade-off: every cycle compares the full text, O(S) per token of the match, and keeps no index. One
 pass over some thousand integers is cheaper than compiling a data-dependent lookup (on a CPU 3 us
 for 4,000 tokens).
-`TreeDrafter` can add the continuations to its own tree (`lookup`, --draft eagle+ngram).
+`TreeDrafter` can add the continuations to its own tree (`graft`, --draft eagle+ngram).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cli.tree_paths import MAX_NODES
 from draft_tree import DraftTree, Text, replace_fields, root_tree
 from drafters import Confirmed, Drafter, Root
 from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
 from ops.library import on_cpp_device
 from ops.tree import Candidates, rerank
 from options import GenerateConfig
-from tree_shapes import MAX_NODES
 
 # nodes of the trees, root included; CUDA pads to 16, 32 or 64 nodes, a CPU does not pad
 SIZES = {"cpu": (2, 4, 8, 16), "cuda": (16, 32)}
@@ -88,8 +88,16 @@ class Ngram:
         names = ("tokens", "branches", "max", "min")
         return {f"ngram_{name}": getattr(self, name) for name in names}
 
+    def check_room(self, size: int) -> None:
+        """Check that a tree of `size` nodes has room for them. Raises: ValueError."""
+        if self.size >= size:
+            raise ValueError(
+                f"{self.size - 1} looked-up tokens leave no room in a tree of {size} nodes; "
+                "raise --tree_size"
+            )
+
     def add(self, pool: Candidates, text: Text) -> Candidates:
-        """Add the continuations to a pool.
+        """Add the continuations to the candidates of a tree.
 
         Each one ranks before the next, and all rank before candidates with values below -K.
         """
@@ -262,5 +270,4 @@ class NgramDrafter(Drafter):
         if self.size == 1:
             return root_tree(root.text)
         pool = Candidates(*state[:3])
-        *nodes, values, _, _ = rerank([pool], (), self.size - 1, self.depth, root.text)
-        return DraftTree(*nodes, values=values)
+        return rerank([pool], (), self.size - 1, self.depth, root.text)

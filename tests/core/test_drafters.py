@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.tree_paths import EAGLE1_PATHS
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
 from drafters import Confirmed, LargestTree, Root, RootOnly, Text
@@ -23,10 +24,18 @@ from extras.kept_texts import KeptTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from generate import Batch, load
-from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
+from helpers import (
+    GOLDEN,
+    decode,
+    engine_for,
+    golden_head,
+    golden_target,
+    noisy_copy,
+    record,
+    with_children,
+)
 from options import DEMO
 from session import Session
-from tree_shapes import EAGLE1_PATHS
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
@@ -308,7 +317,7 @@ def model_engine(tree: str, scale: float, **options):
     children = options.pop("children", "noise")
     return engine_for(
         target,
-        ModelDrafter(noisy_copy(target, scale), target, TREES[tree], children=children),
+        with_children(ModelDrafter(noisy_copy(target, scale), target, TREES[tree]), children),
         **options,
     )
 
@@ -443,7 +452,7 @@ def test_another_tokenizer(tmp_path):
 
 def grafted_engine(ngram: Ngram | None, **options):
     tree = DynamicTree(depth=4, topk=4, size=24)
-    drafter = EagleDrafter(golden_head(), golden_target(), tree, lookup=ngram)
+    drafter = EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
     return engine_for(
         golden_target(), drafter, **{"max_new_tokens": 40, "ignore_eos": True, **options}
     )
@@ -488,7 +497,7 @@ def test_grafted_sizes_that_do_not_fit():
         ValueError,
         match="40 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size",
     ):
-        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), lookup=Ngram())
+        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), graft=Ngram())
     with pytest.raises(ValueError, match="--ngram_min 3 is above --ngram_max 2; lower it"):
         Ngram(max=2, min=3)
     with pytest.raises(

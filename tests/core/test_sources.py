@@ -18,10 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import generate
+from draft_tree import StaticTree
 from drafters import LargestTree, Root, RootOnly, Text
 from extras.datastore import Datastore
 from extras.lookahead_draft import LookaheadDrafter
-from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix
+from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix, recycling_paths
 from extras.rest_draft import RestDrafter
 from extras.rest_draft import load_drafter as load_rest
 from generate import load
@@ -31,7 +32,6 @@ from scripts import build_datastore
 from scripts.bench.measure import with_config
 from scripts.build_datastore import BuildConfig, suffix_array
 from session import Session
-from tree_shapes import StaticTree, recycling_paths
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
