@@ -321,7 +321,7 @@ class GenerateConfig:
         if not device.startswith("cuda"):
             # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
             return 4, 16
-        # an int4 product of more than 32 rows is bound by unpacking (scripts/gpu/time_model.py)
+        # an estimate: from 33 rows on, unpacking takes longer than reading int4 weights
         size = 32 if self.quant == "int4" else 60
         return 10, size
 

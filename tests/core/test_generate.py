@@ -853,7 +853,7 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
 
 
 def test_defaults_by_device(monkeypatch):
-    """On CUDA, by the model of scripts/gpu/time_model.py: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads where
+    """On CUDA, by an estimate: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads where
     C++ multiplies them."""
     there = {True}
     monkeypatch.setattr(hf.config, "has_cpu_operators", lambda: True in there)

@@ -9,10 +9,10 @@ pytest.importorskip("triton", reason="plans need Triton, which is to be had for 
 
 import ops.cuda.plans  # noqa: E402
 from command_line import one_line_errors  # noqa: E402
+from ops.cuda.launch import TARGETS  # noqa: E402
 from ops.cuda.plans import CHUNK, HEIGHTS, Measured, file_name, measured_on, to_json  # noqa: E402
 from ops.cuda.quantized import plan_product, shared_bytes, tile_height  # noqa: E402
 from scripts.gpu import sweep  # noqa: E402
-from scripts.gpu.waves import TARGETS  # noqa: E402
 
 DEVICE = TARGETS["90"]._replace(name="NVIDIA H100 80GB HBM3")
 SHAPES = sweep.shapes_of(["int4", "bf16"])
