@@ -85,7 +85,7 @@ def check_kinds(options: Any) -> None:
     for f in fields(options):
         value = getattr(options, f.name)
         choices = f.metadata["choices"]
-        if f.type in ("int", "float"):
+        if f.type in ("int", "float", "dict | None"):
             continue
         if f.type == "bool":
             require(isinstance(value, bool), f"--{f.name} must be True or False; it is {value!r}")
@@ -158,13 +158,11 @@ def parse(
     program: str,
     description: str,
     argv: list[str] | None = None,
-    settings: bool = False,
 ) -> Any:
     """Read the command line into a dataclass with fields made by `option`.
 
     Exits with status 2 on a mistake.
     argv: default: that of the process, whose text is then UTF-8 in every locale
-    settings: take fields with `flag=False` too
     """
     if argv is None:
         argv = _utf8_arguments()
@@ -177,7 +175,7 @@ def parse(
     )
     for f in fields(options):
         assert f.default is not MISSING, f.name
-        if f.metadata["flag"] or settings:
+        if f.metadata["flag"]:
             _add_argument(parser, f)
     given = vars(parser.parse_args(argv))
     made = options(**given)
