@@ -94,7 +94,7 @@ def build_tree(
 
 def root_tree(text: Text) -> DraftTree:
     """Build the tree that is only its root: vanilla decoding."""
-    if on_cpp_device(text.pos):
+    if on_cpp_device(text.pos, "tree"):
         return DraftTree(*rerank((), (), 0, 0, text)[:5])
     tokens = text.root[:, None]
     zeros = torch.zeros_like(tokens)

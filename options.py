@@ -40,6 +40,7 @@ from needs import (
     TRIMMED,
     WINDOW,
 )
+from ops import switches
 from tree_shapes import (
     EAGLE1_PATHS,
     MAX_NODES,
@@ -231,6 +232,11 @@ class GenerateConfig:
     compile: bool = option(
         False, "run the steps of a cycle as C++ operators; on CUDA, compiled and captured"
     )
+    plain: bool = option(
+        False,
+        "run PyTorch in place of our operators, from now on in this process: slow, and what one "
+        "edits in model.py and ops/ is what runs",
+    )
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     compare: bool = option(
@@ -302,7 +308,7 @@ class GenerateConfig:
     def _default_topk_and_size(self) -> tuple[int, int]:
         device = self.device or pick_device("")
         if not device.startswith("cuda"):
-            # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
+            # products are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
             return 4, 16
         # an estimate: from 33 rows on, unpacking takes longer than reading int4 weights
         size = 32 if self.quant == "int4" else 60
@@ -319,6 +325,7 @@ class GenerateConfig:
 
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
+        switches.check()
         self.check_numbers()
         self._check_names()
         self.check_needs()

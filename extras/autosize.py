@@ -60,7 +60,8 @@ MISS = 0.25
 LEAST_HIT = 0.05
 # weight of MISS (tokens)
 MISS_WEIGHT = 2
-# initial cost of a further node, by weight format, between those with AVX-512 and AVX2 (LOG.md)
+# initial cost of a further node, by weight format, between those with AVX-512 and AVX2
+# (benchmarks/RESULTS.md, a pass over n rows)
 NODE = {"none": 0.1, "int8": 0.15, "int4": 0.25, "blocks": 0.18}
 # factor on the expected rate of the next larger tree while it was never measured
 OPTIMISM = 1.1
@@ -181,7 +182,7 @@ def accepted_of(shape: TreeShape, miss: float) -> float:
 
     With k children per node, a level's hits are those of a chain to the power k^-0.4. This rule of
     thumb is within 8 % of all measurements on the demo and the stand-ins of 0.5B, greedy and
-    sampled (benchmarks/LOG.md).
+    sampled (benchmarks/RESULTS.md, which tree pays).
     """
     hit = (1 - miss) ** _power(shape)
     return sum(hit**level for level in range(1, shape.depth + 1))
@@ -198,7 +199,8 @@ def cost_of(shape: TreeShape, node: float) -> float:
     node: cost of a further node, in the same unit
 
     This rule of thumb is within 40 % for trees of 4 to 16 nodes on SmolLM2, with AVX-512 and AVX2,
-    in 16, 8 and 4 bits (LOG.md); a few measured cycles outweigh it.
+    in 16, 8 and 4 bits (benchmarks/RESULTS.md, a pass over n rows); a few measured cycles
+    outweigh it.
     """
     return 1 + node * (shape.size - 1)
 

@@ -79,7 +79,7 @@ class Ngram:
         Each one ranks before the next, and all rank before candidates with values below -K.
         """
         tokens, lengths = lookup(text, self)
-        if on_cpp_device(tokens):
+        if on_cpp_device(tokens, "tree"):
             return Candidates(*torch.ops.gpt_eagle.add_chains(*pool, tokens, lengths))
         for k in range(self.branches):
             values = torch.where(lengths[:, k, None] > 0, -float(k), float("-inf"))  # [B, 1]
@@ -111,7 +111,7 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
     Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 for no continuation, in a kept
         text M more.
     """
-    if on_cpp_device(text.pos):
+    if on_cpp_device(text.pos, "tree"):
         kept = None if ngram.kept is None else ngram.kept.searched
         sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
         return torch.ops.gpt_eagle.lookup(*text, kept, *sizes)
@@ -223,7 +223,7 @@ class NgramDrafter(Drafter):
         """
         text = confirmed.text
         sizes = (1, *self.sizes)
-        if on_cpp_device(text.pos):
+        if on_cpp_device(text.pos, "tree"):
             kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
             torch.ops.gpt_eagle.look_up(*text, kept, *state, *limits, sizes)

@@ -187,7 +187,7 @@ def _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, sl
 
 
 def _grow_level_cuda(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
-    if has_triton():
+    if has_triton("topk", "tree"):
         import ops.cuda.topk
 
         if k <= ops.cuda.topk.MOST:
@@ -292,7 +292,7 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_nodes_cuda(values: Tensor, count: int) -> Tensor:
-    if has_triton():
+    if has_triton("tree"):
         import ops.cuda.tree
 
         if values.shape[1] <= ops.cuda.tree.MOST:
@@ -302,7 +302,7 @@ def _best_nodes_cuda(values: Tensor, count: int) -> Tensor:
 
 
 def _relate_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
-    if not has_triton():
+    if not has_triton("tree"):
         return tuple(relate_reference(chosen, parents, depth))
     import ops.cuda.tree
 
@@ -359,7 +359,7 @@ def next_level(
     slots: W, scratch slots of the whole tree
     Returns: the level's candidates, X = R k; the next frontier, empty after the last level.
     """
-    if isinstance(found, Scores) and uses_cpp(found.logits):
+    if isinstance(found, Scores) and uses_cpp(found.logits, "topk", "tree"):
         noise = shared or (None, 0, None)
         above = (None, None, None)
         if front:
@@ -436,7 +436,7 @@ def rerank(
     text: tokens [B, S+1], and the index of the root in them, [B]
     Source: EAGLE-2 (arXiv 2406.16858) 4.2.
     """
-    if on_cpp_device(text[1]):
+    if on_cpp_device(text[1], "tree"):
         if isinstance(nodes, Tensor):
             fixed = nodes
             count = nodes.shape[1]
@@ -492,7 +492,7 @@ def place_tokens(
     done: [B] bool, sequences that attend to nothing
     Returns: slots [B, T]; the first slot of the window, [B]; RoPE positions [B, T].
     """
-    if on_cpp_device(pos):
+    if on_cpp_device(pos, "tree"):
         if isinstance(depths, int):
             return torch.ops.gpt_eagle.place_rows(pos, done, None, count, slot, depths)
         return torch.ops.gpt_eagle.place_rows(pos, done, depths, count, slot, 0)

@@ -35,6 +35,7 @@ from generate import Batch
 from hf.config import resolve_draft
 from load import accept_rule, kept_texts, make_drafter, warm_up
 from model import MoEFeedForward, Transformer
+from ops.library import PLAIN
 from options import ROOT, GenerateConfig
 from session import Session
 
@@ -245,7 +246,9 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
     versions = {name: __import__(name).__version__ for name in packages}
     named = {"device": _cpu_name()}
     if device.startswith("cuda"):
-        named = {"EAGLE_PDL": os.environ.get("EAGLE_PDL", "1")}
+        named = {"GPT_EAGLE_PDL": os.environ.get("GPT_EAGLE_PDL", "1")}
+    if PLAIN:
+        named["plain"] = ",".join(sorted(PLAIN))
     return stats.environment(device) | named | versions | {"commit": commit or "unknown"}
 
 

@@ -23,7 +23,7 @@
 tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of
 drafted tokens accepted after n accepted ones. Without `none` there is no speedup, and large batches
 measure tau and n-alpha quickly.
-Not here: other runtimes (peers.py), and the meaning of the numbers (benchmarks/NUMBERS.md).
+Not here: other runtimes (peers.py), and the meaning of the numbers (benchmarks/README.md).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 README.md beside this file has three commands for ten minutes in all.
 
 environment  Versions, our kernels on small shapes, one compiled step, one capture, boundaries,
-             bandwidth (probe.py). Where the kernels fail, EAGLE_PDL=0 holds for all later steps.
+             bandwidth (probe.py). Where the kernels fail, GPT_EAGLE_PDL=0 holds from there on.
 int4, bf16   A stand-in of 7B, in bf16 with an int4 head: vanilla and one tree, repeated cycles
              compared (scripts/bench/papers.py).
 profile      Every kernel of one cycle of these in int4, with its time and the gap before it;
@@ -124,12 +124,12 @@ def kernels(form: str, flags: str, share_s: float) -> Step:
 
 def without_overlap(step: Step) -> Step:
     """Return the step without dependent launch."""
-    return step._replace(command=f"env EAGLE_PDL=0 {step.command}")
+    return step._replace(command=f"env GPT_EAGLE_PDL=0 {step.command}")
 
 
 def streamed(step: Step) -> Step:
     """Return the step with the products in CUDA C++."""
-    return step._replace(command=f"env EAGLE_PRODUCTS=streamed {step.command}")
+    return step._replace(command=f"env GPT_EAGLE_PRODUCTS=streamed {step.command}")
 
 
 CPU = "--device cpu"
@@ -407,8 +407,8 @@ class Check:
     def step(self, part: str, step: Step, later: list[Step]) -> None:
         """Run a step, and record its end and its results.
 
-        Writes: results.jsonl, log.txt, summary.txt; EAGLE_PDL, where our kernels fail; the table of
-        plans that decoding loads, where there is one.
+        Writes: results.jsonl, log.txt, summary.txt; GPT_EAGLE_PDL, where our kernels fail; the
+        table of plans that decoding loads, where there is one.
         """
         command = command_of(step, self.out, self.config.dry_run)
         log = self.out / "log.txt"
@@ -439,7 +439,7 @@ class Check:
             state = f"FAILED, {wrong}"
             self.failed.append(f"{part} {step.name}")
             if step.name == SMALL_KERNELS:
-                os.environ["EAGLE_PDL"] = "0"
+                os.environ["GPT_EAGLE_PDL"] = "0"
                 texts.append("later steps run without dependent launch")
         self.say("\n    ".join([f"{part:11} {step.name:11} {seconds:4.0f} s  {state}", *texts]))
 

@@ -543,7 +543,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
     for f in fields(GenerateConfig):
         there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
         assert there == f.metadata["flag"], f.name
-    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 42
+    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 43
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
@@ -853,7 +853,7 @@ def test_defaults_by_device(monkeypatch):
     """On CUDA, by an estimate: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads where
     C++ multiplies them."""
     there = {True}
-    monkeypatch.setattr(hf.config, "has_cpu_operators", lambda: True in there)
+    monkeypatch.setattr(hf.config, "has_cpu_operators", lambda family: True in there)
     for device, quant, size, draft in (
         ("cuda", "int4", 32, "int4"), ("cuda", "none", 60, "int4"), ("cpu", "int4", 16, "int4"),
         ("cpu", "none", 16, "int8"), ("cuda", "int8", 60, "int8"), ("cpu", "int8", 16, "int8"),
@@ -892,7 +892,7 @@ def test_defaults_by_device(monkeypatch):
 def test_a_draft_model_beside_a_16_bit_target_is_rounded_on_a_cpu(
     device, target, asked, form, monkeypatch
 ):
-    monkeypatch.setattr("hf.config.has_cpu_operators", lambda: True)
+    monkeypatch.setattr("hf.config.has_cpu_operators", lambda family: True)
     config = GenerateConfig(
         checkpoint=DEMO,
         draft="model",

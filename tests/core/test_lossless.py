@@ -860,7 +860,7 @@ def test_exact_demo_prompts(quant, compiled):
 
 @pytest.mark.slow
 def test_demo_prompts_equal_vanilla():
-    """40 held-out prompts x 128 tokens on the bundled demo in fp32; the result is logged in benchmarks/LOG.md."""
+    """40 held-out prompts x 128 tokens on the bundled demo in fp32; its result is in benchmarks/RESULTS.md."""
     for temperature in (0.0, 1.0):
         options = {"checkpoint": DEMO, "dtype": "float32", "temperature": temperature}
         options |= {"max_new_tokens": 128, "device": "cpu"}

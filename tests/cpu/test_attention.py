@@ -207,7 +207,7 @@ def test_one_graph_for_every_start(backend):
 
 def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
-    ops.library.has_triton.cache_clear()
+    ops.library._triton_is_installed.cache_clear()
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
         close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
@@ -229,7 +229,7 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     want = buffers[3][0, :, 5].clone()
     ops.compact._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
     assert torch.equal(buffers[3][0, :, 4], want)
-    ops.library.has_triton.cache_clear()
+    ops.library._triton_is_installed.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1
 
 

@@ -370,8 +370,8 @@ def test_few_files_come_back(monkeypatch, tmp_path):
 
 
 def test_where_our_kernels_fail_later_steps_run_without_dependent_launch(monkeypatch, tmp_path):
-    monkeypatch.setenv("EAGLE_PDL", "1")
-    show = "import os; print('one cycle of', os.environ['EAGLE_PDL'])"
+    monkeypatch.setenv("GPT_EAGLE_PDL", "1")
+    show = "import os; print('one cycle of', os.environ['GPT_EAGLE_PDL'])"
     for failing, pdl in (("other", "1"), ("small_kernels", "0")):
         parts = {"p": (step(failing, "raise SystemExit(1)"), step("later", show))}
         monkeypatch.setattr(gpu_check, "PARTS", parts)
