@@ -286,6 +286,4 @@ def load_drafter(
     vocab = options.get("vocab", vocab)
     lm_head = draft_lm_head(model, quant, vocab.ids if vocab else None)
     options["children"] = config.child_rule
-    if config.sharpness:
-        options["sharpness"] = config.sharpness
     return EagleDrafter(head, target, config.draft_tree, lm_head, **options)

@@ -51,13 +51,7 @@ class Ngram:
     kept: Any = field(default=None, repr=False)  # extras.kept_texts.KeptTexts, searched, too
 
     def __post_init__(self):
-        if self.min > self.max:
-            raise ValueError(f"--ngram_min {self.min} is above --ngram_max {self.max}; lower it")
-        if self.size > MAX_NODES:
-            raise ValueError(
-                f"--ngram_tokens {self.tokens} times --ngram_branches {self.branches} "
-                f"must be below {MAX_NODES}, the nodes of a tree; lower one of them"
-            )
+        assert 1 <= self.min <= self.max and self.size <= MAX_NODES, self
 
     @staticmethod
     def from_config(config: GenerateConfig, kept: Any = None) -> Ngram:
@@ -65,18 +59,9 @@ class Ngram:
 
         In a head's tree on a CPU, where trees are small, the defaults are fewer tokens.
         """
-        tokens = Ngram.tokens
-        branches = Ngram.branches
         if config.draft == "eagle+ngram" and not config.device.startswith("cuda"):
-            tokens = 4
-            branches = 1
-        return Ngram(
-            config.ngram_tokens or tokens,
-            config.ngram_branches or branches,
-            config.ngram_max,
-            config.ngram_min,
-            kept,
-        )
+            return Ngram(tokens=4, branches=1, kept=kept)
+        return Ngram(kept=kept)
 
     @property
     def size(self) -> int:

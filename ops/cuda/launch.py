@@ -35,6 +35,17 @@ class Device(NamedTuple):
     name: str = ""  # for plans that were measured on it (plans.py)
 
 
+# by capability: GPUs for which the kernels are planned and compiled without one
+# Source: CUDA C++ programming guide, table of compute capabilities
+TARGETS = {
+    "80": Device(108, 163 * 1024, 80),  # A100
+    "86": Device(82, 99 * 1024, 86),  # RTX 3090
+    "89": Device(128, 99 * 1024, 89),  # RTX 4090
+    "90": Device(132, 227 * 1024, 90),  # H100
+    "100": Device(148, 227 * 1024, 100),  # B200
+}
+
+
 @cache
 def device_of(index: int) -> Device:
     """Read the properties of a GPU."""

@@ -45,7 +45,7 @@ class OfflineConfig:
 
     def check(self) -> None:
         """Check the options. Raises: ValueError."""
-        from scripts.gpu.waves import TARGETS
+        from ops.cuda.launch import TARGETS
 
         for target in self.targets.split(","):
             require(target in TARGETS, f"--targets: {target} is none of {', '.join(TARGETS)}")

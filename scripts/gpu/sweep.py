@@ -43,7 +43,7 @@ try:
 except ModuleNotFoundError:
     fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
 from ops.cuda.fused import Gpu, add_product, rotary_product
-from ops.cuda.launch import Device, device_of
+from ops.cuda.launch import TARGETS, Device, device_of
 from ops.cuda.plans import (
     CHUNK,
     CHUNKS,
@@ -61,7 +61,6 @@ from ops.cuda.quantized import ProductPlan, plan_product, run_product, shared_by
 from ops.fused import PART, Pending
 from runtime import tensors_of
 from scripts.gpu.kernels import HEADS, LAYERS, copies_of, failure, graph_times_s, random_packed
-from scripts.gpu.waves import TARGETS
 
 EPILOGUES = {"wqkv": "rotary", "wo": "add", "w13": "swiglu", "w2": "add", "head": "fp32"}
 FORMATS = {"bf16": (16, 0), "int4": (4, 128)}  # bits and group

@@ -160,11 +160,12 @@ def test_a_trimmed_lm_head_is_smaller():
 def kept_of_8(path: Path, count: int) -> DraftVocab:
     """The draft vocabulary that a list gives for a target of 8 tokens."""
     target = Transformer(ModelConfig(4, 1, 1, 1, 4, 4, vocab_size=8))
-    ranks, head = "" if path.name == RANKS else str(path), path.parent
+    head = path.parent
+    ablation = None if path.name == RANKS else {"token_ranks": str(path)}
     (head / "config.json").write_text("{}")
     save_file({"fc.weight": torch.zeros(4, 8)}, head / "model.safetensors")
     return vocab_from(
-        GenerateConfig(head=str(path.parent), token_ranks=ranks, draft_vocab=count), target
+        GenerateConfig(head=str(path.parent), ablation=ablation, draft_vocab=count), target
     )
 
 

@@ -197,9 +197,9 @@ class Watched(LargestTree):
 def test_a_decoder_accepts_what_a_plain_lookup_does():
     """In every pass, as was expected: a request, and the same one once more, with its text kept."""
     options = {"checkpoint": DEMO, "draft": "ngram", "device": "cpu", "dtype": "float32"}
-    engine = load(**options, ngram_max=3, max_new_tokens=48, ignore_eos=True)
+    engine = load(**options, max_new_tokens=48, ignore_eos=True)
     engine = replace(engine, tree_policy=Watched())
-    plain = Plain(Ngram(max=3))
+    plain = Plain(Ngram())
     totals = []
     for _ in range(2):
         tokens = engine.drafter.kept.tokens
@@ -498,9 +498,3 @@ def test_grafted_sizes_that_do_not_fit():
         match="40 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size",
     ):
         EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), graft=Ngram())
-    with pytest.raises(ValueError, match="--ngram_min 3 is above --ngram_max 2; lower it"):
-        Ngram(max=2, min=3)
-    with pytest.raises(
-        ValueError, match="--ngram_tokens 32 times --ngram_branches 4 must be below 64"
-    ):
-        Ngram(tokens=32)

@@ -415,14 +415,29 @@ FAULTS = [
         {"draft": "recycling", "accept": "residual", "temperature": 1.0},
         "--accept belongs to heads, draft models and --draft ngram",
     ),
-    ({"draft": "lookahead", "lookahead": "5-4"}, "is three numbers, W-N-G, as 5-4-5; it is 5-4"),
-    ({"draft": "lookahead", "lookahead": "5,4,5"}, "is three numbers, W-N-G, as 5-4-5; it is"),
-    ({"draft": "lookahead", "lookahead": "15-5-15"}, "makes .* = 120 nodes, and a tree has 64"),
-    ({"draft": "lookahead", "lookahead": "0-5-1"}, "must be W > 0, N > 1 and G > 0; correct it"),
+    (
+        {"draft": "lookahead", "ablation": {"lookahead": "5-4"}},
+        "is three numbers, W-N-G, as 5-4-5; it is 5-4",
+    ),
+    (
+        {"draft": "lookahead", "ablation": {"lookahead": "5,4,5"}},
+        "is three numbers, W-N-G, as 5-4-5; it is",
+    ),
+    (
+        {"draft": "lookahead", "ablation": {"lookahead": "15-5-15"}},
+        "makes .* = 120 nodes, and a tree has 64",
+    ),
+    (
+        {"draft": "lookahead", "ablation": {"lookahead": "0-5-1"}},
+        "must be W > 0, N > 1 and G > 0; correct it",
+    ),
     ({"draft": "lookahead", "tree_size": 9}, "--tree_size does nothing with --draft lookahead"),
     ({"draft": "rest"}, "--draft rest needs --datastore; name its file"),
     ({"draft": "ngram", "datastore": "x"}, "--datastore belongs to --draft rest; add that"),
-    ({"draft": "recycling", "lookahead": "5-4-5"}, "--lookahead belongs to --draft lookahead"),
+    (
+        {"draft": "recycling", "ablation": {"lookahead": "5-4-5"}},
+        "--lookahead belongs to --draft lookahead",
+    ),
 ]
 
 

@@ -518,11 +518,11 @@ def test_a_draft_vocabulary_keeps_rows_and_biases(official, tmp_path):
     for kind in ("medusa 2", "hydra"):
         options = GenerateConfig(
             checkpoint=str(TARGET), draft=kind.rstrip(" 2"), head=str(official[kind][1]), draft_vocab=3, device="cpu",
-            token_ranks=str(tmp_path / "ranks.json"), quant_draft="none", tree="chain",
+            ablation={"token_ranks": str(tmp_path / "ranks.json")}, quant_draft="none", tree="chain",
         )  # fmt: skip
         drafter = make_drafter(target, options)
         whole = make_drafter(
-            target, GenerateConfig(**{**vars(options), "draft_vocab": 0, "token_ranks": ""})
+            target, GenerateConfig(**{**vars(options), "draft_vocab": 0, "ablation": None})
         )
         out = torch.randn(1, D if kind == "medusa 2" else 1, 128 if kind == "hydra" else 64)
         if kind == "medusa 2":

@@ -437,7 +437,7 @@ def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_p
         device="cpu",
         eagle=random_head,
         draft_vocab=48,
-        token_ranks=str(tmp_path / "ranks.json"),
+        ablation={"token_ranks": str(tmp_path / "ranks.json")},
         max_new_tokens=24,
         ignore_eos=True,
         seed=7,
