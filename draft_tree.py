@@ -60,7 +60,7 @@ class DraftTree(NamedTuple):
     allowed: Tensor | None = None
 
 
-class Text(NamedTuple):
+class DecodedTokens(NamedTuple):
     """Everything decided so far."""
 
     tokens: Tensor  # [B, S + 1] int64; entries past pos are padding
@@ -92,7 +92,7 @@ def build_tree(
     return DraftTree(tokens, parents, *ancestors(parents, depth), valid, q)
 
 
-def root_tree(text: Text) -> DraftTree:
+def root_tree(text: DecodedTokens) -> DraftTree:
     """Build the tree that is only its root: vanilla decoding."""
     if on_cpp_device(text.pos):
         return DraftTree(*rerank((), (), 0, 0, text)[:5])
@@ -156,7 +156,7 @@ def compaction(path: Tensor, length: Tensor) -> Tensor:
 
 def grow(
     shape: DynamicTree | StaticTree,
-    text: Text,
+    text: DecodedTokens,
     out: Tensor,
     children: Callable[[Tensor, int, int], tuple[Children | Scores, Shared | None]],
     run: Callable[[Frontier, int, int, Tensor], Tensor],

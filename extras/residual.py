@@ -31,9 +31,9 @@ def accept_residual(
     """
     depth = cycle.drafter.depth
     width = cycle.drafter.width
-    p = sampling.process(logits, state.rule.needed(cycle.kind)).softmax(-1)  # [B, N, V]
+    p = sampling.process(logits, state.sampling.needed(cycle.mode)).softmax(-1)  # [B, N, V]
     draws = state.draws[:, None]  # [B, 1]
-    uniform = sampling.uniforms(state.key, draws, tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
+    uniform = sampling.uniforms(state.sampling, draws, tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
     node, rest = residual_accept(tree, p, uniform, depth, width)
     path, length = path_to(tree, node, depth)
     last = length[:, None]  # [B, 1]

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from decode import PREFILL_CHUNK, Engine
 from logprobs import Logprob
+
+from decode import PREFILL_CHUNK, Engine
 from options import Sampling
 from scripts.counters import Counters
 from session import Session, common_prefix

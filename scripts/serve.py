@@ -75,7 +75,7 @@ from hf.chat import template_text
 from hf.fetch import fetched
 from load import warm_up
 from options import Sampling
-from sampling import Kind
+from sampling import SamplingMode
 from scripts.batcher import Answer, Batcher, Job, Piece, Refusal
 from scripts.replies import Reply, joined
 from scripts.transport import KnownHosts, Listener, is_loopback, json_body, listen
@@ -293,7 +293,7 @@ def warm_other_kinds(engine: Engine) -> None:
     config = engine.config
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=1)):
         served = sampling.temperature > 0 or config.accept == "exact"
-        if served and Kind.of(sampling) != Kind.of(config.sampling):
+        if served and SamplingMode.needed_by(sampling) != SamplingMode.needed_by(config.sampling):
             warm_up(replace(engine, config=replace(config, **sampling._asdict())))
 
 

@@ -34,7 +34,8 @@ from decode import PREFILL_CHUNK, Engine
 from files import check_outputs, write_text
 from generate import load
 from kv_cache import KVCache, causal_window
-from options import DEFAULT, HEAD_KINDS, GenerateConfig
+from methods import HEAD_KINDS
+from options import DEFAULT, GenerateConfig
 from prompts import check_ids
 from scripts.bench.measure import environment, shown_path
 from session import Session, common_prefix

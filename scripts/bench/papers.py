@@ -50,7 +50,8 @@ from extras.draft_vocab import RANKS
 from files import bundled_head, check_outputs, is_gguf, parse_json, read_text
 from generate import Batch, Turn, encode, first_ids, load
 from hf.head_kinds import head_kind
-from options import DEMO, HEAD_KINDS, GenerateConfig, pick_device
+from methods import HEAD_KINDS
+from options import DEMO, GenerateConfig, pick_device
 from runtime import TRIES
 from scripts.bench.measure import (
     Log,

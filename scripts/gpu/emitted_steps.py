@@ -411,9 +411,10 @@ def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
     host raises, since fake tensors have none. With presets the largest tree counts, and the code of
     the smallest is written too.
     """
-    import ops.cuda.attention
     from buffers import PREFILL_WIDTHS, Buffers
-    from sampling import Kind
+
+    import ops.cuda.attention
+    from sampling import SamplingMode
 
     recorder.steps.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -421,7 +422,7 @@ def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
             engine = make_engine(case)
         work = Buffers(engine)
         ops.cuda.attention.counters(0)  # made once in a process, not in a cycle
-        kind = Kind.of(engine.config.sampling)
+        kind = SamplingMode.needed_by(engine.config.sampling)
         prefill = {}
         for width in PREFILL_WIDTHS:
             with recorder.start():

@@ -466,7 +466,7 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
         share = torch.isin(ids, vocab.ids).float().mean().item()
         vocab = vocab._replace(ids=vocab.ids.to(config.device))
         print(
-            f"the head drafts {vocab.kept} of {c.vocab_size} tokens, "
+            f"the head drafts {vocab.drafted} of {c.vocab_size} tokens, "
             f"{100 * share:.2f} % of those trained on"
         )
     if config.version == 3:

@@ -17,7 +17,7 @@ import torch
 
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
-from drafters import Confirmed, LargestTree, Root, RootOnly, Text
+from drafters import DecodedTokens, DrafterUpdate, DraftInputs, LargestTree, RootOnly
 from eagle_draft import EagleDrafter
 from extras.kept_texts import KeptTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
@@ -35,10 +35,10 @@ LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
 # ------------------------------------------------------------------------------------------- lookup
 
 
-def text_of(*rows: list[int], room: int = 24) -> Text:
+def text_of(*rows: list[int], room: int = 24) -> DecodedTokens:
     """Texts of different lengths side by side; the padding repeats their tokens, so that reading it is noticed."""
     tokens = torch.tensor([(row * room)[:room] for row in rows])
-    return Text(tokens, torch.tensor([len(row) - 1 for row in rows]))
+    return DecodedTokens(tokens, torch.tensor([len(row) - 1 for row in rows]))
 
 
 def search(row: list[int], ngram: Ngram, kept: Sequence[int] = ()) -> list[tuple[int, ...]]:
@@ -68,7 +68,7 @@ def search_with_lengths(
     return dict(itertools.islice(chains.items(), ngram.branches))
 
 
-def found(text: Text, ngram: Ngram, row: int = 0) -> list[tuple[int, ...]]:
+def found(text: DecodedTokens, ngram: Ngram, row: int = 0) -> list[tuple[int, ...]]:
     tokens, lengths = lookup(text, ngram)
     return [tuple(chain) for chain in tokens[row][lengths[row] > 0].tolist()]
 
@@ -230,8 +230,8 @@ def test_continuations_share_equal_beginnings():
     ngram = Ngram(tokens=4, branches=3)
     text = text_of(row, [1, 2, 3])
     drafter = NgramDrafter(ngram)
-    state = drafter.extend(drafter.init(2, 24), Confirmed(None, None, None, text=text))
-    tree = drafter.propose(state, Root(None, None, text))
+    state = drafter.extend(drafter.init(2, 24), DrafterUpdate(None, None, None, text=text))
+    tree = drafter.propose(state, DraftInputs(None, text))
     assert tree_paths(tree) == prefixes(search(row, ngram))
     assert len(tree_paths(tree)) == 10, "two of the three chains share 1, 2"
     assert tree_paths(tree, 1) == set(), "nothing matches in the second row"

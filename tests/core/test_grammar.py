@@ -87,9 +87,9 @@ def plain_loop(engine, prompt: str, source, own: Sampling, seed: int, number: in
     library = _vocabulary(engine.tokenizer, vocab, engine.eos_ids)
     ids = engine.tokenizer.encode(prompt)
     new: list[int] = []
-    rule = sampling.Rule.of([own])
+    rule = sampling.SamplingTensors.from_params([own])
     words = torch.tensor([[seed, 0]])
-    key = sampling.NoiseKey(words, torch.tensor([number]), torch.tensor([0]))
+    key = sampling.SamplingTensors(words, torch.tensor([number]), torch.tensor([0]))
     while len(new) < engine.config.max_new_tokens and new[-1:] != [engine.eos_ids[0]]:
         text = torch.tensor([ids + new])
         cache = KVCache.empty(target.config, 1, text.shape[1], target.norm.weight.dtype, "cpu")

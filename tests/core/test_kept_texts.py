@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import generate
-from draft_tree import Text
+from draft_tree import DecodedTokens
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras import ngram_draft
@@ -104,7 +104,7 @@ def test_a_traced_lookup_reads_the_buffer(monkeypatch):
     """Texts change between requests, and nothing is traced again."""
     monkeypatch.setattr("ops.library._cpp_available", [False])
     ngram = Ngram(2, 2, 2, kept=KeptTexts(capacity=64))
-    text = Text(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
+    text = DecodedTokens(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
     step = torch.compile(ngram_draft.lookup, fullgraph=True, dynamic=False)
     found = []
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from logprobs import Logprob
 from test_lossless import assert_same, make, needs_operators
 
 from decode import Engine
 from generate import load
 from helpers import compiled_as_on_cuda, engine_for, golden_target, slow
-from logprobs import Logprob
 from options import DEMO, Sampling
 from session import Session
 

@@ -25,7 +25,7 @@ import ops.cpu.build
 import sampling
 from decode import Engine, with_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
-from drafters import Confirmed, Drafter, DraftVocab, LargestTree, Root, RootOnly
+from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, LargestTree, RootOnly
 from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.lookahead_draft import LookaheadDrafter
@@ -82,7 +82,7 @@ def margin(engine, prompt: list[int], new: list[int], at: int, stream: tuple[int
     rule = engine.config.sampling
     if rule.temperature > 0:
         seed = torch.tensor([engine.config.seed & 0xFFFFFFFF, engine.config.seed >> 32])
-        key = sampling.NoiseKey(seed, torch.tensor([stream[0]]), torch.tensor([stream[1]]))
+        key = sampling.SamplingTensors(seed, torch.tensor([stream[0]]), torch.tensor([stream[1]]))
         noise = sampling.gumbel(key, torch.tensor([at]), 1, scores.shape[1])[:, 0]
         scores = process(scores, rule) + noise
     best = scores.topk(2).values[0]
@@ -478,16 +478,16 @@ class Scripted(Drafter):
     def init(self, batch: int, slots: int):
         return torch.zeros(batch, dtype=torch.long)
 
-    def extend(self, state, rows: Confirmed):
+    def extend(self, state, rows: DrafterUpdate):
         return state + rows.count
 
     def rewind(self, state, length):
         return length
 
-    def propose(self, state, root: Root) -> DraftTree:
+    def propose(self, state, inputs: DraftInputs) -> DraftTree:
         index = (state - self.start)[:, None] + 1 + torch.arange(self.depth)
         drafted = self.script[index.clamp(0, len(self.script) - 1)]
-        tokens = torch.cat((root.text.root[:, None], drafted), 1)
+        tokens = torch.cat((inputs.text.root[:, None], drafted), 1)
         parents = (torch.arange(self.size) - 1).clamp(min=0).expand_as(tokens)
         return build_tree(tokens, parents, torch.ones_like(tokens).bool(), self.depth)
 

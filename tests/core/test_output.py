@@ -9,9 +9,9 @@ import os
 import stat
 import threading
 
+import buffers
 import pytest
 
-import buffers
 import session
 from draft_tree import DynamicTree
 from drafters import RootOnly

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import generate
-from drafters import LargestTree, Root, RootOnly, Text
+from drafters import DecodedTokens, DraftInputs, LargestTree, RootOnly
 from extras.datastore import Datastore
 from extras.lookahead_draft import LookaheadDrafter
 from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix
@@ -199,8 +199,8 @@ def test_retrieved_trees_are_those_of_the_rule(tmp_path):
                 texts[3][-5:],
             ]
             tokens = torch.tensor([(row * 40)[:40] for row in rows])
-            text = Text(tokens, torch.tensor([len(row) - 1 for row in rows]))
-            tree = drafter.propose((), Root(None, None, text))
+            text = DecodedTokens(tokens, torch.tensor([len(row) - 1 for row in rows]))
+            tree = drafter.propose((), DraftInputs(None, text))
             for b, row in enumerate(rows):
                 line = {"parents": tree.parents[b, 1:].tolist()}
                 line["draft_tokens"] = tree.tokens[b, 1:].tolist()

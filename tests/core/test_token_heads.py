@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import sampling
 from checkpoint import Quantization, WeightFiles
 from command_line import parse
-from draft_tree import DynamicTree, StaticTree, Text
-from drafters import Confirmed, DraftVocab, Root, RootOnly
+from draft_tree import DecodedTokens, DynamicTree, StaticTree
+from drafters import DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from eagle_draft import EagleState
 from extras import hydra_draft, medusa_draft
 from generate import generate, load
@@ -37,7 +38,7 @@ from hf.head_kinds import head_kind
 from load import make_drafter
 from options import GenerateConfig
 from quantize import quantize_directory
-from sampling import Rule, Sampling
+from sampling import Sampling, SamplingTensors
 from scripts.train import train_eagle
 from scripts.train.acceptance import evaluate, fit_sharpness
 from scripts.train.head_losses import Scored, draft_levels, level_losses
@@ -270,7 +271,7 @@ def test_trees_are_those_of_the_official_heads(official, kind):
     features = features_of(tokens)
     scores = scorer(kind, module, features)
     noise = -torch.rand(1, D + 1, 97, generator=torch.Generator().manual_seed(3)).log().neg().log()
-    rule = Rule.of([Sampling(0.7)])
+    rule = SamplingTensors.from_params([Sampling(0.7)])
     cut = StaticTree(tuple(path for path in MEDUSA_PATHS if max(path) < 4))
     for tree in (cut, StaticTree.chain(3), DynamicTree(4, 4, 16), DynamicTree(2, 3, 8)):
         drafter = drafter_of(folder, tree, sharpness=1.5)
@@ -281,10 +282,10 @@ def test_trees_are_those_of_the_official_heads(official, kind):
             given = torch.tensor([[*tokens, 0, 0, 0, 0]])[:, : 9 + begin][:, begin:]
             given = F.pad(given, (0, 9 - given.shape[1]))
             count = torch.tensor([stop - begin])
-            state = drafter.extend(state, Confirmed(given, padded[:, rows], count))
-        text = Text(torch.tensor([[*tokens, 44, 0, 0]]), torch.tensor([12]))
+            state = drafter.extend(state, DrafterUpdate(given, padded[:, rows], count))
+        text = DecodedTokens(torch.tensor([[*tokens, 44, 0, 0]]), torch.tensor([12]))
         for temperature in (0.0, 0.7):
-            root = Root(noise, None, text, rule if temperature else None)
+            root = DraftInputs(noise, text, rule if temperature else None)
             found = drafter.propose(state, root)
             want = plain_tree(scores, noise[0], temperature, 44, tree, 1.5)
             assert paths_of(found) == want and bool(found.valid.all())
@@ -323,11 +324,11 @@ def test_traced_drafts_are_the_eager_ones(official, kind):
     """Reading tokens and growing a tree is one graph."""
     drafter = drafter_of(official[kind][1], DynamicTree(2, 3, 6))
     features = features_of(PROMPTS[0])[None]
-    confirmed = Confirmed(torch.tensor([[*PROMPTS[0], 44]]), features, torch.tensor([7]))
-    text = Text(torch.tensor([[*PROMPTS[0], 44, 0, 0]]), torch.tensor([7]))
+    confirmed = DrafterUpdate(torch.tensor([[*PROMPTS[0], 44]]), features, torch.tensor([7]))
+    text = DecodedTokens(torch.tensor([[*PROMPTS[0], 44, 0, 0]]), torch.tensor([7]))
 
     def step(state, confirmed, text):
-        return drafter.propose(drafter.extend(state, confirmed), Root(None, None, text))
+        return drafter.propose(drafter.extend(state, confirmed), DraftInputs(None, text))
 
     traced = torch.compile(step, fullgraph=True, dynamic=False)
     ours = traced(drafter.init(1, 20), confirmed, text)
@@ -614,8 +615,8 @@ def test_alpha_is_that_of_the_decode_loops_chains(official, kind):
         if kind == "hydra++"
         else type(state)(length, hidden[:, None])
     )
-    text = Text(torch.tensor([history] * R), length)
-    tokens = drafter.propose(state, Root(None, None, text)).tokens[:, 1:]
+    text = DecodedTokens(torch.tensor([history] * R), length)
+    tokens = drafter.propose(state, DraftInputs(None, text)).tokens[:, 1:]
     truth = torch.stack([torch.tensor(history[r + 2 : r + 2 + D]) for r in range(R)])
     assert torch.equal((tokens == truth).long().cumprod(1), ok)
     row = evaluate(drafter.heads, target, [(0, history)], draft)
@@ -652,7 +653,7 @@ def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
     assert (made.heads, made.own_lm_heads, bool(made.prefix)) == (2, False, method == "hydra")
     options = {"checkpoint": str(TARGET), "head": str(tmp_path), "device": "cpu", "tree": "chain"}
     engine = load(draft_vocab=config.draft_vocab, max_new_tokens=20, **options)
-    assert engine.drafter.vocab.kept == (config.draft_vocab or 97)
+    assert engine.drafter.vocab.drafted == (config.draft_vocab or 97)
     assert generate(engine, [prompts[0]]).stats["tau"] >= 1
 
 
@@ -662,15 +663,14 @@ def test_sampled_children_are_those_of_each_nodes_own_noise(official):
     tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
     drafter = drafter_of(folder, tree, children="sampled")
     features = features_of(PROMPTS[0])
-    state = drafter.extend(drafter.init(1, 20), Confirmed(None, features[None], torch.tensor([7])))
-    fresh = (
-        -torch.rand(1, drafter.fresh_rows, 97, generator=torch.Generator().manual_seed(3))
-        .log()
-        .neg()
-        .log()
+    state = drafter.extend(
+        drafter.init(1, 20), DrafterUpdate(None, features[None], torch.tensor([7]))
     )
-    text = Text(torch.tensor([[*PROMPTS[0], 44]]), torch.tensor([7]))
-    found = drafter.propose(state, Root(None, fresh, text, Rule.of([Sampling(0.7)])))
+    rule = SamplingTensors.from_params([Sampling(0.7)], seed=3)
+    draws = torch.zeros(1, dtype=torch.long)
+    fresh = sampling.gumbel(rule, draws, 1 + drafter.scratch, 97, sampling.DRAFT)
+    text = DecodedTokens(torch.tensor([[*PROMPTS[0], 44]]), torch.tensor([7]))
+    found = drafter.propose(state, DraftInputs(None, text, rule, draws))
     q = [(head(features[-1]) / 0.7).log_softmax(-1) for head in module]
     root, one, two = (
         (q[level] + fresh[0, row]).topk(2).indices.tolist()

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from buffers import Buffers
+
 from extras.residual import residual_accept
 from generate import generate, load
 from ops.library import has_cpu_operators, single_torch_thread

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from decode import DecodeState, Report, advance, advance_fused
-from draft_tree import Accepted, Text, accept, accept_fused, build_tree, replace_fields
-from drafters import Confirmed, RootOnly
+from draft_tree import Accepted, DecodedTokens, accept, accept_fused, build_tree, replace_fields
+from drafters import DrafterUpdate, RootOnly
 from extras.deferred import MAX_KEPT, DeferredState, Idle
 from extras.kept_texts import KeptTexts
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
@@ -223,8 +223,8 @@ def test_wrong_levels():
 # ------------------------------------------------------------------------------------------- rerank
 
 
-def text_of(batch: int) -> Text:
-    return Text(whole(50, batch, 9), whole(9, batch))
+def text_of(batch: int) -> DecodedTokens:
+    return DecodedTokens(whole(50, batch, 9), whole(9, batch))
 
 
 def pool_of(
@@ -275,7 +275,7 @@ def test_rerank_of_rows_that_choose_different_nodes():
     )
     nodes, text = (
         torch.tensor([[1], [0]]),
-        Text(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1])),
+        DecodedTokens(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1])),
     )
     ours = rerank(levels, ran, nodes, 1, text)
     assert_equal(ours, rerank_reference(levels, ran, nodes, 1, text))
@@ -527,7 +527,7 @@ def test_rows_that_wait(plain, dtype, rows):
         facts, count = (whole(60, 3), whole(9, 3)), whole(rows + 1, 3)
         features = torch.randn(rows, 3, 6).to(dtype).transpose(0, 1)
         kept = torch.randn(3, MAX_KEPT + 1, 6).to(dtype)
-        new = Confirmed(whole(9, 3, rows + 1), features, count)
+        new = DrafterUpdate(whole(9, 3, rows + 1), features, count)
         idle = SimpleNamespace(lookup=RootOnly())
         ours, theirs = (
             call(Idle.extend, idle, DeferredState((), kept.clone(), *facts), new)
@@ -576,7 +576,7 @@ def test_lookup(plain, batch, ngram):
             if kept is not None:  # -1 is no token: padding, and behind each text
                 row = torch.tensor([*kept, -1])
                 kept = SimpleNamespace(tokens=row, searched=row)
-            text = Text(whole(vocab, batch, size), whole(size, batch))
+            text = DecodedTokens(whole(vocab, batch, size), whole(size, batch))
             ngram = replace(ngram, kept=kept)
             chains, lengths = lookup(text, ngram)
             assert_equal((chains, lengths), plain(lookup, text, ngram))
@@ -619,7 +619,7 @@ def check_passes(plain, vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: 
     for _ in range(4):
         count = torch.minimum(whole(4, batch), size - 1 - pos)
         pos = pos + count
-        confirmed = Confirmed(None, None, count, text=Text(tokens, pos))
+        confirmed = DrafterUpdate(None, None, count, text=DecodedTokens(tokens, pos))
         mine = drafters[0].extend(states[0], confirmed)
         assert mine is states[0], "it is written in place"
         states[1] = plain(drafters[1].extend, states[1], confirmed)

@@ -28,7 +28,7 @@ from generate import encode, generate, load  # noqa: E402
 from helpers import slow  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
 from options import DEMO  # noqa: E402
-from sampling import Kind  # noqa: E402
+from sampling import SamplingMode  # noqa: E402
 from scripts import parameters, replies, serve, transport  # noqa: E402
 from scripts.batcher import Answer  # noqa: E402
 
@@ -557,9 +557,11 @@ def test_cycles_of_all_kinds_are_warm_before_a_request():
     sampled = load(checkpoint=DEMO, device="cpu", draft="none", temperature=1.0)
     engine = replace(sampled, captured=True, pool=[])
     serve.warm_other_kinds(engine)
-    (buffers,) = engine.pool
-    kinds = {key[0] for key in buffers.replays if isinstance(key[0], Kind)}
-    assert kinds == {Kind.GREEDY, Kind.CUT}, "the engine's own is warm already"
+    (buffers,) = engine.buffer_pool
+    kinds = {key[0] for key in buffers.replays if isinstance(key[0], SamplingMode)}
+    assert kinds == {SamplingMode.GREEDY, SamplingMode.TRUNCATED}, (
+        "the engine's own is warm already"
+    )
 
 
 def test_other_paths_methods_and_kinds(running):
