@@ -31,7 +31,7 @@ import ops.quantized
 import sampling
 from decode import Cycle, Engine, pick_tokens, with_cycles
 from draft_tree import DecodedTokens, StaticTree
-from drafters import Drafter, Method, RootOnly
+from drafters import Drafter, Method, RootOnly, TreeDrafter
 from eagle_draft import EagleHead, load_head
 from extras.autosize import AutoTrees
 from extras.deferred import Deferred
@@ -82,21 +82,49 @@ def engine_for(
 
 
 def method_of(drafter: Drafter) -> Method:
-    """A drafter of the tests as its module's `load_method` returns it, before any clock counts."""
+    """A drafter of the tests as its module's `load_method` returns it; warm, and no clock counts."""
     presets = getattr(drafter, "presets", (drafter,))
+    policy, pick = PresetPolicy(), None
     if isinstance(drafter, NgramDrafter):
-        return Method(presets, policy=AutoTrees(drafter))
-    if isinstance(drafter, Deferred):
+        policy = AutoTrees(drafter, drafter.ngram.kept)
+    elif isinstance(drafter, Deferred):
         lookup = drafter.lookup if isinstance(drafter.lookup, NgramDrafter) else None
-        return Method(presets, policy=AutoTrees(lookup))
-    if isinstance(drafter, RecyclingDrafter):
-        return Method(presets, pick_tokens=partial(pick_and_rank, ranks=RANKS))
-    if isinstance(drafter, LookaheadDrafter):
-        return Method(presets, pick_tokens=pick_and_rank)
-    if isinstance(drafter, ModelDrafter) and drafter.shorter:
-        reach = drafter.model.config.max_context
-        return Method((RootOnly(), drafter), policy=PresetPolicy(reach=reach))
-    return Method(presets)
+        policy = AutoTrees(lookup, lookup and lookup.ngram.kept)
+    elif isinstance(drafter, RecyclingDrafter):
+        pick = partial(pick_and_rank, ranks=RANKS)
+    elif isinstance(drafter, LookaheadDrafter):
+        pick = pick_and_rank
+    elif isinstance(drafter, ModelDrafter) and drafter.shorter:
+        presets = (RootOnly(), drafter)
+    elif isinstance(drafter, TreeDrafter) and drafter.lookup:
+        policy.kept = drafter.lookup.kept
+    inner = getattr(drafter, "drafter", drafter)
+    if isinstance(inner, ModelDrafter) and inner.shorter:
+        policy.reach = inner.model.config.max_context
+    policy.warm = True
+    return Method(presets, policy=policy, pick_tokens=pick)
+
+
+class Scripted(AutoTrees):
+    """A policy of a test, which gives `pick`. Sessions share it, so that the test can look into it."""
+
+    def __init__(self, kept: Any = None):
+        super().__init__(kept=kept)
+        self.warm = True
+
+    def begin(self) -> Scripted:
+        self.waiting, self.expected = 0, None
+        return self
+
+
+class InTurn(Scripted):
+    """Every preset that makes sense, one after the other."""
+
+    cycles = 0
+
+    def pick(self, limit: int) -> int:
+        self.cycles += 1
+        return self.cycles % (limit + 1)
 
 
 def compiled_as_on_cuda(engine: Engine) -> Engine:

@@ -24,7 +24,7 @@ import sampling
 from checkpoint import Quantization
 from decode import with_cycles
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftVocab, RootOnly
+from drafters import DrafterUpdate, DraftInputs, DraftVocab, Policy, RootOnly
 from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
 from extras.level_draft import tree_of
 from helpers import GOLDEN, compiled_as_on_cuda, decode, engine_for, golden_target
@@ -502,13 +502,17 @@ def test_quantized_and_in_cpp_the_tokens_are_vanillas(kind, formats, tree, tmp_p
     options = {"dtype": "bfloat16", "compile": True, "device": "cpu", "temperature": 1.0}
     options |= formats | SETTINGS | {"batch_size": 1 + (kind == "dspark")}
     engine = load(checkpoint=str(GOLDEN / TARGET), head=str(path), tree=tree, **options)
-    assert engine.config.draft == "block" and engine.config.quant_draft == [*formats.values()][0]
+    assert (
+        engine.option("draft") == "block" and engine.option("quant_draft") == [*formats.values()][0]
+    )
     drafter = engine.drafter if tree == "dynamic" else engine.drafter.drafter
     assert drafter.head.fused is not None
     got, tau = new_tokens(engine)
-    assert got == new_tokens(with_cycles(replace(engine, drafter=RootOnly())))[0]
+    assert (
+        got == new_tokens(with_cycles(replace(engine, presets=(RootOnly(),), policy=Policy())))[0]
+    )
     assert tau > 1.1 or tree == "auto"
-    assert tree == "dynamic" or len(engine.drafter.presets) > 3
+    assert tree == "dynamic" or len(engine.presets) > 3
 
 
 # ------------------------------------------------------------------------------------------- files

@@ -22,7 +22,7 @@ import ops.compact
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from extras.autosize import with_smaller_trees
+from extras.auto_trees import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
 from model import ModelConfig, Transformer
@@ -74,9 +74,9 @@ def test_no_step_of_a_cycle_waits(temperature, version):
     session = Session(engine, [(0, 0)])
     next(session.run([PROMPT]))
     with NoWaiting():
-        session.buffers.prefill(engine, session.kind, 0, 0, 64)  # captured, too
-        for cycle in engine.cycles[session.kind]:
-            state, _ = cycle(session.buffers.cache, session.state)
+        session._read_chunk(0, 0, 64, None)  # captured, too
+        for cycle in engine.cycles[session.mode]:
+            state, *_ = cycle(session.buffers.cache, session.state)
             copy_into(session.state, state)
 
 

@@ -17,13 +17,22 @@ import torch
 
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
-from drafters import DecodedTokens, DrafterUpdate, DraftInputs, LargestTree, RootOnly
+from drafters import DecodedTokens, DrafterUpdate, DraftInputs, RootOnly
 from eagle_draft import EagleDrafter
 from extras.kept_texts import KeptTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from generate import Batch, load
-from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
+from helpers import (
+    GOLDEN,
+    Scripted,
+    decode,
+    engine_for,
+    golden_head,
+    golden_target,
+    noisy_copy,
+    record,
+)
 from options import DEMO
 from session import Session
 from tree_shapes import EAGLE1_PATHS
@@ -174,26 +183,28 @@ class Plain:
         return accepted
 
 
-class Watched(LargestTree):
+class Watched(Scripted):
     """The tree always, whatever its speed; the tokens that could be expected are kept."""
 
-    def __init__(self):
-        self.expected: list[list[float]] = []
+    def __init__(self, kept: KeptTexts):
+        super().__init__(kept)
+        self.every: list[list[float]] = []
 
-    def next(self, limit: int, expected: Sequence[float] | None = None) -> int:
-        self.expected.append(expected)
-        return super().next(limit, expected)
+    def pick(self, limit: int) -> int:
+        self.every.append(self.expected)
+        return super().pick(limit)
 
 
 def test_a_decoder_accepts_what_a_plain_lookup_does():
     """In every pass, as was expected: a request, and the same one once more, with its text kept."""
     options = {"checkpoint": DEMO, "draft": "ngram", "device": "cpu", "dtype": "float32"}
     engine = load(**options, ngram_max=3, max_new_tokens=48, ignore_eos=True)
-    engine = replace(engine, tree_policy=Watched())
+    kept = engine.policy.kept
+    engine = replace(engine, policy=Watched(kept))
     plain = Plain(Ngram(max=3))
     totals = []
     for _ in range(2):
-        tokens = engine.drafter.kept.tokens
+        tokens = kept.tokens
         plain.kept = tokens[(tokens >= 0).cumsum(0) > 0].tolist()  # without padding
         batch = Batch(engine, ["def read_lines(path):\n    with open(path) as file:\n"])
         batch.run(batch.streams)
@@ -202,7 +213,7 @@ def test_a_decoder_accepts_what_a_plain_lookup_does():
         assert got[:-1] == plain.lengths(turn.prompt, turn.new, 16)[:-1]  # the last one is cut
         totals.append(len(got))
     assert 10 < totals[0] < 47 and totals[1] < 10
-    for got, want in zip(engine.tree_policy.expected, plain.expected, strict=True):
+    for got, want in zip(engine.policy.every, plain.expected, strict=True):
         assert got == pytest.approx(want, rel=1e-4)
 
 
@@ -349,7 +360,7 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         next(fresh.run(texts))
         tokens = fresh.state.tokens[row, : pos + 1].tolist()
         assert tokens == session.history[row][: pos + 1], "the root comes out the same"
-        tree_again, _ = Cycle(engine, engine.drafter, fresh.kind).draft(fresh.state)
+        tree_again, _ = Cycle(engine, engine.drafter, fresh.mode).draft(fresh.state)
         assert tree_again.tokens[row, 1:].tolist() == line["draft_tokens"]
         assert tree_again.parents[row, 1:].tolist() == line["parents"]
 

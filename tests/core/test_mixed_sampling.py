@@ -227,6 +227,6 @@ def test_wrong_parameters_are_refused_by_name(options, message):
 
 def test_cycles_of_every_kind_are_there():
     engine = with_cycles(engine_for(golden_target(), make("auto:dynamic"), **OPTIONS))
-    kinds = [{cycle.kind for cycle in cycles} for cycles in engine.cycles]
+    kinds = [{cycle.mode for cycle in cycles} for cycles in engine.cycles]
     assert kinds == [{kind} for kind in SamplingMode]
-    assert all(len(cycles) == len(engine.drafter.presets) for cycles in engine.cycles)
+    assert all(len(cycles) == len(engine.presets) for cycles in engine.cycles)

@@ -18,14 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import generate
-from drafters import DecodedTokens, DraftInputs, LargestTree, RootOnly
+from drafters import DecodedTokens, DraftInputs, RootOnly
 from extras.datastore import Datastore
 from extras.lookahead_draft import LookaheadDrafter
 from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix
 from extras.rest_draft import RestDrafter
 from extras.rest_draft import load_drafter as load_rest
 from generate import load
-from helpers import compiled_as_on_cuda, decode, engine_for, golden_target
+from helpers import InTurn, compiled_as_on_cuda, decode, engine_for, golden_target
 from options import DEMO, GenerateConfig
 from scripts import build_datastore
 from scripts.bench.measure import with_config
@@ -352,17 +352,6 @@ def test_two_builders_of_one_file_leave_one_of_both(tmp_path):
 # ------------------------------------------------------------------------------------- all of them
 
 
-class InTurn(LargestTree):
-    """Every preset, one after the other."""
-
-    def __init__(self):
-        self.number = 0
-
-    def next(self, limit: int, expected=None) -> int:
-        self.number += 1
-        return self.number % (limit + 1)
-
-
 @pytest.mark.parametrize("temperature, batch", [(0.0, 1), (0.7, 2)])
 @pytest.mark.parametrize("draft", ["recycling", "lookahead", "rest"])
 def test_every_size_gives_the_same_tokens(draft, temperature, batch, built):
@@ -374,12 +363,12 @@ def test_every_size_gives_the_same_tokens(draft, temperature, batch, built):
     runs = []
     for drafted in ({"draft": "none"}, {"draft": draft, **own}):
         engine = load(**options, dtype="bfloat16", **drafted)
-        session = Session(replace(engine, tree_policy=InTurn()), [(0, 0), (1, 0)][:batch])
+        session = Session(replace(engine, policy=InTurn()), [(0, 0), (1, 0)][:batch])
         for _ in session.run(prompts):
             pass
         runs.append(session)
     assert runs[0].history == runs[1].history
-    assert len({preset for preset, _ in runs[1].stats.presets}) == len(engine.drafter.presets)
+    assert len({preset for preset, _ in runs[1].stats.presets}) == len(engine.presets)
 
 
 @pytest.mark.parametrize("draft", ["ngram", "recycling", "lookahead"])

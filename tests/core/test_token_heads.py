@@ -35,7 +35,7 @@ from helpers import (
     slow,
 )
 from hf.head_kinds import head_kind
-from load import make_drafter
+from load import load_method
 from options import GenerateConfig
 from quantize import quantize_directory
 from sampling import Sampling, SamplingTensors
@@ -360,8 +360,8 @@ def test_whole_engines_give_vanillas_tokens(official, kind, quant, tree, monkeyp
         "max_new_tokens": 30,
     }
     engine = load(head=str(official[kind][1]), tree=tree, temperature=1.0, **options)
-    assert (engine.config.draft, engine.config.quant_draft) == (kind.rstrip("+ 2"), quant)
-    resolved = engine.drafter.resolved_options()
+    assert (engine.option("draft"), engine.option("quant_draft")) == (kind.rstrip("+ 2"), quant)
+    resolved = engine.resolved
     assert resolved["tree_depth"] == D, "as many levels as heads"
     assert tree != "auto" or resolved["trees"][-3:] == [
         "chain 3",
@@ -520,10 +520,9 @@ def test_a_draft_vocabulary_keeps_rows_and_biases(official, tmp_path):
             checkpoint=str(TARGET), draft=kind.rstrip(" 2"), head=str(official[kind][1]), draft_vocab=3, device="cpu",
             token_ranks=str(tmp_path / "ranks.json"), quant_draft="none", tree="chain",
         )  # fmt: skip
-        drafter = make_drafter(target, options)
-        whole = make_drafter(
-            target, GenerateConfig(**{**vars(options), "draft_vocab": 0, "token_ranks": ""})
-        )
+        drafter = load_method(target, options, None).presets[-1]
+        untrimmed = GenerateConfig(**{**vars(options), "draft_vocab": 0, "token_ranks": ""})
+        whole = load_method(target, untrimmed, None).presets[-1]
         out = torch.randn(1, D if kind == "medusa 2" else 1, 128 if kind == "hydra" else 64)
         if kind == "medusa 2":
             assert torch.allclose(

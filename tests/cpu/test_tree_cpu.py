@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import DecodeState, Report, advance, advance_fused
+from decode import CycleResult, DecodeState, advance, advance_fused
 from draft_tree import Accepted, DecodedTokens, accept, accept_fused, build_tree, replace_fields
 from drafters import DrafterUpdate, RootOnly
 from extras.deferred import MAX_KEPT, DeferredState, Idle
@@ -368,7 +368,7 @@ def test_wrong_acceptance():
 
 
 def state_of(batch: int, length: int, pos: Tensor, limit: Tensor, done: Tensor) -> DecodeState:
-    return DecodeState(whole(9, batch, length), pos, pos + 100, done, limit, None, None, ())
+    return DecodeState(whole(9, batch, length), pos, pos + 100, done, limit, None, ())
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -378,10 +378,9 @@ def test_advance(dtype, size, batch):
     """Ends and limits before, inside, at the end of and behind the path, in rows that are done and that are not."""
     random.seed(size), torch.manual_seed(size)
     seen = {"ended": 0, "limited": 0, "done": 0, "whole": 0}
-    for prefers, keeps in itertools.product((None, whole(3, batch)), (False, True)):
+    for _ in range(4):
         for _ in range(20):
             tree = tree_of(batch, size)
-            tree = replace_fields(tree, slots=whole(5, batch, size)) if keeps else tree
             accepted = accept(tree, whole(3, batch, size), size)
             pos = whole(8, batch)
             limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
@@ -389,7 +388,6 @@ def test_advance(dtype, size, batch):
             cycle = SimpleNamespace(
                 drafter=SimpleNamespace(width=2),
                 eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
-                prefer=lambda text, is_wanted=prefers: is_wanted,
             )
             old = state_of(batch, 30, pos, limit, done)
             inputs = tree, accepted, features, cycle
@@ -436,9 +434,8 @@ def test_wrong_advances():
         "emitted",
         "ends",
         "features",
-        "preset",
     )
-    good = (*state[:5], roots, path, length, emitted, torch.tensor([-1]), torch.zeros(2, 4, 6), 0)
+    good = (*state[:5], roots, path, length, emitted, torch.tensor([-1]), torch.zeros(2, 4, 6))
     assert CPP.advance(*good)[3].tolist() == [3, 2]
     wrong = {
         "tokens": [state.tokens[:1], state.tokens[:, :6], state.tokens.int()],
@@ -465,8 +462,8 @@ def test_wrong_advances():
 
 def test_times_behind_a_report(plain):
     facts, times = whole(9, 3, 7), [5, 2**40, 2**62, -1]
-    ours = Report.timed(facts, times)
-    assert_equal(ours, plain(Report.timed, facts, times))
+    ours = CycleResult.timed(facts, times)
+    assert_equal(ours, plain(CycleResult.timed, facts, times))
     assert ours.tolist() == [row + times for row in facts.tolist()]
     assert (
         not_refused(

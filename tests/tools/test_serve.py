@@ -556,7 +556,7 @@ def test_cycles_of_all_kinds_are_warm_before_a_request():
     """As on CUDA, where a kind that is met late would be compiled then."""
     sampled = load(checkpoint=DEMO, device="cpu", draft="none", temperature=1.0)
     engine = replace(sampled, captured=True, pool=[])
-    serve.warm_other_kinds(engine)
+    serve.warm_other_modes(engine)
     (buffers,) = engine.buffer_pool
     kinds = {key[0] for key in buffers.replays if isinstance(key[0], SamplingMode)}
     assert kinds == {SamplingMode.GREEDY, SamplingMode.TRUNCATED}, (
