@@ -69,27 +69,17 @@ def load(
     target = _load_target(replace(asked, device=device), path)
     tokenizer, template = text or read_text_files(path, asked)
     _note_attention(target)
-    eos_ids = _eos_ids(target, tokenizer, template)
-    context = _context(asked, target)
-    config = _resolved(asked, target, path, device)
-    # in int4, with the group given or its own
-    method = load_method(target, config, tokenizer)
-    if config.quant == "int4":
-        config = replace(config, group_size=int4_group(target))
     engine = Engine(
         asked,
         target,
-        method.presets,
-        context,
-        eos_ids,
-        method.pick_tokens or pick_tokens,
-        accept_rule(asked),
-        method.policy,
-        resolved=_changes(asked, config) | {"context": context} | method.resolved,
+        (RootOnly(),),
+        _context(asked, target),
+        _eos_ids(target, tokenizer, template),
         tokenizer=tokenizer,
         template=template,
-        load_s=time.perf_counter() - began,
     )
+    engine = with_draft(engine, asked, device)
+    engine = replace(engine, load_s=time.perf_counter() - began)
     source = read_grammar(asked)
     if source is not None:
         from extras.grammar import Grammar
@@ -98,6 +88,29 @@ def load(
     if asked.batch_size > 1:
         print(f"note: {sequence_memory(engine)}", file=sys.stderr)
     return warm_up(with_cycles(engine))
+
+
+def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
+    """Give an engine, which keeps its target, the draft and the other options that are asked for.
+
+    The cycles are still to be made (`with_cycles`).
+    Raises: ValueError for a draft that does not fit.
+    """
+    target = engine.target
+    config = _resolved(asked, target, fetched(asked.checkpoint), device)
+    # in int4, with the group given or its own
+    method = load_method(target, config, engine.tokenizer)
+    if config.quant == "int4":
+        config = replace(config, group_size=int4_group(target))
+    return replace(
+        engine,
+        config=asked,
+        presets=method.presets,
+        pick_tokens=method.pick_tokens or pick_tokens,
+        accept_rule=accept_rule(asked),
+        policy=method.policy,
+        resolved=_changes(asked, config) | {"context": engine.context} | method.resolved,
+    )
 
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:

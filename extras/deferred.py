@@ -77,7 +77,7 @@ class Deferred(PresetDrafter):
 
     @property
     def name(self) -> str:
-        return self.grower.name
+        return self.grower.name if isinstance(self.grower, TreeDrafter) else super().name
 
     def fuse(self, enable: bool) -> None:
         self.drafter.fuse(enable)

@@ -112,7 +112,8 @@ class Guided(Drafter):
         self.live = live
         self.vocab = vocab
         # a draft model must have run the nodes that it keeps; vanilla decoding stays what it is
-        self.appends = not getattr(whole, "keeps_nodes", False) and not isinstance(whole, RootOnly)
+        self.keeps_nodes = getattr(whole, "keeps_nodes", False)
+        self.appends = not self.keeps_nodes and not isinstance(whole, RootOnly)
         run = max(map(_forced, roots)) if self.appends else 0
         self.depth = max(drafter.depth, run)
         self.size = max(drafter.size, run + 1)
@@ -138,7 +139,7 @@ class Guided(Drafter):
         tokens = column(lambda node: node.token, tree.tokens)
         parents = column(lambda node: node.parent, tree.tokens)
         slots = None
-        if tree.slots is not None:
+        if self.keeps_nodes and tree.slots is not None:
             slots = tree.slots.gather(1, column(lambda node: node.drafted[0], tree.tokens))
         places = [[node.place for node in row] for row in rows]
         return replace_fields(

@@ -357,10 +357,11 @@ def run(config: EvalConfig) -> dict:
             f"--tasks: the data cannot be fetched ({error}); try again, or use --include_path"
         ) from None
     ran = engine.config
-    machine = environment(ran.device, "lm_eval")
+    machine = environment(engine.device.type, "lm_eval")
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print(
-        f"{shown_path(ran.checkpoint)}, {ran.dtype}, quant {ran.quant}, draft {ran.draft}, "
+        f"{shown_path(ran.checkpoint)}, {engine.option('dtype')}, quant {engine.option('quant')}, "
+        f"draft {engine.option('draft')}, "
         f"context {engine.context}\n"
     )
     print(make_table(found))

@@ -32,7 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ from generate import first_ids, load
 from options import DEMO, GenerateConfig
 from prompts import read_prompts
 from runtime import WARM_UPS, tensors_of
-from scripts.bench.measure import Series, environment, shown_path
+from scripts.bench.measure import Series, draft_options, environment, shown_path
 from session import Session
 
 LOOK = "one cycle of "  # begins the lines that sum up `look_closer`
@@ -126,7 +126,7 @@ class Round(NamedTuple):
 
 def run_cycles(engine: Engine, ids: list[int], cycles: int, profiler: Any = None) -> Round:
     """Decode some cycles behind a prompt, the same for all sequences, in a session of its own."""
-    cuda = engine.config.device.startswith("cuda")
+    cuda = engine.device.type == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
     _, decoding = decode_prompt(engine, ids)
     wait()
@@ -307,7 +307,7 @@ def busy_us(ran: list[Span]) -> float:
 def warm_session(engine: Engine, ids: list[int]) -> tuple[Session, int]:
     """Cache a prompt and run cycles until they are warm. Returns: the session, its preset."""
     session, _ = decode_prompt(engine, ids)
-    preset = engine.tree_policy.next(len(engine.drafter.presets) - 1)
+    preset = session.policy.next_preset(session, reads_prompt=False)
     for _ in range(1 + WARM_UPS):
         session.time_cycle(preset)
     return session, preset
@@ -339,9 +339,9 @@ def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
     Returns: its kernels, the copy to the host included. Two cycles must have the same ones, or
     records were lost.
     """
-    cuda = engine.config.device.startswith("cuda")
+    cuda = engine.device.type == "cuda"
     session, preset = warm_session(engine, ids)
-    with profiler_of(engine.config.device) as seen:
+    with profiler_of(engine.device.type) as seen:
         if cuda:
             run_dummies()
         for _ in range(2):
@@ -349,7 +349,7 @@ def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
                 session.time_cycle(preset)
             if cuda:
                 torch.cuda.synchronize()
-    ran = spans(seen.events(), engine.config.device)
+    ran = spans(seen.events(), engine.device.type)
     count = len(ran) // 2
     names = [span.name for span in ran]
     text = f"the profiler lost records, or two cycles differ: {len(ran)} kernels"
@@ -482,11 +482,12 @@ def run(config: ProfileConfig) -> None:
         torch.set_num_threads(config.threads)
     prompt = read_prompts(config)[0]
     engine = load(config)
-    config = engine.config
+    chosen = {each.name: engine.option(each.name) for each in fields(engine.config)}
+    config = replace(engine.config, **chosen)
     ids = first_ids(engine, prompt)
     found = summary(list(rounds(engine, ids, config)), config)
     machine = environment(config.device)
-    drafter = engine.drafter.resolved_options()
+    drafter = draft_options(engine)
     shown = ", ".join(
         f"{key} {value}" for key, value in ({"draft": config.draft} | drafter).items()
     )

@@ -619,7 +619,9 @@ def make_engine(config: TrainOptions, target: Transformer) -> Engine:
     )
     context = min(2048, target.config.max_context)
     return with_cycles(
-        Engine(options, target, RootOnly(), context, ends, tokenizer=tokenizer, template=template)
+        Engine(
+            options, target, (RootOnly(),), context, ends, tokenizer=tokenizer, template=template
+        )
     )
 
 

@@ -552,7 +552,7 @@ def test_garbage_in_the_file(trees, capsys):
     engine, rng = demo(), random.Random(0)
     tokens, file = told(engine), file_of(engine)
     shapes = [shape_of(preset) for preset in engine.presets]
-    rates = engine.drafter.rates
+    rates = engine.policy.lookup.rates
     del engine
     gc.collect()
     content = file.read_bytes()
@@ -695,7 +695,7 @@ def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):
     assert trained_miss(str(tmp_path)) is None
     assert trained_miss(str(tmp_path / "nothing")) is None and trained_miss("") is None
     known = demo().policy.sizer.known
-    assert known.miss == pytest.approx(trained_miss(demo().config.head)) and known.miss < 0.2
+    assert known.miss == pytest.approx(trained_miss(demo().option("head"))) and known.miss < 0.2
     assert demo(draft="ngram").policy.sizer.known.miss == MISS
 
 

@@ -18,7 +18,7 @@ import generate as program  # noqa: E402
 import sampling  # noqa: E402
 from decode import PREFILL_CHUNK, with_cycles  # noqa: E402
 from extras.autosize import Autosizer, TreeShape, unknown  # noqa: E402
-from extras.grammar import MOST_BYTES, STYLE, Grammar, Guide, _vocabulary  # noqa: E402
+from extras.grammar import MOST_BYTES, STYLE, Grammar, SessionGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
 from helpers import Scripted, record, slow  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
@@ -153,7 +153,7 @@ def test_int4_with_and_without_drafting():
 
 
 def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
-    masks = record(monkeypatch, Guide, "mask")
+    masks = record(monkeypatch, SessionGuide, "root_mask")
     engine = engine_of(max_new_tokens=8)
     prompt = engine.tokenizer.encode(PROMPT) * PREFILL_CHUNK
     prompt = prompt[: 2 * PREFILL_CHUNK + 5]
@@ -220,7 +220,7 @@ def test_captured_cycles_stand_beside_those_with_a_grammar():
     engine = engine_of("auto", batch_size=2)
     asked = ([PROMPT, OTHER, PROMPT, OTHER], [PERSON, None, None, LARK])
     want = generate(engine, asked[0], grammar=asked[1], temperature=1.0)
-    captured = replace(engine, captured=True, pool=[])
+    captured = replace(engine, captured=True, buffer_pool=[])
     assert generate(captured, asked[0], grammar=asked[1], temperature=1.0).tokens == want.tokens
 
 

@@ -23,7 +23,7 @@ from extras.datastore import Datastore
 from extras.lookahead_draft import LookaheadDrafter
 from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix
 from extras.rest_draft import RestDrafter
-from extras.rest_draft import load_drafter as load_rest
+from extras.rest_draft import load_method as load_rest
 from generate import load
 from helpers import InTurn, compiled_as_on_cuda, decode, engine_for, golden_target
 from options import DEMO, GenerateConfig
@@ -301,7 +301,7 @@ def test_datastores_that_are_none_are_refused(built, tmp_path):
 
 def test_a_datastore_is_for_the_host():
     with pytest.raises(ValueError, match="use --device cpu, or another --draft"):
-        load_rest(GenerateConfig(draft="rest", datastore="x", device="cuda"), None)
+        load_rest(None, GenerateConfig(draft="rest", datastore="x", device="cuda"), None)
 
 
 def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
