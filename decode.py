@@ -10,7 +10,7 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
 3. extend: the drafter reads the accepted tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
-drafter and each kind of sampling: sequences of one batch may be sampled differently, and where all
+drafter and each mode of sampling: sequences of one batch may be sampled differently, and where all
 are greedy no noise is made. With --compile on CUDA, draft, extend, the target's blocks and the rest
 of verify (`place`, `decide`) are compiled (`fullgraph=True`), and a cycle is captured as one graph,
 as it also is where the compiler fails: no step waits for a result on the host.
@@ -20,6 +20,7 @@ Not here: the host's side (session.py), compiling and capturing (runtime.py), lo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -28,20 +29,18 @@ import torch
 from torch import Tensor
 
 import sampling
-from cli.tree_paths import MAX_NODES
-from draft_tree import Accepted, DraftTree, Text, accept, accept_fused, replace_fields
-from drafters import LARGEST, Confirmed, Drafter, LargestTree, Root
+from draft_tree import Accepted, DecodedTokens, DraftTree, accept, accept_fused, replace_fields
+from drafters import Drafter, DrafterUpdate, DraftInputs, Policy
 from kv_cache import KVCache, Window, causal_window
-from model import Block, Transformer, call
+from model import Block, Transformer, call_block
 from ops import switches
 from ops.library import has_cpu_operators, on_cpp_device
-from ops.topk import best, topk_logsumexp
+from ops.topk import best
 from ops.tree import place_tokens
 from options import GenerateConfig
-from runtime import Clock, compiled, copy_into
-from sampling import Kind, NoiseKey, Rule
+from runtime import Clock, HostCopy, compiled, copy_into
+from sampling import SamplingMode, SamplingTensors
 
-NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 PREFILL_CHUNK = 256  # tokens per prefill pass
 
 
@@ -54,77 +53,96 @@ class DecodeState(NamedTuple):
     draws: Tensor  # [B] int64, tokens drawn in this conversation so far
     done: Tensor  # [B] bool
     limit: Tensor  # [B] int64, index of the last token that may be decided
-    key: NoiseKey
-    rule: Rule
+    sampling: SamplingTensors
     drafter_state: Any
 
 
-class Report(NamedTuple):
-    """A cycle of one sequence, as the host reads it."""
+class CycleResult:
+    """A cycle that the host has launched, and its report, once `read`.
 
-    emitted: list[int]  # D+1 decided tokens (bonus last); entries past `length` are padding
-    count: int  # tokens left of them after cuts; 0: the sequence was done before
-    length: int  # accepted nodes
-    done: bool  # the sequence is finished
-    preset: int  # the largest preset that makes sense next
-    pos: int  # index of the root that was verified
-    times: list[int]  # ns: before, between and behind the steps
+    The report is one tensor, [B, D+9] int64: D+1 decided tokens, then the columns named below, then
+    the times. `advance` in ops/cpu/tree.cpp packs the same columns as `pack`.
+    """
+
+    EMITTED = slice(0, -8)
+    COLUMNS = slice(-8, -4)  # count, length, done, pos
+    TIMES = slice(-4, None)
+
+    # per sequence, once read:
+    emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
+    count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
+    length: list[int]  # accepted nodes
+    done: list[bool]  # the sequence is finished
+    pos: list[int]  # index of the root that was verified
+    times: list[int]  # of all: ns before, between and behind the steps
+    seconds: float  # of the cycle
+    further: list[list]  # the other tensors
+
+    def __init__(self, report: Tensor, preset: int, began: float, further: tuple[Tensor, ...] = ()):
+        """Begin to copy the report.
+
+        report: of `timed`; preset: that ran; began: host's clock (s)
+        further: tensors that are read with it
+        """
+        self.preset = preset
+        self.began = began
+        self.copy = HostCopy(report, *further)
 
     @staticmethod
-    def pack(emitted: Tensor, *fields: Tensor) -> Tensor:
-        """Pack everything but the times into one tensor.
-
-        emitted: [B, D+1]; fields: [B] each, in the order of the record. Returns: [B, D+6] int64.
-        """
-        return torch.cat((emitted, torch.stack([x.long() for x in fields], 1)), 1)
+    def pack(emitted: Tensor, count: Tensor, length: Tensor, done: Tensor, pos: Tensor) -> Tensor:
+        """Pack everything but the times: emitted [B, D+1], the others [B] -> [B, D+5] int64."""
+        columns = (count, length, done, pos)
+        return torch.cat((emitted, torch.stack([x.long() for x in columns], 1)), 1)
 
     @staticmethod
     def timed(report: Tensor, times: list[Any]) -> Tensor:
-        """Append the four times of a `Clock`, so that one copy takes all: [B, D+10] int64."""
+        """Append the four times of a `Clock`, so that one copy takes all: [B, D+9] int64."""
         if on_cpp_device(report, "tree"):
             return torch.ops.gpt_eagle.with_times(report, times)
         columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
         return torch.cat((report, *columns), 1)
 
-    @staticmethod
-    def emitted_of(report: Tensor) -> Tensor:
-        """Return the emitted tokens of a timed report, [B, D+1]."""
-        return report[:, :-9]
+    def read(self, by_device: bool = False) -> CycleResult:
+        """Wait for the copy, and set the fields.
 
-    @staticmethod
-    def unpack(packed: list[list[int]]) -> list[Report]:
-        """Invert `pack` and `timed`: a report per sequence."""
-        return [Report(values[:-9], *values[-9:-4], values[-4:]) for values in packed]
-
-
-class Outcome(NamedTuple):
-    """Everything that a cycle leaves for the host."""
-
-    report: Tensor  # [B, D+6] int64, from `Report.pack`; at the end [B, D+10], from `Report.timed`
-    tree: DraftTree
-    path: Tensor  # [B, D+1] int64, accepted nodes, root first
-    features: Tensor  # [B, D+1, F], the target's at these nodes; with aux layers [.., (1 + aux) F]
-    expected: Tensor | None = None  # [B, 1 + lookups] fp32, from `Drafter.expected`
+        by_device: take the cycle's time from the device's clock, because the host runs ahead
+        """
+        report, *self.further = self.copy.read()
+        self.emitted = [row[self.EMITTED] for row in report]
+        columns = zip(*(row[self.COLUMNS] for row in report))
+        self.count, self.length, self.done, self.pos = map(list, columns)
+        self.times = report[0][self.TIMES]
+        self.seconds = (self.times[-1] - self.times[0]) / 1e9
+        if not (by_device and self.seconds):
+            self.seconds = time.perf_counter() - self.began
+        return self
 
 
 def pick_tokens(
     target: Transformer,
     features: Tensor,
-    rule: Rule | None,
+    rule: SamplingTensors | None,
     noise: Tensor | None,
     draw: Tensor,
     allowed: Tensor | None = None,
-    scores: Tensor | None = None,
-) -> Tensor:
-    """Pick the target's own token after every feature, [B, N] int64.
+) -> tuple[Tensor, None]:
+    """Pick the target's own token after every feature, [B, N] int64; nothing else is returned.
 
     features: [B, N, F]; noise: [B, R, V] fp32; rule and noise are None when all are greedy
     draw: [B, N] int64, the row of the noise that belongs to each feature
-    allowed: [B, N, V] bool, tokens that a grammar allows; None: all
-    scores: [B, N, V] fp32, the target's logits, where they are computed already
+    allowed: [B, N, V] bool, tokens that may follow each feature; None: all
     """
-    if scores is None:
-        scores = target.logits(features)  # [B, N, V]
+    return pick_scored(target.logits(features), rule, noise, draw, allowed), None
+
+
+def pick_scored(
+    scores: Tensor,
+    rule: SamplingTensors | None,
+    noise: Tensor | None,
+    draw: Tensor,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Pick the best token after every node, [B, N] int64, as `pick_tokens`. scores: [B, N, V]"""
     if allowed is not None:
         scores = torch.where(allowed, scores, float("-inf"))
     if noise is not None:
@@ -136,23 +154,25 @@ def pick_tokens(
 class Engine:
     """Everything that decoding needs, loaded once."""
 
-    config: GenerateConfig
+    config: GenerateConfig  # as the user asked
     target: Transformer
-    drafter: Drafter
+    presets: tuple[Drafter, ...]  # over one state, smallest tree first
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
-    pick_tokens: Callable[..., Tensor] = pick_tokens  # with several ranks, `tp.pick_tokens`
+    # -> (tokens [B, N], anything that the drafter's `extend` reads)
+    pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (extras/residual.py)
+    policy: Policy = Policy()  # which preset runs next
+    resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
+    guide: Any = None  # masks the tokens of every turn that brings no other (`Session.admit`)
     eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
-    # by `Kind`, then by preset: (cache, state) -> (state, outcome)
+    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
     cycles: tuple[tuple[Callable, ...], ...] = ()
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
     compiler_fails: bool = False  # the steps of captured cycles stay as they are
-    tree_policy: Any = field(default_factory=LargestTree)
-    pool: list[Any] = field(default_factory=list)  # buffers.Buffers of finished sessions
+    buffer_pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
-    grammar: Any = None  # extras.grammar.Grammar of --grammar, where a turn names no other
     load_s: float = 0.0
     compile_s: float = 0.0
 
@@ -160,6 +180,20 @@ class Engine:
     def compiles(self) -> bool:
         """Whether torch.compile compiles the steps of captured cycles."""
         return self.captured and not self.compiler_fails and switches.is_on("INDUCTOR")
+
+    @property
+    def drafter(self) -> Drafter:
+        """The largest preset."""
+        return self.presets[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of everything."""
+        return self.target.norm.weight.device
+
+    def option(self, name: str) -> Any:
+        """Return the value of an option: as loading chose it, else as the user asked."""
+        return self.resolved.get(name, getattr(self.config, name))
 
     @property
     def slots(self) -> int:
@@ -174,31 +208,31 @@ class Engine:
 
 
 def with_cycles(engine: Engine) -> Engine:
-    """Give the engine a cycle for every kind of sampling and preset, compiled as the config says.
+    """Give the engine a cycle for every mode of sampling and preset, compiled as the options say.
 
     With --compile on a CPU the weights are taken as they are now: later they may change in place,
     but not be replaced.
-    Writes: `fused` of target and drafter; engines that share them must agree on --compile.
+    Writes: `fused` of target and drafter, which nothing else sets. Engines that share them must
+    agree on --compile.
     """
-    config = engine.config
-    assert (engine.accept_rule is None) == (config.accept == "exact"), config.accept
-    cuda = config.device.startswith("cuda")
-    engine.target.fuse(config.compile and not cuda)
-    engine.drafter.fuse(config.compile and not cuda)
+    compiles = engine.option("compile")
+    assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
+    cuda = engine.device.type == "cuda"
+    engine.target.fuse(compiles and not cuda)
+    engine.drafter.fuse(compiles and not cuda)
     eos_ids = engine.eos_ids
-    if config.ignore_eos:
+    if engine.config.ignore_eos:
         eos_ids = ()
     engine = replace(
         engine,
-        eos_tensor=torch.tensor([-1, *eos_ids], device=engine.target.norm.weight.device),
-        captured=config.compile and cuda,
-        tree_policy=LargestTree(),
-        pool=[],
+        eos_tensor=torch.tensor([-1, *eos_ids], device=engine.device),
+        captured=compiles and cuda,
+        buffer_pool=[],
     )
     made = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle
     cycles = [
-        tuple(made(Cycle(engine, preset, kind)) for preset in engine.drafter.presets)
-        for kind in Kind
+        tuple(made(Cycle(engine, preset, mode)) for preset in engine.presets)
+        for mode in SamplingMode
     ]
     return replace(engine, cycles=tuple(cycles))
 
@@ -209,28 +243,26 @@ def with_cycles(engine: Engine) -> Engine:
 class Cycle:
     """One decode cycle, in which `drafter`, a preset of the engine's, proposes the tree."""
 
-    def __init__(self, engine: Engine, drafter: Drafter, kind: Kind):
-        """kind: the latest of any sequence that it decodes"""
+    def __init__(self, engine: Engine, drafter: Drafter, mode: SamplingMode):
+        """mode: the highest of the sequences that it decodes"""
         self.target = engine.target
         self.drafter = drafter
-        self.kind = kind
+        self.mode = mode
         self.eos_tensor = engine.eos_tensor
-        self.prefer = engine.drafter.prefer
-        self.expected = engine.drafter.expected
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
-        self.call = call
+        self.call = call_block
         self.in_place = engine.captured
         self.accept = accept
         self.advance = advance
-        on_cpu = engine.target.norm.weight.device.type == "cpu"
-        if engine.config.compile and on_cpu and has_cpu_operators("tree"):
+        on_cpu = engine.device.type == "cpu"
+        if engine.option("compile") and on_cpu and has_cpu_operators("tree"):
             self.accept = accept_fused
             self.advance = advance_fused
 
     def compiled_by_layer(self) -> Cycle:
-        """Compile the steps, and one block of the target for all of its kind.
+        """Compile the steps, and one block of the target per type of block; all layers reuse it.
 
         One graph of everything would take many times as long to compile. A call per block costs
         nothing in a captured cycle. The state of a captured cycle has to stay where it was, so the
@@ -239,9 +271,9 @@ class Cycle:
         for name in ("draft", "place", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
         embed = compiled(self.target.embed)
-        blocks = {}  # by kind: no guard would tell dense blocks and mixtures apart
+        blocks = {}  # by type: no guard would tell dense blocks and mixtures apart
         for block in self.target.layers:
-            blocks.setdefault(type(block.ffn), compiled(call))
+            blocks.setdefault(type(block.ffn), compiled(call_block))
 
         def run(part: Callable, *inputs: Any) -> Any:
             if isinstance(part, Block):
@@ -252,19 +284,20 @@ class Cycle:
         self.in_place = True
         return self
 
-    def __call__(self, cache: KVCache, state: DecodeState) -> tuple[DecodeState, Outcome]:
+    def __call__(
+        self, cache: KVCache, state: DecodeState
+    ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
         """Run the three steps, timed.
 
         Writes: both caches, state.tokens; the state, if in place.
+        Returns: the state, everything that was decided, and the report, [B, D+9] int64.
         """
         clock = Clock(state.pos.device)
         draft, verify, extend = clock.timed(self.draft, self.verify, self.extend)
         tree, noise = draft(state)
-        state, confirmed, outcome = verify(cache, state, tree, noise)
-        state = extend(state, confirmed)
-        report = Report.timed(outcome.report, clock.times)
-        expected = self.expected(state.drafter_state)
-        return state, replace_fields(outcome, report=report, expected=expected)
+        state, update, report = verify(cache, state, tree, noise)
+        state = extend(state, update)
+        return state, update, CycleResult.timed(report, clock.times)
 
     def write_back(self, state: DecodeState, new: DecodeState) -> DecodeState:
         """Return the new state. Writes: the old one, if in place."""
@@ -276,20 +309,17 @@ class Cycle:
     def draft(self, state: DecodeState) -> tuple[DraftTree, Tensor | None]:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
         noise = None
-        fresh = None
-        V = self.target.config.vocab_size
-        rule = state.rule.needed(self.kind)
+        rule = state.sampling.needed(self.mode)
         if rule is not None:
-            noise = sampling.gumbel(state.key, state.draws, self.drafter.depth + 1, V)
-        if rule is not None and self.drafter.fresh_rows:
-            first = state.draws * NODE_STRIDE
-            fresh = sampling.gumbel(state.key, first, self.drafter.fresh_rows, V, sampling.DRAFT)
-        root = Root(noise, fresh, Text(state.tokens, state.pos), rule)
-        return self.drafter.propose(state.drafter_state, root), noise
+            vocab = self.target.config.vocab_size
+            noise = sampling.gumbel(rule, state.draws, self.drafter.depth + 1, vocab)
+        text = DecodedTokens(state.tokens, state.pos)
+        inputs = DraftInputs(noise, text, rule, state.draws)
+        return self.drafter.propose(state.drafter_state, inputs), noise
 
     def verify(
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
-    ) -> tuple[DecodeState, Confirmed, Outcome]:
+    ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         slots, start, positions = self.place(state, tree)
         window = Window(slots, start, tree.mask)
@@ -308,44 +338,37 @@ class Cycle:
         tree: DraftTree,
         noise: Tensor | None,
         features: Tensor,
-    ) -> tuple[DecodeState, Confirmed, Outcome]:
+    ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
         """Accept a path and compact the cache. features: [B, N, F].
 
         Writes: the cache, state.tokens; the state, if in place.
         """
-        scores = None
-        if self.accept_rule or self.drafter.successors:
-            scores = self.target.logits(features)
+        extra = None
         if self.accept_rule:
-            accepted = self.accept_rule(tree, scores, noise, state, self)
+            accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
         else:
-            rule = state.rule.needed(self.kind)
-            inputs = (self.target, features, rule, noise, tree.depths, tree.allowed, scores)
-            tokens = self.pick_tokens(*inputs)
+            rule = state.sampling.needed(self.mode)
+            inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
+            tokens, extra = self.pick_tokens(*inputs)
             accepted = self.accept(tree, tokens, self.drafter.depth)
         if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
             cache.compact(state.pos, accepted.moves)
-        new, confirmed, outcome = self.advance(state, tree, accepted, features, self)
-        if self.drafter.successors:
-            if self.drafter.successors == 1:
-                likeliest = best(scores)[:, :, None]
-            else:
-                likeliest = topk_logsumexp(scores, self.drafter.successors)[1]
-            confirmed = replace_fields(confirmed, tree=tree, successors=likeliest)
-        return self.write_back(state, new), confirmed, outcome
+        new, update, report = self.advance(state, tree, accepted, features, self)
+        update = replace_fields(update, tree=tree, path=accepted.path, extra=extra)
+        return self.write_back(state, new), update, report
 
-    def extend(self, state: DecodeState, confirmed: Confirmed) -> DecodeState:
+    def extend(self, state: DecodeState, update: DrafterUpdate) -> DecodeState:
         """Hand the confirmed tokens to the drafter. Writes: its cache; the state, if in place."""
-        drafter_state = self.drafter.extend(state.drafter_state, confirmed)
+        drafter_state = self.drafter.extend(state.drafter_state, update)
         return self.write_back(state, replace_fields(state, drafter_state=drafter_state))
 
 
 def advance(
     state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
-) -> tuple[DecodeState, Confirmed, Outcome]:
+) -> tuple[DecodeState, DrafterUpdate, Tensor]:
     """Cut at the end of sequence and at the limit, write the tokens, move the root.
 
-    Writes: state.tokens.
+    Writes: state.tokens. Returns: the state, the update without its tree, the report of `pack`.
     """
     emitted = accepted.emitted  # [B, D+1]
     width = emitted.shape[1]
@@ -356,46 +379,31 @@ def advance(
     count = torch.minimum(torch.minimum(accepted.length + 1, to_end), state.limit - state.pos)
     count = torch.where(state.done, 0, count)
     pos = state.pos + count
-    kept = steps < count[:, None]
+    keep = steps < count[:, None]
     trash = state.tokens.shape[1] - 1
-    state.tokens.scatter_(1, torch.where(kept, state.pos[:, None] + 1 + steps, trash), emitted)
-    done = state.done | (is_end & kept).any(1) | (pos >= state.limit)
+    state.tokens.scatter_(1, torch.where(keep, state.pos[:, None] + 1 + steps, trash), emitted)
+    done = state.done | (is_end & keep).any(1) | (pos >= state.limit)
     path = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
     tokens = torch.cat((tree.tokens[:, :1], emitted), 1)  # [B, D+2]
-    slots = slots_of(tree, accepted, cycle)
-    text = Text(state.tokens, pos)
-    confirmed = Confirmed(tokens, features.gather(1, path), count, slots, text)
-    preset = cycle.prefer(text)
-    if preset is None:
-        preset = torch.full_like(pos, LARGEST)
-    report = Report.pack(emitted, count, accepted.length, done, preset, state.pos)
+    text = DecodedTokens(state.tokens, pos)
+    update = DrafterUpdate(tokens, features.gather(1, path), count, text)
+    report = CycleResult.pack(emitted, count, accepted.length, done, state.pos)
     new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
-    return new, confirmed, Outcome(report, tree, accepted.path, confirmed.features)
+    return new, update, report
 
 
 def advance_fused(
     state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
-) -> tuple[DecodeState, Confirmed, Outcome]:
+) -> tuple[DecodeState, DrafterUpdate, Tensor]:
     """Run `advance` in one C++ call (ops/cpu/tree.cpp), on a CPU. Writes: state.tokens."""
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
+    decided = (accepted.path, accepted.length, accepted.emitted)
     pos, draws, done, count, tokens, path_features, report = torch.ops.gpt_eagle.advance(
-        *old, tree.tokens, *accepted[:3], cycle.eos_tensor, features, LARGEST
+        *old, tree.tokens, *decided, cycle.eos_tensor, features
     )
-    text = Text(state.tokens, pos)
-    preset = cycle.prefer(text)
-    if preset is not None:
-        report[:, -2] = preset  # the order of `Report.pack`
-    slots = slots_of(tree, accepted, cycle)
-    confirmed = Confirmed(tokens, path_features, count, slots, text)
+    text = DecodedTokens(state.tokens, pos)
     new = replace_fields(state, pos=pos, draws=draws, done=done)
-    return new, confirmed, Outcome(report, tree, accepted.path, confirmed.features)
-
-
-def slots_of(tree: DraftTree, accepted: Accepted, cycle: Cycle) -> Tensor | None:
-    """Return the accepted path's slots in the drafter's own cache, [B, D+1], if it keeps them."""
-    if not cycle.drafter.keeps_nodes or cycle.drafter.width <= 1:  # a chain's are never read
-        return tree.places if cycle.drafter.keeps_nodes else None
-    return tree.places.gather(1, accepted.path)
+    return new, DrafterUpdate(tokens, path_features, count, text), report
 
 
 # ------------------------------------------------------------------------------------------ prefill
@@ -405,14 +413,14 @@ def prefill_chunk(
     engine: Engine,
     cache: KVCache,
     state: DecodeState,
-    kind: Kind,
+    mode: SamplingMode,
     start: Tensor,
     width: int,
     allowed: Tensor | None = None,
 ) -> tuple[DecodeState, Tensor]:
     """Run the target over `width` prompt tokens of every sequence; the drafter reads the features.
 
-    kind: of the sequences' sampling, the latest of any
+    mode: the highest of the sequences
     start: [B] int64, index of each sequence's first token in the chunk; shorter ones are padded
     allowed: [B, 1, V] bool, the tokens that may be a root; None: all
     A sequence whose prompt ends in this chunk gets its root: only that feature meets the LM head.
@@ -420,7 +428,7 @@ def prefill_chunk(
     Returns: the state; a sequence is done if nothing may follow its root. The features that such a
         root was chosen from, [B, 1, F].
     """
-    rule = state.rule.needed(kind)
+    rule = state.sampling.needed(mode)
     start = torch.minimum(start, state.pos)
     count = (state.pos - start).clamp(max=width)  # [B], tokens that are no padding
     window = causal_window(start, width)
@@ -433,22 +441,20 @@ def prefill_chunk(
     noise = None
     if rule is not None:
         vocab = engine.target.config.vocab_size
-        noise = sampling.gumbel(state.key, state.draws, 1, vocab)  # [B, 1, V]
+        noise = sampling.gumbel(rule, state.draws, 1, vocab)  # [B, 1, V]
     before_root = features.gather(1, last)  # [B, 1, F]
     inputs = (engine.target, before_root, rule, noise, draw, allowed)
-    root = engine.pick_tokens(*inputs)  # [B, 1]
+    root, _ = engine.pick_tokens(*inputs)  # [B, 1]
     ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
     span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
-    # a drafter defers tokens only behind a prompt that this chunk completes
-    taken = count * (ends_here | (engine.drafter.max_deferred == 0))
-    text = Text(state.tokens, state.pos)
+    text = DecodedTokens(state.tokens, state.pos)
     tokens = state.tokens.gather(1, span)  # with the new roots
-    confirmed = Confirmed(tokens, features, taken, text=text)
+    update = DrafterUpdate(tokens, features, count, text, at_root=ends_here)
     at_end = (root == engine.eos_tensor).any(1) | (state.pos >= state.limit)
     done = torch.where(ends_here, at_end, state.done)
-    drafter_state = engine.drafter.extend(state.drafter_state, confirmed)
+    drafter_state = engine.drafter.extend(state.drafter_state, update)
     draws = state.draws + ends_here
     state = replace_fields(state, draws=draws, done=done, drafter_state=drafter_state)
     return state, before_root

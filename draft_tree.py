@@ -35,7 +35,7 @@ def replace_fields(record: Any, **fields: Any) -> Any:
     return type(record)(*[fields.get(name, value) for name, value in zip(record._fields, record)])
 
 
-class Text(NamedTuple):
+class DecodedTokens(NamedTuple):
     """Everything decided so far."""
 
     tokens: Tensor  # [B, S + 1] int64; entries past pos are padding
@@ -65,7 +65,7 @@ def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> Dr
     return DraftTree(tokens, parents, *ancestors(parents, depth), valid)
 
 
-def root_tree(text: Text) -> DraftTree:
+def root_tree(text: DecodedTokens) -> DraftTree:
     """Build the tree that is only its root: vanilla decoding."""
     if on_cpp_device(text.pos, "tree"):
         return rerank((), (), 0, 0, text)

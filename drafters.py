@@ -4,89 +4,62 @@ A drafter owns a state (a NamedTuple of tensors), reads the tokens that the targ
 (`extend`) and proposes a tree (`propose`). Both are pure steps with static shapes. The output stays
 the target's own, whatever a drafter proposes. Here:
 - `Drafter`, the protocol of the loop, and `RootOnly`, which proposes nothing: vanilla decoding;
+- `Method`, everything that a way to draft brings, and `Policy`, which picks among its presets;
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
-A drafter may come in presets: trees of different sizes over one state, each compiled. After every
-cycle `prefer` gives the largest preset that makes sense for each sequence, and the host picks one
-up to it (`LargestTree`, extras/autosize.py), by the accepted tokens that each can expect, where the
-drafter knows them before it drafts (`expected`). A wrong pick costs only time.
-To add a drafter: subclass one of them; add a `case` that returns it to `make_drafter` (load.py).
+A method may come in presets: drafters of trees of different sizes over one state, each compiled.
+The host picks one before every step; a wrong pick costs only time.
+To add a method: subclass one of the drafters, write a `load_method` that returns a `Method`, and
+add its module to `DRAFTERS` (methods.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import DraftTree, DynamicTree, StaticTree, Text, root_tree
+from cli.tree_paths import MAX_NODES
+from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree, root_tree
 from kv_cache import Window
 from model import Layers, Transformer
 from ops.tree import Candidates, Children, Frontier, Scores, next_level, place_tokens, rerank
+from sampling import SamplingTensors
 
-LARGEST = 1 << 30  # past the last preset of any drafter
 
-
-class Confirmed(NamedTuple):
+class DrafterUpdate(NamedTuple):
     """Decided tokens and their features: f_j is the target's at x_j; x_{j+1} follows from it."""
 
     tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
     features: Tensor  # [B, R, F], f_j; with aux layers [B, R, (1 + aux) F]
     count: Tensor  # [B] int64, leading features that are real; the rest is padding
-    # [B, R] int64, `DraftTree.places` of the accepted path; None: the drafter ran none of them
-    slots: Tensor | None = None
-    text: Text | None = None  # all decided tokens up to the new roots; None: not of a cycle
-    # for a drafter with `successors`, behind a cycle: the verified tree; [B, N, k] int64, the
-    # target's likeliest tokens after each node, best first
+    text: DecodedTokens | None = None  # all decided tokens up to the new roots
+    # of a verified cycle, None behind a prompt: its tree, and [B, R] int64, the accepted nodes,
+    # root first; 0 past the path
     tree: DraftTree | None = None
-    successors: Tensor | None = None
+    path: Tensor | None = None
+    # [B] bool, behind a chunk of prompts: the root follows the last token; None: it does for all
+    at_root: Tensor | None = None
+    extra: Any = None  # of a verified cycle: the second result of `Engine.pick_tokens`
 
     @property
-    def nodes(self) -> Tensor:
-        """The tokens of the verified tree, [B, N] int64; -1 where nothing was decided."""
-        real = self.tree.valid & (self.count > 0)[:, None]  # a finished sequence has none
-        return torch.where(real, self.tree.tokens, -1)
+    def places(self) -> Tensor:
+        """Numbers of the accepted nodes among those that the drafter ran, [B, R] int64."""
+        return self.tree.places.gather(1, self.path)
 
 
-class Root(NamedTuple):
-    """The start of a tree, and the noise of its draws."""
+class DraftInputs(NamedTuple):
+    """What a tree is drafted from."""
 
     noise: Tensor | None  # [B, D+1, V] fp32 Gumbel noise of the coming draws; None when greedy
-    fresh: Tensor | None  # [B, fresh_rows, V] fp32 Gumbel noise that nothing else reads
-    text: Text
-    rule: sampling.Rule | None = None  # of the target's choice; None when all are greedy
-    guide: Any = None  # extras.grammar.Walk, the tokens that grammars allow; None: all
-
-
-class LargestTree:
-    """A tree policy: the largest preset, always. extras/autosize.py has one that learns."""
-
-    prefill_tree = -1  # the preset that reads prompts
-
-    def next(self, limit: int, expected: Sequence[float] | None = None) -> int:
-        """Pick the preset of the next cycle.
-
-        limit: the largest that makes sense now
-        expected: accepted tokens per sequence that each preset can expect, where that is known
-        """
-        if expected is None or len(expected) <= limit:
-            return limit
-        return max((preset for preset in range(limit + 1) if expected[preset] > 0), default=0)
-
-    def observe(self, preset: int, accepted: float, seconds: float, sequences: int) -> None:
-        """Learn from a cycle.
-
-        accepted: mean length over the live sequences, the bonus not counted
-        sequences: their number
-        """
-
-    def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
-        """Summarize the presets, for the record; empty without a choice. ran: `Stats.presets`."""
-        return []
+    text: DecodedTokens
+    sampling: SamplingTensors | None = None  # of the target's choice; None when all are greedy
+    draws: Tensor | None = None  # [B] int64, tokens drawn in each conversation so far
+    # masks the children of nodes, and follows the nodes that run; None: all tokens may follow
+    guide: Any = None
 
 
 class Drafter:
@@ -95,58 +68,18 @@ class Drafter:
     depth: int  # D, a bound on the drafted levels
     size: int  # N, nodes of its tree, root included
     width: int  # a bound on the children of a node
-    fresh_rows: int = 0  # rows of noise of its own that it samples children with (residual rule)
-    smaller: tuple[Drafter, ...] = ()  # further presets over the same state, smallest tree first
-    layers: Layers | None = None  # its transformer layers
-    timed: bool = False  # the host picks among the presets by their measured speed
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs follow the features, ascending
-    keeps_nodes: bool = False  # nodes that ran while drafting stay in its cache when accepted
-    max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
-    may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
-    successors: int = 0  # k, the target's likeliest tokens after every node, which `extend` reads
-    lookups: int = 0  # presets behind the smallest whose trees come from a lookup
-    rates: Tensor | None = None  # [M, K, D, 2], the outcomes that its lookup starts from
-    kept: Any = None  # extras.kept_texts.KeptTexts, which takes the text of every finished request
-
-    @property
-    def presets(self) -> tuple[Drafter, ...]:
-        """All presets, smallest tree first; the last is this one."""
-        return (*self.smaller, self)
-
-    @property
-    def name(self) -> str:
-        """The name of its tree in a report."""
-        return "none" if self.size == 1 else f"tree of {self.size}"
+    layers: Layers | None = None  # its transformer layers
 
     def fuse(self, enable: bool) -> None:
         """Run its passes in one C++ call each, where the model allows that."""
-
-    def prefer(self, text: Text) -> Tensor | None:
-        """Give the largest preset that makes sense next, [B] int64; None: any does."""
-
-    def expected(self, state: Any) -> Tensor | None:
-        """Return the accepted tokens that the next trees can expect, [B, 1 + lookups] fp32.
-
-        They are those of the smallest presets; None where only the trees themselves tell.
-        """
-
-    def outcomes(self, state: Any) -> Tensor | None:
-        """Return what its lookup has learnt, [B, M, K, D, 2] fp32; None without one."""
-
-    def resolved_options(self) -> dict[str, Any]:
-        """Return the options that were used, under their names, for the record."""
-        return {}
 
     def init(self, batch: int, slots: int) -> Any:
         """Make an empty state for `batch` sequences with `slots` target positions each."""
         return ()
 
-    def extend(self, state: Any, confirmed: Confirmed) -> Any:
+    def extend(self, state: Any, update: DrafterUpdate) -> Any:
         """Read confirmed tokens. Writes: the drafter's own cache."""
-        return state
-
-    def catch_up(self, state: Any, text: Text) -> Any:
-        """Read the tokens that `extend` has left. Writes: the drafter's own cache."""
         return state
 
     def rewind(self, state: Any, length: Tensor) -> Any:
@@ -156,7 +89,7 @@ class Drafter:
         """
         return state
 
-    def propose(self, state: Any, root: Root) -> DraftTree:
+    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         """Propose a tree below the root. Writes: scratch slots of the drafter's cache."""
         raise NotImplementedError
 
@@ -168,8 +101,66 @@ class RootOnly(Drafter):
     size = 1
     width = 0
 
-    def propose(self, state: Any, root: Root) -> DraftTree:
-        return root_tree(root.text)
+    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
+        return root_tree(inputs.text)
+
+
+class Policy:
+    """Picks the preset of every step of a session. This one picks the largest, and keeps nothing.
+
+    An engine has one, and a session the policy that `begin` gives it. A policy holds no session:
+    every call names it.
+    """
+
+    def started(self, engine: Any, seconds: list[float]) -> Policy:
+        """Return the policy of a warm engine.
+
+        engine: `decode.Engine`; seconds: of a cycle of each preset, empty where none was timed
+        """
+        return self
+
+    def begin(self) -> Policy:
+        """Return the policy of a new session."""
+        return self
+
+    def next_preset(self, session: Any, reads_prompt: bool) -> int:
+        """Pick the preset of the next cycle, or of the next chunk of a prompt."""
+        return len(session.engine.presets) - 1
+
+    def prepare(self, session: Any, preset: int) -> None:
+        """Run what a preset needs before a step, as steps of the session (`Session.run_step`)."""
+
+    def copied(self, session: Any) -> tuple[Tensor, ...]:
+        """Return tensors behind the cycle that was just launched, which the host shall read."""
+        return ()
+
+    def observe(self, session: Any, result: Any, live: list[int]) -> None:
+        """Learn from a cycle.
+
+        result: `decode.CycleResult`, with `further`, the tensors of `copied` as lists
+        live: the sequences that decoded
+        """
+
+    def finished(self, text: list[int], begin: int) -> None:
+        """Take the text of a turn that is over. begin: index of the answer's first token"""
+
+    def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
+        """Summarize the presets, for the record; empty without a choice. ran: `Stats.presets`."""
+        return []
+
+
+class Method(NamedTuple):
+    """A way to draft, as its module's `load_method` returns it."""
+
+    presets: tuple[Drafter, ...]  # over one state, smallest tree first
+    resolved: dict[str, Any] = {}  # the options that were used, under their names, for the record
+    policy: Policy = Policy()
+    pick_tokens: Callable | None = None  # replaces the engine's (`decode.pick_tokens`)
+
+
+def load_method(target: Transformer, config: Any, tokenizer: Any) -> Method:
+    """Return `--draft none`."""
+    return Method((RootOnly(),))
 
 
 # ------------------------------------------------------------------------------------ grown trees
@@ -182,7 +173,7 @@ class DraftVocab(NamedTuple):
     ids: Tensor | None = None  # [Vd] int64, ascending, the token of each column; None: all, Vd = V
 
     @property
-    def kept(self) -> int:
+    def drafted(self) -> int:
         """Vd, tokens that can be drafted."""
         return self.size if self.ids is None else len(self.ids)
 
@@ -212,7 +203,8 @@ class TreeDrafter(Drafter):
     A child adds log softmax(c scores) to its path's value; c, the sharpness, is fitted per head.
     """
 
-    levels: int = LARGEST  # that it can draft
+    levels: int = MAX_NODES  # that it can draft
+    keeps_nodes: bool = False  # nodes that ran while drafting stay in its cache when accepted
 
     def __init__(
         self,
@@ -237,9 +229,9 @@ class TreeDrafter(Drafter):
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.norm.weight.device
         self._set_tree(tree.to(self.device))
-        if tree.width > self.vocab.kept:
+        if tree.width > self.vocab.drafted:
             raise ValueError(
-                f"a node cannot have {tree.width} ranked children of {self.vocab.kept} tokens; "
+                f"a node cannot have {tree.width} ranked children of {self.vocab.drafted} tokens; "
                 "lower the rank (--tree_topk) or raise --draft_vocab"
             )
 
@@ -265,7 +257,7 @@ class TreeDrafter(Drafter):
     def name(self) -> str:
         return self.tree.name
 
-    def root_output(self, state: Any, root: Root) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: Any, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         """Return the root's output, [B, 1, F], and the first scratch slot, [B].
 
         That slot is also the position of the root's children.
@@ -303,7 +295,7 @@ class TreeDrafter(Drafter):
         else:
             options = {"tree": "static", "tree_paths": tree.paths}
         if self.vocab.ids is not None:
-            options["draft_vocab"] = self.vocab.kept
+            options["draft_vocab"] = self.vocab.drafted
         if self.graft:
             options.update(self.graft.resolved_options())
         options["tree_depth"] = tree.depth
@@ -311,47 +303,47 @@ class TreeDrafter(Drafter):
         options["sharpness"] = self.sharpness
         return options
 
-    def propose(self, state: Any, root: Root) -> DraftTree:
+    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         """Grow a tree: score the frontier's children, pick the next frontier, run it.
 
         All scored children are candidates; the best of them, or those of the tree's shape, become
         nodes at the end.
         Writes: scratch slots of the cache. Source: EAGLE-2 (arXiv 2406.16858) 4.
         """
-        out, first_slot = self.root_output(state, root)  # [B, 1, F]
+        out, first_slot = self.root_output(state, inputs)  # [B, 1, F]
         found: list[Scores | Children] = []
         levels: list[Candidates] = []
         ran: list[Tensor] = []  # per level, the flat indices of the nodes that ran
         frontier = None  # the root
         for number, level in enumerate(self.tree.plan):
-            if self.sampler is not None and root.rule is not None:
-                scores = self.sampler.draw(self, out, number, root)
+            if self.sampler is not None and inputs.sampling is not None:
+                scores = self.sampler.draw(self, out, number, inputs)
             else:
-                scores = self.score_children(out, number, root)
+                scores = self.score_children(out, number, inputs)
             candidates, frontier = next_level(scores, frontier, level)
             found.append(scores)
             levels.append(candidates)
             if level.count:
                 ran.append(frontier.index)
-                if root.guide is not None:
-                    frontier = root.guide.descend(frontier)
+                if inputs.guide is not None:
+                    frontier = inputs.guide.descend(frontier)
                 slots, _, positions = place_tokens(first_slot, number, level.count, level.slot)
                 window = Window(slots, first_slot, frontier.seen)
                 out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
         if self.graft:
-            levels = [self.graft.add(Candidates.join(levels), root.text)]
-        tree = rerank(levels, ran, self.tree.nodes, self.depth, root.text)
+            levels = [self.graft.add(Candidates.join(levels), inputs.text)]
+        tree = rerank(levels, ran, self.tree.nodes, self.depth, inputs.text)
         if self.sampler is not None:
             tree = self.sampler.attach(tree, found, ran)
         return tree
 
-    def score_children(self, out: Tensor, level: int, root: Root) -> Scores | Children:
+    def score_children(self, out: Tensor, level: int, inputs: DraftInputs) -> Scores | Children:
         """Score the children of every output [B, R, F]. Level 0 is the root's."""
         z = self.logits_of(out, level)  # [B, R, Vd]
-        if root.guide is not None:
-            z = root.guide.mask(z, self.vocab)
-        if self.children != "noise" or root.rule is None:
+        if inputs.guide is not None:
+            z = inputs.guide.mask(z, self.vocab)
+        if self.children != "noise" or inputs.sampling is None:
             return Scores(z, self.sharpness, self.vocab.ids)
-        z = sampling.process(z, root.rule)
-        noise = (root.noise, level, root.rule.temperature)
+        z = sampling.process(z, inputs.sampling)
+        noise = (inputs.noise, level, inputs.sampling.temperature)
         return Scores(z, self.sharpness, self.vocab.ids, *noise)

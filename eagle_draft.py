@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, StaticTree, replace_fields
-from drafters import Confirmed, Root, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
 from hf.heads import (
     EagleConfig,
     HeadFiles,
@@ -230,15 +230,15 @@ class EagleDrafter(TreeDrafter):
         if enable and fits(self.head.layers):
             self.head.fused = FusedHead(self.head, self.embedding)
 
-    def extend(self, state: EagleState, confirmed: Confirmed) -> EagleState:
+    def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:
         """Read the confirmed tokens. Writes: slots length .. length + R - 1, padding included."""
         if self.head.fused is not None:
-            hidden, length = self.head.fused.extend(state, confirmed)
+            hidden, length = self.head.fused.extend(state, update)
             return replace_fields(state, length=length, hidden=hidden)
-        count = confirmed.count
-        window = causal_window(state.length, confirmed.features.shape[1])
-        embedded = self.embedding(confirmed.tokens[:, 1:])
-        features = self.head.project(confirmed.features)
+        count = update.count
+        window = causal_window(state.length, update.features.shape[1])
+        embedded = self.embedding(update.tokens[:, 1:])
+        features = self.head.project(update.features)
         out = self.head(embedded, features, window.slots, state.cache, window)
         last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         hidden = torch.where(count[:, None, None] > 0, out.gather(1, last), state.hidden)
@@ -248,7 +248,7 @@ class EagleDrafter(TreeDrafter):
         """Forget all but the first `length` tokens."""
         return replace_fields(state, length=length)
 
-    def root_output(self, state: EagleState, root: Root) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         return state.hidden, state.length
 
     def forward_nodes(
@@ -287,3 +287,9 @@ def load_drafter(
     lm_head = draft_lm_head(model, quant, vocab.ids if vocab else None)
     options["children"] = config.child_rule
     return EagleDrafter(head, target, config.draft_tree, lm_head, **options)
+
+
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Load `--draft eagle`, as `load_drafter`. Raises: ValueError."""
+    drafter = load_drafter(target, config)
+    return Method((drafter,), drafter.resolved_options())

@@ -270,7 +270,7 @@ def show_progress(text: str, last: bool) -> None:
 
 
 @contextmanager
-def alone(folder: Path, note: str = "") -> Iterator[bool]:
+def folder_lock(folder: Path, note: str = "") -> Iterator[bool]:
     """Lock a folder; wait while another process holds the lock.
 
     Where a file system has no locks, two processes may make the same file, which does no harm.

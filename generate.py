@@ -53,10 +53,9 @@ if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
 import torch
 
 import ranks
-from decode import Engine, with_cycles
-from drafters import RootOnly
+from decode import Engine
 from hf.tokenizer import Tokenizer
-from load import compile_grammars, load, warm_up
+from load import load, undrafted
 from session import Session
 from stats import Stats, environment, share_of_equal, stats_line, summary
 
@@ -67,7 +66,7 @@ class Turn(NamedTuple):
     index: tuple[int, int, int]  # (prompt, sample, turn)
     prompt: list[int]
     new: list[int]
-    fault: str = ""  # of its grammar, where that allows nothing
+    fault: str = ""  # of its guide, where that allows nothing
 
 
 @dataclass
@@ -122,16 +121,16 @@ class Batch:
     A stream is a (prompt, sample), the key of a conversation and of its noise.
     """
 
-    def __init__(self, engine: Engine, prompts: list, draws: list = (), grammars: list = ()):
+    def __init__(self, engine: Engine, prompts: list, draws: list = (), guides: list = ()):
         """Encode and check all first turns before decoding starts, so that no result is lost.
 
         draws: the `Sampling` and the seed of each prompt; default: the engine's
-        grammars: of each prompt's answers, None for the engine's
+        guides: what masks the tokens of each prompt's answers, None for the engine's
         """
         self.engine = engine
         config = engine.config
         self.draws = draws or [(config.sampling, config.seed)] * len(prompts)
-        self.grammars = grammars or [None] * len(prompts)
+        self.guides = guides or [None] * len(prompts)
         self.stats = Stats()
         self.entries: list[Turn] = []
         self.trace: list[dict] = []
@@ -189,7 +188,7 @@ class Batch:
             return []
         ids = self.prompt_ids[stream[0]]
         session.configure(seq, *self.draws[stream[0]])
-        session.admit(seq, ids, stream, grammar=self.grammars[stream[0]])
+        session.admit(seq, ids, stream, guide=self.guides[stream[0]])
         return [Turn((*stream, 0), ids, [])]
 
     def _next_turn(self, session: Session, seq: int, turns: list[Turn]) -> bool:
@@ -210,7 +209,7 @@ class Batch:
             limit = f"the context of {self.engine.context} tokens"
             print(f"note: {where} no longer fits {limit}", file=sys.stderr)
             return False
-        session.admit(seq, ids, grammar=self.grammars[prompt])
+        session.admit(seq, ids, guide=self.guides[prompt])
         turns.append(Turn((prompt, sample, number + 1), ids, []))
         return True
 
@@ -270,8 +269,12 @@ def generate(
     if isinstance(prompts, str):
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
     config, draws = with_options(engine.config, options, len(prompts))
-    grammars = compile_grammars(engine, grammar, len(prompts))
-    batch = Batch(replace(engine, config=config), prompts, draws, grammars)
+    guides = []
+    if grammar is not None:
+        from extras.grammar import compile_grammars
+
+        guides = compile_grammars(engine, grammar, len(prompts))
+    batch = Batch(replace(engine, config=config), prompts, draws, guides)
     batch.run(batch.streams, on_tokens, on_finished)
     return batch.result()
 
@@ -284,10 +287,7 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
         `share_of_equal` (None with the residual rule).
     """
     engine = drafted.engine
-    config = replace(engine.config, accept="exact", trace="", compare=False)
-    undrafted = replace(engine, drafter=RootOnly(), accept_rule=None, config=config)
-    undrafted = warm_up(with_cycles(undrafted))
-    vanilla = Batch(undrafted, drafted.conversations, drafted.draws, drafted.grammars)
+    vanilla = Batch(undrafted(engine), drafted.conversations, drafted.draws, drafted.guides)
     for number, group in enumerate(drafted.groups):
         order = (vanilla, drafted) if number % 2 == 0 else (drafted, vanilla)
         for batch in order:
@@ -415,9 +415,8 @@ def write_files(engine: Engine, result: Result, profiler: Any) -> None:
     if config.json:
         document = asdict(result)
         del document["trace"]
-        document["config"] = asdict(config) | {"context": engine.context}
-        document["config"] |= engine.drafter.resolved_options()  # the values behind the defaults
-        document["environment"] = environment(config.device)
+        document["config"] = asdict(config) | engine.resolved  # the values behind the defaults
+        document["environment"] = environment(engine.device.type)
         write_text(config.json, json.dumps(document))
     if config.profile:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
 """Load everything that a config names: the target, the drafter and the tokenizer, as a warm engine.
 
-`make_drafter` is the one place that knows every drafter. On a CPU an engine is ready when its
-weights are. On CUDA `warm_up` runs the cycles until they are compiled and captured.
-Not here: the formats of files (hf/), the loop (decode.py, session.py), prompts and results
-(generate.py).
+On a CPU an engine is ready when its weights are. On CUDA `warm_up` runs the cycles until they are
+compiled and captured.
+Not here: the ways to draft (methods.py), the formats of files (hf/), the loop (decode.py,
+session.py), prompts and results (generate.py).
 """
 
 from __future__ import annotations
@@ -11,32 +11,38 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import eagle_draft
 import ranks
 import tp
-from buffers import PREFILL_WIDTHS
 from checkpoint import BLOCKS, Quantization, saved_quantization
 from command_line import by_names, require
 from decode import Engine, pick_tokens, with_cycles
-from drafters import Drafter, RootOnly, TreeDrafter
+from drafters import Method, Policy, RootOnly
 from hf.blocks import keeps_blocks
 from hf.chat import TextFiles, read_text_files
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.weights import int4_group
+from methods import entry_of, has_extras
 from model import DTYPES, Transformer
 from ops import switches
 from ops.library import FAMILIES, on_cpp_device, set_plain
-from options import HEAD_KINDS, GenerateConfig, pick_device
+from options import GenerateConfig, pick_device
 from prompts import read_grammar
-from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
-from session import Session
+from runtime import (
+    WARM_UPS,
+    copy_into,
+    say_what_compiles,
+    set_cuda_device,
+    time_presets,
+    why_not_compiled,
+)
+from session import PREFILL_WIDTHS, Session
 from stats import sequence_memory
 
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
@@ -55,82 +61,69 @@ def load(
     """
     if config is not None and options:
         raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
-    config = config or GenerateConfig(**by_names(GenerateConfig, options))
-    config.check()
+    asked = config or GenerateConfig(**by_names(GenerateConfig, options))
+    asked.check()
     began = time.perf_counter()
-    config = _with_device(config)
-    path = fetched(config.checkpoint)
-    target = _load_target(config, path)
-    saved = saved_quantization(read_raw(path))
-    if saved is not None:  # the checkpoint holds codes
-        config = replace(config, quant=saved.format)
-    formats = {getattr(layer, "format", "") for layer in target.modules()}
-    for kept in (BLOCKS, "int4"):  # of a GGUF file on a CPU, on CUDA
-        if kept in formats and config.quant == "none":
-            config = replace(config, quant=kept)
-    dtype = str(target.norm.weight.dtype).removeprefix("torch.")
-    tokenizer, template = text or read_text_files(path, config)
-    _note_attention(target, dtype)
-    eos_ids = _eos_ids(target, tokenizer, template)
-    context = _context(config, target)
-    without_head = "ngram" if _looks_up(config) else "none"
-    config = resolve_draft(config, path, dtype, without_head)
-    # in int4, with the group given or its own
-    drafter = make_drafter(target, config, kept_texts(config, target, tokenizer))
-    drafter = tp.split_lm_head(target, drafter)
-    if config.quant == "int4":
-        config = replace(config, group_size=int4_group(target))
-    pick = tp.pick_tokens if ranks.this_rank().world_size > 1 else pick_tokens
+    device = _pick_device(asked)
+    path = fetched(asked.checkpoint)
+    target = _load_target(replace(asked, device=device), path)
+    tokenizer, template = text or read_text_files(path, asked)
+    _note_attention(target)
     engine = Engine(
-        config,
+        asked,
         target,
-        drafter,
-        context,
-        eos_ids=eos_ids,
+        (RootOnly(),),
+        _context(asked, target),
+        _eos_ids(target, tokenizer, template),
         tokenizer=tokenizer,
         template=template,
-        load_s=time.perf_counter() - began,
-        pick_tokens=pick,
-        accept_rule=accept_rule(config),
     )
-    (grammar,) = compile_grammars(engine, read_grammar(config), 1)
-    engine = replace(engine, grammar=grammar)
-    if config.batch_size > 1:
+    engine = with_draft(engine, asked, device)
+    engine = replace(engine, load_s=time.perf_counter() - began)
+    source = read_grammar(asked)
+    if source is not None:
+        from extras.grammar import Grammar
+
+        engine = replace(engine, guide=Grammar(engine, source))
+    if asked.batch_size > 1:
         print(f"note: {sequence_memory(engine)}", file=sys.stderr)
     return warm_up(with_cycles(engine))
 
 
-def _with_device(config: GenerateConfig) -> GenerateConfig:
+def _pick_device(config: GenerateConfig) -> str:
     """Choose the device and its operators. Writes: the process's device, and `PLAIN`."""
-    config = replace(config, device=pick_device(config.device))
-    use(config.device)
+    device = pick_device(config.device)
+    set_cuda_device(device)
     if config.plain:
         set_plain(FAMILIES)
-    unused = ", ".join(switches.without_effect(config.device))
+    unused = ", ".join(switches.without_effect(device))
     if unused:
-        note = f"{unused}: only CUDA reads this, and the device is {config.device}; unset it"
+        note = f"{unused}: only CUDA reads this, and the device is {device}; unset it"
         print(f"note: {note}", file=sys.stderr)
-    return config
+    return device
 
 
-def compile_grammars(engine: Engine, grammar: Any, count: int) -> list[Any]:
-    """Compile the grammars of some prompts.
+def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
+    """Give an engine, which keeps its target, the draft and the other options that are asked for.
 
-    grammar: None, a text in Lark or GBNF, or a JSON schema (a dict); a list gives each its own
-    count: prompts
-    Returns: an extras.grammar.Grammar or None per prompt. Raises: ValueError.
+    The cycles are still to be made (`with_cycles`).
+    Raises: ValueError for a draft that does not fit.
     """
-    each = grammar if isinstance(grammar, list) else [grammar]
-    fault = f"grammar has {len(each)} values, and there are {count} prompts; give one for each"
-    require(len(each) == count or each is not grammar, fault)
-    compiled = []
-    for source in each:
-        if source is not None:
-            from extras.grammar import Grammar
-
-            source = Grammar(engine, source)
-        compiled.append(source)
-    return compiled if each is grammar else compiled * count
+    target = engine.target
+    config = _resolved(asked, target, fetched(asked.checkpoint), device)
+    # in int4, with the group given or its own
+    method = load_method(target, config, engine.tokenizer)
+    if config.quant == "int4":
+        config = replace(config, group_size=int4_group(target))
+    return replace(
+        engine,
+        config=asked,
+        presets=method.presets,
+        pick_tokens=method.pick_tokens or pick_tokens,
+        accept_rule=accept_rule(asked),
+        policy=method.policy,
+        resolved=_changes(asked, config) | {"context": engine.context} | method.resolved,
+    )
 
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
@@ -145,22 +138,49 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
 
 
-def _note_attention(target: Transformer, dtype: str) -> None:
+def _resolved(
+    config: GenerateConfig, target: Transformer, path: Path, device: str
+) -> GenerateConfig:
+    """Fill in what loading chooses: the device, the formats as they were loaded, and the draft."""
+    config = replace(config, device=device)
+    saved = saved_quantization(read_raw(path))
+    if saved is not None:  # the checkpoint holds codes
+        config = replace(config, quant=saved.format)
+    formats = {getattr(layer, "format", "") for layer in target.modules()}
+    for form in (BLOCKS, "int4"):  # of a GGUF file on a CPU, on CUDA
+        if form in formats and config.quant == "none":
+            config = replace(config, quant=form)
+    dtype = str(target.norm.weight.dtype).removeprefix("torch.")
+    return resolve_draft(config, path, dtype, _without_head(config))
+
+
+def _changes(asked: GenerateConfig, config: GenerateConfig) -> dict[str, Any]:
+    """Return the options of `config` that differ from those asked for, by name."""
+    before = asdict(asked)
+    return {
+        f.name: value
+        for f in fields(config)
+        if (value := getattr(config, f.name)) != before[f.name]
+    }
+
+
+def _note_attention(target: Transformer) -> None:
     """Tell where a CPU's attention is not our own, whose rows do not depend on each other."""
-    if not on_cpp_device(target.norm.weight, "attention"):
+    weight = target.norm.weight
+    if not on_cpp_device(weight, "attention"):
         return
     width = target.config.head_dim
     theirs = "is PyTorch's: slower, and beside a draft near ties may differ"
     if width % 16:
         print(f"note: attention with heads of width {width} {theirs}", file=sys.stderr)
-    elif dtype == "float16":
+    elif weight.dtype == DTYPES["float16"]:
         print(f"note: attention in float16 {theirs}; use --dtype bfloat16", file=sys.stderr)
 
 
-def _looks_up(config: GenerateConfig) -> bool:
-    """Check whether a model without a head drafts by lookup: on one CPU, where it was measured."""
+def _without_head(config: GenerateConfig) -> str:
+    """Return the draft of a model without a head: a lookup on one CPU, where it was measured."""
     one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
-    return one_cpu and config.accept == "exact"
+    return "ngram" if one_cpu and config.accept == "exact" and has_extras() else "none"
 
 
 def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, ...]:
@@ -190,99 +210,49 @@ def accept_rule(config: GenerateConfig) -> Callable | None:
     return accept_residual
 
 
-def kept_texts(config: GenerateConfig, target: Transformer, tokenizer: Any) -> Any:
-    """Make what is kept of past requests, --draft_store included, for lookups and recycling.
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Load the way to draft that `config` names.
 
-    Returns: an extras.kept_texts.KeptTexts, with --draft rest an extras.datastore.Datastore; None
-        where none is used.
-    Raises: ValueError for --draft_store with another drafter, and for a file that is no store.
-    """
-    size = target.config.vocab_size
-    if config.draft == "rest":
-        require(config.datastore, "--draft rest needs --datastore; name its file")
-        from extras.datastore import Datastore
-        from extras.kept_texts import vocabulary_of
-
-        return Datastore(Path(config.datastore), vocabulary_of(tokenizer, size), size)
-    presets = config.draft in HEAD_KINDS and config.tree_shape == "auto" and config.device == "cpu"
-    # under the residual rule the drafts of past requests would change the tokens
-    recycles = config.draft == "recycling"
-    keeps = (config.draft.endswith("ngram") or presets or recycles) and config.accept == "exact"
-    fault = "--draft_store belongs to lookups and recycling with --accept exact; use --draft ngram"
-    require(keeps or not config.draft_store, fault)
-    if not keeps or (recycles and not config.draft_store):
-        return None
-    from extras.kept_texts import KeptTexts, vocabulary_of
-    from extras.recycling_draft import empty_matrix
-
-    device = target.norm.weight.device
-    kept = KeptTexts(device, successors=empty_matrix(size, device) if recycles else None)
-    if config.draft_store:
-        kept.keep_in(Path(config.draft_store), vocabulary_of(tokenizer, size), size)
-    return kept
-
-
-def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) -> Drafter:
-    """Make the drafter that `config` names.
-
-    kept: of `kept_texts`, which lookups search, too; None: only the text so far
+    tokenizer: None where only ids go in and out
     Raises: ValueError for files or a tree that do not fit.
     """
-    match config.draft:
-        case "none":
-            return RootOnly()
-        case "ngram":
-            from extras.ngram_draft import Ngram, NgramDrafter
-
-            return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device)
-        case "recycling" | "lookahead" | "rest":
-            return _make_source(target, config, kept)
-        case "model" | "medusa" | "hydra" | "block":
-            drafter = import_module(f"extras.{config.draft}_draft").load_drafter(target, config)
-        case _:  # eagle, eagle+ngram
-            added = {}
-            if config.inflate or config.draft_vocab or config.draft == "eagle+ngram":
-                from extras.heads import head_extras
-
-                added = head_extras(target, config, kept)
-            drafter = eagle_draft.load_drafter(target, config, **added)
-    if config.child_rule == "sampled" and isinstance(drafter, TreeDrafter):
+    entry = entry_of(config)
+    count = ranks.this_rank().world_size
+    fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
+    require(count == 1 or entry.many_ranks, fault)
+    added = config.inflate or config.draft_vocab
+    module = import_module(entry.extended if entry.extended and added else entry.module)
+    method = module.load_method(target, config, tokenizer)
+    if config.child_rule == "sampled" and entry.residual:
         from extras.residual import sample_children
 
-        drafter = sample_children(drafter)
-    if config.tree_shape == "auto" and ranks.this_rank().world_size > 1:
-        reason = "--tree auto goes by the ranks' clocks, which differ"
-        print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
-    elif config.tree_shape == "auto" and isinstance(drafter, TreeDrafter):
-        from extras.autosize import with_smaller_trees
-        from extras.ngram_draft import Ngram, NgramDrafter
+        for preset in method.presets:
+            sample_children(preset)
+    if count > 1:
+        if entry.grows and config.tree_shape == "auto":
+            reason = "--tree auto goes by the ranks' clocks, which differ"
+            print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
+        return tp.split_lm_head(target, method)
+    if entry.grows and config.tree_shape == "auto" and config.draft != "none":
+        from extras.auto_trees import with_trees
 
-        lookup = None
-        if config.draft in HEAD_KINDS and config.device == "cpu":
-            lookup = NgramDrafter(Ngram(kept=kept))
-        drafter = with_smaller_trees(drafter, target, lookup)
-    return drafter
+        return with_trees(method, target, config, tokenizer)
+    return method
 
 
-def _make_source(target: Transformer, config: GenerateConfig, kept: Any) -> Drafter:
-    """Make a drafter that reads the target's scores, or a datastore. Raises: ValueError."""
-    one = ranks.this_rank().world_size == 1
-    require(one, f"--draft {config.draft} runs in one process; drop torchrun, or use ngram")
-    takes = "auto or dynamic" if config.draft == "rest" else "auto or static"
-    fault = f"--draft {config.draft} takes --tree {takes}; it is {config.tree_shape}"
-    require(config.tree_shape in takes.split(" or "), fault)
-    device = target.norm.weight.device
-    if config.draft == "recycling":
-        from extras.recycling_draft import load_drafter
-
-        return load_drafter(target, config, kept)
-    if config.draft == "rest":
-        from extras.rest_draft import load_drafter
-
-        return load_drafter(config, kept)
-    from extras.lookahead_draft import LookaheadDrafter
-
-    return LookaheadDrafter.from_config(config, device)
+def undrafted(engine: Engine) -> Engine:
+    """Return an engine that decodes as this one does, without a draft."""
+    config = replace(engine.config, accept="exact", trace="", compare=False)
+    pick = tp.pick_tokens if ranks.this_rank().world_size > 1 else pick_tokens
+    plain = replace(
+        engine,
+        config=config,
+        presets=(RootOnly(),),
+        pick_tokens=pick,
+        accept_rule=None,
+        policy=Policy(),
+    )
+    return warm_up(with_cycles(plain))
 
 
 def warm_up(engine: Engine) -> Engine:
@@ -292,21 +262,17 @@ def warm_up(engine: Engine) -> Engine:
     Where --compile does not work, a note says so: on CUDA cycles are captured as they are, on a CPU
     the engine runs without it.
     """
-    tries = engine.compiles if engine.captured else engine.config.compile
-    reason = why_not_compiled(engine.config.device) if tries else ""
-    ranks.check_same_on_all_ranks(
-        engine.config,
-        compile=tries and not reason,
-        **engine.drafter.resolved_options(),
-    )
+    tries = engine.compiles if engine.captured else engine.option("compile")
+    reason = why_not_compiled(engine.device.type) if tries else ""
+    chosen = engine.resolved | {"compile": tries and not reason}
+    ranks.check_same_on_all_ranks(engine.config, **chosen)
     if reason and engine.captured:
         note = f"the compiler does not work here ({reason}); cycles are captured without it"
         print(f"note: {note}", file=sys.stderr)
         return warm_up(with_cycles(replace(engine, compiler_fails=True)))
     if reason:
         print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
-        config = replace(engine.config, compile=False)
-        return warm_up(with_cycles(replace(engine, config=config)))
+        return warm_up(with_cycles(replace(engine, resolved=chosen)))
     compile_s = 0.0
     if engine.captured:
         began = time.perf_counter()
@@ -314,34 +280,17 @@ def warm_up(engine: Engine) -> Engine:
             _prefill_each_width(engine)
             time_cycles(engine, say_what_compiles)
         compile_s = time.perf_counter() - began
-    return with_tree_policy(replace(engine, compile_s=compile_s))
+    policy = engine.policy.started(engine, partial(time_cycles, engine))
+    return replace(engine, compile_s=compile_s, policy=policy)
 
 
 def _prefill_each_width(engine: Engine) -> None:
     """Decode one token after a prompt of every prefill width, in every sequence of the batch."""
-    drafter = copy(engine.drafter)
-    drafter.kept = None  # these prompts are no requests
-    config = replace(engine.config, max_new_tokens=1)
-    engine = replace(engine, config=config, drafter=drafter)
+    engine = replace(engine, config=replace(engine.config, max_new_tokens=1))
     for width in PREFILL_WIDTHS:
         prompt = [0] * min(width, engine.context - 1)
         for _ in Session(engine).run([prompt] * engine.config.batch_size):
             pass
-
-
-def with_tree_policy(engine: Engine) -> Engine:
-    """Give the engine a policy that chooses among its trees, if it has several.
-
-    Only captured cycles are timed. Under the residual rule the tokens follow the tree, and the
-    clocks of ranks differ: neither may depend on a time.
-    """
-    by_clock = engine.config.accept == "exact" and ranks.this_rank().world_size == 1
-    if not (engine.drafter.timed and by_clock):
-        return engine
-    from extras.autosize import sizer_of
-
-    times = time_cycles(engine) if engine.captured else ()
-    return replace(engine, tree_policy=sizer_of(engine, times))
 
 
 def time_cycles(engine: Engine, progress: Callable | None = None) -> list[float]:
@@ -357,4 +306,4 @@ def time_cycles(engine: Engine, progress: Callable | None = None) -> list[float]
     state.done.fill_(False)
     rewound = engine.drafter.rewind(state.drafter_state, state.pos)
     copy_into(state.drafter_state, rewound)
-    return time_presets(session.time_cycle, engine.drafter.presets, progress)
+    return time_presets(session.time_cycle, engine.presets, progress)

@@ -335,7 +335,7 @@ class Block(nn.Module):
         return after.add(x, self.ffn(h), self.attention.wqkv if kv else None)
 
 
-def call(part: Callable, *inputs: Any) -> Any:
+def call_block(part: Callable, *inputs: Any) -> Any:
     """Call a part of a model."""
     return part(*inputs)
 
@@ -350,7 +350,7 @@ class Layers(nn.ModuleList):
         norm: nn.Module,
         cache: KVCache | None = None,
         window: Window | None = None,
-        run: Callable = call,
+        run: Callable = call_block,
         aux_layers: tuple[int, ...] = (),
         h: Tensor | None = None,
     ) -> Tensor:
@@ -412,7 +412,7 @@ class Transformer(nn.Module):
         positions: Tensor,  # [B, T] int64, RoPE positions
         cache: KVCache | None = None,
         window: Window | None = None,
-        run: Callable = call,
+        run: Callable = call_block,
         aux_layers: tuple[int, ...] = (),
     ) -> Tensor:
         """Run the layers over T tokens. Writes: the cache at `window.slots`.

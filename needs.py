@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-SOURCES = ("recycling", "lookahead", "rest")  # values of --draft that need no model, beside ngram
+from methods import entry_of
 
 
 class Need(NamedTuple):
@@ -19,35 +19,31 @@ class Need(NamedTuple):
     met: Callable[[Any], bool]  # of the options, a GenerateConfig
 
 
+def only_with(draft: str) -> Need:
+    """Return the condition that a method is asked for by name."""
+    return Need(f"belongs to --draft {draft}; add that", lambda o: o.draft == draft)
+
+
 DRAFT = Need("needs a draft; there is none, or --draft none", lambda o: o.draft != "none")
-HEAD = Need(
-    "does nothing with --draft {0.draft}; drop it",
-    lambda o: o.draft not in ("model", "ngram", *SOURCES),
-)
-MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
-REST = Need("belongs to --draft rest; add that", lambda o: o.draft == "rest")
-WINDOW = Need("belongs to --draft lookahead; add that", lambda o: o.draft == "lookahead")
+HEAD = Need("does nothing with --draft {0.draft}; drop it", lambda o: entry_of(o).head)
 STORE = Need(  # under the residual rule the drafts of past requests would change the tokens
     "belongs to lookups and recycling with --accept exact; use --draft ngram",
     lambda o: (
         o.accept == "exact"
-        and (
-            o.draft.endswith(("ngram", "recycling"))
-            or (o.tree_shape == "auto" and o.draft not in SOURCES)
-        )
+        and (entry_of(o).keeps_texts or (o.tree_shape == "auto" and entry_of(o).grows))
     ),
 )
 SIZED = Need(
     "does nothing with --draft {0.draft}, which has trees of its own; drop it",
-    lambda o: o.draft not in ("ngram", "lookahead"),
+    lambda o: entry_of(o).trees != (),
 )
-TREE = Need(SIZED.text, lambda o: o.draft not in ("ngram", *SOURCES))
+TREE = Need(SIZED.text, lambda o: entry_of(o).grows)
 GROWN = Need(
     "belongs to --tree dynamic and auto; drop it",
-    lambda o: o.tree_shape in ("dynamic", "auto") or (o.draft == "recycling" and not o.tree_file),
+    lambda o: o.tree_shape in ("dynamic", "auto") or (entry_of(o).resizes and not o.tree_file),
 )
 RULE = Need(
-    "belongs to heads, draft models and --draft ngram; drop it", lambda o: o.draft not in SOURCES
+    "belongs to heads, draft models and --draft ngram; drop it", lambda o: entry_of(o).residual
 )
 LEVELS = Need(
     "belongs to dynamic trees and chains, not to a static one; drop it",

@@ -25,6 +25,7 @@ from cli.tree_paths import (
 )
 from command_line import check_kinds, check_ranges, option, require
 from files import can_name_file, check_directory, check_outputs
+from methods import DRAFTERS, entry_of, has_extras
 from needs import (
     CHAT,
     DRAFT,
@@ -33,21 +34,18 @@ from needs import (
     INFLATABLE,
     INT4,
     LEVELS,
-    MODEL,
     NOT_CHAT,
     ONCE,
     ONE_SIZE,
-    REST,
     RULE,
     SAMPLED,
     SHAPE,
     SIZED,
-    SOURCES,
     STORE,
     TEXT,
     TREE,
     TRIMMED,
-    WINDOW,
+    only_with,
 )
 from ops import switches
 
@@ -60,7 +58,6 @@ DEMO = str(ROOT / "checkpoints" / "demo")
 
 FORMAT_NAMES = ("int8", "int4")  # of quantized weights (quantize.py)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
-HEAD_KINDS = ("eagle", "medusa", "hydra", "block")  # of trained heads (hf/head_kinds.py)
 DEPTH = 6  # levels of a tree by default
 
 
@@ -82,7 +79,9 @@ class Ablation:
         "", "token ids by frequency, for draft_vocab", needs=(DRAFT, HEAD, TRIMMED)
     )
     lookahead: str = option(
-        "", "window, n-gram and guesses, W-N-G; default: 5-4-5", needs=(DRAFT, WINDOW)
+        "",
+        "window, n-gram and guesses, W-N-G; default: 5-4-5",
+        needs=(DRAFT, only_with("lookahead")),
     )
     expand_by: str = option(
         "value",
@@ -122,7 +121,7 @@ class GenerateConfig:
         "",
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
         "ngram, a lookup in the text so far, on a CPU and none elsewhere",
-        ("none", *HEAD_KINDS, "ngram", *SOURCES, "model", "eagle+ngram"),
+        tuple(DRAFTERS),
     )
     head: str = option(
         "",
@@ -138,17 +137,22 @@ class GenerateConfig:
         least=0,
     )
     draft_checkpoint: str = option(
-        "", "the model of --draft model: a directory or a GGUF file", needs=(DRAFT, MODEL)
+        "",
+        "the model of --draft model: a directory or a GGUF file",
+        needs=(DRAFT, only_with("model")),
     )
     datastore: str = option(
-        "", "texts of --draft rest, from scripts/build_datastore.py", needs=(DRAFT, REST)
+        "",
+        "texts of --draft rest, from scripts/build_datastore.py",
+        needs=(DRAFT, only_with("rest")),
     )
     draft_store: str = option("", "file that keeps texts for later drafts", needs=(DRAFT, STORE))
     tree: str = option(
         "",
         "shape of the draft tree; auto picks the fastest of several, and none, while decoding, "
         "and keeps what it learns in ~/.cache/gpt-eagle/trees; default: auto for a head, chain for "
-        "a draft model, dynamic where only that can do what is asked for, and with torchrun",
+        "a draft model, dynamic where only that can do what is asked for, with torchrun, and "
+        "without the folder extras/",
         ("auto", "dynamic", "static", "chain"),
         needs=(DRAFT, SIZED),
     )
@@ -277,15 +281,13 @@ class GenerateConfig:
             return "static"
         if self.tree:
             return self.tree
-        if self.draft == "model":
-            return "chain"
+        default = (*entry_of(self).trees, "auto")[0]
         only_dynamic = (
-            self.draft == "eagle+ngram"
-            or self.ablated.expand_by != "value"
-            or self.ablated.no_rerank
-            or self.accept != "exact"
+            self.ablated.expand_by != "value" or self.ablated.no_rerank or self.accept != "exact"
         )
-        return "dynamic" if only_dynamic else "auto"
+        if default == "auto" and (only_dynamic or not has_extras()):
+            return "dynamic"
+        return default
 
     @property
     def static_paths(self) -> tuple[tuple[int, ...], ...]:
@@ -408,6 +410,9 @@ class GenerateConfig:
                 "--draft eagle+ngram grafts onto a re-ranked dynamic tree; "
                 "drop the other tree's flag",
             )
+        takes = entry_of(self).trees or (self.tree_shape,)
+        fault = f"--draft {self.draft} takes --tree {' or '.join(takes)}; it is {self.tree_shape}"
+        require(self.tree_shape in takes, fault)
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
             check_candidates(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)

@@ -27,7 +27,7 @@ from command_line import one_line_errors
 from files import one_line
 from ops.library import has_cpu_operators
 from options import GenerateConfig, pick_device
-from runtime import use
+from runtime import set_cuda_device
 
 TIMEOUT_S = 600  # to wait for the others: one may compile, or read from a slow disk
 WAIT_FOR_RANK_0_S = 3  # seconds that another rank waits for rank 0 to report the same failure
@@ -188,7 +188,7 @@ def init_ranks(config: GenerateConfig, prompts: list) -> GenerateConfig:
             dist.init_process_group(
                 backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout
             )
-    use(device)
+    set_cuda_device(device)
     if device == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
         processor = f"CPU with {capability}, {torch.get_num_threads()} threads"
@@ -226,7 +226,7 @@ def check_same_on_all_ranks(config: GenerateConfig, **others: Any) -> None:
     world = this_rank().world_size
     if world == 1:
         return
-    mine = asdict(config) | dict.fromkeys((*FILES, "device")) | others
+    mine = asdict(config) | others | dict.fromkeys((*FILES, "device"))
     gathered: list[dict] = [{}] * world
     with collective_errors():
         dist.all_gather_object(gathered, mine)

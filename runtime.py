@@ -45,8 +45,10 @@ OPTIONS = {
 }
 
 
-def use(device: str) -> None:
-    """Make a CUDA device the current one. Its bf16 products add partial sums in fp32.
+def set_cuda_device(device: str) -> None:
+    """Select a CUDA device, and let its 16-bit products add partial sums in fp32.
+
+    So a row of a tree rounds as a single token does.
 
     Raises: ValueError for a GPU that the kernels do not serve.
     """

@@ -8,8 +8,9 @@ same noise ahead of time (Daliri, Musco, Suresh 2024).
 
 The generator is Philox4x32-10 (Salmon et al., SC 2011) in int64 tensor operations: stateless, equal
 on CPU and GPU, safe in a captured graph. One call gives four words, so four tokens share a counter.
-Every sequence has its own parameters (`Rule`). A greedy one's noise is 0 and its scores are the
-logits themselves, so that it may stand beside others; where all are greedy, no step here runs.
+Every sequence has its own parameters (`SamplingTensors`). A greedy one's noise is 0 and its scores
+are the logits themselves, so that it may stand beside others; where all are greedy, no step here
+runs.
 On a CPU the noise, the cuts and the choice are C++ operators (ops/cpu/sampling.cpp,
 ops/cpu/topk.cpp), beside the plain ones below. Not here: the papers' residual rule
 (extras/residual.py).
@@ -44,63 +45,73 @@ LEAST_TEMPERATURE = 1e-30
 LEAST_TOP_P = 1e-30  # fp32 holds it
 
 
-class NoiseKey(NamedTuple):
-    """The key of a sequence's noise. Fixed by the request, never by the place in the batch."""
+class SamplingMode(IntEnum):
+    """How tokens are chosen. A higher mode also serves sequences of a lower one."""
+
+    GREEDY = 0  # the argmax
+    NOISY = 1  # temperature and noise before it
+    TRUNCATED = 2  # top-k, top-p and min-p too
+
+    @staticmethod
+    def needed_by(params: Sampling) -> SamplingMode:
+        """Return the mode that sampling with these parameters needs."""
+        if params.temperature == 0:
+            return SamplingMode.GREEDY
+        if params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0:
+            return SamplingMode.NOISY
+        return SamplingMode.TRUNCATED
+
+
+class SamplingTensors(NamedTuple):
+    """Keys of the noise and parameters of the choice, one row per sequence.
+
+    The key is fixed by the request, never by the place in the batch. Greedy rows hold neutral
+    values (temperature 1, nothing cut), so that they can share a batch.
+    """
 
     seed: Tensor  # [B, 2] int64, low and high 32 bits; [2]: of all sequences
     prompt: Tensor  # [B] int64, index of the prompt in the request
     sample: Tensor  # [B] int64, index of the sample of that prompt
     # [B] bool, the greedy sequences, whose noise is 0; None: there are none
     greedy: Tensor | None = None
-
-
-class Kind(IntEnum):
-    """The steps that a choice takes. A later kind can do what an earlier one does."""
-
-    GREEDY = 0  # the argmax
-    NOISY = 1  # temperature and noise before it
-    CUT = 2  # top-k, top-p and min-p too
-
-    @staticmethod
-    def of(sampling: Sampling) -> Kind:
-        """Return the kind of a sequence with these parameters."""
-        if sampling.temperature == 0:
-            return Kind.GREEDY
-        if sampling.top_k <= 0 and sampling.top_p >= 1 and sampling.min_p <= 0:
-            return Kind.NOISY
-        return Kind.CUT
-
-
-class Rule(NamedTuple):
-    """The parameters of each sequence; a greedy one's are those that change no score."""
-
-    temperature: Tensor  # [B] fp32
+    temperature: Tensor | None = None  # [B] fp32
     # None where no sequence has any of these:
-    top_k: Tensor | None  # [B] int64, 0 keeps all
-    top_p: Tensor | None  # [B] fp32, 1 keeps all
-    margin: Tensor | None  # [B] fp32, log of min-p; minus infinity keeps all
+    top_k: Tensor | None = None  # [B] int64, 0 keeps all
+    top_p: Tensor | None = None  # [B] fp32, 1 keeps all
+    margin: Tensor | None = None  # [B] fp32, log of min-p; minus infinity keeps all
 
     @staticmethod
-    def of(each: Sequence[Sampling], device: torch.device | str = "cpu") -> Rule:
-        """Make the rule of B sequences."""
+    def from_params(
+        each: Sequence[Sampling], device: torch.device | str = "cpu", seed: int = 0
+    ) -> SamplingTensors:
+        """Make the tensors of B sequences, all of one seed, as samples 0 of prompts 0."""
         own = [s if s.temperature else Sampling(1.0) for s in each]
         temperature = [max(s.temperature, LEAST_TEMPERATURE) for s in own]
         top_p = [max(s.top_p, LEAST_TOP_P) for s in own]
         margin = [math.log(s.min_p) if s.min_p > 0 else -math.inf for s in own]
-        return Rule(
+        words = torch.tensor([[seed & MASK32, seed >> 32]], device=device)
+        return SamplingTensors(
+            words.repeat(len(own), 1),
+            torch.zeros(len(own), dtype=torch.long, device=device),
+            torch.zeros(len(own), dtype=torch.long, device=device),
+            torch.tensor([s.temperature == 0 for s in each], device=device),
             torch.tensor(temperature, dtype=torch.float32, device=device),
             torch.tensor([s.top_k for s in own], device=device),
             torch.tensor(top_p, dtype=torch.float32, device=device),
             torch.tensor(margin, dtype=torch.float32, device=device),
         )
 
-    def needed(self, kind: Kind) -> Rule | None:
-        """Return the part that a step of one kind reads; None when all sequences are greedy."""
-        if kind == Kind.GREEDY:
+    def needed(self, mode: SamplingMode) -> SamplingTensors | None:
+        """Return the part that a step of a mode reads; None when all sequences are greedy."""
+        if mode == SamplingMode.GREEDY:
             return None
-        if kind == Kind.NOISY:
-            return Rule(self.temperature, None, None, None)
+        if mode == SamplingMode.NOISY:
+            return SamplingTensors(*self[:5])
         return self
+
+    def cuts(self) -> tuple[Tensor | None, ...]:
+        """Return the fields that `process` reads, in the order of the C++ operator."""
+        return self.temperature, self.top_k, self.top_p, self.margin
 
 
 def philox4x32(
@@ -126,7 +137,7 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> Tensor:
+def uniforms(key: SamplingTensors, draws: Tensor, count: int, domain: int = CHOICE) -> Tensor:
     """Return uniform numbers in (0, 1).
 
     draws: [B, R] int64, the draw that each row of noise belongs to
@@ -144,7 +155,9 @@ def uniforms(key: NoiseKey, draws: Tensor, count: int, domain: int = CHOICE) -> 
     return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
-def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CHOICE) -> Tensor:
+def gumbel(
+    key: SamplingTensors, first: Tensor, rows: int, vocab: int, domain: int = CHOICE
+) -> Tensor:
     """Return standard Gumbel noise of consecutive draws, [B, rows, vocab] fp32.
 
     first: [B] int64, the first draw of each sequence
@@ -161,7 +174,7 @@ def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CH
     return noise.masked_fill(key.greedy[:, None, None], 0.0)
 
 
-def process(logits: Tensor, rule: Rule) -> Tensor:
+def process(logits: Tensor, rule: SamplingTensors) -> Tensor:
     """Apply temperature, then top-k, top-p and min-p, in fp32.
 
     Of tokens that tie at the cut of top-k or top-p the lower ids stay.
@@ -169,7 +182,7 @@ def process(logits: Tensor, rule: Rule) -> Tensor:
     Returns: [B, N, V] fp32 logits divided by the temperature, -inf for tokens cut away.
     """
     if uses_cpp(logits, "topk"):
-        return torch.ops.gpt_eagle.cut(logits, *rule)
+        return torch.ops.gpt_eagle.cut(logits, *rule.cuts())
     z = logits / rule.temperature[:, None, None]
     if rule.top_k is None:
         return z

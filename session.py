@@ -7,8 +7,13 @@
 
 Finished sequences run on, but neither their tokens nor their positions change. The output is a
 function of (weights, prompt, its own parameters, seed) alone, whatever the other sequences'.
-Not here: the memory of the sequences (buffers.py), the cycle (decode.py), the next prompt
-(generate.py).
+Three kinds of objects take part: the engine's `Policy` picks the preset of every step, a `Reader`
+takes more than the tokens to the host, and a guide masks tokens (`Session.admit`).
+
+Captured cycles need fixed addresses, so buffers stay with the engine when a session ends. With
+--compile on CUDA every step is captured once and replayed; elsewhere it is called.
+Trade-off: prefill is bound by matrix products and not compiled; captured, it has two widths.
+Not here: the cycle (decode.py), the next prompt (generate.py).
 """
 
 from __future__ import annotations
@@ -16,31 +21,97 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from buffers import Buffers
-from decode import PREFILL_CHUNK, DecodeState, Engine, Report
-from logprobs import Logprob, Logprobs
+from decode import PREFILL_CHUNK, Cycle, CycleResult, DecodeState, Engine, prefill_chunk
+from draft_tree import replace_fields
+from drafters import DrafterUpdate
+from kv_cache import KVCache
 from ops.library import single_torch_thread
 from options import Sampling
-from runtime import HostCopy, copy_into, copy_sequence, sequence_of
-from sampling import MASK32, Kind, NoiseKey, Rule
-from stats import Stats, trace_row
+from runtime import HostCopy, Replay, copy_into, copy_sequence, sequence_of
+from sampling import SamplingMode, SamplingTensors
+from stats import Stats, sequence_memory, trace_row
+
+PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
 
 
-class InFlight(NamedTuple):
-    """A cycle that the host has launched and not read yet."""
+class Reader:
+    """Takes more of every cycle to the host than its tokens."""
 
-    report: HostCopy
-    preset: int
-    began: float  # host's clock (s)
-    # with --trace: tokens, parents, depths, accepted path, and values where the tree has them
-    tree_trace: HostCopy | None
-    logprobs: Logprobs | None
+    def launched(self, update: DrafterUpdate, live: list[bool]) -> Any:
+        """Start copies behind a cycle that was launched. Returns: what `read` needs; None: nothing.
+
+        live: per sequence, whether it decodes
+        """
+
+    def read(self, copies: Any, result: CycleResult, taken: dict[int, list[int]]) -> None:
+        """Read the copies of a cycle. taken: the new tokens of each sequence that decoded"""
+
+    def decided_root(self, seq: int, features: Tensor, root: int) -> None:
+        """Take the token behind a prompt. features: [1, 1, F], that it was chosen from"""
+
+
+class Trace(Reader):
+    """The lines of --trace: one per cycle and sequence."""
+
+    def __init__(self):
+        self.lines: list[dict[str, Any]] = []
+
+    def launched(self, update: DrafterUpdate, live: list[bool]) -> HostCopy:
+        tree = update.tree
+        traced = [tree.tokens, tree.parents, tree.depths, update.path]
+        if tree.values is not None:
+            traced.append(tree.values)
+        return HostCopy(*traced)
+
+    def read(self, copies: HostCopy, result: CycleResult, taken: dict[int, list[int]]) -> None:
+        columns = copies.read()
+        self.lines += [trace_row(columns, seq, result) for seq in taken]
+
+
+class Buffers:
+    """KV cache, state and captured steps of B sequences; `engine.buffer_pool` keeps them."""
+
+    def __init__(self, engine: Engine):
+        """Allocate. Raises: ValueError when memory does not suffice."""
+        sequence_memory(engine)
+        batch = engine.config.batch_size
+        weight = engine.target.norm.weight
+        device = weight.device
+        config = engine.target.config
+        self.cache = KVCache.empty(config, batch, engine.slots, weight.dtype, str(device))
+        number = torch.zeros(batch, dtype=torch.long, device=device)
+        self.state = DecodeState(
+            tokens=torch.zeros(batch, engine.context + 1, dtype=torch.long, device=device),
+            pos=number,
+            draws=number.clone(),
+            done=number == 0,
+            limit=number.clone(),
+            sampling=SamplingTensors.from_params([Sampling()] * batch, device),
+            drafter_state=engine.drafter.init(batch, engine.slots),
+        )
+        self.start = number[:1].clone()  # of a prefill chunk
+        # [B, 1, F], the features that each root was chosen from
+        self.root_features = weight.new_zeros(batch, 1, config.dim)
+        self.replays: dict[Any, Replay] = {}  # of cycles by mode and preset; of other steps
+        self.scratch: dict[str, Any] = {}  # memory that captured prefills share
+
+    def reset(self, engine: Engine, sampling: SamplingTensors) -> None:
+        """Make every sequence idle and empty. Writes: the state in place."""
+        zeros = torch.zeros_like(self.state.pos)
+        self.state.tokens.zero_()
+        drafter_state = engine.drafter.rewind(self.state.drafter_state, zeros)
+        done = zeros == 0
+        tokens = self.state.tokens
+        empty = DecodeState(tokens, zeros, zeros, done, zeros, sampling, drafter_state)
+        copy_into(self.state, empty)
 
 
 class Session:
@@ -52,7 +123,7 @@ class Session:
         noise_ids: Sequence[tuple[int, int]] = (),
         host_lag: int | None = None,
     ):
-        """Take buffers from the engine's pool, or make them.
+        """Take buffers from the engine's pool, or make them; dropped, it gives them back.
 
         noise_ids: (prompt, sample) per sequence, the key of its noise until `admit` names another;
             (0, 0) for further sequences
@@ -61,36 +132,37 @@ class Session:
         batch = engine.config.batch_size
         assert len(noise_ids) <= batch, (noise_ids, batch)
         self.engine = engine
-        self.buffers = engine.pool.pop() if engine.pool else Buffers(engine)
-        weakref.finalize(self, engine.pool.append, self.buffers)
+        self.buffers = engine.buffer_pool.pop() if engine.buffer_pool else Buffers(engine)
+        weakref.finalize(self, engine.buffer_pool.append, self.buffers)
         device = self.state.pos.device
         if host_lag is None:
             host_lag = 1 if device.type == "cuda" else 0
         self.host_lag = host_lag
         padded = [*noise_ids, *[(0, 0)] * (batch - len(noise_ids))]
+        params = [engine.config.sampling] * batch
+        tensors = SamplingTensors.from_params(params, device, engine.config.seed)
         prompts = torch.tensor([prompt for prompt, _ in padded], device=device)
         samples = torch.tensor([sample for _, sample in padded], device=device)
-        seed = engine.config.seed
-        words = torch.tensor([seed & MASK32, seed >> 32], device=device).expand(batch, 2)
-        greedy = torch.full_like(prompts, engine.config.temperature == 0, dtype=torch.bool)
-        self.buffers.reset(engine, NoiseKey(words, prompts, samples, greedy))
-        self.sampling = [engine.config.sampling] * batch
-        self.preset = 0  # the largest that makes sense next
-        self.expected: list[float] | None = None  # accepted tokens per preset, where they are known
+        self.buffers.reset(engine, replace_fields(tensors, prompt=prompts, sample=samples))
+        self.sampling = params
+        self.policy = engine.policy.begin()
+        self.guide: Any = None  # masks tokens, once a turn brings one
+        self.readers: list[Reader] = []
         self.read_at = 0.0  # when a report was last read (s)
         # every token of a sequence, prompt and roots included; during prefill, the cached part
         self.history: list[list[int]] = [[] for _ in range(batch)]
         self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
-        # sequences that get log-probabilities, and how many of the likeliest tokens with each
-        self.wanted: dict[int, int] = {}
-        self.logprobs: dict[int, list[Logprob]] = {}  # of the last step's new tokens
         self.live = [False] * batch  # sequences that decode
         self.answers = [0] * batch  # where the answer of each turn begins
-        self.guides: list[Any] = [None] * batch  # extras.grammar.Guide of each turn with a grammar
-        self.faults: dict[int, str] = {}  # sequences that ended where their grammar allows nothing
-        self.pending: deque[InFlight] = deque()  # cycles whose reports were not read
+        self.faults: dict[int, str] = {}  # sequences that their guide has ended, and why
+        # cycles whose reports were not read, and what each reader copies
+        self.pending: deque[tuple[CycleResult, list[Any]]] = deque()
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []
+        if engine.config.trace:
+            trace = Trace()
+            self.trace = trace.lines
+            self.readers.append(trace)
 
     @property
     def state(self) -> DecodeState:
@@ -98,13 +170,13 @@ class Session:
         return self.buffers.state
 
     @property
-    def kind(self) -> Kind:
-        """The kind of the next cycle: the latest of the live sequences."""
+    def mode(self) -> SamplingMode:
+        """The mode of the next cycle: the highest of the live sequences."""
         live = [own for own, decodes in zip(self.sampling, self.live) if decodes]
-        return max(map(Kind.of, live or self.sampling))
+        return max(map(SamplingMode.needed_by, live or self.sampling))
 
     def busy(self, seq: int) -> bool:
-        """Check whether a sequence's turn goes on."""
+        """Return whether a sequence's turn goes on."""
         return self.live[seq] or seq in self.prefilling
 
     def cached(self, seq: int, prompt: list[int]) -> int:
@@ -115,6 +187,7 @@ class Session:
         """Decode one turn. Yields the new tokens of every sequence, step by step, roots first.
 
         prompts: per sequence the conversation so far, or None to leave it idle
+        Raises: ValueError if a sequence ended where its guide allows nothing.
         """
         assert len(prompts) <= len(self.history), (len(prompts), len(self.history))
         for seq, prompt in zip_longest(range(len(self.history)), prompts):
@@ -124,30 +197,15 @@ class Session:
                 self.release(seq)
         while any(self.live) or self.prefilling:
             yield self.step()
-            self.raise_fault()
+            for fault in self.faults.values():
+                raise ValueError(fault)
 
-    def raise_fault(self) -> None:
-        """Raise ValueError if a sequence ended where its grammar allows nothing."""
-        for fault in self.faults.values():
-            raise ValueError(fault)
-
-    def configure(
-        self, seq: int, sampling: Sampling, seed: int, likeliest: int | None = None
-    ) -> None:
-        """Set the parameters and the seed of an idle sequence; before, they are the engine's.
-
-        likeliest: tokens that come with each token's log-probability; None: no log-probabilities
-        """
-        self.sampling[seq] = sampling
-        self.wanted.pop(seq, None)
-        if likeliest is not None:
-            self.wanted[seq] = likeliest
-        key = self.state.key
-        rule = Rule.of([sampling], key.seed.device)
-        key.seed[seq, 0] = seed & MASK32
-        key.seed[seq, 1] = seed >> 32
-        key.greedy[seq] = Kind.of(sampling) == Kind.GREEDY
-        copy_into(sequence_of(self.state.rule, seq), rule)
+    def configure(self, seq: int, params: Sampling, seed: int) -> None:
+        """Set the parameters and the seed of an idle sequence; before, they are the engine's."""
+        self.sampling[seq] = params
+        row = sequence_of(self.state.sampling, seq)
+        own = SamplingTensors.from_params([params], self.state.pos.device, seed)
+        copy_into(row, replace_fields(own, prompt=row.prompt, sample=row.sample))
 
     def admit(
         self,
@@ -156,27 +214,30 @@ class Session:
         noise_id: tuple[int, int] | None = None,
         max_new_tokens: int = 0,
         source: int | None = None,
-        grammar: Any = None,
+        guide: Any = None,
     ) -> None:
-        """Give a sequence a turn: the coming steps cache its prompt and decode, beside the others.
+        """Start a turn of a sequence, beside the others.
 
+        The following `step` calls read its prompt in chunks, then decode it.
         prompt: the conversation so far, below `engine.context` tokens; the cached part is kept
         noise_id: (prompt, sample), the key of the noise of a new conversation; None: the sequence's
             own noise goes on, and its draws
         max_new_tokens: 0: the engine's
         source: a sequence, busy or not, whose cached part of the prompt is copied; None: the own
-        grammar: extras.grammar.Grammar of the answer; None: the engine's, if it has one
+        guide: masks the tokens of the answer (extras/grammar.py); None: the engine's, if any
         """
         self.release(seq)
         self.faults.pop(seq, None)
         engine = self.engine
-        grammar = grammar or engine.grammar
-        if grammar is not None:
-            self.guides[seq] = grammar.guide()
+        guide = guide or engine.guide
+        if guide is not None and self.guide is None:
+            self.guide = guide.for_session(len(self.live))
+        if self.guide is not None:
+            self.guide.begin(seq, guide)
         state = self.state
         length = len(prompt)
         self.answers[seq] = length
-        self.buffers.catch_up(engine, engine.tree_policy.prefill_tree)
+        self.policy.prepare(self, self.policy.next_preset(self, reads_prompt=True))
         if source not in (None, seq):
             shared = self.cached(source, prompt)
             self.history[seq] = self.history[source][: shared + 1]
@@ -190,19 +251,18 @@ class Session:
         limit = length + (max_new_tokens or engine.config.max_new_tokens)
         state.limit[seq] = min(limit, engine.context) - 1
         drafter_state = sequence_of(state.drafter_state, seq)
-        kept = torch.full_like(state.pos[:1], begin)
-        copy_into(drafter_state, engine.drafter.rewind(drafter_state, kept))
+        cached = torch.full_like(state.pos[:1], begin)
+        copy_into(drafter_state, engine.drafter.rewind(drafter_state, cached))
         if noise_id is not None:
-            state.key.prompt[seq], state.key.sample[seq] = noise_id
+            state.sampling.prompt[seq], state.sampling.sample[seq] = noise_id
             state.draws[seq] = 0
 
     def release(self, seq: int) -> None:
-        """End a sequence's turn, if it has one. Writes: the drafter's kept texts."""
+        """End a sequence's turn, if it has one; the policy gets its text."""
         if self.live[seq]:
-            self._keep(seq)
+            self.policy.finished(self.history[seq], self.answers[seq])
         self.prefilling.pop(seq, None)
         self.live[seq] = False
-        self.guides[seq] = None
         self.state.done[seq] = True
         if not any(self.live):
             self.pending.clear()
@@ -210,22 +270,21 @@ class Session:
     def step(self) -> list[list[int]]:
         """Run a cycle of the live sequences, and about one chunk of the prompts.
 
-        Returns: the new tokens of every sequence that were read. Writes: history, logprobs, stats,
-            trace; the drafter's kept texts.
+        Returns: the new tokens of every sequence that were read. Writes: history, stats; what the
+            policy and the readers keep.
         """
         new: list[list[int]] = [[] for _ in self.history]
-        self.logprobs = {seq: [] for seq in self.wanted}
         began = time.perf_counter()
         if self.pending:  # a device computes meanwhile: the time that the caller takes counts
             began = self.read_at
         lag = self.host_lag
-        # prefill needs a state that nothing changes, and masks the tokens before
-        if self.prefilling or any(self.guides):
+        # prefill needs a state that nothing changes, and a guide the tokens before
+        if self.prefilling or (self.guide is not None and self.guide.active(self.live)):
             lag = 0
         while any(self.live) and len(self.pending) <= lag:
             self.pending.append(self._launch())
         while len(self.pending) > lag:
-            self._read(self.pending.popleft(), new)
+            self._read(*self.pending.popleft(), new)
         self.read_at = time.perf_counter()
         self.stats.decode_s += self.read_at - began
         if self.prefilling:
@@ -234,14 +293,95 @@ class Session:
         for seq, tokens in enumerate(new):
             self.history[seq] += tokens
             if tokens and not self.busy(seq):
-                self._keep(seq)
+                self.policy.finished(self.history[seq], self.answers[seq])
         return new
 
-    def _keep(self, seq: int) -> None:
-        """Keep the text of a turn for later lookups, where the drafter has them."""
-        kept = self.engine.drafter.kept
-        if kept is not None:
-            kept.add(self.history[seq], self.answers[seq])
+    def run_step(self, key: Any, body: Callable[[], Any]) -> Any:
+        """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
+
+        key: tells steps apart
+        body: holds no session, since the buffers keep it; a captured one returns the same tensors
+            every time, and writes the state in place
+        """
+        engine = self.engine
+        if not engine.captured:
+            with single_torch_thread(engine.target.fused is not None):
+                return body()
+        buffers = self.buffers
+        if key not in buffers.replays:
+            buffers.replays[key] = Replay(body, engine.device, buffers.scratch)
+        return buffers.replays[key]()
+
+    def time_cycle(self, preset: int) -> float:
+        """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
+        result, _ = self._launch(preset)
+        return result.read(self.host_lag > 0).seconds
+
+    def _launch(self, preset: int | None = None) -> tuple[CycleResult, list[Any]]:
+        """Launch a cycle of a preset, by default of the one that the policy picks."""
+        began = time.perf_counter()
+        engine = self.engine
+        buffers = self.buffers
+        if preset is None:
+            preset = self.policy.next_preset(self, reads_prompt=False)
+        self.policy.prepare(self, preset)
+        mode = self.mode
+        cycle = engine.cycles[mode][preset]
+        guided = self.guide is not None and self.guide.active(self.live)
+        if guided:
+            cycle = Cycle(engine, self.guide.around(engine, preset, self.live), mode)
+
+        def in_place() -> tuple[DrafterUpdate, Tensor]:
+            state, *outcome = cycle(buffers.cache, buffers.state)
+            copy_into(buffers.state, state)
+            return outcome
+
+        if engine.captured and guided:  # the host makes its masks: it is not captured
+            update, report = in_place()
+        elif engine.captured:
+            update, report = self.run_step((mode, preset), in_place)
+        else:
+            with single_torch_thread(engine.target.fused is not None):
+                buffers.state, update, report = cycle(buffers.cache, buffers.state)
+        result = CycleResult(report, preset, began, self.policy.copied(self))
+        return result, [reader.launched(update, self.live) for reader in self.readers]
+
+    def _read(self, result: CycleResult, copies: list[Any], new: list[list[int]]) -> None:
+        """Read a cycle. Writes: its tokens, to `new`; live, stats."""
+        result.read(self.host_lag > 0)
+        live = [seq for seq, count in enumerate(result.count) if self.live[seq] and count]
+        if not live:  # a surplus cycle
+            return
+        taken = {}
+        for seq in live:
+            self.live[seq] = not result.done[seq]
+            taken[seq] = self._allowed(seq, result.emitted[seq][: result.count[seq]])
+            new[seq] += taken[seq]
+        for reader, own in zip(self.readers, copies):
+            if own is not None:
+                reader.read(own, result, taken)
+        began, drafted, verified, ended = result.times
+        stats = self.stats
+        stats.live_sequences.append(live)
+        stats.accept_lengths += [result.length[seq] for seq in live]
+        stats.tokens += sum(result.count[seq] for seq in live)
+        stats.draft_s += (drafted - began + ended - verified) / 1e9
+        stats.verify_s += (verified - drafted) / 1e9
+        stats.presets.append((result.preset, result.seconds))
+        self.policy.observe(self, result, live)
+
+    def _allowed(self, seq: int, tokens: list[int]) -> list[int]:
+        """Return the decided tokens that the sequence's guide allows.
+
+        It allows all, or the sequence ends where nothing could follow.
+        """
+        if self.guide is None:
+            return tokens
+        allowed = self.guide.take(seq, tokens)
+        if len(allowed) < len(tokens):
+            self.release(seq)
+            self.faults[seq] = self.guide.fault
+        return allowed
 
     def _prefill(self, new: list[list[int]]) -> None:
         """Run about one chunk of the prompts. Writes: roots, to `new`."""
@@ -250,139 +390,47 @@ class Session:
             while left > 0 and seq in self.prefilling:
                 begin = len(self.history[seq])
                 chunk = prompt[begin : begin + PREFILL_CHUNK]
-                kind = Kind.of(self.sampling[seq])
                 allowed = None
                 # the last chunk alone decides a token
-                if self.guides[seq] is not None and begin + len(chunk) == len(prompt):
-                    allowed = self.guides[seq].mask(self.state.pos.device)
-                self.buffers.prefill(self.engine, kind, seq, begin, len(chunk), allowed)
+                if self.guide is not None and begin + len(chunk) == len(prompt):
+                    allowed = self.guide.root_mask(seq, self.engine.device)
+                self._read_chunk(seq, begin, len(chunk), allowed)
                 self.history[seq] += chunk
                 left -= len(chunk)
                 # waits for the chunk, so that its time counts as prefill
                 root = int(self.state.tokens[seq, len(prompt)])
                 if len(self.history[seq]) == len(prompt):
-                    if seq in self.wanted:
-                        self._score_root(seq)
+                    for reader in self.readers:
+                        features = self.buffers.root_features[seq : seq + 1]
+                        reader.decided_root(seq, features, root)
                     self.live[seq] = not self.state.done[seq]
-                    self.preset = len(self.engine.drafter.presets) - 1
-                    expected = self.engine.drafter.expected(self.state.drafter_state)
-                    if expected is not None:
-                        self._expect(expected.tolist())
                     del self.prefilling[seq]
                     new[seq] = self._allowed(seq, [root])
 
-    def _allowed(self, seq: int, tokens: list[int]) -> list[int]:
-        """Return the decided tokens that the sequence's grammar allows.
-
-        It allows all, or the sequence ends where nothing could follow.
-        """
-        guide = self.guides[seq]
-        if guide is None:
-            return tokens
-        allowed = guide.take(tokens)
-        if len(allowed) < len(tokens):
-            self.release(seq)
-            self.faults[seq] = "the grammar allows neither a token nor the end here; correct it"
-        elif not self.live[seq]:
-            self.guides[seq] = None
-        return allowed
-
-    def _score_root(self, seq: int) -> None:
-        """Score the root of a prompt that was read. Writes: logprobs."""
-        own = slice(seq, seq + 1)
-        state = self.state
-        root = state.tokens[own].gather(1, state.pos[own, None])  # [1, 1]
-        features = self.buffers.before_roots[own]
-        scored = Logprobs(self.engine.target, features, root, {0: self.wanted[seq]})
-        self.logprobs[seq] += scored.read()[0]
-
-    def _launch(self, preset: int | None = None) -> InFlight:
-        """Run a cycle of a preset, by default of the one that the tree policy picks."""
-        began = time.perf_counter()
+    def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None) -> None:
+        """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""
         engine = self.engine
         buffers = self.buffers
-        if preset is None:
-            preset = engine.tree_policy.next(self.preset, self.expected)
-        buffers.catch_up(engine, preset)
-        guides = [own if decodes else None for own, decodes in zip(self.guides, self.live)]
-        guide = next(filter(None, guides), None)
-        if guide is not None:
-            drafter = guide.around(engine.drafter, preset, guides, self.live)
-            outcome = buffers.guided(engine, self.kind, drafter)
-        elif engine.captured:
-            outcome = buffers.replay(engine, self.kind, preset)
-        else:
-            cycle = engine.cycles[self.kind][preset]
+        if allowed is None and engine.captured:  # without a graph the host is slower than a GPU
+            width = next(w for w in PREFILL_WIDTHS if w >= width)
+        buffers.start.fill_(start)
+        preset = self.policy.next_preset(self, reads_prompt=True)
+        self.policy.prepare(self, preset)
+        mode = SamplingMode.needed_by(self.sampling[seq])
+        own = replace(engine, presets=(engine.presets[preset],))
+
+        def body() -> None:
+            state = sequence_of(buffers.state, seq)
+            cache = buffers.cache.sequence(seq)
+            inputs = (own, cache, state, mode, buffers.start, width, allowed)
+            new, features = prefill_chunk(*inputs)
+            copy_into(state, new)
+            buffers.root_features[seq].copy_(features[0, :, : buffers.root_features.shape[2]])
+
+        if allowed is not None:
             with single_torch_thread(engine.target.fused is not None):
-                buffers.state, outcome = cycle(buffers.cache, buffers.state)
-        tree_trace = None
-        if engine.config.trace:
-            tree = outcome.tree
-            traced = [tree.tokens, tree.parents, tree.depths, outcome.path]
-            if tree.values is not None:
-                traced.append(tree.values)
-            tree_trace = HostCopy(*traced)
-        copied = [outcome.report]
-        if outcome.expected is not None:
-            copied.append(outcome.expected)
-        logprobs = None
-        wanted = {seq: count for seq, count in self.wanted.items() if self.live[seq]}
-        if wanted:
-            emitted = Report.emitted_of(outcome.report)
-            logprobs = Logprobs(engine.target, outcome.features, emitted, wanted)
-        return InFlight(HostCopy(*copied), preset, began, tree_trace, logprobs)
-
-    def time_cycle(self, preset: int) -> float:
-        """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
-        launched = self._launch(preset)
-        packed, *_ = launched.report.read()
-        return self._seconds(launched, Report.unpack(packed)[0])
-
-    def _seconds(self, launched: InFlight, report: Report) -> float:
-        """Return a cycle's time (s): by the device's clock where it runs ahead of the host."""
-        on_device = (report.times[-1] - report.times[0]) / 1e9
-        if self.host_lag and on_device:
-            return on_device
-        return time.perf_counter() - launched.began
-
-    def _read(self, launched: InFlight, new: list[list[int]]) -> None:
-        """Read a cycle's report. Writes: its tokens, to `new`; live, preset, stats, trace."""
-        packed, *expected = launched.report.read()
-        reports = Report.unpack(packed)
-        live = [seq for seq, report in enumerate(reports) if self.live[seq] and report.count]
-        if not live:  # a surplus cycle
-            return
-        scored = launched.logprobs.read() if launched.logprobs else {}
-        for seq in live:
-            self.live[seq] = not reports[seq].done
-            allowed = self._allowed(seq, reports[seq].emitted[: reports[seq].count])
-            new[seq] += allowed
-            if seq in scored:
-                self.logprobs[seq] += scored[seq][: len(allowed)]
-        if launched.tree_trace:
-            tree_trace = launched.tree_trace.read()
-            self.trace += [trace_row(tree_trace, seq, reports[seq]) for seq in live]
-        lengths = [reports[seq].length for seq in live]
-        began, drafted, verified, ended = reports[0].times
-        seconds = self._seconds(launched, reports[0])
-        stats = self.stats
-        stats.live_sequences.append(live)
-        stats.accept_lengths += lengths
-        stats.tokens += sum(reports[seq].count for seq in live)
-        stats.draft_s += (drafted - began + ended - verified) / 1e9
-        stats.verify_s += (verified - drafted) / 1e9
-        stats.presets.append((launched.preset, seconds))
-        wanted = max((reports[seq].preset for seq in live if self.live[seq]), default=0)
-        self.preset = min(wanted, len(self.engine.drafter.presets) - 1)
-        if expected:
-            self._expect(expected[0])
-        accepted = sum(lengths) / len(live)
-        self.engine.tree_policy.observe(launched.preset, accepted, seconds, len(live))
-
-    def _expect(self, expected: list[list[float]]) -> None:
-        """Set the tokens that the presets can expect: means over the sequences that decode."""
-        rows = [row for row, decodes in zip(expected, self.live) if decodes]
-        self.expected = [sum(column) / len(rows) for column in zip(*rows)] or None
+                return body()
+        self.run_step(("prefill", width, seq, preset, mode), body)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

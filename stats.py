@@ -80,13 +80,13 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))  # that torchrun has started
     if ranks > 1:
         found["ranks"] = ranks
-    table = engine.tree_policy.table(stats.presets)
+    table = engine.policy.table(stats.presets)
     if table:
         found["tree_auto"] = table
     found |= stats.summary()
     found["compile_s"] = engine.compile_s
     found["load_s"] = engine.load_s
-    found["peak_memory_bytes"] = peak_memory_bytes(engine.config.device)
+    found["peak_memory_bytes"] = peak_memory_bytes(engine.device.type)
     return found
 
 
@@ -166,24 +166,25 @@ def _most_used(table: list[dict[str, Any]]) -> str:
     return f"{name} in {most['cycles']} of {cycles} cycles ({times})"
 
 
-def trace_row(tree_trace: list[list], seq: int, report: Any) -> dict[str, Any]:
+def trace_row(tree_trace: list[list], seq: int, result: Any) -> dict[str, Any]:
     """Return one line of `--trace`.
 
     tree_trace: of all sequences, the tree's tokens, parents and depths, the accepted path, and the
     nodes' values if there are any (a padded node's is null)
-    report: `decode.Report` of the sequence
+    result: `decode.CycleResult`
     """
     tokens, parents, depths, path, *values = (column[seq] for column in tree_trace)
+    length = result.length[seq]
     line = {
         "row": seq,
-        "pos": report.pos,
+        "pos": result.pos[seq],
         "root": tokens[0],
         "draft_tokens": tokens[1:],
         "parents": parents[1:],
         "depths": depths[1:],
-        "accept_length": report.length,
-        "path": path[1 : report.length + 1],
-        "emitted": report.emitted[: report.length + 1],
+        "accept_length": length,
+        "path": path[1 : length + 1],
+        "emitted": result.emitted[seq][: length + 1],
     }
     if values:
         drafted = values[0][1:]

@@ -34,14 +34,15 @@ from torch import Tensor, nn
 import hf.weights
 import sampling
 from checkpoint import Codes, Quantization, TensorSource, fit_group, saved_quantization, scale_name
-from drafters import Drafter
+from draft_tree import replace_fields
+from drafters import Method
 from hf.config import open_source, read_config
 from hf.heads import rows_of
 from model import Block, ModelConfig, MoEFeedForward, Transformer
 from ops.library import lib
 from ops.topk import best
 from ranks import Rank, collective_errors, refuse_torchrun, this_rank
-from sampling import Rule
+from sampling import SamplingTensors
 
 # layers with split outputs
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
@@ -217,21 +218,19 @@ def _make_row_parallel(block: Block, here: Rank, device: str) -> None:
         setattr(owner, name, RowParallel(part))
 
 
-def split_lm_head(target: Transformer, drafter: Drafter) -> Drafter:
-    """Leave this rank its rows of the target's LM head, which the drafter may share.
+def split_lm_head(target: Transformer, method: Method) -> Method:
+    """Leave this rank its rows of the target's LM head, which the drafters may share.
 
     A drafter that has taken copies of rows keeps them.
-    Writes: `lm_head` of both; `timed` of the drafter, as ranks have different clocks.
-    Returns: the drafter.
+    Writes: `lm_head` of target and drafters.
+    Returns: the method, with this rank's part of the choice of tokens.
     """
-    if this_rank().world_size > 1:
-        drafter.timed = False
-        whole = target.lm_head
-        target.lm_head = VocabParallelHead(whole)
-        for preset in drafter.presets:
-            if getattr(preset, "lm_head", None) is whole:
-                preset.lm_head = target.lm_head
-    return drafter
+    whole = target.lm_head
+    target.lm_head = VocabParallelHead(whole)
+    for preset in method.presets:
+        if getattr(preset, "lm_head", None) is whole:
+            preset.lm_head = target.lm_head
+    return replace_fields(method, pick_tokens=pick_tokens)
 
 
 # -------------------------------------------------------------------------------------- collectives
@@ -288,7 +287,9 @@ class VocabParallelHead(nn.Module):
         scores = every.movedim(0, -2).flatten(-2)  # [..., N ceil(V / N)]
         return scores[..., : self.vocab].contiguous()
 
-    def best(self, x: Tensor, rule: Rule | None, noise: Tensor | None, row: Tensor) -> Tensor:
+    def best(
+        self, x: Tensor, rule: SamplingTensors | None, noise: Tensor | None, row: Tensor
+    ) -> Tensor:
         """Choose the best of this rank's own tokens, without top-k or top-p.
 
         x: [B, N, F]; rule, noise, row: as for `decode.pick_tokens`
@@ -308,24 +309,22 @@ class VocabParallelHead(nn.Module):
 def pick_tokens(
     target: Transformer,
     features: Tensor,
-    rule: Rule | None,
+    rule: SamplingTensors | None,
     noise: Tensor | None,
     row: Tensor,
     allowed: None = None,
-    scores: None = None,
-) -> Tensor:
+) -> tuple[Tensor, None]:
     """Do as `decode.pick_tokens` with a split LM head: choose the best of the ranks' best tokens.
 
-    Top-k and top-p need all scores. Several ranks take no grammar and no drafter that reads scores,
-    hence neither `allowed` nor `scores`.
+    Top-k and top-p need all scores. Several ranks mask no tokens, hence no `allowed`.
     """
     if noise is not None and rule.top_k is not None:
-        return best(sampling.process(target.logits(features), rule), noise, row)
+        return best(sampling.process(target.logits(features), rule), noise, row), None
     own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row)
     score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]
     # of equal scores the first rank's, which is the lowest token's
     first = score.argmax(0, keepdim=True)
-    return token.gather(0, first)[0].long()
+    return token.gather(0, first)[0].long(), None
 
 
 def _gather_ranks(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@
    pass without a tree is bound by reading weights and large trees by arithmetic, so a drifting
    machine changes the ratio of their times.
 3. Presets behind the smallest may have trees from a lookup, whose expected tokens are known before
-   they run (`Drafter.expected`). Such a tree runs instead where its tokens are worth more, over its
+   they run (`Lookup.expected`). Such a tree runs instead where its tokens are worth more, over its
    time at the average rate.
 4. The time that trees have won or lost against cycles without one is added up, with a small
    allowance. While the sum is negative, no tree is grown, whatever is expected of it.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
 from operator import mul
@@ -35,14 +35,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cli.tree_paths import candidates
-from decode import Engine
-from draft_tree import DynamicTree, StaticTree
-from drafters import Drafter, TreeDrafter
-from extras.deferred import Deferred, Idle
+import ranks
+from decode import CycleResult, Engine
+from drafters import Drafter
+from extras.deferred import Deferred, catch_up
+from extras.presets import PresetPolicy, lookup_of
 from extras.remembered import file_of, recall, remember
 from files import read_json
-from model import Transformer
+from session import Session
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
 FADE = 1 - 1 / 128
@@ -92,83 +92,98 @@ class TreeShape(NamedTuple):
     size: int  # N, nodes, root included
 
 
-# presets between no tree and the largest; CUDA pads to 16, 32 or 64 nodes and takes all but the
-# first, a CPU does not pad
-SHAPES = (
-    TreeShape(1, 1, 2),
-    TreeShape(3, 1, 4),
-    TreeShape(5, 3, 8),
-    TreeShape(5, 4, 16),
-    TreeShape(6, 8, 32),
-)
-
-
-def with_smaller_trees(
-    drafter: TreeDrafter, target: Transformer, lookup: Drafter | None = None
-) -> Deferred:
-    """Return the drafter with presets: its tree is the largest, no tree the smallest.
-
-    lookup: an `NgramDrafter` whose trees are presets, too; for drafters that may skip tokens
-    """
-    largest = drafter.tree
-    shapes: list[TreeShape] = []
-    presets: list[Drafter] = [Idle(drafter, target, lookup)]
-    presets += [Idle(drafter, target, lookup, size) for size in range(1, presets[0].lookups + 1)]
-    for shape in SHAPES if target.norm.weight.device.type == "cpu" else SHAPES[1:]:
-        shape = cut(shape, drafter.levels)
-        fits = shape.depth <= largest.depth and shape.topk <= largest.width
-        if not fits or shape.size >= largest.size or shape in shapes:
-            continue
-        shapes.append(shape)
-        tree = StaticTree.chain(shape.depth) if shape.topk == 1 else DynamicTree(*shape)
-        presets.append(Deferred(drafter.with_tree(tree), target, lookup=lookup))
-    return Deferred(drafter, target, presets, lookup=lookup)
-
-
-def cut(shape: TreeShape, levels: int) -> TreeShape:
-    """Return a shape of so many levels at most, with no more nodes than it then has candidates."""
-    depth = min(shape.depth, levels)
-    return TreeShape(depth, shape.topk, min(shape.size, 1 + candidates(depth, shape.topk)))
-
-
 def shape_of(preset: Drafter) -> TreeShape:
     """Return the shape of a preset's tree."""
     return TreeShape(preset.depth, preset.width, preset.size)
 
 
-def sizer_of(engine: Engine, timed_s: Sequence[float] = ()) -> Autosizer:
-    """Build the policy that chooses among an engine's presets.
+class AutoTrees(PresetPolicy):
+    """Picks presets by the clock; where none may decide, the largest that makes sense."""
+
+    def __init__(self, lookup: Any = None, kept: Any = None, reach: int | None = None):
+        """lookup: an `NgramDrafter`, whose trees follow the smallest preset; None: there is none"""
+        super().__init__(kept, reach)
+        self.lookup = lookup
+        self.sizer: Autosizer | None = None
+        self.waiting = 0  # cycles since the drafter caught up
+
+    def started(self, engine: Engine, seconds: Callable[[], list[float]]) -> AutoTrees:
+        """Learn from now on, and from what earlier processes have learnt.
+
+        Only captured cycles are timed. Under the residual rule the tokens follow the tree, and the
+        clocks of ranks differ: neither may depend on a time.
+        """
+        policy = super().started(engine, seconds)
+        if engine.config.accept == "exact" and ranks.this_rank().world_size == 1:
+            times = seconds() if engine.captured else ()
+            policy.sizer = sizer_of(engine, times, self.lookup)
+        return policy
+
+    def begin(self) -> AutoTrees:
+        policy = super().begin()
+        policy.waiting = 0
+        return policy
+
+    def prepare(self, session: Session, preset: int) -> None:
+        self.waiting = catch_up(session, preset, self.waiting)
+
+    def pick_reading(self, limit: int) -> int:
+        if self.sizer and self.sizer.rests_while_reading:
+            return 0
+        return limit
+
+    def pick(self, limit: int) -> int:
+        if self.sizer is None:
+            return super().pick(limit)
+        return self.sizer.next(limit, self.expected)
+
+    def observe(self, session: Session, result: CycleResult, live: list[int]) -> None:
+        super().observe(session, result, live)
+        if self.sizer:
+            accepted = sum(result.length[seq] for seq in live) / len(live)
+            self.sizer.observe(result.preset, accepted, result.seconds, len(live))
+
+    def table(self, ran: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+        return self.sizer.table(ran) if self.sizer else []
+
+
+def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) -> Autosizer:
+    """Build the sizer that chooses among an engine's presets.
 
     timed_s: seconds of one cycle of each preset, where they were timed
-    Writes: the user's cache, when the policy is dropped or the process ends.
+    lookup: an `NgramDrafter`, whose trees are the presets behind the smallest
+    Writes: the user's cache, when the sizer is dropped or the process ends.
     """
     config = engine.config
-    drafter = engine.drafter
     file = file_of(engine)
-    shapes = [shape_of(preset) for preset in drafter.presets]
+    shapes = [shape_of(preset) for preset in engine.presets]
+    rates = lookup.rates if lookup else None
     known = None
     if file:
-        known = known_of(recall(file), shapes, drafter.rates)
+        known = known_of(recall(file), shapes, rates)
     if known is None:
-        known = unknown(shapes, trained_miss(config.head))
+        known = unknown(shapes, trained_miss(engine.option("head")))
     if timed_s:
         known.costs = [seconds / timed_s[0] for seconds in timed_s]
         known.seen = [RECALLED] * len(shapes)
-    node = NODE[config.quant]
+    node = NODE[engine.option("quant")]
     batch = config.batch_size
     node *= batch / (1 + (batch - 1) * node)  # a cycle without a tree has one node per sequence
     # captured prefills read every prompt, because reading and skipping are two graphs
-    may_skip_prompts = not engine.captured and drafter.presets[0].may_skip
-    names = [preset.name for preset in drafter.presets]
-    sizer = Autosizer(shapes, known, node, names, may_skip_prompts, engine.drafter.lookups)
+    smallest = engine.presets[0]
+    may_skip_prompts = not engine.captured and isinstance(smallest, Deferred) and smallest.may_skip
+    names = [preset.name for preset in engine.presets]
+    lookups = len(lookup.sizes) if lookup else 0
+    sizer = Autosizer(shapes, known, node, names, may_skip_prompts, lookups)
     if known.rates:
-        drafter.rates.copy_(torch.tensor(known.rates).view_as(drafter.rates))
-    for buffers in engine.pool:  # of warm-ups
-        learnt = drafter.outcomes(buffers.state.drafter_state)
-        if learnt is not None:
-            learnt.copy_(drafter.rates)
+        rates.copy_(torch.tensor(known.rates).view_as(rates))
+    pool = engine.buffer_pool
+    for buffers in pool:  # of warm-ups
+        found = lookup_of(buffers.state.drafter_state)
+        if found is not None:
+            found.outcomes.copy_(rates)
     if file:
-        weakref.finalize(sizer, _save, file, known, asdict(known), drafter, engine.pool)
+        weakref.finalize(sizer, _save, file, known, asdict(known), rates, pool)
     return sizer
 
 
@@ -284,15 +299,18 @@ def known_of(value: Any, shapes: Sequence[TreeShape], rates: Tensor | None = Non
 
 
 def _save(
-    file: Path, known: Known, before: dict[str, Any], drafter: Drafter, pool: list[Any]
+    file: Path, known: Known, before: dict[str, Any], rates: Tensor | None, pool: list[Any]
 ) -> None:
-    """Remember the measurements if they differ from `before`. pool: of buffers"""
-    if drafter.rates is not None and pool:
-        every = [drafter.outcomes(buffers.state.drafter_state) for buffers in pool]
-        rates = torch.cat(every)  # [B of all buffers, M, K, D, 2]
-        rates = rates[(rates != drafter.rates).flatten(1).any(1)]  # of sequences that decoded
-        if len(rates):
-            known.rates = rates.mean(0).flatten().tolist()
+    """Remember the measurements if they differ from `before`.
+
+    rates: that lookups started from; pool: of buffers
+    """
+    if rates is not None and pool:
+        every = [lookup_of(buffers.state.drafter_state).outcomes for buffers in pool]
+        learnt = torch.cat(every)  # [B of all buffers, M, K, D, 2]
+        learnt = learnt[(learnt != rates).flatten(1).any(1)]  # of sequences that decoded
+        if len(learnt):
+            known.rates = learnt.mean(0).flatten().tolist()
     value = asdict(known)
     if value != before:
         remember(file, value | {"costs": [cost / known.costs[0] for cost in known.costs]})
@@ -373,11 +391,9 @@ class Autosizer:
         return total / weight
 
     @property
-    def prefill_tree(self) -> int:
-        """The preset that prefills: a drafter at rest need not read prompts. -1: the largest."""
-        if self.may_skip_prompts and self.best == 0:
-            return 0
-        return -1
+    def rests_while_reading(self) -> bool:
+        """True where a drafter at rest need not read prompts."""
+        return self.may_skip_prompts and self.best == 0
 
     def next(self, limit: int, expected: Sequence[float] | None = None) -> int:
         """Return the preset of the next cycle.

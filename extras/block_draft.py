@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from checkpoint import Quantization, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, StaticTree, replace_fields
-from drafters import Confirmed, Root
+from drafters import DrafterUpdate, DraftInputs, Method
 from eagle_draft import is_same_embedding
 from extras.level_draft import LevelDrafter, head_options, tree_of
 from hf.block_heads import BlockConfig, block_names, read_block_head
@@ -138,18 +138,18 @@ class BlockDrafter(LevelDrafter):
         cache = KVCache.empty(config.model, batch, slots, weight.dtype, str(weight.device))
         return BlockState(cache, torch.zeros(batch, dtype=torch.long, device=weight.device))
 
-    def extend(self, state: BlockState, confirmed: Confirmed) -> BlockState:
+    def extend(self, state: BlockState, update: DrafterUpdate) -> BlockState:
         """Read the confirmed tokens' hidden states. Writes: slots from length on."""
-        window = causal_window(state.length, confirmed.features.shape[1])
-        taps = confirmed.features[..., self.head.config.model.dim :]
+        window = causal_window(state.length, update.features.shape[1])
+        taps = update.features[..., self.head.config.model.dim :]
         self.head.read(taps, state.cache, window)
-        return replace_fields(state, length=state.length + confirmed.count)
+        return replace_fields(state, length=state.length + update.count)
 
     def rewind(self, state: BlockState, length: Tensor) -> BlockState:
         """Forget all but the first `length` tokens."""
         return replace_fields(state, length=length)
 
-    def run_block(self, state: BlockState, root: Root) -> Tensor:
+    def run_block(self, state: BlockState, inputs: DraftInputs) -> Tensor:
         """Run the block: [B, D, F], the input of the LM head for each level.
 
         Writes: slots length .. length + block_size - 1.
@@ -161,12 +161,12 @@ class BlockDrafter(LevelDrafter):
         if not block.causal:
             window = Window(window.slots, window.start, torch.ones_like(window.mask))
         tokens = torch.full_like(window.slots, block.mask_token)  # [B, T]
-        tokens = torch.cat((root.text.root[:, None], tokens[:, 1:]), 1)
+        tokens = torch.cat((inputs.text.root[:, None], tokens[:, 1:]), 1)
         hidden = self.head(tokens, window.slots, state.cache, window)  # [B, T, F]
         return hidden[:, first : first + self.tree.depth]
 
-    def level_scores(self, state: BlockState, root: Root) -> Tensor:
-        return self.lm_head(self.run_block(state, root))
+    def level_scores(self, state: BlockState, inputs: DraftInputs) -> Tensor:
+        return self.lm_head(self.run_block(state, inputs))
 
 
 class SparkLevels(NamedTuple):
@@ -192,10 +192,10 @@ class SparkDrafter(BlockDrafter):
             if self.vocab.ids is not None:
                 self.bias_of = rows_of(self.bias_of, self.vocab.ids)
 
-    def root_output(self, state: BlockState, root: Root) -> tuple[SparkLevels, Tensor]:
-        hidden = self.run_block(state, root)
-        before = self.head.token_rows(root.text.root[:, None])
-        return SparkLevels(hidden, self.lm_head(hidden), before), root.text.pos
+    def root_output(self, state: BlockState, inputs: DraftInputs) -> tuple[SparkLevels, Tensor]:
+        hidden = self.run_block(state, inputs)
+        before = self.head.token_rows(inputs.text.root[:, None])
+        return SparkLevels(hidden, self.lm_head(hidden), before), inputs.text.pos
 
     def forward_nodes(
         self,
@@ -212,8 +212,10 @@ class SparkDrafter(BlockDrafter):
         scores = out.scores[:, level, None]
         return scores if self.bias_of is None else scores + self.bias_of(out.before)
 
-    def score_children(self, out: SparkLevels, level: int, root: Root) -> Scores | Children:
-        scores = super().score_children(out, level, root)
+    def score_children(
+        self, out: SparkLevels, level: int, inputs: DraftInputs
+    ) -> Scores | Children:
+        scores = super().score_children(out, level, inputs)
         if not self.head.config.confidence:
             return scores
         best = scores.best(self.tree.plan[level].k)
@@ -252,3 +254,9 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> BlockDrafter:
     lm_head = draft_lm_head(model, quant, vocab.ids if vocab else None)
     kind = SparkDrafter if head.config.markov_rank or head.config.confidence else BlockDrafter
     return kind(head, target, tree, lm_head, vocab=vocab, **options)
+
+
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Load `--draft block`, as `load_drafter`. Raises: ValueError."""
+    drafter = load_drafter(target, config)
+    return Method((drafter,), drafter.resolved_options())

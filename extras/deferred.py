@@ -21,10 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draft_tree import DraftTree, Text, replace_fields
-from drafters import Confirmed, Drafter, Root, RootOnly, TreeDrafter
+from draft_tree import DecodedTokens, DraftTree, replace_fields
+from drafters import Drafter, DrafterUpdate, DraftInputs, RootOnly, TreeDrafter
+from extras.presets import PresetDrafter
 from model import Transformer
 from ops.library import on_cpp_device
+from runtime import copy_into
+from session import Session
 
 MAX_KEPT = 16  # tokens whose features are kept
 
@@ -33,17 +36,18 @@ class DeferredState(NamedTuple):
     """A drafter's state, and the features of the tokens that it has not read."""
 
     own: Any  # with its `length`, [B] int64, tokens that it has read
-    # [B, MAX_KEPT + 1, F], as in `Confirmed`; token i is in place i % MAX_KEPT; one is spare
+    # [B, MAX_KEPT + 1, F], as in `DrafterUpdate`; token i is in place i % MAX_KEPT; one is spare
     features: Tensor
     count: Tensor  # [B] int64, deferred tokens; the last MAX_KEPT of them are kept
     passed: Tensor  # [B] int64, grows with every step; 0: no token has passed
     found: Any = ()  # state of the lookup, where there is one
 
 
-class Deferred(Drafter):
+class Deferred(PresetDrafter):
     """A drafter that may defer. Its trees start from a state that has caught up."""
 
-    timed = True
+    max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
+    may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
 
     def __init__(
         self,
@@ -62,29 +66,21 @@ class Deferred(Drafter):
         self.drafter = drafter
         self.grower = grower or drafter
         self.lookup = lookup or RootOnly()
-        self.lookups = len(self.lookup.smaller)  # its trees; the smallest preset has none
-        self.rates = self.lookup.rates
-        self.kept = self.lookup.kept
         self.weight = target.norm.weight
         self.smaller = (*smaller,)
         self.depth = self.grower.depth
         self.size = self.grower.size
         self.width = self.grower.width
-        self.fresh_rows = self.grower.fresh_rows
         self.keeps_nodes = drafter.keeps_nodes
         self.layers = drafter.layers
         self.aux_layers = drafter.aux_layers
 
     @property
     def name(self) -> str:
-        return self.grower.name
+        return self.grower.name if isinstance(self.grower, TreeDrafter) else super().name
 
     def fuse(self, enable: bool) -> None:
         self.drafter.fuse(enable)
-
-    def prefer(self, text: Text) -> Tensor | None:
-        """Ask the drafter alone: 0 for no tree, or a number past the last preset."""
-        return self.drafter.prefer(text)
 
     def resolved_options(self) -> dict[str, Any]:
         names = [preset.name for preset in self.presets]
@@ -98,17 +94,10 @@ class Deferred(Drafter):
         found = self.lookup.init(batch, slots)
         return DeferredState(own, features, count, count.clone(), found)
 
-    def expected(self, state: DeferredState) -> Tensor | None:
-        """Return those of the smallest preset and the lookup's trees, which follow it."""
-        return self.lookup.expected(state.found)
-
-    def outcomes(self, state: DeferredState) -> Tensor | None:
-        return self.lookup.outcomes(state.found)
-
-    def extend(self, state: DeferredState, confirmed: Confirmed) -> DeferredState:
-        own = self.drafter.extend(state.own, confirmed)
-        found = self.lookup.extend(state.found, confirmed)
-        return replace_fields(state, own=own, passed=state.passed + confirmed.count, found=found)
+    def extend(self, state: DeferredState, update: DrafterUpdate) -> DeferredState:
+        own = self.drafter.extend(state.own, update)
+        found = self.lookup.extend(state.found, update)
+        return replace_fields(state, own=own, passed=state.passed + update.count, found=found)
 
     def rewind(self, state: DeferredState, length: Tensor) -> DeferredState:
         """Forget all but the first `length` tokens, and all deferred ones.
@@ -125,10 +114,10 @@ class Deferred(Drafter):
         found = self.lookup.rewind(state.found, length)
         return replace_fields(state, own=own, count=count, passed=length, found=found)
 
-    def propose(self, state: DeferredState, root: Root) -> DraftTree:
-        return self.grower.propose(state.own, root)
+    def propose(self, state: DeferredState, inputs: DraftInputs) -> DraftTree:
+        return self.grower.propose(state.own, inputs)
 
-    def catch_up(self, state: DeferredState, text: Text) -> DeferredState:
+    def catch_up(self, state: DeferredState, text: DecodedTokens) -> DeferredState:
         """Read the kept tokens. Writes: the drafter's own cache.
 
         A drafter that keeps its nodes also reads the token before: it may not have run it.
@@ -144,7 +133,7 @@ class Deferred(Drafter):
         # with `again`, features lag a place behind tokens: such drafters read none
         features = state.features.gather(1, index)
         own = self.drafter.rewind(state.own, state.own.length - again)
-        own = self.drafter.extend(own, Confirmed(tokens, features, kept + again))
+        own = self.drafter.extend(own, DrafterUpdate(tokens, features, kept + again))
         return replace_fields(state, own=own, count=torch.zeros_like(state.count))
 
 
@@ -164,25 +153,49 @@ class Idle(Deferred):
         self.may_skip = not drafter.keeps_nodes
         self.max_deferred = MAX_KEPT - 1  # with the token before, as many as are kept
 
-    def propose(self, state: DeferredState, root: Root) -> DraftTree:
-        return self.grower.propose(state.found, root)
+    def propose(self, state: DeferredState, inputs: DraftInputs) -> DraftTree:
+        return self.grower.propose(state.found, inputs)
 
-    def extend(self, state: DeferredState, confirmed: Confirmed) -> DeferredState:
+    def extend(self, state: DeferredState, update: DrafterUpdate) -> DeferredState:
         """Keep the features of the last tokens. Writes: the kept features."""
-        found = self.lookup.extend(state.found, confirmed)
+        found = self.lookup.extend(state.found, update)
+        rows = update.count
+        if update.at_root is not None:  # of a prompt only the chunk that completes it waits
+            rows = rows * update.at_root
         if on_cpp_device(state.count, "tree"):
-            counts = (confirmed.count, state.count, state.passed)
-            count, passed = torch.ops.gpt_eagle.keep_rows(
-                state.features, confirmed.features, *counts
-            )
+            counts = (rows, state.count, state.passed)
+            count, passed = torch.ops.gpt_eagle.keep_rows(state.features, update.features, *counts)
             return replace_fields(state, count=count, passed=passed, found=found)
-        step = torch.arange(confirmed.features.shape[1], device=state.count.device)
-        count = confirmed.count[:, None]  # [B, 1]
+        step = torch.arange(update.features.shape[1], device=state.count.device)
+        count = rows[:, None]  # [B, 1]
         number = state.count[:, None] + step  # [B, R]
         kept = (step < count) & (step >= count - MAX_KEPT)
         place = torch.where(kept, number % MAX_KEPT, MAX_KEPT)
         sequences = torch.arange(len(place), device=place.device)[:, None]
-        state.features[sequences, place] = confirmed.features
-        count = state.count + confirmed.count
+        state.features[sequences, place] = update.features
+        count = state.count + rows
         passed = state.passed + len(step)
         return replace_fields(state, count=count, passed=passed, found=found)
+
+
+def catch_up(session: Session, preset: int, waiting: int) -> int:
+    """Before a step: let the drafter catch up, if the preset may defer no more tokens.
+
+    waiting: cycles since it last did. Writes: the drafter's state. Returns: cycles that wait then.
+    """
+    drafter = session.engine.presets[preset]
+    if not isinstance(drafter, Deferred):
+        return 0
+    due = waiting >= drafter.max_deferred and not drafter.may_skip
+    if waiting and due:
+        largest = session.engine.drafter
+        buffers = session.buffers
+
+        def body() -> None:
+            state = buffers.state
+            text = DecodedTokens(state.tokens, state.pos)
+            copy_into(state.drafter_state, largest.catch_up(state.drafter_state, text))
+
+        session.run_step("catch up", body)
+        waiting = 0
+    return waiting + (drafter.max_deferred > 0)

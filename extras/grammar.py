@@ -24,7 +24,6 @@ from torch import Tensor
 
 from command_line import require
 from decode import Engine
-from drafters import Drafter
 from extras.guided_draft import Guided, masks
 from files import one_line
 from hf.tokenizer import Tokenizer
@@ -74,6 +73,11 @@ class Grammar:
     def guide(self) -> Guide:
         """Begin a text."""
         return Guide(Place(self, self.matcher.deep_copy()))
+
+    @staticmethod
+    def for_session(count: int) -> SessionGuide:
+        """Return what masks the tokens of a session of `count` sequences (`Session.guide`)."""
+        return SessionGuide(count)
 
 
 @lru_cache(maxsize=4)
@@ -177,14 +181,55 @@ class Guide:
             self.place = self.place.after(token)
         return tokens
 
-    def mask(self, device: torch.device) -> Tensor:
-        """Return the tokens that may follow, [1, 1, V] bool."""
-        return masks([[self.place]], self.place.grammar.vocab, device)
 
-    def around(
-        self, drafter: Drafter, preset: int, guides: list[Guide | None], live: list[bool]
-    ) -> Guided:
-        """Return a preset of a drafter under the grammars of all sequences; None: no grammar."""
+class SessionGuide:
+    """The places of a session's sequences, each with its grammar or none."""
+
+    fault = "the grammar allows neither a token nor the end here; correct it"
+
+    def __init__(self, count: int):
+        """count: sequences"""
+        self.guides: list[Guide | None] = [None] * count
+
+    def begin(self, seq: int, grammar: Grammar | None) -> None:
+        """Begin a sequence's turn."""
+        self.guides[seq] = grammar.guide() if grammar else None
+
+    def active(self, live: list[bool]) -> bool:
+        """Return whether any sequence that decodes has a grammar."""
+        return any(guide and decodes for guide, decodes in zip(self.guides, live))
+
+    def take(self, seq: int, tokens: list[int]) -> list[int]:
+        """Return the decided tokens that a sequence's grammar allows, as `Guide.take`."""
+        guide = self.guides[seq]
+        return guide.take(tokens) if guide else tokens
+
+    def root_mask(self, seq: int, device: torch.device) -> Tensor | None:
+        """Return the tokens that may follow a prompt, [1, 1, V] bool; None: all."""
+        guide = self.guides[seq]
+        if guide is None:
+            return None
+        return masks([[guide.place]], guide.place.grammar.vocab, device)
+
+    def around(self, engine: Engine, preset: int, live: list[bool]) -> Guided:
+        """Return a preset of the engine under the grammars of the sequences that decode."""
+        guides = [guide if decodes else None for guide, decodes in zip(self.guides, live)]
         places = [guide.place if guide else None for guide in guides]
-        vocab = self.place.grammar.vocab
-        return Guided(drafter, drafter.presets[preset], places, live, vocab)
+        vocab = engine.target.config.vocab_size
+        return Guided(engine.drafter, engine.presets[preset], places, live, vocab)
+
+
+def compile_grammars(engine: Engine, grammar: Any, count: int) -> list[Any]:
+    """Compile the grammars of some prompts.
+
+    grammar: None, a text in Lark or GBNF, or a JSON schema (a dict); a list gives each its own
+    count: prompts
+    Returns: a `Grammar` or None per prompt. Raises: ValueError.
+    """
+    each = grammar if isinstance(grammar, list) else [grammar]
+    fault = f"grammar has {len(each)} values, and there are {count} prompts; give one for each"
+    require(len(each) == count or each is not grammar, fault)
+    compiled = []
+    for source in each:
+        compiled.append(None if source is None else Grammar(engine, source))
+    return compiled if each is grammar else compiled * count

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cli.tree_paths import MAX_NODES
 from draft_tree import DraftTree, build_tree, replace_fields
-from drafters import Confirmed, Drafter, DraftVocab, Root, RootOnly
+from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from ops.tree import Frontier
 
 Places = list[Any]  # of extras.grammar.Place; None: any token may follow, or no node does
@@ -112,19 +112,19 @@ class Guided(Drafter):
         self.live = live
         self.vocab = vocab
         # a draft model must have run the nodes that it keeps; vanilla decoding stays what it is
-        self.appends = not whole.keeps_nodes and not isinstance(whole, RootOnly)
+        self.keeps_nodes = getattr(whole, "keeps_nodes", False)
+        self.appends = not self.keeps_nodes and not isinstance(whole, RootOnly)
         run = max(map(_forced, roots)) if self.appends else 0
         self.depth = max(drafter.depth, run)
         self.size = max(drafter.size, run + 1)
         self.width = max(drafter.width, 2)  # accepted nodes may lie apart
-        self.fresh_rows = drafter.fresh_rows
 
-    def extend(self, state: Any, confirmed: Confirmed) -> Any:
-        return self.drafter.extend(state, confirmed)
+    def extend(self, state: Any, update: DrafterUpdate) -> Any:
+        return self.drafter.extend(state, update)
 
-    def propose(self, state: Any, root: Root) -> DraftTree:
+    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         """Propose a tree, at most `size` nodes. Writes: scratch slots of the drafter's cache."""
-        tree = self.drafter.propose(state, replace_fields(root, guide=Walk(self.roots)))
+        tree = self.drafter.propose(state, replace_fields(inputs, guide=Walk(self.roots)))
         values = torch.zeros(tree.tokens.shape) if tree.values is None else tree.values
         lists = [part.tolist() for part in (tree.tokens, tree.parents, tree.valid, values)]
         rows = [self._choose(b, *row) for b, row in enumerate(zip(*lists))]
@@ -139,7 +139,7 @@ class Guided(Drafter):
         tokens = column(lambda node: node.token, tree.tokens)
         parents = column(lambda node: node.parent, tree.tokens)
         drafted = None
-        if tree.places is not None:
+        if self.keeps_nodes and tree.places is not None:
             drafted = tree.places.gather(1, column(lambda node: node.drafted[0], tree.tokens))
         places = [[node.place for node in row] for row in rows]
         return replace_fields(

@@ -1,30 +1,34 @@
-"""Additions of --inflate, --draft_vocab and --draft eagle+ngram to a draft head."""
+"""EAGLE heads with additions: --inflate, --draft_vocab and --draft eagle+ngram."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from drafters import Method, Policy
+from eagle_draft import load_drafter
+from extras.kept_texts import texts_for
+from extras.ngram_draft import Ngram
+from extras.presets import PresetPolicy
+from methods import entry_of
 from model import Transformer
 from options import GenerateConfig
 
 
-def head_extras(target: Transformer, config: GenerateConfig, kept: Any = None) -> dict[str, Any]:
-    """Return further arguments of `eagle_draft.load_drafter`.
-
-    kept: texts that lookups search, too
-    Raises: ValueError for options or files that do not fit.
-    """
-    extras: dict[str, Any] = {}
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Load an EAGLE head. Raises: ValueError for options or files that do not fit."""
+    added: dict[str, Any] = {}
+    policy = Policy()
     if config.inflate:
         from extras.stand_in import head_source
 
-        extras["source"] = head_source(config, target)
+        added["source"] = head_source(config, target)
     if config.draft_vocab:
         from extras.draft_vocab import vocab_from
 
-        extras["vocab"] = vocab_from(config, target)
-    if config.draft == "eagle+ngram":
-        from extras.ngram_draft import Ngram
-
-        extras["graft"] = Ngram.from_config(config, kept)
-    return extras
+        added["vocab"] = vocab_from(config, target)
+    if entry_of(config).looks_up:
+        kept = texts_for(config, target, tokenizer)
+        added["graft"] = Ngram.from_config(config, kept)
+        policy = PresetPolicy(kept)
+    drafter = load_drafter(target, config, **added)
+    return Method((drafter,), drafter.resolved_options(), policy)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from checkpoint import Quantization, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, StaticTree, replace_fields
-from drafters import Confirmed, Root, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
 from eagle_draft import EagleState
 from extras.level_draft import head_options, score_with, tree_of
 from extras.medusa_draft import FeatureState, empty_feature, last_of
@@ -125,24 +125,26 @@ class HydraDrafter(TreeDrafter):
         return EagleState(cache, state.length, hidden)
 
     def extend(
-        self, state: FeatureState | EagleState, confirmed: Confirmed
+        self, state: FeatureState | EagleState, update: DrafterUpdate
     ) -> FeatureState | EagleState:
         """Read the confirmed tokens. Writes: slots length .. length + R - 1 of the prefix layer."""
-        length = state.length + confirmed.count
+        length = state.length + update.count
         if not self.heads.prefix:
-            hidden = last_of(confirmed.features, confirmed.count, state.hidden)
+            hidden = last_of(update.features, update.count, state.hidden)
             return FeatureState(length, hidden)
-        window = causal_window(state.length, confirmed.features.shape[1])
-        out = self.heads.attend(confirmed.features, window.slots, state.cache, window)
-        hidden = last_of(out, confirmed.count, state.hidden)
+        window = causal_window(state.length, update.features.shape[1])
+        out = self.heads.attend(update.features, window.slots, state.cache, window)
+        hidden = last_of(out, update.count, state.hidden)
         return replace_fields(state, length=length, hidden=hidden)
 
     def rewind(self, state: FeatureState | EagleState, length: Tensor) -> FeatureState | EagleState:
         """Forget all but the first `length` tokens."""
         return replace_fields(state, length=length)
 
-    def root_output(self, state: FeatureState | EagleState, root: Root) -> tuple[Tensor, Tensor]:
-        embedded = self.embedding(root.text.root[:, None])
+    def root_output(
+        self, state: FeatureState | EagleState, inputs: DraftInputs
+    ) -> tuple[Tensor, Tensor]:
+        embedded = self.embedding(inputs.text.root[:, None])
         return torch.cat((state.hidden, embedded), -1), state.length  # [B, 1, 2F]
 
     def forward_nodes(
@@ -185,3 +187,9 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> HydraDrafter:
     tree = tree_of(config, heads.config.heads, path)
     lm_head = score_with(heads, target, quant, vocab)
     return HydraDrafter(heads, target, tree, lm_head, vocab=vocab, **options)
+
+
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Load `--draft hydra`, as `load_drafter`. Raises: ValueError."""
+    drafter = load_drafter(target, config)
+    return Method((drafter,), drafter.resolved_options())

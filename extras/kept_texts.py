@@ -30,7 +30,10 @@ import torch
 from torch import Tensor
 
 from command_line import require
-from files import alone, parse_json, read_named, replace_file
+from files import folder_lock, parse_json, read_named, replace_file
+from methods import entry_of
+from model import Transformer
+from options import GenerateConfig
 
 CAPACITY = 16384  # tokens, with a separator behind each text
 RUN = 8  # tokens
@@ -109,6 +112,29 @@ class KeptTexts:
         weakref.finalize(self, _write, file, vocabulary, before, state)
 
 
+def texts_for(
+    config: GenerateConfig, target: Transformer, tokenizer: Any, successors: Tensor | None = None
+) -> KeptTexts | None:
+    """Make what is kept of past requests, --draft_store included; None where none is used.
+
+    successors: as for `KeptTexts`
+    Raises: ValueError for --draft_store with another drafter, and for a file that is no store.
+    """
+    entry = entry_of(config)
+    beside = entry.head and config.tree_shape == "auto" and config.device == "cpu"
+    # under the residual rule the drafts of past requests would change the tokens
+    keeps = (entry.keeps_texts or beside) and config.accept == "exact"
+    fault = "--draft_store belongs to lookups and recycling with --accept exact; use --draft ngram"
+    require(keeps or not config.draft_store, fault)
+    if not keeps:
+        return None
+    kept = KeptTexts(target.norm.weight.device, successors=successors)
+    if config.draft_store:
+        size = target.config.vocab_size
+        kept.keep_in(Path(config.draft_store), vocabulary_of(tokenizer, size), size)
+    return kept
+
+
 def vocabulary_of(tokenizer: Any, size: int) -> str:
     """Return a digest of the tokens. tokenizer: None where only ids go in and out; size: V"""
     digest = hashlib.sha256(str(size).encode())
@@ -171,7 +197,7 @@ def _write(
         path.write_text(value + "\n", encoding="utf-8")
 
     try:
-        with alone(file.parent):
+        with folder_lock(file.parent):
             replace_file(file, write)
     except OSError as error:
         with suppress(OSError, ValueError, AttributeError):  # standard error may be closed by now

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from checkpoint import Quantization
 from command_line import require
 from draft_tree import DynamicTree, StaticTree
-from drafters import DraftVocab, Root, TreeDrafter
+from drafters import DraftInputs, DraftVocab, TreeDrafter
 from hf.heads import draft_lm_head, rows_of
 from kv_cache import Window
 from model import Transformer
@@ -33,15 +33,15 @@ from options import DEPTH, MEDUSA_PATHS, GenerateConfig
 class LevelDrafter(TreeDrafter):
     """Grows trees from the scores of all levels. Subclasses give `level_scores`."""
 
-    def level_scores(self, state: Any, root: Root) -> Tensor:
+    def level_scores(self, state: Any, inputs: DraftInputs) -> Tensor:
         """Score the tokens of every level: [B, D, Vd] fp32, level 0 that of the root's children.
 
         Writes: the drafter's own cache, if it has one.
         """
         raise NotImplementedError
 
-    def root_output(self, state: Any, root: Root) -> tuple[Tensor, Tensor]:
-        return self.level_scores(state, root), root.text.pos
+    def root_output(self, state: Any, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+        return self.level_scores(state, inputs), inputs.text.pos
 
     def forward_nodes(
         self, state: Any, frontier: Frontier, out: Tensor, positions: Tensor, window: Window

@@ -26,7 +26,9 @@ from torch import Tensor
 from cli.tree_paths import MAX_NODES
 from command_line import require
 from draft_tree import DraftTree, replace_fields
-from drafters import Confirmed, Drafter, Root
+from drafters import Drafter, DrafterUpdate, DraftInputs, Method
+from extras.presets import pick_and_rank
+from model import Transformer
 from ops.tree import ancestors
 from options import GenerateConfig
 
@@ -45,8 +47,6 @@ class Lookahead(NamedTuple):
 
 class LookaheadDrafter(Drafter):
     """Proposes the latest n-grams that begin with the root, and the window beside them."""
-
-    successors = 1
 
     def __init__(self, sizes: tuple[int, int, int], device: torch.device | str = "cpu"):
         """sizes: W, N, G. Raises: ValueError."""
@@ -98,17 +98,17 @@ class LookaheadDrafter(Drafter):
         empty = torch.full_like(state.pool, -1)
         return replace_fields(state, pool=empty, passes=torch.zeros_like(state.passes))
 
-    def extend(self, state: Lookahead, confirmed: Confirmed) -> Lookahead:
+    def extend(self, state: Lookahead, update: DrafterUpdate) -> Lookahead:
         """Move the window by one row, and add its n-grams to the pool."""
         W, N, _ = self.sizes
         window, pool, passes = state
-        if confirmed.successors is None:  # of a prompt
-            tokens, pos = confirmed.text
+        if update.tree is None:  # of a prompt
+            tokens, pos = update.text
             step = torch.arange((N - 1) * W, device=pos.device) * STRIDE
             start = tokens.gather(1, step % (pos[:, None] + 1)).view_as(window)
             return replace_fields(state, window=start)
-        new = confirmed.successors[:, self.last_row, 0]  # [B, W]
-        began = confirmed.tokens[:, :1]  # [B, 1], the root that was verified
+        new = update.extra[:, self.last_row, 0]  # [B, W]
+        began = update.tokens[:, :1]  # [B, 1], the root that was verified
         first = torch.cat((began, window[:, 0, 1:]), 1)
         ngrams = torch.stack((first, *window[:, 1:].unbind(1), new), 2)  # [B, W, N]
         place = passes[:, None] * W + torch.arange(W, device=passes.device)
@@ -118,10 +118,10 @@ class LookaheadDrafter(Drafter):
         window = torch.cat((window[:, 1:], new[:, None]), 1)
         return Lookahead(window, pool, passes + 1)
 
-    def propose(self, state: Lookahead, root: Root) -> DraftTree:
+    def propose(self, state: Lookahead, inputs: DraftInputs) -> DraftTree:
         W, N, G = self.sizes
         window, pool, passes = state
-        last = root.text.root[:, None]  # [B, 1]
+        last = inputs.text.root[:, None]  # [B, 1]
         place = torch.arange(POOL, device=last.device)
         age = (place - passes[:, None] * W) % POOL  # the latest has the largest
         score = torch.where(pool[:, :, 0] == last, age, -1)  # [B, POOL]
@@ -140,3 +140,9 @@ class LookaheadDrafter(Drafter):
         parents = self.parents.expand(B, -1)
         depths = self.depths.expand(B, -1)
         return DraftTree(tokens, parents, depths, self.mask.expand(B, -1, -1), torch.cat(valid, 1))
+
+
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Make `--draft lookahead`. Raises: ValueError for sizes that do not fit."""
+    drafter = LookaheadDrafter.from_config(config, target.norm.weight.device)
+    return Method((drafter,), drafter.resolved_options(), pick_tokens=pick_and_rank)

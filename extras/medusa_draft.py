@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from checkpoint import Quantization, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, StaticTree, replace_fields
-from drafters import Confirmed, Root
+from drafters import DrafterUpdate, DraftInputs, Method
 from extras.level_draft import LevelDrafter, head_options, score_with, tree_of
 from hf.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
 from hf.weights import Storage, load_weights
@@ -101,15 +101,15 @@ class MedusaDrafter(LevelDrafter):
     def init(self, batch: int, slots: int) -> FeatureState:
         return empty_feature(self.target, batch)
 
-    def extend(self, state: FeatureState, confirmed: Confirmed) -> FeatureState:
-        hidden = last_of(confirmed.features, confirmed.count, state.hidden)
-        return FeatureState(state.length + confirmed.count, hidden)
+    def extend(self, state: FeatureState, update: DrafterUpdate) -> FeatureState:
+        hidden = last_of(update.features, update.count, state.hidden)
+        return FeatureState(state.length + update.count, hidden)
 
     def rewind(self, state: FeatureState, length: Tensor) -> FeatureState:
         """Forget all but the first `length` tokens."""
         return replace_fields(state, length=length)
 
-    def level_scores(self, state: FeatureState, root: Root) -> Tensor:
+    def level_scores(self, state: FeatureState, inputs: DraftInputs) -> Tensor:
         x = self.heads(state.hidden).squeeze(1)[:, : self.tree.depth]  # [B, D, F]
         if not self.heads.config.own_lm_heads:
             return self.lm_head(x)
@@ -140,3 +140,9 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> MedusaDrafter:
     tree = tree_of(config, heads.config.heads, path)
     lm_head = score_with(heads, target, quant, vocab)
     return MedusaDrafter(heads, target, tree, lm_head, vocab=vocab, **options)
+
+
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Load `--draft medusa`, as `load_drafter`. Raises: ValueError."""
+    drafter = load_drafter(target, config)
+    return Method((drafter,), drafter.resolved_options())

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
 from command_line import require
-from draft_tree import DraftTree, DynamicTree, StaticTree, Text, replace_fields
-from drafters import LARGEST, Confirmed, Root, RootOnly, TreeDrafter
+from draft_tree import DraftTree, DynamicTree, StaticTree, replace_fields
+from drafters import DrafterUpdate, DraftInputs, Method, RootOnly, TreeDrafter
+from extras.presets import PresetPolicy
 from files import is_gguf
 from hf.config import read_config, read_raw
 from hf.head_kinds import head_kind
@@ -76,17 +77,10 @@ class ModelDrafter(TreeDrafter):
         self.model = model
         self.layers = model.layers
         self.shorter = model.config.max_context < target.config.max_context
-        self.smaller = (RootOnly(),) if self.shorter else ()
 
     def fuse(self, enable: bool) -> None:
         """Run each pass of the model in one C++ call, where that is supported."""
         self.model.fuse(enable)
-
-    def prefer(self, text: Text) -> Tensor | None:
-        """Allow any tree while the root is inside the draft model's context."""
-        if not self.shorter:
-            return None
-        return torch.where(text.pos < self.model.config.max_context, LARGEST, 0)
 
     def init(self, batch: int, slots: int) -> ModelState:
         """Return an empty state; the cache has room for the root and a draft behind `slots`."""
@@ -95,37 +89,37 @@ class ModelDrafter(TreeDrafter):
         cache = KVCache.empty(self.model.config, batch, slots, weight.dtype, str(weight.device))
         return ModelState(cache, torch.zeros(batch, dtype=torch.long, device=weight.device))
 
-    def extend(self, state: ModelState, confirmed: Confirmed) -> ModelState:
+    def extend(self, state: ModelState, update: DrafterUpdate) -> ModelState:
         """Read the tokens of a prompt, or keep those of an accepted path.
 
         Writes: cache slots from length on.
         """
-        if confirmed.slots is None:
-            window = causal_window(state.length, confirmed.features.shape[1])
-            self.model(confirmed.tokens[:, :-1], window.slots, state.cache, window)
+        if update.tree is None:
+            window = causal_window(state.length, update.features.shape[1])
+            self.model(update.tokens[:, :-1], window.slots, state.cache, window)
         elif self.width > 1:  # a chain's nodes are in their final slots already
-            state.cache.compact(state.length, confirmed.slots)
-        return replace_fields(state, length=state.length + confirmed.count)
+            state.cache.compact(state.length, update.places)
+        return replace_fields(state, length=state.length + update.count)
 
     def rewind(self, state: ModelState, length: Tensor) -> ModelState:
         """Forget all but the first `length` positions."""
         return replace_fields(state, length=length)
 
-    def propose(self, state: ModelState, root: Root) -> DraftTree:
+    def propose(self, state: ModelState, inputs: DraftInputs) -> DraftTree:
         """Propose a tree, no deeper than the draft model's context.
 
         Writes: cache slots from length - 1 on.
         """
-        tree = super().propose(state, root)
+        tree = super().propose(state, inputs)
         if not self.shorter:
             return tree
         # a node is valid if the model could read its parent
-        inside = root.text.pos[:, None] + tree.depths <= self.model.config.max_context  # [B, N]
+        inside = inputs.text.pos[:, None] + tree.depths <= self.model.config.max_context  # [B, N]
         return replace_fields(tree, valid=tree.valid & (inside | (tree.depths == 0)))
 
-    def root_output(self, state: ModelState, root: Root) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: ModelState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         window = causal_window(state.length, 2, back=1)  # only an idle sequence has length 0
-        tokens = root.text.tokens.gather(1, window.slots)  # [B, 2]
+        tokens = inputs.text.tokens.gather(1, window.slots)  # [B, 2]
         out = self.model(tokens, window.slots, state.cache, window)  # [B, 2, F]
         first = state.length + 1 if self.scratch else state.length  # unread without scratch slots
         return out[:, 1:], first
@@ -209,3 +203,15 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
         config.draft_tree,
         children=config.child_rule,
     )
+
+
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Load `--draft model`: past the draft model's own context, no tree is drafted.
+
+    Raises: ValueError for a draft model or a tree that does not fit.
+    """
+    drafter = load_drafter(target, config)
+    if not drafter.shorter:
+        return Method((drafter,), drafter.resolved_options())
+    policy = PresetPolicy(reach=drafter.model.config.max_context)
+    return Method((RootOnly(), drafter), drafter.resolved_options(), policy)

@@ -29,9 +29,13 @@ import torch
 from torch import Tensor
 
 from cli.tree_paths import MAX_NODES
-from draft_tree import DraftTree, Text, replace_fields, root_tree
-from drafters import Confirmed, Drafter, Root
+from draft_tree import DecodedTokens, DraftTree, replace_fields, root_tree
+from drafters import DrafterUpdate, DraftInputs, Method
+from extras.autosize import AutoTrees
+from extras.kept_texts import texts_for
 from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
+from extras.presets import PresetDrafter
+from model import Transformer
 from ops.library import on_cpp_device
 from ops.tree import Candidates, rerank
 from options import GenerateConfig
@@ -81,7 +85,7 @@ class Ngram:
                 "raise --tree_size"
             )
 
-    def add(self, pool: Candidates, text: Text) -> Candidates:
+    def add(self, pool: Candidates, text: DecodedTokens) -> Candidates:
         """Add the continuations to the candidates of a tree.
 
         Each one ranks before the next, and all rank before candidates with values below -K.
@@ -95,7 +99,7 @@ class Ngram:
         return pool
 
 
-def match_lengths(text: Text, longest: int) -> Tensor:
+def match_lengths(text: DecodedTokens, longest: int) -> Tensor:
     """Count for each place how many tokens up to and including it equal the last ones of the text.
 
     longest: upper bound of the count
@@ -112,7 +116,7 @@ def match_lengths(text: Text, longest: int) -> Tensor:
     return length
 
 
-def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
+def lookup(text: DecodedTokens, ngram: Ngram) -> tuple[Tensor, Tensor]:
     """Return the best continuations, pairwise different: longest match first, then the latest.
 
     Kept texts lie before the text, with -1 behind each, which a copy takes as 0.
@@ -128,7 +132,7 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
         kept = ngram.kept.tokens
         before = len(kept)
         joined = torch.cat((kept.expand(len(text.pos), -1), text.tokens), 1)
-        text = Text(joined, text.pos + before)
+        text = DecodedTokens(joined, text.pos + before)
     S = text.tokens.shape[1]
     place = torch.arange(S, device=text.pos.device)
     steps = torch.arange(ngram.tokens, device=text.pos.device)
@@ -180,10 +184,8 @@ def add_chain(pool: Candidates, tokens: Tensor, values: Tensor) -> Candidates:
     return pool
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(PresetDrafter):
     """Proposes the likeliest continuations of a lookup, in trees of several sizes."""
-
-    timed = True
 
     def __init__(self, ngram: Ngram, device: torch.device | str = "cpu", sizes: Sequence[int] = ()):
         """sizes: nodes of the trees, root included, ascending; by default those for the device"""
@@ -195,7 +197,6 @@ class NgramDrafter(Drafter):
         self.sizes = tuple(size for size in usual if size < ngram.size)
         if len(self.sizes) < len(usual):
             self.sizes += (ngram.size,)
-        self.lookups = len(self.sizes)
         self._set_size(self.sizes[-1])
         self.smaller = tuple(self._with_size(size) for size in (1, *self.sizes[:-1]))
 
@@ -224,12 +225,12 @@ class NgramDrafter(Drafter):
         parents = torch.full_like(tokens, -1)
         return Lookup(tokens, values, parents, lengths, root, outcomes, expected)
 
-    def extend(self, state: Lookup, confirmed: Confirmed) -> Lookup:
+    def extend(self, state: Lookup, update: DrafterUpdate) -> Lookup:
         """Learn from the decided tokens, and look up what may follow.
 
         Writes: on a CPU, the state.
         """
-        text = confirmed.text
+        text = update.text
         sizes = (1, *self.sizes)
         if on_cpp_device(text.pos, "tree"):
             kept = None if self.kept is None else self.kept.searched
@@ -245,14 +246,16 @@ class NgramDrafter(Drafter):
     def rewind(self, state: Lookup, length: Tensor) -> Lookup:
         return replace_fields(state, root=torch.full_like(state.root, -1))
 
-    def expected(self, state: Lookup) -> Tensor:
-        return state.expected
-
-    def outcomes(self, state: Lookup) -> Tensor:
-        return state.outcomes
-
-    def propose(self, state: Lookup, root: Root) -> DraftTree:
+    def propose(self, state: Lookup, inputs: DraftInputs) -> DraftTree:
         if self.size == 1:
-            return root_tree(root.text)
+            return root_tree(inputs.text)
         pool = Candidates(*state[:3])
-        return rerank([pool], (), self.size - 1, self.depth, root.text)
+        return rerank([pool], (), self.size - 1, self.depth, inputs.text)
+
+
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Make `--draft ngram`. Raises: ValueError for a store that does not fit."""
+    kept = texts_for(config, target, tokenizer)
+    drafter = NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device)
+    policy = AutoTrees(drafter, kept)
+    return Method(drafter.presets, drafter.resolved_options(), policy)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draft_tree import Text
+from draft_tree import DecodedTokens
 
 # the same in ops/cpu/lookup.cpp
 FADING = 0.998  # weight of an outcome after the next one
@@ -40,7 +40,7 @@ class Lookup(NamedTuple):
     expected: Tensor  # [B, presets] fp32, accepted tokens that the trees can expect
 
 
-def learn(found: Lookup, text: Text) -> Tensor:
+def learn(found: Lookup, text: DecodedTokens) -> Tensor:
     """Count the candidates that the decided tokens have accepted, and those that they have tried.
 
     A candidate is tried where the path to its parent is decided and no better one is equal.

@@ -17,6 +17,7 @@ cost little more than one.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ from torch import Tensor
 
 from cli.tree_paths import MAX_NODES
 from draft_tree import DraftTree, StaticTree, root_tree
-from drafters import Confirmed, Drafter, Root
+from drafters import DrafterUpdate, DraftInputs, Method
+from extras.autosize import AutoTrees
+from extras.kept_texts import texts_for
+from extras.presets import PresetDrafter, PresetPolicy, pick_and_rank
 from model import Transformer
 from ops.tree import ancestors
 from options import GenerateConfig
@@ -54,15 +58,12 @@ def recycling_paths(size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(paths[: size - 1])
 
 
-class RecyclingDrafter(Drafter):
+class RecyclingDrafter(PresetDrafter):
     """Proposes a static tree over the matrix of successors."""
 
-    successors = RANKS
-
-    def __init__(self, tree: StaticTree, matrix: Tensor, kept: Any = None):
-        """matrix: [V + 1, RANKS] int64, from `empty_matrix`; kept: the store that has it"""
+    def __init__(self, tree: StaticTree, matrix: Tensor):
+        """matrix: [V + 1, RANKS] int64, from `empty_matrix`"""
         self.matrix = matrix
-        self.kept = kept
         self.tree = tree
         self.depth = tree.depth
         self.size = tree.size
@@ -85,23 +86,25 @@ class RecyclingDrafter(Drafter):
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}
 
-    def extend(self, state: Any, confirmed: Confirmed) -> Any:
+    def extend(self, state: Any, update: DrafterUpdate) -> Any:
         """Keep the successors of the verified nodes. Writes: the matrix."""
-        if confirmed.successors is None:  # of a prompt
+        tree = update.tree
+        if tree is None:  # of a prompt
             return state
-        tokens = confirmed.nodes.flatten()  # [B N]
+        real = tree.valid & (update.count > 0)[:, None]  # a finished sequence has none
+        tokens = torch.where(real, tree.tokens, -1).flatten()  # [B N]
         own = tokens >= 0
         if len(tokens) > 1:  # of the nodes of one token, the first
             number = torch.arange(len(tokens), device=tokens.device)
             own &= (tokens[:, None] == tokens).int().argmax(1) == number
-        best = torch.where(own[:, None], confirmed.successors.flatten(0, 1), -1)
+        best = torch.where(own[:, None], update.extra.flatten(0, 1), -1)
         self.matrix[torch.where(own, tokens, len(self.matrix) - 1)] = best
         return state
 
-    def propose(self, state: Any, root: Root) -> DraftTree:
+    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         if self.size == 1:
-            return root_tree(root.text)
-        level = root.text.root[:, None]  # [B, 1]
+            return root_tree(inputs.text)
+        level = inputs.text.root[:, None]  # [B, 1]
         levels = [level]
         for parents, ranks in self.steps:
             level = self.matrix[level[:, parents], ranks]  # [B, R]; row -1 is the last, of no token
@@ -119,15 +122,20 @@ def empty_matrix(vocab_size: int, device: torch.device | str) -> Tensor:
     return torch.full((vocab_size + 1, RANKS), -1, dtype=torch.long, device=device)
 
 
-def load_drafter(target: Transformer, config: GenerateConfig, kept: Any) -> RecyclingDrafter:
-    """Make the drafter of the options. Raises: ValueError for a tree that does not fit.
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Make `--draft recycling`. Raises: ValueError for a tree or a store that does not fit."""
+    matrix = empty_matrix(target.config.vocab_size, target.norm.weight.device)
+    kept = None
+    if config.draft_store:
+        kept = texts_for(config, target, tokenizer, matrix)
+    drafter = drafter_of(config, matrix)
+    policy = AutoTrees(kept=kept) if drafter.smaller else PresetPolicy(kept)
+    pick = partial(pick_and_rank, ranks=RANKS)
+    return Method(drafter.presets, drafter.resolved_options(), policy, pick)
 
-    kept: `extras.kept_texts.KeptTexts` with a matrix, for --draft_store; None: the matrix is new
-    """
-    if kept is None:
-        matrix = empty_matrix(target.config.vocab_size, target.norm.weight.device)
-    else:
-        matrix = kept.successors
+
+def drafter_of(config: GenerateConfig, matrix: Tensor) -> RecyclingDrafter:
+    """Make the drafter of the options over a matrix. Raises: ValueError for a tree."""
     if config.tree_shape == "static":
         tree = StaticTree(recycling_paths(config.tree_size or MAX_NODES))
         if config.tree_file:
@@ -137,12 +145,11 @@ def load_drafter(target: Transformer, config: GenerateConfig, kept: Any) -> Recy
                 f"--draft recycling keeps {RANKS} successors of a token, and --tree_file has the "
                 f"rank {tree.width - 1}; lower it"
             )
-        return RecyclingDrafter(tree, matrix, kept)
+        return RecyclingDrafter(tree, matrix)
     usual = SIZES[matrix.device.type]
     largest = config.tree_size or usual[-1]
     sizes = (1, *(size for size in usual if size < largest), largest)
     trees = [StaticTree(recycling_paths(size)) for size in sizes]
-    *smaller, drafter = [RecyclingDrafter(tree, matrix, kept) for tree in trees]
+    *smaller, drafter = [RecyclingDrafter(tree, matrix) for tree in trees]
     drafter.smaller = tuple(smaller)
-    drafter.timed = True
     return drafter

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from decode import Engine
-from files import alone, replace_file
+from files import folder_lock, replace_file
 from ops.cpu.build import check_own, loaded, processor
 
 # options that change the time or the accepted tokens of a cycle
@@ -55,7 +55,7 @@ def folder() -> Path | None:
 def file_of(engine: Engine) -> Path | None:
     """Return the file for an engine's presets; None where nothing is remembered."""
     config = engine.config
-    paths = (config.checkpoint, config.head, config.draft_checkpoint)
+    paths = (config.checkpoint, engine.option("head"), config.draft_checkpoint)
     try:
         parent = folder()
         models = [_identity(path) for path in paths if path]
@@ -63,12 +63,12 @@ def file_of(engine: Engine) -> Path | None:
         return None
     if parent is None:
         return None
-    on_cuda = config.device.startswith("cuda")
+    on_cuda = engine.device.type == "cuda"
     # the operators' name covers the processor that they are built for
     chip = torch.cuda.get_device_name() if on_cuda else loaded() or processor()
-    options = [getattr(config, name) for name in OPTIONS]
+    options = [engine.option(name) for name in OPTIONS]
     samples = config.temperature > 0
-    presets = [preset.name for preset in engine.drafter.presets]
+    presets = [preset.name for preset in engine.presets]
     key = json.dumps([models, options, samples, presets, torch.get_num_threads(), chip])
     return parent / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
@@ -110,7 +110,7 @@ def remember(file: Path, value: Any) -> None:
         for made in (parent.parent, parent):  # `mkdir` creates missing parents with another mode
             made.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_own(parent)
-        with alone(parent):
+        with folder_lock(parent):
             replace_file(file, lambda path: path.write_text(text, encoding="utf-8"))
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)

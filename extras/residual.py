@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 import sampling
+from cli.tree_paths import MAX_NODES
 from decode import Cycle, DecodeState
 from draft_tree import Accepted, DraftTree, DynamicTree, compaction, path_to, replace_fields
-from drafters import Root, TreeDrafter
+from drafters import DraftInputs, TreeDrafter
 from ops.tree import Children
 
 
@@ -33,9 +34,9 @@ def accept_residual(
     """
     depth = cycle.drafter.depth
     width = cycle.drafter.width
-    p = sampling.process(logits, state.rule.needed(cycle.kind)).softmax(-1)  # [B, N, V]
+    p = sampling.process(logits, state.sampling.needed(cycle.mode)).softmax(-1)  # [B, N, V]
     draws = state.draws[:, None]  # [B, 1]
-    uniform = sampling.uniforms(state.key, draws, tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
+    uniform = sampling.uniforms(state.sampling, draws, tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
     node, rest = residual_accept(tree, p, uniform, depth, width)
     path, length = path_to(tree, node, depth)
     last = length[:, None]  # [B, 1]
@@ -69,13 +70,16 @@ class SampledChildren:
         # [1, P+1] int64, the node of the root and of each candidate; 0: none
         self.number = number.scatter(1, tree.nodes + 1, drafted)
 
-    def draw(self, drafter: TreeDrafter, out: Tensor, level: int, root: Root) -> Children:
+    def draw(self, drafter: TreeDrafter, out: Tensor, level: int, inputs: DraftInputs) -> Children:
         """Draw the children of a level's nodes; `extra` is q. out: [B, R, F]."""
         rows = self.rows[level]
         first = sum(self.rows[:level])  # rows of noise of earlier levels
         z = drafter.logits_of(out, level).expand(-1, rows, -1)  # [B, R, Vd]
-        log_q = sampling.process(z, root.rule).log_softmax(-1)
-        fresh = drafter.vocab.columns(root.fresh[:, first : first + rows])
+        log_q = sampling.process(z, inputs.sampling).log_softmax(-1)
+        own = inputs.draws * MAX_NODES + first  # rows of noise that nothing else reads
+        size = drafter.vocab.size
+        fresh = sampling.gumbel(inputs.sampling, own, rows, size, sampling.DRAFT)
+        fresh = drafter.vocab.columns(fresh)  # [B, R, Vd]
         columns = (log_q + fresh).topk(drafter.tree.plan[level].k, dim=-1).indices
         tokens = drafter.vocab.tokens(columns)
         return Children(tokens, log_q.gather(2, columns), drafter.vocab.spread(log_q.exp()))
@@ -103,7 +107,6 @@ def sample_children(drafter: TreeDrafter) -> TreeDrafter:
     """
     drafter.children = "sampled"
     drafter.sampler = SampledChildren(drafter)
-    drafter.fresh_rows = sum(drafter.sampler.rows)
     return drafter
 
 

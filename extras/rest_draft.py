@@ -11,6 +11,7 @@ Trade-off: the search runs on the host, so --draft rest takes a CPU only.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,12 @@ import torch
 from cli.tree_paths import MAX_NODES
 from command_line import require
 from draft_tree import DraftTree, build_tree, root_tree
-from drafters import Drafter, Root
+from drafters import DraftInputs, Method, Policy
+from extras.autosize import AutoTrees
 from extras.datastore import LENGTH, LONGEST, Datastore
+from extras.kept_texts import vocabulary_of
+from extras.presets import PresetDrafter
+from model import Transformer
 from options import GenerateConfig
 
 SIZES = (2, 4, 8, 16)  # nodes of the trees of --tree auto, root included
@@ -51,7 +56,7 @@ def best_prefixes(found: np.ndarray, count: int) -> tuple[list[int], list[int]]:
     return tokens[chosen].tolist(), node[parents[chosen]].tolist()
 
 
-class RestDrafter(Drafter):
+class RestDrafter(PresetDrafter):
     """Proposes the most frequent continuations of a datastore."""
 
     depth = LENGTH
@@ -65,8 +70,8 @@ class RestDrafter(Drafter):
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}
 
-    def propose(self, state: Any, root: Root) -> DraftTree:
-        text = root.text
+    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
+        text = inputs.text
         N = self.size
         if N == 1:
             return root_tree(text)
@@ -86,15 +91,25 @@ class RestDrafter(Drafter):
         return build_tree(tokens, parents, valid, self.depth)
 
 
-def load_drafter(config: GenerateConfig, store: Datastore) -> RestDrafter:
-    """Make the drafter of the options. Raises: ValueError on CUDA."""
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+    """Make `--draft rest`. Raises: ValueError on CUDA, and for a file that is no datastore."""
+    require(config.datastore, "--draft rest needs --datastore; name its file")
     on_cpu = config.device.startswith("cpu")
     require(on_cpu, "--draft rest searches on the host; use --device cpu, or another --draft")
+    size = target.config.vocab_size
+    drafter = drafter_of(
+        config, Datastore(Path(config.datastore), vocabulary_of(tokenizer, size), size)
+    )
+    policy = AutoTrees() if drafter.smaller else Policy()
+    return Method(drafter.presets, drafter.resolved_options(), policy)
+
+
+def drafter_of(config: GenerateConfig, store: Datastore) -> RestDrafter:
+    """Make the drafter of the options over a datastore."""
     if config.tree_shape == "dynamic":
         return RestDrafter(store, config.tree_size or MAX_NODES)
     largest = config.tree_size or SIZES[-1]
     drafter = RestDrafter(store, largest)
     sizes = (1, *(size for size in SIZES if size < largest))
     drafter.smaller = tuple(RestDrafter(store, size) for size in sizes)
-    drafter.timed = True
     return drafter

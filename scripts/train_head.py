@@ -48,7 +48,7 @@ from hf.config import read_raw
 from hf.fetch import fetched
 from hf.gguf_header import read_header
 from hf.tokenizer import Tokenizer
-from ops.cpu.build import alone
+from ops.cpu.build import folder_lock
 from options import DEFAULT, pick_device
 from scripts.bench import papers
 from scripts.bench.measure import shown_path
@@ -395,7 +395,7 @@ def run(config: HeadConfig) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if config.threads:
         torch.set_num_threads(config.threads)
-    with alone(out, f"note: waiting for another process that writes to {out}"):
+    with folder_lock(out, f"note: waiting for another process that writes to {out}"):
         job = Job(config)
         if "plan" not in job.state:
             print("measuring for the plan", flush=True)

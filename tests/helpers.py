@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +29,17 @@ import ops.experts
 import ops.linear
 import ops.quantized
 import sampling
-from decode import Cycle, Engine, with_cycles
-from draft_tree import StaticTree, Text
-from drafters import Drafter, TreeDrafter
+from decode import Cycle, Engine, pick_tokens, with_cycles
+from draft_tree import DecodedTokens, StaticTree
+from drafters import Drafter, Method, RootOnly, TreeDrafter
 from eagle_draft import EagleHead, load_head
+from extras.autosize import AutoTrees
+from extras.deferred import Deferred
+from extras.lookahead_draft import LookaheadDrafter
+from extras.model_draft import ModelDrafter
+from extras.ngram_draft import NgramDrafter
+from extras.presets import PresetPolicy, pick_and_rank
+from extras.recycling_draft import RANKS, RecyclingDrafter
 from extras.residual import sample_children
 from hf.weights import load_model
 from load import accept_rule
@@ -41,7 +48,7 @@ from ops.library import has_cpu_operators
 from ops.norm import rms_norm_reference
 from ops.rotary import HeadNorms
 from options import GenerateConfig
-from sampling import Kind, Rule, Sampling
+from sampling import Sampling, SamplingMode, SamplingTensors
 from session import Session
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -50,18 +57,75 @@ GOLDEN = Path(__file__).parent / "golden"
 # ------------------------------------------------------------------------------------------ engines
 
 
-def engine_for(target: Transformer, drafter: Drafter, **options: Any) -> Engine:
+def engine_for(
+    target: Transformer, drafter: Drafter, method: Method | None = None, **options: Any
+) -> Engine:
     """An engine on the CPU from a model and a drafter in memory; its sessions keep their trace.
 
+    method: what the drafter needs beside its presets
     options: fields of GenerateConfig; end-of-sequence ids are the target's own
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
+    method = method or method_of(drafter)
     return with_cycles(
         Engine(
-            config, target, drafter, context, target.config.eos_ids, accept_rule=accept_rule(config)
+            config,
+            target,
+            method.presets,
+            context,
+            target.config.eos_ids,
+            method.pick_tokens or pick_tokens,
+            accept_rule(config),
+            method.policy,
         )
     )
+
+
+def method_of(drafter: Drafter) -> Method:
+    """A drafter of the tests as its module's `load_method` returns it; warm, and no clock counts."""
+    presets = getattr(drafter, "presets", (drafter,))
+    policy, pick = PresetPolicy(), None
+    if isinstance(drafter, NgramDrafter):
+        policy = AutoTrees(drafter, drafter.ngram.kept)
+    elif isinstance(drafter, Deferred):
+        lookup = drafter.lookup if isinstance(drafter.lookup, NgramDrafter) else None
+        policy = AutoTrees(lookup, lookup and lookup.ngram.kept)
+    elif isinstance(drafter, RecyclingDrafter):
+        pick = partial(pick_and_rank, ranks=RANKS)
+    elif isinstance(drafter, LookaheadDrafter):
+        pick = pick_and_rank
+    elif isinstance(drafter, ModelDrafter) and drafter.shorter:
+        presets = (RootOnly(), drafter)
+    elif isinstance(drafter, TreeDrafter) and drafter.lookup:
+        policy.kept = drafter.lookup.kept
+    inner = getattr(drafter, "drafter", drafter)
+    if isinstance(inner, ModelDrafter) and inner.shorter:
+        policy.reach = inner.model.config.max_context
+    policy.warm = True
+    return Method(presets, policy=policy, pick_tokens=pick)
+
+
+class Scripted(AutoTrees):
+    """A policy of a test, which gives `pick`. Sessions share it, so that the test can look into it."""
+
+    def __init__(self, kept: Any = None):
+        super().__init__(kept=kept)
+        self.warm = True
+
+    def begin(self) -> Scripted:
+        self.waiting, self.expected = 0, None
+        return self
+
+
+class InTurn(Scripted):
+    """Every preset that makes sense, one after the other."""
+
+    cycles = 0
+
+    def pick(self, limit: int) -> int:
+        self.cycles += 1
+        return self.cycles % (limit + 1)
 
 
 def compiled_as_on_cuda(engine: Engine) -> Engine:
@@ -72,10 +136,10 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
     assert not engine.config.compile, "on a CPU that is another thing"
     has_cpu_operators()  # is known before a step is traced
     cycles = tuple(
-        tuple(Cycle(engine, preset, kind).compiled_by_layer() for preset in engine.drafter.presets)
-        for kind in Kind
+        tuple(Cycle(engine, preset, mode).compiled_by_layer() for preset in engine.presets)
+        for mode in SamplingMode
     )
-    return replace(engine, cycles=cycles, captured=True, pool=[])
+    return replace(engine, cycles=cycles, captured=True, buffer_pool=[])
 
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:
@@ -376,9 +440,9 @@ def order_of(tree: StaticTree) -> list[tuple[int, ...]]:
     return [path for level in tree.levels for path in level]
 
 
-def text_with(root: Tensor) -> Text:
+def text_with(root: Tensor) -> DecodedTokens:
     """A text in which `root`, [B] int64, was decided last, between other tokens."""
-    return Text(torch.stack((root + 1, root, root + 2), 1), torch.ones_like(root))
+    return DecodedTokens(torch.stack((root + 1, root, root + 2), 1), torch.ones_like(root))
 
 
 def parents_of(tree: StaticTree) -> list[int]:
@@ -420,7 +484,7 @@ def not_refused(function: Callable, cases: dict[str, tuple]) -> list[str]:
 def process(logits: Tensor, rule: Sampling) -> Tensor:
     """`sampling.process` of rows with the same parameters. logits: [..., V]."""
     rows = logits.reshape(1, -1, logits.shape[-1])
-    return sampling.process(rows, Rule.of([rule])).view_as(logits)
+    return sampling.process(rows, SamplingTensors.from_params([rule])).view_as(logits)
 
 
 def chi_square(counts: Tensor, p: Tensor) -> float:

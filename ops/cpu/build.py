@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from files import alone
+from files import folder_lock
 
 HERE = Path(__file__).parent
 UNITS = ("operators.cpp", "products.cpp")  # compiled side by side
@@ -182,7 +182,7 @@ OPERATORS: dict[str, Callable | None] = {
     "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
     "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)": None,
     "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, Tensor roots, "
-    "Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features, int preset) "
+    "Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": None,
     "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
     "-> (Tensor, Tensor, Tensor)": _place_rows,
@@ -276,7 +276,7 @@ def build(march: str = "") -> Path:
         if is_whole(library):
             return library
         with (
-            alone(folder, WAITING) as locked,
+            folder_lock(folder, WAITING) as locked,
             tempfile.TemporaryDirectory(prefix="build.", dir=folder) as temporary,
         ):
             if locked:

@@ -234,12 +234,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept(
 }
 
 // `advance` of decode.py. tokens: [B, S+1], written; pos, draws, done, limit: [B]; roots: [B, N], the tree's tokens;
-// path, emitted: [B, D+1]; length: [B]; ends: [E]; features: [B, N, F]; preset: the one that the host may choose next.
-// Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the report [B, D+6].
+// path, emitted: [B, D+1]; length: [B]; ends: [E]; features: [B, N, F].
+// Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the report [B, D+5].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> advance(
     at::Tensor tokens, const at::Tensor& pos, const at::Tensor& draws, const at::Tensor& done, const at::Tensor& limit,
     const at::Tensor& roots, const at::Tensor& path, const at::Tensor& length, const at::Tensor& emitted,
-    const at::Tensor& ends, const at::Tensor& features, int64_t preset) {
+    const at::Tensor& ends, const at::Tensor& features) {
   TORCH_CHECK(path.dim() == 2 && roots.dim() == 2 && tokens.dim() == 2 && features.dim() == 3, "operands do not fit");
   const int64_t B = path.size(0), D = path.size(1), N = roots.size(1), S = tokens.size(1), F = features.size(2);
   TORCH_CHECK(tokens.is_contiguous() && tokens.size(0) == B && features.size(0) == B && features.size(1) == N,
@@ -250,7 +250,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   const Truth over(done, {B}, "done");
   const at::Tensor of = features.contiguous();
   const at::Tensor new_pos = at::empty_like(pos), new_draws = at::empty_like(pos), count = at::empty_like(pos);
-  const at::Tensor new_done = at::empty_like(done), facts = at::empty({B, D + 5}, pos.options());
+  const at::Tensor new_done = at::empty_like(done), facts = at::empty({B, D + 4}, pos.options());
   const at::Tensor row_tokens = at::empty({B, D + 1}, pos.options());
   const at::Tensor row_features = at::empty({B, D, F}, features.options());
   const int64_t bytes = F * features.element_size();
@@ -267,11 +267,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     const bool finished = over[b] || ended || begin + kept >= last[b];
     out(count)[b] = kept, out(new_pos)[b] = begin + kept, out(new_draws)[b] = drawn[b] + kept;
     new_done.mutable_data_ptr<bool>()[b] = finished;
-    int64_t *row = out(row_tokens) + b * (D + 1), *fact = out(facts) + b * (D + 5);
+    int64_t *row = out(row_tokens) + b * (D + 1), *fact = out(facts) + b * (D + 4);
     row[0] = root[b * N];
     std::copy_n(next, D, row + 1);
-    const int64_t told[5] = {kept, accepted[b], finished, preset, begin};
-    std::copy_n(told, 5, std::copy_n(next, D, fact));
+    const int64_t told[4] = {kept, accepted[b], finished, begin};
+    std::copy_n(told, 4, std::copy_n(next, D, fact));
     const char* from = static_cast<const char*>(of.const_data_ptr()) + b * N * bytes;
     char* to = static_cast<char*>(row_features.mutable_data_ptr()) + b * D * bytes;
     for (int64_t i = 0; i < D; i++) std::memcpy(to + i * bytes, from + within(node[b * D + i], N, "a node") * bytes, bytes);
@@ -342,7 +342,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal(const at::Tensor& first, i
   return {slots, start, mask};
 }
 
-// `Report.timed` of decode.py. facts: [B, n] -> [B, n + times]
+// `CycleResult.timed` of decode.py. facts: [B, n] -> [B, n + times]
 at::Tensor with_times(const at::Tensor& facts, at::IntArrayRef times) {
   TORCH_CHECK(facts.dim() == 2, "facts must be [B, n]");
   const int64_t B = facts.size(0), n = facts.size(1), count = int64_t(times.size());

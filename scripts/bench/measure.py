@@ -31,15 +31,20 @@ from tqdm import tqdm
 
 import stats
 from decode import Engine, with_cycles
+from extras.presets import PresetPolicy
 from generate import Batch
-from hf.config import resolve_draft
-from load import accept_rule, kept_texts, make_drafter, warm_up
+from load import warm_up, with_draft
 from model import MoEFeedForward, Transformer
 from ops.library import PLAIN
 from options import ROOT, GenerateConfig
 from session import Session
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
+
+# what loading resolves beside the options of the draft
+OF_TARGET = (
+    "compile", "context", "device", "draft", "dtype", "group_size", "head", "quant", "quant_draft",
+)  # fmt: skip
 
 
 class Series(NamedTuple):
@@ -77,17 +82,17 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     config: checked, with the engine's checkpoint, device and context, and --dtype as it was given
     Returns: the engine, warmed up. Raises: ValueError for a draft that does not fit.
     """
-    if engine.config.quant != "none":  # as it was loaded
-        config = replace(config, quant=engine.config.quant)
-    config = resolve_draft(config, Path(config.checkpoint), engine.config.dtype)
-    kept = None  # every prompt is the first request, but with a file
-    if config.draft_store or config.draft == "rest":
-        kept = kept_texts(config, engine.target, engine.tokenizer)
-    drafter = make_drafter(engine.target, config, kept)
-    rule = accept_rule(config)
-    if config.quant == "int4":  # the target's; the draft has its own by now
-        config = replace(config, group_size=engine.config.group_size)
-    return warm_up(with_cycles(replace(engine, config=config, drafter=drafter, accept_rule=rule)))
+    if engine.option("quant") != "none":  # as it was loaded
+        config = replace(config, quant=engine.option("quant"))
+    engine = with_draft(engine, config, str(engine.device))
+    if isinstance(engine.policy, PresetPolicy) and not config.draft_store:
+        engine.policy.kept = None  # every prompt is the first request
+    return warm_up(with_cycles(engine))
+
+
+def draft_options(engine: Engine) -> dict[str, Any]:
+    """Return the options of the draft as they were used, by name."""
+    return {name: value for name, value in engine.resolved.items() if name not in OF_TARGET}
 
 
 class Outcome(NamedTuple):

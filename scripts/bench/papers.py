@@ -50,11 +50,13 @@ from extras.draft_vocab import RANKS
 from files import bundled_head, check_outputs, is_gguf, parse_json, read_text
 from generate import Batch, Turn, encode, first_ids, load
 from hf.head_kinds import head_kind
-from options import DEMO, HEAD_KINDS, Ablation, GenerateConfig, pick_device
+from methods import HEAD_KINDS
+from options import DEMO, Ablation, GenerateConfig, pick_device
 from runtime import TRIES
 from scripts.bench.measure import (
     Log,
     Series,
+    draft_options,
     environment,
     pass_bytes,
     read_bandwidth,
@@ -462,7 +464,7 @@ def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> di
     accepted = acceptance(lengths, engine.drafter.depth)
     timed = speed(name, rounds)
     same = [x for r in rounds for x in r["outcomes"][name]["identical"]]
-    chain = engine.config.draft in (*HEAD_KINDS, "model") and engine.drafter.width == 1
+    chain = engine.option("draft") in (*HEAD_KINDS, "model") and engine.drafter.width == 1
     pass_s = timed["verify_ms"] / 1e3
     return {
         **accepted,
@@ -471,12 +473,12 @@ def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> di
         "identical": sum(same) / len(same) if same else None,
         "repeated": statistics.mean(x for one in first for x in one["repeated"]),
         "verify_of_ceiling": pass_bytes(engine.target, 0) / pass_s / ceiling if pass_s else None,
-        "draft": engine.drafter.resolved_options(),
+        "draft": draft_options(engine),
         "nodes": engine.drafter.size,
-        "compiled": engine.config.compile,
+        "compiled": engine.option("compile"),
         "compile_s": engine.compile_s,
         "load_s": engine.load_s,
-        "peak_memory_bytes": peak_memory_bytes(engine.config.device),
+        "peak_memory_bytes": peak_memory_bytes(engine.device.type),
     }
 
 
@@ -623,7 +625,7 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
 
 def failed_captures(engine: Engine) -> int:
     """Count the steps of finished sessions whose capture as a graph failed, once or for good."""
-    replays = [step for buffers in engine.pool for step in buffers.replays.values()]
+    replays = [step for buffers in engine.buffer_pool for step in buffers.replays.values()]
     return sum(step.tries < TRIES for step in replays)
 
 

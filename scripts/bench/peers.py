@@ -229,7 +229,7 @@ class TokenClock:
 def ours(engine: Engine, prompt: list[int]) -> Contestant:
     """Return our runtime with one method. The verifying pass is timed for vanilla decoding only."""
     target = engine.target
-    device = engine.config.device
+    device = engine.device
 
     @torch.inference_mode()
     def logits(ids: list[int]) -> torch.Tensor:
@@ -265,7 +265,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
 
     plain = engine.drafter.size == 1
-    return Contestant(run, logits, verify if plain else None, engine.tree_policy.table)
+    return Contestant(run, logits, verify if plain else None, engine.policy.table)
 
 
 def in_batches(contestant: Contestant, size: int) -> Contestant:
@@ -420,7 +420,7 @@ def plain_config(config: PeersConfig) -> GenerateConfig:
 
 def load_formats(config: PeersConfig, base: Engine) -> dict[str, Engine]:
     """Load our target in every format."""
-    plain = replace(plain_config(config), dtype=base.config.dtype)
+    plain = replace(plain_config(config), dtype=base.option("dtype"))
     engines = {}
     for quant in config.formats.split(","):
         engines[quant] = base if quant == "none" else load(replace(plain, quant=quant))
@@ -613,7 +613,7 @@ def bench(config: PeersConfig) -> None:
         groups_of(texts, size * config.prompts_per_row)
     base = load(plain_config(config))
     given = config
-    config = replace(config, dtype=base.config.dtype)
+    config = replace(config, dtype=base.option("dtype"))
     prompts = [encode(base, [text], []) for text in texts]
     longest = max(map(len, prompts))
     room = base.context - config.max_new_tokens

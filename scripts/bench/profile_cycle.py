@@ -96,7 +96,7 @@ def warm_session(engine: Engine, ids: list[int]) -> tuple[Session, int]:
     next(decoding)
     while session.prefilling:  # chunks of the prompt
         next(decoding)
-    preset = engine.tree_policy.next(len(engine.drafter.presets) - 1)
+    preset = session.policy.next_preset(session, reads_prompt=False)
     for _ in range(1 + WARM_UPS):
         session.time_cycle(preset)
     return session, preset
@@ -128,9 +128,9 @@ def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
     Returns: its kernels, the copy to the host included. Two cycles must have the same ones, or
     records were lost.
     """
-    cuda = engine.config.device.startswith("cuda")
+    cuda = engine.device.type == "cuda"
     session, preset = warm_session(engine, ids)
-    with profiler_of(engine.config.device) as seen:
+    with profiler_of(engine.device.type) as seen:
         if cuda:
             run_dummies()
         for _ in range(2):
@@ -138,7 +138,7 @@ def one_replay(engine: Engine, ids: list[int]) -> list[Span]:
                 session.time_cycle(preset)
             if cuda:
                 torch.cuda.synchronize()
-    ran = spans(seen.events(), engine.config.device)
+    ran = spans(seen.events(), engine.device.type)
     count = len(ran) // 2
     names = [span.name for span in ran]
     text = f"the profiler lost records, or two cycles differ: {len(ran)} kernels"

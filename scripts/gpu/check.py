@@ -56,7 +56,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from command_line import one_line_errors, option, parse
 from ops.cuda.plans import FOLDER
 from options import ROOT
-from runtime import use
+from runtime import set_cuda_device
 from scripts.bench import measure
 from scripts.bench.profile_cycle import LOOK
 from scripts.gpu import kernels as kernel_bench
@@ -559,7 +559,7 @@ def check(config: CheckConfig) -> None:
             "or add --dry_run"
         )
     if not config.dry_run:
-        use("cuda")
+        set_cuda_device("cuda")
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:

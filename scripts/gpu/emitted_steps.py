@@ -349,13 +349,13 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
     from draft_tree import DynamicTree, StaticTree
     from drafters import RootOnly
     from eagle_draft import EagleDrafter
-    from extras.autosize import with_smaller_trees
+    from extras.auto_trees import with_smaller_trees
     from extras.block_draft import BlockDrafter
     from extras.hydra_draft import HydraDrafter
     from extras.lookahead_draft import SIZES, LookaheadDrafter
     from extras.medusa_draft import MedusaDrafter
     from extras.ngram_draft import Ngram, NgramDrafter
-    from extras.recycling_draft import load_drafter
+    from extras.recycling_draft import drafter_of, empty_matrix
     from options import GenerateConfig
 
     kind, *sizes = case.tree.split("-")
@@ -366,7 +366,8 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
         case "ngram":
             return NgramDrafter(Ngram(), device)
         case "recycling":
-            return load_drafter(target, GenerateConfig(draft=kind), None)
+            matrix = empty_matrix(target.config.vocab_size, device)
+            return drafter_of(GenerateConfig(draft=kind), matrix)
         case "lookahead":
             return LookaheadDrafter(SIZES, device)
     if case.word == "block":
@@ -380,6 +381,9 @@ def make_drafter(case: Case, target: nn.Module, head: nn.Module, lm_head: Any) -
 def make_engine(case: Case) -> Any:
     """Make an engine as generate.py does, of empty tensors; the default device is the GPU."""
     from decode import Engine, with_cycles
+    from extras.autosize import AutoTrees
+    from extras.presets import pick_and_rank
+    from extras.recycling_draft import RANKS
     from extras.stand_in import Shape
     from model import ModelConfig, Transformer, rope_frequencies
     from options import GenerateConfig
@@ -401,7 +405,12 @@ def make_engine(case: Case) -> Any:
             model.rope_freq = rope_frequencies(config, "cuda")
         quantize_all(model.requires_grad_(False), format)
     drafter = make_drafter(case, target, head, lm_head)
-    return with_cycles(Engine(options, target, drafter, CONTEXT, (2,)))
+    presets = getattr(drafter, "presets", (drafter,))
+    engine = Engine(options, target, presets, CONTEXT, (2,), policy=AutoTrees())
+    ranks = {"recycling": RANKS, "lookahead": 1}.get(case.tree.partition("-")[0])
+    if ranks:
+        engine = replace(engine, pick_tokens=partial(pick_and_rank, ranks=ranks))
+    return with_cycles(engine)
 
 
 def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
@@ -412,31 +421,36 @@ def run_case(case: Case, recorder: Recorder) -> dict[str, Any]:
     the smallest is written too.
     """
     import ops.cuda.attention
-    from buffers import PREFILL_WIDTHS, Buffers
-    from sampling import Kind
+    from runtime import copy_into
+    from session import PREFILL_WIDTHS, Session
 
     recorder.steps.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             engine = make_engine(case)
-        work = Buffers(engine)
+        session = Session(engine)
+        buffers = session.buffers
         ops.cuda.attention.counters(0)  # made once in a process, not in a cycle
-        kind = Kind.of(engine.config.sampling)
+
+        def cycle(preset: int) -> None:
+            state, *_ = engine.cycles[session.mode][preset](buffers.cache, buffers.state)
+            copy_into(buffers.state, state)
+
         prefill = {}
         for width in PREFILL_WIDTHS:
             with recorder.start():
-                work.prefill(engine, kind, 0, 0, width)
+                session._read_chunk(0, 0, width, None)
             prefill[width] = len(recorder.eager)
-        largest = len(engine.drafter.presets) - 1
+        largest = len(engine.presets) - 1
         for preset in {0, largest}:
-            work.replay(engine, kind, preset)  # writes code
-        work.deferred_cycles = max(preset.max_deferred for preset in engine.drafter.presets)
+            cycle(preset)  # writes code
+        session.policy.waiting = 1  # a cycle at rest
         with recorder.start():
-            work.catch_up(engine, largest)
+            session.policy.prepare(session, largest)
         catch_up = len(recorder.eager)
         with recorder.start():
-            work.replay(engine, kind, largest)
-    buffer = work.cache.k[0]
+            cycle(largest)
+    buffer = buffers.cache.k[0]
     sizes = {"cache_buffer_bytes": buffer.numel() * buffer.itemsize}
     return counts(recorder) | {"prefill": prefill, "catch_up": catch_up} | sizes
 

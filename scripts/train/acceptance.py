@@ -157,10 +157,10 @@ def fit_sharpness(
         uniform = torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7)
         noise = -torch.log(-torch.log(uniform))
         vocab = drafted.vocab
-        kept_ids = vocab.ids.cpu() if vocab.kept < truth.shape[1] else None
+        kept_ids = vocab.ids.cpu() if vocab.drafted < truth.shape[1] else None
         vocab = DraftVocab(vocab.size, kept_ids)
         # [V], the column of a token; -1 for tokens that are never drafted
-        column = vocab.spread(torch.arange(1.0, vocab.kept + 1)).long() - 1
+        column = vocab.spread(torch.arange(1.0, vocab.drafted + 1)).long() - 1
         for extra in (torch.zeros_like(noise), noise):
             choice = column[(truth + extra).argmax(-1)[first:]]
             scores = (drafted.logits[0].cpu() + vocab.columns(extra))[first:]

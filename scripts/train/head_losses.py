@@ -62,7 +62,7 @@ LEVELS = {"medusa": medusa_levels, "hydra": hydra_levels}
 
 def columns_of(vocab: DraftVocab, device: torch.device) -> Tensor:
     """Return the column of each token, [V] int64; -1 for tokens that are never drafted."""
-    return vocab.spread(torch.arange(1.0, vocab.kept + 1, device=device)).long() - 1
+    return vocab.spread(torch.arange(1.0, vocab.drafted + 1, device=device)).long() - 1
 
 
 class Scored(NamedTuple):

@@ -124,7 +124,7 @@ def unrolled_losses(
         known = torch.ones_like(tokens, dtype=torch.bool)
         if eagle3:
             # [V], the official t2d
-            drafted = vocab.spread(torch.ones(vocab.kept, device=tokens.device)).bool()
+            drafted = vocab.spread(torch.ones(vocab.drafted, device=tokens.device)).bool()
             known = drafted[best]  # [B, T]
         z = recipe.target_lm_head(features[..., : target.config.dim])  # [B, T, N]
         known = F.pad(known, (0, steps))  # [B, T + steps]
@@ -242,7 +242,7 @@ def new_head(
     """
     aux_layers = default_aux_layers(target.config.n_layers)
     dim = target.config.dim
-    kept = vocab.kept if vocab else model.vocab_size
+    kept = vocab.drafted if vocab else model.vocab_size
     eagle3 = Eagle3(aux_layers, dim, kept, lm_head="lm_head.weight")
     head = Eagle3Head(EagleConfig(model, fc_bias=False, eagle3=eagle3))
     head.vocab = vocab

@@ -466,7 +466,7 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
         share = torch.isin(ids, vocab.ids).float().mean().item()
         vocab = vocab._replace(ids=vocab.ids.to(config.device))
         print(
-            f"the head drafts {vocab.kept} of {c.vocab_size} tokens, "
+            f"the head drafts {vocab.drafted} of {c.vocab_size} tokens, "
             f"{100 * share:.2f} % of those trained on"
         )
     if config.version == 3:
@@ -619,7 +619,9 @@ def make_engine(config: TrainOptions, target: Transformer) -> Engine:
     )
     context = min(2048, target.config.max_context)
     return with_cycles(
-        Engine(options, target, RootOnly(), context, ends, tokenizer=tokenizer, template=template)
+        Engine(
+            options, target, (RootOnly(),), context, ends, tokenizer=tokenizer, template=template
+        )
     )
 
 

@@ -26,13 +26,15 @@ from decode import PREFILL_CHUNK, Cycle, Engine
 from draft_tree import DraftTree, DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from extras import autosize, remembered
+from extras import auto_trees, remembered
+from extras.auto_trees import with_smaller_trees
 from extras.autosize import (
     HOLD,
     IDLE_HOLD,
     MISS,
     NODE,
     Autosizer,
+    AutoTrees,
     TreeShape,
     accepted_of,
     cost_of,
@@ -40,14 +42,22 @@ from extras.autosize import (
     shape_of,
     trained_miss,
     unknown,
-    with_smaller_trees,
 )  # fmt: skip
 from extras.deferred import MAX_KEPT
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.remembered import file_of, recall, remember
 from generate import generate, load, main, summary
-from helpers import decode, engine_for, golden_head, golden_target, noisy_copy, pairwise, record
+from helpers import (
+    Scripted,
+    decode,
+    engine_for,
+    golden_head,
+    golden_target,
+    noisy_copy,
+    pairwise,
+    record,
+)
 from load import TIMED_BEHIND, time_cycles, warm_up
 from options import DEMO
 from session import Session
@@ -188,7 +198,7 @@ def test_a_tree_that_pays_runs_from_the_first_cycle_of_a_later_process(name):
     sizer = first_sizer(name)
     run_machine(name, 300, sizer)
     later = learned(sizer)
-    assert later.next(4) > 0 and later.prefill_tree == -1
+    assert later.next(4) > 0 and not later.rests_while_reading
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -381,7 +391,7 @@ def test_cycles_without_a_choice_are_learned_from():
 def test_shapes():
     drafter = drafter_of("eagle", DynamicTree())
     shapes = [tuple(shape_of(preset)) for preset in drafter.presets]
-    smaller = [tuple(shape) for shape in autosize.SHAPES]
+    smaller = [tuple(shape) for shape in auto_trees.SHAPES]
     assert shapes == [(0, 0, 1), *smaller, (6, 10, 60)]
     lookups = [tuple(shape_of(preset)) for preset in NgramDrafter(Ngram()).presets]
     assert lookups == [(0, 0, 1), (1, 1, 2), (3, 3, 4), (7, 4, 8), (10, 4, 16)]
@@ -408,21 +418,22 @@ def told(engine: Engine) -> list[list[int]]:
 
 def test_a_later_engine_starts_where_the_last_one_left_off(trees):
     engine = demo()
-    assert not trees.exists() and engine.tree_policy.next(99) == 0
-    tokens, known = told(engine), engine.tree_policy.known
+    assert not trees.exists() and engine.policy.sizer.next(99) == 0
+    tokens, known = told(engine), engine.policy.sizer.known
     del engine
     gc.collect()
     (file,) = trees.iterdir()
     assert stat.S_IMODE(trees.stat().st_mode) == stat.S_IMODE(trees.parent.stat().st_mode) == 0o700
     assert file.stat().st_size < 8000
     again = demo()
-    assert again.drafter.rates.sum() > 0, "of the lookup beside the head"
+    rates = again.policy.lookup.rates
+    assert rates.sum() > 0, "of the lookup beside the head"
     state = Session(again).state.drafter_state
-    assert torch.equal(again.drafter.outcomes(state)[0], again.drafter.rates)
+    assert torch.equal(state.found.outcomes[0], rates)
     ratios = [cost / known.costs[0] for cost in known.costs]
-    assert again.tree_policy.known.costs == pytest.approx(ratios)
-    assert again.tree_policy.known.miss == known.miss
-    assert max(again.tree_policy.known.seen) <= 8
+    assert again.policy.sizer.known.costs == pytest.approx(ratios)
+    assert again.policy.sizer.known.miss == known.miss
+    assert max(again.policy.sizer.known.seen) <= 8
     before = file.stat().st_mtime_ns
     assert told(again) == tokens
     del again
@@ -441,8 +452,9 @@ def test_the_end_of_a_process_saves_and_a_second_process_reads(trees, capsys):
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0 and ended.stderr == "", ended.stderr
     (file,) = trees.iterdir()
-    drafter = demo().drafter
-    known = known_of(recall(file), [shape_of(preset) for preset in drafter.presets], drafter.rates)
+    engine = demo()
+    shapes = [shape_of(preset) for preset in engine.presets]
+    known = known_of(recall(file), shapes, engine.policy.lookup.rates)
     main(command[2:])
     assert capsys.readouterr().out.splitlines()[:-1] == ended.stdout.splitlines()[:-1]
     assert known and list(trees.iterdir()) == [file]
@@ -462,8 +474,11 @@ def test_what_a_key_depends_on(trees, tmp_path):
     assert file_of(demo(temperature=0.9)) == keys[6], "how hot does not matter"
     for name in ("checkpoint", "head"):  # the same weights elsewhere, and changed there
         copy = tmp_path / name
-        shutil.copytree(getattr(engine.config, name), copy)
-        other = replace(engine, config=replace(engine.config, **{name: str(copy)}))
+        shutil.copytree(engine.option(name), copy)
+        chosen = {name: value for name, value in engine.resolved.items() if name != "head"}
+        config = replace(engine.config, head=engine.option("head"))
+        config = replace(config, **{name: str(copy)})
+        other = replace(engine, config=config, resolved=chosen)
         keys.append(file_of(other))
         os.utime(copy / "model.safetensors", (1, 1))
         keys.append(file_of(other))
@@ -536,8 +551,8 @@ def test_garbage_in_the_file(trees, capsys):
     """Bytes at random, cut and flipped files: an engine starts, and a run with it writes a good file again."""
     engine, rng = demo(), random.Random(0)
     tokens, file = told(engine), file_of(engine)
-    shapes = [shape_of(preset) for preset in engine.drafter.presets]
-    rates = engine.drafter.rates
+    shapes = [shape_of(preset) for preset in engine.presets]
+    rates = engine.policy.lookup.rates
     del engine
     gc.collect()
     content = file.read_bytes()
@@ -679,29 +694,30 @@ def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):
     (tmp_path / "training.json").write_bytes(b"\xff{")
     assert trained_miss(str(tmp_path)) is None
     assert trained_miss(str(tmp_path / "nothing")) is None and trained_miss("") is None
-    known = demo().tree_policy.known
-    assert known.miss == pytest.approx(trained_miss(demo().config.head)) and known.miss < 0.2
-    assert demo(draft="ngram").tree_policy.known.miss == MISS
+    known = demo().policy.sizer.known
+    assert known.miss == pytest.approx(trained_miss(demo().option("head"))) and known.miss < 0.2
+    assert demo(draft="ngram").policy.sizer.known.miss == MISS
 
 
 # -------------------------------------------------------------------------- switching between trees
 
 
-class Script:
+class Script(Scripted):
     """Presets in a given order, over and over; learns nothing."""
 
     prefill_tree = -1
 
     def __init__(self, order: list[int]):
-        self.order, self.ran, self.expected = itertools.cycle(order), [], []
+        super().__init__()
+        self.order, self.ran, self.every = itertools.cycle(order), [], []
 
-    def next(self, limit: int, expected=None) -> int:
+    def pick(self, limit: int) -> int:
         self.ran.append(min(next(self.order), limit))
-        self.expected.append(expected)
+        self.every.append(self.expected)
         return self.ran[-1]
 
-    def observe(self, *args) -> None:
-        pass
+    def pick_reading(self, limit: int) -> int:
+        return limit if self.prefill_tree < 0 else self.prefill_tree
 
 
 ORDERS = {"mixed": [3, 0, 2, 0, 1, 0, 3, 2], "long rests": [3] + [0] * 35 + [2, 1] + [0] * 5}
@@ -725,11 +741,11 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
     plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
     engine = engine_for(golden_target(), drafter_of(kind), **options)
     names = ["none", "chain 1", "chain 3", "dynamic 4/5/20"]
-    assert [p.name for p in engine.drafter.presets] == names
+    assert [p.name for p in engine.presets] == names
     for host_lag in (0, 1):
         script = Script(ORDERS[order])
         session = Session(
-            replace(engine, tree_policy=script, captured=captured),
+            replace(engine, policy=script, captured=captured),
             [(i, 0) for i in range(batch)],
             host_lag,
         )
@@ -754,13 +770,13 @@ def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, capture
     engine = engine_for(target, drafter, batch_size=batch, **options)
     script = Script([5, 1, 2, 0, 3, 4, 7, 2, 6, 1])
     session = Session(
-        replace(engine, tree_policy=script, captured=captured), [(i, 0) for i in range(batch)]
+        replace(engine, policy=script, captured=captured), [(i, 0) for i in range(batch)]
     )
     list(session.run(prompts))
     assert session.history == plain.history
     assert {1, 2, 3, 5, 7} <= set(script.ran)
-    assert all(len(each) == 5 for each in script.expected)
-    assert max(map(max, script.expected)) > 0
+    assert all(len(each) == 5 for each in script.every)
+    assert max(map(max, script.every)) > 0
     assert min(session.state.drafter_state.own.length) > 0, "the head has read"
 
 
@@ -789,8 +805,8 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
 
 def next_tree(engine: Engine, session: Session) -> DraftTree:
     """The tree that the drafter would propose now, with its largest preset."""
-    session.buffers.catch_up(engine, -1)
-    tree, _ = Cycle(engine, engine.drafter.presets[-1], session.kind).draft(session.state)
+    session.policy.prepare(session, len(engine.presets) - 1)
+    tree, _ = Cycle(engine, engine.drafter, session.mode).draft(session.state)
     return tree
 
 
@@ -807,16 +823,16 @@ def test_while_idle_no_row_is_lost(kind, order):
     drafter = drafter_of(kind, noise=1e-4)  # a draft model whose last node is often accepted
     options = {"max_new_tokens": 400, "ignore_eos": True, "batch_size": 2}
     engine = engine_for(golden_target(TARGETS[kind == "eagle 3"]), drafter, **options)
-    session = Session(replace(engine, tree_policy=Script(order)), [(0, 0)])
+    session = Session(replace(engine, policy=Script(order)), [(0, 0)])
     session.admit(0, PROMPTS[0])
     while len(session.stats.presets) < len(order):
         session.step()
         if len(session.stats.presets) == 1 and not session.busy(1):
             session.admit(1, PROMPTS[1], (1, 0))
     assert [preset for preset, _ in session.stats.presets] == order
-    assert session.state.drafter_state.count.max() <= MAX_KEPT and (
-        session.buffers.deferred_cycles > 0
-    ) == (order[-1] == 0 and len(order) > 1)
+    assert session.state.drafter_state.count.max() <= MAX_KEPT and (session.policy.waiting > 0) == (
+        order[-1] == 0 and len(order) > 1
+    )
     for added in ([], [3, 4, 5]):
         if added:
             next(session.run([history + added for history in session.history]))
@@ -836,13 +852,13 @@ def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     engine = engine_for(
         target, drafter_of("eagle 3"), max_new_tokens=80, ignore_eos=True, batch_size=2
     )
-    session = Session(replace(engine, tree_policy=Script([0])))
+    session = Session(replace(engine, policy=Script([0])))
     session.admit(0, PROMPTS[0], max_new_tokens=MAX_KEPT + 5)
     session.admit(1, PROMPTS[1])
     while len(session.stats.presets) < 2 * MAX_KEPT + 5:
         session.step()
     calls = record(monkeypatch, EagleDrafter, "extend")
-    session.buffers.catch_up(engine, -1)
+    session.policy.prepare(session, len(engine.presets) - 1)
     ((_, _, rows),) = [call.args for call in calls]
     assert rows.count.tolist() == [MAX_KEPT, MAX_KEPT] and session.live == [False, True]
     for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
@@ -879,7 +895,7 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     )
     options = {"max_new_tokens": 8, "ignore_eos": True}
     engine, script = engine_for(target, drafter_of("eagle 3"), **options), Script([0])
-    session, script.prefill_tree = Session(replace(engine, tree_policy=script)), 0
+    session, script.prefill_tree = Session(replace(engine, policy=script)), 0
     calls = record(monkeypatch, EagleDrafter, "extend")
     session.admit(0, prompt, (0, 0))
     session.step()
@@ -887,7 +903,7 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     script.prefill_tree = then
     while len(session.stats.presets) < 3:
         session.step()
-    session.buffers.catch_up(engine, -1)
+    session.policy.prepare(session, len(engine.presets) - 1)
     given = [call.args[2] for call in calls if call.args[2].count > 0]
     (history,) = torch.tensor(session.history)
     ends = (
@@ -914,7 +930,7 @@ def test_what_was_left_out_stays_out(monkeypatch):
     engine = engine_for(
         target, drafter_of("eagle 3"), max_new_tokens=5, ignore_eos=True, batch_size=2
     )
-    session, script.prefill_tree = Session(replace(engine, tree_policy=script)), 0
+    session, script.prefill_tree = Session(replace(engine, policy=script)), 0
     list(session.run([[*PROMPTS[0]] * 4, [*PROMPTS[1]] * 3]))
     second = [
         history + [3 + i for i in range(20 - 15 * row)]
@@ -926,7 +942,7 @@ def test_what_was_left_out_stays_out(monkeypatch):
         True,
     ]
     calls = record(monkeypatch, EagleDrafter, "extend")
-    session.buffers.catch_up(engine, -1)
+    session.policy.prepare(session, len(engine.presets) - 1)
     ((_, _, rows),) = [call.args for call in calls]
     assert rows.count.tolist() == [MAX_KEPT, 7], (
         "of the second turn: its tokens, the root and the row before them"
@@ -956,19 +972,19 @@ def test_switching_compiles_nothing():
         torch.compiler.set_stance("fail_on_recompile"),
     ):
         for captured, prompt in itertools.product((False, True), PROMPTS):
-            scripted = replace(engine, captured=captured, tree_policy=Script([0, 1, 2]), pool=[])
+            scripted = replace(engine, captured=captured, policy=Script([0, 1, 2]), buffer_pool=[])
             assert decode(scripted, prompt).history == decode(plain, prompt).history
 
 
 def test_by_default_a_head_is_sized_and_says_so():
     engine = load(checkpoint=DEMO, max_new_tokens=64, device="cpu")
-    assert engine.config.tree == "" and engine.drafter.resolved_options()["tree"] == "auto"
+    assert engine.config.tree == "" and engine.resolved["tree"] == "auto"
     for _ in range(2):  # the second run counts its own cycles only
         session = Session(engine, [(0, 0)])
         list(session.run([engine.tokenizer.encode("def read_lines(path):", bos=True)]))
         stats = summary(engine, session.stats)
         rows = stats["tree_auto"]
-        assert [row["tree"] for row in rows] == engine.drafter.resolved_options()["trees"]
+        assert [row["tree"] for row in rows] == engine.resolved["trees"]
         assert sum(row["cycles"] for row in rows) == stats["cycles"]
         assert all(row["predicted_ms"] > 0 for row in rows)
         assert all((row["measured_ms"] is None) == (row["cycles"] == 0) for row in rows)
@@ -986,9 +1002,11 @@ def test_lookup_whose_matches_are_wrong_is_given_up():
         def observe(self, preset: int, accepted: float, seconds: float, sequences: int = 1) -> None:
             super().observe(preset, accepted, 1 + 0.3 * preset, sequences)
 
-    shapes = [shape_of(preset) for preset in engine.drafter.presets]
+    shapes = [shape_of(preset) for preset in engine.presets]
     sizer = Steady(shapes, unknown(shapes), 0.3, lookups=len(shapes) - 1)
-    session = Session(replace(engine, tree_policy=sizer), [(0, 0)])
+    policy = AutoTrees(engine.drafter)
+    policy.sizer = sizer
+    session = Session(replace(engine, policy=policy), [(0, 0)])
     list(session.run([PROMPTS[1] * 6]))
     state = session.state.drafter_state
     tried = state.outcomes[..., 1].sum()

@@ -23,13 +23,13 @@ import generate as program
 import model
 from decode import Engine, with_cycles
 from draft_tree import DynamicTree
-from drafters import LargestTree, RootOnly
+from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from extras.autosize import with_smaller_trees
+from extras.auto_trees import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.results import Results
 from generate import Result, generate, in_order, load, main
-from helpers import engine_for, golden_head, golden_target, noisy_copy, record, slow
+from helpers import Scripted, engine_for, golden_head, golden_target, noisy_copy, record, slow
 from load import time_cycles
 from options import DEMO, GenerateConfig
 from runtime import tensors_of
@@ -117,7 +117,7 @@ def test_a_late_host_and_fixed_buffers_change_nothing(drafter, captured, host_la
     """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
     vanilla, want = alone()
     monkeypatch.setattr("session.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("buffers.PREFILL_WIDTHS", (8, 16))
+    monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
     monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=host_lag))
     target, tree = golden_target(), DynamicTree(depth=3, topk=4, size=12)
     made = {
@@ -191,17 +191,14 @@ def test_a_row_that_is_released_is_free_at_once():
     )
 
 
-class Random(LargestTree):
+class Random(Scripted):
     """Any preset at any time; prompts are read or left out."""
 
     def __init__(self):
+        super().__init__()
         self.rng, self.ran = random.Random(1), []
 
-    @property
-    def reader(self) -> int:
-        return self.rng.choice((0, -1))
-
-    def next(self, limit: int, expected=None) -> int:
+    def pick(self, limit: int) -> int:
         self.ran.append(self.rng.choice((0, 0, 0, self.rng.randint(0, limit))))
         return self.ran[-1]
 
@@ -214,7 +211,7 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag,
     """Also while the report of a cycle is not read: whole sequences equal those decoded alone."""
     vanilla, want = alone()
     monkeypatch.setattr("session.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("buffers.PREFILL_WIDTHS", (8, 16))
+    monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
     target = golden_target()
     made = (
         RootOnly()
@@ -223,12 +220,9 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag,
     )
     made = with_smaller_trees(made, target) if drafter == "auto" else made
     tokens_of = dict(zip((index[:2] for index in want.index), want.tokens))
-    tree_policy = Random() if drafter == "auto" else LargestTree()
-    engine = replace(
-        engine_for(target, made, batch_size=3, **THROUGH_ROWS),
-        captured=captured,
-        tree_policy=tree_policy,
-    )
+    engine = replace(engine_for(target, made, batch_size=3, **THROUGH_ROWS), captured=captured)
+    if drafter == "auto":
+        engine = replace(engine, policy=Random())
     session = Session(engine, host_lag=host_lag)
     rng, rows, found, unread = random.Random(0), [None] * 3, set(), 0
     for _ in range(140):
@@ -245,7 +239,7 @@ def test_rows_are_released_at_random_and_given_away(drafter, captured, host_lag,
                 session.admit(row, IDS[key[0]], key)
         session.step()
     assert len(found) > 8 and (unread > 5) == (host_lag > 0)
-    assert drafter != "auto" or set(tree_policy.ran) == {0, 1, 2, 3}
+    assert drafter != "auto" or set(engine.policy.ran) == {0, 1, 2, 3}
 
 
 def test_long_prompts_let_the_others_decode(monkeypatch):
@@ -282,7 +276,7 @@ def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
 def test_cycles_are_timed_with_all_rows_and_they_decode():
     engine = engine_for(golden_target(), RootOnly(), batch_size=3)
     assert len(time_cycles(engine)) == 1
-    state = engine.pool[0].state
+    state = engine.buffer_pool[0].state
     assert state.pos.tolist() == [204] * 3 and not state.done.any()
 
 

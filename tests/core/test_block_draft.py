@@ -23,8 +23,8 @@ import quantize
 import sampling
 from checkpoint import Quantization
 from decode import with_cycles
-from draft_tree import DynamicTree, StaticTree, Text
-from drafters import Confirmed, DraftVocab, Root, RootOnly
+from draft_tree import DecodedTokens, DynamicTree, StaticTree
+from drafters import DrafterUpdate, DraftInputs, DraftVocab, Policy, RootOnly
 from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
 from extras.level_draft import tree_of
 from extras.residual import sample_children
@@ -142,9 +142,9 @@ def drafts(drafter: BlockDrafter):
     for start in STARTS:
         features = torch.cat((torch.zeros(1, start - read, 64), taps[:, read:start]), -1)
         count = torch.tensor([start - read])
-        state = drafter.extend(state, Confirmed(ids[None, read : start + 1], features, count))
+        state = drafter.extend(state, DrafterUpdate(ids[None, read : start + 1], features, count))
         read = start
-        yield state, Root(None, None, Text(ids[None], torch.tensor([start])))
+        yield state, DraftInputs(None, DecodedTokens(ids[None], torch.tensor([start])))
 
 
 def published(w: dict, config: dict, taps: torch.Tensor, root: int, table) -> torch.Tensor:
@@ -200,8 +200,8 @@ def test_scores_are_the_official_ones(kind, tmp_path):
     drafter = drafter_of(write_head(tmp_path / "head", kind), kind)
     target = golden_target(TARGET)
     trace, taps = recorded()
-    for number, (state, root) in enumerate(drafts(drafter)):
-        ours = drafter.level_scores(state, root)[0]
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        ours = drafter.level_scores(state, inputs)[0]
         assert (ours - trace[f"{kind}.logits"][number]).abs().max() < 1e-4
         start = STARTS[number]
         config = SHAPE | KEYS[kind]
@@ -215,11 +215,11 @@ def test_dsparks_chain_bias_and_confidence_are_the_official_ones(tmp_path):
     drafter = drafter_of(write_head(tmp_path / "head", "dspark"), "dspark")
     trace, taps = recorded()
     w = weights("dspark")
-    for number, (state, root) in enumerate(drafts(drafter)):
+    for number, (state, inputs) in enumerate(drafts(drafter)):
         chain = trace["dspark.tokens"][number]
-        assert drafter.propose(state, root).tokens[0, 1:].tolist() == chain.tolist()
-        before = torch.cat((root.text.root, chain[:-1]))
-        out, _ = drafter.root_output(state, root)
+        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
+        before = torch.cat((inputs.text.root, chain[:-1]))
+        out, _ = drafter.root_output(state, inputs)
         start = STARTS[number]
         hidden = published(
             w, SHAPE | KEYS["dspark"], taps[0, :start], int(before[0]), w["embed_tokens.weight"]
@@ -284,15 +284,17 @@ def test_trees_are_the_best_prefixes(temperature, tmp_path):
     noise = None
     if temperature:
         ones = torch.ones(1)
-        rule = sampling.Rule(temperature * ones, torch.zeros(1).long(), ones, None)
-        key = sampling.NoiseKey(torch.tensor([3, 0]), torch.zeros(1).long(), torch.zeros(1).long())
-        noise = sampling.gumbel(key, torch.zeros(1).long(), LEVELS + 1, 128)
-    for number, (state, root) in enumerate(drafts(drafter)):
+        zeros = torch.zeros(1).long()
+        rule = sampling.SamplingTensors(
+            torch.tensor([3, 0]), zeros, zeros, None, temperature * ones, zeros, ones, None
+        )
+        noise = sampling.gumbel(rule, torch.zeros(1).long(), LEVELS + 1, 128)
+    for number, (state, inputs) in enumerate(drafts(drafter)):
         z = trace["dflash.logits"][number]
         if temperature:
             z = temperature * (z / temperature + noise[0, :LEVELS])
         want = best_prefixes(z.log_softmax(-1), tree.size - 1)
-        got = paths_of(drafter.propose(state, Root(noise, None, root.text, rule)))
+        got = paths_of(drafter.propose(state, DraftInputs(noise, inputs.text, rule)))
         assert got.keys() == want.keys()
         assert max(abs(got[path] - value) for path, value in want.items()) < 1e-3
 
@@ -372,8 +374,8 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
     for root in anchors[0].tolist():
         state = drafter.init(1, 64)
         count = torch.tensor([root])
-        state = drafter.extend(state, Confirmed(text[:, : root + 1], features[:, :root], count))
-        out, _ = drafter.root_output(state, Root(None, None, Text(text, count)))
+        state = drafter.extend(state, DrafterUpdate(text[:, : root + 1], features[:, :root], count))
+        out, _ = drafter.root_output(state, DraftInputs(None, DecodedTokens(text, count)))
         for level in range(levels):
             if kind == "dspark":
                 frontier = SimpleNamespace(tokens=text[:, root + level, None])
@@ -501,13 +503,17 @@ def test_quantized_and_in_cpp_the_tokens_are_vanillas(kind, formats, tree, tmp_p
     options = {"dtype": "bfloat16", "compile": True, "device": "cpu", "temperature": 1.0}
     options |= formats | SETTINGS | {"batch_size": 1 + (kind == "dspark")}
     engine = load(checkpoint=str(GOLDEN / TARGET), head=str(path), tree=tree, **options)
-    assert engine.config.draft == "block" and engine.config.quant_draft == [*formats.values()][0]
+    assert (
+        engine.option("draft") == "block" and engine.option("quant_draft") == [*formats.values()][0]
+    )
     drafter = engine.drafter if tree == "dynamic" else engine.drafter.drafter
     assert drafter.head.fused is not None
     got, tau = new_tokens(engine)
-    assert got == new_tokens(with_cycles(replace(engine, drafter=RootOnly())))[0]
+    assert (
+        got == new_tokens(with_cycles(replace(engine, presets=(RootOnly(),), policy=Policy())))[0]
+    )
     assert tau > 1.1 or tree == "auto"
-    assert tree == "dynamic" or len(engine.drafter.presets) > 3
+    assert tree == "dynamic" or len(engine.presets) > 3
 
 
 # ------------------------------------------------------------------------------------------- files

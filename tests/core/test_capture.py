@@ -23,13 +23,13 @@ from decode import with_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from extras.autosize import with_smaller_trees
+from extras.auto_trees import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
 from load import warm_up
 from model import ModelConfig, Transformer
-from runtime import HostCopy, Replay, compiled, copy_into, tensors_of, use
-from sampling import Kind
+from runtime import HostCopy, Replay, compiled, copy_into, set_cuda_device, tensors_of
+from sampling import SamplingMode
 from session import Session
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
@@ -76,9 +76,9 @@ def test_no_step_of_a_cycle_waits(temperature, version):
     session = Session(engine, [(0, 0)])
     next(session.run([PROMPT]))
     with NoWaiting():
-        session.buffers.prefill(engine, session.kind, 0, 0, 64)  # captured, too
-        for cycle in engine.cycles[session.kind]:
-            state, _ = cycle(session.buffers.cache, session.state)
+        session._read_chunk(0, 0, 64, None)  # captured, too
+        for cycle in engine.cycles[session.mode]:
+            state, *_ = cycle(session.buffers.cache, session.state)
             copy_into(session.state, state)
 
 
@@ -121,9 +121,9 @@ def test_prompts_run_in_passes_of_two_widths():
     assert session.history == want
     ran = {key for key in session.buffers.replays if key[0] == "prefill"}
     assert ran == {
-        ("prefill", 256, 0, -1, Kind.GREEDY),
-        ("prefill", 64, 0, -1, Kind.GREEDY),
-        ("prefill", 64, 1, -1, Kind.GREEDY),
+        ("prefill", 256, 0, -1, SamplingMode.GREEDY),
+        ("prefill", 64, 0, -1, SamplingMode.GREEDY),
+        ("prefill", 64, 1, -1, SamplingMode.GREEDY),
     }, "width, row, reader, kind"
 
 
@@ -152,7 +152,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     monkeypatch.setattr("kv_cache.compact", torch.ops.gpt_eagle.compact)
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)
-    (cycle,) = engine.cycles[Kind.GREEDY]
+    (cycle,) = engine.cycles[SamplingMode.GREEDY]
     for step in ("decide", "extend"):  # the passes around them are not what is tested
         setattr(cycle, step, compiled(getattr(cycle, step)))
     session = decode(engine, *prompts)
@@ -345,7 +345,7 @@ def test_a_gpu_that_is_too_old(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     rule = "--device cuda:1 has compute capability 7.5, and the kernels need 8.0 or later"
     with pytest.raises(ValueError, match=rule):
-        use("cuda:1")
+        set_cuda_device("cuda:1")
 
 
 def test_a_slice_of_a_gpu_is_named(monkeypatch, capsys):
@@ -354,7 +354,7 @@ def test_a_slice_of_a_gpu_is_named(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: slice_)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    use("cuda")
+    set_cuda_device("cuda")
     note = capsys.readouterr().err
     assert f"note: {name} is a slice of a GPU, with 16 multiprocessors and 10.0 GiB" in note
 

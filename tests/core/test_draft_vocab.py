@@ -114,7 +114,7 @@ def test_keeping_every_token_changes_nothing(tree, rule):
 
 def test_columns_tokens_and_spread():
     vocab, x = DraftVocab(6, torch.tensor([1, 2, 5])), torch.arange(12.0).view(2, 6)
-    assert vocab.kept == 3
+    assert vocab.drafted == 3
     assert vocab.columns(x).tolist() == [[1, 2, 5], [7, 8, 11]]
     assert vocab.tokens(torch.tensor([[2, 0]])).tolist() == [[5, 1]]
     assert vocab.spread(torch.tensor([[0.5, 0.3, 0.2]])).tolist() == [

@@ -18,7 +18,7 @@ import torch
 from cli.tree_paths import EAGLE1_PATHS
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
-from drafters import Confirmed, LargestTree, Root, RootOnly, Text
+from drafters import DecodedTokens, DrafterUpdate, DraftInputs, RootOnly
 from eagle_draft import EagleDrafter
 from extras.kept_texts import KeptTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
@@ -26,6 +26,7 @@ from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from generate import Batch, load
 from helpers import (
     GOLDEN,
+    Scripted,
     decode,
     engine_for,
     golden_head,
@@ -44,10 +45,10 @@ LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
 # ------------------------------------------------------------------------------------------- lookup
 
 
-def text_of(*rows: list[int], room: int = 24) -> Text:
+def text_of(*rows: list[int], room: int = 24) -> DecodedTokens:
     """Texts of different lengths side by side; the padding repeats their tokens, so that reading it is noticed."""
     tokens = torch.tensor([(row * room)[:room] for row in rows])
-    return Text(tokens, torch.tensor([len(row) - 1 for row in rows]))
+    return DecodedTokens(tokens, torch.tensor([len(row) - 1 for row in rows]))
 
 
 def search(row: list[int], ngram: Ngram, kept: Sequence[int] = ()) -> list[tuple[int, ...]]:
@@ -77,7 +78,7 @@ def search_with_lengths(
     return dict(itertools.islice(chains.items(), ngram.branches))
 
 
-def found(text: Text, ngram: Ngram, row: int = 0) -> list[tuple[int, ...]]:
+def found(text: DecodedTokens, ngram: Ngram, row: int = 0) -> list[tuple[int, ...]]:
     tokens, lengths = lookup(text, ngram)
     return [tuple(chain) for chain in tokens[row][lengths[row] > 0].tolist()]
 
@@ -183,26 +184,28 @@ class Plain:
         return accepted
 
 
-class Watched(LargestTree):
+class Watched(Scripted):
     """The tree always, whatever its speed; the tokens that could be expected are kept."""
 
-    def __init__(self):
-        self.expected: list[list[float]] = []
+    def __init__(self, kept: KeptTexts):
+        super().__init__(kept)
+        self.every: list[list[float]] = []
 
-    def next(self, limit: int, expected: Sequence[float] | None = None) -> int:
-        self.expected.append(expected)
-        return super().next(limit, expected)
+    def pick(self, limit: int) -> int:
+        self.every.append(self.expected)
+        return super().pick(limit)
 
 
 def test_a_decoder_accepts_what_a_plain_lookup_does():
     """In every pass, as was expected: a request, and the same one once more, with its text kept."""
     options = {"checkpoint": DEMO, "draft": "ngram", "device": "cpu", "dtype": "float32"}
     engine = load(**options, max_new_tokens=48, ignore_eos=True)
-    engine = replace(engine, tree_policy=Watched())
+    kept = engine.policy.kept
+    engine = replace(engine, policy=Watched(kept))
     plain = Plain(Ngram())
     totals = []
     for _ in range(2):
-        tokens = engine.drafter.kept.tokens
+        tokens = kept.tokens
         plain.kept = tokens[(tokens >= 0).cumsum(0) > 0].tolist()  # without padding
         batch = Batch(engine, ["def read_lines(path):\n    with open(path) as file:\n"])
         batch.run(batch.streams)
@@ -211,7 +214,7 @@ def test_a_decoder_accepts_what_a_plain_lookup_does():
         assert got[:-1] == plain.lengths(turn.prompt, turn.new, 16)[:-1]  # the last one is cut
         totals.append(len(got))
     assert 10 < totals[0] < 47 and totals[1] < 10
-    for got, want in zip(engine.tree_policy.expected, plain.expected, strict=True):
+    for got, want in zip(engine.policy.every, plain.expected, strict=True):
         assert got == pytest.approx(want, rel=1e-4)
 
 
@@ -239,8 +242,8 @@ def test_continuations_share_equal_beginnings():
     ngram = Ngram(tokens=4, branches=3)
     text = text_of(row, [1, 2, 3])
     drafter = NgramDrafter(ngram)
-    state = drafter.extend(drafter.init(2, 24), Confirmed(None, None, None, text=text))
-    tree = drafter.propose(state, Root(None, None, text))
+    state = drafter.extend(drafter.init(2, 24), DrafterUpdate(None, None, None, text=text))
+    tree = drafter.propose(state, DraftInputs(None, text))
     assert tree_paths(tree) == prefixes(search(row, ngram))
     assert len(tree_paths(tree)) == 10, "two of the three chains share 1, 2"
     assert tree_paths(tree, 1) == set(), "nothing matches in the second row"
@@ -358,7 +361,7 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         next(fresh.run(texts))
         tokens = fresh.state.tokens[row, : pos + 1].tolist()
         assert tokens == session.history[row][: pos + 1], "the root comes out the same"
-        tree_again, _ = Cycle(engine, engine.drafter, fresh.kind).draft(fresh.state)
+        tree_again, _ = Cycle(engine, engine.drafter, fresh.mode).draft(fresh.state)
         assert tree_again.tokens[row, 1:].tolist() == line["draft_tokens"]
         assert tree_again.parents[row, 1:].tolist() == line["parents"]
 

@@ -22,7 +22,6 @@ import command_line
 import hf.config
 import runtime
 from command_line import parse
-from drafters import LargestTree
 from extras.autosize import Autosizer
 from generate import generate, load, main, stream
 from helpers import GOLDEN, slow
@@ -410,15 +409,15 @@ def test_what_a_model_without_a_head_may_be_given(tmp_path):
     """The lookup drafts by itself, and keeps its texts where they are named."""
     store = str(tmp_path / "store")
     engine = load(checkpoint=TARGET, device="cpu", draft_store=store)
-    assert engine.config.draft == "ngram" and engine.drafter.kept is not None
+    assert engine.option("draft") == "ngram" and engine.policy.kept is not None
 
 
 def test_no_clock_decides_under_the_residual_rule():
     """Its tokens follow the tree, so that the same command must verify the same trees."""
     options = {"checkpoint": TARGET, "device": "cpu", "draft": "ngram", "compile": True}
-    assert isinstance(load(**options).tree_policy, Autosizer)
+    assert isinstance(load(**options).policy.sizer, Autosizer)
     residual = load(**options, accept="residual", temperature=1.0)
-    assert type(residual.tree_policy) is LargestTree
+    assert residual.policy.sizer is None
 
 
 def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatch):

@@ -16,8 +16,7 @@ import eagle_draft
 import model
 import sampling
 from checkpoint import WeightFiles
-from cli.tree_paths import EAGLE1_PATHS
-from decode import NODE_STRIDE
+from cli.tree_paths import EAGLE1_PATHS, MAX_NODES
 from draft_tree import DynamicTree, StaticTree, build_tree, path_to
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
@@ -89,7 +88,9 @@ def force(monkeypatch, run):
     def gumbel(key, first, rows, vocab, domain=sampling.CHOICE):
         noise, first = torch.zeros(len(first), rows, vocab), int(first[0])
         if domain == sampling.DRAFT:
-            for row, tokens in enumerate(cycles[first // NODE_STRIDE]["sampled_topk_tokens"]):
+            draw, begin = divmod(first, MAX_NODES)
+            sampled = cycles[draw]["sampled_topk_tokens"][begin : begin + rows]
+            for row, tokens in enumerate(sampled):
                 noise[:, row, tokens] = 1e4 * torch.arange(len(tokens), 0, -1)
         else:
             noise[:, :, cycles[first]["next_root_token"] if first else run["first_root_token"]] = (

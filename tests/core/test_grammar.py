@@ -17,11 +17,10 @@ jsonschema = pytest.importorskip("jsonschema")
 import generate as program  # noqa: E402
 import sampling  # noqa: E402
 from decode import PREFILL_CHUNK, with_cycles  # noqa: E402
-from drafters import LargestTree  # noqa: E402
 from extras.autosize import Autosizer, TreeShape, unknown  # noqa: E402
-from extras.grammar import MOST_BYTES, STYLE, Grammar, Guide, _vocabulary  # noqa: E402
+from extras.grammar import MOST_BYTES, STYLE, Grammar, SessionGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
-from helpers import record, slow  # noqa: E402
+from helpers import Scripted, record, slow  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from session import Session  # noqa: E402
@@ -57,12 +56,12 @@ DRAFTS = {
 }
 
 
-class InTurn(LargestTree):
+class InTurn(Scripted):
     """A tree policy that runs one preset after the other."""
 
     turn = 0
 
-    def next(self, limit, expected=None):
+    def pick(self, limit):
         self.turn += 1
         return self.turn % (min(limit, 5) + 1)
 
@@ -71,7 +70,7 @@ def engine_of(draft: str = "dynamic", **options):
     engine = load(
         checkpoint=DEMO, device="cpu", **{"max_new_tokens": 60, **DRAFTS[draft], **options}
     )
-    return replace(engine, tree_policy=InTurn()) if draft == "auto" else engine
+    return replace(engine, policy=InTurn()) if draft == "auto" else engine
 
 
 def definition_of(source) -> str:
@@ -87,9 +86,9 @@ def plain_loop(engine, prompt: str, source, own: Sampling, seed: int, number: in
     library = _vocabulary(engine.tokenizer, vocab, engine.eos_ids)
     ids = engine.tokenizer.encode(prompt)
     new: list[int] = []
-    rule = sampling.Rule.of([own])
+    rule = sampling.SamplingTensors.from_params([own])
     words = torch.tensor([[seed, 0]])
-    key = sampling.NoiseKey(words, torch.tensor([number]), torch.tensor([0]))
+    key = sampling.SamplingTensors(words, torch.tensor([number]), torch.tensor([0]))
     while len(new) < engine.config.max_new_tokens and new[-1:] != [engine.eos_ids[0]]:
         text = torch.tensor([ids + new])
         cache = KVCache.empty(target.config, 1, text.shape[1], target.norm.weight.dtype, "cpu")
@@ -154,7 +153,7 @@ def test_int4_with_and_without_drafting():
 
 
 def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
-    masks = record(monkeypatch, Guide, "mask")
+    masks = record(monkeypatch, SessionGuide, "root_mask")
     engine = engine_of(max_new_tokens=8)
     prompt = engine.tokenizer.encode(PROMPT) * PREFILL_CHUNK
     prompt = prompt[: 2 * PREFILL_CHUNK + 5]
@@ -221,7 +220,7 @@ def test_captured_cycles_stand_beside_those_with_a_grammar():
     engine = engine_of("auto", batch_size=2)
     asked = ([PROMPT, OTHER, PROMPT, OTHER], [PERSON, None, None, LARK])
     want = generate(engine, asked[0], grammar=asked[1], temperature=1.0)
-    captured = replace(engine, captured=True, pool=[])
+    captured = replace(engine, captured=True, buffer_pool=[])
     assert generate(captured, asked[0], grammar=asked[1], temperature=1.0).tokens == want.tokens
 
 
@@ -321,7 +320,7 @@ def test_a_grammar_that_allows_nothing_at_some_point(draft):
     assert several.index == [(0, 0, 0), (1, 0, 0)], "a conversation ends there"
     session = Session(engine, [(0, 0), (1, 0)])
     ids = [engine.tokenizer.encode(text) for text in (PROMPT, OTHER)]
-    session.admit(0, ids[0], (0, 0), 60, grammar=Grammar(engine, DEAD))
+    session.admit(0, ids[0], (0, 0), 60, guide=Grammar(engine, DEAD))
     session.admit(1, ids[1], (1, 0), 60)
     new = [[], []]
     while session.busy(0) or session.busy(1):

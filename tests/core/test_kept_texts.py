@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import stat
+from dataclasses import replace
 
 import pytest
 import torch
 
 import generate
-from draft_tree import DynamicTree, Text
-from drafters import RootOnly
+from draft_tree import DecodedTokens, DynamicTree
+from drafters import Method, Policy, RootOnly
 from eagle_draft import EagleDrafter
 from extras import ngram_draft
+from extras.autosize import AutoTrees
 from extras.kept_texts import MOST_BYTES, RUN, KeptTexts
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.recycling_draft import empty_matrix
@@ -103,7 +105,7 @@ def test_a_traced_lookup_reads_the_buffer(monkeypatch):
     """Texts change between requests, and nothing is traced again."""
     monkeypatch.setattr("ops.library._cpp_available", [False])
     ngram = Ngram(2, 2, 2, kept=KeptTexts(capacity=64))
-    text = Text(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
+    text = DecodedTokens(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
     step = torch.compile(ngram_draft.lookup, fullgraph=True, dynamic=False)
     found = []
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -239,9 +241,15 @@ def test_stores_that_the_command_line_refuses(tmp_path, capsys):
 
 
 def test_warming_up_keeps_nothing():
-    engine = engine_for(golden_target(), lookup(KeptTexts()), context=100)
+    kept = KeptTexts()
+    drafter = lookup(kept)
+    method = Method(drafter.presets, policy=AutoTrees(drafter, kept))
+    engine = engine_for(golden_target(), drafter, method, context=100)
     _prefill_each_width(engine)
-    assert not engine.drafter.kept.texts
+    assert not kept.texts
+    warm = replace(engine, policy=engine.policy.started(engine, list))
+    _prefill_each_width(warm)
+    assert kept.texts
 
 
 def test_a_turn_that_is_ended_early_is_kept():
@@ -260,5 +268,5 @@ def test_a_turn_that_is_ended_early_is_kept():
 
 def test_without_a_file_texts_stay_in_memory():
     options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 4}
-    assert load(**options).drafter.kept is not None, "lookup beside the bundled head"
-    assert load(**options, draft="eagle", tree="chain").drafter.kept is None
+    assert load(**options).policy.kept is not None, "lookup beside the bundled head"
+    assert type(load(**options, draft="eagle", tree="chain").policy) is Policy

@@ -7,9 +7,9 @@ import torch
 from test_lossless import assert_same, make, needs_operators
 
 from decode import Engine
+from extras.logprobs import Logprob, Logprobs
 from generate import load
 from helpers import compiled_as_on_cuda, engine_for, golden_target, slow
-from logprobs import Logprob
 from options import DEMO, Sampling
 from session import Session
 
@@ -25,14 +25,17 @@ def scored(
 ) -> tuple[list[int], list[Logprob]]:
     """New tokens of one sequence and their log-probabilities, beside a sequence that asks for none."""
     session = Session(engine, host_lag=host_lag)
+    logprobs = Logprobs(engine.target)
+    session.readers.append(logprobs)
     for seq, prompt in enumerate((OTHER, IDS)):
-        session.configure(seq, rule, 7, likeliest if seq else None)
+        session.configure(seq, rule, 7)
+        logprobs.want(seq, likeliest if seq else None)
         session.admit(seq, prompt, (seq, 0))
     tokens, found = [], []
     while session.busy(0) or session.busy(1):
         tokens += session.step()[1]
-        assert session.logprobs.keys() == {1}
-        found += session.logprobs[1]
+        assert logprobs.scored.keys() <= {1}
+        found += logprobs.take(1)
         assert len(found) == len(tokens)
     return tokens, found
 
@@ -89,7 +92,10 @@ def test_every_drafter_gives_the_same_bits(quant):
 
 
 def test_nobody_pays_where_nobody_asks(monkeypatch):
-    monkeypatch.setattr("session.Logprobs", None)
-    session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
+    monkeypatch.setattr("extras.logprobs.Scores", None)
+    engine = engine_for(golden_target(), make("dynamic"), **OPTIONS)
+    session = Session(engine)
+    logprobs = Logprobs(engine.target)
+    session.readers.append(logprobs)
     list(session.run([IDS]))
-    assert session.logprobs == {}
+    assert logprobs.take(0) == []

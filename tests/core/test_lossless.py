@@ -26,15 +26,16 @@ import sampling
 from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine, with_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
-from drafters import Confirmed, Drafter, DraftVocab, LargestTree, Root, RootOnly
+from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from eagle_draft import EagleDrafter
-from extras.autosize import with_smaller_trees
+from extras.auto_trees import with_smaller_trees
 from extras.lookahead_draft import LookaheadDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.recycling_draft import RecyclingDrafter, empty_matrix, recycling_paths
 from generate import generate, load
 from helpers import (
+    InTurn,
     chi_square,
     compiled_as_on_cuda,
     decode,
@@ -83,7 +84,7 @@ def margin(engine, prompt: list[int], new: list[int], at: int, stream: tuple[int
     rule = engine.config.sampling
     if rule.temperature > 0:
         seed = torch.tensor([engine.config.seed & 0xFFFFFFFF, engine.config.seed >> 32])
-        key = sampling.NoiseKey(seed, torch.tensor([stream[0]]), torch.tensor([stream[1]]))
+        key = sampling.SamplingTensors(seed, torch.tensor([stream[0]]), torch.tensor([stream[1]]))
         noise = sampling.gumbel(key, torch.tensor([at]), 1, scores.shape[1])[:, 0]
         scores = process(scores, rule) + noise
     best = scores.topk(2).values[0]
@@ -302,17 +303,17 @@ def check_compiled(
         golden_target(MODELS[model][0]), make(name, children, model), accept=accept, **options
     )
     compiled = compiled_as_on_cuda(engine)
-    list(Session(replace(compiled, tree_policy=InTurn())).run([LOOP] * batch))  # every preset runs
+    list(Session(replace(compiled, policy=InTurn())).run([LOOP] * batch))  # every preset runs
     for number, prompts in enumerate((PROMPTS[:batch], [[3]], [PROMPTS[1] * 9])):
         with (
             torch._dynamo.config.patch(error_on_recompile=True),
             torch.compiler.set_stance("fail_on_recompile"),
         ):
-            plain = decode(replace(engine, tree_policy=InTurn()), *prompts)
+            plain = decode(replace(engine, policy=InTurn()), *prompts)
             rows = [(row, 0) for row in range(len(prompts))]
-            ours = Session(replace(compiled, tree_policy=InTurn()), rows, host_lag=1)
+            ours = Session(replace(compiled, policy=InTurn()), rows, host_lag=1)
             list(ours.run(list(prompts)))
-            state, _ = compiled.cycles[ours.kind][-1](ours.buffers.cache, ours.state)
+            state, *_ = compiled.cycles[ours.mode][-1](ours.buffers.cache, ours.state)
             assert all(map(operator.is_, tensors_of(state), tensors_of(ours.state)))
         for row, prompt in enumerate(prompts):
             want = new_tokens(plain, row, prompt)
@@ -320,17 +321,6 @@ def check_compiled(
             assert_same(engine, prompt, new_tokens(ours, row, prompt), want, (row, 0))
         assert drafts_of(ours) == drafts_of(plain)
     assert not torch._dynamo.utils.counters["graph_break"]
-
-
-class InTurn(LargestTree):
-    """Takes every preset that makes sense, one after the other."""
-
-    def __init__(self):
-        self.cycles = 0
-
-    def next(self, largest: int, expected=None) -> int:
-        self.cycles += 1
-        return self.cycles % (largest + 1)
 
 
 def drafts_of(session: Session) -> list:
@@ -479,16 +469,16 @@ class Scripted(Drafter):
     def init(self, batch: int, slots: int):
         return torch.zeros(batch, dtype=torch.long)
 
-    def extend(self, state, rows: Confirmed):
+    def extend(self, state, rows: DrafterUpdate):
         return state + rows.count
 
     def rewind(self, state, length):
         return length
 
-    def propose(self, state, root: Root) -> DraftTree:
+    def propose(self, state, inputs: DraftInputs) -> DraftTree:
         index = (state - self.start)[:, None] + 1 + torch.arange(self.depth)
         drafted = self.script[index.clamp(0, len(self.script) - 1)]
-        tokens = torch.cat((root.text.root[:, None], drafted), 1)
+        tokens = torch.cat((inputs.text.root[:, None], drafted), 1)
         parents = (torch.arange(self.size) - 1).clamp(min=0).expand_as(tokens)
         return build_tree(tokens, parents, torch.ones_like(tokens).bool(), self.depth)
 

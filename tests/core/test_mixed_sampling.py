@@ -19,7 +19,7 @@ from extras.residual import sample_children
 from generate import generate
 from helpers import compiled_as_on_cuda, engine_for, golden_head, golden_target, record, slow
 from options import DEMO
-from sampling import Kind, NoiseKey, Rule, Sampling, gumbel, process
+from sampling import Sampling, SamplingMode, SamplingTensors, gumbel, process
 from session import Session
 
 OPTIONS = {"max_new_tokens": 24, "ignore_eos": True}
@@ -156,7 +156,7 @@ def test_the_residual_rule_takes_parameters_too():
     prompts = [each.ids for each in asked]
     one = engine_for(golden_target(), drafter, **options)
     want = generate(one, prompts, **per_prompt(asked)).tokens
-    three = replace(engine_for(golden_target(), drafter, batch_size=3, **options), pool=[])
+    three = replace(engine_for(golden_target(), drafter, batch_size=3, **options), buffer_pool=[])
     assert generate(three, prompts, **per_prompt(asked)).tokens == want
     with pytest.raises(ValueError, match="temperature must be above 0 with --accept residual"):
         generate(one, prompts, temperature=[1.0, 1.0, 0.0, 1.0, 1.0])
@@ -171,15 +171,17 @@ def test_a_row_is_cut_by_its_own_parameters(how, plain):
     run = plain if how == "plain" else lambda function, *inputs: function(*inputs)
     rules = [each.sampling for each in ASKED]
     logits = 4 * torch.randn(len(rules), 3, 997, generator=torch.Generator().manual_seed(0))
-    together = run(process, logits, Rule.of(rules))
+    together = run(process, logits, SamplingTensors.from_params(rules))
     for row, own in enumerate(rules):
         if own.temperature == 0:
             assert torch.equal(together[row], logits[row])
             continue
-        rule = Rule.of([own]).needed(Kind.of(own))
+        rule = SamplingTensors.from_params([own]).needed(SamplingMode.needed_by(own))
         assert torch.equal(together[row : row + 1], run(process, logits[row : row + 1], rule))
-    sampled = [row for row, own in enumerate(rules) if Kind.of(own) == Kind.NOISY]
-    uncut = run(process, logits, Rule.of(rules).needed(Kind.NOISY))
+    sampled = [
+        row for row, own in enumerate(rules) if SamplingMode.needed_by(own) == SamplingMode.NOISY
+    ]
+    uncut = run(process, logits, SamplingTensors.from_params(rules).needed(SamplingMode.NOISY))
     assert torch.equal(uncut[sampled], together[sampled]) and sampled
 
 
@@ -188,7 +190,7 @@ def test_a_greedy_row_has_no_noise(how, plain):
     run = plain if how == "plain" else lambda function, *inputs: function(*inputs)
     greedy = torch.tensor([False, True, False])
     seeds = torch.tensor([[1, 0], [2, 0], [3, 0]])
-    key = NoiseKey(seeds, torch.arange(3), torch.zeros(3, dtype=torch.long), greedy)
+    key = SamplingTensors(seeds, torch.arange(3), torch.zeros(3, dtype=torch.long), greedy)
     first = torch.tensor([4, 5, 6])
     noise = run(gumbel, key, first, 2, 130)
     assert not noise[1].any()
@@ -226,6 +228,6 @@ def test_wrong_parameters_are_refused_by_name(options, message):
 
 def test_cycles_of_every_kind_are_there():
     engine = with_cycles(engine_for(golden_target(), make("auto:dynamic"), **OPTIONS))
-    kinds = [{cycle.kind for cycle in cycles} for cycles in engine.cycles]
-    assert kinds == [{kind} for kind in Kind]
-    assert all(len(cycles) == len(engine.drafter.presets) for cycles in engine.cycles)
+    kinds = [{cycle.mode for cycle in cycles} for cycles in engine.cycles]
+    assert kinds == [{kind} for kind in SamplingMode]
+    assert all(len(cycles) == len(engine.presets) for cycles in engine.cycles)

@@ -11,7 +11,6 @@ import threading
 
 import pytest
 
-import buffers
 import session
 from draft_tree import DynamicTree
 from drafters import RootOnly
@@ -26,7 +25,7 @@ FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 6
 
 def interrupt(monkeypatch, chunk: int) -> None:
     """Ctrl-C before a chunk of the next prefill, counted from 0; prefills after it go through."""
-    run, left = buffers.prefill_chunk, [chunk]
+    run, left = session.prefill_chunk, [chunk]
 
     def prefill_chunk(*inputs):
         left[0] -= 1
@@ -34,7 +33,7 @@ def interrupt(monkeypatch, chunk: int) -> None:
             raise KeyboardInterrupt
         return run(*inputs)
 
-    monkeypatch.setattr(buffers, "prefill_chunk", prefill_chunk)
+    monkeypatch.setattr(session, "prefill_chunk", prefill_chunk)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 3])

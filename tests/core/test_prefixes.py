@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
+import buffers
 import pytest
 import torch
 from test_lossless import assert_same, make, needs_operators
 
-import buffers
 from decode import Engine
 from generate import load
 from helpers import compiled_as_on_cuda, engine_for, golden_target, record, slow

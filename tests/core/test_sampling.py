@@ -13,8 +13,16 @@ import pytest
 import torch
 
 import sampling
-from draft_tree import DynamicTree, StaticTree, accept, build_tree, path_to, root_tree
-from drafters import Root, RootOnly, TreeDrafter
+from draft_tree import (
+    DynamicTree,
+    StaticTree,
+    accept,
+    build_tree,
+    path_to,
+    replace_fields,
+    root_tree,
+)
+from drafters import DraftInputs, RootOnly, TreeDrafter
 from extras import residual
 from extras.residual import accept_residual, residual_accept
 from helpers import (
@@ -33,10 +41,9 @@ from sampling import (
     ACCEPT,
     CHOICE,
     DRAFT,
-    Kind,
-    NoiseKey,
-    Rule,
     Sampling,
+    SamplingMode,
+    SamplingTensors,
     cumsum_in_blocks,
     gumbel,
     uniforms,
@@ -101,7 +108,7 @@ def test_random_counters():
 
 
 def noise_key(seed=0, prompts=(0,), samples=None):
-    return NoiseKey(
+    return SamplingTensors(
         torch.tensor([seed & sampling.MASK32, seed >> 32]),
         torch.tensor(prompts),
         torch.tensor(samples if samples is not None else [0] * len(prompts)),
@@ -154,7 +161,7 @@ def test_noise_is_never_read_twice():
 def test_seeds_above_32_bits():
     def seed(value):
         engine = engine_for(golden_target(), RootOnly(), seed=value, context=8)
-        return Session(engine, [(0, 0)]).state.key.seed[0].tolist()
+        return Session(engine, [(0, 0)]).state.sampling.seed[0].tolist()
 
     assert seed(7) == [7, 0]
     assert seed(2**32 + 7) == [7, 1]
@@ -572,8 +579,8 @@ class WorldDrafter(TreeDrafter):
         super().__init__(target, tree)
         self.world = world
 
-    def root_output(self, state, root):
-        return root.text.tokens[:, 1:2, None], root.text.pos + 1
+    def root_output(self, state, inputs):
+        return inputs.text.tokens[:, 1:2, None], inputs.text.pos + 1
 
     def forward_nodes(self, state, frontier, out, positions, window):
         return frontier.tokens[:, :, None]
@@ -591,10 +598,9 @@ def draw(children, shape, rule, favour=0.0):
     drafter = with_children(WorldDrafter(GROWN_TREES[shape], world), children)
     key, first = noise_key(14, range(DRAWS)), torch.zeros(DRAWS, dtype=torch.long)
     noise = gumbel(key, first, drafter.depth + 1, V)
-    fresh = gumbel(key, first, drafter.fresh_rows, V, DRAFT) if drafter.fresh_rows else None
-    rules = Rule.of([rule] * DRAWS)
-    root = Root(noise, fresh, text_with(first), rules)
-    tree = drafter.propose(None, root)
+    rules = SamplingTensors.from_params([rule] * DRAWS)
+    rules = replace_fields(rules, seed=key.seed, prompt=key.prompt, sample=key.sample)
+    tree = drafter.propose(None, DraftInputs(noise, text_with(first), rules, first))
     drafted = torch.zeros(DRAWS, drafter.size * V)
     first_child = torch.ones_like(tree.valid)  # of its parent
     first_child[:, 2:] = tree.parents[:, 2:] != tree.parents[:, 1:-1]
@@ -606,8 +612,8 @@ def draw(children, shape, rule, favour=0.0):
         tokens = best(process(logits, rule), noise, tree.depths)
         accepted = accept(tree, tokens, drafter.depth)
         return odds_of(world, rule, accepted.emitted, accepted.length, noise[:, 1])
-    cycle = SimpleNamespace(drafter=drafter, kind=Kind.NOISY)
-    state = SimpleNamespace(rule=rules, draws=first, key=key)
+    cycle = SimpleNamespace(drafter=drafter, mode=SamplingMode.NOISY)
+    state = SimpleNamespace(sampling=rules, draws=first)
     accepted = accept_residual(tree, logits, noise, state, cycle)
     return odds_of(world, rule, accepted.emitted, accepted.length, noise[:, 1])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafters import LargestTree
+from extras.presets import PresetPolicy
 from files import is_gguf
 from generate import Batch, compare, generate, load
 from helpers import slow
@@ -57,7 +57,7 @@ def test_drafting_changes_no_token(smollm2, quant, temperature):
         max_new_tokens=12,
         compile=True,
     )
-    engine = replace(engine, tree_policy=LargestTree())  # drafts, whether it pays or not
+    engine = replace(engine, policy=PresetPolicy())  # drafts, whether it pays or not
     drafted, outcome = compare(Batch(engine, [[QUESTION], [ESSAY]]))
     assert outcome["identical"] == 1.0 and drafted.stats["cycles"] > 0
     assert max(drafted.stats["accept_lengths"]) > 0

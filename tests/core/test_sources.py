@@ -19,14 +19,14 @@ from safetensors.numpy import load_file, save_file
 
 import generate
 from draft_tree import StaticTree
-from drafters import LargestTree, Root, RootOnly, Text
+from drafters import DecodedTokens, DraftInputs, RootOnly
 from extras.datastore import Datastore
 from extras.lookahead_draft import LookaheadDrafter
 from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix, recycling_paths
 from extras.rest_draft import RestDrafter
-from extras.rest_draft import load_drafter as load_rest
+from extras.rest_draft import load_method as load_rest
 from generate import load
-from helpers import compiled_as_on_cuda, decode, engine_for, golden_target
+from helpers import InTurn, compiled_as_on_cuda, decode, engine_for, golden_target
 from options import DEMO, GenerateConfig
 from scripts import build_datastore
 from scripts.bench.measure import with_config
@@ -199,8 +199,8 @@ def test_retrieved_trees_are_those_of_the_rule(tmp_path):
                 texts[3][-5:],
             ]
             tokens = torch.tensor([(row * 40)[:40] for row in rows])
-            text = Text(tokens, torch.tensor([len(row) - 1 for row in rows]))
-            tree = drafter.propose((), Root(None, None, text))
+            text = DecodedTokens(tokens, torch.tensor([len(row) - 1 for row in rows]))
+            tree = drafter.propose((), DraftInputs(None, text))
             for b, row in enumerate(rows):
                 line = {"parents": tree.parents[b, 1:].tolist()}
                 line["draft_tokens"] = tree.tokens[b, 1:].tolist()
@@ -301,7 +301,7 @@ def test_datastores_that_are_none_are_refused(built, tmp_path):
 
 def test_a_datastore_is_for_the_host():
     with pytest.raises(ValueError, match="use --device cpu, or another --draft"):
-        load_rest(GenerateConfig(draft="rest", datastore="x", device="cuda"), None)
+        load_rest(None, GenerateConfig(draft="rest", datastore="x", device="cuda"), None)
 
 
 def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
@@ -352,17 +352,6 @@ def test_two_builders_of_one_file_leave_one_of_both(tmp_path):
 # ------------------------------------------------------------------------------------- all of them
 
 
-class InTurn(LargestTree):
-    """Every preset, one after the other."""
-
-    def __init__(self):
-        self.number = 0
-
-    def next(self, limit: int, expected=None) -> int:
-        self.number += 1
-        return self.number % (limit + 1)
-
-
 @pytest.mark.parametrize("temperature, batch", [(0.0, 1), (0.7, 2)])
 @pytest.mark.parametrize("draft", ["recycling", "lookahead", "rest"])
 def test_every_size_gives_the_same_tokens(draft, temperature, batch, built):
@@ -374,12 +363,12 @@ def test_every_size_gives_the_same_tokens(draft, temperature, batch, built):
     runs = []
     for drafted in ({"draft": "none"}, {"draft": draft, **own}):
         engine = load(**options, dtype="bfloat16", **drafted)
-        session = Session(replace(engine, tree_policy=InTurn()), [(0, 0), (1, 0)][:batch])
+        session = Session(replace(engine, policy=InTurn()), [(0, 0), (1, 0)][:batch])
         for _ in session.run(prompts):
             pass
         runs.append(session)
     assert runs[0].history == runs[1].history
-    assert len({preset for preset, _ in runs[1].stats.presets}) == len(engine.drafter.presets)
+    assert len({preset for preset, _ in runs[1].stats.presets}) == len(engine.presets)
 
 
 @pytest.mark.parametrize("draft", ["ngram", "recycling", "lookahead"])

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import sampling
 from checkpoint import Quantization, WeightFiles
 from cli.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
 from command_line import parse
-from draft_tree import DynamicTree, StaticTree, Text
-from drafters import Confirmed, DraftVocab, Root, RootOnly
+from draft_tree import DecodedTokens, DynamicTree, StaticTree
+from drafters import DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from eagle_draft import EagleState
 from extras import hydra_draft, medusa_draft
 from extras.residual import sample_children
@@ -36,10 +37,10 @@ from helpers import (
     slow,
 )
 from hf.head_kinds import head_kind
-from load import make_drafter
+from load import load_method
 from options import GenerateConfig
 from quantize import quantize_directory
-from sampling import Rule, Sampling
+from sampling import Sampling, SamplingTensors
 from scripts.train import train_eagle
 from scripts.train.acceptance import evaluate, fit_sharpness
 from scripts.train.head_losses import Scored, draft_levels, level_losses
@@ -271,7 +272,7 @@ def test_trees_are_those_of_the_official_heads(official, kind):
     features = features_of(tokens)
     scores = scorer(kind, module, features)
     noise = -torch.rand(1, D + 1, 97, generator=torch.Generator().manual_seed(3)).log().neg().log()
-    rule = Rule.of([Sampling(0.7)])
+    rule = SamplingTensors.from_params([Sampling(0.7)])
     cut = StaticTree(tuple(path for path in MEDUSA_PATHS if max(path) < 4))
     for tree in (cut, StaticTree.chain(3), DynamicTree(4, 4, 16), DynamicTree(2, 3, 8)):
         drafter = drafter_of(folder, tree, sharpness=1.5)
@@ -282,10 +283,10 @@ def test_trees_are_those_of_the_official_heads(official, kind):
             given = torch.tensor([[*tokens, 0, 0, 0, 0]])[:, : 9 + begin][:, begin:]
             given = F.pad(given, (0, 9 - given.shape[1]))
             count = torch.tensor([stop - begin])
-            state = drafter.extend(state, Confirmed(given, padded[:, rows], count))
-        text = Text(torch.tensor([[*tokens, 44, 0, 0]]), torch.tensor([12]))
+            state = drafter.extend(state, DrafterUpdate(given, padded[:, rows], count))
+        text = DecodedTokens(torch.tensor([[*tokens, 44, 0, 0]]), torch.tensor([12]))
         for temperature in (0.0, 0.7):
-            root = Root(noise, None, text, rule if temperature else None)
+            root = DraftInputs(noise, text, rule if temperature else None)
             found = drafter.propose(state, root)
             want = plain_tree(scores, noise[0], temperature, 44, tree, 1.5)
             assert paths_of(found) == want and bool(found.valid.all())
@@ -324,11 +325,11 @@ def test_traced_drafts_are_the_eager_ones(official, kind):
     """Reading tokens and growing a tree is one graph."""
     drafter = drafter_of(official[kind][1], DynamicTree(2, 3, 6))
     features = features_of(PROMPTS[0])[None]
-    confirmed = Confirmed(torch.tensor([[*PROMPTS[0], 44]]), features, torch.tensor([7]))
-    text = Text(torch.tensor([[*PROMPTS[0], 44, 0, 0]]), torch.tensor([7]))
+    confirmed = DrafterUpdate(torch.tensor([[*PROMPTS[0], 44]]), features, torch.tensor([7]))
+    text = DecodedTokens(torch.tensor([[*PROMPTS[0], 44, 0, 0]]), torch.tensor([7]))
 
     def step(state, confirmed, text):
-        return drafter.propose(drafter.extend(state, confirmed), Root(None, None, text))
+        return drafter.propose(drafter.extend(state, confirmed), DraftInputs(None, text))
 
     traced = torch.compile(step, fullgraph=True, dynamic=False)
     ours = traced(drafter.init(1, 20), confirmed, text)
@@ -360,8 +361,8 @@ def test_whole_engines_give_vanillas_tokens(official, kind, quant, tree, monkeyp
         "max_new_tokens": 30,
     }
     engine = load(head=str(official[kind][1]), tree=tree, temperature=1.0, **options)
-    assert (engine.config.draft, engine.config.quant_draft) == (kind.rstrip("+ 2"), quant)
-    resolved = engine.drafter.resolved_options()
+    assert (engine.option("draft"), engine.option("quant_draft")) == (kind.rstrip("+ 2"), quant)
+    resolved = engine.resolved
     assert resolved["tree_depth"] == D, "as many levels as heads"
     assert tree != "auto" or resolved["trees"][-3:] == [
         "chain 3",
@@ -520,10 +521,9 @@ def test_a_draft_vocabulary_keeps_rows_and_biases(official, tmp_path):
             checkpoint=str(TARGET), draft=kind.rstrip(" 2"), head=str(official[kind][1]), draft_vocab=3, device="cpu",
             ablation={"token_ranks": str(tmp_path / "ranks.json")}, quant_draft="none", tree="chain",
         )  # fmt: skip
-        drafter = make_drafter(target, options)
-        whole = make_drafter(
-            target, GenerateConfig(**{**vars(options), "draft_vocab": 0, "ablation": None})
-        )
+        drafter = load_method(target, options, None).presets[-1]
+        untrimmed = GenerateConfig(**{**vars(options), "draft_vocab": 0, "ablation": None})
+        whole = load_method(target, untrimmed, None).presets[-1]
         out = torch.randn(1, D if kind == "medusa 2" else 1, 128 if kind == "hydra" else 64)
         if kind == "medusa 2":
             assert torch.allclose(
@@ -615,8 +615,8 @@ def test_alpha_is_that_of_the_decode_loops_chains(official, kind):
         if kind == "hydra++"
         else type(state)(length, hidden[:, None])
     )
-    text = Text(torch.tensor([history] * R), length)
-    tokens = drafter.propose(state, Root(None, None, text)).tokens[:, 1:]
+    text = DecodedTokens(torch.tensor([history] * R), length)
+    tokens = drafter.propose(state, DraftInputs(None, text)).tokens[:, 1:]
     truth = torch.stack([torch.tensor(history[r + 2 : r + 2 + D]) for r in range(R)])
     assert torch.equal((tokens == truth).long().cumprod(1), ok)
     row = evaluate(drafter.heads, target, [(0, history)], draft)
@@ -653,7 +653,7 @@ def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
     assert (made.heads, made.own_lm_heads, bool(made.prefix)) == (2, False, method == "hydra")
     options = {"checkpoint": str(TARGET), "head": str(tmp_path), "device": "cpu", "tree": "chain"}
     engine = load(draft_vocab=config.draft_vocab, max_new_tokens=20, **options)
-    assert engine.drafter.vocab.kept == (config.draft_vocab or 97)
+    assert engine.drafter.vocab.drafted == (config.draft_vocab or 97)
     assert generate(engine, [prompts[0]]).stats["tau"] >= 1
 
 
@@ -663,15 +663,14 @@ def test_sampled_children_are_those_of_each_nodes_own_noise(official):
     tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
     drafter = sample_children(drafter_of(folder, tree))
     features = features_of(PROMPTS[0])
-    state = drafter.extend(drafter.init(1, 20), Confirmed(None, features[None], torch.tensor([7])))
-    fresh = (
-        -torch.rand(1, drafter.fresh_rows, 97, generator=torch.Generator().manual_seed(3))
-        .log()
-        .neg()
-        .log()
+    state = drafter.extend(
+        drafter.init(1, 20), DrafterUpdate(None, features[None], torch.tensor([7]))
     )
-    text = Text(torch.tensor([[*PROMPTS[0], 44]]), torch.tensor([7]))
-    found = drafter.propose(state, Root(None, fresh, text, Rule.of([Sampling(0.7)])))
+    rule = SamplingTensors.from_params([Sampling(0.7)], seed=3)
+    draws = torch.zeros(1, dtype=torch.long)
+    fresh = sampling.gumbel(rule, draws, 1 + drafter.scratch, 97, sampling.DRAFT)
+    text = DecodedTokens(torch.tensor([[*PROMPTS[0], 44]]), torch.tensor([7]))
+    found = drafter.propose(state, DraftInputs(None, text, rule, draws))
     q = [(head(features[-1]) / 0.7).log_softmax(-1) for head in module]
     root, one, two = (
         (q[level] + fresh[0, row]).topk(2).indices.tolist()

@@ -35,7 +35,7 @@ from model import Transformer
 from options import DEMO, GenerateConfig
 from quantize import quantize_directory
 from ranks import Rank
-from sampling import Kind, Rule, Sampling
+from sampling import Sampling, SamplingMode, SamplingTensors
 from tp import ShardedFiles
 from tp_cases import features
 
@@ -262,7 +262,10 @@ def test_scores_are_gathered_only_where_all_are_needed(quick):
 def test_the_best_of_the_ranks_best_is_the_best(monkeypatch, world, temperature):
     """With equal scores within and across ranks, LM heads that are filled up, and ranks without a token of their own."""
     torch.manual_seed(0)
-    vocab, rule = 97, Rule.of([Sampling(temperature)] * 2).needed(Kind.NOISY)
+    vocab, rule = (
+        97,
+        SamplingTensors.from_params([Sampling(temperature)] * 2).needed(SamplingMode.NOISY),
+    )
     config = config_from(TINY | {"vocab_size": vocab, "num_hidden_layers": 1}, "LlamaForCausalLM")
     target = Transformer(config)
     whole = target.lm_head

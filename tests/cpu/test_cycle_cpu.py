@@ -15,7 +15,7 @@ from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, RootOnly
 from eagle_draft import EagleDrafter
-from extras.autosize import with_smaller_trees
+from extras.auto_trees import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import generate
@@ -92,7 +92,7 @@ def check_counts(drafter: Drafter, batch: int, rule: dict, each: list[Sampling] 
     engine = engine_for(
         target(), drafter, compile=True, batch_size=batch, ignore_eos=True, trace="", **rule
     )
-    for number, preset in enumerate(drafter.presets):
+    for number, preset in enumerate(engine.presets):
         met = operators_of(engine, number, each)
         depth = max(preset.depth, 2) if isinstance(preset, NgramDrafter) else preset.depth
         bound = BASE + LEVEL * depth if preset.size > 1 else VANILLA

@@ -13,7 +13,7 @@ from torch import Tensor
 import ops.attention
 import ops.compact
 from draft_tree import StaticTree
-from drafters import Confirmed, DraftVocab, RootOnly
+from drafters import DrafterUpdate, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
 from helpers import decode, engine_for, not_refused
 from hf.heads import Eagle3, EagleConfig
@@ -360,7 +360,7 @@ def passes_of(drafter: EagleDrafter, batch: int) -> list[Tensor]:
     for counts in ([5, 2, 4], [3, 0, 1], [0, 0, 0], [1, 3, 2]):
         tokens = torch.randint(50, (batch, 6), generator=generator)
         features = torch.randn(batch, 5, width, generator=generator).to(BF16)
-        state = drafter.extend(state, Confirmed(tokens, features, torch.tensor(counts[:batch])))
+        state = drafter.extend(state, DrafterUpdate(tokens, features, torch.tensor(counts[:batch])))
         found += [state.hidden, state.length]
     out, begin = state.hidden, 0
     for rows, parents in ((2, [0, 0]), (3, [1, 0, 1])):
@@ -408,7 +408,7 @@ def test_a_head_refuses_wrong_operands():
     drafter.fuse(True)
     head, state = drafter.head.fused, drafter.init(2, 20)  # 20 + 1 slots
     tokens, rows = torch.arange(12).view(2, 6), torch.zeros(2, 5, 192, dtype=BF16)
-    good = Confirmed(tokens, rows, torch.tensor([5, 0]))
+    good = DrafterUpdate(tokens, rows, torch.tensor([5, 0]))
     assert head.extend(state, good)[0].shape == (2, 1, 64)
     wrong = {
         "count 6": (state, good._replace(count=torch.tensor([6, 0]))),

@@ -14,13 +14,13 @@ from ops.library import has_cpu_operators
 from ops.norm import rms_norm, rms_norm_reference
 from ops.topk import best, best_reference
 from runtime import compiled
-from sampling import NoiseKey, Sampling, gumbel
+from sampling import Sampling, SamplingTensors, gumbel
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
 
-def key(prompts: list[int], samples: list[int]) -> NoiseKey:
-    return NoiseKey(
+def key(prompts: list[int], samples: list[int]) -> SamplingTensors:
+    return SamplingTensors(
         torch.tensor([123456789, 987654321]), torch.tensor(prompts), torch.tensor(samples)
     )
 
@@ -52,11 +52,11 @@ def test_the_tail_of_the_noise(plain):
 
 def test_keys_may_be_shared_by_rows(plain):
     seed, first = torch.tensor([1, 2]), torch.tensor([1, 3])
-    keys = NoiseKey(seed, torch.tensor([7]).expand(2), torch.tensor([0, 9, 5])[::2])
+    keys = SamplingTensors(seed, torch.tensor([7]).expand(2), torch.tensor([0, 9, 5])[::2])
     torch.testing.assert_close(
         gumbel(keys, first, 2, 40), plain(gumbel, keys, first, 2, 40), atol=2e-6, rtol=1e-6
     )
-    keys = NoiseKey(seed, torch.tensor([7]), torch.tensor([5]))
+    keys = SamplingTensors(seed, torch.tensor([7]), torch.tensor([5]))
     torch.testing.assert_close(
         gumbel(keys, first, 2, 40), plain(gumbel, keys, first, 2, 40), atol=2e-6, rtol=1e-6
     )

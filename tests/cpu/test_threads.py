@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from buffers import Buffers
 from extras.residual import residual_accept
 from generate import generate, load
 from ops.library import has_cpu_operators, single_torch_thread
+from session import Session
 
 DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"
 
@@ -44,7 +44,10 @@ def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
         torch.set_num_threads(3)
         for fused, threads in ((object(), 1), (None, 3)):
             engine = SimpleNamespace(captured=False, target=SimpleNamespace(fused=fused))
-            assert Buffers._replay(None, engine, "", torch.get_num_threads) == threads
+            assert (
+                Session.run_step(SimpleNamespace(engine=engine), "", torch.get_num_threads)
+                == threads
+            )
     finally:
         torch.set_num_threads(1)
 

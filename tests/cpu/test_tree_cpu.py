@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import DecodeState, Report, advance, advance_fused
-from draft_tree import Accepted, Text, accept, accept_fused, build_tree, replace_fields
-from drafters import Confirmed, RootOnly
+from decode import CycleResult, DecodeState, advance, advance_fused
+from draft_tree import Accepted, DecodedTokens, accept, accept_fused, build_tree, replace_fields
+from drafters import DrafterUpdate, RootOnly
 from extras.deferred import MAX_KEPT, DeferredState, Idle
 from extras.kept_texts import KeptTexts
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
@@ -216,8 +216,8 @@ def test_wrong_levels():
 # ------------------------------------------------------------------------------------------- rerank
 
 
-def text_of(batch: int) -> Text:
-    return Text(whole(50, batch, 9), whole(9, batch))
+def text_of(batch: int) -> DecodedTokens:
+    return DecodedTokens(whole(50, batch, 9), whole(9, batch))
 
 
 def pool_of(
@@ -268,7 +268,7 @@ def test_rerank_of_rows_that_choose_different_nodes():
     )
     nodes, text = (
         torch.tensor([[1], [0]]),
-        Text(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1])),
+        DecodedTokens(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1])),
     )
     ours = rerank(levels, ran, nodes, 1, text)
     assert_equal(ours, rerank_reference(levels, ran, nodes, 1, text))
@@ -358,7 +358,7 @@ def test_wrong_acceptance():
 
 
 def state_of(batch: int, length: int, pos: Tensor, limit: Tensor, done: Tensor) -> DecodeState:
-    return DecodeState(whole(9, batch, length), pos, pos + 100, done, limit, None, None, ())
+    return DecodeState(whole(9, batch, length), pos, pos + 100, done, limit, None, ())
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -368,10 +368,9 @@ def test_advance(dtype, size, batch):
     """Ends and limits before, inside, at the end of and behind the path, in rows that are done and that are not."""
     random.seed(size), torch.manual_seed(size)
     seen = {"ended": 0, "limited": 0, "done": 0, "whole": 0}
-    for prefers, keeps in itertools.product((None, whole(3, batch)), (False, True)):
+    for _ in range(4):
         for _ in range(20):
             tree = tree_of(batch, size)
-            tree = replace_fields(tree, slots=whole(5, batch, size)) if keeps else tree
             accepted = accept(tree, whole(3, batch, size), size)
             pos = whole(8, batch)
             limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
@@ -379,7 +378,6 @@ def test_advance(dtype, size, batch):
             cycle = SimpleNamespace(
                 drafter=SimpleNamespace(width=2, keeps_nodes=False),
                 eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
-                prefer=lambda text, is_wanted=prefers: is_wanted,
             )
             old = state_of(batch, 30, pos, limit, done)
             inputs = tree, accepted, features, cycle
@@ -426,9 +424,8 @@ def test_wrong_advances():
         "emitted",
         "ends",
         "features",
-        "preset",
     )
-    good = (*state[:5], roots, path, length, emitted, torch.tensor([-1]), torch.zeros(2, 4, 6), 0)
+    good = (*state[:5], roots, path, length, emitted, torch.tensor([-1]), torch.zeros(2, 4, 6))
     assert CPP.advance(*good)[3].tolist() == [3, 2]
     wrong = {
         "tokens": [state.tokens[:1], state.tokens[:, :6], state.tokens.int()],
@@ -455,8 +452,8 @@ def test_wrong_advances():
 
 def test_times_behind_a_report(plain):
     facts, times = whole(9, 3, 7), [5, 2**40, 2**62, -1]
-    ours = Report.timed(facts, times)
-    assert_equal(ours, plain(Report.timed, facts, times))
+    ours = CycleResult.timed(facts, times)
+    assert_equal(ours, plain(CycleResult.timed, facts, times))
     assert ours.tolist() == [row + times for row in facts.tolist()]
     assert (
         not_refused(
@@ -517,7 +514,7 @@ def test_rows_that_wait(plain, dtype, rows):
         facts, count = (whole(60, 3), whole(9, 3)), whole(rows + 1, 3)
         features = torch.randn(rows, 3, 6).to(dtype).transpose(0, 1)
         kept = torch.randn(3, MAX_KEPT + 1, 6).to(dtype)
-        new = Confirmed(whole(9, 3, rows + 1), features, count)
+        new = DrafterUpdate(whole(9, 3, rows + 1), features, count)
         idle = SimpleNamespace(lookup=RootOnly())
         ours, theirs = (
             call(Idle.extend, idle, DeferredState((), kept.clone(), *facts), new)
@@ -566,7 +563,7 @@ def test_lookup(plain, batch, ngram):
             if kept is not None:  # -1 is no token: padding, and behind each text
                 row = torch.tensor([*kept, -1])
                 kept = SimpleNamespace(tokens=row, searched=row)
-            text = Text(whole(vocab, batch, size), whole(size, batch))
+            text = DecodedTokens(whole(vocab, batch, size), whole(size, batch))
             ngram = replace(ngram, kept=kept)
             chains, lengths = lookup(text, ngram)
             assert_equal((chains, lengths), plain(lookup, text, ngram))
@@ -609,7 +606,7 @@ def check_passes(plain, vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: 
     for _ in range(4):
         count = torch.minimum(whole(4, batch), size - 1 - pos)
         pos = pos + count
-        confirmed = Confirmed(None, None, count, text=Text(tokens, pos))
+        confirmed = DrafterUpdate(None, None, count, text=DecodedTokens(tokens, pos))
         mine = drafters[0].extend(states[0], confirmed)
         assert mine is states[0], "it is written in place"
         states[1] = plain(drafters[1].extend, states[1], confirmed)

@@ -659,7 +659,7 @@ def test_noise_is_the_same_on_both_devices():
     rows = []
     for device in ("cpu", "cuda"):
         one = torch.ones(1, dtype=torch.long, device=device)
-        key = sampling.NoiseKey(torch.tensor([7, 1], device=device), one, one)
+        key = sampling.SamplingTensors(torch.tensor([7, 1], device=device), one, one)
         rows.append(sampling.uniforms(key, draws.to(device), 1000).cpu())
     assert torch.equal(*rows)
 

@@ -64,7 +64,7 @@ def engine() -> Engine:
 
 def own(engine: Engine, prompt: list[int], rule: Sampling = GREEDY, most: int = 12) -> str:
     """The text of `generate`, in buffers that hold nothing."""
-    fresh = replace(engine, pool=[], config=replace(engine.config, batch_size=1))
+    fresh = replace(engine, buffer_pool=[], config=replace(engine.config, batch_size=1))
     options = {**rule._asdict(), "seed": 7, "max_new_tokens": most}
     return generate(fresh, [prompt], **options).text[0]
 

@@ -138,7 +138,7 @@ def test_one_line_per_task_and_method(measured):
 def test_captures_that_failed_are_counted():
     steps = [SimpleNamespace(tries=tries) for tries in (2, 1, 2, 0)]
     pool = [SimpleNamespace(replays=dict(enumerate(steps))), SimpleNamespace(replays={})]
-    assert bench.failed_captures(SimpleNamespace(pool=pool)) == 2
+    assert bench.failed_captures(SimpleNamespace(buffer_pool=pool)) == 2
 
 
 def test_tau_is_that_of_generate(measured):

@@ -30,7 +30,7 @@ def running():
 
 def answer(running, turns: list[str], answers: list[str] = (), **options) -> str:
     """The text of `generate` for a chat."""
-    engine = replace(running.engine, pool=[])
+    engine = replace(running.engine, buffer_pool=[])
     ids = encode(engine, turns, list(answers))
     return generate(engine, [ids], **options).text[0]
 

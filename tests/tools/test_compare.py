@@ -13,7 +13,8 @@ from command_line import parse
 from extras.medusa_draft import MedusaHeads
 from hf.token_heads import TokenHeads
 from hf.weights import load_model
-from options import DEMO, HEAD_KINDS, GenerateConfig
+from methods import HEAD_KINDS
+from options import DEMO, GenerateConfig
 from scripts import compare
 from scripts.bench.measure import Series
 from scripts.train.train_heads import start_as_identity, write_heads

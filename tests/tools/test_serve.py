@@ -28,7 +28,7 @@ from generate import encode, generate, load  # noqa: E402
 from helpers import slow  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
 from options import DEMO  # noqa: E402
-from sampling import Kind  # noqa: E402
+from sampling import SamplingMode  # noqa: E402
 from scripts import parameters, replies, serve, transport  # noqa: E402
 from scripts.batcher import Answer  # noqa: E402
 
@@ -87,7 +87,10 @@ class Running:
     def own(self, prompts, seed: int, **options):
         """The result of `generate` for the same prompts."""
         engine = replace(
-            self.engine, template=None, pool=[], config=replace(self.engine.config, batch_size=1)
+            self.engine,
+            template=None,
+            buffer_pool=[],
+            config=replace(self.engine.config, batch_size=1),
         )
         return generate(engine, prompts, seed=seed, **{"max_new_tokens": 24, **options})
 
@@ -170,7 +173,9 @@ def test_a_request_has_its_own_parameters(running, rule):
         model="demo", messages=messages, seed=4, max_tokens=12, **as_sent(rule)
     )
     ids = encode(running.engine, ["Hello"], [])
-    chat = generate(replace(running.engine, pool=[]), [ids], seed=4, max_new_tokens=12, **rule)
+    chat = generate(
+        replace(running.engine, buffer_pool=[]), [ids], seed=4, max_new_tokens=12, **rule
+    )
     assert found.choices[0].message.content == chat.text[0]
 
 
@@ -237,7 +242,7 @@ def test_chat(running):
         parameters.fetched(DEMO), running.engine.tokenizer, "vicuna", "Be short."
     )
     ids = encode(replace(running.engine, template=template), ["Hello", "Bye"], ["Hi"])
-    want = generate(replace(running.engine, pool=[]), [ids], seed=4, max_new_tokens=20)
+    want = generate(replace(running.engine, buffer_pool=[]), [ids], seed=4, max_new_tokens=20)
     assert (
         found.choices[0].message.content == want.text[0]
         and found.choices[0].message.role == "assistant"
@@ -555,11 +560,13 @@ def test_a_mistake_of_the_server_is_json(running, monkeypatch):
 def test_cycles_of_all_kinds_are_warm_before_a_request():
     """As on CUDA, where a kind that is met late would be compiled then."""
     sampled = load(checkpoint=DEMO, device="cpu", draft="none", temperature=1.0)
-    engine = replace(sampled, captured=True, pool=[])
-    serve.warm_other_kinds(engine)
-    (buffers,) = engine.pool
-    kinds = {key[0] for key in buffers.replays if isinstance(key[0], Kind)}
-    assert kinds == {Kind.GREEDY, Kind.CUT}, "the engine's own is warm already"
+    engine = replace(sampled, captured=True, buffer_pool=[])
+    serve.warm_other_modes(engine)
+    (buffers,) = engine.buffer_pool
+    kinds = {key[0] for key in buffers.replays if isinstance(key[0], SamplingMode)}
+    assert kinds == {SamplingMode.GREEDY, SamplingMode.TRUNCATED}, (
+        "the engine's own is warm already"
+    )
 
 
 def test_other_paths_methods_and_kinds(running):

@@ -204,7 +204,7 @@ def ask(running, messages=ASKED, **options):
 def test_forced_calls(running):
     """The text is that of `generate` under the call's grammar; the arguments follow the schema."""
     answer = ask(running, tools=TOOLS, tool_choice=NAMED, n=2)
-    engine = replace(running.engine, pool=[])
+    engine = replace(running.engine, buffer_pool=[])
     text = engine.template.render_messages(ASKED, TOOLS) + "<tool_call>\n"
     ids = engine.tokenizer.encode(text, bos=False, special=True)
     syntax = syntax_of(engine.template, engine.tokenizer)
@@ -250,7 +250,7 @@ def test_a_conversation_goes_on_behind_a_call(running):
     called = {"id": call.id, "function": {"name": "weather", "arguments": arguments}}
     said = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [called]}]
     said.append({"role": "tool", "content": "sun"})
-    engine = replace(running.engine, pool=[])
+    engine = replace(running.engine, buffer_pool=[])
     text = engine.template.render_messages(said, TOOLS)
     assert "<tool_response>\nsun\n</tool_response>" in text and call.function.arguments in text
     ids = engine.tokenizer.encode(text, bos=False, special=True)

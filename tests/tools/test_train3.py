@@ -211,7 +211,7 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     assert torch.equal(torch.arange(100) + tensors["d2t"], tensors["t2d"].nonzero().flatten())
     assert raw["draft_vocab_size"] == 100 and (tmp_path / "curve.png").is_file()
     head = load_head(tmp_path, target())
-    assert head.aux_layers == (2, 4, 5) and head.vocab.kept == 100 and head.config.sharpness >= 1
+    assert head.aux_layers == (2, 4, 5) and head.vocab.drafted == 100 and head.config.sharpness >= 1
     tau = evaluate(head, target(), written()[1])["tau"]
     assert tau == pytest.approx(last["tau"], abs=1e-3)
     drafter = EagleDrafter(head, target(), StaticTree.chain(5))
