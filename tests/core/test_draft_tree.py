@@ -19,7 +19,7 @@ from draft_tree import (
     path_to,
     root_tree,
 )  # fmt: skip
-from drafters import Root, TreeDrafter
+from drafters import DraftInputs, TreeDrafter
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import add_chain
 from extras.residual import sample_children
@@ -286,7 +286,7 @@ class Table(TreeDrafter):
 
 def grow(shape, root, children, run, graft=None):
     """Grow a tree of a shape. root: [B] int64."""
-    return Table(shape, children, run, graft).propose((), Root(None, None, text_with(root)))
+    return Table(shape, children, run, graft).propose((), DraftInputs(None, text_with(root)))
 
 
 def grown(shape, root, tokens, scores):
@@ -516,7 +516,7 @@ def test_traced_growth():
                 return Children(tokens[level][:, :rows, :k], scores[level][:, :rows, :k])
 
             table.found = children
-            return table.propose((), Root(None, None, text_with(root)))
+            return table.propose((), DraftInputs(None, text_with(root)))
 
         inputs = torch.tensor([1, 2, 3]), tokens, scores
         ours = torch.compile(growth, fullgraph=True, dynamic=False)(*inputs)
