@@ -3,9 +3,9 @@
     python3 scripts/gpu/ladder.py --quant int4 --json ladder.jsonl
     python3 scripts/gpu/ladder.py --dry_run             # on a CPU: all rungs, with the small demo
 
-1. The target and the head are loaded once. A rung says which families of kernels PyTorch replaces, and whether
-   steps are compiled, captured, and launched before earlier ones have ended. On each rung vanilla,
-   a tree and a chain decode the same prompts, twice; the second time counts.
+1. The target and the head are loaded once. A rung says which families of kernels PyTorch replaces,
+   and whether steps are compiled, captured, and launched before earlier ones have ended. On each
+   rung vanilla, a tree and a chain decode the same prompts, twice; the second time counts.
 2. A rung that fails, hangs or loses the device ends alone; the same command goes on behind it
    (attempts.py). Exit status 4: all rungs were tried, and one failed or has a fault.
 3. A fault is a chain whose tokens are not vanilla's where all of our kernels run, since it has
