@@ -15,8 +15,8 @@ OUT=${OUT:-gpu_results}
 mkdir -p "$OUT" || exit 1
 export PYTHONUNBUFFERED=1
 export PATH=$PATH:/usr/local/cuda/bin
-# no C++ operators for the CPU: building them takes 20 to 40 s, and no part needs them
-export GPT_EAGLE_MARCH=none
+# no C++ operators for the CPU: building them takes 20 to 40 s, and no part on CUDA needs them
+[ "$DEVICE" = cuda ] && export GPT_EAGLE_MARCH=none
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/gpt-eagle-triton}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/gpt-eagle-inductor}
 

@@ -23,7 +23,15 @@ from scripts.bench.row_log import Log
 LOGS = ("probes.jsonl", "ladder.jsonl", "beside.jsonl")  # of attempts.py
 FAMILY = "family "  # in front of the name of a family of kernels, as probe.py writes it
 HEAD = (
-    "| weights | rung | method | tokens/s | tau | draft | verify | cycle ms | compile s | fault |"
+    "weights",
+    "rung",
+    "method",
+    "tokens/s",
+    "tau",
+    "draft ms",
+    "verify ms",
+    "cycle ms",
+    "fault",
 )
 
 
