@@ -35,10 +35,11 @@ from scripts.bench.llama_peer import (
     interleaved,
     write_gguf,
 )
-from scripts.bench.measure import Log, Outcome, Series
+from scripts.bench.measure import Outcome, Series
 from scripts.bench.papers import BenchConfig, Setting, acceptance, calibration, method_config
 from scripts.bench.peers import TokenClock
 from scripts.bench.report import DRAWINGS, by_formula, explained
+from scripts.bench.row_log import Log
 from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
