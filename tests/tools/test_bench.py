@@ -403,6 +403,14 @@ def test_mistakes_are_one_line(capsys, monkeypatch, argv, message):
     assert message in failure(capsys, monkeypatch, bench, *argv)
 
 
+def test_a_peer_is_not_run_on_another_model_than_ours(capsys, monkeypatch):
+    """A stand-in has no file that a peer could load: it would run the small checkpoint."""
+    argv = ("--options", "ignore_eos,inflate=llama2-7b", "--peers", "transformers")
+    message = "--options inflate= makes a stand-in that transformers does not have"
+    assert message in failure(capsys, monkeypatch, bench_peers, *argv)
+    bench_peers.PeersConfig(options="inflate=llama2-7b", peers="none").check()
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
