@@ -9,10 +9,11 @@
 2. The fastest and the estimated plan of each once more, without dependent launch.
 3. Behind the first format, attention in chunks of several sizes, with and without it.
 Plans compile in several threads, about half a second each, most of which holds Python's lock: 105 s
-are enough for half of the products, and --formats has those first that matter. Then each plan is timed alone: medians in captured graphs over 200 MB
-of different weights, as in kernels.py. The table goes to --out, under the name that plans.py reads;
-it holds those whose turn came before --seconds were over. Copied to ops/cuda/measured/ it holds for
-all later runs on such a GPU. Not run on a GPU yet.
+are enough for half of the products, and --formats has those first that matter. Then each plan is
+timed alone: medians in captured graphs over 200 MB of different weights, as in kernels.py. The
+table goes to --out, under the name that plans.py reads; it holds those whose turn came before
+--seconds were over. Copied to ops/cuda/measured/ it holds for all later runs on such a GPU. Not run
+on a GPU yet.
 """
 
 from __future__ import annotations
