@@ -97,7 +97,8 @@ def products(device: str) -> float:
 
 def rotary(device: str) -> float:
     """Rotation of queries and keys, and their way into the cache."""
-    heads, kv_heads = 4, 2
+    heads = 4
+    kv_heads = 2
     qkv = torch.randn(1, 7, heads + 2 * kv_heads, 128, device=device).bfloat16()
     slots = torch.arange(7, device=device)[None]
     rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
