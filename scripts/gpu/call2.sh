@@ -42,7 +42,7 @@ for name in ${PARTS:-papers gptfast profile sweep whole gptfast-bf16}; do
     bf16) again bf16 "$(paced 125)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-3,7}" ;;
     int4) again int4 "$(paced 110)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,7}" ;;
     int8) again int8 "$(paced 80)" "${LADDER[@]}" --quant int8 --rungs "${INT8:-3,7}" ;;
-    one-file) again one-file "$(paced 80)" "${LADDER[@]}" --rungs 8 --one_file "$ONE_FILE" ;;
+    one-file) again one-file "$(paced 80)" "${LADDER[@]}" --rungs 8 --one_file="$ONE_FILE" ;;
     papers) part papers "$(paced 100)" "${PAPERS[@]}" --replays $REPLAYS --json "$OUT/papers.jsonl" ;;
     gptfast) again gptfast "$(paced 90)" "${BESIDE[@]}" --what gptfast-int4 ;;
     gptfast-*) again "$name" "$(paced 80)" "${BESIDE[@]}" --what "$name" ;;

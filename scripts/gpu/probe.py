@@ -154,7 +154,7 @@ def boundary(device: str) -> dict[str, Any]:
 def bandwidth(device: str) -> dict[str, Any]:
     """Read a large buffer."""
     read = measure.read_bandwidth(device, 5)
-    return {"bytes_per_s": read, "text": f"reads {read.text(1e-9, 0)} GB/s"}
+    return {"bytes_per_s": read.median, "text": f"reads {read.text(1e-9, 0)} GB/s"}
 
 
 def clock(device: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import ops.experts
 from ops.library import FAMILIES
 from scripts.bench import measure
-from scripts.gpu import families
+from scripts.gpu import families, table
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu import probe as gpu_probe
 
@@ -268,9 +268,17 @@ def test_a_compiled_step_that_loses_the_fields_of_a_record_is_found(traced, monk
         gpu_probe.compiling("cpu")
 
 
-def test_a_bandwidth_that_was_measured_is_handed_on(monkeypatch):
+def test_a_bandwidth_that_was_measured_is_handed_on(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            measure, "read_bandwidth", lambda *_: measure.Series.of([1e12, 3.35e12, 4e12])
+        )
+        patch.chdir(tmp_path)
+        with pytest.raises(SystemExit):
+            gpu_probe.probe(gpu_probe.ProbeConfig("bandwidth", "cpu", json="probes.jsonl"))
+    assert table.bandwidth(tmp_path / "nothing") == ""
     monkeypatch.setattr(measure.subprocess, "run", None)
-    monkeypatch.setenv("GPT_EAGLE_BANDWIDTH", "3.35e12")
+    monkeypatch.setenv("GPT_EAGLE_BANDWIDTH", table.bandwidth(tmp_path))
     assert measure.read_bandwidth("cuda", 5) == measure.Series.of([3.35e12])
     for wrong in ("fast", "-1", "nan", "inf"):
         monkeypatch.setenv("GPT_EAGLE_BANDWIDTH", wrong)
