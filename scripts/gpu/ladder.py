@@ -121,6 +121,8 @@ class LadderConfig:
     def options(self) -> dict[str, Any]:
         """The options of generate.py that all methods share."""
         shared = {"checkpoint": DEMO, "dtype": "bfloat16", "ignore_eos": True}
+        if self.dry_run:
+            shared["dtype"] = "float32"  # PyTorch's products in bf16 take seconds on most CPUs
         shared |= {"device": self.device, "quant": self.quant, "max_new_tokens": self.tokens}
         if self.inflate != "none":
             shared["inflate"] = self.inflate
