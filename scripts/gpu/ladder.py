@@ -93,7 +93,7 @@ class LadderConfig:
     tokens: int = option(128, "new ones of each prompt", least=1)
     seconds: float = option(75.0, "for one method of a rung, then the process is ended", least=1)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
-    one_file: str = option("", "flags of the one-file example")
+    one_file: str = option("", "flags of the one-file example; without them it is left out")
     json: str = option("ladder.jsonl", "file to append to; the rungs in it are not climbed again")
     dry_run: bool = option(False, "on a CPU: the demo itself, one prompt, 8 tokens")
     hang: str = option("", "number of a rung that hangs, to rehearse")
@@ -115,7 +115,18 @@ class LadderConfig:
         names = NAMES
         if self.rungs:
             names = [NAMES[int(number)] for number in self.rungs.split(",")]
-        return [name for name in names if name != EXAMPLE or there(ONE_FILE)]
+        return [name for name in names if name != EXAMPLE or self.runs_example()]
+
+    def runs_example(self) -> bool:
+        """Check that the example can run; print the reason where it cannot."""
+        reason = ""
+        if not ONE_FILE.is_file():
+            reason = f"{ONE_FILE.name} is not here"
+        elif not self.one_file:
+            reason = "--one_file has no flags for it"
+        if reason:
+            print(f"note: {reason}; the rung of the one-file example is left out", file=sys.stderr)
+        return not reason
 
     @property
     def options(self) -> dict[str, Any]:
@@ -127,13 +138,6 @@ class LadderConfig:
         if self.inflate != "none":
             shared["inflate"] = self.inflate
         return shared
-
-
-def there(file: Path) -> bool:
-    """Tell whether a file is there; say so where it is not."""
-    if not file.is_file():
-        print(f"note: {file.relative_to(ROOT)} is not here; its rung is left out", file=sys.stderr)
-    return file.is_file()
 
 
 # ------------------------------------------------------------------------------ one method
@@ -312,6 +316,7 @@ def main() -> None:
         given = {"device": pick_device(config.device)}
         if config.dry_run:
             given = {"device": "cpu", "inflate": "none", "tokens": 8}
+            torch.set_num_threads(1)  # threads of a small model wait for each other
         ladder(LadderConfig(**vars(config) | given))
 
 
