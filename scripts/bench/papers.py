@@ -53,7 +53,6 @@ from hf.head_kinds import head_kind
 from options import DEMO, HEAD_KINDS, Ablation, GenerateConfig, pick_device
 from runtime import TRIES
 from scripts.bench.measure import (
-    Log,
     Series,
     environment,
     pass_bytes,
@@ -64,6 +63,7 @@ from scripts.bench.measure import (
 )
 from scripts.bench.profile_cycle import look_closer
 from scripts.bench.report import write_report
+from scripts.bench.row_log import Log
 from scripts.bench.tasks import conversations
 from stats import Stats, peak_memory_bytes
 
