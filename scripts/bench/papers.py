@@ -54,7 +54,6 @@ from methods import HEAD_KINDS
 from options import DEMO, Ablation, GenerateConfig, pick_device
 from runtime import TRIES
 from scripts.bench.measure import (
-    Log,
     Series,
     draft_options,
     environment,
@@ -66,6 +65,7 @@ from scripts.bench.measure import (
 )
 from scripts.bench.profile_cycle import look_closer
 from scripts.bench.report import write_report
+from scripts.bench.row_log import Log
 from scripts.bench.tasks import conversations
 from stats import Stats, peak_memory_bytes
 

@@ -1,7 +1,7 @@
 """Time products of 1 to 64 rows with the weights of a 7B model on a GPU, and check their results.
 
-    python scripts/gpu/kernels.py --format int4 --json benchmarks/gpu.jsonl
-    python scripts/gpu/kernels.py --format attention --rows 1,60 --lengths 512,4096
+    python3 scripts/gpu/kernels.py --format int4 --json benchmarks/gpu.jsonl
+    python3 scripts/gpu/kernels.py --format attention --rows 1,60 --lengths 512,4096
 
 int4, int8 and bf16 are ours, cublas is the vendor's product in bf16, tinygemm
 torch._weight_int4pack_mm. `correct`: the product of random data against the fp32 reference, written
@@ -13,8 +13,7 @@ beside it. GPT_EAGLE_PDL=0 times launches that do not overlap, GPT_EAGLE_PRODUCT
 products in CUDA C++. `attention`, `compact`, `topk` and `experts` are the other kernels of a decode
 cycle, measured in the same way (`*_contest`). One JSON line is appended after every row; the table
 is printed at the end. A row that fails is recorded with its error, and the rest goes on unless the
-device is lost; the exit status is then 1, as for a wrong row. scripts/gpu/check.py runs this for
-all formats.
+device is lost; the exit status is then 1, as for a wrong row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compile every variant of the products for CUDA, without a GPU, and list what each one takes.
 
-    python scripts/gpu/products_offline.py --out products.jsonl
+    python3 scripts/gpu/products_offline.py --out products.jsonl
 
 1. A variant is a kernel with its launcher's plan, as in tests/cases/compiled_kernels.py: each
    target, weight format, type, number of rows and epilogue, at widths that are multiples of 16 and
