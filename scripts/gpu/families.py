@@ -114,16 +114,15 @@ def topk(device: str) -> float:
     """The best scores of a vocabulary, and a level of a draft tree made of them."""
     error = kernel_bench.topk_contest(3000, 3, 0).error()
     logits = torch.randn(1, 4, 3000, device=device)
-    paths = ops.tree.Paths(-torch.rand(1, 4, device=device), torch.ones(1, 4, 9, device=device) > 0)
-    index = torch.arange(4, device=device)[None]
-    front = ops.tree.Frontier(index, index, index, paths)
-    step = ops.tree.Expansion(k=5, count=6, slot=3)
-    scores = ops.tree.Scores(logits, 1.0, None)
-    got = tensors_of(ops.tree.grow_level(scores, front, step, 7))
-    best = logits.topk(step.k)
-    children = best.values - logits.logsumexp(-1, keepdim=True)
-    level = ops.tree.Children(best.indices, children.clamp(max=0))
-    want = tensors_of(ops.tree.grow_level_reference(level, front, step, 7))
+    values = -torch.rand(1, 4, device=device)
+    seen = torch.ones(1, 4, 9, device=device) > 0
+    level = ops.tree.Level(k=5, count=6, slot=3)
+    operands = (logits, 1.0, None, values, seen, None, level.k, level.count, level.slot, True)
+    got = torch.ops.gpt_eagle.grow_level(*operands)
+    best = logits.topk(level.k)
+    scores = best.values - logits.logsumexp(-1, keepdim=True)
+    children = ops.tree.Children(best.indices, scores.clamp(max=0))
+    want = ops.tree.expand(children, values, seen, level)
     return max(error, largest(got, want))
 
 
