@@ -26,17 +26,16 @@ from session import Session
 ROOT = Path(generate.__file__).parent
 # from the ground up; a module may import those of lower floors, and its own folder's
 FLOORS = (
-    ("files", "stats"),
+    ("files", "stats", "methods"),
     ("ops",),
     ("tree_shapes", "command_line", "needs"),
     ("options",),
     ("prompts", "checkpoint", "draft_tree"),
     ("sampling", "runtime", "kv_cache"),
     ("model", "ranks"),
-    ("drafters", "quantize", "logprobs"),
+    ("drafters", "quantize"),
     ("hf",),
     ("decode", "eagle_draft", "tp"),
-    ("buffers",),
     ("session",),
     ("extras",),
     ("load", "before_torch"),
@@ -119,13 +118,6 @@ def test_arrows_point_down(arrows):
         if room(a) != room(b) and FLOOR[room(a)] <= FLOOR[room(b)]
     ]
     assert not up
-
-
-def test_files_at_the_top_are_short():
-    lines = {
-        file.stem: len(file.read_text(encoding="utf-8").splitlines()) for file in ROOT.glob("*.py")
-    }
-    assert not {name for name, count in lines.items() if count > 450}, lines
 
 
 def test_files_read_as_the_rules_say():
@@ -234,7 +226,7 @@ def test_what_one_edits_is_what_runs(monkeypatch):
 
 
 def test_extras_can_be_deleted(tmp_path):
-    """Vanilla and EAGLE decoding give the same tokens without the folder.
+    """Vanilla and EAGLE decoding, the default with a head, give the same tokens without the folder.
 
     An option that needs the folder ends in one line that says so.
     """
@@ -246,10 +238,11 @@ def test_extras_can_be_deleted(tmp_path):
         copy(source, tmp_path / source.relative_to(ROOT))
 
     common = [*EAGER[2:], "--checkpoint", "checkpoints/demo"]
-    runs = [["--draft", "none"], ["--tree", "dynamic"], [], ["--draft", "ngram"]]
+    runs = [["--draft", "none"], ["--tree", "dynamic"], []]
+    refused = [["--draft", "ngram"], ["--tree", "auto"]]
     code = f"""
 import generate
-for argv in {runs}:
+for argv in {runs + refused}:
     try:
         generate.main({common} + argv)
     except SystemExit as stop:
@@ -262,8 +255,9 @@ for argv in {runs}:
     assert len(done.stderr.splitlines()) == done.stderr.count("restore the folder extras/") == 2, (
         done.stderr
     )
-    vanilla, eagle = (lines[: len(lines) // 2 - 1], lines[len(lines) // 2 - 1 : -2])
-    assert vanilla[:-1] == eagle[:-1] and len("".join(vanilla)) > 60
+    size = (len(lines) - 2) // len(runs)
+    vanilla, *drafted = (lines[i * size : (i + 1) * size - 1] for i in range(len(runs)))
+    assert all(each == vanilla for each in drafted) and len("".join(vanilla)) > 30
 
 
 def test_steps_change_records_as_every_torch_compiles_it():
