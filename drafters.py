@@ -52,7 +52,7 @@ class DrafterUpdate(NamedTuple):
 
 
 class DraftInputs(NamedTuple):
-    """What a tree is drafted from."""
+    """The text that a tree continues, and the noise and the rule of the target's choice."""
 
     noise: Tensor | None  # [B, D+1, V] fp32 Gumbel noise of the coming draws; None when greedy
     text: DecodedTokens

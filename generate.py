@@ -125,7 +125,7 @@ class Batch:
         """Encode and check all first turns before decoding starts, so that no result is lost.
 
         draws: the `Sampling` and the seed of each prompt; default: the engine's
-        guides: what masks the tokens of each prompt's answers, None for the engine's
+        guides: masks of each prompt's answers (`Session.admit`), None for the engine's
         """
         self.engine = engine
         config = engine.config

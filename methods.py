@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Entry(NamedTuple):
-    """What a way to draft takes."""
+    """A way to draft: its module, and the options that it takes."""
 
     module: str
     extended: str = ""  # the module that loads it with --inflate or --draft_vocab, if another

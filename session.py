@@ -46,9 +46,10 @@ class Reader:
     """Takes more of every cycle to the host than its tokens."""
 
     def launched(self, update: DrafterUpdate, live: list[bool]) -> Any:
-        """Start copies behind a cycle that was launched. Returns: what `read` needs; None: nothing.
+        """Start copies behind a cycle that was launched.
 
         live: per sequence, whether it decodes
+        Returns: the copies, for `read`; None: there are none.
         """
 
     def read(self, copies: Any, result: CycleResult, taken: dict[int, list[int]]) -> None:
@@ -270,8 +271,8 @@ class Session:
     def step(self) -> list[list[int]]:
         """Run a cycle of the live sequences, and about one chunk of the prompts.
 
-        Returns: the new tokens of every sequence that were read. Writes: history, stats; what the
-            policy and the readers keep.
+        Returns: the new tokens of every sequence that were read.
+        Writes: history, stats; the state of policy and readers.
         """
         new: list[list[int]] = [[] for _ in self.history]
         began = time.perf_counter()

@@ -62,7 +62,7 @@ def engine_for(
 ) -> Engine:
     """An engine on the CPU from a model and a drafter in memory; its sessions keep their trace.
 
-    method: what the drafter needs beside its presets
+    method: replaces that of `method_of`
     options: fields of GenerateConfig; end-of-sequence ids are the target's own
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})

@@ -40,7 +40,7 @@ from session import Session
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
 
-# what loading resolves beside the options of the draft
+# options that loading resolves, beside those of the draft
 OF_TARGET = (
     "compile", "context", "device", "draft", "dtype", "group_size", "head", "quant", "quant_draft",
 )  # fmt: skip

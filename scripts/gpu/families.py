@@ -18,7 +18,6 @@ import ops.norm
 import ops.rotary
 import ops.topk
 import ops.tree
-from runtime import tensors_of
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu.kernels import TOLERANCE, relative_error
 

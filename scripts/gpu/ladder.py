@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,8 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from command_line import one_line_errors, option, parse
 from decode import Engine, with_cycles
 from generate import Batch, first_ids, load
-from hf.config import resolve_draft
-from load import make_drafter, warm_up
+from load import warm_up, with_draft
 from ops.library import FAMILIES, PLAIN, set_plain
 from options import DEMO, ROOT, GenerateConfig, pick_device
 from scripts.bench.row_log import Log
@@ -271,9 +270,8 @@ class Climb:
             if method != "vanilla" and self.config.quant_draft:
                 drafting["quant_draft"] = self.config.quant_draft
             given = GenerateConfig(**self.config.options | drafting | {"compile": True})
-            config = resolve_draft(given, Path(DEMO), self.target.config.dtype)
-            drafter = make_drafter(self.target.target, config)
-            self.engines[method] = replace(self.target, config=config, drafter=drafter)
+            device = str(self.target.device)
+            self.engines[method] = with_draft(self.target, given, device)
         return self.engines[method]
 
 

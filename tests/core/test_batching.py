@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_lossless import assert_same, held_out_prompts, needs_operators
 
 import generate as program
@@ -405,7 +407,11 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
             }
             | changes
         )
-        return Results(SimpleNamespace(config=config, context=64), [["a"]]).facts
+        device = torch.device("cpu")
+        engine = SimpleNamespace(
+            config=config, context=64, option=partial(getattr, config), device=device
+        )
+        return Results(engine, [["a"]]).facts
 
     for changes in (
         {"quant_draft": "int4"},

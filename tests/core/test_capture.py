@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops.attention
 import ops.compact
-from decode import with_cycles
+from decode import CycleResult, with_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -121,10 +121,10 @@ def test_prompts_run_in_passes_of_two_widths():
     assert session.history == want
     ran = {key for key in session.buffers.replays if key[0] == "prefill"}
     assert ran == {
-        ("prefill", 256, 0, -1, SamplingMode.GREEDY),
-        ("prefill", 64, 0, -1, SamplingMode.GREEDY),
-        ("prefill", 64, 1, -1, SamplingMode.GREEDY),
-    }, "width, row, reader, kind"
+        ("prefill", 256, 0, 3, SamplingMode.GREEDY),
+        ("prefill", 64, 0, 3, SamplingMode.GREEDY),
+        ("prefill", 64, 1, 3, SamplingMode.GREEDY),
+    }, "width, sequence, preset, mode"
 
 
 @pytest.mark.slow  # 20 seconds in the compiler
@@ -316,10 +316,12 @@ def test_what_the_caller_does_is_not_decoding():
 
 def test_without_a_clock_of_the_device_the_host_tells_the_time():
     """As on CUDA without Triton."""
-    session = Session(engine_for(golden_target(), RootOnly()), [(0, 0)], host_lag=1)
-    launched = SimpleNamespace(began=time.perf_counter() - 2)
-    assert 2 <= session._seconds(launched, SimpleNamespace(times=[0, 0, 0, 0])) < 60
-    assert session._seconds(launched, SimpleNamespace(times=[5, 0, 0, 10**9 + 5])) == 1
+    for ended, seconds in ((0, 2), (10**9, 1)):
+        emitted = torch.zeros(1, 1, dtype=torch.long)
+        report = CycleResult.pack(emitted, *torch.zeros(4, 1, dtype=torch.long))
+        report = CycleResult.timed(report, [0, 0, 0, ended])
+        result = CycleResult(report, 0, time.perf_counter() - 2).read(by_device=True)
+        assert seconds <= result.seconds < (60 if seconds == 2 else 1.001)
 
 
 def test_host_copies_are_lists():

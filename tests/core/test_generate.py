@@ -268,7 +268,7 @@ def test_other_drafters(capsys, tmp_path, argv):
 
 def test_python_interface():
     engine = load(checkpoint=DEMO, max_new_tokens=16, device="cpu")
-    assert engine.config.draft == "eagle", "the bundled head is the default"
+    assert engine.option("draft") == "eagle", "the bundled head is the default"
     result = generate(engine, [PROMPT])
     assert "".join(stream(engine, PROMPT)) == result.text[0]
     assert len(generate(engine, [PROMPT], max_new_tokens=5).tokens[0]) <= 5

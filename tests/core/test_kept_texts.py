@@ -78,7 +78,7 @@ def check_warm(make, temperature: float, batch: int, traced: bool = False) -> No
         session = decode(engine, *PROMPTS[:batch])
         assert session.history == want
         cycles.append(len(session.stats.live_sequences))
-    assert sorted(text.tokens for text in engine.drafter.kept.texts) == sorted(want)
+    assert sorted(text.tokens for text in engine.policy.kept.texts) == sorted(want)
     assert 2 * max(cycles[1:]) < cycles[0], cycles
 
 

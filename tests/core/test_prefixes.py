@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-import buffers
 import pytest
 import torch
 from test_lossless import assert_same, make, needs_operators
 
+import session as host
 from decode import Engine
 from generate import load
 from helpers import compiled_as_on_cuda, engine_for, golden_target, record, slow
@@ -124,7 +124,7 @@ def test_the_drafters_state_is_copied_too(drafter):
 
 def test_the_shared_part_is_read_once(monkeypatch):
     session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
-    chunks = record(monkeypatch, buffers, "prefill_chunk")
+    chunks = record(monkeypatch, host, "prefill_chunk")
     decode(session, 0, FIRST, Sampling())
     assert [call.args[5] for call in chunks] == [256, len(FIRST) - 256]
     del chunks[:]

@@ -29,7 +29,7 @@ def test_it_is_the_default(smollm2):
 def test_a_conversation(smollm2, dtype, question, answer):
     """It answers, ends its turn by itself, and the second turn sees the first."""
     engine = load(chat="", max_new_tokens=60, dtype=dtype)
-    assert engine.config.quant == ("none" if dtype else "blocks")
+    assert engine.option("quant") == ("none" if dtype else "blocks")
     first = generate(engine, [question])
     assert first.text == [answer] and first.finish_reason == ["stop"]
     assert engine.tokenizer.piece(first.tokens[0][-1]) == b""  # <|im_end|>

@@ -33,7 +33,8 @@ from draft_tree import DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
-from extras.autosize import Autosizer, with_smaller_trees
+from extras.auto_trees import with_smaller_trees
+from extras.autosize import Autosizer, AutoTrees
 from generate import generate, load
 from helpers import (
     GOLDEN,
@@ -678,16 +679,22 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
         "max_new_tokens": 100,
     }
     config = GenerateConfig(**options, ignore_eos=True, seed=7)
-    vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
+    vanilla = with_cycles(Engine(config, target, (RootOnly(),), 256, ()))
     drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20)), target)
-    engine = warm_up(with_cycles(Engine(replace(config, compile=True), target, drafter, 256, ())))
-    assert engine.captured and isinstance(engine.tree_policy, Autosizer)
+    engine = warm_up(
+        with_cycles(
+            Engine(
+                replace(config, compile=True), target, drafter.presets, 256, (), policy=AutoTrees()
+            )
+        )
+    )
+    assert engine.captured and isinstance(engine.policy.sizer, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
         session = Session(engine, [(i, 0) for i in range(batch)])
         decoding = session.run(list(PROMPTS[:batch]))
         next(decoding)
-        for preset in range(len(engine.drafter.presets)):
+        for preset in range(len(engine.presets)):
             for _ in range(1 + WARM_UPS):
                 session.time_cycle(preset)  # captured by now, whichever the tree policy preferred
         del session, decoding  # the next session takes over the buffers
@@ -720,9 +727,9 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
         ignore_eos=True,
         seed=7,
     )
-    vanilla = with_cycles(Engine(config, target, RootOnly(), 256, ()))
+    vanilla = with_cycles(Engine(config, target, (RootOnly(),), 256, ()))
     drafter = EagleDrafter(head, target, TREES[tree])
-    drafted = with_cycles(Engine(replace(config, compile=compiled), target, drafter, 256, ()))
+    drafted = with_cycles(Engine(replace(config, compile=compiled), target, (drafter,), 256, ()))
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
 
@@ -778,10 +785,10 @@ def golden_engines(config: GenerateConfig, context: int, **changes) -> tuple[Eng
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    vanilla = with_cycles(Engine(config, target, RootOnly(), context, ()))
+    vanilla = with_cycles(Engine(config, target, (RootOnly(),), context, ()))
     drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20))
     config = replace(config, **changes)
-    return vanilla, warm_up(with_cycles(Engine(config, target, drafter, context, ())))
+    return vanilla, warm_up(with_cycles(Engine(config, target, (drafter,), context, ())))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

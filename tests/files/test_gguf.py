@@ -837,7 +837,7 @@ def test_generate(whole, tmp_path):
     assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {
         32
     }  # of 64 and 96
-    assert rounded.config.group_size == 32 and engine.config.group_size == 0
+    assert rounded.option("group_size") == 32 and engine.option("group_size") == 0
     with pytest.raises(
         ValueError,
         match="int4 group size 128 does not divide in_features 64 .*; use --group_size 32",

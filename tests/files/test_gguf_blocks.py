@@ -245,7 +245,7 @@ def test_blocks_are_the_default(block_file, capsys):
     path = str(block_file("many types"))
     engine = load(checkpoint=path, device="cpu")
     kinds = "Q3_K, Q4_1, Q4_K, Q5_0, Q8_0"
-    assert engine.config.quant == "blocks" and engine.config.dtype == "bfloat16"
+    assert engine.option("quant") == "blocks" and engine.option("dtype") == "bfloat16"
     note = f"note: weights stay in the file's own blocks ({kinds}); --dtype bfloat16 widens them\n"
     assert capsys.readouterr().err == note
     assert {type(layer.attention.wqkv) for layer in engine.target.layers} == {BlockLinear}
@@ -255,7 +255,7 @@ def test_a_file_without_blocks_has_no_note_on_them(tmp_path, capsys):
     model = hf_model()
     path = write(tmp_path / "m.gguf", metadata_of(model) | BPE_METADATA, gguf_tensors(model), "F16")
     engine = load(checkpoint=str(path), device="cpu")
-    assert (engine.config.quant, engine.config.dtype) == ("none", "float16")
+    assert (engine.option("quant"), engine.option("dtype")) == ("none", "float16")
     assert capsys.readouterr().err.startswith("note: attention in float16 is PyTorch's")
 
 
@@ -315,7 +315,7 @@ def test_options_that_widen(block_file, tmp_path, case):
         quant = Quantization.of(options.get("quant", "none"), 0)
         dtype = getattr(torch, options.get("dtype", "bfloat16"))
         same = load_model(tmp_path, dtype, quant=quant)
-        assert engine.config.quant == options.get("quant", "none")
+        assert engine.option("quant") == options.get("quant", "none")
         want = same.state_dict()
         got = engine.target.state_dict()
         assert got.keys() == want.keys()
@@ -404,11 +404,11 @@ def test_drafting_changes_no_token(
         seed=7,
         **files.get(draft, {}),
     )
-    assert engine.config.quant == "blocks" and (engine.target.fused is not None) == compile
+    assert engine.option("quant") == "blocks" and (engine.target.fused is not None) == compile
     result = generate(engine, PROMPTS)
     assert result.tokens == vanilla(case, temperature)
     if draft == "model":  # which drafts with the target's own numbers
-        assert in_blocks(engine.drafter.model) and engine.config.quant_draft == "blocks"
+        assert in_blocks(engine.drafter.model) and engine.option("quant_draft") == "blocks"
         assert result.stats["tau"] > 2
     assert result.stats["accept_lengths"], "cycles drafted"
 
@@ -485,7 +485,7 @@ def test_a_file_beside_a_directory(block_file, tmp_path, pair, temperature, comp
     }
     want = generate(load(**options), PROMPTS).tokens
     engine = load(**options, draft="model", draft_checkpoint=str(paths.get(draft, tmp_path)))
-    assert engine.config.quant_draft == form
+    assert engine.option("quant_draft") == form
     assert in_blocks(engine.drafter.model) == (form == "blocks")
     result = generate(engine, PROMPTS)
     assert result.tokens == want
@@ -504,8 +504,8 @@ def test_another_format_for_the_draft(block_file, capsys):
         ({"quant": "int8", "quant_draft": "none"}, "blocks"),
     ):
         engine = load(**options, **chosen)
-        assert engine.config.quant == chosen.get("quant", "blocks")
-        assert engine.config.quant_draft == form
+        assert engine.option("quant") == chosen.get("quant", "blocks")
+        assert engine.option("quant_draft") == form
         assert in_blocks(engine.drafter.model) == (form == "blocks")
     assert "rounded again, to int8" in capsys.readouterr().err
 

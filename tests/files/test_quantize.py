@@ -516,7 +516,7 @@ def test_the_drafts_lm_head(target, draft, own):
     options |= {"group_size": 32} if "int4" in (target, draft) else {}
     engine = load(quant=target, quant_draft=draft, **options)
     drafter, draft = engine.drafter, draft or target
-    assert engine.config.quant == target and engine.config.quant_draft == draft
+    assert engine.option("quant") == target and engine.option("quant_draft") == draft
     assert (drafter.lm_head is not engine.target.lm_head) == own
     assert isinstance(drafter.head.fc, torch.nn.Linear if draft == "none" else FORMATS[draft])
     if own:
@@ -535,7 +535,7 @@ def test_a_saved_target_leaves_the_draft_its_group_size(tmp_path):
     options = {"quant_draft": "int4", "group_size": 32, "device": "cpu", "tree": "dynamic"}
     engine = load(checkpoint=str(out), eagle=str(HEAD), **options)
     assert engine.drafter.head.fc.codes_and_scale()[1].shape == (64, 128 // 32)
-    assert engine.config.quant == "int8"
+    assert engine.option("quant") == "int8"
 
 
 def test_an_open_group_size_is_the_largest_that_fits(tmp_path):
@@ -574,8 +574,8 @@ def test_saved_directories_load_without_options(tmp_path, quant):
     head = quantized(HEAD, tmp_path / "pair-eagle", quant)
     options = {"device": "cpu", "ignore_eos": True, "tree": "dynamic"}
     engine = load(checkpoint=str(target), **options)
-    assert engine.config.head == str(head) and engine.config.draft == "eagle"
-    assert (engine.config.quant, engine.config.quant_draft) == (quant.format, quant.format)
+    assert engine.option("head") == str(head) and engine.option("draft") == "eagle"
+    assert (engine.option("quant"), engine.option("quant_draft")) == (quant.format, quant.format)
     options |= {"quant": quant.format, "group_size": quant.group_size}
     on_load = load(checkpoint=str(TARGET), eagle=str(HEAD), **options)
     assert_same_bits(engine.target, on_load.target)
@@ -587,7 +587,7 @@ def test_saved_directories_load_without_options(tmp_path, quant):
 def test_a_saved_head_on_a_float_target(tmp_path):
     head = quantized(HEAD, tmp_path / "head", Quantization("int4", 32))
     engine = load(checkpoint=str(TARGET), eagle=str(head), device="cpu", tree="dynamic")
-    assert (engine.config.quant, engine.config.quant_draft) == ("none", "int4")
+    assert (engine.option("quant"), engine.option("quant_draft")) == ("none", "int4")
     assert isinstance(engine.drafter.lm_head, Int4Linear) and isinstance(
         engine.target.lm_head, torch.nn.Linear
     )

@@ -479,7 +479,7 @@ def test_a_draft_model_may_be_such_a_file(tmp_path):
     options = {"checkpoint": str(PAIR[0]), "max_new_tokens": 20, "device": "cpu"}
     expected = generate(load(**options, draft="none"), [[5, 17, 3]]).tokens
     engine = load(**options, draft="model", draft_checkpoint=str(tmp_path / "m"))
-    assert engine.config.quant_draft == "int4" and isinstance(
+    assert engine.option("quant_draft") == "int4" and isinstance(
         engine.drafter.model.layers[0].ffn.w2, QuantLinear
     )
     result = generate(engine, [[5, 17, 3]])

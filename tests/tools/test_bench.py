@@ -597,7 +597,7 @@ def test_our_methods_get_the_dtype_that_was_given(monkeypatch):
     """A draft model in a GGUF file stays in its blocks only without --dtype."""
 
     def stop(engine, config):
-        assert (config.dtype, engine.config.dtype) == ("", "bfloat16")
+        assert (config.dtype, engine.option("dtype")) == ("", "bfloat16")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_peers, "with_config", stop)
