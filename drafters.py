@@ -10,7 +10,7 @@ the target's own, whatever a drafter proposes. Here:
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
 The host picks one before every step; a wrong pick costs only time.
 To add a method: subclass one of the drafters, write a `load_method` that returns a `Method`, and
-add its module to `DRAFTERS` (methods.py).
+add its module to `DRAFTERS` (cli/methods.py).
 """
 
 from __future__ import annotations

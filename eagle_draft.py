@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, StaticTree, replace_fields
 from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
+from hf.checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from hf.heads import (
     EagleConfig,
     HeadFiles,

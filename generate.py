@@ -39,23 +39,23 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from before_torch import Command, read_command, with_text
-from command_line import one_line_errors, require
-from files import write_text
-from prompts import Conversation, as_conversation, check_ids, with_options
+from cli.io import write_text
+from cli.parsing import one_line_errors, require
+from cli.prompts import Conversation, as_conversation, check_ids, with_options
+from cli.start import Command, read_command, with_text
 
 # The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
-# together (ranks.py).
+# together (parallel/ranks.py).
 COMMAND = None
 if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
     COMMAND = with_text(read_command())
 
 import torch
 
-import ranks
 from decode import Engine
 from hf.tokenizer import Tokenizer
 from load import load, undrafted
+from parallel import ranks
 from session import Session
 from stats import Stats, environment, share_of_equal, stats_line, summary
 
@@ -364,7 +364,7 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
     streams = batch.streams
     results = None
     if config.results:
-        from extras.results import Results
+        from cli.results import Results
 
         results = Results(engine, prompts)
         streams = [stream for stream in streams if stream not in results.done]
@@ -433,7 +433,7 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
         engine = load(ranks.init_ranks(config, prompts), text)
         if not config.interactive:
             return run(engine, prompts)
-        from extras.chat import chat
+        from extras.repl import chat
 
         chat(engine, encode, stream_text)
 

@@ -2,7 +2,7 @@
 
 On a CPU an engine is ready when its weights are. On CUDA `warm_up` runs the cycles until they are
 compiled and captured.
-Not here: the ways to draft (methods.py), the formats of files (hf/), the loop (decode.py,
+Not here: the ways to draft (cli/methods.py), the formats of files (hf/), the loop (decode.py,
 session.py), prompts and results (generate.py).
 """
 
@@ -17,23 +17,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import ranks
-import tp
-from checkpoint import BLOCKS, Quantization, saved_quantization
-from command_line import by_names, require
+from cli.methods import entry_of, has_extras
+from cli.parsing import by_names, require
+from cli.prompts import read_grammar
 from decode import Engine, pick_tokens, with_cycles
 from drafters import Method, Policy, RootOnly
-from hf.blocks import keeps_blocks
 from hf.chat import TextFiles, read_text_files
+from hf.checkpoint import BLOCKS, Quantization, saved_quantization
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
+from hf.gguf_blocks import keeps_blocks
 from hf.weights import int4_group
-from methods import entry_of, has_extras
 from model import DTYPES, Transformer
 from ops import switches
 from ops.library import FAMILIES, on_cpp_device, set_plain
 from options import GenerateConfig, pick_device
-from prompts import read_grammar
+from parallel import ranks, tp
 from runtime import (
     WARM_UPS,
     copy_into,

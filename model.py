@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from kv_cache import KVCache, Window
 from ops.attention import tree_attention
 from ops.cpu.layers import FusedModel, fits
+from ops.epilogues import Pending, Unscaled, add, add_norm, pending, rotary_cache, swiglu
 from ops.experts import experts_linear, route
-from ops.fused import Pending, Unscaled, add, add_norm, pending, rotary_cache, swiglu
 from ops.linear import has_cuda_product, has_linear_kernel, linear
 from ops.norm import rms_norm
 from ops.rotary import HeadNorms, rope_angles, rotary
@@ -170,7 +170,7 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias, self.fp32_out)
 
     def operands(self) -> tuple[Tensor, None, Tensor | None]:
-        """Return weight, scale and bias, as ops/cpu/layers.py and ops/fused.py take them."""
+        """Return weight, scale and bias, as ops/cpu/layers.py and ops/epilogues.py take them."""
         return self.weight, None, self.bias
 
     def defer(self, x: Tensor | Unscaled) -> Tensor | Pending:

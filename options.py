@@ -4,7 +4,7 @@
 the command line get the same messages. `Ablation` has the settings of experiments, which the
 command line does not show.
 No torch is imported, so that a mistake is reported before it is.
-Not here: reading a command line (command_line.py); reading prompts (prompts.py).
+Not here: reading a command line (cli/parsing.py); reading prompts (cli/prompts.py).
 """
 
 from __future__ import annotations
@@ -14,19 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cli.tree_paths import (
-    EAGLE1_PATHS,
-    MAX_NODES,
-    MEDUSA_PATHS,
-    candidates,
-    chain_paths,
-    check_candidates,
-    read_tree,
-)
-from command_line import check_kinds, check_ranges, option, require
-from files import can_name_file, check_directory, check_outputs
-from methods import DRAFTERS, entry_of, has_extras
-from needs import (
+from cli.io import can_name_file, check_directory, check_outputs
+from cli.methods import DRAFTERS, entry_of, has_extras
+from cli.option_rules import (
     CHAT,
     DRAFT,
     GROWN,
@@ -46,6 +36,16 @@ from needs import (
     TREE,
     TRIMMED,
     only_with,
+)
+from cli.parsing import check_kinds, check_ranges, option, require
+from cli.tree_paths import (
+    EAGLE1_PATHS,
+    MAX_NODES,
+    MEDUSA_PATHS,
+    candidates,
+    chain_paths,
+    check_candidates,
+    read_tree,
 )
 from ops import switches
 

@@ -5,7 +5,7 @@
 
 1. A format (`FORMATS`) turns one float weight at a time into codes and scales, so that no model
    exists in full precision.
-2. A layer packs its codes for the product of its device (ops/quantized.py).
+2. A layer packs its codes for the product of its device (ops/qmatmul.py).
 3. On disk, codes have the weight's own name, and scales that name and `_scale`. config.json has
    the format in `quantization_config`. Quantizing while loading gives the same bits.
 
@@ -28,7 +28,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from checkpoint import (
+from cli.io import read_json, show_progress
+from cli.parsing import one_line_errors, option, parse
+from hf.checkpoint import (
     METHOD,
     Quantization,
     TensorSource,
@@ -39,10 +41,9 @@ from checkpoint import (
     scale_name,
     write_checkpoint,
 )
-from command_line import one_line_errors, option, parse
-from files import bundled_head, read_json, show_progress
-from ops.fused import Pending, Unscaled, add, pending
-from ops.quantized import PRODUCTS, join_zeros, split_zeros
+from hf.head_kinds import bundled_head
+from ops.epilogues import Pending, Unscaled, add, pending
+from ops.qmatmul import PRODUCTS, join_zeros, split_zeros
 from options import FORMAT_NAMES, GROUP_SIZES, pick_device
 
 # weights rounded at a time: that many fit a CPU's cache, and a GPU needs few launches

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from files import parse_json, read_named
+from cli.io import parse_json, read_named
 
 MAX_NODES = 64  # ancestor bits of a node fit one int64
 

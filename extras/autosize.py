@@ -35,13 +35,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import ranks
+from cli.io import read_json
 from decode import CycleResult, Engine
 from drafters import Drafter
 from extras.deferred import Deferred, catch_up
 from extras.presets import PresetPolicy, lookup_of
 from extras.remembered import file_of, recall, remember
-from files import read_json
+from parallel import ranks
 from session import Session
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence

@@ -22,17 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import Quantization, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, StaticTree, replace_fields
 from drafters import DrafterUpdate, DraftInputs, Method
 from eagle_draft import is_same_embedding
 from extras.level_draft import LevelDrafter, head_options, tree_of
 from hf.block_heads import BlockConfig, block_names, read_block_head
+from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.heads import draft_lm_head, rows_of
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from model import Linear, RMSNorm, Transformer, rope_angles, rope_frequencies
-from ops.fused import rotary_cache
+from ops.epilogues import rotary_cache
 from ops.tree import Children, Frontier, Scores
 from options import GenerateConfig
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from command_line import require
-from files import read_untrusted
+from cli.parsing import require
+from hf.untrusted import read_untrusted
 
 LONGEST = 16  # tokens of a match
 LENGTH = 10  # tokens of a continuation

@@ -24,10 +24,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import WeightFiles
+from cli.io import parse_json, read_text
 from drafters import DraftVocab
-from files import load_pickle, parse_json, read_text, read_untrusted
+from hf.checkpoint import WeightFiles
 from hf.heads import HeadFiles, draft_vocab, read_head
+from hf.untrusted import load_pickle, read_untrusted
 from model import Transformer
 from options import GenerateConfig
 

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from command_line import require
+from cli.io import one_line
+from cli.parsing import require
 from decode import Engine
 from extras.guided_draft import Guided, masks
-from files import one_line
 from hf.tokenizer import Tokenizer
 
 MOST_BYTES = 2**16  # of a grammar; a schema of twice that size takes 6 s to compile

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import Quantization, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, StaticTree, replace_fields
 from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
 from eagle_draft import EagleState
 from extras.level_draft import head_options, score_with, tree_of
 from extras.medusa_draft import FeatureState, empty_feature, last_of
+from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.token_heads import TokenHeads, hydra_names, is_unused, read_hydra
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window

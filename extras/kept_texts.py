@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from command_line import require
-from files import folder_lock, parse_json, read_named, replace_file
-from methods import entry_of
+from cli.io import folder_lock, parse_json, read_named, replace_file
+from cli.methods import entry_of
+from cli.parsing import require
 from model import Transformer
 from options import GenerateConfig
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from checkpoint import Quantization
-from command_line import require
+from cli.parsing import require
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs, DraftVocab, TreeDrafter
+from hf.checkpoint import Quantization
 from hf.heads import draft_lm_head, rows_of
 from kv_cache import Window
 from model import Transformer

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import Quantization, WeightFiles, saved_quantization
 from draft_tree import DynamicTree, StaticTree, replace_fields
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.level_draft import LevelDrafter, head_options, score_with, tree_of
+from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
 from hf.weights import Storage, load_weights
 from model import Linear, LMHead, Transformer

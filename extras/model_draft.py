@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
-from command_line import require
+from cli.io import is_gguf
+from cli.parsing import require
 from draft_tree import DraftTree, DynamicTree, StaticTree, replace_fields
 from drafters import DrafterUpdate, DraftInputs, Method, RootOnly, TreeDrafter
 from extras.presets import PresetPolicy
-from files import is_gguf
+from hf.checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
 from hf.config import read_config, read_raw
 from hf.head_kinds import head_kind
 from hf.tokenizer import Tokenizer, has_tokenizer

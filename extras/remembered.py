@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from cli.io import folder_lock, replace_file
 from decode import Engine
-from files import folder_lock, replace_file
 from ops.cpu.build import check_own, loaded, processor
 
 # options that change the time or the accepted tokens of a cycle

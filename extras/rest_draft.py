@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cli.parsing import require
 from cli.tree_paths import MAX_NODES
-from command_line import require
 from draft_tree import DraftTree, build_tree, root_tree
 from drafters import DraftInputs, Method, Policy
 from extras.autosize import AutoTrees

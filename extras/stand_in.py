@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import TensorSource, WeightFiles, saved_quantization
-from files import read_json
+from cli.io import read_json
+from hf.checkpoint import TensorSource, WeightFiles, saved_quantization
 from hf.config import open_source, read_config
 from hf.heads import EagleConfig, version_of
 from hf.weights import check_experts

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import TensorSource
+from hf.checkpoint import TensorSource
 from hf.config import HFArchitecture, HFConfig
 from hf.fields import FLAG, NAMES, OBJECT, TOKEN_ID, Rule, integer, key, naming, only, read_fields
 from hf.heads import BIASES, NEUTRAL, OFF, HFHead, layer_config

@@ -12,9 +12,15 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint import BLOCKS, TensorSource, WeightFiles, foreign_quantization, saved_quantization
-from files import bundled_head, is_gguf, read_json
-from hf.blocks import keeps_blocks
+from cli.io import is_gguf, read_json
+from cli.methods import HEAD_KINDS
+from hf.checkpoint import (
+    BLOCKS,
+    TensorSource,
+    WeightFiles,
+    foreign_quantization,
+    saved_quantization,
+)
 from hf.fields import (
     FLAG,
     NAMES,
@@ -30,8 +36,8 @@ from hf.fields import (
     positive,
     read_fields,
 )
-from hf.head_kinds import head_kind
-from methods import HEAD_KINDS
+from hf.gguf_blocks import keeps_blocks
+from hf.head_kinds import bundled_head, head_kind
 from model import ModelConfig
 from ops.library import has_cpu_operators
 from options import GenerateConfig
@@ -159,7 +165,7 @@ def open_source(path: Path) -> TensorSource:
     files = WeightFiles(path)
     if foreign_quantization(files.config) is None:
         return files
-    from hf.quantized import QuantizedFiles
+    from hf.gptq_awq import QuantizedFiles
 
     return QuantizedFiles(files)
 
@@ -174,7 +180,7 @@ def read_raw(path: Path) -> dict:
     raw = read_json(path / "config.json")
     if foreign_quantization(raw) is None:
         return raw
-    from hf.quantization_config import as_ours
+    from hf.quant_config import as_ours
 
     return as_ours(raw, path)
 

@@ -27,7 +27,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from files import folder_lock
+from cli.io import folder_lock
 from options import DEFAULT
 
 BLOCK_BYTES = 2**20

@@ -13,7 +13,7 @@ from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from files import is_gguf
+from cli.io import is_gguf
 
 
 class NotSupported(ValueError):

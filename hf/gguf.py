@@ -2,7 +2,7 @@
 
 1. `GgufFile` is a `TensorSource`. It writes the metadata (hf/gguf_header.py) as a config.json and
    translates llama.cpp's names.
-2. `keep_blocks` leaves matrices in their blocks, for the layers of hf/blocks.py; `keep_int4` reads
+2. `keep_blocks` leaves matrices in their blocks, for the layers of hf/gguf_blocks.py; `keep_int4` reads
    those that int4 holds exactly as codes, for CUDA. Otherwise blocks become numbers when a tensor
    is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp) rounds them to bfloat16 on the
    way. Where it is not loaded, the package `gguf` reads them as fp32, which gives the same bits.
@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import Codes, TensorSource
-from hf.blocks import Q4_0, Blocks, int4_codes
+from hf.checkpoint import Codes, TensorSource
+from hf.gguf_blocks import Q4_0, Blocks, int4_codes
 from hf.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from model import rope_frequencies
 from ops.library import cpu_operators_are_loaded

@@ -16,8 +16,8 @@ import struct
 import sys
 from typing import Any
 
-from files import read_untrusted
 from hf.gguf_header import Metadata
+from hf.untrusted import read_untrusted
 
 # token_type, sentencepiece's numbers
 CONTROL = 3

@@ -26,7 +26,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import (
+from cli.io import read_json
+from drafters import DraftVocab
+from hf.checkpoint import (
     Quantization,
     TensorSource,
     WeightFiles,
@@ -34,8 +36,6 @@ from checkpoint import (
     saved_quantization,
     scale_name,
 )
-from drafters import DraftVocab
-from files import load_pickle, read_json, read_untrusted
 from hf.config import WIDTH, HFArchitecture, HFConfig, config_from
 from hf.fields import (
     FLAG,
@@ -48,6 +48,7 @@ from hf.fields import (
     positive,
     read_fields,
 )
+from hf.untrusted import load_pickle, read_untrusted
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
 from quantize import FORMATS, QuantLinear

@@ -27,7 +27,8 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from files import limited_memory, one_line
+from cli.io import one_line
+from hf.untrusted import limited_memory
 
 MAX_SOURCE_CHARS = 10**6  # published templates have at most 3e4
 MAX_BITS = 10**5  # of a number

@@ -19,8 +19,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields, replace
 
-from checkpoint import TensorSource
 from cli.tree_paths import MAX_NODES
+from hf.checkpoint import TensorSource
 from hf.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
 from hf.heads import NEUTRAL
 from hf.weights import layer_names

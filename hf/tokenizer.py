@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from files import errors_as_value_error, is_gguf, read_json, read_untrusted
+from cli.io import is_gguf, read_json
 from hf.fields import (
     FLAG,
     OBJECT,
@@ -36,6 +36,7 @@ from hf.fields import (
     naming,
     read_fields,
 )
+from hf.untrusted import errors_as_value_error, read_untrusted
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf
 # merges the two messages

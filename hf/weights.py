@@ -25,7 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import (
+from cli.io import is_gguf
+from hf.checkpoint import (
     BLOCKS,
     Quantization,
     TensorSource,
@@ -33,9 +34,8 @@ from checkpoint import (
     saved_quantization,
     scale_name,
 )
-from files import is_gguf
-from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, pack, table_of
 from hf.config import open_source, read_config
+from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, pack, table_of
 from model import DTYPES, ExpertLinear, LMHead, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread

@@ -1,6 +1,6 @@
 """Linear layers with float weights, x W^T.
 
-On a CPU in bf16 this is cpu/linear.cpp, on CUDA in 16 bits cuda/quantized.py: a row's bits do not
+On a CPU in bf16 this is cpu/linear.cpp, on CUDA in 16 bits cuda/qmatmul.py: a row's bits do not
 depend on the other rows of the batch. Anywhere else, where gradients are needed, and for long
 prompts on CUDA, it is PyTorch's.
 """
@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool
             return halves_product(x, weight, "fp32" if fp32_out else "none")
         if is_plain("fused"):
             y = (halves_product(x, weight, "fp32") + bias).to(x.dtype)
-        else:  # of ops/fused.py
+        else:  # of ops/epilogues.py
             y, *_ = torch.ops.gpt_eagle.add_product(x, weight, None, bias, None, 0.0)
         return y.float() if fp32_out else y
     if has_linear_kernel(x, weight):
@@ -77,7 +77,7 @@ def halves_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
     A row has the same bits for every number of rows.
 
     x: [..., K] bfloat16 or float16; weight: [N, K] in x's dtype
-    epilogue: as for `ops.cuda.quantized.run_product`
+    epilogue: as for `ops.cuda.qmatmul.run_product`
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     """
     return torch.ops.gpt_eagle.linear_halves(x, weight, epilogue)
@@ -93,7 +93,7 @@ def _linear_halves_cuda(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
 def empty_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
     """Allocate the result of a product on CUDA: of `halves_product`, or of quantized weights.
 
-    weight: as for `ops.cuda.quantized.run_product`, or a stack of experts
+    weight: as for `ops.cuda.qmatmul.run_product`, or a stack of experts
     """
     width = weight.shape[-2]
     if epilogue == "swiglu":

@@ -28,10 +28,10 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse, require
+from cli.io import check_output, folder_lock, replace_file, show_progress
+from cli.parsing import one_line_errors, option, parse, require
 from extras.datastore import LONGEST
 from extras.kept_texts import vocabulary_of
-from files import check_output, folder_lock, replace_file, show_progress
 from hf.config import read_config
 from hf.fetch import fetched
 from hf.tokenizer import load_tokenizer

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
+from cli.parsing import one_line_errors, option, parse
 from options import ROOT
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

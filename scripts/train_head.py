@@ -41,8 +41,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
-from files import is_gguf, read_json, read_text, write_text
+from cli.io import is_gguf, read_json, read_text, write_text
+from cli.parsing import one_line_errors, option, parse
 from hf.chat import chat_template
 from hf.config import read_raw
 from hf.fetch import fetched

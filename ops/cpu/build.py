@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from files import folder_lock
+from cli.io import folder_lock
 
 HERE = Path(__file__).parent
 UNITS = ("operators.cpp", "products.cpp")  # compiled side by side

@@ -18,7 +18,7 @@ def pack_int4_strips(codes: Tensor, scale: Tensor) -> Tensor:
     """Lay out int4 weights for `grouped`.
 
     codes: [N, K] int8 in -8 .. 7
-    scale: [N, K/G] bf16, or int32 from `ops.quantized.join_zeros`; G: 32, 64 or 128
+    scale: [N, K/G] bf16, or int32 from `ops.qmatmul.join_zeros`; G: 32, 64 or 128
     Returns: [ceil(N/32), K/G, 64 or 128 + 16 G] uint8. Each strip and group holds 32 scales, then
     for every 4 values of k a byte per output i < 16 and k: output i in the low nibble, output
     i + 16 in the high one, both with 8 added. The last dimension implies the kind of scales, as
@@ -79,7 +79,7 @@ def unpack_int8_strips(packed: Tensor, n: int) -> Tensor:
 def pack_int8_groups(codes: Tensor, scale: Tensor) -> Tensor:
     """Lay out int8 weights in groups for `grouped`.
 
-    codes: [N, K] int8; scale: [N, K/G] int32 from `ops.quantized.join_zeros`; G: 32, 64 or 128
+    codes: [N, K] int8; scale: [N, K/G] int32 from `ops.qmatmul.join_zeros`; G: 32, 64 or 128
     Returns: [ceil(N/32), K/G, 128 + 32 G] int8: for each strip and group 32 scales, then the codes
     as in `pack_int8_strips`. The type tells them from int4.
     """

@@ -11,7 +11,7 @@
 //    idle experts are not read.
 //
 // A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the sum in floating point
-// runs over the blocks of k in their order. Plain references: ops/quantized.py. Sources of the idea: Q8_0 x Q4_0
+// runs over the blocks of k in their order. Plain references: ops/qmatmul.py. Sources of the idea: Q8_0 x Q4_0
 // products of llama.cpp (blockwise activations); VNNI packing of oneDNN.
 
 #include "common.h"

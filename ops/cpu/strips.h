@@ -7,7 +7,7 @@
 // least. Headers, each a list of vectors of 32 outputs:
 //   OUTPUT  nothing: one scale per output lies elsewhere (int8)
 //   BF16    scales in bfloat16 (int4)
-//   WORDS   words of join_zeros, ops/quantized.py: scales and zero points (int4 and int8 of others)
+//   WORDS   words of join_zeros, ops/qmatmul.py: scales and zero points (int4 and int8 of others)
 //   HALF    scales, and minima if there are any, in float16 (GGUF's Q4_0 to Q8_0)
 //   SUPER   d, and dmin if there are minima, in float16; then for every group a byte each: the scale is d times the
 //           first, the minimum -dmin times the second (GGUF's K types)

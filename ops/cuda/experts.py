@@ -5,7 +5,7 @@
 2. An expert's rows are cut into tiles of 16, 32 or 64, at most `most_tiles` for P rows. That many
    blocks are launched, those of an expert side by side, so that they share its weight in the cache.
    A block finds its tile in the lists; one without a tile returns at once.
-3. The loop over K is that of quantized.py; rows are read and results written through the list.
+3. The loop over K is that of qmatmul.py; rows are read and results written through the list.
 
 Trade-off: one kernel serves a single token (a tile per chosen expert), a tree and a prompt, so that
 a row's bits do not depend on the rows beside it (`plan_experts`). Not run on a GPU yet. Source of
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.layout import COLUMNS
-from ops.cuda.quantized import (
+from ops.cuda.qmatmul import (
     Device,
     ProductPlan,
     bits_and_group,
@@ -59,7 +59,7 @@ def plan_experts(
     The host must not read the routing, so the tile's height follows from the average rows of an
     expert. `splits` and the order of every sum are the same for all P: a row's result does not
     depend on the other rows of its expert, on their number, or on its place among them. As in
-    quantized.py, this assumes a property of the hardware that test_gpu.py tests.
+    qmatmul.py, this assumes a property of the hardware that test_gpu.py tests.
 
     Trade-off: splits are right for a single token with two experts of 8, or 8 of 128. A prompt
     reads an expert's weight once per 64 of its rows, mostly from the cache, and unpacks it as
@@ -236,7 +236,7 @@ def run_experts(
 def experts_product(
     x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device
 ) -> Tensor:
-    """Compute `ops.experts.experts_linear` (scale None), or `ops.quantized.w4a16` and `w8a16`."""
+    """Compute `ops.experts.experts_linear` (scale None), or `ops.qmatmul.w4a16` and `w8a16`."""
     P, K = x.shape
     of_one = None if scale is None else scale[0]
     bits, group = bits_and_group(of_one)

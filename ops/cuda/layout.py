@@ -1,4 +1,4 @@
-"""Layouts of int4 and int8 weights on CUDA: 16-bit words in blocks of K, for cuda/quantized.py."""
+"""Layouts of int4 and int8 weights on CUDA: 16-bit words in blocks of K, for cuda/qmatmul.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PART = 64  # features whose squares are added first, in one block of threads (fused.py)
+PART = 64  # features whose squares are added first, in one block of threads (epilogues.py)
 COLUMNS = 64  # words per packed row and block; a block of K is 64 words of 16 / bits weights
 
 
@@ -67,7 +67,7 @@ def pack_scales(scale: Tensor, group: int) -> Tensor:
     """Lay out the scales of int4 groups for `w4a16`, as words.
 
     The scales of a row and block lie side by side.
-    scale: [N, K / group] bfloat16, or int32 from `ops.quantized.join_zeros`; group: 32, 64 or 128
+    scale: [N, K / group] bfloat16, or int32 from `ops.qmatmul.join_zeros`; group: 32, 64 or 128
     Returns: [blocks, N, 128 / group] int32, two bfloat16 in a word; or [blocks, N, 256 / group]
     float32, whose bits are the words with a zero point. `group_of` returns the group.
     """

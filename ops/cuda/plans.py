@@ -1,7 +1,7 @@
 """Plans of products and of attention that were measured on a device, in place of estimates.
 
 scripts/gpu/sweep.py measures and writes them. A file measured/NAME.json beside this one, NAME from
-`file_name`, holds on all devices of that name; without one, quantized.py estimates. The splits of a
+`file_name`, holds on all devices of that name; without one, qmatmul.py estimates. The splits of a
 product, and the chunks of attention, are the same for all numbers of rows, on which a row's bits
 do not depend.
 """

@@ -1,7 +1,7 @@
 """CUDA kernel, in Triton: norm and rotate queries and keys, and write keys and values to the cache.
 
 One block of threads per token and eight heads of queries, keys or values. A norm is over one head,
-so blocks do not depend on each other. Results are rounded where `rms_norm` rounds them. fused.py
+so blocks do not depend on each other. Results are rounded where `rms_norm` rounds them. epilogues.py
 does the same behind a product; this kernel serves products that are not ours, and biases. Not run
 on a GPU yet.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.launch import Device, after_others, overlap
-from ops.cuda.quantized import pairwise_sum
+from ops.cuda.qmatmul import pairwise_sum
 
 HEADS = 8  # of a block
 

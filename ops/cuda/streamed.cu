@@ -1,4 +1,4 @@
-// A few rows of activations times int4, int8 or 16-bit weights, y = x W^T, as quantized.py computes
+// A few rows of activations times int4, int8 or 16-bit weights, y = x W^T, as qmatmul.py computes
 // them, from the same layouts, with the same epilogues.
 //
 // 1. Weights are copied into shared memory by cp.async, STAGES - 1 blocks of K ahead; the first of

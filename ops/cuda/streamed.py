@@ -1,8 +1,8 @@
-"""Products of quantized.py by a kernel in CUDA C++, streamed.cu, compiled by NVRTC.
+"""Products of qmatmul.py by a kernel in CUDA C++, streamed.cu, compiled by NVRTC.
 
 The same layouts and epilogues, with the first weights in shared memory before earlier kernels have
 finished. GPT_EAGLE_PRODUCTS=streamed takes it for products that it serves; the others, and those
-with more work behind them (fused.py), stay in Triton. NVRTC comes with PyTorch for CUDA; neither
+with more work behind them (epilogues.py), stay in Triton. NVRTC comes with PyTorch for CUDA; neither
 nvcc nor a compiler of the host is needed. The driver is called through ctypes, since PyTorch's own
 launches know no dependent ones. Not run on a GPU yet, so not the default.
 """
@@ -20,9 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ops.cuda import quantized
 from ops.cuda.launch import Device, device_of
-from ops.cuda.quantized import (
+from ops.cuda.qmatmul import (
     Launch,
     ProductPlan,
     bits_and_group,
@@ -31,7 +30,7 @@ from ops.cuda.quantized import (
     sizes_of,
 )
 
-__all__ = ["device_of"]  # as of quantized.py
+__all__ = ["device_of"]  # as of qmatmul.py
 
 SOURCE = Path(__file__).with_suffix(".cu")
 NAME = b"streamed_product"
@@ -72,9 +71,9 @@ class LaunchConfig(ctypes.Structure):
 def plan_streamed(
     M: int, N: int, K: int, bits: int, group: int, device: Device, epilogue: str
 ) -> ProductPlan:
-    """Choose tiles, splits and stages for M rows. The splits are quantized.py's, for any M."""
-    splits = quantized.plan_product(M, N, K, bits, group, torch.bfloat16, device, epilogue).splits
-    tokens = 8 if M <= 8 else quantized.tile_height(M, 16, 32)
+    """Choose tiles, splits and stages for M rows. The splits are qmatmul.py's, for any M."""
+    splits = qmatmul.plan_product(M, N, K, bits, group, torch.bfloat16, device, epilogue).splits
+    tokens = 8 if M <= 8 else qmatmul.tile_height(M, 16, 32)
     heights = (64,)
     if tokens >= 32 and triton.cdiv(N, 128) * splits >= device.processors:
         heights = (128, 64)  # a load of x then serves two tiles of outputs
@@ -264,9 +263,9 @@ def matmul(
     epilogue: str = "none",
     squares: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `quantized.matmul` computes, or leave it to it."""
+    """Compute what `qmatmul.matmul` computes, or leave it to it."""
     if not serves(x, packed, scale, device):
-        return quantized.matmul(x, packed, scale, device, epilogue, squares)
+        return qmatmul.matmul(x, packed, scale, device, epilogue, squares)
     bits, group = bits_and_group(scale)
     N, K = sizes_of(packed, bits)
     M = x.numel() // x.shape[-1]

@@ -7,7 +7,7 @@
 
 1. extras/stand_in.py computes one tensor at a time. Shards are written as they fill, so that memory
    holds one shard at most. The stand-in's name in `config.json` appears in everything printed.
-2. checkpoint.py writes the directory atomically. Start a killed run again.
+2. hf/checkpoint.py writes the directory atomically. Start a killed run again.
 
 The result is a Hugging Face directory. Without the disk: `generate.py --inflate SHAPE`.
 Not here: the maths and the uses of a stand-in (extras/stand_in.py).
@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from checkpoint import SHARD_BYTES, check_out, write_checkpoint
-from command_line import one_line_errors, option, parse
+from cli.io import read_json
+from cli.parsing import one_line_errors, option, parse
 from extras.stand_in import SHAPES, InflatedFiles, Shape, head_config, inflate_head, inflate_target
-from files import read_json
+from hf.checkpoint import SHARD_BYTES, check_out, write_checkpoint
 from model import DTYPES
 from options import DEMO
 

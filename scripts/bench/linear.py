@@ -35,13 +35,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from checkpoint import BLOCKS
-from command_line import one_line_errors, option, parse
-from files import check_outputs, write_text
-from hf.blocks import Blocks, pack, table_of
+from cli.io import check_outputs, write_text
+from cli.parsing import one_line_errors, option, parse
+from hf.checkpoint import BLOCKS
 from hf.gguf import TYPES
+from hf.gguf_blocks import Blocks, pack, table_of
 from ops.cpu import build
-from ops.quantized import PRODUCTS
+from ops.qmatmul import PRODUCTS
 from quantize import FORMATS
 from scripts.bench.measure import Series, environment, read_bandwidth
 

@@ -36,9 +36,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
+from cli.io import check_outputs, is_gguf, write_text
+from cli.parsing import one_line_errors, option, parse
 from decode import Engine
-from files import check_outputs, is_gguf, write_text
 from generate import encode, load
 from kv_cache import KVCache, causal_window
 from model import DTYPES

@@ -26,8 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
-from files import read_jsonl, write_text
+from cli.io import read_jsonl, write_text
+from cli.parsing import one_line_errors, option, parse
 from hf.tokenizer import Tokenizer
 from options import DEMO
 

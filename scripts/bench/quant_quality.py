@@ -6,7 +6,7 @@
 
 1. The text is cut into sequences; each is one pass. The reference is the checkpoint's own dtype.
 2. Each format is loaded as generate.py loads it. "int8 activations" is the computation of a CPU
-   (ops/quantized.py); "16-bit activations" is that of CUDA, here with the dequantized weights in
+   (ops/qmatmul.py); "16-bit activations" is that of CUDA, here with the dequantized weights in
    the model's dtype. `--also` adds directories that others quantized.
 3. "plain" rounds int4 by the largest magnitude of a group, without the search of quantize.py.
 
@@ -31,9 +31,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from checkpoint import Quantization, saved_quantization
-from command_line import one_line_errors, option, parse
-from files import check_outputs, write_text
+from cli.io import check_outputs, write_text
+from cli.parsing import one_line_errors, option, parse
+from hf.checkpoint import Quantization, saved_quantization
 from hf.config import read_config, read_raw
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from files import replace_file, write_text
+from cli.io import replace_file, write_text
 from stats import explain
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 # nothing else of ours: gpt-fast's modules are named model, quantize and generate, too
-from command_line import one_line_errors, option, parse
+from cli.parsing import one_line_errors, option, parse
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 

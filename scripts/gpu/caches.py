@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
+from cli.parsing import one_line_errors, option, parse
 
 MOST_BYTES = 16e6  # of an archive; a larger one would not travel
 # files of Triton that no launch reads

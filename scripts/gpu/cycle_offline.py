@@ -31,8 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
-from files import write_text
+from cli.io import write_text
+from cli.parsing import one_line_errors, option, parse
 from scripts.gpu.fake_cuda import GPUS
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"

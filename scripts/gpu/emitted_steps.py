@@ -573,7 +573,7 @@ def main() -> None:
     watch_operators(recorder)
     replace_launches(recorder)
     replace_compiler(recorder)
-    from files import write_text
+    from cli.io import write_text
 
     found = {}
     for text in options.cases:

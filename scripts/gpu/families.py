@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import ops.epilogues
 import ops.experts
-import ops.fused
 import ops.norm
 import ops.rotary
 import ops.topk
@@ -51,7 +51,7 @@ def experts(device: str) -> float:
 
 
 def fused(device: str) -> float:
-    """Products with the work behind them (ops/fused.py)."""
+    """Products with the work behind them (ops/epilogues.py)."""
     options = {"device": device, "dtype": torch.bfloat16}
     weight = torch.randn(384, 384, **options) / 20
     x = torch.randn(1, 7, 384, **options)
@@ -61,15 +61,15 @@ def fused(device: str) -> float:
     rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
     ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
     total, *found = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
-    norm = ops.fused.Unscaled(*found)
-    got = [total, ops.fused.swiglu(ops.fused.Pending(*norm, weight, None))]
-    product = ops.fused.Pending(*norm, weight, None)
-    got.append(ops.fused.rotary_cache(product, rope, *ours, slots, None))
+    norm = ops.epilogues.Unscaled(*found)
+    got = [total, ops.epilogues.swiglu(ops.epilogues.Pending(*norm, weight, None))]
+    product = ops.epilogues.Pending(*norm, weight, None)
+    got.append(ops.epilogues.rotary_cache(product, rope, *ours, slots, None))
     wide = weight.float()
-    want = [ops.fused.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
+    want = [ops.epilogues.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
     y = norm.values.float() @ wide.T
-    want.append(ops.fused.swiglu_reference(y, norm))
-    want.append(ops.fused.rotary_cache_reference(y, norm, rope, *theirs, slots))
+    want.append(ops.epilogues.swiglu_reference(y, norm))
+    want.append(ops.epilogues.rotary_cache_reference(y, norm, rope, *theirs, slots))
     return largest((*got, *ours), (*want, *theirs))
 
 

@@ -34,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
+from cli.parsing import one_line_errors, option, parse
 from decode import Engine, with_cycles
 from generate import Batch, first_ids, load
 from load import warm_up, with_draft

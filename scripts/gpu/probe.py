@@ -36,7 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
+from cli.parsing import one_line_errors, option, parse
 from draft_tree import replace_fields
 from ops.library import has_triton
 from options import pick_device

@@ -29,8 +29,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cases")]
 
-from command_line import one_line_errors, option, parse, require
-from files import check_output, read_jsonl
+from cli.io import check_output, read_jsonl
+from cli.parsing import one_line_errors, option, parse, require
 
 if TYPE_CHECKING:
     from compiled_kernels import Case

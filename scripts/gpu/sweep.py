@@ -3,7 +3,7 @@
     python3 scripts/gpu/sweep.py                    # a 7B in bf16 and int4: a table for this GPU
     python3 scripts/gpu/sweep.py --dry_run          # on any machine: list what would be timed
 
-1. Each product of a layer, with the work behind it in the same launch (ops/cuda/fused.py): the
+1. Each product of a layer, with the work behind it in the same launch (ops/cuda/epilogues.py): the
    splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
    whose result has other bits than the estimated one's is refused.
 2. The fastest and the estimated plan of each once more, without dependent launch.
@@ -37,14 +37,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import fail, one_line_errors, option, parse
-from files import write_text
+from cli.io import write_text
+from cli.parsing import fail, one_line_errors, option, parse
 
 try:
     from ops.cuda.attention import COUNTERS, counters, tree_attention
 except ModuleNotFoundError:
     fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
-from ops.cuda.fused import Gpu, add_product, rotary_product
+from ops.cuda.epilogues import Gpu, add_product, rotary_product
 from ops.cuda.launch import TARGETS, Device, device_of
 from ops.cuda.plans import (
     CHUNK,
@@ -59,8 +59,8 @@ from ops.cuda.plans import (
     key_of,
     to_json,
 )
-from ops.cuda.quantized import ProductPlan, plan_product, run_product, shared_bytes
-from ops.fused import PART, Pending
+from ops.cuda.qmatmul import ProductPlan, plan_product, run_product, shared_bytes
+from ops.epilogues import PART, Pending
 from runtime import tensors_of
 from scripts.gpu.kernels import HEADS, LAYERS, copies_of, failure, graph_times_s, random_packed
 

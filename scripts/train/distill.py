@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import option, require
+from cli.parsing import option, require
 from drafters import DraftVocab
 from hf.config import read_raw
 from hf.weights import export_weights, weight_names

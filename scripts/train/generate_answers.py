@@ -32,11 +32,11 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from checkpoint import saved_quantization
+from cli.io import is_gguf, read_jsonl
 from decode import Engine, with_cycles
-from files import is_gguf, read_jsonl
 from generate import load, text_of
 from hf.chat import PROBE
+from hf.checkpoint import saved_quantization
 from hf.config import read_raw
 from load import MAX_DEFAULT_CONTEXT, warm_up
 from options import DEFAULT, ROOT, GenerateConfig

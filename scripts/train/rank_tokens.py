@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
+from cli.io import write_text
+from cli.parsing import one_line_errors, option, parse
 from extras.draft_vocab import RANKS
-from files import write_text
 from hf.config import read_config
 from hf.tokenizer import Tokenizer
 from options import DEMO, ROOT

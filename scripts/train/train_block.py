@@ -24,10 +24,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import option, require
+from cli.io import write_text
+from cli.parsing import option, require
 from extras.block_draft import BlockHead
 from extras.draft_vocab import RANKS
-from files import write_text
 from hf.block_heads import BlockConfig, block_names
 from hf.weights import export_weights
 from model import DTYPES, Transformer

@@ -43,8 +43,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse
-from files import read_jsonl, replace_file, write_text
+from cli.io import read_jsonl, replace_file, write_text
+from cli.parsing import one_line_errors, option, parse
 from hf.weights import export_weights, weight_names
 from model import ModelConfig, Router, Transformer
 from options import pick_device

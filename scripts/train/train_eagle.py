@@ -39,11 +39,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import one_line_errors, option, parse, require
+from cli.io import check_directory, check_output, read_jsonl, replace_file
+from cli.parsing import one_line_errors, option, parse, require
 from decode import Engine, with_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
-from files import check_directory, check_output, read_jsonl, replace_file
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
 from hf.head_kinds import head_kind
 from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names, rows_of

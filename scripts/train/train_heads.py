@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from command_line import option, require
+from cli.io import replace_file, write_text
+from cli.parsing import option, require
 from drafters import DraftVocab
 from extras.draft_vocab import RANKS
 from extras.hydra_draft import HydraHeads
 from extras.medusa_draft import MedusaHeads
-from files import replace_file, write_text
 from hf.token_heads import TokenHeads, hydra_names, medusa_names
 from hf.weights import export_weights
 from model import DTYPES, Linear, ModelConfig, Transformer

@@ -22,16 +22,16 @@ from triton.compiler import ASTSource, CompiledKernel
 
 import ops.cuda.attention
 import ops.cuda.compact
+import ops.cuda.epilogues
 import ops.cuda.experts
-import ops.cuda.fused
 import ops.cuda.norm
-import ops.cuda.quantized
+import ops.cuda.qmatmul
 import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
 from ops.cuda.experts import plan_experts
 from ops.cuda.launch import TARGETS
-from ops.cuda.quantized import ProductPlan, plan_product
+from ops.cuda.qmatmul import ProductPlan, plan_product
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("float", "int4-128", "int4-64", "int4-32", "int8")  # float: as x
@@ -153,18 +153,18 @@ def _epilogue(case: Case, y: dict[str, str]) -> tuple[triton.JITFunction, dict, 
     if case.epilogue == "add":
         types = dict.fromkeys(("stream_ptr", "weight_ptr", "sum_ptr", "y_ptr"), x) | squares
         types |= {"parts_ptr": "*fp32", "done_ptr": "*i32", "stride": "i32", "eps": "fp32"}
-        return ops.cuda.fused.add_product_kernel, types, {}
+        return ops.cuda.epilogues.add_product_kernel, types, {}
     if case.epilogue == "rotary":  # of heads of 128, normed: the most work
         types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr"), x) | squares
         types |= {"parts_ptr": "*fp32", "done_ptr": "*i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
         types |= {"slots_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(("F", "T", "S"), "i32")
         heads = ops.cuda.rotary.constants_of(case.N // 128 - 16, 8, 128)
-        return ops.cuda.fused.rotary_product_kernel, types, parts | heads
+        return ops.cuda.epilogues.rotary_product_kernel, types, parts | heads
     gated = case.epilogue == "swiglu"
     more = squares if gated else {}
     absent = parts if gated else {"squares_ptr": None, "PARTS": 0}
     types = y | {"F": "i32"} | more
-    return ops.cuda.quantized.matmul_kernel, types, {"GATED": gated} | absent
+    return ops.cuda.qmatmul.matmul_kernel, types, {"GATED": gated} | absent
 
 
 def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.AttentionPlan]:
@@ -199,7 +199,7 @@ def _add_norm(case: CycleCase) -> Source:
     kernel = ops.cuda.norm.add_norm_kernel
     if case.kernel == "add_unscaled":
         types["squares_ptr"] = "*fp32"
-        kernel = ops.cuda.fused.add_unscaled_kernel
+        kernel = ops.cuda.epilogues.add_unscaled_kernel
     return Source(kernel, types, constants, ops.cuda.norm.warps_of(width), ("F",))
 
 

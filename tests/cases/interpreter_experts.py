@@ -12,9 +12,9 @@ import ops.cuda.experts
 import ops.experts
 from helpers import quantized_experts, slow
 from model import ModelConfig, MoEFeedForward
-from ops.cuda.quantized import Device, ProductPlan
+from ops.cuda.qmatmul import Device, ProductPlan
 from ops.library import lib
-from ops.quantized import PRODUCTS
+from ops.qmatmul import PRODUCTS
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 

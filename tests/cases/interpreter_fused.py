@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import interpreted  # noqa: F401
-import ops.cuda.fused
-import ops.fused
+import ops.cuda.epilogues
+import ops.epilogues
 from helpers import quantized, slow
 from model import rope_angles
-from ops.cuda.fused import Gpu
-from ops.cuda.quantized import Device, ProductPlan
-from ops.fused import Pending, Unscaled
+from ops.cuda.epilogues import Gpu
+from ops.cuda.qmatmul import Device, ProductPlan
+from ops.epilogues import Pending, Unscaled
 from scripts.gpu import sweep
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -31,12 +31,12 @@ def gpu():
 
 def cut(rows: int, splits: int) -> ProductPlan:
     """The tiles that 16-bit activations have."""
-    tokens = ops.cuda.quantized.tile_height(rows, 16, 32)
+    tokens = ops.cuda.qmatmul.tile_height(rows, 16, 32)
     return ProductPlan(tokens, 64 if tokens == 16 else 128, splits, 3, 4)
 
 
 def norm_of(rows: int, F: int) -> Unscaled:
-    return ops.fused.unscaled_reference(torch.randn(rows, F), torch.rand(F) + 0.5, 1e-5)
+    return ops.epilogues.unscaled_reference(torch.randn(rows, F), torch.rand(F) + 0.5, 1e-5)
 
 
 @pytest.mark.parametrize("form,rows,N,splits", [
@@ -48,13 +48,13 @@ def test_a_product_is_added_in_front_of_a_norm(gpu, form, rows, N, splits):
     x, stream, weight = torch.randn(rows, 384), torch.randn(rows, N), torch.rand(N)
     product = Pending(x, None, weights.packed, weights.scale)
     plan = cut(rows, splits)
-    total, *norm = ops.cuda.fused.add_product(product, stream, weight, 1e-5, gpu, plan)
-    want, wanted = ops.fused.add_norm_reference(stream, weights.reference(x), weight, 1e-5)
+    total, *norm = ops.cuda.epilogues.add_product(product, stream, weight, 1e-5, gpu, plan)
+    want, wanted = ops.epilogues.add_norm_reference(stream, weights.reference(x), weight, 1e-5)
     torch.testing.assert_close([total, *norm], [want, *wanted], **CLOSE)
     plainly = (norm[0].double() / Unscaled(*norm).rms()).float()
     torch.testing.assert_close(plainly, ops.norm.rms_norm_reference(want, weight, 1e-5), **CLOSE)
     bias = torch.randn(N)
-    other, *none = ops.cuda.fused.add_product(product, bias, None, 0.0, gpu, plan)
+    other, *none = ops.cuda.epilogues.add_product(product, bias, None, 0.0, gpu, plan)
     torch.testing.assert_close(other, bias + weights.reference(x), **CLOSE)
     assert not any(x.numel() for x in none)
 
@@ -64,9 +64,9 @@ def test_the_first_norm(F):
     x, delta, weight = torch.randn(3, F), torch.randn(F, 3).T, torch.rand(F)
     device = Device(132, 232448, 90)
     for given in (None, delta):
-        total, *norm = ops.cuda.fused.add_unscaled(x, given, weight, 1e-5, device)
+        total, *norm = ops.cuda.epilogues.add_unscaled(x, given, weight, 1e-5, device)
         want = x if given is None else x + given
-        wanted = ops.fused.unscaled_reference(want, weight, 1e-5)
+        wanted = ops.epilogues.unscaled_reference(want, weight, 1e-5)
         torch.testing.assert_close(norm, [*wanted], **CLOSE)
         assert torch.equal(total, want) if given is not None else not total.numel()
 
@@ -76,8 +76,8 @@ def test_swiglu_of_an_unscaled_norm(form, rows):
     weights = quantized(form, 2 * 67, 384)
     x = norm_of(rows, 384)
     operands = (x.values, weights.packed, weights.scale, cut(rows, 1), Device(132, 232448, 90))
-    y = ops.cuda.quantized.run_product(*operands, "swiglu", x.squares)
-    want = ops.fused.swiglu_reference(weights.reference(x.values), x)
+    y = ops.cuda.qmatmul.run_product(*operands, "swiglu", x.squares)
+    want = ops.epilogues.swiglu_reference(weights.reference(x.values), x)
     torch.testing.assert_close(y, want, **CLOSE)
 
 
@@ -93,11 +93,11 @@ def rotated(gpu, weights, x, heads, E, norms, splits, rows=slice(None)):
     ours, theirs = (tuple(torch.zeros(2, 1, kv_heads, T + 2, E)) for _ in range(2))
     product = Pending(x.values[None], x.squares, weights.packed, weights.scale)
     given = norms or (None, None, 0.0)
-    q = ops.cuda.fused.rotary_product(product, rope, *ours, slots, given, gpu, cut(t, splits))
+    q = ops.cuda.epilogues.rotary_product(product, rope, *ours, slots, given, gpu, cut(t, splits))
     y = weights.reference(x.values)[None]
     x = Unscaled(x.values[None], x.squares)
     return (q, *ours), (
-        ops.fused.rotary_cache_reference(y, x, rope, *theirs, slots, norms),
+        ops.epilogues.rotary_cache_reference(y, x, rope, *theirs, slots, norms),
         *theirs,
     )
 
@@ -125,7 +125,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(in_order, gpu):
     def layer(rows):
         product = Pending(x.values[rows], None, weights.packed, weights.scale)
         some = stream[rows].contiguous()
-        added = ops.cuda.fused.add_product(product, some, weight, 1e-5, gpu, cut(len(some), 2))
+        added = ops.cuda.epilogues.add_product(product, some, weight, 1e-5, gpu, cut(len(some), 2))
         got, _ = rotated(gpu, weights, x, (1, 1), 128, norms, 2, rows)
         return added, got
 

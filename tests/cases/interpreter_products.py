@@ -10,10 +10,10 @@ import torch
 import interpreted  # noqa: F401
 import ops.cuda.layout
 import ops.cuda.norm
-import ops.cuda.quantized
+import ops.cuda.qmatmul
 import ops.norm
 from helpers import quantized, slow
-from ops.cuda.quantized import Device, ProductPlan
+from ops.cuda.qmatmul import Device, ProductPlan
 
 DEVICE = Device(132, 232448, 90)
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8"]
@@ -32,7 +32,7 @@ def run(x, weights, splits=1, epilogue="none"):
     """The product, cut as it would be for 16-bit activations."""
     tokens = TOKENS[x.shape[0]]
     cut = ProductPlan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
-    return ops.cuda.quantized.run_product(x, weights.packed, weights.scale, cut, DEVICE, epilogue)
+    return ops.cuda.qmatmul.run_product(x, weights.packed, weights.scale, cut, DEVICE, epilogue)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_product(form, rows):
 def test_shapes(form, N, K):
     weights = quantized(form, N, K)
     x = torch.randn(2, 3, K).transpose(0, 1)  # neither two-dimensional nor contiguous
-    y = ops.cuda.quantized.run_product(
+    y = ops.cuda.qmatmul.run_product(
         x, weights.packed, weights.scale, ProductPlan(16, 64, 1, 4, 4), DEVICE
     )
     torch.testing.assert_close(y, weights.reference(x), atol=2e-4, rtol=2e-5)
@@ -135,7 +135,7 @@ def test_the_whole_path():
     for form in FORMATS:
         weights = quantized(form, 135, 1024)
         x = torch.randn(3, 1024)
-        y = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, DEVICE)
+        y = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, DEVICE)
         torch.testing.assert_close(y, weights.reference(x), atol=5e-4, rtol=2e-5)
 
 
@@ -150,10 +150,10 @@ def test_floats_of_small_models(N, K):
     want = weights.reference(x)
     close = {"atol": 2e-4, "rtol": 2e-5}
     for epilogue in ("none", "fp32"):
-        y = ops.cuda.quantized.matmul(x, weights.packed, None, DEVICE, epilogue)
+        y = ops.cuda.qmatmul.matmul(x, weights.packed, None, DEVICE, epilogue)
         torch.testing.assert_close(y, want, **close)
     if N % 2 == 0:
-        y = ops.cuda.quantized.matmul(x, weights.packed, None, DEVICE, "swiglu")
+        y = ops.cuda.qmatmul.matmul(x, weights.packed, None, DEVICE, "swiglu")
         torch.testing.assert_close(y, ops.norm.swiglu(want), atol=1e-2, rtol=2e-4)
 
 
@@ -163,8 +163,8 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(in_order):
     x = torch.randn(64, 130)
 
     def product(rows):
-        cut = ProductPlan(ops.cuda.quantized.tile_height(len(rows), 16, 32), 64, 2, 3, 4)
-        return ops.cuda.quantized.run_product(rows, weights.packed, None, cut, DEVICE)
+        cut = ProductPlan(ops.cuda.qmatmul.tile_height(len(rows), 16, 32), 64, 2, 3, 4)
+        return ops.cuda.qmatmul.run_product(rows, weights.packed, None, cut, DEVICE)
 
     whole = product(x)
     torch.testing.assert_close(whole, weights.reference(x), atol=2e-4, rtol=2e-5)
@@ -176,5 +176,5 @@ def test_negative_zero_is_zero():
     """A sign without a magnitude, which `pack_int8_planes` never writes."""
     packed = torch.full((1, 64, ops.cuda.layout.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
     cut = ProductPlan(16, 64, 1, 2, 4)
-    y = ops.cuda.quantized.run_product(torch.randn(2, 128), packed, torch.ones(64), cut, DEVICE)
+    y = ops.cuda.qmatmul.run_product(torch.randn(2, 128), packed, torch.ones(64), cut, DEVICE)
     assert (y == 0).all()

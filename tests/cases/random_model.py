@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from checkpoint import Quantization
 from extras.stand_in import Shape
+from hf.checkpoint import Quantization
 from hf.weights import load_model
 from options import ROOT
 

@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 import decode
 import extras.ngram_draft  # noqa: F401  (before the ranks are forked)
-import ranks
 from generate import generate, load
 from options import GenerateConfig
+from parallel import ranks
 
 
 def features(engine: decode.Engine, prompt: list[int]) -> torch.Tensor:

@@ -20,18 +20,18 @@ import torch
 import interpreter_cycle
 import ops.attention
 import ops.cuda.attention
+import ops.cuda.epilogues
 import ops.cuda.experts
-import ops.cuda.fused
 import ops.cuda.launch
 import ops.cuda.norm
-import ops.cuda.quantized
-import ops.fused
+import ops.cuda.qmatmul
+import ops.epilogues
 import ops.norm
 import ops.rotary
 from helpers import quantized, quantized_experts
 from interpreter_experts import ROUTINGS
-from ops.cuda.quantized import Device
-from ops.fused import Pending
+from ops.cuda.qmatmul import Device
+from ops.epilogues import Pending
 
 DEVICE = Device(8, 232448, 90)  # an H100 with few processors: few splits
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -78,7 +78,7 @@ PRODUCTS = [  # (format, outputs, inputs, rows, dtype of x); 135 and 640 are mul
 def test_product(form, N, K, rows, dtype):
     weights, x = quantized(form, N, K), torch.randn(rows, K, dtype=dtype)
     close(
-        ops.cuda.quantized.matmul(x, weights.packed, weights.scale, DEVICE),
+        ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, DEVICE),
         weights.reference(x),
         dtype,
     )
@@ -87,10 +87,10 @@ def test_product(form, N, K, rows, dtype):
 @pytest.mark.parametrize("form,K", DEEP.items())
 def test_a_row_has_the_same_bits_beside_any_others(form, K):
     weights, x = quantized(form, 70, K), torch.randn(64, K, dtype=BF16)
-    assert ops.cuda.quantized.choose_splits(70, len(weights.packed), DEVICE.processors, 4) > 1
-    whole = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, DEVICE)
+    assert ops.cuda.qmatmul.choose_splits(70, len(weights.packed), DEVICE.processors, 4) > 1
+    whole = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, DEVICE)
     for rows in (1, 5, 26):
-        some = ops.cuda.quantized.matmul(x[-rows:].clone(), weights.packed, weights.scale, DEVICE)
+        some = ops.cuda.qmatmul.matmul(x[-rows:].clone(), weights.packed, weights.scale, DEVICE)
         assert torch.equal(some, whole[-rows:]), rows
 
 
@@ -102,19 +102,19 @@ def test_what_follows_a_product(form, rows):
     weights, x = quantized(form, 70, K), torch.randn(rows, K, dtype=BF16)
     product = weights.reference(x.float())
     stream, scale = torch.randn(rows, 70, dtype=BF16), torch.rand(70, dtype=BF16)
-    gpu = ops.cuda.fused.Gpu(early, torch.zeros(64, dtype=torch.int32))
+    gpu = ops.cuda.epilogues.Gpu(early, torch.zeros(64, dtype=torch.int32))
     operands = (None, weights.packed, weights.scale)
-    got = ops.cuda.fused.add_product(Pending(x, *operands), stream, scale, 1e-5, gpu)
-    total, norm = ops.fused.add_norm_reference(stream, product, scale, 1e-5)
+    got = ops.cuda.epilogues.add_product(Pending(x, *operands), stream, scale, 1e-5, gpu)
+    total, norm = ops.epilogues.add_norm_reference(stream, product, scale, 1e-5)
     close(got[0], total, BF16)
     close(got[1], norm.values, BF16, sums=1e-2)  # where x rounds the other way
     torch.testing.assert_close(got[2], norm.squares, rtol=1e-2, atol=1e-2)
-    one = ops.cuda.fused.add_product(Pending(x[:1], *operands), stream[:1], scale, 1e-5, gpu)
+    one = ops.cuda.epilogues.add_product(Pending(x[:1], *operands), stream[:1], scale, 1e-5, gpu)
     assert all(map(torch.equal, one, (got[0][:1], got[1][:1], got[2][:, :1])))
     assert not gpu.done.any()
-    wide = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, early, "fp32")
+    wide = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, early, "fp32")
     torch.testing.assert_close(wide, product, rtol=1e-4, atol=1e-3 * product.abs().max().item())
-    gated = ops.cuda.quantized.matmul(x, weights.packed, weights.scale, early, "swiglu")
+    gated = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, early, "swiglu")
     close(gated, ops.norm.swiglu(product), BF16)
 
 
@@ -127,19 +127,19 @@ def test_a_product_is_rotated_and_cached(monkeypatch, form, rows, heads, E, norm
     monkeypatch.setattr(ops.rotary, "rms_norm", ops.norm.rms_norm_reference)
     H, kv_heads = heads
     weights, K = quantized(form, (H + 2 * kv_heads) * E, 384), 384
-    x = ops.fused.unscaled_reference(
+    x = ops.epilogues.unscaled_reference(
         torch.randn(1, rows, K, dtype=BF16), torch.rand(K, dtype=BF16), 1e-5
     )
     norms = (*(1 + torch.randn(2, E) / 4).to(BF16), 1e-5) if normed else None
     slots = torch.arange(rows)[None]
     rope = ops.rotary.rope_angles(torch.rand(E // 2), slots * 7)
     ours, theirs = (tuple(torch.zeros(2, 1, kv_heads, rows, E, dtype=BF16)) for _ in range(2))
-    gpu = ops.cuda.fused.Gpu(DEVICE, torch.zeros(64, dtype=torch.int32))
+    gpu = ops.cuda.epilogues.Gpu(DEVICE, torch.zeros(64, dtype=torch.int32))
     product = Pending(*x, weights.packed, weights.scale)
     given = norms or (None, None, 0.0)
-    got = ops.cuda.fused.rotary_product(product, rope, *ours, slots, given, gpu)
+    got = ops.cuda.epilogues.rotary_product(product, rope, *ours, slots, given, gpu)
     y = weights.reference(x.values.float())
-    want = ops.fused.rotary_cache_reference(y, x, rope, *theirs, slots, norms)
+    want = ops.epilogues.rotary_cache_reference(y, x, rope, *theirs, slots, norms)
     for mine, other in zip((got, *ours), (want, *theirs), strict=True):
         close(mine, other, BF16, sums=2e-2)  # where an input of the rotation rounds the other way
     assert not gpu.done.any()

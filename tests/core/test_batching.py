@@ -23,13 +23,13 @@ from test_lossless import assert_same, held_out_prompts, needs_operators
 
 import generate as program
 import model
+from cli.results import Results
 from decode import Engine, with_cycles
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.auto_trees import with_smaller_trees
 from extras.model_draft import ModelDrafter
-from extras.results import Results
 from generate import Result, generate, in_order, load, main
 from helpers import Scripted, engine_for, golden_head, golden_target, noisy_copy, record, slow
 from load import time_cycles

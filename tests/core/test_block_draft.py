@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 import quantize
 import sampling
-from checkpoint import Quantization
 from decode import with_cycles
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftVocab, Policy, RootOnly
@@ -30,6 +29,7 @@ from extras.level_draft import tree_of
 from extras.residual import sample_children
 from helpers import GOLDEN, compiled_as_on_cuda, decode, engine_for, golden_target
 from hf.block_heads import BlockConfig
+from hf.checkpoint import Quantization
 from load import load
 from options import GenerateConfig
 from scripts.train.block_losses import Scored, block_losses, draft_blocks, pick_anchors

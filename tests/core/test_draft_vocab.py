@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from checkpoint import Quantization
 from cli.tree_paths import EAGLE1_PATHS
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftVocab
@@ -22,6 +21,7 @@ from eagle_draft import EagleDrafter
 from extras.draft_vocab import RANKS, read_ranks, vocab_from
 from generate import generate, load
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, slow, with_children
+from hf.checkpoint import Quantization
 from hf.heads import draft_lm_head, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model

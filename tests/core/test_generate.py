@@ -18,17 +18,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import command_line
 import hf.config
 import runtime
-from command_line import parse
+from cli import parsing
+from cli.parsing import parse
+from cli.prompts import read_prompts
 from extras.autosize import Autosizer
 from generate import generate, load, main, stream
 from helpers import GOLDEN, slow
 from hf.config import resolve_draft
 from ops.library import has_cpu_operators
 from options import DEMO, ROOT, GenerateConfig
-from prompts import read_prompts
 from stats import explain, share_of_equal
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
@@ -733,7 +733,7 @@ def test_a_full_gpu_is_one_line(capsys):
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9.50 GiB of "
         "which 1.20 GiB is free. Including non-PyTorch memory, this process has 8.3 GiB in use."
     )
-    with pytest.raises(SystemExit) as raised, command_line.one_line_errors("generate.py"):
+    with pytest.raises(SystemExit) as raised, parsing.one_line_errors("generate.py"):
         raise error
     told = capsys.readouterr().err
     assert raised.value.code == 2 and told.count("\n") == 1

@@ -15,7 +15,6 @@ import torch
 import eagle_draft
 import model
 import sampling
-from checkpoint import WeightFiles
 from cli.tree_paths import EAGLE1_PATHS, MAX_NODES
 from draft_tree import DynamicTree, StaticTree, build_tree, path_to
 from drafters import RootOnly
@@ -32,6 +31,7 @@ from helpers import (
     record,
     with_children,
 )
+from hf.checkpoint import WeightFiles
 
 GREEDY = [
     "eagle2_mha_k4_d3_t12",

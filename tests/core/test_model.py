@@ -20,8 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf.weights
 import ops.cpu.pages
-from checkpoint import Quantization, WeightFiles
 from helpers import block_inputs
+from hf.checkpoint import Quantization, WeightFiles
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
 from kv_cache import KVCache, Window, causal_window

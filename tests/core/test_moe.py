@@ -23,18 +23,18 @@ from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import quantize
-from checkpoint import Quantization, WeightFiles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import main
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, slow
+from hf.checkpoint import Quantization, WeightFiles
 from hf.weights import load_model
 from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer, rope_frequencies
 from ops.cpu import build
 from ops.experts import experts_linear, experts_linear_reference
-from ops.quantized import grouped_reference, w8a8_reference
+from ops.qmatmul import grouped_reference, w8a8_reference
 from quantize import FORMATS, QuantExperts, quantize_directory
 from scripts.bench import inflate
 from scripts.train import experts_gradient, train_demo, train_eagle
@@ -543,7 +543,7 @@ import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from hf.weights import load_model
-from checkpoint import Quantization
+from hf.checkpoint import Quantization
 
 def anonymous():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) * 1024

@@ -12,13 +12,13 @@ import threading
 import pytest
 
 import session
+from cli.io import TEMPORARY, replace_file, write_text
+from cli.prompts import read_prompts
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from files import TEMPORARY, replace_file, write_text
 from helpers import engine_for, golden_head, golden_target
 from options import DEMO, GenerateConfig
-from prompts import read_prompts
 
 FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 60)]
 

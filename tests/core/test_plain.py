@@ -20,7 +20,7 @@ import model
 import ops.attention
 import ops.compact
 import ops.norm
-import ops.quantized
+import ops.qmatmul
 import ops.rotary
 import ops.topk
 import ops.tree
@@ -137,8 +137,8 @@ REFERENCES = [
     ("compact", ops.compact, "compact_reference", {}),
     ("fused", model.Block, "forward", {}),
     ("norm", ops.norm, "rms_norm_reference", {}),
-    ("products", ops.quantized, "w8a8_reference", {"quant": "int8"}),
-    ("products", ops.quantized, "grouped_reference", {"quant": "int4"}),
+    ("products", ops.qmatmul, "w8a8_reference", {"quant": "int8"}),
+    ("products", ops.qmatmul, "grouped_reference", {"quant": "int4"}),
     ("rotary", ops.rotary, "rotary_reference", {}),
     ("topk", ops.topk, "best_reference", {}),
     ("topk", sampling, "uniforms", {"temperature": 1.0}),
@@ -191,7 +191,7 @@ def test_products_of_cuda_unpack_their_weights(form):
     set_plain(["products", "experts"])
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = quantized(form, 96, 256)
-    run = ops.quantized._quantized_matmul_cuda
+    run = ops.qmatmul._quantized_matmul_cuda
     assert torch.equal(run(x, weight.packed, weight.scale, None, "none"), weight.reference(x))
     wide = run(x, weight.packed, weight.scale, None, "fp32")
     assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), weight.reference(x))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.io import is_gguf
 from extras.presets import PresetPolicy
-from files import is_gguf
 from generate import Batch, compare, generate, load
 from helpers import slow
 from options import DEFAULT, GenerateConfig

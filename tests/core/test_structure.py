@@ -311,7 +311,7 @@ def test_the_libraries_of_torch_load_without_torch():
     code = """
 import sys
 from pathlib import Path
-from before_torch import _load_libraries
+from cli.start import _load_libraries
 _load_libraries()
 assert "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
 assert "torch" not in sys.modules

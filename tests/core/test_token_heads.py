@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import sampling
-from checkpoint import Quantization, WeightFiles
+from cli.parsing import parse
 from cli.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
-from command_line import parse
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from eagle_draft import EagleState
@@ -36,6 +35,7 @@ from helpers import (
     pairwise,
     slow,
 )
+from hf.checkpoint import Quantization, WeightFiles
 from hf.head_kinds import head_kind
 from load import load_method
 from options import GenerateConfig

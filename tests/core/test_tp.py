@@ -22,21 +22,20 @@ from test_quantized_files import write_random_model as write_of_others
 
 import decode
 import generate
-import ranks
 import stats
-import tp
-from checkpoint import Codes, Quantization, scale_name
-from command_line import one_line_errors
+from cli.parsing import one_line_errors
 from decode import Engine
 from helpers import GOLDEN
+from hf.checkpoint import Codes, Quantization, scale_name
 from hf.config import config_from, open_source
 from hf.weights import export_weights, load_model, weight_names
 from model import Transformer
 from options import DEMO, GenerateConfig
+from parallel import ranks, tp
+from parallel.ranks import Rank
+from parallel.tp import ShardedFiles
 from quantize import quantize_directory
-from ranks import Rank
 from sampling import Sampling, SamplingMode, SamplingTensors
-from tp import ShardedFiles
 from tp_cases import features
 
 ROOT = Path(tp.__file__).parent
@@ -662,7 +661,7 @@ sys.argv[0], how = "generate.py", sys.argv.pop(1)
 if how == "seed":
     sys.argv += ["--seed", os.environ["RANK"]]
 if os.environ["RANK"] == "1" and how == "device":
-    import ranks
+    from parallel import ranks
     ranks._device = lambda *_: "cuda:1"
 if os.environ["RANK"] == "1" and how == "file":
     sys.argv += ["--json", "/nowhere/out.json"]

@@ -15,12 +15,12 @@ import ops.attention
 import ops.compact
 import ops.cuda.layout
 import ops.library
-import ops.quantized
+import ops.qmatmul
 import ops.topk
 import ops.tree
 from helpers import quantized
 from ops.attention import tree_attention, tree_attention_reference, visible_slots
-from ops.quantized import join_zeros, split_zeros
+from ops.qmatmul import join_zeros, split_zeros
 
 E = 16  # head dim
 TOLERANCE = {
@@ -441,9 +441,9 @@ def test_weights_of_another_layer_or_format_are_refused():
     ):
         int4.operator(torch.randn(1, 640))
     with pytest.raises(ValueError, match="w4a16 takes scales as pack_scale"):
-        ops.quantized.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
+        ops.qmatmul.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
     with pytest.raises(ValueError, match=r"w8a16 takes scales as \[N\] float32"):
-        ops.quantized.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
+        ops.qmatmul.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
 
 
 def test_no_triton_is_one_clear_error(monkeypatch):

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import ops.cpu.build
 from helpers import BLOCK_KINDS, gguf_blocks, not_refused, set_halves
-from hf.blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
-from ops.quantized import blocks_reference, round_activations
+from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
+from ops.qmatmul import blocks_reference, round_activations
 
 MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")

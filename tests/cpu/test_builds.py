@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import Quantization
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from helpers import decode, engine_for
+from hf.checkpoint import Quantization
 from hf.weights import load_model
 from ops.cpu import build
 from options import DEMO

@@ -24,11 +24,11 @@ import ops.cpu.build
 import ops.cpu.layout
 import ops.experts
 import ops.linear
-import ops.quantized
+import ops.qmatmul
 import ops.rotary
 from helpers import share_that_differs, with_head_norms
 from model import rope_angles
-from ops.quantized import BLOCK8, join_zeros
+from ops.qmatmul import BLOCK8, join_zeros
 from quantize import FORMATS
 
 U = 2.0**-24
@@ -58,7 +58,7 @@ class Case:
         self.codes, self.scale = codes, scale
         self.weight = form.decode(codes, scale)  # [N, K] fp32
         self.half = {"int4": 8, "int8": 128}[kind[0]]
-        self.packed, _ = ops.quantized.PRODUCTS[kind[0], "cpu"].pack(codes, scale)
+        self.packed, _ = ops.qmatmul.PRODUCTS[kind[0], "cpu"].pack(codes, scale)
 
     def operator(self, x: Tensor, fp32_out: bool = False, namespace: str = "gpt_eagle") -> Tensor:
         operators = getattr(torch.ops, namespace)
@@ -68,8 +68,8 @@ class Case:
 
     def reference(self, x: Tensor) -> Tensor:
         if self.group:
-            return ops.quantized.grouped_reference(x, self.codes, self.scale, self.half)
-        return ops.quantized.w8a8_reference(x, self.codes, self.scale)
+            return ops.qmatmul.grouped_reference(x, self.codes, self.scale, self.half)
+        return ops.qmatmul.w8a8_reference(x, self.codes, self.scale)
 
     def blocks(self, t: Tensor) -> Tensor:  # [R, K] -> [R, B, block]
         return F.pad(t, (0, -t.shape[1] % self.block)).unflatten(1, (-1, self.block))
@@ -304,7 +304,7 @@ def test_int8_of_any_length(k):
 def test_packing_is_undone(kind, n):
     case = make_case(kind, n, 256)
     packed = case.scale.new_empty(0) if case.group else case.scale
-    codes, scale = ops.quantized.PRODUCTS[kind[0], "cpu"].unpack(case.packed, packed, n, 256)
+    codes, scale = ops.qmatmul.PRODUCTS[kind[0], "cpu"].unpack(case.packed, packed, n, 256)
     assert torch.equal(scale, case.scale)
     assert torch.equal(codes, case.codes)
     x = random(3, 256)

@@ -18,11 +18,11 @@ import torch
 import lost_device
 import ops.attention
 import ops.compact
+import ops.epilogues
 import ops.experts
-import ops.fused
 import ops.linear
 import ops.norm
-import ops.quantized
+import ops.qmatmul
 import ops.rotary
 import ops.topk
 import ops.tree
@@ -48,7 +48,7 @@ from hf.weights import load_model
 from kv_cache import KVCache
 from load import warm_up
 from model import ModelConfig, MoEFeedForward
-from ops.fused import Pending, Unscaled
+from ops.epilogues import Pending, Unscaled
 from ops.library import cuda_products
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
@@ -439,28 +439,28 @@ def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
     def layer(at: slice = slice(None)) -> tuple[torch.Tensor, ...]:
         operands = product(x[:, at], narrow).operands()
         total, *norm = torch.ops.gpt_eagle.add_product(*operands, stream[:, at], scale, 1e-5)
-        gated = ops.fused.swiglu(product(Unscaled(*norm), wide))
+        gated = ops.epilogues.swiglu(product(Unscaled(*norm), wide))
         angles = tuple(part[:, at] for part in rope)
         qkv = product(Unscaled(*norm), narrow)  # of 16 + 2 x 8 heads
-        q = ops.fused.rotary_cache(qkv, angles, *caches, slots[:, at], None)
+        q = ops.epilogues.rotary_cache(qkv, angles, *caches, slots[:, at], None)
         wide_x = product(gated, narrow).operands()
         if form == "float":
             scores = ops.linear.halves_product(*wide_x[:2], "fp32")
         else:
-            w = ops.quantized.w4a16 if form.startswith("int4") else ops.quantized.w8a16
+            w = ops.qmatmul.w4a16 if form.startswith("int4") else ops.qmatmul.w8a16
             scores = w(*wide_x, epilogue="fp32")
         return total, norm[0], norm[1].T[None], gated, q, scores
 
     got = layer()
     cached = caches.clone()
     product_of_x = narrow.reference(x.float())
-    total, norm = ops.fused.add_norm_reference(stream, product_of_x, scale, 1e-5)
+    total, norm = ops.epilogues.add_norm_reference(stream, product_of_x, scale, 1e-5)
     ours = Unscaled(got[1], got[2][0].T)
     want = [total, norm.values, norm.squares.T[None]]
-    want.append(ops.fused.swiglu_reference(wide.reference(ours.values.float()), ours))
+    want.append(ops.epilogues.swiglu_reference(wide.reference(ours.values.float()), ours))
     theirs = torch.zeros_like(cached)
     y = narrow.reference(ours.values.float())
-    want.append(ops.fused.rotary_cache_reference(y, ours, rope, *theirs, slots))
+    want.append(ops.epilogues.rotary_cache_reference(y, ours, rope, *theirs, slots))
     for mine, other in zip((*got[:5], *cached), (*want, *theirs), strict=True):
         size = other.abs().max()
         torch.testing.assert_close(mine / size, other.to(mine.dtype) / size, **close)

@@ -28,7 +28,7 @@ from compiled_kernels import (  # noqa: E402
 )
 from helpers import check_product_fits, slow  # noqa: E402
 from ops.cuda.launch import TARGETS  # noqa: E402
-from ops.cuda.quantized import (  # noqa: E402
+from ops.cuda.qmatmul import (  # noqa: E402
     MAX_SPLITS,
     choose_splits,
     minus_zero,

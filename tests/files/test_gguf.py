@@ -24,9 +24,9 @@ from tokenizers import Tokenizer as Backend
 
 import generate as program
 import quantize
-from checkpoint import Quantization, WeightFiles
 from generate import generate, load
 from helpers import slow
+from hf.checkpoint import Quantization, WeightFiles
 from hf.config import read_config, read_raw, resolve_draft
 from hf.gguf import STORED, TYPES, GgufFile
 from hf.gguf_header import chat_template_text

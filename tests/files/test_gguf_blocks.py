@@ -37,10 +37,11 @@ from test_tp import check_close, options_of, run_ranks
 
 import generate as program
 import ops.library
-from checkpoint import BLOCKS, Quantization
 from generate import Batch, compare, generate, load
 from helpers import BLOCK_KINDS, gguf_blocks, pairwise, set_halves
-from hf.blocks import (
+from hf.checkpoint import BLOCKS, Quantization
+from hf.gguf import GgufFile
+from hf.gguf_blocks import (
     BlockEmbedding,
     BlockExperts,
     BlockLinear,
@@ -48,11 +49,10 @@ from hf.blocks import (
     keeps_blocks,
     numbers_of,
 )
-from hf.gguf import GgufFile
 from hf.weights import Storage, export_weights, keep_blocks, load_model, load_weights, weight_names
 from model import Transformer
 from ops.library import has_cpu_operators
-from ops.quantized import PRODUCTS
+from ops.qmatmul import PRODUCTS
 from options import GenerateConfig
 from quantize import QuantExperts, QuantLinear
 

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint import Quantization
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras.stand_in import head_config
 from generate import generate, load, main
 from helpers import GOLDEN, decode, engine_for, golden_target, record
+from hf.checkpoint import Quantization
 from hf.config import resolve_draft
 from hf.heads import Eagle3, EagleConfig, HFEagle3Head, HFNestedConfig, head_names
 from hf.weights import load_model

@@ -32,15 +32,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import checkpoint
-import files
 import generate
 import hf.tokenizer
-from files import limited_memory, load_pickle, read_untrusted, silence_stderr
+from cli import io
 from helpers import GOLDEN
+from hf import checkpoint
 from hf.config import config_from, read_config
 from hf.fields import FLAG, integer, key, positive, read_fields
 from hf.tokenizer import Tokenizer
+from hf.untrusted import limited_memory, load_pickle, read_untrusted, silence_stderr
 from options import DEMO
 
 LIMIT_S = 5  # of the processor, for one case; most take 20 ms
@@ -915,10 +915,10 @@ def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
 
 def test_a_disk_is_no_text(tmp_path, monkeypatch):
     file = put(tmp_path / "disk", "text")
-    assert files.read_text(file) == "text"
+    assert io.read_text(file) == "text"
     monkeypatch.setattr(Path, "stat", lambda *_: os.stat_result([stat.S_IFBLK | 0o600, *[0] * 9]))
     with pytest.raises(ValueError, match="disk is a device; name a file"):
-        files.read_text(file)
+        io.read_text(file)
 
 
 def test_texts_that_are_none(capfd):

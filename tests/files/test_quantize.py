@@ -24,17 +24,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import checkpoint
 import quantize
-from checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
+from cli.io import read_json
 from eagle_draft import load_head
-from files import read_json
 from generate import generate, load, main
 from helpers import GOLDEN
+from hf import checkpoint
+from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from hf.heads import draft_lm_head
 from hf.weights import load_model
 from ops.cpu import build
-from ops.quantized import grouped_reference
+from ops.qmatmul import grouped_reference
 from options import DEMO
 from quantize import FORMATS, Int4Linear, Int8Linear, QuantExperts, quantize_directory
 from scripts.bench import quant_quality
@@ -96,7 +96,7 @@ WEIGHTS = {
 
 
 def test_every_format_is_named():
-    """checkpoint.py and options.py lie below the formats."""
+    """hf/checkpoint.py and options.py lie below the formats."""
     assert tuple(FORMATS) == checkpoint.FORMAT_NAMES
 
 

@@ -22,11 +22,11 @@ from test_moe import watch_loading
 from torch import Tensor
 
 import quantize
-from checkpoint import Quantization, WeightFiles, write_checkpoint
 from generate import generate, load, main
 from helpers import GOLDEN, slow
+from hf.checkpoint import Quantization, WeightFiles, write_checkpoint
 from hf.config import read_config
-from hf.quantized import QuantizedFiles
+from hf.gptq_awq import QuantizedFiles
 from hf.tokenizer import Tokenizer
 from hf.weights import Storage, _Loading, export_weights, load_model, weight_names
 from model import Transformer

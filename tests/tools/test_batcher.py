@@ -13,7 +13,7 @@ from test_lossless import needs_operators  # noqa: E402
 from generate import Engine, generate, load  # noqa: E402
 from helpers import slow  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
-from scripts.batcher import Answer, Batcher, Job, Piece  # noqa: E402
+from server.batcher import Answer, Batcher, Job, Piece  # noqa: E402
 
 SYSTEM = [(7 * i + i * i) % 250 + 4 for i in range(400)]  # a prompt of more than one chunk
 GREEDY = Sampling()

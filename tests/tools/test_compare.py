@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from command_line import parse
+from cli.methods import HEAD_KINDS
+from cli.parsing import parse
 from extras.medusa_draft import MedusaHeads
 from hf.token_heads import TokenHeads
 from hf.weights import load_model
-from methods import HEAD_KINDS
 from options import DEMO, GenerateConfig
 from scripts import compare
 from scripts.bench.measure import Series

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import Quantization
 from drafters import RootOnly
 from extras.model_draft import load_drafter
 from helpers import GOLDEN, decode, engine_for, golden_target
+from hf.checkpoint import Quantization
 from hf.weights import load_model
 from options import GenerateConfig
 from quantize import quantize_directory

@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton", reason="plans need Triton, which is to be had for Linux")
 
 import ops.cuda.plans  # noqa: E402
-from command_line import one_line_errors  # noqa: E402
+from cli.parsing import one_line_errors  # noqa: E402
 from ops.cuda.launch import TARGETS  # noqa: E402
 from ops.cuda.plans import CHUNK, HEIGHTS, Measured, file_name, measured_on, to_json  # noqa: E402
-from ops.cuda.quantized import plan_product, shared_bytes, tile_height  # noqa: E402
+from ops.cuda.qmatmul import plan_product, shared_bytes, tile_height  # noqa: E402
 from scripts.gpu import sweep  # noqa: E402
 
 DEVICE = TARGETS["90"]._replace(name="NVIDIA H100 80GB HBM3")

@@ -20,8 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
-import checkpoint
-from checkpoint import WeightFiles
 from decode import Engine
 from eagle_draft import EagleHead, load_head
 from extras.stand_in import (
@@ -35,6 +33,8 @@ from extras.stand_in import (
 )
 from generate import generate, load, main
 from helpers import GOLDEN, block_inputs, record, slow
+from hf import checkpoint
+from hf.checkpoint import WeightFiles
 from hf.config import read_config
 from hf.heads import EagleConfig
 from hf.weights import load_model, weight_names

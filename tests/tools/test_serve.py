@@ -23,14 +23,15 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
-from command_line import parse  # noqa: E402
+from cli.parsing import parse  # noqa: E402
 from generate import encode, generate, load  # noqa: E402
 from helpers import slow  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
 from options import DEMO  # noqa: E402
 from sampling import SamplingMode  # noqa: E402
-from scripts import parameters, replies, serve, transport  # noqa: E402
-from scripts.batcher import Answer  # noqa: E402
+from server import app as serve  # noqa: E402
+from server import parameters, replies, transport  # noqa: E402
+from server.batcher import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
 TREE = ["--tree", "auto", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]

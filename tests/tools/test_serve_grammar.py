@@ -14,7 +14,7 @@ openai = pytest.importorskip("openai")
 from test_serve import PROMPT, Running  # noqa: E402
 
 from extras.grammar import Grammar  # noqa: E402
-from scripts import parameters  # noqa: E402
+from server import parameters  # noqa: E402
 
 SCHEMA = {
     "type": "object",

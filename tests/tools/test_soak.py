@@ -26,7 +26,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from generate import generate, load  # noqa: E402
 from options import DEFAULT, DEMO  # noqa: E402
-from scripts import serve  # noqa: E402
+from server import app as serve  # noqa: E402
 
 CLIENTS = 8
 OPTIONS = {"checkpoint": DEMO, "device": "cpu", "compile": True}

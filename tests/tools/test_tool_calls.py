@@ -22,8 +22,8 @@ from generate import generate  # noqa: E402
 from hf.chat import CHAT_TEMPLATES, chat_template  # noqa: E402
 from hf.tokenizer import Tokenizer  # noqa: E402
 from options import DEMO  # noqa: E402
-from scripts import serve  # noqa: E402
-from scripts.tool_calls import NOTHING, Finder, Syntax, Tools, syntax_of  # noqa: E402
+from server import app as serve  # noqa: E402
+from server.tool_calls import NOTHING, Finder, Syntax, Tools, syntax_of  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

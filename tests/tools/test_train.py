@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from command_line import one_line_errors
+from cli.parsing import one_line_errors
 from draft_tree import StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, EagleHead, load_head

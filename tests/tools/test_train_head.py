@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import Quantization
 from generate import generate, load
+from hf.checkpoint import Quantization
 from model import Transformer
 from options import DEMO
 from quantize import quantize_directory

@@ -1,4 +1,4 @@
-"""Products on CUDA with the work behind them in the same launch (cuda/fused.py).
+"""Products on CUDA with the work behind them in the same launch (cuda/epilogues.py).
 
 1. A layer returns a product that is not computed yet (`Pending`); the function that takes it
    computes it: `rotary_cache`, `add`, `add_norm`, `swiglu`. Elsewhere and of tensors these are
@@ -60,7 +60,7 @@ class Pending(NamedTuple):
 
     x: Tensor  # [..., K]
     squares: Tensor | None  # of `Unscaled`, by which the result is to be divided
-    packed: Tensor  # the weight, or its codes, and their scales as in ops/quantized.py
+    packed: Tensor  # the weight, or its codes, and their scales as in ops/qmatmul.py
     scale: Tensor | None
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -205,19 +205,21 @@ def _sizes(x: Tensor, width: int) -> tuple[tuple[int, ...], tuple[int, int]]:
 
 
 def _add_unscaled_cuda(x, delta, weight, eps):
-    import ops.cuda.fused
+    import ops.cuda.epilogues
 
     with torch.cuda.device(x.device):
         device = cuda_products().device_of(x.device.index)
-        return ops.cuda.fused.add_unscaled(x, delta, weight, eps, device)
+        return ops.cuda.epilogues.add_unscaled(x, delta, weight, eps, device)
 
 
 def _add_product_cuda(x, packed, scale, stream, weight, eps):
-    import ops.cuda.fused
+    import ops.cuda.epilogues
 
     with torch.cuda.device(x.device):
-        gpu = ops.cuda.fused.gpu_of(x)
-        return ops.cuda.fused.add_product(Pending(x, None, packed, scale), stream, weight, eps, gpu)
+        gpu = ops.cuda.epilogues.gpu_of(x)
+        return ops.cuda.epilogues.add_product(
+            Pending(x, None, packed, scale), stream, weight, eps, gpu
+        )
 
 
 def _gated_product_cuda(x, squares, packed, scale):
@@ -228,12 +230,12 @@ def _gated_product_cuda(x, squares, packed, scale):
 
 
 def _rotary_product_cuda(x, squares, packed, scale, cos, sin, k, v, slots, *norms):
-    import ops.cuda.fused
+    import ops.cuda.epilogues
 
     with torch.cuda.device(x.device):
-        gpu = ops.cuda.fused.gpu_of(x)
+        gpu = ops.cuda.epilogues.gpu_of(x)
         product = Pending(x, squares, packed, scale)
-        return ops.cuda.fused.rotary_product(product, (cos, sin), k, v, slots, norms, gpu)
+        return ops.cuda.epilogues.rotary_product(product, (cos, sin), k, v, slots, norms, gpu)
 
 
 lib.impl("add_unscaled", _add_unscaled_cuda, "CUDA")

@@ -33,15 +33,22 @@ from torch import Tensor, nn
 
 import hf.weights
 import sampling
-from checkpoint import Codes, Quantization, TensorSource, fit_group, saved_quantization, scale_name
 from draft_tree import replace_fields
 from drafters import Method
+from hf.checkpoint import (
+    Codes,
+    Quantization,
+    TensorSource,
+    fit_group,
+    saved_quantization,
+    scale_name,
+)
 from hf.config import open_source, read_config
 from hf.heads import rows_of
 from model import Block, ModelConfig, MoEFeedForward, Transformer
 from ops.library import lib
 from ops.topk import best
-from ranks import Rank, collective_errors, refuse_torchrun, this_rank
+from parallel.ranks import Rank, collective_errors, refuse_torchrun, this_rank
 from sampling import SamplingTensors
 
 # layers with split outputs

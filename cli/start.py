@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from command_line import one_line_errors, parse
+from cli.parsing import one_line_errors, parse
+from cli.prompts import Conversation, read_grammar, read_prompts
 from options import GenerateConfig
-from prompts import Conversation, read_grammar, read_prompts
 
 if TYPE_CHECKING:  # its imports take time that --help has not
     from hf.chat import TextFiles

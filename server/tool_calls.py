@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from command_line import require
+from cli.parsing import require
 from hf.chat import ChatTemplate
 from hf.tokenizer import Tokenizer
 

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from scripts.batcher import Batcher, Refusal
-from scripts.parameters import SHOWN, ServeConfig
+from server.batcher import Batcher, Refusal
+from server.parameters import SHOWN, ServeConfig
 
 READ_S = 30  # seconds for the head of a request, and for its body
 

@@ -8,7 +8,7 @@
    complete. The next run removes the files that a killed run left behind.
 3. `Quantization` is the format of quantized weights, from config.json or an option.
 
-Not here: text and JSON (files.py); the keys of config.json (hf/fields.py); the meaning of the
+Not here: text and JSON (cli/io.py); the keys of config.json (hf/fields.py); the meaning of the
 names (hf/weights.py); rounding (quantize.py).
 """
 
@@ -29,11 +29,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from files import load_pickle, one_line, read_json, read_untrusted
+from cli.io import one_line, read_json
+from hf.untrusted import load_pickle, read_untrusted
 from options import FORMAT_NAMES, GROUP_SIZES
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
-BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file (hf/blocks.py)
+BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file (hf/gguf_blocks.py)
 SHARD_BYTES = 2 * 10**9
 # single files of weights, or the beginning of an index's name; the last ones are draft heads'
 FILES = (

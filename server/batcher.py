@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from decode import PREFILL_CHUNK, Engine
 from extras.logprobs import Logprob, Logprobs
 from options import Sampling
-from scripts.counters import Counters
+from server.counters import Counters
 from session import Session, common_prefix
 from stats import Stats
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf.tokenizer import Tokenizer
-from scripts.batcher import Piece, Scored
-from scripts.parameters import Asked
-from scripts.tool_calls import Finder
+from server.batcher import Piece, Scored
+from server.parameters import Asked
+from server.tool_calls import Finder
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 

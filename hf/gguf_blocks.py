@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint import BLOCKS, Codes
-from files import is_gguf
+from cli.io import is_gguf
+from hf.checkpoint import BLOCKS, Codes
 from model import LMHead
 from ops.library import has_cpu_operators
-from ops.quantized import PRODUCTS, numbers_of
+from ops.qmatmul import PRODUCTS, numbers_of
 from options import GenerateConfig
+from parallel.ranks import this_rank
 from quantize import QuantLinear
-from ranks import this_rank
 
 Q4_0 = 2  # of GGUF
 Q4_0_BYTES = 18  # of a block

@@ -11,16 +11,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
-from command_line import MOST, option
+from cli.parsing import MOST, option
+from cli.prompts import check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
 from hf.chat import chat_template
 from hf.fetch import fetched
 from options import GenerateConfig, Sampling
-from prompts import check_ids, check_sampled
-from scripts.batcher import Refusal
-from scripts.tool_calls import Syntax, Tools, read_message, read_tools, syntax_of
+from server.batcher import Refusal
+from server.tool_calls import Syntax, Tools, read_message, read_tools, syntax_of
 
+ABOUT = "Serve a model to OpenAI clients."
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN = 100  # characters of a request that a message repeats, at most
 MOST_LIKELIEST = 20  # tokens beside each log-probability

@@ -3,7 +3,7 @@
 `read_recipe` reads it. It refuses unsupported methods, formats and options by name.
 
 Sources: compressed-tensors 0.20, GPTQModel 7.7, AutoAWQ 0.2.9, transformers 5.23.
-Not here: the weights (hf/quantized.py). Activations are rounded as our own formats do it, whatever
+Not here: the weights (hf/gptq_awq.py). Activations are rounded as our own formats do it, whatever
 the files say; the scales of activations and of KV caches are not read.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import METHOD, foreign_quantization
+from hf.checkpoint import METHOD, foreign_quantization
 from hf.fields import FLAG, OBJECT, TEXT, NotSupported, Rule, integer, key, naming, read_fields
 from options import GROUP_SIZES
 
@@ -29,7 +29,7 @@ class Recipe:
     """The format of the quantized weights in the files."""
 
     method: str  # as config.json has it
-    layout: str  # a key of LAYOUTS (quantized.py)
+    layout: str  # a key of LAYOUTS (gptq_awq.py)
     format: str  # int4, int8 or fp8
     group_size: int = 0  # inputs that share a scale; 0: one scale per output, or as `block` says
     symmetric: bool = True  # codes mean themselves; else a zero point is subtracted

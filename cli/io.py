@@ -1,23 +1,19 @@
-"""Files: read as text, JSON or by a library, and written completely or not at all.
+"""Files: read as text or JSON, and written completely or not at all.
 
 A file that cannot be read or written is reported as one ValueError on one line with its name.
-`read_untrusted` is the boundary to libraries: an error inside becomes such a ValueError.
-`alone` locks a folder.
 This module imports no torch, so that a mistake on the command line is reported before torch is
 imported.
-Not here: the keys that a JSON file may have (hf/fields.py); tensors by name (checkpoint.py).
+Not here: files that libraries read (hf/untrusted.py), the keys that a JSON file may have
+(hf/fields.py), tensors by name (hf/checkpoint.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import stat
 import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,11 +24,7 @@ try:
 except ImportError:  # Windows has no such locks
     fcntl = None
 
-PICKLE_BYTES = 250 * 10**6  # memory that reading a pickle may take besides the size of its file
 TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
-
-# held while standard error, the warnings or a limit of the process is changed
-_process_lock = threading.RLock()
 
 
 # ---------------------------------------------------------------------- text and JSON
@@ -250,14 +242,6 @@ def write_text(where: str, text: str) -> None:
         raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
 
 
-def bundled_head(checkpoint: Path, kind: str = "eagle") -> Path:
-    """Return the place of the draft head that belongs to a checkpoint: its name with -KIND."""
-    if checkpoint.name in ("", ".."):
-        checkpoint = checkpoint.resolve()
-    name = checkpoint.stem if is_gguf(checkpoint) else checkpoint.name
-    return checkpoint.with_name(f"{name}-{kind}")
-
-
 def show_progress(text: str, last: bool) -> None:
     """Write progress over the line before on a terminal; elsewhere write the last line only."""
     terminal = sys.stderr.isatty()
@@ -292,123 +276,3 @@ def folder_lock(folder: Path, note: str = "") -> Iterator[bool]:
         yield locked
     finally:
         os.close(descriptor)
-
-
-# ---------------------------------------------------------------------- by libraries
-
-
-@contextmanager
-def read_untrusted(
-    file: Path,
-    remedy: str = "download it again",
-    fault: str = "is corrupt, truncated or of another kind",
-) -> Iterator[None]:
-    """Let a library read a file, with errors as in `errors_as_value_error`.
-
-    The library's output on standard error is dropped, such as the message of a panic in Rust.
-    """
-    with errors_as_value_error(file, remedy, fault), silence_stderr():
-        yield
-
-
-@contextmanager
-def errors_as_value_error(
-    file: Path,
-    remedy: str = "download it again",
-    fault: str = "is corrupt, truncated or of another kind",
-) -> Iterator[None]:
-    """Turn a library's error about a file into one ValueError with the file's name.
-
-    It can be used in any thread. A panic in Rust is a BaseException. A ValueError that names the
-    file already, as our own do, passes unchanged.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        if isinstance(error, ValueError) and str(file) in str(error):
-            raise
-        if lacks_memory(error):
-            raise ValueError(
-                f"{file} needs more memory than there is; free some, or use a smaller file"
-            ) from None
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = one_line(lines[0], 300)
-        raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Check that memory ran out, which torch reports as a RuntimeError."""
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error)
-    reports = ("allocate memory", "tried to allocate")
-    return isinstance(error, RuntimeError) and any(report in text for report in reports)
-
-
-@contextmanager
-def silence_stderr() -> Iterator[None]:
-    """Drop warnings, and the output of C++ and Rust on standard error.
-
-    Standard error belongs to the whole process, so one thread at a time is inside.
-    """
-    with _process_lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            sys.stderr.flush()
-            kept = os.dup(2)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-        except (AttributeError, OSError, ValueError):
-            kept = None  # there is no standard error, as after 2>&-; 2 may be another file
-        if kept is None:
-            yield
-            return
-        try:
-            os.dup2(nowhere, 2)
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            os.close(nowhere)
-
-
-def load_pickle(file: Path, mmap: bool) -> Any:
-    """Load a file of torch.save that holds tensors and plain values. Call it in `read_untrusted`.
-
-    A pickle may request any amount of memory, as bytearray(10**12). It gets the file's size and
-    `PICKLE_BYTES`.
-    """
-    try:
-        with limited_memory(file.stat().st_size + PICKLE_BYTES):
-            import torch
-
-            return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
-    except pickle.UnpicklingError:  # its own message advises to turn weights_only off
-        raise ValueError("its pickle holds more than tensors") from None
-    except (MemoryError, RuntimeError) as error:
-        if not lacks_memory(error):
-            raise
-        raise ValueError("its pickle asks for more memory than its tensors need") from None
-
-
-@contextmanager
-def limited_memory(more_bytes: int) -> Iterator[None]:
-    """Limit the memory that is taken inside, on systems that can (Linux)."""
-    try:
-        import resource
-
-        statm = Path("/proc/self/statm").read_bytes().split()
-        pages = int(statm[5])  # of data, as the limit counts them
-    except (ImportError, OSError):
-        yield
-        return
-    with _process_lock:
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
-        limits.append(pages * resource.getpagesize() + more_bytes)
-        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)

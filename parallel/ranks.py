@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from command_line import one_line_errors
-from files import one_line
+from cli.io import one_line
+from cli.parsing import one_line_errors
 from ops.library import has_cpu_operators
 from options import GenerateConfig, pick_device
 from runtime import set_cuda_device

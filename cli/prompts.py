@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from command_line import require
-from files import parse_json, parse_jsonl, read_named
+from cli.io import parse_json, parse_jsonl, read_named
+from cli.parsing import require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
 PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))

@@ -1,6 +1,6 @@
 """The ways to draft: values of --draft, the modules that load them, and what they take.
 
-Options (options.py, needs.py), loading (load.py) and benchmarks ask this table. A module has
+Options (options.py, option_rules.py), loading (load.py) and benchmarks ask this table. A module has
 `load_method`, of (target, config, tokenizer), which returns a `drafters.Method`.
 Not here: the methods themselves. No torch is imported.
 """

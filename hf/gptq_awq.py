@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from checkpoint import Codes, TensorSource
-from hf.quantization_config import as_ours, read_recipe
+from hf.checkpoint import Codes, TensorSource
+from hf.quant_config import as_ours, read_recipe
 from quantize import Int8Linear
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the outputs 0 to 7 among the 8 codes of a number

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from methods import entry_of
+from cli.methods import entry_of
 
 
 class Need(NamedTuple):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from cli.prompts import check_ids
 from decode import Engine
-from prompts import check_ids
 from session import Session
 from stats import Stats, stats_line, summary
 

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cli.io import parse_json, read_text
+from cli.prompts import Conversation, read_grammar
 from decode import Engine
-from files import parse_json, read_text
-from prompts import Conversation, read_grammar
 
 # start of every line
 BEGIN = '{"run": "'

@@ -4,7 +4,7 @@ CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to
 scale per row and block of K, and all dot products are in integers. A row's result does not depend
 on the other rows, bit for bit. Without a C++ compiler the references below compute the first two,
 slowly; blocks are widened then.
-CUDA (`w4a16`, `w8a16`; cuda/quantized.py): activations keep 16 bits. Where PyTorch replaces the
+CUDA (`w4a16`, `w8a16`; cuda/qmatmul.py): activations keep 16 bits. Where PyTorch replaces the
 products, the references unpack the weight in every call.
 
 `PRODUCTS` holds, per format and kind of device, the functions that pack, unpack and multiply
@@ -264,7 +264,7 @@ def w4a16(
     packed, scale: from `pack_int4_planes` and `pack_scales`
     lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the
     epilogue is "none"
-    epilogue: as for `ops.cuda.quantized.run_product`
+    epilogue: as for `ops.cuda.qmatmul.run_product`
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
@@ -284,7 +284,7 @@ def w8a16(
     packed: from `pack_int8_planes`; scale: [N] float32
     lists: from `expert_lists`; x is then [P, K], packed and scale are stacks, [E, ...], and the
     epilogue is "none"
-    epilogue: as for `ops.cuda.quantized.run_product`
+    epilogue: as for `ops.cuda.qmatmul.run_product`
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     Raises: ValueError for weights of another width, or scales in another layout.
     """
@@ -368,7 +368,7 @@ PRODUCTS = {
         _w4a8,
     ),
     ("int8", "cpu"): Product(_pack_int8, _unpack_int8, _w8a8),
-    ("blocks", "cpu"): Product(None, None, _blocks),  # hf/blocks.py packs them
+    ("blocks", "cpu"): Product(None, None, _blocks),  # hf/gguf_blocks.py packs them
     ("int4", "cuda"): Product(
         lambda codes, scale: (
             pack_int4_planes(codes),

@@ -10,7 +10,7 @@ From one token to a tree of 64 the product is bound by reading weights, if unpac
 4. Narrow layers use split-K to occupy every multiprocessor. Splits write fp32 partial sums, added
    in a fixed order without atomics: equal runs give equal bits.
 5. A block with the gate and up rows of the same outputs applies SwiGLU. Products with other work
-   behind them are in fused.py. The first weights are prefetched (launch.py).
+   behind them are in epilogues.py. The first weights are prefetched (launch.py).
 
 Not run on a GPU yet. Sources: Marlin (arXiv 2408.11743) for the layout, Kim et al. (arXiv
 2211.10017) for the subtraction. Not here: experts (experts.py), biases.
@@ -34,7 +34,7 @@ from ops.cuda.plans import MAX_SPLITS, key_of, measured_on
 
 __all__ = ["Device", "device_of"]  # for callers that import this module only
 
-FUSED = ("add", "rotary")  # epilogues of fused.py, which add their own partial sums
+FUSED = ("add", "rotary")  # epilogues of epilogues.py, which add their own partial sums
 EPILOGUES = ("none", "fp32", "swiglu", *FUSED)
 # estimates, no measurements: the blocks of 64 outputs per processor that use an H100's bandwidth,
 # by bits of a weight; and how many times these a second kernel costs, in K-blocks
@@ -474,7 +474,7 @@ def pairwise_sum(x):
 def divided_by_rms(total, squares_ptr, t, M, F, PARTS: tl.constexpr):
     """Divide columns by the root mean square of the rows of x: [ROWS, TOKENS] fp32.
 
-    squares: [parts, M] fp32, sums of squares as in `ops.fused.Unscaled`; PARTS: padded to a power
+    squares: [parts, M] fp32, sums of squares as in `ops.epilogues.Unscaled`; PARTS: padded to a power
     of two; F: features
     """
     part = tl.arange(0, PARTS)
@@ -624,7 +624,7 @@ def run_product(
     Allocates its result and partial sums, and nothing else; never waits.
 
     epilogue: "fp32": unrounded; "swiglu": of gate rows above up rows, where `cut` has one split
-    squares: of `ops.fused.Unscaled`, where x are its values; for "swiglu" only
+    squares: of `ops.epilogues.Unscaled`, where x are its values; for "swiglu" only
     Returns: [..., N] in x's dtype or fp32; [..., N / 2] with SwiGLU.
     """
     bits, _ = bits_and_group(scale)
@@ -676,7 +676,7 @@ def matmul(
     epilogue: str = "none",
     squares: Tensor | None = None,
 ) -> Tensor:
-    """Compute `ops.quantized.w4a16` or `w8a16`; without a scale `ops.linear.linear`.
+    """Compute `ops.qmatmul.w4a16` or `w8a16`; without a scale `ops.linear.linear`.
 
     epilogue, squares: as for `run_product`
     """

@@ -19,7 +19,7 @@ from dataclasses import MISSING, Field, field, fields
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
-from files import one_line
+from cli.io import one_line
 
 MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
 

@@ -1,6 +1,6 @@
-"""CUDA kernels, in Triton: products with the work behind them, for ops/fused.py.
+"""CUDA kernels, in Triton: products with the work behind them, for ops/epilogues.py.
 
-1. A block computes its tile of a product (quantized.py), and writes fp32 partial sums.
+1. A block computes its tile of a product (qmatmul.py), and writes fp32 partial sums.
 2. The last block of those that share outputs, all splits of a tile or all tiles of a head, adds
    the parts, first split first, and does the work that follows: residual sum and norm, or norms of
    heads, rotation and cache. Counters tell it, as in attention.py; equal runs give equal bits.
@@ -23,7 +23,7 @@ from ops.cuda.attention import counters, is_last
 from ops.cuda.launch import Device, after_others, device_of, overlap
 from ops.cuda.layout import PART
 from ops.cuda.norm import warps_of
-from ops.cuda.quantized import (
+from ops.cuda.qmatmul import (
     ProductPlan,
     bits_and_group,
     divided_by_rms,
@@ -36,7 +36,7 @@ from ops.cuda.quantized import (
 )
 from ops.cuda.rotary import constants_of, rotate_heads
 
-# x, the sums of squares by which to divide or None, the weight, its scales: `ops.fused.Pending`
+# x, the sums of squares by which to divide or None, the weight, its scales: `ops.epilogues.Pending`
 Product = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
@@ -91,7 +91,7 @@ def add_product_kernel(
     x, packed, scale: as for `product_tile`; parts: [SPLITS, M, N] fp32
     done: [tiles] int32, zeros before and after
     stream: [M, N] with a stride of its rows; weight: [N], or None without a norm
-    Writes: sum, [M, N]; y and squares as in `ops.fused.Unscaled`; parts.
+    Writes: sum, [M, N]; y and squares as in `ops.epilogues.Unscaled`; parts.
     """
     split = tl.program_id(2)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -176,7 +176,7 @@ def add_unscaled_kernel(
     """Add a row of delta, if there is one, and begin the norm. WIDTH: F padded to 64 2^i
 
     x, delta: [M, F]; weight: [F]
-    Writes: sum, with delta; y and squares as in `ops.fused.Unscaled`.
+    Writes: sum, with delta; y and squares as in `ops.epilogues.Unscaled`.
     """
     i = tl.arange(0, WIDTH)
     live = i < F
@@ -202,7 +202,7 @@ def add_unscaled_kernel(
 def add_unscaled(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, device: Device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `ops.fused.add_norm` of a tensor, unscaled, or of nothing, with an empty sum.
+    """Compute `ops.epilogues.add_norm` of a tensor, unscaled, or of nothing, with an empty sum.
 
     Allocates its results, and nothing else; never waits.
     """
@@ -245,7 +245,7 @@ def add_product(
     gpu: Gpu,
     cut: ProductPlan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `ops.fused.add_product`, with empty tensors in place of a norm that is not there.
+    """Compute `ops.epilogues.add_product`, with empty tensors in place of a norm that is not there.
 
     Allocates its results and partial sums, and nothing else; never waits.
     cut: None: as planned
@@ -296,7 +296,7 @@ def rotary_product(
     gpu: Gpu,
     cut: ProductPlan | None = None,
 ) -> Tensor:
-    """Compute `ops.fused.rotary_product`.
+    """Compute `ops.epilogues.rotary_product`.
 
     Allocates its result and partial sums, and nothing else; never waits.
     norms: two weights and epsilon, or (None, None, 0.0); cut: None: as planned

@@ -1,0 +1,293 @@
+"""Serve a model to OpenAI clients: completions and chat, streamed or whole.
+
+scripts/serve.py starts it, with every option of generate.py that says what is decoded and how.
+
+1. One thread decodes (batcher.py): one session serves requests side by side. A finished sequence,
+   or one whose client has left, is evicted for the next request.
+2. The event loop reads requests (transport.py), refuses unserved options by name (parameters.py),
+   and answers (replies.py): whole, or in events as the text comes.
+
+The text is a function of (weights, prompt, temperature, top_k, top_p, min_p, seed, number of the
+choice), and of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance):
+that of generate.py for this prompt and these options, in a batch of any size and company, but for
+the bytes of a character that is cut at the end. Tool calls are taken out of it (tool_calls.py).
+Without a seed one is drawn; the other options are the server's where a request names none.
+Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
+/health says whether answers are decoded, /metrics gives counters in Prometheus' text form.
+Completions, too, end at the stop ids of the model's chat template, as with --chat.
+Lookups search the texts of all clients: no text changes, but its speed tells whether another began
+alike, and --draft_store keeps them on disk.
+Not here: keys and TLS. The default address is reached from this machine alone; with another --host
+put a proxy before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn  # noqa: F401  (transport.py)
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from cli.parsing import one_line_errors, parse
+from decode import Engine
+from drafters import Policy
+from generate import load
+from hf.chat import template_text
+from hf.fetch import fetched
+from load import warm_up
+from options import Sampling
+from parallel import ranks
+from sampling import SamplingMode
+from server.batcher import Answer, Batcher, Job, Piece, Refusal
+from server.parameters import ABOUT, SHOWN, Asked, Reader, ServeConfig, no_model
+from server.replies import Reply, joined
+from server.transport import KnownHosts, Listener, is_loopback, json_body, listen
+
+
+class Server:
+    """The endpoints."""
+
+    def __init__(self, engine: Engine, config: ServeConfig):
+        self.engine = engine
+        self.config = config
+        self.name = Path(config.checkpoint).name
+        self.batcher = Batcher(engine, config.max_waiting)
+        self.reader = Reader(engine, config, self.name)
+        self.reading = asyncio.Lock()  # tokenizers are used by one thread at a time
+
+    def app(self) -> Starlette:
+        """Return the application. It starts the batcher and ends it."""
+
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            self.batcher.start()
+            yield
+            self.batcher.close()
+            await asyncio.to_thread(self.batcher.join)
+
+        routes = [
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
+            Route("/v1/completions", partial(self.answer, chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.answer, chat=True), methods=["POST"]),
+        ]
+        handlers = {
+            Refusal: _refused,
+            HTTPException: _not_there,
+            ClientDisconnect: _left,
+            Exception: _failed,
+        }
+        guards = []
+        if is_loopback(self.config.host):
+            # against a page of another site whose name is resolved to this machine
+            names = {"localhost", "127.0.0.1", "[::1]", self.config.host.lower()}
+            guards = [Middleware(KnownHosts, names=names)]
+        return Starlette(
+            routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=guards
+        )
+
+    async def health(self, request: Request) -> Response:
+        """Answer 200 while answers are decoded, else 503."""
+        if not self.batcher.open or not self.batcher.is_alive():
+            raise Refusal(503, "the server decodes no answers; start it again")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer with the counters, in Prometheus' text form."""
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self.batcher.page(), media_type=kind)
+
+    async def models(self, request: Request) -> Response:
+        """Answer for the one model, or the list of it."""
+        asked = request.path_params.get("name", self.name)
+        if asked != self.name:
+            raise no_model(asked, self.name)
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "gpt-eagle"}
+        return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
+
+    async def answer(self, request: Request, chat: bool) -> Response:
+        """Answer a completion or a chat."""
+        body = await json_body(request, self.config.max_body)
+        async with self.reading:
+            asked = await asyncio.to_thread(self.reader.read, body, chat)
+        pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
+        jobs = self._jobs(asked, chat, pieces)
+        reply = Reply(asked, chat, self.name, self.engine.tokenizer)
+        self.batcher.submit(jobs)
+        if asked.stream:
+            return StreamingResponse(_events(pieces, jobs, reply), media_type="text/event-stream")
+        done = asyncio.create_task(_whole(pieces, jobs, reply))
+        gone = asyncio.create_task(_gone(request))
+        try:
+            await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(done.result()) if done.done() else Response(status_code=499)
+        finally:
+            done.cancel()
+            gone.cancel()
+            for job in jobs:
+                job.left = True
+
+    def _jobs(self, asked: Asked, chat: bool, pieces: asyncio.Queue[Piece | Refusal]) -> list[Job]:
+        engine = self.engine
+        loop = asyncio.get_running_loop()
+
+        def tell(piece: Piece | Refusal) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        ends = [] if engine.config.ignore_eos else list(engine.eos_ids)
+        jobs = []
+        for number, prompt in enumerate(asked.prompts):
+            for sample in range(asked.samples):
+                shown = asked.tools.syntax.controls if asked.tools else frozenset()
+                decoder = engine.tokenizer.stream(not chat, shown)
+                answer = Answer(decoder, asked.stops, ends)
+                stream = (number, sample)
+                job = Job(
+                    choice=len(jobs),
+                    prompt=prompt,
+                    stream=stream,
+                    sampling=asked.sampling,
+                    seed=asked.seed,
+                    most=asked.most,
+                    likeliest=asked.likeliest,
+                    answer=answer,
+                    tell=tell,
+                    guide=asked.guide,
+                )
+                jobs.append(job)
+        return jobs
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return JSONResponse(error.body, error.status)
+
+
+async def _not_there(request: Request, error: Exception) -> Response:
+    """Answer an unknown path or method, in the shape of the other errors."""
+    refusal = Refusal(
+        error.status_code, f"{request.method} {request.url.path[:SHOWN]}: {error.detail}"
+    )
+    return JSONResponse(refusal.body, error.status_code, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answer where the server itself is wrong; the terminal gets the traceback."""
+    return JSONResponse(Refusal(500, "the server failed; see the terminal").body, 500)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """Answer a client that left before the end of its request; nobody reads it."""
+    return Response(status_code=499)
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _take(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job]) -> AsyncIterator[Piece]:
+    """Yield the pieces of all answers until all are over.
+
+    Raises: Refusal when the server ends or fails.
+    """
+    open = len(jobs)
+    while open:
+        piece = await pieces.get()
+        if isinstance(piece, Refusal):
+            raise piece
+        open -= piece.reason is not None
+        yield piece
+
+
+async def _whole(
+    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
+) -> dict[str, Any]:
+    answers: list[list[Piece]] = [[] for _ in jobs]
+    async for piece in _take(pieces, jobs):
+        answers[piece.choice].append(piece)
+    return reply.whole([joined(parts) for parts in answers])
+
+
+async def _events(
+    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
+) -> AsyncIterator[str]:
+    tokens = [0] * len(jobs)
+    try:
+        for job in jobs if reply.chat else ():
+            yield reply.begin(job.choice)
+        async for piece in _take(pieces, jobs):
+            tokens[piece.choice] = piece.tokens
+            if piece.text or piece.reason:
+                yield reply.piece(piece)
+        if reply.asked.usage:
+            yield reply.event([], reply.usage(tokens))
+        yield "data: [DONE]\n\n"
+    except Refusal as error:
+        yield f"data: {json.dumps(error.body)}\n\n"
+    finally:  # also when the client has left
+        for job in jobs:
+            job.left = True
+
+
+def load_engine(config: ServeConfig) -> Engine:
+    """Load the model, with its own chat template if it has one.
+
+    Raises: ValueError for any failure.
+    """
+    if config.chat is None and template_text(fetched(config.checkpoint)) is not None:
+        config = replace(config, chat="")
+    engine = load(config)
+    if engine.tokenizer is None:
+        raise ValueError(f"{config.checkpoint} has no tokenizer; a server needs one")
+    if engine.captured:
+        warm_other_modes(engine)
+    return engine
+
+
+def warm_other_modes(engine: Engine) -> None:
+    """Compile and capture the cycles of other modes than the engine's own.
+
+    No request waits for them then. No policy learns from these cycles.
+    """
+    config = engine.config
+    for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=1)):
+        served = sampling.temperature > 0 or config.accept == "exact"
+        if served and SamplingMode.needed_by(sampling) != SamplingMode.needed_by(config.sampling):
+            other = replace(config, **sampling._asdict())
+            warm_up(replace(engine, config=other, policy=Policy()))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    config = parse(ServeConfig, "serve.py", ABOUT, argv)
+    with one_line_errors("serve.py"):
+        config.check()
+        ranks.refuse_torchrun()
+        with listen(config) as found:  # before the model is loaded
+            server = Server(load_engine(config), config)
+            host, port = found.getsockname()[:2]
+            if ":" in host:
+                host = f"[{host}]"
+            print(
+                f"{server.name} at http://{host}:{port}/v1, {config.batch_size} sequences",
+                file=sys.stderr,
+                flush=True,
+            )
+            Listener(server.app(), server.batcher).run(sockets=[found])
