@@ -82,7 +82,7 @@ def cuda_products() -> ModuleType:
     """
     kind = switches.kind_of_products()
     try:
-        import ops.cuda.quantized as products
+        import ops.cuda.qmatmul as products
 
         if kind == "streamed":
             import ops.cuda.streamed as products

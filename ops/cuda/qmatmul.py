@@ -474,8 +474,8 @@ def pairwise_sum(x):
 def divided_by_rms(total, squares_ptr, t, M, F, PARTS: tl.constexpr):
     """Divide columns by the root mean square of the rows of x: [ROWS, TOKENS] fp32.
 
-    squares: [parts, M] fp32, sums of squares as in `ops.epilogues.Unscaled`; PARTS: padded to a power
-    of two; F: features
+    squares: [parts, M] fp32, sums of squares as in `ops.epilogues.Unscaled`; PARTS: padded to a
+    power of two; F: features
     """
     part = tl.arange(0, PARTS)
     inside = (part[None, :] < tl.cdiv(F, 64)) & (t[:, None] < M)

@@ -2,7 +2,7 @@
 
 The same layouts and epilogues, with the first weights in shared memory before earlier kernels have
 finished. GPT_EAGLE_PRODUCTS=streamed takes it for products that it serves; the others, and those
-with more work behind them (epilogues.py), stay in Triton. NVRTC comes with PyTorch for CUDA; neither
+with more work behind them (epilogues.py), stay in Triton. NVRTC comes with PyTorch for CUDA; no
 nvcc nor a compiler of the host is needed. The driver is called through ctypes, since PyTorch's own
 launches know no dependent ones. Not run on a GPU yet, so not the default.
 """
@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ops.cuda import qmatmul
 from ops.cuda.launch import Device, device_of
 from ops.cuda.qmatmul import (
     Launch,

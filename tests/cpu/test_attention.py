@@ -448,7 +448,7 @@ def test_weights_of_another_layer_or_format_are_refused():
 
 def test_no_triton_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "ops.cuda.quantized", raising=False)
+    monkeypatch.delitem(sys.modules, "ops.cuda.qmatmul", raising=False)
     ops.library.cuda_products.cache_clear()
     with pytest.raises(ValueError, match="need Triton.*pip install triton"):
         ops.library.cuda_products()

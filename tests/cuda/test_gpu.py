@@ -471,7 +471,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows, monkeypatch):
     assert torch.equal(caches, cached)
     products = cuda_products()
     device = products.device_of(torch.cuda.current_device())
-    for module in (products, ops.cuda.fused):
+    for module in (products, ops.cuda.epilogues):
         monkeypatch.setattr(module, "device_of", lambda index: device._replace(overlaps=False))
     in_turn = layer()
     monkeypatch.undo()
