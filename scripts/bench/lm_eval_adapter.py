@@ -167,7 +167,7 @@ def generate_group(
     decoders = [tokenizer.stream() for _ in prompts]
     texts = [""] * len(prompts)
     running = [True] * len(prompts)
-    for new in Session(engine, streams).run(prompts):
+    for new in Session(engine, streams).decode_turn(prompts):
         for seq, tokens in enumerate(new[: len(prompts)]):
             if not running[seq]:
                 continue

@@ -147,7 +147,7 @@ def decode_prompt(engine: Engine, ids: list[int]) -> tuple[Session, Iterator[lis
     """Cache a prompt in every sequence of a new session. Returns: session; its decoding."""
     batch = engine.config.batch_size
     session = Session(engine, [(0, sample) for sample in range(batch)])
-    decoding = session.run([ids] * batch)
+    decoding = session.decode_turn([ids] * batch)
     next(decoding)
     while session.prefilling:  # chunks of the prompt
         next(decoding)
@@ -215,7 +215,7 @@ def with_named_steps(engine: Engine) -> Engine:
     for cycle in itertools.chain(*cycles):
         for name in ("draft", "verify", "extend"):
             setattr(cycle, name, named(name, getattr(cycle, name)))
-    return replace(engine, cycles=tuple(cycles), pool=[])
+    return replace(engine, cycles=tuple(cycles), buffer_pool=[])
 
 
 def cycles_of(events: Iterable[Any]) -> list[Any]:

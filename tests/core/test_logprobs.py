@@ -97,5 +97,5 @@ def test_nobody_pays_where_nobody_asks(monkeypatch):
     session = Session(engine)
     logprobs = Logprobs(engine.target)
     session.readers.append(logprobs)
-    list(session.run([IDS]))
+    list(session.decode_turn([IDS]))
     assert logprobs.take(0) == []
