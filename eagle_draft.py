@@ -172,7 +172,7 @@ def load_head(
 
 
 def is_same_embedding(of_head: nn.Embedding, of_target: nn.Module) -> bool:
-    """Check whether a head's embedding repeats the target's, packed or not."""
+    """Return whether a head's embedding repeats the target's, packed or not."""
     every = torch.arange(of_head.num_embeddings, device=of_head.weight.device)
     return torch.equal(of_head.weight, of_target(every))
 

@@ -142,7 +142,7 @@ class Batch:
         firsts = range(0, len(self.streams), size)
         self.groups = [self.streams[first : first + size] for first in firsts]
 
-    def run(
+    def decode_all(
         self,
         streams: list[tuple[int, int]],
         on_tokens: Callable = ignore,
@@ -260,7 +260,7 @@ def generate(
 
     A finished sequence makes way for the next one.
     prompts: texts, lists of turns, or lists of token ids
-    on_tokens, on_finished: callbacks, see `Batch.run`
+    on_tokens, on_finished: callbacks, see `Batch.decode_all`
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
     options: `max_new_tokens`, `num_samples`, `temperature`, `top_k`, `top_p`, `min_p` or `seed`,
         where they differ from the engine's; of the last five, a list gives each prompt its own
@@ -275,14 +275,14 @@ def generate(
 
         guides = compile_grammars(engine, grammar, len(prompts))
     batch = Batch(replace(engine, config=config), prompts, draws, guides)
-    batch.run(batch.streams, on_tokens, on_finished)
+    batch.decode_all(batch.streams, on_tokens, on_finished)
     return batch.result()
 
 
 def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dict[str, Any]]:
     """Decode every group of a batch without and with drafting, in turn, in this process.
 
-    on_finished: callback for the drafted conversations, see `Batch.run`
+    on_finished: callback for the drafted conversations, see `Batch.decode_all`
     Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, from
         `share_of_equal` (None with the residual rule).
     """
@@ -291,7 +291,7 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
     for number, group in enumerate(drafted.groups):
         order = (vanilla, drafted) if number % 2 == 0 else (drafted, vanilla)
         for batch in order:
-            batch.run(group, on_finished=on_finished if batch is drafted else ignore)
+            batch.decode_all(group, on_finished=on_finished if batch is drafted else ignore)
     expected = vanilla.result()
     result = drafted.result()
     rate = expected.stats["tokens_per_s"]
@@ -333,7 +333,7 @@ def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
     if engine.tokenizer is None:
         Tokenizer.load(Path(engine.config.checkpoint))  # raises, and names the missing file
     decoder = engine.tokenizer.stream(continuation=engine.template is None)
-    for new in session.run([ids]):
+    for new in session.decode_turn([ids]):
         yield decoder.push(new[0])
     yield decoder.flush()
 
@@ -357,7 +357,7 @@ def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, 
 # --------------------------------------------------------------------------------------------- main
 
 
-def run(engine: Engine, prompts: list[Conversation]) -> None:
+def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     """Decode all conversations, print each when it is finished, and write the files."""
     config = engine.config
     batch = Batch(engine, prompts)
@@ -399,7 +399,7 @@ def run(engine: Engine, prompts: list[Conversation]) -> None:
             result, outcome = compare(batch, on_finished)
             result.stats |= outcome
         else:
-            batch.run(streams, on_tokens, on_finished)
+            batch.decode_all(streams, on_tokens, on_finished)
             result = batch.result()
     if live:
         print(decoder.flush())
@@ -432,7 +432,7 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     with one_line_errors("generate.py"):
         engine = load(ranks.init_ranks(config, prompts), text)
         if not config.interactive:
-            return run(engine, prompts)
+            return main_loop(engine, prompts)
         from extras.repl import chat
 
         chat(engine, encode, stream_text)

@@ -288,7 +288,7 @@ def _prefill_each_width(engine: Engine) -> None:
     engine = replace(engine, config=replace(engine.config, max_new_tokens=1))
     for width in PREFILL_WIDTHS:
         prompt = [0] * min(width, engine.context - 1)
-        for _ in Session(engine).run([prompt] * engine.config.batch_size):
+        for _ in Session(engine).decode_turn([prompt] * engine.config.batch_size):
             pass
 
 

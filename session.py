@@ -184,7 +184,7 @@ class Session:
         """Count the tokens of a prompt that a sequence has cached, from the first on."""
         return common_prefix(self.history[seq][:-1], prompt)  # its last token may be the root
 
-    def run(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
+    def decode_turn(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
         """Decode one turn. Yields the new tokens of every sequence, step by step, roots first.
 
         prompts: per sequence the conversation so far, or None to leave it idle
@@ -198,8 +198,8 @@ class Session:
                 self.release(seq)
         while any(self.live) or self.prefilling:
             yield self.step()
-            for fault in self.faults.values():
-                raise ValueError(fault)
+            if self.faults:
+                raise ValueError(next(iter(self.faults.values())))
 
     def configure(self, seq: int, params: Sampling, seed: int) -> None:
         """Set the parameters and the seed of an idle sequence; before, they are the engine's."""

@@ -128,7 +128,7 @@ def parse_jsonl(
 
 
 def is_gguf(path: Path) -> bool:
-    """Check that a checkpoint is a GGUF file (hf/gguf.py), and not a model directory."""
+    """Return whether a checkpoint is a GGUF file (hf/gguf.py), and not a model directory."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
@@ -155,7 +155,7 @@ def _begins_as_gguf(file: Path) -> bool:
 
 
 def can_name_file(text: str) -> bool:
-    """Check that a text can be part of a file's name."""
+    """Return whether a text can be part of a file's name."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

@@ -150,7 +150,7 @@ class Place:
         return 32 * int(words[0]) + word.bit_length() - 1
 
     def allows(self, token: int) -> bool:
-        """Check that a token may follow."""
+        """Return whether a token may follow."""
         return bool(self.bits[token >> 5] >> (token & 31) & 1)
 
     def after(self, token: int) -> Place | None:

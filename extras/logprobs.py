@@ -27,7 +27,7 @@ class Logprob(NamedTuple):
     top: list[tuple[int, float]]  # (token, log-probability), best first
 
 
-class Scores(NamedTuple):
+class ScoredStep(NamedTuple):
     """The log-probabilities of a step's tokens, on their way to the host."""
 
     likeliest: dict[int, int]  # how many of the likeliest tokens each sequence gets
@@ -36,7 +36,7 @@ class Scores(NamedTuple):
     @staticmethod
     def launch(
         target: Transformer, features: Tensor, tokens: Tensor, likeliest: dict[int, int]
-    ) -> Scores:
+    ) -> ScoredStep:
         """Launch the passes.
 
         features: [B, R, F], of the target, before each token
@@ -47,7 +47,7 @@ class Scores(NamedTuple):
             logits = target.logits(features[seqs])  # [W, R, V] fp32
             top, ids, total = topk_logsumexp(logits, max(1, *likeliest.values()))
             own = logits.gather(2, tokens[seqs][:, :, None]) - total  # [W, R, 1]
-            return Scores(likeliest, HostCopy(own.squeeze(2), ids, top - total))
+            return ScoredStep(likeliest, HostCopy(own.squeeze(2), ids, top - total))
 
     def read(self) -> dict[int, list[Logprob]]:
         """Wait for the copy. Returns: by sequence, R entries each."""
@@ -59,7 +59,7 @@ class Scores(NamedTuple):
 
 
 class Logprobs(Reader):
-    """Scores the tokens of a session's sequences, for those that `want` it."""
+    """ScoredStep the tokens of a session's sequences, for those that `want` it."""
 
     def __init__(self, target: Transformer):
         self.target = target
@@ -77,13 +77,13 @@ class Logprobs(Reader):
         """Return the log-probabilities of the tokens since the last call, in their order."""
         return self.scored.pop(seq, [])
 
-    def launched(self, update: DrafterUpdate, live: list[bool]) -> Scores | None:
+    def launched(self, update: DrafterUpdate, live: list[bool]) -> ScoredStep | None:
         wanted = {seq: count for seq, count in self.wanted.items() if live[seq]}
         if not wanted:
             return None
-        return Scores.launch(self.target, update.features, update.tokens[:, 1:], wanted)
+        return ScoredStep.launch(self.target, update.features, update.tokens[:, 1:], wanted)
 
-    def read(self, copies: Scores, result: CycleResult, taken: dict[int, list[int]]) -> None:
+    def read(self, copies: ScoredStep, result: CycleResult, taken: dict[int, list[int]]) -> None:
         for seq, scored in copies.read().items():
             if seq in taken:
                 self.scored.setdefault(seq, []).extend(scored[: len(taken[seq])])
@@ -91,5 +91,5 @@ class Logprobs(Reader):
     def decided_root(self, seq: int, features: Tensor, root: int) -> None:
         if seq in self.wanted:
             token = features.new_full((1, 1), root, dtype=torch.long)
-            scored = Scores.launch(self.target, features, token, {0: self.wanted[seq]})
+            scored = ScoredStep.launch(self.target, features, token, {0: self.wanted[seq]})
             self.scored.setdefault(seq, []).extend(scored.read()[0])

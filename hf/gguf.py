@@ -3,8 +3,8 @@
 1. `GgufFile` is a `TensorSource`. It writes the metadata (hf/gguf_header.py) as a config.json and
    translates llama.cpp's names.
 2. `keep_blocks` leaves matrices in their blocks, for the layers of gguf_blocks.py; `keep_int4`
-   reads those that int4 holds exactly as codes, for CUDA. Otherwise blocks become numbers when a tensor
-   is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp) rounds them to bfloat16 on the
+   reads those that int4 holds exactly as codes, for CUDA. Otherwise blocks become numbers when a
+   tensor is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp) rounds them to bfloat16 on the
    way. Where it is not loaded, the package `gguf` reads them as fp32, which gives the same bits.
 
 Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.

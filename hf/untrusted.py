@@ -62,7 +62,7 @@ def errors_as_value_error(
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Check that memory ran out, which torch reports as a RuntimeError."""
+    """Return whether memory ran out, which torch reports as a RuntimeError."""
     if isinstance(error, MemoryError):
         return True
     text = str(error)

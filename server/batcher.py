@@ -225,7 +225,7 @@ class Batcher(threading.Thread):
             return self.open
 
     def _is_being_read(self, prompt: list[int]) -> bool:
-        """Tell whether a long beginning of a prompt is being read, as part of another one."""
+        """Return whether a long beginning of a prompt is being read, as part of another one."""
         session = self.session
         coming = [common_prefix(other, prompt) for other in session.prefilling.values()]
         if max(coming, default=0) <= PREFILL_CHUNK:  # else both are read in a step or two

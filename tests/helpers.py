@@ -145,7 +145,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
 def decode(engine: Engine, *prompts: list[int]) -> Session:
     """Decode one turn of the prompts, row by row, to the end. Row i reads the noise of prompt i."""
     session = Session(engine, [(i, 0) for i in range(len(prompts))])
-    for _ in session.run(list(prompts)):
+    for _ in session.decode_turn(list(prompts)):
         pass
     return session
 

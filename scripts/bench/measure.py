@@ -118,7 +118,7 @@ def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
     seen = stats.Stats()
     session.stats = seen
     rows = [[] for _ in prompts]
-    for new in session.run(prompts):
+    for new in session.decode_turn(prompts):
         for row, tokens in zip(rows, new):
             row += tokens
     assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
@@ -130,7 +130,7 @@ def run_stream(engine: Engine, prompts: list[list[int]]) -> Outcome:
     """Continue prompts that take turns in our batch. `step_s` is all time per token of all."""
     batch = Batch(engine, prompts)
     began = time.perf_counter()
-    batch.run(batch.streams)
+    batch.decode_all(batch.streams)
     rows = [entry.new for entry in batch.entries]
     seen = batch.stats
     step_s = (time.perf_counter() - began) / sum(map(len, rows))

@@ -362,7 +362,7 @@ def traced(engine: Engine, prompts: list[list[str]]) -> list[list[float]]:
     """Decode prompts untimed, with a trace. Returns: their calibration."""
     batch = Batch(replace(engine, config=replace(engine.config, trace="-")), prompts)
     for group in batch.groups:
-        batch.run(group)
+        batch.decode_all(group)
     return calibration(batch.trace)
 
 
@@ -371,7 +371,7 @@ def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Turn]]:
     stats = Stats()
     batch.stats = stats
     known = len(batch.entries)
-    batch.run(batch.groups[number])
+    batch.decode_all(batch.groups[number])
     entries = batch.entries[known:]
     lengths: dict[int, list[int]] = {}  # accept lengths by sequence
     sequences = (seq for live in stats.live_sequences for seq in live)

@@ -464,7 +464,7 @@ def decoded(
     """
     short = replace(engine, config=replace(engine.config, max_new_tokens=longest))
     session = Session(short, streams)
-    for new in session.run(prompts):
+    for new in session.decode_turn(prompts):
         unfinished = sum(bool(tokens) or session.busy(seq) for seq, tokens in enumerate(new))
         if unfinished <= len(prompts) // TAIL:
             break

@@ -599,7 +599,7 @@ def own_sequences(
     for first in range(0, len(prompts), size):
         group = prompts[first : first + size]
         session = Session(short, [(first + i, 0) for i in range(len(group))])
-        for _ in session.run(group):
+        for _ in session.decode_turn(group):
             pass
         sequences += [(len(p), session.history[i]) for i, p in enumerate(group)]
     return sequences

@@ -749,11 +749,11 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
             [(i, 0) for i in range(batch)],
             host_lag,
         )
-        list(session.run(PROMPTS[:batch]))
+        list(session.decode_turn(PROMPTS[:batch]))
         assert session.history == plain.history
         assert set(script.ran) == {0, 1, 2, 3}
         again = [h[:20] for h in session.history]  # a second turn over the same buffers
-        list(session.run(again))
+        list(session.decode_turn(again))
         assert [h[:20] for h in session.history] == again
 
 
@@ -772,7 +772,7 @@ def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, capture
     session = Session(
         replace(engine, policy=script, captured=captured), [(i, 0) for i in range(batch)]
     )
-    list(session.run(prompts))
+    list(session.decode_turn(prompts))
     assert session.history == plain.history
     assert {1, 2, 3, 5, 7} <= set(script.ran)
     assert all(len(each) == 5 for each in script.every)
@@ -835,11 +835,11 @@ def test_while_idle_no_row_is_lost(kind, order):
     )
     for added in ([], [3, 4, 5]):
         if added:
-            next(session.run([history + added for history in session.history]))
+            next(session.decode_turn([history + added for history in session.history]))
         if not all(session.live):  # the second row's prompt came last
             session.step()
         fresh = Session(engine)
-        next(fresh.run([history[:-1] for history in session.history]))
+        next(fresh.decode_turn([history[:-1] for history in session.history]))
         assert fresh.history == session.history
         tree, want = next_tree(engine, session), next_tree(engine, fresh)
         assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
@@ -919,7 +919,7 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
         torch.testing.assert_close(
             rows.features[0, :count], features[end - count : end], rtol=1e-4, atol=1e-4
         )
-    list(session.run([session.history[0]]))
+    list(session.decode_turn([session.history[0]]))
     plain = decode(engine_for(target, RootOnly(), **options), prompt)
     assert session.history[0][: len(prompt) + 8] == plain.history[0]
 
@@ -931,12 +931,12 @@ def test_what_was_left_out_stays_out(monkeypatch):
         target, drafter_of("eagle 3"), max_new_tokens=5, ignore_eos=True, batch_size=2
     )
     session, script.prefill_tree = Session(replace(engine, policy=script)), 0
-    list(session.run([[*PROMPTS[0]] * 4, [*PROMPTS[1]] * 3]))
+    list(session.decode_turn([[*PROMPTS[0]] * 4, [*PROMPTS[1]] * 3]))
     second = [
         history + [3 + i for i in range(20 - 15 * row)]
         for row, history in enumerate(session.history)
     ]
-    next(session.run(second))
+    next(session.decode_turn(second))
     assert session.state.drafter_state.own.length.tolist() == [0, 0] and session.live == [
         True,
         True,
@@ -981,7 +981,7 @@ def test_by_default_a_head_is_sized_and_says_so():
     assert engine.config.tree == "" and engine.resolved["tree"] == "auto"
     for _ in range(2):  # the second run counts its own cycles only
         session = Session(engine, [(0, 0)])
-        list(session.run([engine.tokenizer.encode("def read_lines(path):", bos=True)]))
+        list(session.decode_turn([engine.tokenizer.encode("def read_lines(path):", bos=True)]))
         stats = summary(engine, session.stats)
         rows = stats["tree_auto"]
         assert [row["tree"] for row in rows] == engine.resolved["trees"]
@@ -1007,7 +1007,7 @@ def test_lookup_whose_matches_are_wrong_is_given_up():
     policy = AutoTrees(engine.drafter)
     policy.sizer = sizer
     session = Session(replace(engine, policy=policy), [(0, 0)])
-    list(session.run([PROMPTS[1] * 6]))
+    list(session.decode_turn([PROMPTS[1] * 6]))
     state = session.state.drafter_state
     tried = state.outcomes[..., 1].sum()
     assert state.outcomes[..., 0].sum() < 0.3 * tried > 10, "the case is what it is meant to be"

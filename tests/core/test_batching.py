@@ -153,7 +153,7 @@ def test_caching_a_prompt_leaves_the_other_rows_alone():
         target, EagleDrafter(golden_head(), target, DynamicTree(3, 4, 12)), batch_size=3
     )
     session = Session(engine, [(0, 0), (1, 0), (2, 0)])
-    list(session.run(IDS[:3]))
+    list(session.decode_turn(IDS[:3]))
     tensors = [*session.buffers.cache.k, *session.buffers.cache.v, *tensors_of(session.state)]
     tensors = [x for x in tensors if x.shape[0] == 3]
     session.admit(1, IDS[5], (9, 0))
@@ -267,7 +267,7 @@ def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
     session = Session(
         engine_for(golden_target(), RootOnly(), max_new_tokens=3, ignore_eos=True, batch_size=2)
     )
-    list(session.run([IDS[0], IDS[1]]))
+    list(session.decode_turn([IDS[0], IDS[1]]))
     session.admit(0, IDS[2])
     session.step()
     calls = record(monkeypatch, model, "tree_attention")
@@ -407,7 +407,7 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
             }
             | changes
         )
-        device = torch.device("cpu")
+        device = torch.device(config.device or "cpu")
         engine = SimpleNamespace(
             config=config, context=64, option=partial(getattr, config), device=device
         )

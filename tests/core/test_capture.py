@@ -74,7 +74,7 @@ def sized_engine(temperature: float, version: int = 2, **options):
 def test_no_step_of_a_cycle_waits(temperature, version):
     engine = sized_engine(temperature, version)
     session = Session(engine, [(0, 0)])
-    next(session.run([PROMPT]))
+    next(session.decode_turn([PROMPT]))
     with NoWaiting():
         session._read_chunk(0, 0, 64, None)  # captured, too
         for cycle in engine.cycles[session.mode]:
@@ -98,7 +98,7 @@ def test_buffers_stay_where_they_are():
     """A session leaves its buffers to the next one; their addresses never change, and nothing of it is left."""
     engine = replace(sized_engine(1.0), captured=True)
     first = Session(engine, [(0, 0)])
-    list(first.run([PROMPT]))
+    list(first.decode_turn([PROMPT]))
     work, addresses = first.buffers, [x.data_ptr() for x in tensors_of(first.state)]
     assert len(set(addresses)) == len(addresses), "every buffer is its own"
     history, other = first.history, Session(engine, [(0, 0)])
@@ -106,8 +106,8 @@ def test_buffers_stay_where_they_are():
     del first
     again = Session(engine, [(0, 0)])
     assert again.buffers is work
-    list(again.run([PROMPT]))
-    list(other.run([PROMPT]))
+    list(again.decode_turn([PROMPT]))
+    list(other.decode_turn([PROMPT]))
     assert [x.data_ptr() for x in tensors_of(again.state)] == addresses
     assert again.history == other.history == history
 
@@ -308,7 +308,7 @@ def test_what_the_caller_does_is_not_decoding():
         ),
         0.0,
     )
-    for _ in session.run([PROMPT]):
+    for _ in session.decode_turn([PROMPT]):
         time.sleep(0.05)
         slept += 0.05
     assert session.stats.decode_s < slept / 2

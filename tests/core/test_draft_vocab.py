@@ -121,7 +121,7 @@ def test_columns_tokens_and_spread():
         [0, 0.5, pytest.approx(0.3), 0, 0, pytest.approx(0.2)]
     ]
     every = DraftVocab(6)
-    assert every.kept == 6 and every.columns(x) is every.tokens(x) is every.spread(x) is x
+    assert every.drafted == 6 and every.columns(x) is every.tokens(x) is every.spread(x) is x
 
 
 # ----------------------------------------------------------------------------------------- LM heads

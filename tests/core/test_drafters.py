@@ -208,7 +208,7 @@ def test_a_decoder_accepts_what_a_plain_lookup_does():
         tokens = kept.tokens
         plain.kept = tokens[(tokens >= 0).cumsum(0) > 0].tolist()  # without padding
         batch = Batch(engine, ["def read_lines(path):\n    with open(path) as file:\n"])
-        batch.run(batch.streams)
+        batch.decode_all(batch.streams)
         (turn,) = batch.entries
         got = batch.stats.accept_lengths
         assert got[:-1] == plain.lengths(turn.prompt, turn.new, 16)[:-1]  # the last one is cut
@@ -298,7 +298,7 @@ def test_a_late_host_picks_late_and_changes_nothing():
     )
     for host_lag in (0, 1, 3):
         session = Session(engine, [(0, 0)], host_lag)
-        list(session.run([LOOP]))
+        list(session.decode_turn([LOOP]))
         assert session.history == plain.history
 
 
@@ -358,7 +358,7 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         fresh.buffers.state = fresh.state._replace(
             draws=torch.tensor([pos - len(p) for p in PROMPTS]).clamp(min=0)
         )
-        next(fresh.run(texts))
+        next(fresh.decode_turn(texts))
         tokens = fresh.state.tokens[row, : pos + 1].tolist()
         assert tokens == session.history[row][: pos + 1], "the root comes out the same"
         tree_again, _ = Cycle(engine, engine.drafter, fresh.mode).draft(fresh.state)
@@ -414,10 +414,10 @@ def test_past_its_context_the_draft_model_rests(monkeypatch):
 def test_a_later_turn_inside_the_context_drafts_again():
     engine = short_draft(24, max_new_tokens=30, ignore_eos=True)
     session = Session(engine, [(0, 0)])
-    list(session.run([PROMPTS[0]]))
+    list(session.decode_turn([PROMPTS[0]]))
     begun = len(session.trace)
     second = [*session.history[0][:9], 4]
-    list(session.run([second]))
+    list(session.decode_turn([second]))
     fresh = decode(engine, second)
     assert session.history == fresh.history
     assert [line["draft_tokens"] for line in session.trace[begun:]] == [

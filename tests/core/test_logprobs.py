@@ -92,10 +92,10 @@ def test_every_drafter_gives_the_same_bits(quant):
 
 
 def test_nobody_pays_where_nobody_asks(monkeypatch):
-    monkeypatch.setattr("extras.logprobs.Scores", None)
+    monkeypatch.setattr("extras.logprobs.ScoredStep", None)
     engine = engine_for(golden_target(), make("dynamic"), **OPTIONS)
     session = Session(engine)
     logprobs = Logprobs(engine.target)
     session.readers.append(logprobs)
-    list(session.run([IDS]))
+    list(session.decode_turn([IDS]))
     assert logprobs.take(0) == []

@@ -303,7 +303,9 @@ def check_compiled(
         golden_target(MODELS[model][0]), make(name, children, model), accept=accept, **options
     )
     compiled = compiled_as_on_cuda(engine)
-    list(Session(replace(compiled, policy=InTurn())).run([LOOP] * batch))  # every preset runs
+    list(
+        Session(replace(compiled, policy=InTurn())).decode_turn([LOOP] * batch)
+    )  # every preset runs
     for number, prompts in enumerate((PROMPTS[:batch], [[3]], [PROMPTS[1] * 9])):
         with (
             torch._dynamo.config.patch(error_on_recompile=True),
@@ -312,7 +314,7 @@ def check_compiled(
             plain = decode(replace(engine, policy=InTurn()), *prompts)
             rows = [(row, 0) for row in range(len(prompts))]
             ours = Session(replace(compiled, policy=InTurn()), rows, host_lag=1)
-            list(ours.run(list(prompts)))
+            list(ours.decode_turn(list(prompts)))
             state, *_ = compiled.cycles[ours.mode][-1](ours.buffers.cache, ours.state)
             assert all(map(operator.is_, tensors_of(state), tensors_of(ours.state)))
         for row, prompt in enumerate(prompts):
@@ -489,7 +491,7 @@ def scripted_run(script, depth=4, host_lag=None, **options):
         golden_target(), Scripted(script, depth, len(prompt)), **{"ignore_eos": True, **options}
     )
     session = Session(engine, [(0, 0)], host_lag)
-    cycles = list(session.run([prompt]))
+    cycles = list(session.decode_turn([prompt]))
     return session, cycles, new_tokens(session, 0, prompt)
 
 
@@ -592,11 +594,11 @@ def test_second_turn_reuses_the_cache_and_continues_the_noise(temperature):
     names = ("none", "dynamic", "ngram", "model:small", "eagle+ngram")
     for drafter in (make(name) for name in names):
         session = Session(engine_for(target, drafter, **options), [(0, 0)])
-        list(session.run([PROMPTS[0]]))
+        list(session.decode_turn([PROMPTS[0]]))
         second = [*session.history[0], 9, 8, 7]
-        list(session.run([second]))
+        list(session.decode_turn([second]))
         # a third turn whose history was trimmed: little is left to reuse, the draws go on
-        list(session.run([second[6:]]))
+        list(session.decode_turn([second[6:]]))
         histories.append((second, session.history[0]))
         assert int(session.state.draws[0]) == 45
     assert all(history == histories[0] for history in histories)
@@ -608,10 +610,10 @@ def test_reused_cache_equals_a_fresh_one(name):
     drafter = make(name)
     engine = engine_for(target, drafter, max_new_tokens=15, ignore_eos=True)
     session = Session(engine, [(0, 0)])
-    list(session.run([PROMPTS[0]]))
+    list(session.decode_turn([PROMPTS[0]]))
     second = [*session.history[0], 9, 8, 7]
     first_cycles = len(session.trace)
-    list(session.run([second]))
+    list(session.decode_turn([second]))
     fresh = decode(engine, second)
     assert session.history[0] == fresh.history[0]
     assert [t["draft_tokens"] for t in session.trace[first_cycles:]] == [
@@ -761,10 +763,10 @@ def test_an_idle_row_keeps_what_it_has():
         batch_size=2,
     )
     session = Session(engine, [(0, 0), (1, 0)])
-    list(session.run([PROMPTS[0], PROMPTS[1]]))
+    list(session.decode_turn([PROMPTS[0], PROMPTS[1]]))
     kept = list(session.history[0])
-    list(session.run([None, [*session.history[1], 3, 4]]))
-    list(session.run([[*kept, 9], None]))
+    list(session.decode_turn([None, [*session.history[1], 3, 4]]))
+    list(session.decode_turn([[*kept, 9], None]))
     assert session.history[0] == decode(engine, [*kept, 9]).history[0]
 
 

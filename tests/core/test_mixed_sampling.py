@@ -61,7 +61,7 @@ def alone(number: int) -> tuple[Engine, list[int]]:
     options = OPTIONS | asked.sampling._asdict() | {"seed": asked.seed}
     engine = engine_for(golden_target(), RootOnly(), **options)
     session = Session(engine, [(number, 0)])
-    list(session.run([asked.ids]))
+    list(session.decode_turn([asked.ids]))
     return engine, session.history[0][len(asked.ids) :]
 
 

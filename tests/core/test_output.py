@@ -48,13 +48,15 @@ def test_ctrl_c_in_prefill_leaves_what_was_computed(monkeypatch, chunk, drafts):
         target, drafter, draft="none", max_new_tokens=12, ignore_eos=True, context=256
     )
     fresh, stopped = (session.Session(engine, [(0, 0)]) for _ in range(2))
-    wanted = list(fresh.run([SECOND]))
-    list(stopped.run([FIRST]))
+    wanted = list(fresh.decode_turn([SECOND]))
+    list(stopped.decode_turn([FIRST]))
     with monkeypatch.context() as patch:
         interrupt(patch, chunk)
         with pytest.raises(KeyboardInterrupt):
-            list(stopped.run([SECOND]))
-    assert sum((new[0] for new in stopped.run([SECOND])), []) == sum((new[0] for new in wanted), [])
+            list(stopped.decode_turn([SECOND]))
+    assert sum((new[0] for new in stopped.decode_turn([SECOND])), []) == sum(
+        (new[0] for new in wanted), []
+    )
 
 
 # -------------------------------------------------------------------------------------------- files

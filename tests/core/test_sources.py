@@ -364,7 +364,7 @@ def test_every_size_gives_the_same_tokens(draft, temperature, batch, built):
     for drafted in ({"draft": "none"}, {"draft": draft, **own}):
         engine = load(**options, dtype="bfloat16", **drafted)
         session = Session(replace(engine, policy=InTurn()), [(0, 0), (1, 0)][:batch])
-        for _ in session.run(prompts):
+        for _ in session.decode_turn(prompts):
             pass
         runs.append(session)
     assert runs[0].history == runs[1].history
@@ -390,7 +390,7 @@ def test_traced_steps_give_the_same_tokens(monkeypatch, make):
     options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2}
     plain = decode(engine_for(golden_target(), RootOnly(), **options), LOOP, PROMPTS[1])
     compiled = compiled_as_on_cuda(engine_for(golden_target(), make(), **options))
-    list(Session(compiled).run([[5, 17, 3], [3]]))
+    list(Session(compiled).decode_turn([[5, 17, 3], [3]]))
     with torch.compiler.set_stance("fail_on_recompile"):
         session = decode(compiled, LOOP, PROMPTS[1])
     assert session.history == plain.history and sum(session.stats.accept_lengths) > 0

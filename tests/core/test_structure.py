@@ -187,7 +187,7 @@ def test_a_cycle_visits_at_most_twelve_files_beside_its_operators(options):
     engine = generate.load(checkpoint=DEMO, max_new_tokens=64, device="cpu", **options, **head)
     own = {str(file) for file in sources() if "ops" not in file.parts}
     session, files = Session(engine, [(0, 0)]), set()
-    decoding = session.run([[5, 17, 3]])
+    decoding = session.decode_turn([[5, 17, 3]])
     next(decoding), next(decoding)
 
     def see(frame, event, argument):

@@ -69,7 +69,7 @@ def operators_of(engine: Engine, preset: int, each: list[Sampling] = ()) -> Coun
     session = Session(engine)
     for seq, own in enumerate(each):
         session.configure(seq, own, 7 + seq)
-    decoding = session.run([LOOP] * engine.config.batch_size)
+    decoding = session.decode_turn([LOOP] * engine.config.batch_size)
     for _ in range(3):
         next(decoding)
     for _ in range(2):  # before the second nothing is left to take in
@@ -206,7 +206,7 @@ def test_a_mixed_batch_is_each_alone(batch):
     for number, own in enumerate(each):
         engine = engine_for(target(), RootOnly(), seed=number, **own._asdict(), **options)
         session = Session(engine, [(number, 0)])
-        list(session.run([prompts[number]]))
+        list(session.decode_turn([prompts[number]]))
         want.append(session.history[0][len(prompts[number]) :])
     for name, drafter in {"vanilla": RootOnly(), **drafters()}.items():
         for compile in (False, True) if name in ("vanilla", "3 chain 3", "ngram") else (True,):

@@ -692,14 +692,14 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
         session = Session(engine, [(i, 0) for i in range(batch)])
-        decoding = session.run(list(PROMPTS[:batch]))
+        decoding = session.decode_turn(list(PROMPTS[:batch]))
         next(decoding)
         for preset in range(len(engine.presets)):
             for _ in range(1 + WARM_UPS):
                 session.time_cycle(preset)  # captured by now, whichever the tree policy preferred
         del session, decoding  # the next session takes over the buffers
         session = Session(engine, [(i, 0) for i in range(batch)])
-        decoding = session.run(list(PROMPTS[:batch]))
+        decoding = session.decode_turn(list(PROMPTS[:batch]))
         next(decoding)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -480,7 +480,7 @@ def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
         calls = record(monkeypatch, EagleDrafter, "extend")
         drafter = EagleDrafter(head, model, TREES["chain"])
         session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])
-        steps = session.run([prompt])
+        steps = session.decode_turn([prompt])
         next(steps)
         while session.prefilling:
             next(steps)

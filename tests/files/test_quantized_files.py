@@ -458,8 +458,8 @@ def test_trees_and_lookup_say_what_vanilla_says(tmp_path, capsys, name):
     prompts = [[9, 33, 2, 71, 9, 33, 2]]
     vanilla = load(**options, draft="none")
     expected = generate(vanilla, prompts).tokens
-    assert vanilla.config.quant == ("int4" if "8" not in name and name != "float" else "int8")
-    assert vanilla.config.group_size == (0 if vanilla.config.quant == "int8" else 32)
+    assert vanilla.option("quant") == ("int4" if "8" not in name and name != "float" else "int8")
+    assert vanilla.option("group_size") == (0 if vanilla.option("quant") == "int8" else 32)
     tree = load(
         **options,
         draft="eagle",
@@ -629,7 +629,7 @@ def test_they_run_in_bfloat16(tmp_path, name):
         "max_new_tokens": 4,
     }
     half, other = load(**options), load(**options, dtype="bfloat16")
-    assert (half.config.dtype, other.config.dtype, other.config.quant) == (
+    assert (half.option("dtype"), other.option("dtype"), other.option("quant")) == (
         "float16",
         "bfloat16",
         "int4",
@@ -852,7 +852,7 @@ def test_older_files_say_it_under_another_key(originals, tmp_path):
     raw = json.loads((out / "config.json").read_text())
     raw["compression_config"] = raw.pop("quantization_config")
     (out / "config.json").write_text(json.dumps(raw))
-    assert load(checkpoint=str(out), draft="none", device="cpu").config.quant == "int4"
+    assert load(checkpoint=str(out), draft="none", device="cpu").option("quant") == "int4"
 
 
 # ------------------------------------------------------------------------------------------ quality

@@ -533,7 +533,7 @@ def test_decoding_gives_the_same_tokens(engines, options):
         with_config(engine, replace(engine.config, max_new_tokens=20, **options))
         for engine in engines
     )
-    assert large.target.config.dim == 1024 and large.config.draft == "eagle"
+    assert large.target.config.dim == 1024 and large.option("draft") == "eagle"
     a, b = generate(small, [PROMPT]), generate(large, [PROMPT])
     assert a.tokens == b.tokens and a.text == b.text
     assert a.stats["accept_lengths"] == b.stats["accept_lengths"]

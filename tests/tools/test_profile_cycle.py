@@ -80,7 +80,7 @@ def test_the_profile_of_a_cycle_is_whole_or_fails(monkeypatch):
     monkeypatch.setattr(profile_cycle, "profiler_of", Replayed)
     monkeypatch.setattr(profile_cycle, "run_dummies", lambda: ran.append("dummies"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: ran.append("wait"))
-    engine = SimpleNamespace(config=SimpleNamespace(device="cuda"))
+    engine = SimpleNamespace(device=torch.device("cuda"))
     Replayed.records = [("a", 110, 120), ("b", 121, 125), ("a", 210, 220), ("b", 223, 225)]
     assert profile_cycle.one_replay(engine, [1]) == [("a", 10, 0.0), ("b", 2, 3)]
     assert ran == ["dummies", "cycle", "wait", "cycle", "wait"] and Replayed.devices == ["cuda"]
