@@ -15,6 +15,8 @@ Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840).
 import argparse
 import json
 import math
+import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,44 +30,8 @@ from torch import Tensor, nn
 
 GROUP = 32  # inputs that share a scale in int4
 MASK32 = 0xFFFFFFFF
-
-
-def unfilled(*shape: int) -> nn.Parameter:
-    """Make a weight without memory; `fill` puts a file's tensor in its place."""
-    return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
-
-
-class Linear(nn.Module):
-    """A linear layer. Its weight is floats, or integer codes that become floats at every use."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
-        super().__init__()
-        self.weight = unfilled(outputs, inputs)
-        self.bias = unfilled(outputs) if bias else None
-
-    def quantize(self, bits: int) -> None:
-        """Round the weight: int8 with a scale per output, int4 with one per GROUP inputs."""
-        outputs, inputs = self.weight.shape
-        group = inputs if bits == 8 else GROUP
-        if inputs % group:
-            raise ValueError(f"int4 needs a multiple of {GROUP} inputs, not {inputs}; use int8")
-        weight = self.weight.float().view(outputs, -1, group)  # [out, in/G, G]
-        scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
-        codes = (weight / scale).round().to(torch.int8)
-        if bits == 4:  # two codes in a byte, made positive since a shift would mind the sign
-            low, high = (codes + 8).to(torch.uint8).chunk(2, -1)
-            codes = low | high << 4  # [out, in/G, G/2]
-        self.weight = None
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale", scale)  # [out, in/G, 1] fp32
-
-    def forward(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out]
-        if self.weight is not None:
-            return F.linear(x, self.weight, self.bias)
-        codes = self.codes
-        if codes.dtype == torch.uint8:
-            codes = torch.cat((codes & 15, codes >> 4), -1).float() - 8  # [out, in/G, G]
-        return F.linear(x, (codes * self.scale).flatten(1).to(x.dtype), self.bias)
+PARTS = r"(embed_tokens|(\w+_)?(layer)?norm|[qkvo]_proj|(gate|up|down)_proj|gate|w[123]|lm_head|fc)"
+KNOWN = re.compile(rf"(.*\.)?{PARTS}\.weight|fc\.bias|d2t|t2d|.*inv_freq")
 
 
 class Place(NamedTuple):
@@ -76,192 +42,197 @@ class Place(NamedTuple):
     visible: Tensor  # [T, S] bool, the slots that the token sees, its own included
 
 
-def rope_frequencies(config: dict) -> Tensor:
-    """Return RoPE's radians per position, [E/2] fp32, scaled as the config says."""
-    E = config["head_dim"]
-    freq = 1 / config["rope_theta"] ** (torch.arange(0, E, 2, device=config["device"]).float() / E)
-    rope = config["rope"]
-    if "factor" not in rope:
-        return freq
-    slow = freq / rope["factor"]
-    if "low_freq_factor" not in rope:  # the type "linear"
-        return slow
-    # the type "llama3": long waves slow down, short ones stay, those between are blended
-    turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
-    low = rope["low_freq_factor"]
-    return slow.lerp(freq, ((turns - low) / (rope["high_freq_factor"] - low)).clamp(0, 1))
+class Model(nn.Module):
+    """The layers of a target or a head. Weights are buffers, under Hugging Face's names.
 
-
-class Attention(nn.Module):
-    """Grouped-query attention over a static cache.
-
-    The cache never grows; a mask says which slots count. So every pass has the same shapes: a step
-    compiles once, and a GPU can replay it as a captured graph.
+    The caches of keys and values never grow; a mask says which slots count. So every pass has the
+    same shapes: a step compiles once, and a GPU can replay it as a captured graph.
     """
 
-    def __init__(self, config: dict, inputs: int):
+    def __init__(self, path: Path, options: argparse.Namespace):
+        """Read config.json and the weights. Raises: ValueError for a model that is not served."""
         super().__init__()
-        self.E = config["head_dim"]
-        self.kv_heads = config["num_key_value_heads"]
-        width = config["num_attention_heads"] * self.E
-        self.q_proj = Linear(inputs, width)
-        self.k_proj = Linear(inputs, self.kv_heads * self.E)
-        self.v_proj = Linear(inputs, self.kv_heads * self.E)
-        self.o_proj = Linear(width, config["hidden_size"])
-        self.register_buffer("freq", rope_frequencies(config))
-        # zeros, since a hidden slot counts 0 times, and 0 times a NaN of unset memory is a NaN
-        cache = torch.zeros(2, self.kv_heads, config["slots"], self.E, dtype=config["dtype"])
-        self.register_buffer("cache", cache.to(config["device"]))  # keys and values
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        self.config = config
+        self.heads = config["num_attention_heads"]
+        self.kv_heads = config.get("num_key_value_heads") or self.heads
+        self.E = config.get("head_dim") or config["hidden_size"] // self.heads
+        self.layers = config["num_hidden_layers"]
+        self.register_buffer("freq", self.rope_frequencies().to(options.device))  # [E/2]
+        kept = config.get("torch_dtype") or config.get("dtype") or "float32"
+        self.dtype = getattr(torch, options.dtype or kept)
+        files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+        for file in files:
+            is_safe = file.suffix == ".safetensors"
+            part = load_file(file) if is_safe else torch.load(file, weights_only=True, mmap=True)
+            for name, tensor in part.items():
+                self.add(name, tensor.to(options.device), options.bits)
+        slots = options.context + max(options.nodes, options.depth * options.topk + 1)
+        for i in range(self.layers):
+            for kind in ("k_cache", "v_cache"):
+                # zeros, since a hidden slot counts 0 times, and 0 times a NaN would be a NaN
+                cache = torch.zeros(self.kv_heads, slots, self.E, dtype=self.dtype)
+                self.register_buffer(f"{kind}{i}", cache.to(options.device))  # [Hkv, S, E]
 
-    def heads(self, x: Tensor) -> Tensor:  # [T, H E] -> [H, T, E]
-        return x.unflatten(-1, (-1, self.E)).transpose(0, 1)
+    def rope_frequencies(self) -> Tensor:
+        """Return RoPE's radians per position, [E/2] fp32, scaled as the config says."""
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        theta = rope.get("rope_theta") or self.config.get("rope_theta") or 10000.0
+        freq = 1 / theta ** (torch.arange(0, self.E, 2) / self.E)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return freq
+        if kind != "llama3":
+            raise ValueError(f"RoPE scaling must be llama3 or none, not {kind}")
+        # long waves slow down, short ones stay, those between are blended
+        low = rope["low_freq_factor"]
+        turns = rope["original_max_position_embeddings"] * freq / (2 * math.pi)
+        blend = ((turns - low) / (rope["high_freq_factor"] - low)).clamp(0, 1)
+        return (freq / rope["factor"]).lerp(freq, blend)
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:  # [H, T, E] -> [H, T, E]
+    def add(self, name: str, weight: Tensor, bits: int) -> None:
+        """Keep a weight as floats; of a linear layer, round it if bits are 8 or 4.
+
+        int8 has a scale per output, int4 one per GROUP inputs.
+        """
+        if not KNOWN.fullmatch(name):
+            raise ValueError(f"the weight {name} is of no LLaMA, Mixtral or EAGLE head")
+        buffer = name.removeprefix("model.").removesuffix(".weight").replace(".", "_")
+        if name.endswith(("d2t", "t2d")):
+            return self.register_buffer(buffer, weight)
+        if bits == 16 or weight.dim() < 2 or name.endswith(("embed_tokens.weight", ".gate.weight")):
+            return self.register_buffer(buffer, weight.to(self.dtype))
+        group = weight.shape[1] if bits == 8 else GROUP
+        groups = weight.float().unflatten(1, (-1, group))  # [out, in/G, G]
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
+        codes = (groups / scale).round().to(torch.int8)
+        if bits == 4:  # two codes in a byte, made positive since a shift would mind the sign
+            low, high = (codes + 8).to(torch.uint8).chunk(2, -1)
+            codes = low | high << 4  # [out, in/G, G/2]
+        self.register_buffer(buffer, codes)
+        self.register_buffer(f"{buffer}_scale", scale)  # [out, in/G, 1] fp32
+
+    def linear(self, name: str, x: Tensor) -> Tensor:  # [T, in] -> [T, out]
+        """Multiply with a weight; codes become floats at every use."""
+        weight = getattr(self, name)
+        if weight.is_floating_point():
+            return F.linear(x, weight)
+        if weight.dtype == torch.uint8:
+            weight = torch.cat((weight & 15, weight >> 4), -1).float() - 8  # [out, in/G, G]
+        return F.linear(x, (weight * getattr(self, f"{name}_scale")).flatten(1).to(x.dtype))
+
+    def rms_norm(self, name: str, x: Tensor) -> Tensor:  # [T, F] -> [T, F]
+        return F.rms_norm(x, x.shape[-1:], getattr(self, name), self.config["rms_norm_eps"])
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:  # [T, H E] -> [H, T, E]
         """Apply RoPE in fp32, in Hugging Face's layout: the two halves of E make the pairs."""
         angles = positions[:, None] * self.freq  # [T, E/2]
+        left, right = x.float().unflatten(1, (-1, 2, self.E // 2)).permute(2, 1, 0, 3)
         cos = angles.cos()
         sin = angles.sin()
-        left, right = x.float().chunk(2, -1)  # [H, T, E/2]
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:  # [T, inputs] -> [T, F]
-        """Attend. Writes: the cache at `place.slots`."""
-        q = self.rotate(self.heads(self.q_proj(x)), place.positions)  # [H, T, E]
-        self.cache[0, :, place.slots] = self.rotate(self.heads(self.k_proj(x)), place.positions)
-        self.cache[1, :, place.slots] = self.heads(self.v_proj(x))
+    def attention(self, i: int, name: str, h: Tensor, place: Place) -> Tensor:
+        """Attend in layer i: [T, inputs] -> [T, F]. Writes: its caches at `place.slots`."""
+        k_cache = getattr(self, f"k_cache{i}")
+        v_cache = getattr(self, f"v_cache{i}")
+        q = self.rotate(self.linear(f"{name}_self_attn_q_proj", h), place.positions)  # [H, T, E]
+        k = self.rotate(self.linear(f"{name}_self_attn_k_proj", h), place.positions)  # [Hkv, T, E]
+        v = self.linear(f"{name}_self_attn_v_proj", h).unflatten(1, (-1, self.E)).transpose(0, 1)
+        k_cache[:, place.slots] = k
+        v_cache[:, place.slots] = v
         # query heads that share a key head become rows of it, so that no key is copied per head
         rows = q.reshape(1, self.kv_heads, -1, self.E)  # [1, Hkv, (H/Hkv) T, E]
-        mask = place.visible.repeat(rows.shape[2] // len(x), 1)  # [(H/Hkv) T, S]
-        y = F.scaled_dot_product_attention(rows, *self.cache[:, None], attn_mask=mask)
-        return self.o_proj(y.reshape(q.shape).transpose(0, 1).flatten(1))
+        mask = place.visible.repeat(self.heads // self.kv_heads, 1)  # [(H/Hkv) T, S]
+        y = F.scaled_dot_product_attention(rows, k_cache[None], v_cache[None], attn_mask=mask)
+        y = y.reshape(q.shape).transpose(0, 1).flatten(1)  # [T, H E]
+        return self.linear(f"{name}_self_attn_o_proj", y)
 
+    def swiglu(self, x: Tensor, gate: str, up: str, down: str) -> Tensor:  # [T, F] -> [T, F]
+        return self.linear(down, F.silu(self.linear(gate, x)) * self.linear(up, x))
 
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: dict):
-        super().__init__()
-        self.gate_proj = Linear(config["hidden_size"], config["intermediate_size"])
-        self.up_proj = Linear(config["hidden_size"], config["intermediate_size"])
-        self.down_proj = Linear(config["intermediate_size"], config["hidden_size"])
-
-    def forward(self, x: Tensor) -> Tensor:  # [T, F] -> [T, F]
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Experts(nn.Module):
-    """Mixtral's feed-forward (arXiv 2401.04088): a router weighs the best experts of each token."""
-
-    def __init__(self, config: dict):
-        super().__init__()
-        self.chosen = config["num_experts_per_tok"]
-        self.gate = nn.Linear(config["hidden_size"], config["num_local_experts"], False, "meta")
-        self.experts = nn.ModuleList(MLP(config) for _ in range(config["num_local_experts"]))
-
-    def forward(self, x: Tensor) -> Tensor:  # [T, F] -> [T, F]
-        scores = F.linear(x.float(), self.gate.weight.float())  # in 16 bits, experts would tie
-        best, expert = scores.topk(self.chosen)  # [T, chosen]
-        share = torch.zeros_like(scores).scatter(1, expert, best.softmax(-1))  # [T, experts]
+    def experts(self, name: str, x: Tensor) -> Tensor:  # [T, F] -> [T, F]
+        """Let a router weigh the best experts of each token. Source: Mixtral (arXiv 2401.04088)."""
+        scores = F.linear(x.float(), getattr(self, f"{name}_gate").float())  # in 16 bits they tie
+        best, chosen = scores.topk(self.config["num_experts_per_tok"])
+        share = torch.zeros_like(scores).scatter(1, chosen, best.softmax(-1))  # [T, experts]
+        y = torch.zeros_like(x)
         # shapes must not depend on the choice, and a tree needs nearly every expert: run them all
-        return sum(mlp(x) * share[:, e, None] for e, mlp in enumerate(self.experts)).to(x.dtype)
+        for e in range(scores.shape[1]):
+            weights = [f"{name}_experts_{e}_{w}" for w in ("w1", "w3", "w2")]
+            y = y + self.swiglu(x, *weights) * share[:, e, None]
+        return y.to(x.dtype)
+
+    def layer(self, i: int, name: str, x: Tensor, h: Tensor, place: Place) -> Tensor:
+        """Run layer i. x: [T, F], the residual stream; h: [T, inputs], the attention's input."""
+        x = x + self.attention(i, name, h, place)
+        h = self.rms_norm(f"{name}_post_attention_layernorm", x)
+        if "num_local_experts" in self.config:
+            return x + self.experts(f"{name}_block_sparse_moe", h)
+        return x + self.swiglu(h, *[f"{name}_mlp_{part}_proj" for part in ("gate", "up", "down")])
 
 
-class Block(nn.Module):
-    """A transformer layer. Its owner norms the attention's input, since there the heads differ."""
+class Target(Model):
+    """LLaMA, Mistral or Mixtral."""
 
-    def __init__(self, config: dict, inputs: int, *norms: str):
-        """inputs: width of the attention's input; norms: names of those that its owner applies."""
-        super().__init__()
-        for name in (*norms, "post_attention_layernorm"):
-            self.register_module(name, make_norm(config))
-        self.self_attn = Attention(config, inputs)
-        self.mlp = Experts(config) if "num_local_experts" in config else MLP(config)
-
-    def forward(self, x: Tensor, h: Tensor, place: Place) -> Tensor:
-        """Run the layer. x: [T, F], the residual stream; h: [T, inputs], the attention's input."""
-        x = x + self.self_attn(h, place)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def make_norm(config: dict) -> nn.RMSNorm:
-    return nn.RMSNorm(config["hidden_size"], config.get("rms_norm_eps", 1e-6), device="meta")
-
-
-class Target(nn.Module):
-    """LLaMA, Mistral or Mixtral. Modules have Hugging Face's names, so weights need no map."""
-
-    def __init__(self, config: dict):
-        super().__init__()
-        width = config["hidden_size"]
-        self.aux_layers = ()  # the layers whose inputs an EAGLE-3 head reads
-        self.embed_tokens = nn.Embedding.from_pretrained(unfilled(config["vocab_size"], width))
-        layers = range(config["num_hidden_layers"])
-        self.layers = nn.ModuleList(Block(config, width, "input_layernorm") for _ in layers)
-        self.norm = make_norm(config)
-        self.lm_head = Linear(width, config["vocab_size"])
+    aux_layers = ()  # the layers whose inputs an EAGLE-3 head reads
 
     def forward(self, tokens: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         """Run over T tokens. Writes: the caches.
 
         Returns: the LM head's input, [T, F]; the features that a head reads, [T, F] or [T, 3F].
         """
-        x = self.embed_tokens(tokens)  # [T, F]
-        aux = []
-        for i, block in enumerate(self.layers):
-            if i in self.aux_layers:
-                aux.append(x)
-            x = block(x, block.input_layernorm(x), place)
-        x = self.norm(x)
-        return x, torch.cat(aux, -1) if aux else x
+        x = F.embedding(tokens, self.embed_tokens)  # [T, F]
+        inputs = []
+        for i in range(self.layers):
+            inputs.append(x)
+            x = self.layer(
+                i, f"layers_{i}", x, self.rms_norm(f"layers_{i}_input_layernorm", x), place
+            )
+        x = self.rms_norm("norm", x)
+        return x, torch.cat([inputs[i] for i in self.aux_layers], -1) if self.aux_layers else x
+
+    def logits(self, x: Tensor) -> Tensor:  # [T, F] -> [T, V] fp32
+        tied = self.config.get("tie_word_embeddings")
+        return self.linear("embed_tokens" if tied else "lm_head", x).float()
 
 
-class Head(nn.Module):
-    """An EAGLE head. Row j reads feature f_j and token x_{j+1}; it predicts f_{j+1} and x_{j+2}.
+class Head(Model):
+    """An EAGLE head: from feature f_j and token x_{j+1} it predicts f_{j+1} and x_{j+2}.
 
-    EAGLE-1 and 2 use the target's LM head. EAGLE-3 reads three layers, and has an LM head of its
-    own over a smaller vocabulary.
+    EAGLE-3 fuses three layers of the target into f_j, and has an LM head over fewer tokens.
     """
 
-    def __init__(self, config: dict, tensors: dict[str, Tensor], target: Target):
-        super().__init__()
-        width = config["hidden_size"]
-        layers = len(target.layers)
-        self.sharpness = config.get(
-            "draft_sharpness", 1.0
-        )  # c in log softmax(c z), fitted per head
-        self.is_eagle3 = "midlayer.hidden_norm.weight" in tensors
-        self.embed_tokens = target.embed_tokens
-        ids = torch.arange(config.get("draft_vocab_size") or config["vocab_size"])
+    def __init__(self, path: Path, options: argparse.Namespace, target: Target):
+        super().__init__(path, options)
+        self.target = target
+        self.sharpness = self.config.get("draft_sharpness", 1.0)  # c in log softmax(c z), if fitted
+        self.is_eagle3 = hasattr(self, "midlayer_hidden_norm")
         if self.is_eagle3:
-            target.aux_layers = config.get("eagle_aux_hidden_state_layer_ids")
-            target.aux_layers = target.aux_layers or (2, layers // 2, layers - 3)
-            self.midlayer = Block(config, 2 * width, "input_layernorm", "hidden_norm")
-            self.norm = make_norm(config)
-            self.lm_head = Linear(width, len(ids))
-        else:
-            self.layers = nn.ModuleList([Block(config, width)])  # no norm before its attention
-            self.norm = nn.Identity()
-            self.lm_head = target.lm_head
-        ids += tensors.get("d2t", 0)  # the difference between a token and its logit's place
-        self.register_buffer("ids", ids.to(config["device"]))  # [Vd] int64, each logit's token
-        self.fc = Linear((2 + self.is_eagle3) * width, width, bias="fc.bias" in tensors)
+            listed = self.config.get("eagle_aux_hidden_state_layer_ids")
+            target.aux_layers = listed or (2, target.layers // 2, target.layers - 3)
+        count = self.config.get("draft_vocab_size") or self.config["vocab_size"]
+        # [Vd] int64, each logit's token; d2t is the difference between the token and its place
+        ids = torch.arange(count, device=options.device) + getattr(self, "d2t", 0)
+        self.register_buffer("ids", ids)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """Turn the target's features into `hidden` of `forward`, whose outputs are that already."""
-        return self.fc(features) if self.is_eagle3 else features
+    def fuse(self, features: Tensor) -> Tensor:  # [T, F or 3F] -> [T, F], as `forward` takes them
+        return self.linear("fc", features) if self.is_eagle3 else features
 
     def forward(self, tokens: Tensor, hidden: Tensor, place: Place) -> Tensor:
         """Predict the next features, [T, F]. tokens: [T], x_{j+1}; hidden: [T, F], f_j."""
-        embedded = self.embed_tokens(tokens)  # [T, F]
+        x = F.embedding(tokens, self.target.embed_tokens)  # [T, F]
         if self.is_eagle3:
-            block = self.midlayer
-            h = torch.cat((block.input_layernorm(embedded), block.hidden_norm(hidden)), -1)
-            return block(hidden, h, place)
-        x = self.fc(torch.cat((embedded, hidden), -1))
-        return self.layers[0](x, x, place)
+            x = self.rms_norm("midlayer_input_layernorm", x)
+            h = torch.cat((x, self.rms_norm("midlayer_hidden_norm", hidden)), -1)  # [T, 2F]
+            return self.layer(0, "midlayer", hidden, h, place)
+        x = self.linear("fc", torch.cat((x, hidden), -1)) + getattr(self, "fc_bias", 0)
+        return self.layer(0, "layers_0", x, x, place)  # no norm before its attention
 
     def logits(self, out: Tensor) -> Tensor:  # [T, F] -> [T, Vd] fp32
-        return self.lm_head(self.norm(out)).float()
+        if self.is_eagle3:
+            return self.linear("lm_head", self.rms_norm("norm", out)).float()
+        return self.target.logits(out)
 
 
 def gumbel(key: Tensor, first: Tensor, rows: int, vocab: int) -> Tensor:
@@ -309,10 +280,12 @@ class Tree(NamedTuple):
 
 
 class Engine(nn.Module):
-    """A target, a head, and the size of their trees. A chain is a tree with K = 1."""
+    """A target, a head, and the size of their trees. A chain is a tree with K = 1.
+
+    Without a head the tree is only its root: that is vanilla decoding, by the same loop.
+    """
 
     def __init__(self, target: Target, head: Head | None, options: argparse.Namespace):
-        """Without a head the tree is its root: that is vanilla decoding, by the same loop."""
         super().__init__()
         self.target = target
         self.head = head
@@ -320,22 +293,13 @@ class Engine(nn.Module):
         self.K = options.topk  # children of a node, and nodes per level that get children
         self.N = options.nodes if head else 1  # verified nodes, root included
         self.temperature = options.temperature
-        self.vocab = target.embed_tokens.num_embeddings
-        S = target.layers[0].self_attn.cache.shape[2]
-        self.register_buffer("every", torch.arange(S, device=options.device))  # [S], all slots
         self.captured = options.compile and options.device != "cpu"
-        if options.compile:
-            mode = "reduce-overhead" if self.captured else "default"
-            self.draft = torch.compile(self.draft, fullgraph=True, dynamic=False, mode=mode)
-            self.verify = torch.compile(self.verify, fullgraph=True, dynamic=False, mode=mode)
+        slots = target.k_cache0.shape[1]
+        self.register_buffer("every", torch.arange(slots, device=options.device))  # [S]
 
     def causal(self, positions: Tensor) -> Place:
         """Place consecutive tokens, [T], each in the slot of its position."""
         return Place(positions, positions, self.every <= positions[:, None])
-
-    def noise(self, key: Tensor, draw: Tensor) -> Tensor | None:
-        """Return the noise of a tree whose root's children are draw number `draw`."""
-        return gumbel(key, draw, self.D + 1, self.vocab) if self.temperature else None
 
     def draft(self, state: State) -> Tree:
         """Draft a tree below the root. Writes: the head's cache.
@@ -344,21 +308,37 @@ class Engine(nn.Module):
         stay. Then it goes on from its own outputs, in slots that the next draft overwrites.
         """
         root = state.emitted[state.last]  # [1]
-        noise = self.noise(state.key, state.draw)
+        noise = None
+        if self.temperature:
+            vocab = len(self.target.embed_tokens)
+            noise = gumbel(state.key, state.draw, self.D + 1, vocab)
         if self.head is None:
             zero = torch.zeros_like(root)
             return Tree(root, zero, zero[None] == 0, noise)
         # token j + 1 makes row j, hence - 1; the rows of padding lie where nothing sees them
         rows = state.pos - 1 - state.last + self.every[: self.D + 1]
         out = self.head(state.emitted, self.head.fuse(state.features), self.causal(rows))
-        return self.rerank(root, *self.grow(out[state.last], state.pos, noise), noise)
+        tokens, values, parents = self.grow(out[state.last], state.pos, noise)
+        # re-ranking: the best nodes of all levels. No child is better than its parent, and a stable
+        # order keeps it behind, so no node is orphaned. Source: EAGLE-2, 4.2
+        best = values.argsort(descending=True, stable=True)[: self.N - 1].sort().values
+        nodes = self.every[: self.N]
+        node = torch.zeros(len(values) + 1, dtype=torch.long, device=root.device)
+        node = node.scatter(0, best + 1, nodes[1:])  # [P+1], of the root and of each candidate
+        parents = torch.cat((nodes[:1], node[parents[best] + 1]))  # [N]
+        mask = nodes[:, None] == nodes
+        ancestor = nodes
+        for _ in range(self.D):
+            ancestor = parents[ancestor]
+            mask = mask | (ancestor[:, None] == nodes)
+        return Tree(torch.cat((root, tokens[best])), parents, mask, noise)
 
     def grow(self, out: Tensor, pos: Tensor, noise: Tensor | None) -> list[Tensor]:
         """Score P = K + (D-1) K^2 candidates; the best K paths of a level get children.
 
-        out: [1, F], the head's output at the root
+        out: [1, F], the head's output at the root. Source: EAGLE-2, 4.1.
         Returns: of each candidate, [P]: its token; its value, the log-probability of its path; the
-            number of its parent among the candidates, -1 for the root. Source: EAGLE-2, 4.1.
+            number of its parent among the candidates, -1 for the root.
         """
         head = self.head
         K = self.K
@@ -386,30 +366,8 @@ class Engine(nn.Module):
             place = Place(slots, (pos + level).expand(K), visible)
             out = head(tokens[order], out[order // K], place)  # [K, F]
 
-    def rerank(self, root, tokens, values, parents, noise) -> Tree:
-        """Make a tree of the N - 1 best candidates, by the outputs of `grow`. Source: EAGLE-2, 4.2.
-
-        No child is better than its parent, and a stable order keeps it behind: no node is orphaned.
-        """
-        best = values.argsort(descending=True, stable=True)[: self.N - 1].sort().values
-        nodes = self.every[: self.N]
-        node = torch.zeros_like(self.every[:1]).expand(len(values) + 1)
-        node = node.scatter(0, best + 1, nodes[1:])  # [P+1], of the root and of each candidate
-        parents = torch.cat((nodes[:1], node[parents[best] + 1]))  # [N]
-        mask = nodes[:, None] == nodes
-        ancestor = nodes
-        for _ in range(self.D):
-            ancestor = parents[ancestor]
-            mask = mask | (ancestor[:, None] == nodes)
-        return Tree(torch.cat((root, tokens[best])), parents, mask, noise)
-
-    def choose(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Choose the target's own token, [T], behind LM head inputs [T, F]. noise: [T, V]."""
-        scores = self.target.lm_head(x).float()  # [T, V]
-        return (scores if noise is None else scores / self.temperature + noise).argmax(-1)
-
     def verify(self, tree: Tree, state: State) -> State:
-        """Run the target over the tree and accept a path. Writes: the target's caches."""
+        """Run the target over the tree, accept a path, compact. Writes: the target's caches."""
         pos = state.pos
         depths = tree.mask.sum(-1) - 1  # [N]
         offset = self.every - pos  # [S], from the root's slot
@@ -417,133 +375,56 @@ class Engine(nn.Module):
         visible = (offset < 0) | in_tree & tree.mask[:, offset.clamp(0, self.N - 1)]  # [N, S]
         place = Place(pos + self.every[: self.N], pos + depths, visible)
         x, features = self.target(tree.tokens, place)
-        noise = None if tree.noise is None else tree.noise[depths]  # nodes of a depth share a draw
-        choice = self.choose(x, noise)  # [N]
-        path, last = self.accept(tree, depths, choice)
-        for block in self.target.layers:  # the accepted nodes move next to the prefix
-            cache = block.self_attn.cache
-            cache[:, :, place.slots[: self.D + 1]] = cache[:, :, pos + path]
-        step = last + 1
-        return State(pos + step, state.draw + step, choice[path], features[path], last, state.key)
-
-    def accept(self, tree: Tree, depths: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """Accept the deepest path on which every token is the target's choice at its parent.
-
-        choice: [N], the target's token behind each node
-        Returns: path, [D+1], the node of each depth, then padding; its length, [1], without root.
-        """
-        matches = (tree.tokens == choice[tree.parents]) | (depths == 0)  # [N]
-        accepted = ~(tree.mask & ~matches).any(-1)  # the node and all its ancestors match
+        scores = self.target.logits(x)  # [N, V]
+        if tree.noise is not None:
+            scores = scores / self.temperature + tree.noise[depths]  # a depth shares a draw
+        choice = scores.argmax(-1)  # [N], the target's own token behind each node
+        matches = (tree.tokens == choice[tree.parents]) | (depths == 0)
+        accepted = ~(tree.mask & ~matches).any(-1)  # [N]: the node and all its ancestors match
         # of shape [1], since an index of shape [] would be read by the host
         deepest = torch.where(accepted, depths, -1).argmax(0, keepdim=True)
         on_path = tree.mask[deepest] & (depths == self.every[: self.D + 1, None])  # [D+1, N]
-        return on_path.int().argmax(-1), depths[deepest]
-
-    def prefill(self, prompt: Tensor, key: Tensor) -> State:
-        """Read a prompt, [n] int64, and decide the first root. Writes: the caches."""
-        rows = self.every[: len(prompt)]
-        x, features = self.target(prompt, self.causal(rows))
-        draw = torch.zeros_like(key[:1])
-        noise = self.noise(key, draw)
-        root = self.choose(x[-1:], None if noise is None else noise[:1])  # [1]
-        if self.head:  # the last feature waits for the first draft
-            self.head(prompt[1:], self.head.fuse(features[:-1]), self.causal(rows[:-1]))
-        features = F.pad(features[-1:], (0, 0, 0, self.D))  # [D+1, F or 3F]
-        return State(draw + len(prompt), draw + 1, F.pad(root, (0, self.D)), features, draw, key)
+        path = on_path.int().argmax(-1)  # [D+1], the accepted node of each depth, then padding
+        for i in range(self.target.layers):  # the accepted nodes move next to the prefix
+            for cache in (getattr(self.target, f"{kind}_cache{i}") for kind in "kv"):
+                cache[:, place.slots[: self.D + 1]] = cache[:, pos + path]
+        last = depths[deepest]
+        step = last + 1
+        return State(pos + step, state.draw + step, choice[path], features[path], last, state.key)
 
     @torch.no_grad()
-    def generate(self, prompt: list[int], key: list[int]) -> Iterator[list[int]]:
-        """Yield the new tokens of each pass, without end: the first root, then a path a time.
+    def generate(self, prompt: list[int], limit: int, seed: int, index: int = 0) -> Iterator:
+        """Yield the tokens that each pass decides, up to `limit` in all or the end of the text.
 
-        key: seed (low word, high word), sample, prompt. The caches have room for the caller's limit.
+        prompt: at least two ids, since the head pairs a root with a feature before it
+        index: the number of the prompt, which has its own noise
         """
         device = self.every.device
-        state = self.prefill(torch.tensor(prompt, device=device), torch.tensor(key, device=device))
-        while True:
-            last, *emitted = torch.cat((state.last, state.emitted)).tolist()  # to the host, once
-            yield emitted[: last + 1]
-            if self.captured:
-                torch.compiler.cudagraph_mark_step_begin()
-            state = self.verify(self.draft(state), state)
+        key = torch.tensor([seed & MASK32, seed >> 32, 0, index], device=device)
+        tokens = torch.tensor(prompt, device=device)
+        place = self.causal(self.every[: len(prompt) - 1])
+        _, features = self.target(tokens[:-1], place)  # the last token is the first root
+        if self.head:
+            self.head(tokens[1:], self.head.fuse(features), place)
+        zero = torch.zeros_like(key[:1])
+        root = F.pad(tokens[-1:], (0, self.D))  # [D+1]
+        features = F.pad(features[-1:], (0, 0, 0, self.D))  # [D+1, F or 3F]
+        state = State(place.slots[-1:] + 1, zero, root, features, zero, key)
+        eos = self.target.config.get("eos_token_id")
+        eos = eos if isinstance(eos, list) else [eos]
+        while limit > 0:
             if self.captured:  # a graph writes its outputs to the same memory every time
                 state = State(*[part.clone() for part in state])
+                torch.compiler.cudagraph_mark_step_begin()
+            state = self.verify(self.draft(state), state)
+            last, *emitted = torch.cat((state.last, state.emitted)).tolist()  # to the host, once
+            new = emitted[: min(last + 1, limit)]
+            ends = [i for i, token in enumerate(new) if token in eos]
+            yield new[: ends[0] + 1] if ends else new
+            limit = 0 if ends else limit - len(new)
 
 
-def read_config(path: Path) -> dict:
-    """Read config.json, under its own keys. Raises: ValueError for a model that is not served."""
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3") or "quantization_config" in config:
-        raise ValueError(f"{path}: only RoPE scaling linear and llama3, only float weights")
-    config["rope"] = rope
-    config["rope_theta"] = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
-    config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
-    return config
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a directory's weights, a Mixtral's under LLaMA's names. Raises: ValueError."""
-    files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-    if not files:
-        raise ValueError(f"{path} has no model*.safetensors and no pytorch_model*.bin")
-    tensors = {}
-    for file in files:
-        is_safe = file.suffix == ".safetensors"
-        part = load_file(file) if is_safe else torch.load(file, weights_only=True, mmap=True)
-        for name, tensor in part.items():
-            name = name.removeprefix("model.").replace("block_sparse_moe.", "mlp.")
-            name = name.replace(".w1.", ".gate_proj.").replace(".w3.", ".up_proj.")
-            tensors[name.replace(".w2.", ".down_proj.")] = tensor
-    return tensors
-
-
-def fill(model: nn.Module, tensors: dict[str, Tensor], config: dict, bits: int) -> None:
-    """Put tensors in the place of unfilled weights, and quantize linear layers to 8 or 4 bits.
-
-    Raises: ValueError for a missing, unexpected or mis-shaped weight.
-    """
-    weights = dict(model.named_parameters())
-    empty = {name: weight.shape for name, weight in weights.items() if weight.is_meta}
-    wrong = [n for n, shape in empty.items() if n not in tensors or tensors[n].shape != shape]
-    wrong += [n for n in tensors if n not in weights and not n.endswith(("d2t", "t2d", "inv_freq"))]
-    if wrong:
-        raise ValueError(f"{len(wrong)} weights are missing, unexpected or mis-shaped: {wrong[0]}")
-    for name in empty:
-        owner, _, leaf = name.rpartition(".")
-        layer = model.get_submodule(owner)
-        value = tensors[name].to(config["device"], config["dtype"])
-        setattr(layer, leaf, nn.Parameter(value, requires_grad=False))
-        if isinstance(layer, Linear) and leaf == "weight" and bits < 16:
-            layer.quantize(bits)
-
-
-def load(options: argparse.Namespace) -> tuple[Engine, list[int]]:
-    """Load the models. Returns: the engine; the ids that end a text. Raises: ValueError."""
-    path = Path(options.checkpoint)
-    config = read_config(path)
-    dtype = options.dtype or config.get("torch_dtype") or config.get("dtype") or "float32"
-    slots = options.context + max(options.nodes, options.depth * options.topk + 1)
-    here = {"dtype": getattr(torch, dtype), "device": options.device, "slots": slots}
-    tensors = read_tensors(path)
-    if config.get("tie_word_embeddings"):
-        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
-    target = Target(config | here)
-    fill(target, tensors, here, options.bits)
-    head = None
-    if options.head:
-        tensors = read_tensors(Path(options.head))
-        config_of_head = read_config(Path(options.head)) | here
-        head = Head(config_of_head, tensors, target)
-        fill(head, tensors, here, options.bits)
-    eos = config.get("eos_token_id")
-    return Engine(target, head, options), eos if isinstance(eos, list) else [eos]
-
-
-def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Read the command line."""
+def read_options(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     # without a usage line, a mistake is one line on standard error, with exit status 2
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.split("\n")[0])
     for name, default, text in (
@@ -567,56 +448,56 @@ def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Nam
     return parser, parser.parse_args(argv)
 
 
-def check(options: argparse.Namespace) -> None:
-    """Check the tree. Raises: ValueError."""
+def prepare(options: argparse.Namespace) -> tuple:
+    """Check the options, load the models. Returns: the engine, the prompt's ids, the tokenizer."""
     pool = options.topk + (options.depth - 1) * options.topk**2
+    if options.topk == 1:
+        options.nodes = options.depth + 1
     if not 2 <= options.nodes <= pool + 1:
-        raise ValueError(f"--nodes must be 2 to {pool + 1}, the candidates K + (D-1) K^2 and a root")
+        raise ValueError(f"--nodes must be 2 to {pool + 1}, the root and K + (D-1) K^2 candidates")
+    tokenizer = None
+    if options.prompt:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(f"{options.checkpoint}/tokenizer.json")
+        options.prompt_ids = ",".join(map(str, tokenizer.encode(options.prompt).ids))
+    prompt = [int(i) for i in options.prompt_ids.split(",") if i]
+    target = Target(Path(options.checkpoint), options)
+    head = Head(Path(options.head), options, target) if options.head else None
+    vocab = len(target.embed_tokens)
+    if not 2 <= len(prompt) < options.context or not 0 <= min(prompt) <= max(prompt) < vocab:
+        rule = f"2 to {options.context - 1} ids (--context), each of 0 to {vocab - 1}"
+        raise ValueError(f"the prompt has {len(prompt)} ids; it needs {rule}")
+    engine = Engine(target, head, options)
+    try:
+        list(engine.generate([0, 0], 1, 0))  # a trial reads every weight
+    except (AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"the weights do not fit their config.json, or each other: {error}"
+        ) from error
+    if options.compile:
+        mode = "reduce-overhead" if engine.captured else None
+        engine.draft = torch.compile(engine.draft, fullgraph=True, dynamic=False, mode=mode)
+        engine.verify = torch.compile(engine.verify, fullgraph=True, dynamic=False, mode=mode)
+    return engine, prompt, tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Decode one prompt; print the text, or ids without a tokenizer, then the speed."""
-    parser, options = parse(argv)
+    """Decode a prompt; print the text, or ids without a tokenizer, then the speed."""
+    parser, options = read_options(argv)
     try:
-        if options.topk == 1:
-            options.nodes = options.depth + 1
-        check(options)
-        engine, eos = load(options)
-        tokenizer = None
-        if (Path(options.checkpoint) / "tokenizer.json").exists() and not options.prompt_ids:
-            from tokenizers import Tokenizer
-
-            tokenizer = Tokenizer.from_file(str(Path(options.checkpoint) / "tokenizer.json"))
-        prompt = [int(i) for i in options.prompt_ids.split(",") if i]
-        if tokenizer:
-            prompt = tokenizer.encode(options.prompt).ids
-        if not prompt or not 0 <= min(prompt) <= max(prompt) < engine.vocab:
-            raise ValueError("no prompt")
-        if len(prompt) >= options.context:
-            raise ValueError("too long")
-    except (ValueError, OSError, KeyError, SafetensorError) as error:
+        engine, prompt, tokenizer = prepare(options)
+    except (ValueError, OSError, KeyError, ImportError, SafetensorError) as error:
         parser.error(" ".join(str(error).split()))
-    key = [options.seed & MASK32, options.seed >> 32, 0, 0]
     limit = min(options.max_new_tokens, options.context - len(prompt))
-    if options.compile:  # at the second pass everything is compiled, at the third captured
-        for _ in zip(range(4), engine.generate(prompt, key)):
-            pass
-    new: list[int] = []
-    passes = -1  # the first tokens are the prompt's pass
-    drafted = 0
-    for tokens in engine.generate(prompt, key):
-        if passes < 0:
-            start = time.perf_counter()
-        passes += 1
-        new += tokens
-        stop = [i for i, token in enumerate(new) if token in eos]
-        if stop or len(new) >= limit:
-            break
-    elapsed = time.perf_counter() - start
-    tau = (len(new) - 1) / max(passes, 1)
-    new = new[: min(stop + [limit - 1]) + 1]
+    for _ in range(1 + options.compile):  # the first run compiles
+        start = time.perf_counter()
+        paths = list(engine.generate(prompt, limit, options.seed))
+        elapsed = time.perf_counter() - start
+    new = sum(paths, [])
+    tau = len(new) / len(paths)
     print(tokenizer.decode(new) if tokenizer else ",".join(map(str, new)))
-    print(f"{len(new)} tokens, {(len(new)-1) / elapsed:.1f} tokens/s, tau {tau:.2f} in {passes} passes")
+    print(f"{len(new)} tokens, {len(new) / elapsed:.1f} tokens/s, tau {tau:.2f}", file=sys.stderr)
 
 
 if __name__ == "__main__":
