@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +27,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-GROUP = 32  # inputs that share a scale in int4
+GROUP = 32  # of int4
 MASK32 = 0xFFFFFFFF
-PARTS = r"(embed_tokens|(\w+_)?(layer)?norm|[qkvo]_proj|(gate|up|down)_proj|gate|w[123]|lm_head|fc)"
-KNOWN = re.compile(rf"(.*\.)?{PARTS}\.weight|fc\.bias|d2t|t2d|.*inv_freq")
+NAMES = r"(embed_tokens|(\w+_layer|hidden_)?norm|\w+_proj|gate|w[123]|lm_head|fc)\.weight"
+KNOWN = re.compile(rf"(.*\.)?{NAMES}|fc\.bias|d2t|t2d|.*inv_freq")
 
 
 class Place(NamedTuple):
@@ -52,8 +51,7 @@ class Model(nn.Module):
     def __init__(self, path: Path, options: argparse.Namespace):
         """Read config.json and the weights. Raises: ValueError for a model that is not served."""
         super().__init__()
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        self.config = config
+        self.config = config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         self.heads = config["num_attention_heads"]
         self.kv_heads = config.get("num_key_value_heads") or self.heads
         self.E = config.get("head_dim") or config["hidden_size"] // self.heads
@@ -91,18 +89,14 @@ class Model(nn.Module):
         return (freq / rope["factor"]).lerp(freq, blend)
 
     def add(self, name: str, weight: Tensor, bits: int) -> None:
-        """Keep a weight as floats; of a linear layer, round it if bits are 8 or 4.
-
-        int8 has a scale per output, int4 one per GROUP inputs.
-        """
+        """Keep a weight as floats, or a linear layer's as codes: of 8 bits or of 4."""
         if not KNOWN.fullmatch(name):
             raise ValueError(f"the weight {name} is of no LLaMA, Mixtral or EAGLE head")
         buffer = name.removeprefix("model.").removesuffix(".weight").replace(".", "_")
-        if name.endswith(("d2t", "t2d")):
-            return self.register_buffer(buffer, weight)
         if bits == 16 or weight.dim() < 2 or name.endswith(("embed_tokens.weight", ".gate.weight")):
-            return self.register_buffer(buffer, weight.to(self.dtype))
-        group = weight.shape[1] if bits == 8 else GROUP
+            kept = weight.to(self.dtype) if weight.is_floating_point() else weight
+            return self.register_buffer(buffer, kept)
+        group = weight.shape[1] if bits == 8 else GROUP  # inputs that share a scale
         groups = weight.float().unflatten(1, (-1, group))  # [out, in/G, G]
         scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
         codes = (groups / scale).round().to(torch.int8)
@@ -178,17 +172,13 @@ class Target(Model):
     aux_layers = ()  # the layers whose inputs an EAGLE-3 head reads
 
     def forward(self, tokens: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        """Run over T tokens. Writes: the caches.
-
-        Returns: the LM head's input, [T, F]; the features that a head reads, [T, F] or [T, 3F].
-        """
+        """Return the LM head's input, [T, F], and the features for a head, [T, F or 3F]."""
         x = F.embedding(tokens, self.embed_tokens)  # [T, F]
         inputs = []
         for i in range(self.layers):
             inputs.append(x)
-            x = self.layer(
-                i, f"layers_{i}", x, self.rms_norm(f"layers_{i}_input_layernorm", x), place
-            )
+            h = self.rms_norm(f"layers_{i}_input_layernorm", x)
+            x = self.layer(i, f"layers_{i}", x, h, place)
         x = self.rms_norm("norm", x)
         return x, torch.cat([inputs[i] for i in self.aux_layers], -1) if self.aux_layers else x
 
@@ -216,13 +206,12 @@ class Head(Model):
         ids = torch.arange(count, device=options.device) + getattr(self, "d2t", 0)
         self.register_buffer("ids", ids)
 
-    def fuse(self, features: Tensor) -> Tensor:  # [T, F or 3F] -> [T, F], as `forward` takes them
-        return self.linear("fc", features) if self.is_eagle3 else features
-
     def forward(self, tokens: Tensor, hidden: Tensor, place: Place) -> Tensor:
-        """Predict the next features, [T, F]. tokens: [T], x_{j+1}; hidden: [T, F], f_j."""
+        """Predict the next features, [T, F]. tokens: [T], x_{j+1}; hidden: [T, F or 3F], f_j."""
         x = F.embedding(tokens, self.target.embed_tokens)  # [T, F]
         if self.is_eagle3:
+            if hidden.shape[1] > x.shape[1]:  # the target's; outputs of the head are fused already
+                hidden = self.linear("fc", hidden)
             x = self.rms_norm("midlayer_input_layernorm", x)
             h = torch.cat((x, self.rms_norm("midlayer_hidden_norm", hidden)), -1)  # [T, 2F]
             return self.layer(0, "midlayer", hidden, h, place)
@@ -270,57 +259,60 @@ class State(NamedTuple):
     key: Tensor  # [4] int64, of the noise
 
 
-class Tree(NamedTuple):
-    """N nodes: the root, then drafted tokens, parents before their children."""
-
-    tokens: Tensor  # [N] int64
-    parents: Tensor  # [N] int64; the root is its own parent
-    mask: Tensor  # [N, N] bool, mask[i, j]: j is i or an ancestor of i
-    noise: Tensor | None  # [D+1, V] fp32, of the draw at each depth; None at temperature 0
-
-
 class Engine(nn.Module):
     """A target, a head, and the size of their trees. A chain is a tree with K = 1.
 
     Without a head the tree is only its root: that is vanilla decoding, by the same loop.
     """
 
-    def __init__(self, target: Target, head: Head | None, options: argparse.Namespace):
+    def __init__(self, options: argparse.Namespace):
+        """Load the models and try them. Raises: ValueError for files or trees that do not fit."""
         super().__init__()
-        self.target = target
-        self.head = head
-        self.D = options.depth if head else 0  # drafted levels
+        pool = options.topk + (options.depth - 1) * options.topk**2  # K + (D-1) K^2 candidates
+        options.nodes = options.nodes or min(60, pool + 1)
+        if not 2 <= options.nodes <= pool + 1:
+            raise ValueError(f"--nodes is {options.nodes}; depth and topk allow 2 to {pool + 1}")
+        self.D = options.depth if options.head else 0  # drafted levels
         self.K = options.topk  # children of a node, and nodes per level that get children
-        self.N = options.nodes if head else 1  # verified nodes, root included
+        self.N = options.nodes if options.head else 1  # verified nodes, root included
         self.temperature = options.temperature
         self.captured = options.compile and options.device != "cpu"
-        slots = target.k_cache0.shape[1]
-        self.register_buffer("every", torch.arange(slots, device=options.device))  # [S]
+        try:
+            self.target = Target(Path(options.checkpoint), options)
+            self.head = options.head and Head(Path(options.head), options, self.target)
+            slots = self.target.k_cache0.shape[1]
+            self.register_buffer("every", torch.arange(slots, device=options.device))  # [S]
+            list(self.generate([0, 0], 1, 0))  # a trial reads every weight
+        except (AttributeError, KeyError, RuntimeError) as error:
+            raise ValueError(f"config.json, weights and head do not fit: {error!r}") from None
+        if options.compile:
+            mode = "reduce-overhead" if self.captured else None
+            self.draft = torch.compile(self.draft, fullgraph=True, dynamic=False, mode=mode)
+            self.verify = torch.compile(self.verify, fullgraph=True, dynamic=False, mode=mode)
 
     def causal(self, positions: Tensor) -> Place:
         """Place consecutive tokens, [T], each in the slot of its position."""
         return Place(positions, positions, self.every <= positions[:, None])
 
-    def draft(self, state: State) -> Tree:
-        """Draft a tree below the root. Writes: the head's cache.
+    def draft(self, state: State) -> tuple:
+        """Draft a tree of N nodes below the root, parents before children. Writes: the head's cache.
 
         The head first reads the accepted tokens with the target's own features; only these rows
         stay. Then it goes on from its own outputs, in slots that the next draft overwrites.
+        Returns: tokens, [N]; parents, [N], the root its own; mask, [N, N] bool, true where column j
+            is node i or its ancestor; noise, [D+1, V] fp32, of the draw at each depth, or None.
         """
         root = state.emitted[state.last]  # [1]
         noise = None
         if self.temperature:
-            vocab = len(self.target.embed_tokens)
-            noise = gumbel(state.key, state.draw, self.D + 1, vocab)
-        if self.head is None:
-            zero = torch.zeros_like(root)
-            return Tree(root, zero, zero[None] == 0, noise)
+            noise = gumbel(state.key, state.draw, self.D + 1, len(self.target.embed_tokens))
+        if not self.head:
+            return root, root * 0, root[None] == root, noise
         # token j + 1 makes row j, hence - 1; the rows of padding lie where nothing sees them
         rows = state.pos - 1 - state.last + self.every[: self.D + 1]
-        out = self.head(state.emitted, self.head.fuse(state.features), self.causal(rows))
+        out = self.head(state.emitted, state.features, self.causal(rows))
         tokens, values, parents = self.grow(out[state.last], state.pos, noise)
-        # re-ranking: the best nodes of all levels. No child is better than its parent, and a stable
-        # order keeps it behind, so no node is orphaned. Source: EAGLE-2, 4.2
+        # re-ranking (EAGLE-2, 4.2): no child beats its parent, and a stable order keeps it behind
         best = values.argsort(descending=True, stable=True)[: self.N - 1].sort().values
         nodes = self.every[: self.N]
         node = torch.zeros(len(values) + 1, dtype=torch.long, device=root.device)
@@ -331,7 +323,7 @@ class Engine(nn.Module):
         for _ in range(self.D):
             ancestor = parents[ancestor]
             mask = mask | (ancestor[:, None] == nodes)
-        return Tree(torch.cat((root, tokens[best])), parents, mask, noise)
+        return torch.cat((root, tokens[best])), parents, mask, noise
 
     def grow(self, out: Tensor, pos: Tensor, noise: Tensor | None) -> list[Tensor]:
         """Score P = K + (D-1) K^2 candidates; the best K paths of a level get children.
@@ -340,7 +332,6 @@ class Engine(nn.Module):
         Returns: of each candidate, [P]: its token; its value, the log-probability of its path; the
             number of its parent among the candidates, -1 for the root.
         """
-        head = self.head
         K = self.K
         visible = (self.every < pos)[None]  # [R, S]; R = 1 node at the root, then K
         path = torch.zeros(1, device=out.device)  # [R], values of the nodes that get children
@@ -348,11 +339,11 @@ class Engine(nn.Module):
         first = 0  # number of a level's first candidate
         levels = []
         for level in range(self.D):
-            scores = head.logits(out)  # [R, Vd]
+            scores = self.head.logits(out)  # [R, Vd]
             if noise is not None:  # the target will choose with this noise: the draft foresees it
-                scores = scores + self.temperature * noise[level, head.ids]
-            log_q, best = (head.sharpness * scores).log_softmax(-1).topk(K)  # [R, K]
-            tokens = head.ids[best].flatten()  # [R K]
+                scores = scores + self.temperature * noise[level, self.head.ids]
+            log_q, best = (self.head.sharpness * scores).log_softmax(-1).topk(K)  # [R, K]
+            tokens = self.head.ids[best].flatten()  # [R K]
             values = (path[:, None] + log_q).flatten()
             levels.append((tokens, values, number.repeat_interleave(K)))
             if level + 1 == self.D:
@@ -364,26 +355,27 @@ class Engine(nn.Module):
             slots = pos + level * K + self.every[:K]
             visible = visible[order // K] | (self.every == slots[:, None])  # ancestors and itself
             place = Place(slots, (pos + level).expand(K), visible)
-            out = head(tokens[order], out[order // K], place)  # [K, F]
+            out = self.head(tokens[order], out[order // K], place)  # [K, F]
 
-    def verify(self, tree: Tree, state: State) -> State:
+    def verify(self, tree: tuple, state: State) -> State:
         """Run the target over the tree, accept a path, compact. Writes: the target's caches."""
+        tokens, parents, mask, noise = tree
         pos = state.pos
-        depths = tree.mask.sum(-1) - 1  # [N]
+        depths = mask.sum(-1) - 1  # [N]
         offset = self.every - pos  # [S], from the root's slot
         in_tree = (offset >= 0) & (offset < self.N)
-        visible = (offset < 0) | in_tree & tree.mask[:, offset.clamp(0, self.N - 1)]  # [N, S]
+        visible = (offset < 0) | in_tree & mask[:, offset.clamp(0, self.N - 1)]  # [N, S]
         place = Place(pos + self.every[: self.N], pos + depths, visible)
-        x, features = self.target(tree.tokens, place)
+        x, features = self.target(tokens, place)
         scores = self.target.logits(x)  # [N, V]
-        if tree.noise is not None:
-            scores = scores / self.temperature + tree.noise[depths]  # a depth shares a draw
+        if noise is not None:
+            scores = scores / self.temperature + noise[depths]  # a depth shares a draw
         choice = scores.argmax(-1)  # [N], the target's own token behind each node
-        matches = (tree.tokens == choice[tree.parents]) | (depths == 0)
-        accepted = ~(tree.mask & ~matches).any(-1)  # [N]: the node and all its ancestors match
+        matches = (tokens == choice[parents]) | (depths == 0)
+        accepted = ~(mask & ~matches).any(-1)  # [N]: the node and all its ancestors match
         # of shape [1], since an index of shape [] would be read by the host
         deepest = torch.where(accepted, depths, -1).argmax(0, keepdim=True)
-        on_path = tree.mask[deepest] & (depths == self.every[: self.D + 1, None])  # [D+1, N]
+        on_path = mask[deepest] & (depths == self.every[: self.D + 1, None])  # [D+1, N]
         path = on_path.int().argmax(-1)  # [D+1], the accepted node of each depth, then padding
         for i in range(self.target.layers):  # the accepted nodes move next to the prefix
             for cache in (getattr(self.target, f"{kind}_cache{i}") for kind in "kv"):
@@ -396,8 +388,8 @@ class Engine(nn.Module):
     def generate(self, prompt: list[int], limit: int, seed: int, index: int = 0) -> Iterator:
         """Yield the tokens that each pass decides, up to `limit` in all or the end of the text.
 
-        prompt: at least two ids, since the head pairs a root with a feature before it
-        index: the number of the prompt, which has its own noise
+        prompt: two ids or more, since the head pairs a root with a feature before it
+        index: of the prompt, which has noise of its own
         """
         device = self.every.device
         key = torch.tensor([seed & MASK32, seed >> 32, 0, index], device=device)
@@ -405,13 +397,13 @@ class Engine(nn.Module):
         place = self.causal(self.every[: len(prompt) - 1])
         _, features = self.target(tokens[:-1], place)  # the last token is the first root
         if self.head:
-            self.head(tokens[1:], self.head.fuse(features), place)
+            self.head(tokens[1:], features, place)
         zero = torch.zeros_like(key[:1])
         root = F.pad(tokens[-1:], (0, self.D))  # [D+1]
         features = F.pad(features[-1:], (0, 0, 0, self.D))  # [D+1, F or 3F]
         state = State(place.slots[-1:] + 1, zero, root, features, zero, key)
-        eos = self.target.config.get("eos_token_id")
-        eos = eos if isinstance(eos, list) else [eos]
+        ends = self.target.config.get("eos_token_id")
+        ends = set(ends if isinstance(ends, list) else [ends])
         while limit > 0:
             if self.captured:  # a graph writes its outputs to the same memory every time
                 state = State(*[part.clone() for part in state])
@@ -419,85 +411,69 @@ class Engine(nn.Module):
             state = self.verify(self.draft(state), state)
             last, *emitted = torch.cat((state.last, state.emitted)).tolist()  # to the host, once
             new = emitted[: min(last + 1, limit)]
-            ends = [i for i, token in enumerate(new) if token in eos]
-            yield new[: ends[0] + 1] if ends else new
-            limit = 0 if ends else limit - len(new)
+            limit -= len(new)
+            if ends & set(new):
+                new = new[: min(new.index(end) for end in ends & set(new)) + 1]
+                limit = 0
+            yield new
 
 
-def read_options(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    # without a usage line, a mistake is one line on standard error, with exit status 2
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.split("\n")[0])
-    for name, default, text in (
-        ("checkpoint", "checkpoints/demo", "directory of the target, as Hugging Face has it"),
-        ("head", "", "directory of an EAGLE-1, 2 or 3 head; without one, nothing is drafted"),
-        ("prompt", "", "text; it needs tokenizer.json and the package tokenizers"),
-        ("prompt_ids", "", "in its place: token ids, such as 1,17,35"),
-        ("max_new_tokens", 128, "tokens to decide"),
-        ("temperature", 0.0, "0: the likeliest token every time"),
-        ("seed", 0, "of the noise"),
-        ("depth", 6, "drafted levels"),
-        ("topk", 10, "children of a node; 1: a chain"),
-        ("nodes", 60, "verified nodes, root included; a chain has depth + 1"),
-        ("context", 2048, "tokens that the caches hold"),
-        ("bits", 16, "8 or 4: quantize the weights"),
-        ("dtype", "", "default: the checkpoint's"),
-        ("device", "cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu"),
-    ):
-        parser.add_argument(f"--{name}", default=default, type=type(default), help=text)
-    parser.add_argument("--compile", action="store_true", help="compile draft and verify")
-    return parser, parser.parse_args(argv)
-
-
-def prepare(options: argparse.Namespace) -> tuple:
-    """Check the options, load the models. Returns: the engine, the prompt's ids, the tokenizer."""
-    pool = options.topk + (options.depth - 1) * options.topk**2
-    if options.topk == 1:
-        options.nodes = options.depth + 1
-    if not 2 <= options.nodes <= pool + 1:
-        raise ValueError(f"--nodes must be 2 to {pool + 1}, the root and K + (D-1) K^2 candidates")
+def read_prompt(engine: Engine, options: argparse.Namespace) -> tuple:
+    """Return the prompt's ids, and the tokenizer if it is text. Raises: ValueError."""
+    prompt = [int(i) for i in options.prompt_ids.split(",") if i]
     tokenizer = None
     if options.prompt:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(f"{options.checkpoint}/tokenizer.json")
-        options.prompt_ids = ",".join(map(str, tokenizer.encode(options.prompt).ids))
-    prompt = [int(i) for i in options.prompt_ids.split(",") if i]
-    target = Target(Path(options.checkpoint), options)
-    head = Head(Path(options.head), options, target) if options.head else None
-    vocab = len(target.embed_tokens)
-    if not 2 <= len(prompt) < options.context or not 0 <= min(prompt) <= max(prompt) < vocab:
-        rule = f"2 to {options.context - 1} ids (--context), each of 0 to {vocab - 1}"
+        prompt = tokenizer.encode(options.prompt).ids
+    last = len(engine.target.embed_tokens) - 1
+    if not 2 <= len(prompt) < options.context or not 0 <= min(prompt) <= max(prompt) <= last:
+        rule = f"2 to {options.context - 1} (--context), each of 0 to {last}"
         raise ValueError(f"the prompt has {len(prompt)} ids; it needs {rule}")
-    engine = Engine(target, head, options)
-    try:
-        list(engine.generate([0, 0], 1, 0))  # a trial reads every weight
-    except (AttributeError, RuntimeError) as error:
-        raise ValueError(
-            f"the weights do not fit their config.json, or each other: {error}"
-        ) from error
-    if options.compile:
-        mode = "reduce-overhead" if engine.captured else None
-        engine.draft = torch.compile(engine.draft, fullgraph=True, dynamic=False, mode=mode)
-        engine.verify = torch.compile(engine.verify, fullgraph=True, dynamic=False, mode=mode)
-    return engine, prompt, tokenizer
+    return prompt, tokenizer
+
+
+OPTIONS = (
+    ("checkpoint", "checkpoints/demo", "directory of the target, as Hugging Face has it"),
+    ("head", "", "directory of an EAGLE-1, 2 or 3 head; without one, nothing is drafted"),
+    ("prompt", "", "text; it needs tokenizer.json and the package tokenizers"),
+    ("prompt_ids", "", "in its place: token ids, such as 1,17,35"),
+    ("max_new_tokens", 128, "tokens to decide"),
+    ("temperature", 0.0, "0: the likeliest token every time"),
+    ("seed", 0, "of the noise"),
+    ("depth", 6, "drafted levels"),
+    ("topk", 10, "children of a node; 1: a chain"),
+    ("nodes", 0, "verified nodes, root included; 0: 60, or as many as there are"),
+    ("context", 2048, "tokens that the caches hold"),
+    ("bits", 16, "8 or 4: quantize the weights"),
+    ("dtype", "", "default: the checkpoint's"),
+    ("device", "cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu"),
+)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Decode a prompt; print the text, or ids without a tokenizer, then the speed."""
-    parser, options = read_options(argv)
+    # without a usage line, a mistake is one line on standard error, with exit status 2
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.split("\n")[0])
+    for name, default, text in OPTIONS:
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=text)
+    parser.add_argument("--compile", action="store_true", help="compile draft and verify")
+    options = parser.parse_args(argv)
     try:
-        engine, prompt, tokenizer = prepare(options)
-    except (ValueError, OSError, KeyError, ImportError, SafetensorError) as error:
+        engine = Engine(options)
+        prompt, tokenizer = read_prompt(engine, options)
+    except (ValueError, OSError, ImportError, SafetensorError) as error:
         parser.error(" ".join(str(error).split()))
     limit = min(options.max_new_tokens, options.context - len(prompt))
     for _ in range(1 + options.compile):  # the first run compiles
         start = time.perf_counter()
         paths = list(engine.generate(prompt, limit, options.seed))
-        elapsed = time.perf_counter() - start
+        seconds = time.perf_counter() - start
     new = sum(paths, [])
-    tau = len(new) / len(paths)
     print(tokenizer.decode(new) if tokenizer else ",".join(map(str, new)))
-    print(f"{len(new)} tokens, {len(new) / elapsed:.1f} tokens/s, tau {tau:.2f}", file=sys.stderr)
+    tau = len(new) / len(paths)
+    print(f"{len(new)} tokens, {len(new) / seconds:.1f} tokens/s, tau {tau:.2f}: tokens per pass")
 
 
 if __name__ == "__main__":
