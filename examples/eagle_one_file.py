@@ -27,29 +27,45 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-GROUP = 32  # of int4
+OPTIONS = (
+    ("checkpoint", "checkpoints/demo", "directory of the target, as Hugging Face has it"),
+    ("head", "", "directory of an EAGLE-1, 2 or 3 head; without one, nothing is drafted"),
+    ("prompt", "", "text; it needs tokenizer.json and the package tokenizers"),
+    ("prompt_ids", "", "in its place: token ids, such as 1,17,35"),
+    ("max_new_tokens", 128, "tokens to decide"),
+    ("temperature", 0.0, "0: the likeliest token every time"),
+    ("seed", 0, "of the noise"),
+    ("depth", 6, "drafted levels"),
+    ("topk", 10, "children of a node; 1: a chain"),
+    ("nodes", 0, "verified nodes, root included; 0: 60, or as many as there are"),
+    ("context", 2048, "tokens that the caches hold"),
+    ("bits", 16, "8 or 4: quantize the weights"),
+    ("dtype", "", "default: the checkpoint's"),
+    ("device", "cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu"),
+)
+GROUP = 32  # inputs that share a scale in int4
 MASK32 = 0xFFFFFFFF
-NAMES = r"(embed_tokens|(\w+_layer|hidden_)?norm|\w+_proj|gate|w[123]|lm_head|fc)\.weight"
-KNOWN = re.compile(rf"(.*\.)?{NAMES}|fc\.bias|d2t|t2d|.*inv_freq")
+# a file with a weight of another name holds a model that is not served
+NAMES = (
+    r"(embed_tokens|(input_layer|post_attention_layer|hidden_)?norm|\w+_proj|gate|w\d|lm_head|fc)"
+)
+KNOWN = re.compile(rf"(.*\.)?{NAMES}\.weight|fc\.bias|d2t|t2d|.*inv_freq")
 
 
-class Place(NamedTuple):
-    """The place of each of the T tokens of a pass. Siblings share a position, but not a slot."""
-
-    slots: Tensor  # [T] int64, the cache slot that the token's key and value are written to
-    positions: Tensor  # [T] int64, the RoPE position
-    visible: Tensor  # [T, S] bool, the slots that the token sees, its own included
+class Place(NamedTuple):  # of the T tokens of a pass; siblings share a position, but not a slot
+    slots: Tensor  # [T] int64, the cache slot that a token's key and value are written to
+    positions: Tensor  # [T] int64, its RoPE position
+    visible: Tensor  # [T, S] bool, the slots that it sees, its own included
 
 
 class Model(nn.Module):
     """The layers of a target or a head. Weights are buffers, under Hugging Face's names.
 
-    The caches of keys and values never grow; a mask says which slots count. So every pass has the
-    same shapes: a step compiles once, and a GPU can replay it as a captured graph.
+    Caches never grow; a mask says which slots count. So every pass has the same shapes: a step
+    compiles once, and a GPU can replay it as a captured graph.
     """
 
     def __init__(self, path: Path, options: argparse.Namespace):
-        """Read config.json and the weights. Raises: ValueError for a model that is not served."""
         super().__init__()
         self.config = config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         self.heads = config["num_attention_heads"]
@@ -57,8 +73,7 @@ class Model(nn.Module):
         self.E = config.get("head_dim") or config["hidden_size"] // self.heads
         self.layers = config["num_hidden_layers"]
         self.register_buffer("freq", self.rope_frequencies().to(options.device))  # [E/2]
-        kept = config.get("torch_dtype") or config.get("dtype") or "float32"
-        self.dtype = getattr(torch, options.dtype or kept)
+        self.dtype = getattr(torch, options.dtype or config.get("torch_dtype") or config["dtype"])
         files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
         for file in files:
             is_safe = file.suffix == ".safetensors"
@@ -96,7 +111,7 @@ class Model(nn.Module):
         if bits == 16 or weight.dim() < 2 or name.endswith(("embed_tokens.weight", ".gate.weight")):
             kept = weight.to(self.dtype) if weight.is_floating_point() else weight
             return self.register_buffer(buffer, kept)
-        group = weight.shape[1] if bits == 8 else GROUP  # inputs that share a scale
+        group = weight.shape[1] if bits == 8 else GROUP
         groups = weight.float().unflatten(1, (-1, group))  # [out, in/G, G]
         scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
         codes = (groups / scale).round().to(torch.int8)
@@ -166,9 +181,7 @@ class Model(nn.Module):
         return x + self.swiglu(h, *[f"{name}_mlp_{part}_proj" for part in ("gate", "up", "down")])
 
 
-class Target(Model):
-    """LLaMA, Mistral or Mixtral."""
-
+class Target(Model):  # LLaMA, Mistral or Mixtral
     aux_layers = ()  # the layers whose inputs an EAGLE-3 head reads
 
     def forward(self, tokens: Tensor, place: Place) -> tuple[Tensor, Tensor]:
@@ -188,23 +201,19 @@ class Target(Model):
 
 
 class Head(Model):
-    """An EAGLE head: from feature f_j and token x_{j+1} it predicts f_{j+1} and x_{j+2}.
-
-    EAGLE-3 fuses three layers of the target into f_j, and has an LM head over fewer tokens.
-    """
+    """An EAGLE head: from feature f_j and token x_{j+1} it predicts f_{j+1} and x_{j+2}."""
 
     def __init__(self, path: Path, options: argparse.Namespace, target: Target):
         super().__init__(path, options)
         self.target = target
         self.sharpness = self.config.get("draft_sharpness", 1.0)  # c in log softmax(c z), if fitted
         self.is_eagle3 = hasattr(self, "midlayer_hidden_norm")
-        if self.is_eagle3:
+        if self.is_eagle3:  # three layers of the target make f_j; the LM head is its own
             listed = self.config.get("eagle_aux_hidden_state_layer_ids")
             target.aux_layers = listed or (2, target.layers // 2, target.layers - 3)
         count = self.config.get("draft_vocab_size") or self.config["vocab_size"]
-        # [Vd] int64, each logit's token; d2t is the difference between the token and its place
         ids = torch.arange(count, device=options.device) + getattr(self, "d2t", 0)
-        self.register_buffer("ids", ids)
+        self.register_buffer("ids", ids)  # [Vd] int64, the token of each logit, d2t above its place
 
     def forward(self, tokens: Tensor, hidden: Tensor, place: Place) -> Tensor:
         """Predict the next features, [T, F]. tokens: [T], x_{j+1}; hidden: [T, F or 3F], f_j."""
@@ -227,8 +236,8 @@ class Head(Model):
 def gumbel(key: Tensor, first: Tensor, rows: int, vocab: int) -> Tensor:
     """Return Gumbel noise of consecutive draws, [rows, vocab] fp32: a pure function of its key.
 
-    The argmax of log p + noise is an exact draw from p. No draft changes the noise, so none changes
-    the text. key: [4] int64, seed (low word, high word), sample, prompt; first: [1], the first draw
+    The argmax of log p + noise is an exact draw from p. No draft changes the noise, nor the text.
+    key: [4] int64, seed (low word, high word), sample, prompt; first: [1] int64, the first draw.
     Source: Philox4x32-10 (Salmon et al., 2011); a counter gives the noise of four tokens.
     """
     seed_low, seed_high, c2, c3 = key.unbind()
@@ -248,9 +257,7 @@ def gumbel(key: Tensor, first: Tensor, rows: int, vocab: int) -> Tensor:
     return -torch.log(-torch.log1p(-uniform))
 
 
-class State(NamedTuple):
-    """A sequence after a pass of the target. The root is the last token decided, not cached yet."""
-
+class State(NamedTuple):  # after a pass. The root is the last token decided; it is not cached yet
     pos: Tensor  # [1] int64, index of the root
     draw: Tensor  # [1] int64, tokens drawn so far
     emitted: Tensor  # [D+1] int64, the tokens that the pass decided, root last; then padding
@@ -260,18 +267,15 @@ class State(NamedTuple):
 
 
 class Engine(nn.Module):
-    """A target, a head, and the size of their trees. A chain is a tree with K = 1.
-
-    Without a head the tree is only its root: that is vanilla decoding, by the same loop.
-    """
+    """A target and a head; without one the tree is only a root: vanilla decoding, the same loop."""
 
     def __init__(self, options: argparse.Namespace):
         """Load the models and try them. Raises: ValueError for files or trees that do not fit."""
         super().__init__()
         pool = options.topk + (options.depth - 1) * options.topk**2  # K + (D-1) K^2 candidates
         options.nodes = options.nodes or min(60, pool + 1)
-        if not 2 <= options.nodes <= pool + 1:
-            raise ValueError(f"--nodes is {options.nodes}; depth and topk allow 2 to {pool + 1}")
+        if not 2 <= options.nodes <= pool + 1 or options.bits not in (4, 8, 16):
+            raise ValueError(f"--nodes must be 2 to {pool + 1} for this --topk, --bits 4, 8 or 16")
         self.D = options.depth if options.head else 0  # drafted levels
         self.K = options.topk  # children of a node, and nodes per level that get children
         self.N = options.nodes if options.head else 1  # verified nodes, root included
@@ -279,7 +283,7 @@ class Engine(nn.Module):
         self.captured = options.compile and options.device != "cpu"
         try:
             self.target = Target(Path(options.checkpoint), options)
-            self.head = options.head and Head(Path(options.head), options, self.target)
+            self.head = Head(Path(options.head), options, self.target) if options.head else None
             slots = self.target.k_cache0.shape[1]
             self.register_buffer("every", torch.arange(slots, device=options.device))  # [S]
             list(self.generate([0, 0], 1, 0))  # a trial reads every weight
@@ -295,7 +299,7 @@ class Engine(nn.Module):
         return Place(positions, positions, self.every <= positions[:, None])
 
     def draft(self, state: State) -> tuple:
-        """Draft a tree of N nodes below the root, parents before children. Writes: the head's cache.
+        """Draft N nodes, the root first and parents before children. Writes: the head's cache.
 
         The head first reads the accepted tokens with the target's own features; only these rows
         stay. Then it goes on from its own outputs, in slots that the next draft overwrites.
@@ -306,7 +310,7 @@ class Engine(nn.Module):
         noise = None
         if self.temperature:
             noise = gumbel(state.key, state.draw, self.D + 1, len(self.target.embed_tokens))
-        if not self.head:
+        if self.head is None:
             return root, root * 0, root[None] == root, noise
         # token j + 1 makes row j, hence - 1; the rows of padding lie where nothing sees them
         rows = state.pos - 1 - state.last + self.every[: self.D + 1]
@@ -315,9 +319,9 @@ class Engine(nn.Module):
         # re-ranking (EAGLE-2, 4.2): no child beats its parent, and a stable order keeps it behind
         best = values.argsort(descending=True, stable=True)[: self.N - 1].sort().values
         nodes = self.every[: self.N]
-        node = torch.zeros(len(values) + 1, dtype=torch.long, device=root.device)
-        node = node.scatter(0, best + 1, nodes[1:])  # [P+1], of the root and of each candidate
-        parents = torch.cat((nodes[:1], node[parents[best] + 1]))  # [N]
+        # the number of a parent's node is the number of entries up to it; of the root, -1, it is 0
+        above = torch.searchsorted(best, parents[best], right=True)  # [N-1]
+        parents = torch.cat((nodes[:1], above))  # [N]
         mask = nodes[:, None] == nodes
         ancestor = nodes
         for _ in range(self.D):
@@ -329,8 +333,7 @@ class Engine(nn.Module):
         """Score P = K + (D-1) K^2 candidates; the best K paths of a level get children.
 
         out: [1, F], the head's output at the root. Source: EAGLE-2, 4.1.
-        Returns: of each candidate, [P]: its token; its value, the log-probability of its path; the
-            number of its parent among the candidates, -1 for the root.
+        Returns: of each, [P]: token; log-probability of its path; its parent's number, -1: the root.
         """
         K = self.K
         visible = (self.every < pos)[None]  # [R, S]; R = 1 node at the root, then K
@@ -357,9 +360,8 @@ class Engine(nn.Module):
             place = Place(slots, (pos + level).expand(K), visible)
             out = self.head(tokens[order], out[order // K], place)  # [K, F]
 
-    def verify(self, tree: tuple, state: State) -> State:
-        """Run the target over the tree, accept a path, compact. Writes: the target's caches."""
-        tokens, parents, mask, noise = tree
+    def verify(self, state: State, tokens: Tensor, parents: Tensor, mask: Tensor, noise) -> State:
+        """Run the target over a tree, accept a path, compact. Writes: the target's caches."""
         pos = state.pos
         depths = mask.sum(-1) - 1  # [N]
         offset = self.every - pos  # [S], from the root's slot
@@ -380,76 +382,38 @@ class Engine(nn.Module):
         for i in range(self.target.layers):  # the accepted nodes move next to the prefix
             for cache in (getattr(self.target, f"{kind}_cache{i}") for kind in "kv"):
                 cache[:, place.slots[: self.D + 1]] = cache[:, pos + path]
-        last = depths[deepest]
-        step = last + 1
-        return State(pos + step, state.draw + step, choice[path], features[path], last, state.key)
+        new = depths[deepest] + 1  # [1], tokens decided
+        return State(pos + new, state.draw + new, choice[path], features[path], new - 1, state.key)
 
     @torch.no_grad()
     def generate(self, prompt: list[int], limit: int, seed: int, index: int = 0) -> Iterator:
-        """Yield the tokens that each pass decides, up to `limit` in all or the end of the text.
+        """Yield the tokens that each pass decides, `limit` in all or up to the end of the text.
 
-        prompt: two ids or more, since the head pairs a root with a feature before it
-        index: of the prompt, which has noise of its own
+        prompt: two ids or more, for a head reads the feature before the root; index: of its noise
         """
         device = self.every.device
         key = torch.tensor([seed & MASK32, seed >> 32, 0, index], device=device)
         tokens = torch.tensor(prompt, device=device)
         place = self.causal(self.every[: len(prompt) - 1])
         _, features = self.target(tokens[:-1], place)  # the last token is the first root
-        if self.head:
+        if self.head is not None:
             self.head(tokens[1:], features, place)
         zero = torch.zeros_like(key[:1])
         root = F.pad(tokens[-1:], (0, self.D))  # [D+1]
         features = F.pad(features[-1:], (0, 0, 0, self.D))  # [D+1, F or 3F]
         state = State(place.slots[-1:] + 1, zero, root, features, zero, key)
         ends = self.target.config.get("eos_token_id")
-        ends = set(ends if isinstance(ends, list) else [ends])
+        ends = ends if isinstance(ends, list) else [ends]
         while limit > 0:
             if self.captured:  # a graph writes its outputs to the same memory every time
                 state = State(*[part.clone() for part in state])
                 torch.compiler.cudagraph_mark_step_begin()
-            state = self.verify(self.draft(state), state)
+            state = self.verify(state, *self.draft(state))
             last, *emitted = torch.cat((state.last, state.emitted)).tolist()  # to the host, once
             new = emitted[: min(last + 1, limit)]
-            limit -= len(new)
-            if ends & set(new):
-                new = new[: min(new.index(end) for end in ends & set(new)) + 1]
-                limit = 0
-            yield new
-
-
-def read_prompt(engine: Engine, options: argparse.Namespace) -> tuple:
-    """Return the prompt's ids, and the tokenizer if it is text. Raises: ValueError."""
-    prompt = [int(i) for i in options.prompt_ids.split(",") if i]
-    tokenizer = None
-    if options.prompt:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(f"{options.checkpoint}/tokenizer.json")
-        prompt = tokenizer.encode(options.prompt).ids
-    last = len(engine.target.embed_tokens) - 1
-    if not 2 <= len(prompt) < options.context or not 0 <= min(prompt) <= max(prompt) <= last:
-        rule = f"2 to {options.context - 1} (--context), each of 0 to {last}"
-        raise ValueError(f"the prompt has {len(prompt)} ids; it needs {rule}")
-    return prompt, tokenizer
-
-
-OPTIONS = (
-    ("checkpoint", "checkpoints/demo", "directory of the target, as Hugging Face has it"),
-    ("head", "", "directory of an EAGLE-1, 2 or 3 head; without one, nothing is drafted"),
-    ("prompt", "", "text; it needs tokenizer.json and the package tokenizers"),
-    ("prompt_ids", "", "in its place: token ids, such as 1,17,35"),
-    ("max_new_tokens", 128, "tokens to decide"),
-    ("temperature", 0.0, "0: the likeliest token every time"),
-    ("seed", 0, "of the noise"),
-    ("depth", 6, "drafted levels"),
-    ("topk", 10, "children of a node; 1: a chain"),
-    ("nodes", 0, "verified nodes, root included; 0: 60, or as many as there are"),
-    ("context", 2048, "tokens that the caches hold"),
-    ("bits", 16, "8 or 4: quantize the weights"),
-    ("dtype", "", "default: the checkpoint's"),
-    ("device", "cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu"),
-)
+            stops = [i for i, token in enumerate(new) if token in ends]
+            yield new[: stops[0] + 1] if stops else new
+            limit = 0 if stops else limit - len(new)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -462,7 +426,19 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         engine = Engine(options)
-        prompt, tokenizer = read_prompt(engine, options)
+        if options.prompt:
+            from tokenizers import Tokenizer
+
+            file = Path(options.checkpoint) / "tokenizer.json"
+            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            prompt = tokenizer.encode(options.prompt).ids
+        else:
+            prompt = [int(i) for i in options.prompt_ids.split(",") if i]
+        vocab = len(engine.target.embed_tokens)
+        if not 2 <= len(prompt) < options.context or not 0 <= min(prompt) <= max(prompt) < vocab:
+            raise ValueError(
+                f"a prompt has 2 to {options.context - 1} ids (--context) below {vocab}"
+            )
     except (ValueError, OSError, ImportError, SafetensorError) as error:
         parser.error(" ".join(str(error).split()))
     limit = min(options.max_new_tokens, options.context - len(prompt))
@@ -471,9 +447,8 @@ def main(argv: list[str] | None = None) -> None:
         paths = list(engine.generate(prompt, limit, options.seed))
         seconds = time.perf_counter() - start
     new = sum(paths, [])
-    print(tokenizer.decode(new) if tokenizer else ",".join(map(str, new)))
-    tau = len(new) / len(paths)
-    print(f"{len(new)} tokens, {len(new) / seconds:.1f} tokens/s, tau {tau:.2f}: tokens per pass")
+    print(tokenizer.decode(new) if options.prompt else ",".join(map(str, new)))
+    print(f"{len(new)} tokens, {len(new) / seconds:.1f} tokens/s, tau {len(new) / len(paths):.2f}")
 
 
 if __name__ == "__main__":
