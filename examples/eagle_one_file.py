@@ -46,9 +46,7 @@ OPTIONS = (
 GROUP = 32  # inputs that share a scale in int4
 MASK32 = 0xFFFFFFFF
 # a file with a weight of another name holds a model that is not served
-NAMES = (
-    r"(embed_tokens|(input_layer|post_attention_layer|hidden_)?norm|\w+_proj|gate|w\d|lm_head|fc)"
-)
+NAMES = r"(embed_tokens|((input|post_attention)_layer|hidden_)?norm|\w+_proj|gate|w\d|lm_head|fc)"
 KNOWN = re.compile(rf"(.*\.)?{NAMES}\.weight|fc\.bias|d2t|t2d|.*inv_freq")
 
 
@@ -284,6 +282,7 @@ class Engine(nn.Module):
         try:
             self.target = Target(Path(options.checkpoint), options)
             self.head = Head(Path(options.head), options, self.target) if options.head else None
+            self.vocab = len(self.target.embed_tokens)  # V
             slots = self.target.k_cache0.shape[1]
             self.register_buffer("every", torch.arange(slots, device=options.device))  # [S]
             list(self.generate([0, 0], 1, 0))  # a trial reads every weight
@@ -294,8 +293,7 @@ class Engine(nn.Module):
             self.draft = torch.compile(self.draft, fullgraph=True, dynamic=False, mode=mode)
             self.verify = torch.compile(self.verify, fullgraph=True, dynamic=False, mode=mode)
 
-    def causal(self, positions: Tensor) -> Place:
-        """Place consecutive tokens, [T], each in the slot of its position."""
+    def causal(self, positions: Tensor) -> Place:  # consecutive tokens, each in its position's slot
         return Place(positions, positions, self.every <= positions[:, None])
 
     def draft(self, state: State) -> tuple:
@@ -307,9 +305,7 @@ class Engine(nn.Module):
             is node i or its ancestor; noise, [D+1, V] fp32, of the draw at each depth, or None.
         """
         root = state.emitted[state.last]  # [1]
-        noise = None
-        if self.temperature:
-            noise = gumbel(state.key, state.draw, self.D + 1, len(self.target.embed_tokens))
+        noise = gumbel(state.key, state.draw, self.D + 1, self.vocab) if self.temperature else None
         if self.head is None:
             return root, root * 0, root[None] == root, noise
         # token j + 1 makes row j, hence - 1; the rows of padding lie where nothing sees them
@@ -333,7 +329,7 @@ class Engine(nn.Module):
         """Score P = K + (D-1) K^2 candidates; the best K paths of a level get children.
 
         out: [1, F], the head's output at the root. Source: EAGLE-2, 4.1.
-        Returns: of each, [P]: token; log-probability of its path; its parent's number, -1: the root.
+        Returns: of each, [P]: token; log-probability of its path; number of its parent, -1: root.
         """
         K = self.K
         visible = (self.every < pos)[None]  # [R, S]; R = 1 node at the root, then K
@@ -434,11 +430,9 @@ def main(argv: list[str] | None = None) -> None:
             prompt = tokenizer.encode(options.prompt).ids
         else:
             prompt = [int(i) for i in options.prompt_ids.split(",") if i]
-        vocab = len(engine.target.embed_tokens)
-        if not 2 <= len(prompt) < options.context or not 0 <= min(prompt) <= max(prompt) < vocab:
-            raise ValueError(
-                f"a prompt has 2 to {options.context - 1} ids (--context) below {vocab}"
-            )
+        length = options.context - 1
+        if not 2 <= len(prompt) <= length or not 0 <= min(prompt) <= max(prompt) < engine.vocab:
+            raise ValueError(f"a prompt has 2 to {length} ids (--context), below {engine.vocab}")
     except (ValueError, OSError, ImportError, SafetensorError) as error:
         parser.error(" ".join(str(error).split()))
     limit = min(options.max_new_tokens, options.context - len(prompt))
