@@ -287,7 +287,7 @@ class Engine(nn.Module):
             self.register_buffer("every", torch.arange(slots, device=options.device))  # [S]
             list(self.generate([0, 0], 1, 0))  # a trial reads every weight
         except (AttributeError, KeyError, RuntimeError) as error:
-            raise ValueError(f"config.json, weights and head do not fit: {error!r}") from None
+            raise ValueError(f"config.json, weights and options do not fit: {error!r}") from None
         if options.compile:
             mode = "reduce-overhead" if self.captured else None
             self.draft = torch.compile(self.draft, fullgraph=True, dynamic=False, mode=mode)
@@ -432,7 +432,8 @@ def main(argv: list[str] | None = None) -> None:
             prompt = [int(i) for i in options.prompt_ids.split(",") if i]
         length = options.context - 1
         if not 2 <= len(prompt) <= length or not 0 <= min(prompt) <= max(prompt) < engine.vocab:
-            raise ValueError(f"a prompt has 2 to {length} ids (--context), below {engine.vocab}")
+            rule = f"2 to {length} ids (--context - 1), each below {engine.vocab}"
+            raise ValueError(f"a prompt needs {rule}; this one has {len(prompt)}")
     except (ValueError, OSError, ImportError, SafetensorError) as error:
         parser.error(" ".join(str(error).split()))
     limit = min(options.max_new_tokens, options.context - len(prompt))
