@@ -394,10 +394,10 @@ class Engine(nn.Module):
         _, features = self.target(tokens[:-1], place)  # the last token is the first root
         if self.head is not None:
             self.head(tokens[1:], features, place)
-        zero = torch.zeros_like(key[:1])
+        zero = torch.zeros_like(key[:1])  # cloned below: a tensor under two names would recompile
         root = F.pad(tokens[-1:], (0, self.D))  # [D+1]
         features = F.pad(features[-1:], (0, 0, 0, self.D))  # [D+1, F or 3F]
-        state = State(place.slots[-1:] + 1, zero, root, features, zero, key)
+        state = State(place.slots[-1:] + 1, zero, root, features, zero.clone(), key)
         ends = self.target.config.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         while limit > 0:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from generate import generate, load
 
@@ -78,8 +79,8 @@ def test_tokens_are_the_projects(pair, temperature, tree):
     )
     tokens, passes = decode(engine(pair, temperature=temperature, depth=4, **ours), seed)
     assert tokens == result.tokens
-    # drafts help: a file whose head drafted nonsense would emit the same tokens one by one
-    assert sum(passes) / len(passes) > 1.1
+    # nor may the head draft nonsense, or without the noise. Our first pass starts one token earlier, our last is cut
+    assert sum(passes) / len(passes) > 0.75 * result.stats["tau"]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -164,8 +165,11 @@ def test_a_tied_head_and_a_bin_file(tmp_path):
 @pytest.mark.parametrize("drafts, temperature", [(True, 1.0), (False, 0.0)])
 def test_steps_are_traced_whole(traced, drafts, temperature):
     """Draft and verify are one graph each, of static shapes. Nothing is written in C++: that is slow."""
+    torch._dynamo.reset()
+    counters.clear()
     small = {"depth": 2, "topk": 2, "nodes": 4, "temperature": temperature, "drafts": drafts}
     assert decode(engine("eagle12", compile=True, **small)) == decode(engine("eagle12", **small))
+    assert counters["stats"]["unique_graphs"] == 2  # no pass compiles anew
 
 
 SMALL = "--depth 2 --topk 2 --nodes 4 --context 32 --max_new_tokens 8 --device cpu --dtype float32"
