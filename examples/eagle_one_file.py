@@ -174,7 +174,7 @@ class Model(nn.Module):
         """Run layer i. x: [T, F], the residual stream; h: [T, inputs], the attention's input."""
         x = x + self.attention(i, name, h, place)
         h = self.rms_norm(f"{name}_post_attention_layernorm", x)
-        if "num_local_experts" in self.config:
+        if hasattr(self, f"{name}_block_sparse_moe_gate"):
             return x + self.experts(f"{name}_block_sparse_moe", h)
         return x + self.swiglu(h, *[f"{name}_mlp_{part}_proj" for part in ("gate", "up", "down")])
 
@@ -313,13 +313,12 @@ class Engine(nn.Module):
         out = self.head(state.emitted, state.features, self.causal(rows))
         tokens, values, parents = self.grow(out[state.last], state.pos, noise)
         # re-ranking (EAGLE-2, 4.2): no child beats its parent, and a stable order keeps it behind
-        best = values.argsort(descending=True, stable=True)[: self.N - 1].sort().values
-        nodes = self.every[: self.N]
+        best = values.argsort(descending=True, stable=True)[: self.N - 1].sort().values  # [N-1]
+        nodes = self.every[: self.N]  # [N]
         # the number of a parent's node is the number of entries up to it; of the root, -1, it is 0
-        above = torch.searchsorted(best, parents[best], right=True)  # [N-1]
-        parents = torch.cat((nodes[:1], above))  # [N]
-        mask = nodes[:, None] == nodes
-        ancestor = nodes
+        parents = torch.cat((nodes[:1], torch.searchsorted(best, parents[best], right=True)))  # [N]
+        mask = nodes[:, None] == nodes  # [N, N]: itself, then its parent, and so on up to the root
+        ancestor = nodes  # [N]
         for _ in range(self.D):
             ancestor = parents[ancestor]
             mask = mask | (ancestor[:, None] == nodes)
@@ -347,17 +346,18 @@ class Engine(nn.Module):
             levels.append((tokens, values, number.repeat_interleave(K)))
             if level + 1 == self.D:
                 return [torch.cat(parts) for parts in zip(*levels)]
-            order = values.argsort(descending=True, stable=True)[:K]
+            order = values.argsort(descending=True, stable=True)[:K]  # places in this level
             number = first + order
             first += len(values)
-            path = values[order]
+            path = values[order]  # [K]
             slots = pos + level * K + self.every[:K]
-            visible = visible[order // K] | (self.every == slots[:, None])  # ancestors and itself
+            visible = visible[order // K] | (self.every == slots[:, None])  # [K, S]
             place = Place(slots, (pos + level).expand(K), visible)
             out = self.head(tokens[order], out[order // K], place)  # [K, F]
 
-    def verify(self, state: State, tokens: Tensor, parents: Tensor, mask: Tensor, noise) -> State:
+    def verify(self, state: State, tree: tuple) -> State:
         """Run the target over a tree, accept a path, compact. Writes: the target's caches."""
+        tokens, parents, mask, noise = tree
         pos = state.pos
         depths = mask.sum(-1) - 1  # [N]
         offset = self.every - pos  # [S], from the root's slot
@@ -367,7 +367,7 @@ class Engine(nn.Module):
         x, features = self.target(tokens, place)
         scores = self.target.logits(x)  # [N, V]
         if noise is not None:
-            scores = scores / self.temperature + noise[depths]  # a depth shares a draw
+            scores = scores / self.temperature + noise[depths]  # nodes of a depth share a draw
         choice = scores.argmax(-1)  # [N], the target's own token behind each node
         matches = (tokens == choice[parents]) | (depths == 0)
         accepted = ~(mask & ~matches).any(-1)  # [N]: the node and all its ancestors match
@@ -404,7 +404,7 @@ class Engine(nn.Module):
             if self.captured:  # a graph writes its outputs to the same memory every time
                 state = State(*[part.clone() for part in state])
                 torch.compiler.cudagraph_mark_step_begin()
-            state = self.verify(state, *self.draft(state))
+            state = self.verify(state, self.draft(state))
             last, *emitted = torch.cat((state.last, state.emitted)).tolist()  # to the host, once
             new = emitted[: min(last + 1, limit)]
             stops = [i for i, token in enumerate(new) if token in ends]
