@@ -175,7 +175,7 @@ def test_steps_are_traced_whole(traced, drafts, temperature):
 SMALL = "--depth 2 --topk 2 --nodes 4 --context 32 --max_new_tokens 8 --device cpu --dtype float32"
 
 
-@pytest.mark.slow  # Inductor writes and compiles C++ for two steps: 80 s of processor time
+@pytest.mark.slow  # Inductor writes and compiles C++ for two steps: 50 s of processor time
 def test_compile_runs_on_a_cpu(tmp_path):
     target, head = PAIRS["eagle12"]
     command = f"{FILE} --checkpoint {target} --head {head} --prompt_ids 1,5,17,23,9 --temperature 1"
@@ -183,7 +183,7 @@ def test_compile_runs_on_a_cpu(tmp_path):
     eager = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     compiled = subprocess.run([*command, "--compile"], capture_output=True, text=True, check=True)
     assert compiled.stdout.splitlines()[0] == eager.splitlines()[0]
-    assert len(eager.splitlines()[0].split(",")) == 8
+    assert len(eager.splitlines()[0].split(",")) == 6  # the last of them ends the text
 
 
 # ---------------------------------------------------------------------------------------- command
