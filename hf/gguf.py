@@ -4,8 +4,9 @@
    translates llama.cpp's names.
 2. `keep_blocks` leaves matrices in their blocks, for the layers of gguf_blocks.py; `keep_int4`
    reads those that int4 holds exactly as codes, for CUDA. Otherwise blocks become numbers when a
-   tensor is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp) rounds them to bfloat16 on the
-   way. Where it is not loaded, the package `gguf` reads them as fp32, which gives the same bits.
+   tensor is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp) rounds them to
+   bfloat16 on the way. Where it is not loaded, the package `gguf` reads them as fp32, which gives
+   the same bits.
 
 Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.
 Not here: the tokenizer (hf/gguf_tokenizer.py); files in several parts, big-endian files,

@@ -97,8 +97,8 @@ def method_of(drafter: Drafter) -> Method:
         pick = pick_and_rank
     elif isinstance(drafter, ModelDrafter) and drafter.shorter:
         presets = (RootOnly(), drafter)
-    elif isinstance(drafter, TreeDrafter) and drafter.lookup:
-        policy.kept = drafter.lookup.kept
+    elif isinstance(drafter, TreeDrafter) and drafter.graft:
+        policy.kept = drafter.graft.kept
     inner = getattr(drafter, "drafter", drafter)
     if isinstance(inner, ModelDrafter) and inner.shorter:
         policy.reach = inner.model.config.max_context
