@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from cli.io import read_json, show_progress
+from cli.io import bundled_head, read_json, show_progress
 from cli.parsing import one_line_errors, option, parse
 from hf.checkpoint import (
     METHOD,
@@ -41,7 +41,6 @@ from hf.checkpoint import (
     scale_name,
     write_checkpoint,
 )
-from hf.head_kinds import bundled_head
 from ops.epilogues import Pending, Unscaled, add, pending
 from ops.qmatmul import PRODUCTS, join_zeros, split_zeros
 from options import FORMAT_NAMES, GROUP_SIZES, pick_device

@@ -242,6 +242,14 @@ def write_text(where: str, text: str) -> None:
         raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
 
 
+def bundled_head(checkpoint: Path, kind: str = "eagle") -> Path:
+    """Return the place of the draft head that belongs to a checkpoint: its name with -KIND."""
+    if checkpoint.name in ("", ".."):
+        checkpoint = checkpoint.resolve()
+    name = checkpoint.stem if is_gguf(checkpoint) else checkpoint.name
+    return checkpoint.with_name(f"{name}-{kind}")
+
+
 def show_progress(text: str, last: bool) -> None:
     """Write progress over the line before on a terminal; elsewhere write the last line only."""
     terminal = sys.stderr.isatty()

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cli.io import is_gguf, read_json
+from cli.io import bundled_head, is_gguf, read_json
 from cli.methods import HEAD_KINDS
 from hf.checkpoint import (
     BLOCKS,
@@ -37,7 +37,7 @@ from hf.fields import (
     read_fields,
 )
 from hf.gguf_blocks import keeps_blocks
-from hf.head_kinds import bundled_head, head_kind
+from hf.head_kinds import head_kind
 from model import ModelConfig
 from ops.library import has_cpu_operators
 from options import GenerateConfig

@@ -7,7 +7,7 @@ Nothing is quantized anew but FP8.
 2. A reader unpacks one weight to `Codes`. FP8 is decoded to fp32 and rounded to int8 with a scale
    per output.
 
-Not here: config.json (hf/quantization_config.py), products (quantize.py), the layer that a weight
+Not here: config.json (hf/quant_config.py), products (quantize.py), the layer that a weight
 belongs to (hf/weights.py).
 """
 

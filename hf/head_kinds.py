@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.io import is_gguf, read_json
+from cli.io import read_json
 
 # kind -> keys of config.json, beginnings of files' names or nothing
 MARKS = {
@@ -43,11 +43,3 @@ def head_kind(path: Path) -> str:
             f"{path} holds heads of several kinds: {listed}; give each its own directory"
         )
     return next(iter(found), "eagle")
-
-
-def bundled_head(checkpoint: Path, kind: str = "eagle") -> Path:
-    """Return the place of the draft head that belongs to a checkpoint: its name with -KIND."""
-    if checkpoint.name in ("", ".."):
-        checkpoint = checkpoint.resolve()
-    name = checkpoint.stem if is_gguf(checkpoint) else checkpoint.name
-    return checkpoint.with_name(f"{name}-{kind}")

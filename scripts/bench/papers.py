@@ -43,14 +43,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import check_outputs, is_gguf, parse_json, read_text
+from cli.io import bundled_head, check_outputs, is_gguf, parse_json, read_text
 from cli.methods import HEAD_KINDS
 from cli.parsing import one_line_errors, option, parse
 from decode import Engine
 from extras.draft_vocab import RANKS
 from generate import Batch, Turn, encode, first_ids, load
 from hf.checkpoint import WeightFiles
-from hf.head_kinds import bundled_head, head_kind
+from hf.head_kinds import head_kind
 from options import DEMO, Ablation, GenerateConfig, pick_device
 from runtime import TRIES
 from scripts.bench.measure import (
