@@ -29,6 +29,7 @@ from hf.blocks import keeps_blocks
 from hf.chat import TextFiles, read_text_files
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
+from hf.gguf import GgufFile
 from hf.weights import int4_group
 from model import DTYPES, Transformer
 from ops.library import on_cpp_device
@@ -60,6 +61,8 @@ def load(
     config = replace(config, device=pick_device(config.device))
     use(config.device)
     path = fetched(config.checkpoint)
+    if keeps_fewer_bits(config, path):
+        config = replace(config, quant="none", group_size=0)
     target = _load_target(config, path)
     saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes
@@ -118,6 +121,23 @@ def compile_grammars(engine: Engine, grammar: Any, count: int) -> list[Any]:
             source = Grammar(engine, source)
         compiled.append(source)
     return compiled if each is grammar else compiled * count
+
+
+def keeps_fewer_bits(config: GenerateConfig, path: Path) -> bool:
+    """Return whether --quant leaves a GGUF file as it is: most weights have as few bits already.
+
+    A second rounding would cost answers and save nothing. Prints a line about it. On CUDA, which
+    would widen the blocks, they are rounded.
+    """
+    if config.quant == "none" or config.device != "cpu" or not keeps_blocks(config, path):
+        return False
+    if not GgufFile(path).mostly_has(int(config.quant.removeprefix("int"))):
+        return False
+    print(
+        f"note: {path} has no more bits than --quant {config.quant}: it is not rounded again",
+        file=sys.stderr,
+    )
+    return True
 
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:

@@ -481,14 +481,31 @@ def test_another_format_for_the_draft(block_file, capsys):
     for chosen, form in (
         ({"quant_draft": "none"}, "blocks"),
         ({"quant_draft": "int8"}, "int8"),
-        ({"quant": "int8"}, "int8"),
+        ({"quant": "int8"}, "blocks"),
         ({"quant": "int8", "quant_draft": "none"}, "blocks"),
     ):
         engine = load(**options, **chosen)
-        assert engine.config.quant == chosen.get("quant", "blocks")
+        assert engine.config.quant == "blocks"
         assert engine.config.quant_draft == form
         assert in_blocks(engine.drafter.model) == (form == "blocks")
     assert "rounded again, to int8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("quant", "kind", "kept"),
+    [("int4", MODEL, True), ("int4", "Q4_K", True), ("int4", "Q8_0", False), ("int8", "Q8_0", True)],
+)
+def test_few_bits_are_not_rounded_again(block_file, capsys, quant, kind, kept):
+    """--quant leaves a file whose weights have as few bits, unless it is to be widened first."""
+    path = str(block_file(kind))
+    engine = load(checkpoint=path, device="cpu", draft="none", quant=quant)
+    said = capsys.readouterr().err
+    assert in_blocks(engine.target) == kept
+    assert engine.config.quant == ("blocks" if kept else quant)
+    line = f"note: {path} has no more bits than --quant {quant}: it is not rounded again\n"
+    assert (line in said) == kept
+    widened = load(checkpoint=path, device="cpu", draft="none", quant=quant, dtype="float32")
+    assert widened.config.quant == quant and "rounded again" in capsys.readouterr().err
 
 
 def test_compare(block_file):
