@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,13 +66,16 @@ class Quantization:
     """The format of quantized weights, from `--quant` or a checkpoint's config.json."""
 
     format: str  # one of FORMAT_NAMES, or BLOCKS
-    group_size: int = 0  # inputs that share a scale; 0: `fit_group` chooses it for int4
+    # inputs that share a scale; 0: `fit_group` chooses it for int4, all inputs for int8
+    group_size: int = 0
     saved: bool = False  # the files hold codes already
 
     @staticmethod
     def of(format: str, group_size: int) -> Quantization | None:
         """Return the value of `--quant` or `--quant_draft`; None for `none`."""
-        return None if format == "none" else Quantization(format, group_size)
+        if format == "none":
+            return None
+        return Quantization(format, group_size if format == "int4" else 0)
 
     @property
     def is_blocks(self) -> bool:
@@ -131,6 +134,17 @@ def scale_name(weight: str) -> str:
     return weight + "_scale"
 
 
+def in_groups(quant: Quantization, inputs: Collection[int]) -> Quantization:
+    """Return int8 in the largest groups that divide the inputs of all weights, if any do.
+
+    Other formats, and formats of files, are returned as they are.
+    """
+    if quant.format != "int8" or quant.saved:
+        return quant
+    fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
+    return replace(quant, group_size=max(fits, default=0))
+
+
 def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     """Choose the largest group size that divides the inputs of every weight, if none is given.
 
@@ -142,8 +156,6 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     group = quant.group_size
     if quant.format == "int4":
         group = group or largest
-    elif not quant.saved:
-        group = 0  # a scale per output
     for weight, n in inputs.items():
         if group and n % group:
             remedy = f"--group_size {largest}" if fits else "--quant int8"

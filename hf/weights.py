@@ -30,6 +30,7 @@ from checkpoint import (
     Quantization,
     TensorSource,
     fit_group,
+    in_groups,
     saved_quantization,
     scale_name,
 )
@@ -39,7 +40,7 @@ from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, LMHead, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
-from quantize import FORMATS, QuantExperts, QuantLinear
+from quantize import FORMATS, Int8Linear, QuantExperts, QuantLinear
 from stats import check_memory
 
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
@@ -382,7 +383,10 @@ class _Loading:
         codes = kind.from_file(stored)
         scale_names = tuple(map(scale_name, names))
         scale_shape = kind.scale_shape(shape, quant.group_size)
-        return codes, self._join(scale_names, scale_shape, kind.scale_dtype)
+        scale = self._join(scale_names, scale_shape, kind.scale_dtype(quant.group_size))
+        if kind is Int8Linear and quant.group_size and self.storage.device != "cpu":
+            return kind.encode(kind.decode(codes, scale), 0)  # CUDA's product has no groups
+        return codes, scale
 
     def _codes_of_others(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
         """Return the same of a weight that others quantized."""
@@ -524,6 +528,10 @@ def load_model(
     check_experts(config, files)
     if quant is not None and quant.is_blocks:
         quant = keep_blocks(files, model, device)
+    if quant is not None and device == "cpu":
+        linear = _linear_weights(model)
+        params = dict(model.named_parameters())
+        quant = in_groups(quant, [params[name].shape[-1] for name in linear if name in params])
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
     embedding = model.embedding
@@ -534,7 +542,8 @@ def load_model(
         if quant is None or files.quantized:  # others leave the LM head in 16 bits
             model.lm_head.weight = weight
         else:
-            head = FORMATS[quant.format].from_float(weight, None, quant.group_size, fp32_out=True)
+            group = quant.group_size if quant.format == "int4" or device == "cpu" else 0
+            head = FORMATS[quant.format].from_float(weight, None, group, fp32_out=True)
             model.lm_head = HugePages().move(head)
     model.rope_freq = rope_frequencies(config, device)
     for note in (files.note, block_note(files, storage)):
