@@ -26,6 +26,7 @@ from command_line import by_names, require
 from decode import Engine, pick_tokens, with_cycles
 from drafters import Drafter, RootOnly, TreeDrafter
 from hf.blocks import keeps_blocks
+from hf.calibrate import calibrated, is_calibrated
 from hf.chat import TextFiles, read_text_files
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
@@ -149,6 +150,9 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     quant = Quantization.of(config.quant, config.group_size)
     if quant is None and keeps_blocks(config, path):
         quant = Quantization(BLOCKS, saved=True)
+    if quant is not None and is_calibrated(quant, path) and source is None:
+        source = calibrated(path, quant)
+        quant = None  # the source has the format
     return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
 
 
