@@ -6,6 +6,7 @@
 3. Every token counts the same: its inputs are divided by their root mean square. Otherwise a few
    tokens with outlying activations, as the first of a text, would be all that is preserved.
 4. `calibrated` keeps the quantized weights of a model in the user's cache, for `--quant int4`.
+   `GPT_EAGLE_QUANTIZED` in the environment names another folder.
 
 Trade-off: moments between inputs that are more than WIDTH apart are left out. They would take more
 time than all the rest, in layers with many inputs.
@@ -159,15 +160,16 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
     identity = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
     config = (path / "config.json").read_text(encoding="utf-8")
     key = json.dumps([VERSION, str(path.resolve()), sorted(identity), config, quant.group_size])
-    parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    parent = parent / "gpt-eagle" / "quantized"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    named = os.environ.get("GPT_EAGLE_QUANTIZED")
+    parent = Path(named) if named else cache / "gpt-eagle" / "quantized"
     out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"cannot write {parent} ({error.strerror}); XDG_CACHE_HOME names another place, or "
-            "use quantize.py"
+            f"cannot write {parent} ({error.strerror}); GPT_EAGLE_QUANTIZED names another "
+            "place; or use quantize.py"
         ) from None
     with alone(parent, f"note: another process writes {parent}; waiting"):
         if not out.is_dir():
