@@ -437,7 +437,7 @@ class QuantizeConfig:
     checkpoint: str = option("", "Hugging Face directory of a target model or a head")
     quant: str = option("int4", "format", FORMAT_NAMES)
     group_size: int = option(
-        0, "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that divides all"
+        0, "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit"
     )
     out: str = option("", "directory to write")
     device: str = option("cpu", "where to compute: cpu or cuda")

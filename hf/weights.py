@@ -40,7 +40,7 @@ from hf.config import open_source, read_config
 from model import DTYPES, ExpertLinear, LMHead, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
-from quantize import FORMATS, Int8Linear, QuantExperts, QuantLinear
+from quantize import FORMATS, Int8Linear, QuantExperts, QuantLinear, check_finite
 from stats import check_memory
 
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
@@ -375,8 +375,9 @@ class _Loading:
         """
         quant = self.storage.quant
         if not quant.saved:
-            # in the files' own dtype
-            return kind.encode(self._join(names, shape, None), quant.group_size)
+            weight = self._join(names, shape, None)  # in the files' own dtype
+            check_finite(weight, " + ".join(names), self.files.path)
+            return kind.encode(weight, quant.group_size)
         if self.files.quantized:
             return self._codes_of_others(names, shape)
         stored = self._join(names, kind.file_shape(shape), kind.file_dtype)
@@ -529,22 +530,19 @@ def load_model(
     if quant is not None and quant.is_blocks:
         quant = keep_blocks(files, model, device)
     if quant is not None and device == "cpu":
-        linear = _linear_weights(model)
-        params = dict(model.named_parameters())
-        quant = in_groups(quant, [params[name].shape[-1] for name in linear if name in params])
+        layers = [m for m in model.modules() if isinstance(m, (nn.Linear, ExpertLinear))]
+        quant = in_groups(quant, [layer.in_features for layer in layers])
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
     embedding = model.embedding
     if config.tie_embeddings and isinstance(embedding, BlockEmbedding):
         model.lm_head = BlockLinear(embedding.packed, embedding.table, None, fp32_out=True)
+    elif config.tie_embeddings and (quant is None or files.quantized):
+        model.lm_head.weight = embedding.weight  # others leave the LM head in 16 bits
     elif config.tie_embeddings:
-        weight = embedding.weight
-        if quant is None or files.quantized:  # others leave the LM head in 16 bits
-            model.lm_head.weight = weight
-        else:
-            group = quant.group_size if quant.format == "int4" or device == "cpu" else 0
-            head = FORMATS[quant.format].from_float(weight, None, group, fp32_out=True)
-            model.lm_head = HugePages().move(head)
+        group = quant.group_size if quant.format == "int4" or device == "cpu" else 0
+        head = FORMATS[quant.format].from_float(embedding.weight, None, group, fp32_out=True)
+        model.lm_head = HugePages().move(head)
     model.rope_freq = rope_frequencies(config, device)
     for note in (files.note, block_note(files, storage)):
         if note:

@@ -56,7 +56,7 @@ class EvalConfig:
     num_fewshot: int = option(-1, "examples before each document; -1: as the task has it", least=0)
     include_path: str = option("", "directory with further tasks, as YAML files")
     quant: str = option("none", "round the weights while loading", ("none", "int8", "int4"))
-    group_size: int = option(0, "of int4; 0: the largest that divides the inputs of every layer")
+    group_size: int = option(0, "of int4; 0: 64, or 32 where 64 does not divide")
     draft: str = option(
         "",
         "who drafts texts; default: the head that is given or bundled, else none",
