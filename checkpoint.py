@@ -138,9 +138,9 @@ def scale_name(weight: str) -> str:
 def in_groups(quant: Quantization, inputs: Collection[int]) -> Quantization:
     """Return int8 in the largest groups that divide the inputs of all weights, if any do.
 
-    Other formats, and formats of files, are returned as they are.
+    Other formats, formats of files, and groups that are given, are returned as they are.
     """
-    if quant.format != "int8" or quant.saved:
+    if quant.format != "int8" or quant.saved or quant.group_size:
         return quant
     fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
     return replace(quant, group_size=max(fits, default=0))

@@ -534,20 +534,30 @@ def load_model(
         quant = in_groups(quant, [layer.in_features for layer in layers])
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
-    embedding = model.embedding
-    if config.tie_embeddings and isinstance(embedding, BlockEmbedding):
-        model.lm_head = BlockLinear(embedding.packed, embedding.table, None, fp32_out=True)
-    elif config.tie_embeddings and (quant is None or files.quantized):
-        model.lm_head.weight = embedding.weight  # others leave the LM head in 16 bits
-    elif config.tie_embeddings:
-        group = quant.group_size if quant.format == "int4" or device == "cpu" else 0
-        head = FORMATS[quant.format].from_float(embedding.weight, None, group, fp32_out=True)
-        model.lm_head = HugePages().move(head)
+    if config.tie_embeddings:
+        _tie_lm_head(model, None if files.quantized else quant)  # others leave it in 16 bits
     model.rope_freq = rope_frequencies(config, device)
     for note in (files.note, block_note(files, storage)):
         if note:
             print(f"note: {note}", file=sys.stderr)
     return model.eval()
+
+
+def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
+    """Make the LM head of the embedding. quant: its format; None: the embedding's own
+
+    Writes: the LM head.
+    """
+    embedding = model.embedding
+    if isinstance(embedding, BlockEmbedding):
+        model.lm_head = BlockLinear(embedding.packed, embedding.table, None, fp32_out=True)
+    elif quant is None:
+        model.lm_head.weight = embedding.weight
+    else:
+        has_groups = quant.format == "int4" or embedding.weight.device.type == "cpu"
+        group = quant.group_size if has_groups else 0
+        head = FORMATS[quant.format].from_float(embedding.weight, None, group, fp32_out=True)
+        model.lm_head = HugePages().move(head)
 
 
 def keep_blocks(files: TensorSource, model: Transformer, device: str) -> Quantization | None:

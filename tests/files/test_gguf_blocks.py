@@ -493,7 +493,12 @@ def test_another_format_for_the_draft(block_file, capsys):
 
 @pytest.mark.parametrize(
     ("quant", "kind", "kept"),
-    [("int4", MODEL, True), ("int4", "Q4_K", True), ("int4", "Q8_0", False), ("int8", "Q8_0", True)],
+    [
+        ("int4", MODEL, True),
+        ("int4", "Q4_K", True),
+        ("int4", "Q8_0", False),
+        ("int8", "Q8_0", True),
+    ],
 )
 def test_few_bits_are_not_rounded_again(block_file, capsys, quant, kind, kept):
     """--quant leaves a file whose weights have as few bits, unless it is to be widened first."""
