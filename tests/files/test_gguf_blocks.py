@@ -608,7 +608,11 @@ def test_wrong_files_of_a_draft_model(capsys, block_file, tmp_path):
     assert re.search(r"m.gguf is truncated: \S+ ends at byte", refused(capsys, *options, notes=1))
 
 
-@pytest.mark.parametrize("options", [(), ("--dtype", "float32"), ("--quant", "int8")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--dtype", "float32"), ("--quant", "int8", "--dtype", "float32")],
+    ids=str,
+)
 def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monkeypatch, options):
     """A lost page of a mapping would end the process (SIGBUS)."""
     path = tmp_path / "m.gguf"
