@@ -283,14 +283,14 @@ def widen(path, folder) -> None:
 
 @pytest.mark.parametrize("case", ["Q4_1", "many types", "tied", "biases", "mixture"])
 def test_options_that_widen(block_file, tmp_path, case):
-    """--dtype and --quant compute with the numbers that a directory of them gives, bit for bit."""
+    """--dtype, with --quant too, computes with the numbers that a directory of them gives, bit for bit."""
     path = block_file(case)
     widen(path, tmp_path)
     for options in (
         {"dtype": "bfloat16"},
         {"dtype": "float32"},
-        {"quant": "int8"},
-        {"quant": "int4"},
+        {"quant": "int8", "dtype": "bfloat16"},
+        {"quant": "int4", "dtype": "bfloat16"},
     ):
         engine = load(checkpoint=str(path), device="cpu", **options)
         quant = Quantization.of(options.get("quant", "none"), 0)

@@ -133,7 +133,9 @@ def test_codes_stay_in_range_and_use_it(quant, dtype):
     for weight in WEIGHTS.values():
         codes, scale = FORMATS[quant.format].encode(weight.to(dtype), quant.group_size)
         assert codes.dtype == torch.int8 and codes.min() >= low and codes.max() <= high
-        assert scale.isfinite().all() and scale.dtype == FORMATS[quant.format].scale_dtype(quant.group_size)
+        assert scale.isfinite().all() and scale.dtype == FORMATS[quant.format].scale_dtype(
+            quant.group_size
+        )
     codes, _ = FORMATS[quant.format].encode(WEIGHTS["normal"].to(dtype), quant.group_size)
     assert codes.min() == low and codes.max() == high
 
