@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from options import FORMAT_NAMES, GROUP_SIZES
 METHOD = "gpt-eagle"  # `quant_method` in config.json
 BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file (hf/gguf_blocks.py)
 SHARD_BYTES = 2 * 10**9
+OPEN_GROUP = 64  # the largest group of int4 where none is given: 128 lose much for 3 % less memory
 # single files of weights, or the beginning of an index's name; the last ones are draft heads'
 FILES = (
     "model.safetensors",
@@ -67,13 +68,16 @@ class Quantization:
     """The format of quantized weights, from `--quant` or a checkpoint's config.json."""
 
     format: str  # one of FORMAT_NAMES, or BLOCKS
-    group_size: int = 0  # inputs that share a scale; 0: `fit_group` chooses it for int4
+    # inputs that share a scale; 0: `fit_group` chooses it for int4, all inputs for int8
+    group_size: int = 0
     saved: bool = False  # the files hold codes already
 
     @staticmethod
     def of(format: str, group_size: int) -> Quantization | None:
         """Return the value of `--quant` or `--quant_draft`; None for `none`."""
-        return None if format == "none" else Quantization(format, group_size)
+        if format == "none":
+            return None
+        return Quantization(format, group_size if format == "int4" else 0)
 
     @property
     def is_blocks(self) -> bool:
@@ -132,8 +136,19 @@ def scale_name(weight: str) -> str:
     return weight + "_scale"
 
 
+def in_groups(quant: Quantization, inputs: Collection[int]) -> Quantization:
+    """Return int8 in the largest groups that divide the inputs of all weights, if any do.
+
+    Other formats, formats of files, and groups that are given, are returned as they are.
+    """
+    if quant.format != "int8" or quant.saved or quant.group_size:
+        return quant
+    fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
+    return replace(quant, group_size=max(fits, default=0))
+
+
 def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
-    """Choose the largest group size that divides the inputs of every weight, if none is given.
+    """Choose 64, or 32 where 64 does not divide the inputs of every weight, if none is given.
 
     inputs: weight -> its number of inputs
     Raises: ValueError for a weight that does not fit the format.
@@ -142,9 +157,7 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     largest = fits[-1] if fits else GROUP_SIZES[0]
     group = quant.group_size
     if quant.format == "int4":
-        group = group or largest
-    elif not quant.saved:
-        group = 0  # a scale per output
+        group = group or min(largest, OPEN_GROUP)
     for weight, n in inputs.items():
         if group and n % group:
             remedy = f"--group_size {largest}" if fits else "--quant int8"

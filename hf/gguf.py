@@ -155,6 +155,19 @@ class GgufFile(TensorSource):
                     del self.readers[name]
                     self.quantized[name] = partial(self._int4, *read.args, **read.keywords)
 
+    def mostly_has(self, bits: int) -> bool:
+        """Return whether more than half of the weights of matrices have at most so many bits."""
+        few = 0
+        every = 0
+        for name, info in self._header.tensors.items():
+            if len(info.shape) < 2:
+                continue
+            weights = math.prod(info.shape)
+            every += weights
+            if self._in_blocks(name) and int(TYPES[info.type_id].name[1]) <= bits:
+                few += weights
+        return 2 * few > every
+
     def _is_q4_0(self, name: str) -> bool:
         return self._in_blocks(name) and self._header.tensors[name].type_id == Q4_0
 

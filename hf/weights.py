@@ -31,6 +31,7 @@ from hf.checkpoint import (
     Quantization,
     TensorSource,
     fit_group,
+    in_groups,
     saved_quantization,
     scale_name,
 )
@@ -39,7 +40,7 @@ from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, pack, tabl
 from model import DTYPES, ExpertLinear, LMHead, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
-from quantize import FORMATS, QuantExperts, QuantLinear
+from quantize import FORMATS, Int8Linear, QuantExperts, QuantLinear, check_finite
 from stats import check_memory
 
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
@@ -374,15 +375,19 @@ class _Loading:
         """
         quant = self.storage.quant
         if not quant.saved:
-            # in the files' own dtype
-            return kind.encode(self._join(names, shape, None), quant.group_size)
+            weight = self._join(names, shape, None)  # in the files' own dtype
+            check_finite(weight, " + ".join(names), self.files.path)
+            return kind.encode(weight, quant.group_size)
         if self.files.quantized:
             return self._codes_of_others(names, shape)
         stored = self._join(names, kind.file_shape(shape), kind.file_dtype)
         codes = kind.from_file(stored)
         scale_names = tuple(map(scale_name, names))
         scale_shape = kind.scale_shape(shape, quant.group_size)
-        return codes, self._join(scale_names, scale_shape, kind.scale_dtype)
+        scale = self._join(scale_names, scale_shape, kind.scale_dtype(quant.group_size))
+        if kind is Int8Linear and quant.group_size and self.storage.device != "cpu":
+            return kind.encode(kind.decode(codes, scale), 0)  # CUDA's product has no groups
+        return codes, scale
 
     def _codes_of_others(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
         """Return the same of a weight that others quantized."""
@@ -524,23 +529,35 @@ def load_model(
     check_experts(config, files)
     if quant is not None and quant.is_blocks:
         quant = keep_blocks(files, model, device)
+    if quant is not None and device == "cpu":
+        layers = [m for m in model.modules() if isinstance(m, (nn.Linear, ExpertLinear))]
+        quant = in_groups(quant, [layer.in_features for layer in layers])
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
-    embedding = model.embedding
-    if config.tie_embeddings and isinstance(embedding, BlockEmbedding):
-        model.lm_head = BlockLinear(embedding.packed, embedding.table, None, fp32_out=True)
-    elif config.tie_embeddings:
-        weight = embedding.weight
-        if quant is None or files.quantized:  # others leave the LM head in 16 bits
-            model.lm_head.weight = weight
-        else:
-            head = FORMATS[quant.format].from_float(weight, None, quant.group_size, fp32_out=True)
-            model.lm_head = HugePages().move(head)
+    if config.tie_embeddings:
+        _tie_lm_head(model, None if files.quantized else quant)  # others leave it in 16 bits
     model.rope_freq = rope_frequencies(config, device)
     for note in (files.note, block_note(files, storage)):
         if note:
             print(f"note: {note}", file=sys.stderr)
     return model.eval()
+
+
+def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
+    """Make the LM head of the embedding. quant: its format; None: the embedding's own
+
+    Writes: the LM head.
+    """
+    embedding = model.embedding
+    if isinstance(embedding, BlockEmbedding):
+        model.lm_head = BlockLinear(embedding.packed, embedding.table, None, fp32_out=True)
+    elif quant is None:
+        model.lm_head.weight = embedding.weight
+    else:
+        has_groups = quant.format == "int4" or embedding.weight.device.type == "cpu"
+        group = quant.group_size if has_groups else 0
+        head = FORMATS[quant.format].from_float(embedding.weight, None, group, fp32_out=True)
+        model.lm_head = HugePages().move(head)
 
 
 def keep_blocks(files: TensorSource, model: Transformer, device: str) -> Quantization | None:

@@ -158,7 +158,7 @@ def build(path: Path, row: Row) -> tuple[Transformer, float]:
     if not row.format:
         model = load_model(path)
         return model, 8.0 * model.embedding.weight.itemsize
-    quant = None if row.path else Quantization(row.format, row.group_size or 128)
+    quant = None if row.path else Quantization(row.format, row.group_size)
     model = load_model(Path(row.path or path), quant=quant)
     layers = {
         name: m for name, m in model.named_modules() if isinstance(m, (QuantLinear, QuantExperts))

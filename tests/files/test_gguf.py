@@ -293,7 +293,7 @@ def test_k_quants(tmp_path, kind):
     assert np.array_equal(permuted(got, 8), want["blk.0.attn_q.weight"])
     assert (
         load_model(path, torch.float32)
-        and load_model(path, quant=Quantization("int4")).lm_head.group_size == 128
+        and load_model(path, quant=Quantization("int4")).lm_head.group_size == 64
     )
 
 
