@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from ranks import this_rank
 from torch import Tensor, nn
 
 from cli.io import folder_lock, read_jsonl
@@ -33,6 +32,7 @@ from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model, weight_names
 from model import Transformer
 from options import ROOT
+from parallel.ranks import this_rank
 from quantize import WIDTH, Moments, quantize_directory
 
 SEQUENCES = 32
