@@ -31,6 +31,7 @@ from torch import Tensor
 from checkpoint import Codes, TensorSource
 from hf.blocks import Q4_0, Blocks, int4_codes
 from hf.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
+from hf.gguf_tokenizer import end_ids, special_id
 from model import rope_frequencies
 from ops.library import cpu_operators_are_loaded
 
@@ -60,8 +61,6 @@ LAYER = {
 MIXTRAL = ("block_sparse_moe.", {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"})
 QWEN_MOE = ("mlp.", {"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"})
 QWEN = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
-# they end an answer whatever their type and the metadata; so in llama.cpp
-ENDS_TURN = ("<|eot_id|>", "<|im_end|>")
 
 
 class Type(NamedTuple):
@@ -416,8 +415,8 @@ def _config(header: Header, type_names: dict[str, str]) -> dict:
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": metadata.read("tokenizer.ggml.bos_token_id", int, None),
-        "eos_token_id": _eos_ids(metadata),
+        "bos_token_id": special_id(metadata, "bos"),
+        "eos_token_id": end_ids(metadata),
         "torch_dtype": _dtype_name(header, type_names),
     }
 
@@ -511,17 +510,3 @@ def _rope_scaling(metadata: Metadata, key: Callable[[str], str]) -> dict | None:
             factors.append(metadata.positive(key(name), 1.0))
     factor = factors[0] if factors else 1
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
-
-
-def _eos_ids(metadata: Metadata) -> list[int]:
-    """Return the ids that end a sequence: of a text, and of a turn.
-
-    Source: llama.cpp's list of vocabularies.
-    """
-    ids = [
-        metadata.read(f"tokenizer.ggml.{kind}_token_id", int, None)
-        for kind in ("eos", "eot", "eom")
-    ]
-    tokens = metadata.read("tokenizer.ggml.tokens", list, [])
-    ids += [tokens.index(token) for token in ENDS_TURN if token in tokens]
-    return list(dict.fromkeys(i for i in ids if i is not None))

@@ -5,6 +5,8 @@
    patterns in the models' own tokenizer.json files.
 2. `read_sentencepiece` writes tokens and scores (`tokenizer.ggml.model` is llama) as a
    sentencepiece model.
+3. `end_ids` lists the tokens that end a text: those that the metadata name, and those that
+   llama.cpp knows by their texts (`ENDS`). They are control tokens, whatever type the file gives.
 
 Sources: llama.cpp's list of vocabularies; sentencepiece_model.proto; the models' tokenizer.json.
 Not here: other kinds (WordPiece, Unigram, RWKV), other names of splits.
@@ -19,7 +21,8 @@ from typing import Any
 from files import read_untrusted
 from hf.gguf_header import Metadata
 
-# token_type, sentencepiece's numbers
+# token_type, sentencepiece's numbers; llama.cpp takes others for normal tokens
+NORMAL = 1
 CONTROL = 3
 USER_DEFINED = 4
 BYTE = 6
@@ -38,27 +41,67 @@ SPLITS = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
+# texts of tokens that end a text. Source: llama.cpp, src/llama-vocab.cpp, special_eog_ids
+ENDS = frozenset(
+    (
+        "</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<turn|>", "<end_of_turn>",
+        "<end_of_utterance>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>",
+        "<|eom_id|>", "<|im_end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+        "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+        # behind the middle that a coder fills in: padding, another repository, another file
+        "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
+        "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+    )
+)  # fmt: skip
+
+
+def end_ids(metadata: Metadata) -> list[int]:
+    """Return the ids that end a text: those that the metadata name first, and those of `ENDS`."""
+    tokens = metadata.read("tokenizer.ggml.tokens", list, [])
+    ids = [special_id(metadata, kind) for kind in ("eos", "eot", "eom")]
+    ends = _ends(tokens)
+    ids += [i for i, token in enumerate(tokens) if token in ends]
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _ends(tokens: list[str]) -> frozenset[str]:
+    """Return the texts in `ENDS` that end a text of this vocabulary. Source: as `ENDS`."""
+    found = ENDS.intersection(token for token in tokens if type(token) is str)
+    if {"<|return|>", "<|call|>"} <= found or {"<|calls|>", "<|flush|>"} <= found:
+        found -= {"<|end|>"}  # it ends one of several messages there
+    if "<|tool_response>" in found:
+        found -= {"</s>"}
+    return found
+
+
+def special_id(metadata: Metadata, kind: str) -> int | None:
+    """Return the id that the metadata name for a kind, as eos; None where the file has no such
+    token."""
+    i = metadata.read(f"tokenizer.ggml.{kind}_token_id", int, None)
+    tokens = metadata.read("tokenizer.ggml.tokens", list, [])
+    if i is None or (tokens and not 0 <= i < len(tokens)):
+        return None
+    return i
 
 
 def tokenizer_config(metadata: Metadata) -> dict:
     """Return the metadata as a tokenizer_config.json.
 
-    Raises: ValueError for ids beyond the vocabulary.
+    An id beyond the vocabulary is noted and left out, as in llama.cpp.
     """
     tokens = metadata.read("tokenizer.ggml.tokens", list)
-    config = {}
-    for kind in ("bos", "eos"):
-        i = metadata.read(f"tokenizer.ggml.{kind}_token_id", int, None)
-        if i is not None and not 0 <= i < len(tokens):
-            raise ValueError(
-                f"{metadata.path}: {kind}_token_id {i} is not one of the {len(tokens)} tokens"
-            )
-        config[f"{kind}_token"] = None if i is None else tokens[i]
-    # for chat templates; files may name ids beyond the end
-    for kind, name in (("unk", "unknown"), ("pad", "padding")):
-        i = metadata.read(f"tokenizer.ggml.{name}_token_id", int, None)
-        if i is not None and 0 <= i < len(tokens):
+    config: dict = {"bos_token": None, "eos_token": None}
+    for kind, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        i = special_id(metadata, name)
+        named = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if i is not None:
             config[f"{kind}_token"] = tokens[i]
+        elif named is not None and kind in ("bos", "eos"):
+            print(
+                f"note: {metadata.path}: {kind}_token_id {named} is not one of the {len(tokens)} "
+                "tokens; it is ignored",
+                file=sys.stderr,
+            )
     # the default of llama.cpp
     is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     is_llama3 = metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
@@ -165,14 +208,17 @@ def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, int]]:
 
 
 def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
-    """Return every token's text and type."""
+    """Return every token's text and type. A token that ends a text is a control token."""
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    types = metadata.read("tokenizer.ggml.token_type", list, [1] * len(tokens))
-    if len(types) != len(tokens) or not all(type(t) is int and 1 <= t <= BYTE for t in types):
+    types = metadata.read("tokenizer.ggml.token_type", list, [NORMAL] * len(tokens))
+    if len(types) != len(tokens) or not all(type(kind) is int for kind in types):
         raise ValueError(
-            f"{metadata.path}: tokenizer.ggml.token_type must be 1 to 6 for every token; "
+            f"{metadata.path}: tokenizer.ggml.token_type must be a whole number for every token; "
             "convert the model again"
         )
+    types = [kind if NORMAL <= kind <= BYTE else NORMAL for kind in types]
+    for i in end_ids(metadata):
+        types[i] = CONTROL
     return tokens, types
 
 

@@ -462,6 +462,75 @@ def test_bos_and_eos(tmp_path):
     assert "unk_token" in tok.special and "pad_token" not in tok.special
 
 
+# texts of added tokens, those that end a text first; what llama.cpp's special_eog_ids holds of them
+# (src/llama-vocab.cpp at 00ad355), by family
+ENDS = {
+    "llama 2, mistral": (["</s>"], ["<s>", "<unk>", "[INST]"]),
+    "llama 3": (
+        ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"],
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|finetune_right_pad_id|>"],
+    ),
+    "qwen": (
+        ["<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+        ["<|im_start|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<tool_call>", "</think>"],
+    ),
+    "deepseek": (["<｜end▁of▁sentence｜>"], ["<|EOT|>", "<｜begin▁of▁sentence｜>", "<｜fim▁hole｜>"]),
+    "code llama": (["_<EOT>", "<EOT>", "<PAD>"], ["▁<PRE>", "▁<SUF>", "▁<MID>"]),
+    "granite": (["<|end_of_text|>", "<fim_pad>", "<reponame>"], ["<|start_of_role|>", "<fim_prefix>"]),
+    "phi": (["<|endoftext|>", "<|end|>"], ["<|user|>", "<|assistant|>"]),
+    "gemma": (["<eos>", "<end_of_turn>"], ["<bos>", "<start_of_turn>"]),
+    "gemma 4": (["<eos>", "<turn|>", "<|tool_response>"], ["</s>", "<|turn>"]),
+    "harmony": (["<|return|>", "<|call|>"], ["<|end|>", "<|start|>", "<|message|>"]),
+    "solar": (["<|flush|>", "<|calls|>"], ["<|end|>"]),
+    "kimi": (["[EOS]", "[EOT]", "[PAD]"], ["[BOS]"]),
+    "smol": (["<|endoftext|>", "<|im_end|>", "<end_of_utterance>"], ["<repo_name>", "<file_sep>"]),
+    "others": (["[e~[", "<fim-pad>", "<|fim_repo|>", "<fim-repo>", "<REPO>"], ["<|eos|>", "<END>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4, 5])  # normal, control, user-defined, unused
+@pytest.mark.parametrize("family", ENDS)
+def test_ends_of_a_text(tmp_path, family, kind):
+    ends, others = ENDS[family]
+    plain = [BPE_METADATA[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type")]
+    plain = [list(values[3:]) for values in plain]  # without its own control tokens
+    count = len(plain[0])
+    metadata = BPE_METADATA | {
+        "tokenizer.ggml.tokens": plain[0] + ends + others,
+        "tokenizer.ggml.token_type": plain[1] + [kind] * len(ends) + [3] * len(others),
+        "tokenizer.ggml.bos_token_id": count + len(ends),
+        "tokenizer.ggml.eos_token_id": count,
+    }
+    path = write_model(tmp_path / "m.gguf", hf_model(), extra=metadata)
+    ids = list(range(count, count + len(ends)))
+    assert sorted(read_config(path).eos_ids) == ids
+    tok = Tokenizer.load(path)
+    for id, text in zip(ids, ends):  # they are read in chats, and never shown
+        assert tok.encode(text, bos=False, special=True) == [id]
+        assert tok.encode(text, bos=False) != [id] and tok.decode([id]) == ""
+
+
+def test_special_ids_beyond_the_vocabulary(capsys, tmp_path):
+    keys = {f"tokenizer.ggml.{kind}_token_id": 10**6 for kind in ("bos", "eos", "eot", "eom")}
+    path = write_model(tmp_path / "m.gguf", hf_model(), extra=BPE_METADATA | keys)
+    tok = Tokenizer.load(path)
+    said = f"note: {path}: bos_token_id 1000000 is not one of the 444 tokens; it is ignored\n"
+    assert capsys.readouterr().err == said + said.replace("bos", "eos")
+    assert (tok.bos_id, tok.eos_ids, tok.adds_bos) == (None, (), False)
+    assert read_config(path).eos_ids == (0, 2) and read_config(path).bos_id is None
+
+
+@pytest.mark.parametrize("strange", [0, 7, -1])
+def test_a_strange_type_of_token_is_a_normal_one(tmp_path, strange):
+    types = [strange if kind == 1 else kind for kind in BPE_METADATA["tokenizer.ggml.token_type"]]
+    files = [NAME | BPE_METADATA, NAME | BPE_METADATA | {"tokenizer.ggml.token_type": types}]
+    plain, ours = (
+        Tokenizer.load(write(tmp_path / f"{n}.gguf", keys, {})) for n, keys in enumerate(files)
+    )
+    for text in TEXTS:
+        assert ours.encode(text, special=True) == plain.encode(text, special=True)
+
+
 @pytest.mark.parametrize("pre", [None, "default", "gpt-2"])
 def test_a_file_that_names_no_pre_tokenizer(capsys, tmp_path, pre):
     metadata = {k: v for k, v in BPE_METADATA.items() if k != "tokenizer.ggml.pre"}
@@ -567,8 +636,7 @@ SPOILT_TOKENIZERS = {
     "numbers": ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokenizer.ggml.tokens must be a list of texts"),
     "merges": ({"tokenizer.ggml.merges": ["a b c"]}, "the tokenizer's merges are broken"),
     "strange merges": ({"tokenizer.ggml.merges": ["qqq zzz"]}, "the tokenizer's merges are broken"),
-    "types": ({"tokenizer.ggml.token_type": [1, 1]}, "tokenizer.ggml.token_type must be 1 to 6 for every token"),
-    "bos": ({"tokenizer.ggml.bos_token_id": 10**6}, "bos_token_id 1000000 is not one of the .* tokens"),
+    "types": ({"tokenizer.ggml.token_type": [1, 1]}, "tokenizer.ggml.token_type must be a whole number for every token"),
     "scores": ({"tokenizer.ggml.model": "llama"}, "the metadata tokenizer.ggml.scores is missing"),
     "no unknown": (
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0] * len(BPE_METADATA["tokenizer.ggml.tokens"])},
