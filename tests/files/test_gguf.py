@@ -462,7 +462,7 @@ def test_bos_and_eos(tmp_path):
     assert "unk_token" in tok.special and "pad_token" not in tok.special
 
 
-# texts of added tokens, those that end a text first; what llama.cpp's special_eog_ids holds of them
+# texts of added tokens: those in llama.cpp's special_eog_ids, and others
 # (src/llama-vocab.cpp at 00ad355), by family
 ENDS = {
     "llama 2, mistral": (["</s>"], ["<s>", "<unk>", "[INST]"]),
