@@ -174,18 +174,22 @@ def refusal(path: Path, reason: Any) -> ValueError:
 def template_text(path: Path, name: str = "default") -> str | None:
     """Read the Jinja template of a checkpoint; None: it has none.
 
-    name: of several, which only tokenizer_config.json may list; tool_use is for tools
+    name: of several, in a directory of their own or a list; tool_use is for tools
     Raises: ValueError when it cannot be read.
     """
     only = name == "default"
     if is_gguf(path):
-        return chat_template_text(path) if only else None
+        return chat_template_text(path, "" if only else name)
     jinja = path / "chat_template.jinja"
+    more = path / "additional_chat_templates"
+    wanted = jinja if only else more / f"{name}.jinja"
     try:
-        if jinja.is_file():
-            return read_text(jinja) if only else None
+        if wanted.is_file():
+            return read_text(wanted)
     except ValueError as error:
         raise refusal(path, f"cannot be read ({error})") from None
+    if not only and (jinja.is_file() or more.is_dir()):
+        return None  # the files are all there is, as in transformers
     found = optional_json(path / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # of {name, template}
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}

@@ -237,6 +237,10 @@ class _Cursor:
         return list(self.take(f"{count}{form}"))
 
 
-def chat_template_text(path: Path) -> str | None:
-    """Return the chat template of a file, in Jinja; None where it has none."""
-    return read_header(path).metadata.read("tokenizer.chat_template", str, None)
+def chat_template_text(path: Path, name: str = "") -> str | None:
+    """Return the chat template of a file, in Jinja; None where it has none.
+
+    name: of a further one; "": the one that has no name
+    """
+    key = f"tokenizer.chat_template{'.' * bool(name)}{name}"
+    return read_header(path).metadata.read(key, str, None)

@@ -27,6 +27,7 @@ import quantize
 from checkpoint import Quantization, WeightFiles
 from generate import generate, load
 from helpers import slow
+from hf.chat import template_text
 from hf.config import read_config, read_raw, resolve_draft
 from hf.gguf import STORED, TYPES, GgufFile
 from hf.gguf_header import chat_template_text
@@ -657,6 +658,10 @@ def test_tokenizers_that_are_refused(tmp_path, how):
 def test_chat_template(tmp_path):
     path = write(tmp_path / "t.gguf", NAME | {"tokenizer.chat_template": "{{ messages }}"}, {})
     assert chat_template_text(path) == "{{ messages }}"
+    named = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b"}
+    path = write(tmp_path / "v.gguf", NAME | named, {})
+    assert (template_text(path), template_text(path, "tool_use")) == ("a", "b")
+    assert template_text(path, "rag") is None
     assert chat_template_text(write(tmp_path / "u.gguf", NAME, {})) is None
 
 
