@@ -63,7 +63,7 @@ class Report(NamedTuple):
     emitted: list[int]  # D+1 decided tokens (bonus last); entries past `length` are padding
     count: int  # tokens left of them after cuts; 0: the sequence was done before
     length: int  # accepted nodes
-    done: bool  # the sequence is finished
+    done: int  # 1: the sequence is finished; 2 or 3: features on the accepted path are not finite
     preset: int  # the largest preset that makes sense next
     pos: int  # index of the root that was verified
     times: list[int]  # ns: before, between and behind the steps
@@ -360,7 +360,8 @@ def advance(
     preset = cycle.prefer(text)
     if preset is None:
         preset = torch.full_like(pos, LARGEST)
-    report = Report.pack(emitted, count, accepted.length, done, preset, state.pos)
+    broken = ~confirmed.features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
+    report = Report.pack(emitted, count, accepted.length, done + 2 * broken, preset, state.pos)
     new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
     return new, confirmed, Outcome(report, tree, accepted.path, confirmed.features)
 

@@ -31,6 +31,7 @@ from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.weights import int4_group
 from model import DTYPES, Transformer
+from not_finite import check_small_weights
 from ops.library import on_cpp_device
 from options import HEAD_KINDS, GenerateConfig, pick_device
 from prompts import read_grammar
@@ -69,6 +70,7 @@ def load(
         if kept in formats and config.quant == "none":
             config = replace(config, quant=kept)
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
+    check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, config)
     _note_attention(target, dtype)
     eos_ids = _eos_ids(target, tokenizer, template)

@@ -25,6 +25,7 @@ import torch
 from buffers import Buffers
 from decode import PREFILL_CHUNK, DecodeState, Engine, Report
 from logprobs import Logprob, Logprobs
+from not_finite import is_finite, reason
 from ops.library import single_torch_thread
 from options import Sampling
 from runtime import HostCopy, copy_into, copy_sequence, sequence_of
@@ -88,6 +89,7 @@ class Session:
         self.answers = [0] * batch  # where the answer of each turn begins
         self.guides: list[Any] = [None] * batch  # extras.grammar.Guide of each turn with a grammar
         self.faults: dict[int, str] = {}  # sequences that ended where their grammar allows nothing
+        self.broken: dict[int, str] = {}  # sequences that ended where numbers were not finite
         self.pending: deque[InFlight] = deque()  # cycles whose reports were not read
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []
@@ -127,8 +129,8 @@ class Session:
             self.raise_fault()
 
     def raise_fault(self) -> None:
-        """Raise ValueError if a sequence ended where its grammar allows nothing."""
-        for fault in self.faults.values():
+        """Raise ValueError if a sequence ended by a fault."""
+        for fault in (*self.faults.values(), *self.broken.values()):
             raise ValueError(fault)
 
     def configure(
@@ -169,6 +171,7 @@ class Session:
         """
         self.release(seq)
         self.faults.pop(seq, None)
+        self.broken.pop(seq, None)
         engine = self.engine
         grammar = grammar or engine.grammar
         if grammar is not None:
@@ -261,6 +264,9 @@ class Session:
                 # waits for the chunk, so that its time counts as prefill
                 root = int(self.state.tokens[seq, len(prompt)])
                 if len(self.history[seq]) == len(prompt):
+                    if not is_finite(self.buffers.before_roots[seq]):
+                        self._break(seq)
+                        continue
                     if seq in self.wanted:
                         self._score_root(seq)
                     self.live[seq] = not self.state.done[seq]
@@ -270,6 +276,16 @@ class Session:
                         self._expect(expected.tolist())
                     del self.prefilling[seq]
                     new[seq] = self._allowed(seq, [root])
+
+    def _break(self, seq: int) -> None:
+        """End a sequence whose numbers are not finite, and forget it. Writes: broken; the cache."""
+        tokens = self.history[seq]
+        self.live[seq] = False  # its text is not kept
+        self.release(seq)
+        self.history[seq] = []
+        for buffer in (*self.buffers.cache.k, *self.buffers.cache.v):
+            buffer[seq, :, : len(tokens) + PREFILL_CHUNK] = 0  # a mask does not hide NaN
+        self.broken[seq] = reason(self.engine.target, tokens)
 
     def _allowed(self, seq: int, tokens: list[int]) -> list[int]:
         """Return the decided tokens that the sequence's grammar allows.
@@ -354,6 +370,9 @@ class Session:
             return
         scored = launched.logprobs.read() if launched.logprobs else {}
         for seq in live:
+            if reports[seq].done >= 2:
+                self._break(seq)
+                continue
             self.live[seq] = not reports[seq].done
             allowed = self._allowed(seq, reports[seq].emitted[: reports[seq].count])
             new[seq] += allowed

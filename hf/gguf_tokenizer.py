@@ -41,7 +41,7 @@ SPLITS = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
-# texts of tokens that end a text. Source: llama.cpp, src/llama-vocab.cpp, special_eog_ids
+# texts of tokens that end a text. Source: special_eog_ids in llama.cpp's vocabulary
 ENDS = frozenset(
     (
         "</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<turn|>", "<end_of_turn>",

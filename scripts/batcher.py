@@ -265,10 +265,11 @@ class Batcher(threading.Thread):
             job = self.jobs[seq]
             if job is None or (not ids and session.busy(seq)):
                 continue
-            if seq in session.faults:
+            fault = session.faults.get(seq) or session.broken.get(seq)
+            if fault:
                 with self.changed:
                     self._evict(seq, "left")
-                job.tell(Refusal(400, session.faults[seq]))
+                job.tell(Refusal(500 if seq in session.broken else 400, fault))
                 continue
             answer = job.answer
             before = answer.tokens

@@ -33,7 +33,7 @@ FLOORS = (
     ("prompts", "checkpoint", "draft_tree"),
     ("sampling", "runtime", "kv_cache"),
     ("model", "ranks"),
-    ("drafters", "quantize", "logprobs"),
+    ("drafters", "quantize", "logprobs", "not_finite"),
     ("hf",),
     ("decode", "eagle_draft", "tp"),
     ("buffers",),

@@ -464,7 +464,7 @@ def test_bos_and_eos(tmp_path):
 
 
 # texts of added tokens: those in llama.cpp's special_eog_ids, and others
-# (src/llama-vocab.cpp at 00ad355), by family
+# at commit 00ad355, by family
 ENDS = {
     "llama 2, mistral": (["</s>"], ["<s>", "<unk>", "[INST]"]),
     "llama 3": (

@@ -382,7 +382,9 @@ def test_tokenizer_json_comes_first(sp_dir, tmp_path, capsys):
     build_json(with_files(sp_dir, tmp_path))
     assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.JsonTokenizer)
     assert capsys.readouterr().err == ""
-    write(tmp_path, "tokenizer.model", "IQ== 0\nIg== 1\nIw== 2\n")  # tiktoken's format, as LLaMA-3's
+    write(
+        tmp_path, "tokenizer.model", "IQ== 0\nIg== 1\nIw== 2\n"
+    )  # tiktoken's format, as LLaMA-3's
     assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.JsonTokenizer)
     assert capsys.readouterr().err == ""
     write(with_files(sp_dir, tmp_path), "tokenizer.json", "version https://git-lfs")
