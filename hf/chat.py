@@ -39,10 +39,16 @@ class ChatTemplate:
     reply: str  # the text before an earlier answer
     title: str  # for messages
 
-    def render_messages(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+    def render_messages(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> str:
         """Return the text of the prompt for the next answer.
 
         messages, tools: as `transformers` takes them, without a system message at the beginning
+        variables: further ones of the template, as enable_thinking
         Raises: ValueError for a conversation that the template has no place for.
         """
         raise NotImplementedError
@@ -112,7 +118,12 @@ class JinjaTemplate(ChatTemplate):
             messages.insert(2 * number + 1, {"role": "assistant", "content": answer})
         return self.render_messages(messages)
 
-    def render_messages(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+    def render_messages(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> str:
         """Render, as the base class.
 
         Raises: ValueError when the template fails; it says whether --system is the cause.
@@ -129,7 +140,7 @@ class JinjaTemplate(ChatTemplate):
                 tools=tools,
                 documents=None,
                 add_generation_prompt=True,
-                **self.special,
+                **self.special | (variables or {}),
             )
         except ValueError as error:
             if self.system is not None and self._renders_without_system(messages, tools):
@@ -252,10 +263,17 @@ class FixedTemplate(ChatTemplate):
         """The template's name in messages."""
         return f"the chat template {self.name}"
 
-    def render_messages(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+    def render_messages(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> str:
         """Render, as the base class."""
         if tools:
             raise ValueError(f"{self.title} knows no tools; leave them out")
+        if variables:
+            raise ValueError(f"{self.title} knows no {', '.join(variables)}; leave that out")
         roles = [message["role"] for message in messages]
         expected = [("user", "assistant")[i % 2] for i in range(len(roles))]
         if len(roles) % 2 == 0 or roles != expected:

@@ -122,8 +122,12 @@ class Answer:
 
     def _begun(self) -> int:
         """Return how many characters at the end may begin a stop string."""
+        held = self.held
         lengths = [
-            n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])
+            n
+            for stop in self.stops
+            for n in range(1, min(len(stop), len(held) + 1))
+            if held.endswith(stop[:n])
         ]
         return max(lengths, default=0)
 
