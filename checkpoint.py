@@ -44,6 +44,8 @@ FILES = (
     "hydra_lm_head.safetensors",
     "hydra_lm_head.pt",
 )
+# files with the quantization of AutoGPTQ and AutoAWQ, where config.json has none -> their method
+OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # files of the source that are copied if they exist: the tokenizer, end-of-sequence ids, a draft
 # vocabulary
 COPIED = (
@@ -95,6 +97,19 @@ class Quantization:
                 f"{where}: the group size must be one of {sizes}; it is {self.group_size}"
             )
         return self
+
+
+def read_model_config(path: Path) -> dict:
+    """Read config.json of a directory, with the quantization that older files have beside it.
+
+    Raises: ValueError when it is missing or broken.
+    """
+    raw = read_json(path / "config.json")
+    for name, method in OLDER.items():
+        beside = path / name
+        if "quantization_config" not in raw and beside.is_file():
+            raw["quantization_config"] = {"quant_method": method} | read_json(beside)
+    return raw
 
 
 def foreign_quantization(raw: dict) -> Any:
@@ -218,7 +233,7 @@ class WeightFiles(TensorSource):
         Raises: ValueError when the config or the weights are missing, or a file is corrupt.
         """
         self.path = path
-        self.config = read_json(path / "config.json")
+        self.config = read_model_config(path)
         self.readers: dict[str, Callable[[], Tensor]] = {}
         for file in self._shards():
             if not os.path.isfile(file):  # False too for a name that no file can have
@@ -237,6 +252,9 @@ class WeightFiles(TensorSource):
                 return self._indexed(index)
             if (self.path / name).is_file():
                 return [self.path / name]
+        only = list(self.path.glob("*.safetensors"))
+        if len(only) == 1:  # AutoGPTQ names it by the format
+            return only
         names = "model.safetensors nor pytorch_model.bin (single or sharded)"
         for kind in ("medusa", "hydra"):
             if f"{kind}_num_heads" in self.config:

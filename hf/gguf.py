@@ -440,6 +440,9 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
     metadata = header.metadata
     tensors = header.tensors
 
+    for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        metadata.of_every_layer(key(name))
+
     def size(name: str, *default: Any) -> Any:
         return metadata.size(key(name), *default)
 
@@ -500,13 +503,30 @@ def _architecture(name: str, has_experts: bool) -> str:
 def _rope_scaling(metadata: Metadata, key: Callable[[str], str]) -> dict | None:
     """Raises: ValueError for a kind that is not supported, or an impossible factor."""
     kind = metadata.read(key("rope.scaling.type"), str, "linear")
-    if kind not in ("none", "linear"):
+    if kind not in ("none", "linear", "yarn"):
         raise ValueError(
-            f"{metadata.path}: RoPE scaling must be none, linear or LLaMA-3's; the file says {kind}"
+            f"{metadata.path}: RoPE scaling must be none, linear, yarn or LLaMA-3's; "
+            f"the file says {kind}"
         )
     factors = []
     for name in ("rope.scaling.factor", "rope.scale_linear"):  # the second in older files
         if metadata.get(key(name), 0) != 0:  # 0: none
             factors.append(metadata.positive(key(name), 1.0))
     factor = factors[0] if factors else 1
-    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
+    if kind == "none" or factor == 1:
+        return None
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        original = metadata.size(key("rope.scaling.original_context_length"), None, MAX_COUNT)
+        scaling["original_max_position_embeddings"] = original
+        for name in ("attn_factor", "yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
+            # of DeepSeek's and others' models; the rest has transformers' defaults
+            if metadata.get(key(f"rope.scaling.{name}"), 1.0) not in (0.0, 1.0, -1.0):
+                raise ValueError(
+                    f"{metadata.path}: {key('rope.scaling.' + name)} is not supported; "
+                    "use the original model"
+                )
+        for name in ("beta_fast", "beta_slow"):
+            if metadata.get(key(f"rope.scaling.yarn_{name}")) is not None:
+                scaling[name] = metadata.positive(key(f"rope.scaling.yarn_{name}"), 1.0)
+    return scaling

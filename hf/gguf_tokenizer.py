@@ -30,9 +30,20 @@ LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = LETTERS + r"|\p{N}{1,3}|" + REST
 QWEN2 = LETTERS + r"|\p{N}|" + REST
-# tokenizer.ggml.pre -> a pattern
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# several are applied one after the other, and digits split off behind them
+CJK = "[一-龥ࠀ-一가-퟿]+"
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK)
+# letters with an upper and a lower case, but not Georgian ones
+CASED = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{10D0}-\x{10FF}]]"
+DEEPSEEK_LLM = (r"[\r\n]", rf"\s?{CASED}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", CJK)
+# tokenizer.ggml.pre -> a pattern, or several
 # "": GPT-2's own; "digits": the same after splitting off every digit
-SPLITS = {
+SPLITS: dict[str, str | tuple[str, ...]] = {
     "gpt-2": "",
     "smollm": "digits",
     "llama-bpe": LLAMA3,
@@ -40,6 +51,9 @@ SPLITS = {
     "llama-v3": LLAMA3,
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
+    "tekken": TEKKEN,
+    "deepseek-llm": DEEPSEEK_LLM,
+    "deepseek-coder": DEEPSEEK_CODER,
 }
 # texts of tokens that end a text. Source: special_eog_ids in llama.cpp's vocabulary
 ENDS = frozenset(
@@ -104,8 +118,8 @@ def tokenizer_config(metadata: Metadata) -> dict:
             )
     # the default of llama.cpp
     is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    is_llama3 = metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
-    default = is_sentencepiece or is_llama3
+    split = SPLITS.get(metadata.get("tokenizer.ggml.pre"))
+    default = is_sentencepiece or split in (LLAMA3, TEKKEN)
     config["add_bos_token"] = metadata.read("tokenizer.ggml.add_bos_token", bool, default)
     return config
 
@@ -123,7 +137,7 @@ def read_bpe(metadata: Metadata) -> Any:
     ids = {token: i for i, token in enumerate(tokens)}
     try:
         # as in LLaMA-3's file: a word that is a token is not merged up to it
-        model = models.BPE(ids, merges, ignore_merges=split == LLAMA3)
+        model = models.BPE(ids, merges, ignore_merges=split in (LLAMA3, TEKKEN))
     except Exception as error:  # the package raises nothing more specific
         reason = str(error).splitlines()[0]
         raise ValueError(
@@ -147,7 +161,7 @@ def read_bpe(metadata: Metadata) -> Any:
     return tokenizer
 
 
-def _split(metadata: Metadata) -> str:
+def _split(metadata: Metadata) -> str | tuple[str, ...]:
     """Return the value of `SPLITS` for the file. Raises: ValueError for an unknown name."""
     name = metadata.read("tokenizer.ggml.pre", str, "default")
     if name == "default":
@@ -161,12 +175,15 @@ def _split(metadata: Metadata) -> str:
     return SPLITS[name]
 
 
-def _pre_tokenizer(split: str) -> Any:
+def _pre_tokenizer(split: str | tuple[str, ...]) -> Any:
     """Make the pre-tokenizer of a value of `SPLITS`."""
     from tokenizers import Regex, pre_tokenizers
 
     first = []
     if split == "digits":
+        first.append(pre_tokenizers.Digits(individual_digits=True))
+    elif isinstance(split, tuple):
+        first += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split]
         first.append(pre_tokenizers.Digits(individual_digits=True))
     elif split:
         first.append(pre_tokenizers.Split(Regex(split), "isolated"))

@@ -25,7 +25,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN = 100  # characters of a request that a message repeats, at most
 MOST_LIKELIEST = 20  # tokens beside each log-probability
 MOST_STOPS = 256
-# parameters that change no answer, whatever their value: who asks, how it is kept and scheduled
+# parameters that change no answer, whatever their value: of the client, of storing and scheduling
 WITHOUT_EFFECT = {
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction", "priority", "request_id", "cache_prompt", "cache_salt",

@@ -416,9 +416,9 @@ def golden_copy(folder: Path, layout: str) -> Path:
     folder.mkdir()
     if layout.startswith("tied"):
         config["tie_word_embeddings"] = True
-        repeated = weights.pop("lm_head.weight")
+        del weights["lm_head.weight"]
         if layout == "tied-repeated":
-            weights["lm_head.weight"] = repeated
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     if layout == "bin":
         torch.save(weights, folder / "pytorch_model.bin")
     elif layout == "sharded":
