@@ -55,6 +55,7 @@ COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
     "token_ranks.json",
 )
@@ -357,6 +358,7 @@ def write_checkpoint(
         _write_shards(temporary, tensors, shard_bytes)
         for name in COPIED:
             if (source / name).is_file():
+                (temporary / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, temporary / name)
         _write_json(temporary / "config.json", config)
         if out.exists():

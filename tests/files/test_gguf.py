@@ -1089,6 +1089,8 @@ def test_a_real_files_tokenizer(smollm2, real_truth, count):
         assert ours.encode(text, special=True) == ids, text
         assert ours.decode(ids) == real_truth.decode(ids), text
     assert ours.vocab_size == 49152 and not ours.adds_bos and ours.eos_ids == (2,)
+    # as llama.cpp prints them for this model: <|im_end|>, <|endoftext|>, <reponame>
+    assert sorted(read_config(smollm2).eos_ids) == [0, 2, 4]
 
 
 @pytest.mark.slow  # transformers takes ten seconds to read the file
