@@ -19,7 +19,8 @@ the bytes of a character that is cut at the end. Tool calls are taken out of it 
 Without a seed one is drawn; the other options are the server's where a request names none.
 Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
 /health says whether answers are decoded, /metrics gives counters in Prometheus' text form.
-Completions, too, end at the stop ids of the model's chat template, as with --chat.
+Completions, too, end at the stop ids of the model's chat template, as with --chat. All fields of
+messages, `chat_template_kwargs` and `reasoning_effort` reach the template.
 Lookups search the texts of all clients: no text changes, but its speed tells whether another began
 alike, and --draft_store keeps them on disk.
 Not here: keys and TLS. The default address is reached from this machine alone; with another --host

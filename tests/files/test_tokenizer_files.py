@@ -133,17 +133,17 @@ def test_every_layout(capsys, tmp_path, base, layout, legacy):
 
 
 @pytest.mark.parametrize("files", ["model", "json", "model and json"])
-@pytest.mark.parametrize("wanted", [False, True])
-def test_add_prefix_space(tmp_path, base, files, wanted):
+@pytest.mark.parametrize("wanted, legacy", [(False, False), (True, False), (False, True)])
+def test_add_prefix_space(tmp_path, base, files, wanted, legacy):
     vocab, _, merges = SentencePieceExtractor(str(base / "tokenizer.model")).extract()
     reference = transformers.LlamaTokenizer(
-        vocab=vocab, merges=merges, legacy=False, add_prefix_space=wanted
+        vocab=vocab, merges=merges, legacy=legacy, add_prefix_space=wanted
     )
     if "model" in files:
         (tmp_path / "tokenizer.model").write_bytes((base / "tokenizer.model").read_bytes())
     if "json" in files:  # the file has it the other way
-        convert(base, legacy=False, prefix=not wanted).save(str(tmp_path / "tokenizer.json"))
-    write(tmp_path, "tokenizer_config.json", {"add_prefix_space": wanted, "legacy": False})
+        convert(base, legacy, prefix=not wanted).save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config.json", {"add_prefix_space": wanted, "legacy": legacy})
     ours = Tokenizer.load(tmp_path)
     for text in ["hello", "hello<s>there", "<s>hello"]:
         ids = reference(text, add_special_tokens=False).input_ids
