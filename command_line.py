@@ -85,7 +85,7 @@ def check_kinds(options: Any) -> None:
     for f in fields(options):
         value = getattr(options, f.name)
         choices = f.metadata["choices"]
-        if f.type in ("int", "float"):
+        if f.type in ("int", "float", "dict | None"):
             continue
         if f.type == "bool":
             require(isinstance(value, bool), f"--{f.name} must be True or False; it is {value!r}")
@@ -95,7 +95,8 @@ def check_kinds(options: Any) -> None:
             require(not choices or value in choices, known)
 
 
-def _check_range(f: Field, value: Any) -> None:
+def _check_range(f: Field, value: Any, given: bool = False) -> None:
+    """Check a number. given: by a user; the default may lie below the range, as 0 for automatic."""
     least = f.metadata["least"]
     most = f.metadata["most"]
     if f.type == "int":
@@ -108,7 +109,7 @@ def _check_range(f: Field, value: Any) -> None:
     is_number = is_number and value == value  # not a NaN
     require(is_number, f"--{f.name} must be a {kind}; it is {value!r}")
     require(
-        least is None or value == f.default or value >= least,
+        least is None or value >= least or (value == f.default and not given),
         f"--{f.name} must be at least {least}; it is {value}",
     )
     require(value <= most, f"--{f.name} must be at most {most}; it is {value}")
@@ -157,13 +158,11 @@ def parse(
     program: str,
     description: str,
     argv: list[str] | None = None,
-    settings: bool = False,
 ) -> Any:
     """Read the command line into a dataclass with fields made by `option`.
 
     Exits with status 2 on a mistake.
     argv: default: that of the process, whose text is then UTF-8 in every locale
-    settings: take fields with `flag=False` too
     """
     if argv is None:
         argv = _utf8_arguments()
@@ -171,15 +170,19 @@ def parse(
         prog=program,
         description=description,
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # so that the options that were given are known
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for f in fields(options):
         assert f.default is not MISSING, f.name
-        if f.metadata["flag"] or settings:
+        if f.metadata["flag"]:
             _add_argument(parser, f)
-    made = options(**vars(parser.parse_args(argv)))
+    given = vars(parser.parse_args(argv))
+    made = options(**given)
     with one_line_errors(program):
-        check_ranges(made)
+        for f in fields(options):
+            if f.name in given and f.type in ("int", "float"):
+                _check_range(f, given[f.name], given=True)
     return made
 
 
@@ -204,7 +207,6 @@ def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
         default = f" (default: {f.default})"
     arguments: dict[str, Any] = {
         "help": (f.metadata["help"] + default).replace("%", "%%"),
-        "default": f.default,
     }
     if f.type == "bool":
         arguments["action"] = "store_true"

@@ -12,7 +12,8 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
 drafter and each kind of sampling: sequences of one batch may be sampled differently, and where all
 are greedy no noise is made. With --compile on CUDA, draft, extend, the target's blocks and the rest
-of verify (`place`, `decide`) are compiled (`fullgraph=True`), and a cycle is captured as one graph.
+of verify (`place`, `decide`) are compiled (`fullgraph=True`), and a cycle is captured as one graph,
+as it also is where the compiler fails: no step waits for a result on the host.
 On a CPU the steps call C++ operators.
 Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
 """
@@ -27,17 +28,18 @@ import torch
 from torch import Tensor
 
 import sampling
+from cli.tree_paths import MAX_NODES
 from draft_tree import Accepted, DraftTree, Text, accept, accept_fused, replace_fields
 from drafters import LARGEST, Confirmed, Drafter, LargestTree, Root
 from kv_cache import KVCache, Window, causal_window
 from model import Block, Transformer, call
+from ops import switches
 from ops.library import has_cpu_operators, on_cpp_device
 from ops.topk import best, topk_logsumexp
 from ops.tree import place_tokens
 from options import GenerateConfig
 from runtime import Clock, compiled, copy_into
 from sampling import Kind, NoiseKey, Rule
-from tree_shapes import MAX_NODES
 
 NODE_STRIDE = MAX_NODES  # rows of fresh noise reserved per draw
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -79,7 +81,7 @@ class Report(NamedTuple):
     @staticmethod
     def timed(report: Tensor, times: list[Any]) -> Tensor:
         """Append the four times of a `Clock`, so that one copy takes all: [B, D+10] int64."""
-        if on_cpp_device(report):
+        if on_cpp_device(report, "tree"):
             return torch.ops.gpt_eagle.with_times(report, times)
         columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
         return torch.cat((report, *columns), 1)
@@ -145,6 +147,7 @@ class Engine:
     # by `Kind`, then by preset: (cache, state) -> (state, outcome)
     cycles: tuple[tuple[Callable, ...], ...] = ()
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
+    compiler_fails: bool = False  # the steps of captured cycles stay as they are
     tree_policy: Any = field(default_factory=LargestTree)
     pool: list[Any] = field(default_factory=list)  # buffers.Buffers of finished sessions
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
@@ -152,6 +155,11 @@ class Engine:
     grammar: Any = None  # extras.grammar.Grammar of --grammar, where a turn names no other
     load_s: float = 0.0
     compile_s: float = 0.0
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile compiles the steps of captured cycles."""
+        return self.captured and not self.compiler_fails and switches.is_on("INDUCTOR")
 
     @property
     def slots(self) -> int:
@@ -187,7 +195,7 @@ def with_cycles(engine: Engine) -> Engine:
         tree_policy=LargestTree(),
         pool=[],
     )
-    made = Cycle.compiled_by_layer if engine.captured else lambda cycle: cycle
+    made = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle
     cycles = [
         tuple(made(Cycle(engine, preset, kind)) for preset in engine.drafter.presets)
         for kind in Kind
@@ -213,11 +221,11 @@ class Cycle:
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
         self.call = call
-        self.in_place = False
+        self.in_place = engine.captured
         self.accept = accept
         self.advance = advance
         on_cpu = engine.target.norm.weight.device.type == "cpu"
-        if engine.config.compile and on_cpu and has_cpu_operators():
+        if engine.config.compile and on_cpu and has_cpu_operators("tree"):
             self.accept = accept_fused
             self.advance = advance_fused
 
@@ -386,9 +394,9 @@ def advance_fused(
 
 def slots_of(tree: DraftTree, accepted: Accepted, cycle: Cycle) -> Tensor | None:
     """Return the accepted path's slots in the drafter's own cache, [B, D+1], if it keeps them."""
-    if tree.slots is None or cycle.drafter.width <= 1:  # a chain's are never read
-        return tree.slots
-    return tree.slots.gather(1, accepted.path)
+    if not cycle.drafter.keeps_nodes or cycle.drafter.width <= 1:  # a chain's are never read
+        return tree.places if cycle.drafter.keeps_nodes else None
+    return tree.places.gather(1, accepted.path)
 
 
 # ------------------------------------------------------------------------------------------ prefill

@@ -1,38 +1,30 @@
-"""Draft trees, and every tensor step on them: growing, acceptance.
+"""Draft trees, and every tensor step on them: shapes, acceptance, compaction.
 
 A tree has N nodes, node 0 the root (the token decided last, not cached yet). Parents precede
 children, so every relation follows from `parents` by a few rounds of boolean algebra: ancestors,
 depths, acceptance and the accepted path need no list of leaves, no host, no data-dependent shape.
 
-`grow` makes every tree that scores tokens. Level by level it scores the children of the frontier,
-adds them to the candidates and runs the next frontier. A shape (tree_shapes.py) gives the frontier
-of each level and the nodes at the end.
+A shape, `DynamicTree` or `StaticTree`, is plain data; moved to a device (`to`) it has a plan: for
+each level the children of a node and the nodes that have children themselves, and which candidates
+become nodes. `TreeDrafter.propose` (drafters.py) grows a tree by such a plan, level by level.
 
 Padding is where `valid` is False; no token id stands for it. All scores are fp32.
-Not here: scoring tokens (drafters.py), deciding them (sampling.py).
+Not here: scoring tokens (drafters.py), the operators of growth (ops/tree.py), deciding tokens
+(sampling.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cli.tree_paths import chain_paths, check_candidates
 from ops.library import on_cpp_device
-from ops.tree import (
-    Candidates,
-    Children,
-    Expansion,
-    Frontier,
-    Scores,
-    Shared,
-    ancestors,
-    next_level,
-    rerank,
-)
-from tree_shapes import DynamicTree, StaticTree
+from ops.tree import DraftTree, Level, ancestors, rerank
 
 
 def replace_fields(record: Any, **fields: Any) -> Any:
@@ -41,23 +33,6 @@ def replace_fields(record: Any, **fields: Any) -> Any:
     `_replace` does the same, but torch 2.11 compiles it to an empty tuple.
     """
     return type(record)(*[fields.get(name, value) for name, value in zip(record._fields, record)])
-
-
-class DraftTree(NamedTuple):
-    """N nodes per sequence; node 0 is the root."""
-
-    tokens: Tensor  # [B, N] int64
-    parents: Tensor  # [B, N] int64, node numbers; the root is its own parent
-    depths: Tensor  # [B, N] int64, root 0
-    mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
-    valid: Tensor  # [B, N] bool
-    # [B, N, V] fp32, distribution that each node's children were sampled from (residual rule)
-    q: Tensor | None = None
-    values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
-    # [B, N] int64, each node's slot in the drafter's own cache, counted from the root's; 0: none
-    slots: Tensor | None = None
-    # [B, N, V] bool, tokens that a grammar lets follow each node; None: all (extras/grammar.py)
-    allowed: Tensor | None = None
 
 
 class Text(NamedTuple):
@@ -81,21 +56,19 @@ class Accepted(NamedTuple):
     moves: Tensor  # [B, D+1] int64, from `compaction`
 
 
-def build_tree(
-    tokens: Tensor, parents: Tensor, valid: Tensor, depth: int, q: Tensor | None = None
-) -> DraftTree:
+def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> DraftTree:
     """Derive ancestors and depths from parents.
 
     tokens, parents, valid: [B, N]; parents precede children
     depth: a bound on the depth of any node
     """
-    return DraftTree(tokens, parents, *ancestors(parents, depth), valid, q)
+    return DraftTree(tokens, parents, *ancestors(parents, depth), valid)
 
 
 def root_tree(text: Text) -> DraftTree:
     """Build the tree that is only its root: vanilla decoding."""
-    if on_cpp_device(text.pos):
-        return DraftTree(*rerank((), (), 0, 0, text)[:5])
+    if on_cpp_device(text.pos, "tree"):
+        return rerank((), (), 0, 0, text)
     tokens = text.root[:, None]
     zeros = torch.zeros_like(tokens)
     return build_tree(tokens, zeros, torch.ones_like(tokens, dtype=torch.bool), 0)
@@ -126,7 +99,7 @@ def accept(tree: DraftTree, target_tokens: Tensor, depth: int) -> Accepted:
 
 def accept_fused(tree: DraftTree, target_tokens: Tensor, depth: int) -> Accepted:
     """Run `accept` in one C++ call (ops/cpu/tree.cpp), on a CPU."""
-    return Accepted(*torch.ops.gpt_eagle.accept(*tree[:5], target_tokens, depth))
+    return Accepted(*torch.ops.gpt_eagle.accept(*tree.for_cpp(), target_tokens, depth))
 
 
 def path_to(tree: DraftTree, node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -151,68 +124,150 @@ def compaction(path: Tensor, length: Tensor) -> Tensor:
     return torch.where(steps <= length[:, None], path, steps)
 
 
-# --------------------------------------------------------------------------------- growing a tree
+# ------------------------------------------------------------------------------------------ shapes
 
 
-def grow(
-    shape: DynamicTree | StaticTree,
-    text: Text,
-    out: Tensor,
-    children: Callable[[Tensor, int, int], tuple[Children | Scores, Shared | None]],
-    run: Callable[[Frontier, int, int, Tensor], Tensor],
-    lookup: Any = None,
-) -> tuple[DraftTree, Tensor]:
-    """Grow a tree level by level: score the frontier's children, pick the next frontier, run it.
+def plan_levels(
+    children: Sequence[int],
+    widths: Sequence[int],
+    places: Sequence[Any] = (),
+    by_value: bool = True,
+) -> tuple[Level, ...]:
+    """Plan the levels of a tree.
 
-    shape: on the root's device (`on`)
-    out: [B, 1, F], the drafter's output at the root
-    children: of (outputs [B, R, F], level, k), the k best of each node, or the scores of all
-        children; and the noise to add to the scores, or None. Level 0 is the root's
-    run: of (frontier, depth, first scratch slot, outputs of the level before), the outputs of the
-        frontier's nodes, [B, R, F]
-    lookup: `extras.ngram_draft.Ngram`, which adds its continuations to the candidates
-    Returns: the tree; [B, N] int64, each node's number among the nodes that ran, 0: it did not run.
+    children: of a node of each level, the root's first
+    widths: nodes with children of each level below the root; the last level has none
+    places: of these among the level's candidates, [1, R'] int64; empty: the best ones
     """
-    levels: list[Candidates] = []
-    ran: list[Tensor] = []  # per level, the flat indices of the nodes that ran
-    q: list[Tensor] = []
-    frontier = None  # the root
-    first = 0  # flat index of a level's first candidate
-    slot = 0  # scratch slot of a level's first node
-    slots = sum(shape.widths)
-    for level, width in enumerate((*shape.widths, 0)):
-        k = shape.ranks(level)
-        found, shared = children(out, level, k)
-        places = shape.places_of(level) if width else None
-        step = Expansion(k, width, slot, places, shape.by_value)
-        candidates, frontier = next_level(found, shared, frontier, step, first, slots)
-        levels.append(candidates)
-        first += candidates.tokens.shape[1]
-        if found.q is not None:
-            q.append(found.q)
-        if width:
-            ran.append(frontier.index)
-            out = run(frontier, level + 1, slot, out)
-            slot += width
-    depth = shape.depth
-    if lookup:
-        levels = [lookup.add(Candidates.join(levels), text)]
-        depth = max(depth, lookup.tokens)
-    chosen = rerank(levels, ran, shape.nodes, depth, text)
-    tree = DraftTree(*chosen[:5], values=chosen.values)
-    if q:
-        tree = with_q(tree, q, ran, chosen.number)
-    return tree, chosen.places
+    plan = []
+    begin = 0  # flat index of a level's first candidate
+    slot = 0  # scratch slot of a level's first node that has children
+    parents = 1
+    for level, (k, count) in enumerate(zip(children, (*widths, 0))):
+        place = places[level] if level < len(places) else None
+        plan.append(Level(k, count, begin, slot, sum(widths), place, by_value))
+        begin += parents * k
+        slot += count
+        parents = count
+    return tuple(plan)
 
 
-def with_q(tree: DraftTree, q: list[Tensor], ran: list[Tensor], number: Tensor) -> DraftTree:
-    """Add the distributions that the children of each node were sampled from.
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked.
 
-    q: per level [B, R, V]; ran: as in `grow`; number: [B, P+1], the node of each candidate
+    The papers' size is the default.
     """
-    root = torch.full_like(number[:, :1], -1)
-    index = torch.cat((root, *ran), 1) + 1  # [B, sum R]; + 1: column 0 of `number` is the root
-    node = number.gather(1, index)[:, :, None]  # [B, sum R, 1]
-    every = torch.cat(q, 1)  # [B, sum R, V]; leaves have no children, hence no q
-    zeros = every.new_zeros(*tree.tokens.shape, every.shape[2])
-    return replace_fields(tree, q=zeros.scatter(1, node.expand_as(every), every))
+
+    depth: int = 6  # D, drafted levels
+    topk: int = 10  # K, children kept per node, and nodes expanded per level
+    size: int = 60  # N, verified nodes, root included
+    expand_by: str = "value"  # or "confidence": single steps instead of paths (EAGLE-2 Table 3)
+    rerank: bool = True  # False keeps the first levels complete (EAGLE-2 Table 3)
+    # made by `to`: the plan, and the nodes without re-ranking, [1, N-1] int64
+    plan: tuple[Level, ...] = field(default=(), compare=False, repr=False)
+    fixed_nodes: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self):
+        check_candidates(self.depth, self.topk, self.size)
+
+    @property
+    def width(self) -> int:
+        """The largest number of children of a node."""
+        return self.topk
+
+    @property
+    def widths(self) -> list[int]:
+        """The number of nodes that run, of every level below the root."""
+        return [self.topk] * (self.depth - 1)
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"dynamic {self.depth}/{self.topk}/{self.size}"
+
+    def to(self, device: torch.device) -> DynamicTree:
+        """Return the shape with its plan, and with its tensors on a device."""
+        by_value = self.expand_by == "value"
+        plan = plan_levels([self.topk] * self.depth, self.widths, by_value=by_value)
+        fixed = None
+        if not self.rerank:
+            fixed = torch.arange(self.size - 1, device=device)[None]
+        return replace(self, plan=plan, fixed_nodes=fixed)
+
+    @property
+    def nodes(self) -> Tensor | int:
+        """The candidates that become nodes, [1, N-1] int64, ascending; a number: the best ones."""
+        if self.rerank:
+            return self.size - 1
+        return self.fixed_nodes
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree of fixed shape, as rank paths.
+
+    (0, 2) is the third best child of the best child of the root. Nodes are numbered by (depth,
+    path). Of every level only the nodes with children run. Members are as in `DynamicTree`.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    # made by `to`: the plan, and the candidates that become nodes, [1, N-1] int64, ascending
+    plan: tuple[Level, ...] = field(default=(), compare=False, repr=False)
+    nodes: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def chain(depth: int) -> StaticTree:
+        """Return a chain of `depth` drafted tokens."""
+        return StaticTree(chain_paths(depth))
+
+    def __post_init__(self):
+        """Set `depth`, `size`, `levels` and `inner`. The root's path () is included.
+
+        levels: the paths of every depth, in node order; inner: those of them that have children
+        """
+        parents = {path[:-1] for path in self.paths}
+        depth = max(map(len, self.paths), default=0)
+        levels: list[list[tuple[int, ...]]] = [[] for _ in range(depth + 1)]
+        for path in sorted(((), *self.paths)):
+            levels[len(path)].append(path)
+        inner = [[path for path in level if path in parents] for level in levels[:-1]]
+        # the dataclass is frozen
+        self.__dict__.update(depth=depth, size=len(self.paths) + 1, levels=levels, inner=inner)
+
+    @property
+    def width(self) -> int:
+        return max(map(self.ranks, range(self.depth)), default=0)
+
+    @property
+    def widths(self) -> list[int]:
+        return [len(level) for level in self.inner[1:]]
+
+    @property
+    def name(self) -> str:
+        if self.width == 1:
+            return f"chain {self.depth}"
+        return f"static {self.size}"
+
+    def to(self, device: torch.device) -> StaticTree:
+        """Return the shape with its plan, and with its tensors on a device."""
+        places = []
+        for level in self.inner[1:]:
+            places.append(torch.tensor([[self._place(path) for path in level]], device=device))
+        nodes = []
+        begin = 0  # of a level's candidates among those of all levels
+        for depth, level in enumerate(self.levels[1:]):
+            nodes += [begin + self._place(path) for path in level]
+            begin += len(self.inner[depth]) * self.ranks(depth)
+        children = [self.ranks(level) for level in range(self.depth)]
+        plan = plan_levels(children, self.widths, places)
+        return replace(self, plan=plan, nodes=torch.tensor([nodes], device=device))
+
+    def _place(self, path: tuple[int, ...]) -> int:
+        """Return the index of a path's candidate among those of its level."""
+        level = len(path) - 1
+        return self.inner[level].index(path[:-1]) * self.ranks(level) + path[-1]
+
+    def ranks(self, level: int) -> int:
+        """Return the number of children that are drafted for a node of a level."""
+        return 1 + max(path[-1] for path in self.levels[level + 1])

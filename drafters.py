@@ -23,18 +23,10 @@ import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import (
-    DraftTree,
-    DynamicTree,
-    StaticTree,
-    Text,
-    grow,
-    replace_fields,
-    root_tree,
-)
+from draft_tree import DraftTree, DynamicTree, StaticTree, Text, root_tree
 from kv_cache import Window
 from model import Layers, Transformer
-from ops.tree import Children, Frontier, Scores, Shared, place_tokens
+from ops.tree import Candidates, Children, Frontier, Scores, next_level, place_tokens, rerank
 
 LARGEST = 1 << 30  # past the last preset of any drafter
 
@@ -45,7 +37,7 @@ class Confirmed(NamedTuple):
     tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
     features: Tensor  # [B, R, F], f_j; with aux layers [B, R, (1 + aux) F]
     count: Tensor  # [B] int64, leading features that are real; the rest is padding
-    # [B, R] int64, `DraftTree.slots` of the accepted path; None: the drafter ran none of them
+    # [B, R] int64, `DraftTree.places` of the accepted path; None: the drafter ran none of them
     slots: Tensor | None = None
     text: Text | None = None  # all decided tokens up to the new roots; None: not of a cycle
     # for a drafter with `successors`, behind a cycle: the verified tree; [B, N, k] int64, the
@@ -229,27 +221,22 @@ class TreeDrafter(Drafter):
         children: str = "noise",
         sharpness: float = 1.0,
         vocab: DraftVocab | None = None,
-        lookup: Any = None,
+        graft: Any = None,
     ):
         """Check the tree against the vocabulary. Raises: ValueError.
 
         children: their choice in a batch that samples. "topk": top-k of the drafter's logits;
-            "noise": top-k of logits + T * the shared noise; "sampled": drawn without replacement
-            from q, with noise of their own
+            "noise": top-k of logits + T * the shared noise; "sampled": `sampler` draws them
         vocab: default: the target's
-        lookup: `extras.ngram_draft.Ngram`, whose continuations replace the worst nodes
+        graft: `extras.ngram_draft.Ngram`, whose candidates replace the worst nodes
         """
-        if children == "sampled" and isinstance(tree, DynamicTree):
-            raise ValueError(
-                "children of a dynamic tree cannot be sampled: pruning them by their own q is lossy"
-            )
         self.sharpness = sharpness
-        self.lookup = lookup
-        self.kept = lookup.kept if lookup else None
+        self.graft = graft
         self.children = children
+        self.sampler: Any = None  # draws the children itself (extras/residual.py)
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.norm.weight.device
-        self._set_tree(tree.on(self.device))
+        self._set_tree(tree.to(self.device))
         if tree.width > self.vocab.kept:
             raise ValueError(
                 f"a node cannot have {tree.width} ranked children of {self.vocab.kept} tokens; "
@@ -263,22 +250,15 @@ class TreeDrafter(Drafter):
         self.size = tree.size
         self.width = tree.width
         self.scratch = sum(tree.widths)  # slots that a draft needs above the root's
-        self.fresh_rows = 0
-        if self.children == "sampled":
-            self.fresh_rows = 1 + self.scratch
-        if self.lookup:
-            self.depth = max(self.depth, self.lookup.tokens)
-            self.width += self.lookup.branches
-            if self.lookup.size >= self.size:
-                raise ValueError(
-                    f"{self.lookup.size - 1} looked-up tokens leave no room in a tree of "
-                    f"{self.size} nodes; raise --tree_size"
-                )
+        if self.graft:
+            self.graft.check_room(self.size)
+            self.depth = max(self.depth, self.graft.tokens)
+            self.width += self.graft.branches
 
     def with_tree(self, tree: DynamicTree | StaticTree) -> TreeDrafter:
         """Make a preset with another, smaller tree."""
         other = copy(self)
-        other._set_tree(tree.on(self.device))
+        other._set_tree(tree.to(self.device))
         return other
 
     @property
@@ -324,51 +304,54 @@ class TreeDrafter(Drafter):
             options = {"tree": "static", "tree_paths": tree.paths}
         if self.vocab.ids is not None:
             options["draft_vocab"] = self.vocab.kept
-        if self.lookup:
-            options.update(self.lookup.resolved_options())
+        if self.graft:
+            options.update(self.graft.resolved_options())
         options["tree_depth"] = tree.depth
         options["children"] = self.children
         options["sharpness"] = self.sharpness
         return options
 
     def propose(self, state: Any, root: Root) -> DraftTree:
-        """Propose a tree. Writes: scratch slots of the cache."""
-        out, free = self.root_output(state, root)
+        """Grow a tree: score the frontier's children, pick the next frontier, run it.
 
-        def children(out: Tensor, level: int, k: int) -> tuple[Children | Scores, Shared | None]:
-            if self.children == "sampled" and root.rule is not None:
-                return self._sampled(out, level, k, root), None
-            return self._scores(out, level, root)
-
-        def run(frontier: Frontier, depth: int, slot: int, out: Tensor) -> Tensor:
-            if root.guide is not None:
-                frontier = root.guide.descend(frontier)
-            slots, _, positions = place_tokens(free, depth - 1, frontier.tokens.shape[1], slot)
-            window = Window(slots, free, frontier.paths.seen)
-            return self.forward_nodes(state, frontier, out, positions, window)
-
-        tree, places = grow(self.tree, root.text, out, children, run, self.lookup)
-        if self.keeps_nodes:
-            tree = replace_fields(tree, slots=places)
+        All scored children are candidates; the best of them, or those of the tree's shape, become
+        nodes at the end.
+        Writes: scratch slots of the cache. Source: EAGLE-2 (arXiv 2406.16858) 4.
+        """
+        out, first_slot = self.root_output(state, root)  # [B, 1, F]
+        found: list[Scores | Children] = []
+        levels: list[Candidates] = []
+        ran: list[Tensor] = []  # per level, the flat indices of the nodes that ran
+        frontier = None  # the root
+        for number, level in enumerate(self.tree.plan):
+            if self.sampler is not None and root.rule is not None:
+                scores = self.sampler.draw(self, out, number, root)
+            else:
+                scores = self.score_children(out, number, root)
+            candidates, frontier = next_level(scores, frontier, level)
+            found.append(scores)
+            levels.append(candidates)
+            if level.count:
+                ran.append(frontier.index)
+                if root.guide is not None:
+                    frontier = root.guide.descend(frontier)
+                slots, _, positions = place_tokens(first_slot, number, level.count, level.slot)
+                window = Window(slots, first_slot, frontier.seen)
+                out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
+        if self.graft:
+            levels = [self.graft.add(Candidates.join(levels), root.text)]
+        tree = rerank(levels, ran, self.tree.nodes, self.depth, root.text)
+        if self.sampler is not None:
+            tree = self.sampler.attach(tree, found, ran)
         return tree
 
-    def _scores(self, out: Tensor, level: int, root: Root) -> tuple[Scores, Shared | None]:
-        """Score the children of every output [B, R, F]."""
+    def score_children(self, out: Tensor, level: int, root: Root) -> Scores | Children:
+        """Score the children of every output [B, R, F]. Level 0 is the root's."""
         z = self.logits_of(out, level)  # [B, R, Vd]
         if root.guide is not None:
             z = root.guide.mask(z, self.vocab)
         if self.children != "noise" or root.rule is None:
-            return Scores(z, self.sharpness, self.vocab.ids), None
-        scores = Scores(sampling.process(z, root.rule), self.sharpness, self.vocab.ids)
-        return scores, Shared(root.noise, level, root.rule.temperature)
-
-    def _sampled(self, out: Tensor, level: int, k: int, root: Root) -> Children:
-        """Draw children without replacement from q. out: [B, R, F]."""
-        rows = [1, *self.tree.widths]  # nodes of each level that have children
-        first = sum(rows[:level])  # rows of noise of earlier levels
-        z = self.logits_of(out, level).expand(-1, rows[level], -1)  # [B, R, Vd]
-        log_q = sampling.process(z, root.rule).log_softmax(-1)
-        fresh = self.vocab.columns(root.fresh[:, first : first + rows[level]])
-        columns = (log_q + fresh).topk(k, dim=-1).indices
-        tokens = self.vocab.tokens(columns)
-        return Children(tokens, log_q.gather(2, columns), self.vocab.spread(log_q.exp()))
+            return Scores(z, self.sharpness, self.vocab.ids)
+        z = sampling.process(z, root.rule)
+        noise = (root.noise, level, root.rule.temperature)
+        return Scores(z, self.sharpness, self.vocab.ids, *noise)

@@ -202,7 +202,7 @@ class EagleDrafter(TreeDrafter):
         """Attach a head to a target.
 
         lm_head: default: the head's own, else the target's
-        options: children, sharpness and vocab (default: the head's own), and lookup, as for
+        options: children, sharpness and vocab (default: the head's own), and graft, as for
             `TreeDrafter`
         """
         defaults = {"sharpness": head.config.sharpness, "vocab": head.vocab}
@@ -270,7 +270,7 @@ def load_drafter(
     """Load `--draft eagle`. Raises: ValueError for a head or a tree that does not fit.
 
     source: tensors that replace the head's files
-    options: vocab and lookup, as for `TreeDrafter`
+    options: vocab and graft, as for `TreeDrafter`
     """
     path = Path(config.head)
     source = source or head_files(path, config.quant_draft)
@@ -286,6 +286,4 @@ def load_drafter(
     vocab = options.get("vocab", vocab)
     lm_head = draft_lm_head(model, quant, vocab.ids if vocab else None)
     options["children"] = config.child_rule
-    if config.sharpness:
-        options["sharpness"] = config.sharpness
     return EagleDrafter(head, target, config.draft_tree, lm_head, **options)

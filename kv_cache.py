@@ -90,7 +90,7 @@ def causal_window(start: Tensor, rows: int, back: int = 0) -> Window:
     start: [B] int64
     back: begin so many slots earlier, but not before slot 0
     """
-    if on_cpp_device(start):
+    if on_cpp_device(start, "tree"):
         return Window(*torch.ops.gpt_eagle.causal(start, rows, back))
     if back:
         start = (start - back).clamp(min=0)

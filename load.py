@@ -32,7 +32,8 @@ from hf.fetch import fetched
 from hf.weights import int4_group
 from model import DTYPES, Transformer
 from not_finite import check_small_weights
-from ops.library import on_cpp_device
+from ops import switches
+from ops.library import FAMILIES, on_cpp_device, set_plain
 from options import HEAD_KINDS, GenerateConfig, pick_device
 from prompts import read_grammar
 from runtime import WARM_UPS, copy_into, say_what_compiles, time_presets, use, why_not_compiled
@@ -58,8 +59,7 @@ def load(
     config = config or GenerateConfig(**by_names(GenerateConfig, options))
     config.check()
     began = time.perf_counter()
-    config = replace(config, device=pick_device(config.device))
-    use(config.device)
+    config = _with_device(config)
     path = fetched(config.checkpoint)
     target = _load_target(config, path)
     saved = saved_quantization(read_raw(path))
@@ -102,6 +102,19 @@ def load(
     return warm_up(with_cycles(engine))
 
 
+def _with_device(config: GenerateConfig) -> GenerateConfig:
+    """Choose the device and its operators. Writes: the process's device, and `PLAIN`."""
+    config = replace(config, device=pick_device(config.device))
+    use(config.device)
+    if config.plain:
+        set_plain(FAMILIES)
+    unused = ", ".join(switches.without_effect(config.device))
+    if unused:
+        note = f"{unused}: only CUDA reads this, and the device is {config.device}; unset it"
+        print(f"note: {note}", file=sys.stderr)
+    return config
+
+
 def compile_grammars(engine: Engine, grammar: Any, count: int) -> list[Any]:
     """Compile the grammars of some prompts.
 
@@ -136,7 +149,7 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
 
 def _note_attention(target: Transformer, dtype: str) -> None:
     """Tell where a CPU's attention is not our own, whose rows do not depend on each other."""
-    if not on_cpp_device(target.norm.weight):
+    if not on_cpp_device(target.norm.weight, "attention"):
         return
     width = target.config.head_dim
     theirs = "is PyTorch's: slower, and beside a draft near ties may differ"
@@ -235,6 +248,10 @@ def make_drafter(target: Transformer, config: GenerateConfig, kept: Any = None) 
 
                 added = head_extras(target, config, kept)
             drafter = eagle_draft.load_drafter(target, config, **added)
+    if config.child_rule == "sampled" and isinstance(drafter, TreeDrafter):
+        from extras.residual import sample_children
+
+        drafter = sample_children(drafter)
     if config.tree_shape == "auto" and ranks.this_rank().world_size > 1:
         reason = "--tree auto goes by the ranks' clocks, which differ"
         print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
@@ -274,14 +291,20 @@ def warm_up(engine: Engine) -> Engine:
     """Make the engine ready for its first prompt.
 
     On a CPU nothing is left to do. On CUDA the cycles run until they are compiled and captured.
-    Where --compile does not work, a note says so and the engine runs without it.
+    Where --compile does not work, a note says so: on CUDA cycles are captured as they are, on a CPU
+    the engine runs without it.
     """
-    reason = why_not_compiled(engine.config.device) if engine.config.compile else ""
+    tries = engine.compiles if engine.captured else engine.config.compile
+    reason = why_not_compiled(engine.config.device) if tries else ""
     ranks.check_same_on_all_ranks(
         engine.config,
-        compile=engine.config.compile and not reason,
+        compile=tries and not reason,
         **engine.drafter.resolved_options(),
     )
+    if reason and engine.captured:
+        note = f"the compiler does not work here ({reason}); cycles are captured without it"
+        print(f"note: {note}", file=sys.stderr)
+        return warm_up(with_cycles(replace(engine, compiler_fails=True)))
     if reason:
         print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
         config = replace(engine.config, compile=False)

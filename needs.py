@@ -25,9 +25,6 @@ HEAD = Need(
     lambda o: o.draft not in ("model", "ngram", *SOURCES),
 )
 MODEL = Need("belongs to --draft model; add that", lambda o: o.draft == "model")
-LOOKUP = Need(
-    "belongs to --draft ngram and eagle+ngram; add one of them", lambda o: o.draft.endswith("ngram")
-)
 REST = Need("belongs to --draft rest; add that", lambda o: o.draft == "rest")
 WINDOW = Need("belongs to --draft lookahead; add that", lambda o: o.draft == "lookahead")
 STORE = Need(  # under the residual rule the drafts of past requests would change the tokens

@@ -1,8 +1,8 @@
 """Every option of generate.py, once: its default, help text, flag, and condition to have an effect.
 
 `GenerateConfig.check` refuses values and combinations that cannot work, so that Python callers and
-the command line get the same messages. Fields with `flag=False` are settings for Python callers
-and scripts/bench/papers.py; the command line does not show them.
+the command line get the same messages. `Ablation` has the settings of experiments, which the
+command line does not show.
 No torch is imported, so that a mistake is reported before it is.
 Not here: reading a command line (command_line.py); reading prompts (prompts.py).
 """
@@ -12,8 +12,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from cli.tree_paths import (
+    EAGLE1_PATHS,
+    MAX_NODES,
+    MEDUSA_PATHS,
+    candidates,
+    chain_paths,
+    check_candidates,
+    read_tree,
+)
 from command_line import check_kinds, check_ranges, option, require
 from files import can_name_file, check_directory, check_outputs
 from needs import (
@@ -24,7 +33,6 @@ from needs import (
     INFLATABLE,
     INT4,
     LEVELS,
-    LOOKUP,
     MODEL,
     NOT_CHAT,
     ONCE,
@@ -41,15 +49,10 @@ from needs import (
     TRIMMED,
     WINDOW,
 )
-from tree_shapes import (
-    EAGLE1_PATHS,
-    MAX_NODES,
-    MEDUSA_PATHS,
-    DynamicTree,
-    StaticTree,
-    candidates,
-    read_tree,
-)
+from ops import switches
+
+if TYPE_CHECKING:
+    from draft_tree import DynamicTree, StaticTree
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT = str(ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
@@ -71,6 +74,38 @@ class Sampling(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Ablation:
+    """Settings of experiments, which scripts/bench/papers.py takes as pieces of a method."""
+
+    random_twin: bool = option(False, "random weights in that shape", needs=(SHAPE,))
+    token_ranks: str = option(
+        "", "token ids by frequency, for draft_vocab", needs=(DRAFT, HEAD, TRIMMED)
+    )
+    lookahead: str = option(
+        "", "window, n-gram and guesses, W-N-G; default: 5-4-5", needs=(DRAFT, WINDOW)
+    )
+    expand_by: str = option(
+        "value",
+        "score that picks the nodes to expand (EAGLE-2 Table 3)",
+        ("value", "confidence"),
+        needs=(DRAFT, TREE, GROWN, ONE_SIZE),
+    )
+    no_rerank: bool = option(
+        False,
+        "verify the first levels whole instead of the best nodes (EAGLE-2 Table 3)",
+        needs=(DRAFT, TREE, GROWN, ONE_SIZE),
+    )
+    children: str = option(
+        "",
+        "how children are picked when sampling: top-k of the head's logits, top-k with the shared "
+        "noise, or sampled without replacement; default: noise, and with --accept residual "
+        "sampled (topk on dynamic trees)",
+        ("topk", "noise", "sampled"),
+        needs=(DRAFT, TREE, SAMPLED),
+    )
+
+
+@dataclass(frozen=True)
 class GenerateConfig:
     """Options of a run. Units and effects are in the help texts."""
 
@@ -83,7 +118,6 @@ class GenerateConfig:
         "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
         needs=(INFLATABLE,),
     )
-    random_twin: bool = option(False, "random weights in that shape", needs=(SHAPE,), flag=False)
     draft: str = option(
         "",
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
@@ -103,32 +137,8 @@ class GenerateConfig:
         needs=(DRAFT, HEAD),
         least=0,
     )
-    token_ranks: str = option(
-        "", "token ids by frequency, for draft_vocab", needs=(DRAFT, HEAD, TRIMMED), flag=False
-    )
     draft_checkpoint: str = option(
         "", "the model of --draft model: a directory or a GGUF file", needs=(DRAFT, MODEL)
-    )
-    ngram_tokens: int = option(
-        0,
-        "tokens copied per continuation; default: 10, into a head's tree on a CPU 4",
-        needs=(DRAFT, LOOKUP),
-        least=1,
-        flag=False,
-    )
-    ngram_branches: int = option(
-        0,
-        "different continuations at most; default: 4, into a head's tree on a CPU 1",
-        needs=(DRAFT, LOOKUP),
-        least=1,
-        flag=False,
-    )
-    ngram_max: int = option(
-        6, "a match counts up to this many tokens", needs=(DRAFT, LOOKUP), least=1, flag=False
-    )
-    ngram_min: int = option(1, "and from this many on", needs=(DRAFT, LOOKUP), least=1, flag=False)
-    lookahead: str = option(
-        "", "window, n-gram and guesses, W-N-G; default: 5-4-5", needs=(DRAFT, WINDOW), flag=False
     )
     datastore: str = option(
         "", "texts of --draft rest, from scripts/build_datastore.py", needs=(DRAFT, REST)
@@ -164,35 +174,6 @@ class GenerateConfig:
         "32, on a CPU 16",
         needs=(DRAFT, SIZED, GROWN),
         least=2,
-    )
-    expand_by: str = option(
-        "value",
-        "score that picks the nodes to expand (EAGLE-2 Table 3)",
-        ("value", "confidence"),
-        needs=(DRAFT, TREE, GROWN, ONE_SIZE),
-        flag=False,
-    )
-    no_rerank: bool = option(
-        False,
-        "verify the first levels whole instead of the best nodes (EAGLE-2 Table 3)",
-        needs=(DRAFT, TREE, GROWN, ONE_SIZE),
-        flag=False,
-    )
-    children: str = option(
-        "",
-        "how children are picked when sampling: top-k of the head's logits, top-k with the shared "
-        "noise, or sampled without replacement; default: noise, and with --accept residual "
-        "sampled (topk on dynamic trees)",
-        ("topk", "noise", "sampled"),
-        needs=(DRAFT, TREE, SAMPLED),
-        flag=False,
-    )
-    sharpness: float = option(
-        0.0,
-        "c in a child's score log softmax(c z); 0: what the head was fitted with",
-        needs=(DRAFT, TREE, GROWN),
-        least=0,
-        flag=False,
     )
     accept: str = option(
         "exact",
@@ -254,6 +235,11 @@ class GenerateConfig:
     compile: bool = option(
         False, "run the steps of a cycle as C++ operators; on CUDA, compiled and captured"
     )
+    plain: bool = option(
+        False,
+        "run PyTorch in place of our operators, from now on in this process: slow, and what one "
+        "edits in model.py and ops/ is what runs",
+    )
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     compare: bool = option(
@@ -272,6 +258,12 @@ class GenerateConfig:
         "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
     )
     profile: str = option("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
+    ablation: dict | None = option(None, "settings of `Ablation` by name", flag=False)
+
+    @property
+    def ablated(self) -> Ablation:
+        """The settings of experiments."""
+        return Ablation(**(self.ablation or {}))
 
     @property
     def sampling(self) -> Sampling:
@@ -289,11 +281,20 @@ class GenerateConfig:
             return "chain"
         only_dynamic = (
             self.draft == "eagle+ngram"
-            or self.expand_by != "value"
-            or self.no_rerank
+            or self.ablated.expand_by != "value"
+            or self.ablated.no_rerank
             or self.accept != "exact"
         )
         return "dynamic" if only_dynamic else "auto"
+
+    @property
+    def static_paths(self) -> tuple[tuple[int, ...], ...]:
+        """The rank paths of a chain or a static tree. Raises: ValueError for --tree_file."""
+        if self.tree_shape == "chain":
+            return chain_paths(self.tree_depth or DEPTH)
+        if self.tree_file:
+            return read_tree(Path(self.tree_file))
+        return MEDUSA_PATHS if self.draft in ("medusa", "hydra") else EAGLE1_PATHS
 
     @property
     def draft_tree(self) -> DynamicTree | StaticTree:
@@ -301,41 +302,40 @@ class GenerateConfig:
 
         Raises: ValueError for a tree that cannot be.
         """
+        from draft_tree import DynamicTree, StaticTree  # imports torch
+
+        if self.tree_shape in ("chain", "static"):
+            return StaticTree(self.static_paths)
         depth = self.tree_depth or DEPTH
-        if self.tree_shape == "chain":
-            return StaticTree.chain(depth)
-        if self.tree_file:
-            return StaticTree(read_tree(Path(self.tree_file)))
-        if self.tree_shape == "static":
-            return StaticTree(MEDUSA_PATHS if self.draft in ("medusa", "hydra") else EAGLE1_PATHS)
         topk = self.tree_topk
         size = self.tree_size
         if not topk or not size:
             default_topk, default_size = self._default_topk_and_size()
             topk = topk or default_topk
             size = size or min(default_size, 1 + candidates(depth, topk))
-        return DynamicTree(depth, topk, size, self.expand_by, not self.no_rerank)
+        return DynamicTree(depth, topk, size, self.ablated.expand_by, not self.ablated.no_rerank)
 
     def _default_topk_and_size(self) -> tuple[int, int]:
         device = self.device or pick_device("")
         if not device.startswith("cuda"):
-            # products are bound by arithmetic at 16 rows in every format (benchmarks/LOG.md)
+            # matmuls are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
             return 4, 16
-        # an int4 product of more than 32 rows is bound by unpacking (scripts/gpu/time_model.py)
+        # an estimate: from 33 rows on, unpacking takes longer than reading int4 weights
         size = 32 if self.quant == "int4" else 60
         return 10, size
 
     @property
     def child_rule(self) -> str:
-        """The value of `--children`, or the default for the acceptance rule."""
-        if self.children:
-            return self.children
+        """The rule by which children are picked: the one asked for, or that of `--accept`."""
+        if self.ablated.children:
+            return self.ablated.children
         if self.accept != "residual":
             return "noise"
         return "topk" if GROWN.met(self) else "sampled"
 
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
+        switches.check()
         self.check_numbers()
         self._check_names()
         self.check_needs()
@@ -352,13 +352,19 @@ class GenerateConfig:
 
     def check_needs(self) -> None:
         """Check that every option has an effect. Raises: ValueError for one that has none."""
-        for f in fields(self):
-            if getattr(self, f.name) != f.default:
-                for need in f.metadata["needs"]:
-                    require(need.met(self), f"--{f.name} {need.text.format(self)}")
+        for options in (self, self.ablated):
+            for f in fields(options):
+                if getattr(options, f.name) != f.default:
+                    for need in f.metadata["needs"]:
+                        require(need.met(self), f"--{f.name} {need.text.format(self)}")
 
     def _check_names(self) -> None:
         check_kinds(self)
+        if self.ablation is not None:
+            known = {f.name for f in fields(Ablation)}
+            fault = f"ablation must be a dict of {', '.join(sorted(known))}; it is {self.ablation}"
+            require(isinstance(self.ablation, dict) and set(self.ablation) <= known, fault)
+            check_kinds(self.ablated)
         for name, value in vars(self).items():
             if isinstance(value, str) and name not in ("prompt", "system"):
                 fault = f"--{name} has a character that no name can have: {value!a}; drop it"
@@ -398,26 +404,26 @@ class GenerateConfig:
         require(not self.tree_file or self.tree in ("", "static"), file_fault)
         if self.draft == "eagle+ngram":
             require(
-                self.tree_shape == "dynamic" and not self.no_rerank,
+                self.tree_shape == "dynamic" and not self.ablated.no_rerank,
                 "--draft eagle+ngram grafts onto a re-ranked dynamic tree; "
                 "drop the other tree's flag",
             )
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
-            _ = self.draft_tree  # refuses a size beyond its candidates
+            check_candidates(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
         lossy_fault = "--children sampled would make a dynamic tree lossy; use --tree static"
-        require(not grown or self.children != "sampled", lossy_fault)
+        require(not grown or self.ablated.children != "sampled", lossy_fault)
 
     def _check_residual(self) -> None:
         grown = GROWN.met(self)
         rule = "topk" if grown else "sampled"
         noise_fault = "--accept residual needs a draft that does not read the target's noise"
-        require(self.children != "noise", f"{noise_fault}; use --children {rule}")
+        require(self.ablated.children != "noise", f"{noise_fault}; use --children {rule}")
         if grown:
             return
         rule_fault = "--accept residual samples the children of static trees; drop --children topk"
-        require(self.children != "topk", rule_fault)
-        paths = self.draft_tree.paths
+        require(self.ablated.children != "topk", rule_fault)
+        paths = self.static_paths
         for path in sorted(paths):  # the rule takes the k-th child for the k-th draw
             complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
             gap = f"ranks without gaps; before {path} another is missing: add it"

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.library import has_cpu_operators, has_triton
+from ops import switches
+from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton
 
 OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 WARM_UPS = 2  # runs before a capture
@@ -86,7 +87,8 @@ class Replay:
         self.device = device
         self.scratch = {} if scratch is None else scratch
         self.runs = 0
-        self.tries = TRIES
+        # GPT_EAGLE_GRAPHS=0: the step runs as it is, over the same buffers
+        self.tries = TRIES if switches.is_on("GRAPHS") else 0
         self.graph = None
         self.result = None
 
@@ -225,6 +227,8 @@ def why_not_compiled(device: str) -> str:
     if device.startswith("cpu"):  # there --compile means the C++ operators
         if has_cpu_operators():
             return ""
+        if len(PLAIN) == len(FAMILIES):
+            return "PyTorch replaces the CPU operators"
         return "it needs the CPU operators"
     try:
         torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))

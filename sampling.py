@@ -149,7 +149,7 @@ def gumbel(key: NoiseKey, first: Tensor, rows: int, vocab: int, domain: int = CH
 
     first: [B] int64, the first draw of each sequence
     """
-    if on_cpp_device(first):
+    if on_cpp_device(first, "topk"):
         return torch.ops.gpt_eagle.gumbel(
             key.seed, key.prompt, key.sample, key.greedy, first, rows, vocab, domain
         )
@@ -168,7 +168,7 @@ def process(logits: Tensor, rule: Rule) -> Tensor:
     logits: [B, N, V] fp32
     Returns: [B, N, V] fp32 logits divided by the temperature, -inf for tokens cut away.
     """
-    if uses_cpp(logits):
+    if uses_cpp(logits, "topk"):
         return torch.ops.gpt_eagle.cut(logits, *rule)
     z = logits / rule.temperature[:, None, None]
     if rule.top_k is None:

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cli.tree_paths import candidates
 from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, TreeDrafter
@@ -42,7 +43,6 @@ from extras.deferred import Deferred, Idle
 from extras.remembered import file_of, recall, remember
 from files import read_json
 from model import Transformer
-from tree_shapes import candidates
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
 FADE = 1 - 1 / 128
@@ -60,7 +60,8 @@ MISS = 0.25
 LEAST_HIT = 0.05
 # weight of MISS (tokens)
 MISS_WEIGHT = 2
-# initial cost of a further node, by weight format, between those with AVX-512 and AVX2 (LOG.md)
+# initial cost of a further node, by weight format, between those with AVX-512 and AVX2
+# (benchmarks/RESULTS.md, a pass over n rows)
 NODE = {"none": 0.1, "int8": 0.15, "int4": 0.25, "blocks": 0.18}
 # factor on the expected rate of the next larger tree while it was never measured
 OPTIMISM = 1.1
@@ -181,7 +182,7 @@ def accepted_of(shape: TreeShape, miss: float) -> float:
 
     With k children per node, a level's hits are those of a chain to the power k^-0.4. This rule of
     thumb is within 8 % of all measurements on the demo and the stand-ins of 0.5B, greedy and
-    sampled (benchmarks/LOG.md).
+    sampled (benchmarks/RESULTS.md, which tree pays).
     """
     hit = (1 - miss) ** _power(shape)
     return sum(hit**level for level in range(1, shape.depth + 1))
@@ -198,7 +199,8 @@ def cost_of(shape: TreeShape, node: float) -> float:
     node: cost of a further node, in the same unit
 
     This rule of thumb is within 40 % for trees of 4 to 16 nodes on SmolLM2, with AVX-512 and AVX2,
-    in 16, 8 and 4 bits (LOG.md); a few measured cycles outweigh it.
+    in 16, 8 and 4 bits (benchmarks/RESULTS.md, a pass over n rows); a few measured cycles
+    outweigh it.
     """
     return 1 + node * (shape.size - 1)
 

@@ -33,7 +33,7 @@ from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from model import Linear, RMSNorm, Transformer, rope_angles, rope_frequencies
 from ops.fused import rotary_cache
-from ops.tree import Children, Frontier, Scores, Shared, with_noise
+from ops.tree import Children, Frontier, Scores
 from options import GenerateConfig
 
 
@@ -212,15 +212,13 @@ class SparkDrafter(BlockDrafter):
         scores = out.scores[:, level, None]
         return scores if self.bias_of is None else scores + self.bias_of(out.before)
 
-    def _scores(
-        self, out: SparkLevels, level: int, root: Root
-    ) -> tuple[Scores | Children, Shared | None]:
-        found, shared = super()._scores(out, level, root)
+    def score_children(self, out: SparkLevels, level: int, root: Root) -> Scores | Children:
+        scores = super().score_children(out, level, root)
         if not self.head.config.confidence:
-            return found, shared
-        best = with_noise(found, shared).best(self.tree.ranks(level))
+            return scores
+        best = scores.best(self.tree.plan[level].k)
         sure = self.head.confidence(out.hidden[:, level, None], out.before)  # [B, R]
-        return Children(best.tokens, best.scores + sure[:, :, None]), None
+        return Children(best.tokens, best.scores + sure[:, :, None])
 
 
 def load_head(path: Path, target: Transformer, quant: Quantization | None = None) -> BlockHead:

@@ -170,7 +170,7 @@ class Idle(Deferred):
     def extend(self, state: DeferredState, confirmed: Confirmed) -> DeferredState:
         """Keep the features of the last tokens. Writes: the kept features."""
         found = self.lookup.extend(state.found, confirmed)
-        if on_cpp_device(state.count):
+        if on_cpp_device(state.count, "tree"):
             counts = (confirmed.count, state.count, state.passed)
             count, passed = torch.ops.gpt_eagle.keep_rows(
                 state.features, confirmed.features, *counts

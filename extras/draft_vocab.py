@@ -53,7 +53,7 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
             f"--draft_vocab must be at most the {size} tokens of the vocabulary; "
             f"it is {count}; lower it"
         )
-    path = Path(config.token_ranks or head / RANKS)
+    path = Path(config.ablated.token_ranks or head / RANKS)
     if not path.is_file():
         script = "python scripts/train/rank_tokens.py"
         command = f"{script} --checkpoint {config.checkpoint} --data FILES --out {path}"

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cli.tree_paths import MAX_NODES
 from draft_tree import DraftTree, build_tree, replace_fields
 from drafters import Confirmed, Drafter, DraftVocab, Root, RootOnly
 from ops.tree import Frontier
-from tree_shapes import MAX_NODES
 
 Places = list[Any]  # of extras.grammar.Place; None: any token may follow, or no node does
 
@@ -138,14 +138,14 @@ class Guided(Drafter):
 
         tokens = column(lambda node: node.token, tree.tokens)
         parents = column(lambda node: node.parent, tree.tokens)
-        slots = None
-        if tree.slots is not None:
-            slots = tree.slots.gather(1, column(lambda node: node.drafted[0], tree.tokens))
+        drafted = None
+        if tree.places is not None:
+            drafted = tree.places.gather(1, column(lambda node: node.drafted[0], tree.tokens))
         places = [[node.place for node in row] for row in rows]
         return replace_fields(
             build_tree(tokens, parents, tree.valid.new_tensor(valid), self.depth),
             values=column(lambda node: node.value, values),
-            slots=slots,
+            places=drafted,
             allowed=masks(places, self.vocab, tokens.device),
         )
 

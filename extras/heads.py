@@ -26,5 +26,5 @@ def head_extras(target: Transformer, config: GenerateConfig, kept: Any = None) -
     if config.draft == "eagle+ngram":
         from extras.ngram_draft import Ngram
 
-        extras["lookup"] = Ngram.from_config(config, kept)
+        extras["graft"] = Ngram.from_config(config, kept)
     return extras

@@ -68,8 +68,6 @@ def head_options(
 
         vocab = vocab_from(config, target)
     options: dict[str, Any] = {"children": config.child_rule}
-    if config.sharpness:
-        options["sharpness"] = config.sharpness
     return Quantization.of(config.quant_draft, config.group_size), vocab, options
 
 

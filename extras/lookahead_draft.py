@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cli.tree_paths import MAX_NODES
 from command_line import require
 from draft_tree import DraftTree, replace_fields
 from drafters import Confirmed, Drafter, Root
 from ops.tree import ancestors
 from options import GenerateConfig
-from tree_shapes import MAX_NODES
 
 POOL = 4096  # n-grams
 SIZES = (5, 4, 5)  # W, N and G by default; 15, 5, 15 in the paper, for an A100
@@ -77,7 +77,7 @@ class LookaheadDrafter(Drafter):
     @staticmethod
     def from_config(config: GenerateConfig, device: torch.device) -> LookaheadDrafter:
         """Read the option. Raises: ValueError."""
-        text = config.lookahead or "-".join(map(str, SIZES))
+        text = config.ablated.lookahead or "-".join(map(str, SIZES))
         numbers = text.split("-")
         right = len(numbers) == 3 and all(number.strip().isdecimal() for number in numbers)
         require(right, f"--lookahead is three numbers, W-N-G, as 5-4-5; it is {text}")

@@ -222,5 +222,4 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
         target,
         config.draft_tree,
         children=config.child_rule,
-        sharpness=config.sharpness or 1.0,
     )

@@ -15,7 +15,7 @@ Source: prompt lookup (Saxena 2023; transformers' `prompt_lookup_num_tokens` 10)
 Trade-off: every cycle compares the full text, O(S) per token of the match, and keeps no index. One
 pass over some thousand integers is cheaper than compiling a data-dependent lookup (on a CPU 3 us
 for 4,000 tokens).
-`TreeDrafter` can add the continuations to its own tree (`lookup`, --draft eagle+ngram).
+`TreeDrafter` can add the continuations to its own tree (`graft`, --draft eagle+ngram).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cli.tree_paths import MAX_NODES
 from draft_tree import DraftTree, Text, replace_fields, root_tree
 from drafters import Confirmed, Drafter, Root
 from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
 from ops.library import on_cpp_device
 from ops.tree import Candidates, rerank
 from options import GenerateConfig
-from tree_shapes import MAX_NODES
 
 # nodes of the trees, root included; CUDA pads to 16, 32 or 64 nodes, a CPU does not pad
 SIZES = {"cpu": (2, 4, 8, 16), "cuda": (16, 32)}
@@ -51,13 +51,7 @@ class Ngram:
     kept: Any = field(default=None, repr=False)  # extras.kept_texts.KeptTexts, searched, too
 
     def __post_init__(self):
-        if self.min > self.max:
-            raise ValueError(f"--ngram_min {self.min} is above --ngram_max {self.max}; lower it")
-        if self.size > MAX_NODES:
-            raise ValueError(
-                f"--ngram_tokens {self.tokens} times --ngram_branches {self.branches} "
-                f"must be below {MAX_NODES}, the nodes of a tree; lower one of them"
-            )
+        assert 1 <= self.min <= self.max and self.size <= MAX_NODES, self
 
     @staticmethod
     def from_config(config: GenerateConfig, kept: Any = None) -> Ngram:
@@ -65,18 +59,9 @@ class Ngram:
 
         In a head's tree on a CPU, where trees are small, the defaults are fewer tokens.
         """
-        tokens = Ngram.tokens
-        branches = Ngram.branches
         if config.draft == "eagle+ngram" and not config.device.startswith("cuda"):
-            tokens = 4
-            branches = 1
-        return Ngram(
-            config.ngram_tokens or tokens,
-            config.ngram_branches or branches,
-            config.ngram_max,
-            config.ngram_min,
-            kept,
-        )
+            return Ngram(tokens=4, branches=1, kept=kept)
+        return Ngram(kept=kept)
 
     @property
     def size(self) -> int:
@@ -88,13 +73,21 @@ class Ngram:
         names = ("tokens", "branches", "max", "min")
         return {f"ngram_{name}": getattr(self, name) for name in names}
 
+    def check_room(self, size: int) -> None:
+        """Check that a tree of `size` nodes has room for them. Raises: ValueError."""
+        if self.size >= size:
+            raise ValueError(
+                f"{self.size - 1} looked-up tokens leave no room in a tree of {size} nodes; "
+                "raise --tree_size"
+            )
+
     def add(self, pool: Candidates, text: Text) -> Candidates:
-        """Add the continuations to a pool.
+        """Add the continuations to the candidates of a tree.
 
         Each one ranks before the next, and all rank before candidates with values below -K.
         """
         tokens, lengths = lookup(text, self)
-        if on_cpp_device(tokens):
+        if on_cpp_device(tokens, "tree"):
             return Candidates(*torch.ops.gpt_eagle.add_chains(*pool, tokens, lengths))
         for k in range(self.branches):
             values = torch.where(lengths[:, k, None] > 0, -float(k), float("-inf"))  # [B, 1]
@@ -126,7 +119,7 @@ def lookup(text: Text, ngram: Ngram) -> tuple[Tensor, Tensor]:
     Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 for no continuation, in a kept
         text M more.
     """
-    if on_cpp_device(text.pos):
+    if on_cpp_device(text.pos, "tree"):
         kept = None if ngram.kept is None else ngram.kept.searched
         sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
         return torch.ops.gpt_eagle.lookup(*text, kept, *sizes)
@@ -238,7 +231,7 @@ class NgramDrafter(Drafter):
         """
         text = confirmed.text
         sizes = (1, *self.sizes)
-        if on_cpp_device(text.pos):
+        if on_cpp_device(text.pos, "tree"):
             kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
             torch.ops.gpt_eagle.look_up(*text, kept, *state, *limits, sizes)
@@ -262,5 +255,4 @@ class NgramDrafter(Drafter):
         if self.size == 1:
             return root_tree(root.text)
         pool = Candidates(*state[:3])
-        *nodes, values, _, _ = rerank([pool], (), self.size - 1, self.depth, root.text)
-        return DraftTree(*nodes, values=values)
+        return rerank([pool], (), self.size - 1, self.depth, root.text)

@@ -22,16 +22,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_tree import DraftTree, root_tree
+from cli.tree_paths import MAX_NODES
+from draft_tree import DraftTree, StaticTree, root_tree
 from drafters import Confirmed, Drafter, Root
 from model import Transformer
 from ops.tree import ancestors
 from options import GenerateConfig
-from tree_shapes import MAX_NODES, StaticTree, recycling_paths
 
 RANKS = 8  # successors kept per token
 # nodes of the trees of --tree auto, root included; CUDA pads to 16, 32 or 64 nodes
 SIZES = {"cpu": (2, 4, 8, 16), "cuda": (16, 32, 64)}
+
+
+# Token Recycling's tree, version 2.2.2: 80 drafted nodes, 8 ranks.
+# Source: the official code of arXiv 2408.08696.
+RECYCLING_222 = (
+    "0 1 2 3 4 5 6 7 00 01 02 03 04 05 06 07 10 11 12 13 20 21 22 30 31 40 50 60 70 000 001 002 "
+    "003 004 005 006 007 010 011 012 020 021 030 040 050 060 070 100 101 110 200 300 400 500 "
+    "0000 0001 0002 0003 0004 0010 0011 0020 0030 0040 0100 0200 1000 2000 3000 00000 00001 "
+    "00002 00010 00020 00100 01000 10000 000000 000001 000100"
+)
+
+
+def recycling_paths(size: int) -> tuple[tuple[int, ...], ...]:
+    """Cut Token Recycling's tree to its likeliest nodes: each rank has half the odds of the last.
+
+    size: nodes, root included, at most MAX_NODES
+    """
+    paths = [tuple(map(int, path)) for path in RECYCLING_222.split()]
+    paths.sort(key=lambda path: sum(path) + len(path))  # stable: parents precede children
+    return tuple(paths[: size - 1])
 
 
 class RecyclingDrafter(Drafter):

@@ -29,9 +29,8 @@ from ops.cpu.build import check_own, loaded, processor
 
 # options that change the time or the accepted tokens of a cycle
 OPTIONS = (
-    "inflate", "random_twin", "draft", "draft_vocab", "token_ranks", "ngram_tokens",
-    "ngram_branches", "ngram_max", "ngram_min", "children", "sharpness", "quant", "group_size",
-    "quant_draft", "dtype", "device", "compile", "batch_size", "grammar",
+    "inflate", "draft", "draft_vocab", "quant", "group_size", "quant_draft", "dtype", "device",
+    "compile", "batch_size", "grammar", "ablation",
 )  # fmt: skip
 # suffixes of the files in a directory that identify the model
 WEIGHTS = (".gguf", ".safetensors", ".bin")

@@ -11,14 +11,16 @@ tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import sampling
 from decode import Cycle, DecodeState
-from draft_tree import Accepted, DraftTree, compaction, path_to
+from draft_tree import Accepted, DraftTree, DynamicTree, compaction, path_to, replace_fields
+from drafters import Root, TreeDrafter
+from ops.tree import Children
 
 
 def accept_residual(
@@ -43,6 +45,71 @@ def accept_residual(
     return Accepted(path, length, emitted, compaction(path, length))
 
 
+# ---------------------------------------------------------------------------------------- children
+
+
+class SampledChildren:
+    """Draws the children of every node without replacement from q, with noise of its own.
+
+    A dynamic tree that pruned them by their own q would be lossy.
+    """
+
+    def __init__(self, drafter: TreeDrafter):
+        """Plan the draws for the tree of a drafter. Raises: ValueError for a dynamic tree."""
+        tree = drafter.tree
+        if isinstance(tree, DynamicTree):
+            raise ValueError(
+                "children of a dynamic tree cannot be sampled: pruning them by their own q is lossy"
+            )
+        self.rows = [1, *tree.widths]  # nodes of each level that have children
+        drafted = torch.arange(1, tree.size, device=tree.nodes.device)[None]
+        last = tree.plan[-1]
+        candidates = last.begin + self.rows[-1] * last.k
+        number = torch.zeros(1, candidates + 1, dtype=torch.long, device=drafted.device)
+        # [1, P+1] int64, the node of the root and of each candidate; 0: none
+        self.number = number.scatter(1, tree.nodes + 1, drafted)
+
+    def draw(self, drafter: TreeDrafter, out: Tensor, level: int, root: Root) -> Children:
+        """Draw the children of a level's nodes; `extra` is q. out: [B, R, F]."""
+        rows = self.rows[level]
+        first = sum(self.rows[:level])  # rows of noise of earlier levels
+        z = drafter.logits_of(out, level).expand(-1, rows, -1)  # [B, R, Vd]
+        log_q = sampling.process(z, root.rule).log_softmax(-1)
+        fresh = drafter.vocab.columns(root.fresh[:, first : first + rows])
+        columns = (log_q + fresh).topk(drafter.tree.plan[level].k, dim=-1).indices
+        tokens = drafter.vocab.tokens(columns)
+        return Children(tokens, log_q.gather(2, columns), drafter.vocab.spread(log_q.exp()))
+
+    def attach(self, tree: DraftTree, found: list[Any], ran: list[Tensor]) -> DraftTree:
+        """Add the distributions that the children of each node were drawn from, [B, N, V].
+
+        found: of each level, from `draw`, or scores where all sequences are greedy
+        ran: per level, the flat indices of the nodes that ran, [B, R]
+        """
+        if not isinstance(found[0], Children):
+            return tree
+        root = torch.full_like(tree.parents[:, :1], -1)
+        index = torch.cat((root, *ran), 1) + 1  # [B, sum R]; + 1: column 0 is the root
+        node = self.number.expand(len(root), -1).gather(1, index)[:, :, None]  # [B, sum R, 1]
+        q = torch.cat([children.extra for children in found], 1)  # [B, sum R, V]
+        zeros = q.new_zeros(*tree.tokens.shape, q.shape[2])  # leaves have no children, hence no q
+        return replace_fields(tree, extra=zeros.scatter(1, node.expand_as(q), q))
+
+
+def sample_children(drafter: TreeDrafter) -> TreeDrafter:
+    """Let a drafter draw its children from q. Raises: ValueError for a dynamic tree.
+
+    Writes: the drafter.
+    """
+    drafter.children = "sampled"
+    drafter.sampler = SampledChildren(drafter)
+    drafter.fresh_rows = sum(drafter.sampler.rows)
+    return drafter
+
+
+# -------------------------------------------------------------------------------------- acceptance
+
+
 class Residual(NamedTuple):
     """Outcome of the residual rule."""
 
@@ -56,7 +123,7 @@ def residual_accept(
     """Apply multi-round rejection sampling down the tree.
 
     The children of a node are tried in node order: accept with min(1, p/q). After a rejection p
-    becomes norm(max(0, p - q)) and q loses the rejected token. Where `tree.q` is None the children
+    becomes norm(max(0, p - q)), and q, `tree.extra`, loses the rejected token. Without q children
     are distinct and certain (q = 1): accept with p, and a rejected token leaves p. Each child tried
     uses one uniform.
 
@@ -78,7 +145,7 @@ def residual_accept(
     for _ in range(depth):
         parent = node
         moved = torch.zeros_like(node, dtype=torch.bool)
-        proposal = _at(tree.q, parent) if tree.q is not None else None  # [B, V]
+        proposal = _at(tree.extra, parent) if tree.extra is not None else None  # [B, V]
         for r in range(width):
             of_parent = (tree.parents == parent[:, None]) & (rank == r)  # [B, N]
             child_here = of_parent & (numbers > 0) & tree.valid  # [B, N]

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from cli.tree_paths import MAX_NODES
 from command_line import require
 from draft_tree import DraftTree, build_tree, root_tree
 from drafters import Drafter, Root
 from extras.datastore import LENGTH, LONGEST, Datastore
 from options import GenerateConfig
-from tree_shapes import MAX_NODES
 
 SIZES = (2, 4, 8, 16)  # nodes of the trees of --tree auto, root included
 

@@ -27,7 +27,7 @@ from prompts import Conversation, read_grammar
 BEGIN = '{"run": "'
 # options that decide the tokens with --accept exact
 DECIDES = (
-    "inflate", "random_twin", "chat", "system", "temperature", "top_k", "top_p", "min_p",
+    "inflate", "chat", "system", "temperature", "top_k", "top_p", "min_p",
     "seed", "ignore_eos", "max_new_tokens", "quant", "group_size", "dtype", "accept", "grammar",
 )  # fmt: skip
 # With the residual rule every option of the drafter decides them too. These never do; of the
@@ -137,6 +137,7 @@ def _facts(engine: Engine) -> dict[str, Any]:
     if config["accept"] != "exact":
         names = config.keys() - set(DECIDES_NOTHING)
     facts = {name: config[name] for name in names}
+    facts["random_twin"] = engine.config.ablated.random_twin
     facts["checkpoint"] = os.path.realpath(config["checkpoint"])
     facts["grammar"] = read_grammar(engine.config)
     facts["context"] = engine.context

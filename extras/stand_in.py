@@ -665,7 +665,7 @@ def target_source(config: GenerateConfig) -> TensorSource:
     path = Path(config.checkpoint)
     shape = Shape.parse(config.inflate)
     dtype = DTYPES.get(config.dtype)
-    return inflate_target(path, shape, dtype, config.device, config.random_twin)
+    return inflate_target(path, shape, dtype, config.device, config.ablated.random_twin)
 
 
 def head_config(path: Path) -> ModelConfig:
@@ -687,4 +687,5 @@ def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
     weight = target.norm.weight
     small = head_config(path)
     shape = Shape.parse(config.inflate)
-    return inflate_head(path, small, shape, weight.dtype, str(weight.device), config.random_twin)
+    twin = config.ablated.random_twin
+    return inflate_head(path, small, shape, weight.dtype, str(weight.device), twin)

@@ -23,7 +23,7 @@ from checkpoint import BLOCKS, Codes
 from files import is_gguf
 from model import LMHead
 from ops.library import has_cpu_operators
-from ops.quantized import PRODUCTS
+from ops.quantized import PRODUCTS, numbers_of
 from options import GenerateConfig
 from quantize import QuantLinear
 from ranks import this_rank
@@ -38,13 +38,11 @@ def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
     config: `dtype` as the user gave it
     Returns: True for a GGUF file on one device, unless --dtype is given.
     """
-    return (
-        is_gguf(path)
-        and not config.dtype
-        and not config.inflate
-        and this_rank().world_size == 1
-        and (config.device.startswith("cuda") or (config.device == "cpu" and has_cpu_operators()))
-    )
+    as_stored = is_gguf(path) and not config.dtype and not config.inflate
+    if not as_stored or this_rank().world_size > 1:
+        return False
+    on_cpu = config.device == "cpu" and has_cpu_operators("products")
+    return on_cpu or config.device.startswith("cuda")
 
 
 class Blocks(NamedTuple):
@@ -185,10 +183,3 @@ class BlockEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:  # [...] int64 -> [..., F] bfloat16
         rows = numbers_of(self.packed, self.table, tokens.flatten(), torch.bfloat16)
         return rows.view(*tokens.shape, rows.shape[-1])
-
-
-def numbers_of(packed: Tensor, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read rows of packed blocks as numbers. rows: [R] int64. Returns: [R, K] of `dtype`."""
-    out = torch.empty(len(rows), int(table[1]), dtype=dtype)
-    torch.ops.gpt_eagle.block_rows(packed, table, rows, out)
-    return out

@@ -20,11 +20,11 @@ import sys
 from dataclasses import dataclass, fields, replace
 
 from checkpoint import TensorSource
+from cli.tree_paths import MAX_NODES
 from hf.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
 from hf.heads import NEUTRAL
 from hf.weights import layer_names
 from model import ModelConfig
-from tree_shapes import MAX_NODES
 
 COUNT = integer(1, MAX_NODES - 1)
 TRUE = Rule("true: heads that are not grounded are Medusa's", lambda v: v is True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import cuda_products, has_triton, lib, uses_cpp
+from ops.library import cuda_products, has_triton, is_plain, lib, uses_cpp
 
 lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor")
 
@@ -27,8 +27,10 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor)
     mask: [B, T, W] bool, the slots among start .. start+W-1 that each token sees, at least one
     Returns: [B, T, H * E] in q's dtype.
     """
-    if uses_cpp(q) and q.shape[3] % 16 == 0:
+    if uses_cpp(q, "attention") and q.shape[3] % 16 == 0:
         return torch.ops.gpt_eagle.attention(q, k, v, start, mask)
+    if is_plain("attention"):
+        return tree_attention_reference(q, k, v, start, mask)
     return torch.ops.gpt_eagle.tree_attention(q, k, v, start, mask)
 
 

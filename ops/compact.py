@@ -24,7 +24,7 @@ def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tenso
     """
     if start.is_cuda:
         torch.ops.gpt_eagle.compact(buffers, addresses, start, path)
-    elif has_cpu_operators():
+    elif has_cpu_operators("compact"):
         torch.ops.gpt_eagle.move_rows(buffers, start, path)
     else:
         # plain operations: the compiler makes one loop nest of all moves
@@ -45,7 +45,7 @@ def _compact_cpu(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: 
 
 
 def _compact_cuda(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
-    if not has_triton():
+    if not has_triton("compact"):
         return compact_reference(buffers, start, path)
     import ops.cuda.compact
 

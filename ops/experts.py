@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import cuda_products, has_triton, lib
+from ops.library import cuda_products, has_triton, is_plain, lib
 from ops.linear import has_linear_kernel
 
 lib.define("expert_lists(Tensor expert, int experts) -> Tensor")
@@ -86,7 +86,10 @@ def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    if weight.is_contiguous() and has_linear_kernel(x, weight):  # not so in a backward pass
+    if is_plain("experts"):
+        return experts_linear_reference(x, weight, expert)
+    # a weight is not contiguous in a backward pass
+    if weight.is_contiguous() and has_linear_kernel(x, weight, "experts"):
         return torch.ops.gpt_eagle.linear_bf16(x, weight, None, False, expert)
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, rows in rows_by_expert(expert):
@@ -95,7 +98,7 @@ def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 
 def _experts_linear_cuda(x: Tensor, weight: Tensor, lists: Tensor) -> Tensor:
-    if not has_triton():
+    if not has_triton("experts"):
         return experts_linear_reference(x, weight, expert_of(lists, len(weight)))
     import ops.cuda.experts
 
@@ -105,7 +108,7 @@ def _experts_linear_cuda(x: Tensor, weight: Tensor, lists: Tensor) -> Tensor:
 
 
 def _expert_lists_cuda(expert: Tensor, experts: int) -> Tensor:
-    if not has_triton():
+    if not has_triton("experts"):
         return expert_lists_reference(expert, experts)
     import ops.cuda.experts
 

@@ -24,7 +24,7 @@ from torch import Tensor
 import ops.norm
 import ops.rotary
 from ops.cuda.layout import PART
-from ops.library import cuda_products, lib, needs_gradients
+from ops.library import cuda_products, is_plain, lib, needs_gradients
 from ops.linear import has_cuda_product
 from ops.rotary import HeadNorms
 
@@ -77,6 +77,8 @@ def pending(
     x: [..., K]; packed, scale, bias: the layer's operands
     """
     values, squares = x if isinstance(x, Unscaled) else (x, None)
+    if is_plain("fused", "norm", "products", "rotary"):  # a product of these families in one launch
+        return None
     if bias is not None or not values.is_cuda or needs_gradients(values):
         return None
     if scale is None and not has_cuda_product(values, packed):

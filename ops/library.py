@@ -11,24 +11,59 @@ model and of a draft head (cpu/layers.py; their references are model.py and eagl
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from ops import switches
 from ops.cpu import build
+from ops.switches import FAMILIES
 
 lib = torch.library.Library("gpt_eagle", "DEF")
 
+# the families that PyTorch replaces: the references beside the operators, and the modules of
+# model.py, run in their place. With all of them no operator of ours is built or called
+PLAIN: set[str] = set()
+with suppress(ValueError):  # `GenerateConfig.check` tells of an unknown one, in one line
+    PLAIN.update(switches.plain_families())
+
+
+def is_plain(*families: str) -> bool:
+    """Check that PyTorch replaces one of these families. A traced step may call this."""
+    for family in families:  # noqa: SIM110, as every torch traces it
+        if family in PLAIN:
+            return True
+    return False
+
+
+def set_plain(families: Iterable[str]) -> None:
+    """Replace these families by PyTorch, "all" of them or none, and no others.
+
+    Engines that exist keep what they have compiled, captured or fused.
+    Raises: ValueError for an unknown family. Writes: PLAIN.
+    """
+    chosen = switches.checked(families)
+    PLAIN.clear()
+    PLAIN.update(chosen)
+
+
+def _has_own(families: tuple[str, ...]) -> bool:
+    """Check that operators of ours serve these families; of no family: where any serve."""
+    return not is_plain(*families) and len(PLAIN) < len(FAMILIES)
+
+
+def has_triton(*families: str) -> bool:
+    """Check that Triton serves these families; print once the consequences if it is missing."""
+    return _has_own(families) and _triton_is_installed()
+
 
 @cache
-def has_triton() -> bool:
-    """Check that Triton is installed; print once the consequences if it is not."""
+def _triton_is_installed() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
     print(
@@ -41,13 +76,11 @@ def has_triton() -> bool:
 
 @cache
 def cuda_products() -> ModuleType:
-    """Import the products on CUDA: Triton's, or with EAGLE_PRODUCTS=streamed those in CUDA C++.
+    """Import the products on CUDA: Triton's, or with GPT_EAGLE_PRODUCTS=streamed in CUDA C++.
 
     Raises: ValueError where there is no Triton, or for another name.
     """
-    kind = os.environ.get("EAGLE_PRODUCTS", "triton")
-    if kind not in ("triton", "streamed"):
-        raise ValueError(f"EAGLE_PRODUCTS must be triton or streamed; it is {kind!r}")
+    kind = switches.kind_of_products()
     try:
         import ops.cuda.quantized as products
 
@@ -66,11 +99,13 @@ def cuda_products() -> ModuleType:
 _cpp_available: list[bool] = []
 
 
-def has_cpu_operators() -> bool:
-    """Check that the C++ operators are loaded.
+def has_cpu_operators(*families: str) -> bool:
+    """Check that the C++ operators are loaded and serve these families.
 
     The first call builds them; if that fails, it prints the reason once.
     """
+    if not _has_own(families):
+        return False
     if not _cpp_available:
         _cpp_available.append(not build.load_operators())
     return _cpp_available[0]
@@ -78,7 +113,7 @@ def has_cpu_operators() -> bool:
 
 def cpu_operators_are_loaded() -> bool:
     """Check that the C++ operators are loaded already, without building them."""
-    return _cpp_available == [True]
+    return _cpp_available == [True] and _has_own(())
 
 
 @contextmanager
@@ -102,19 +137,19 @@ def single_torch_thread(whether: bool = True) -> Iterator[None]:
         torch.ops.gpt_eagle.own_threads(0)
 
 
-def on_cpp_device(x: Tensor) -> bool:
-    """Check that x is on the CPU and the C++ operators are loaded."""
-    return x.device.type == "cpu" and has_cpu_operators()
+def on_cpp_device(x: Tensor, *families: str) -> bool:
+    """Check that x is on the CPU, and the C++ operators serve these families."""
+    return x.device.type == "cpu" and has_cpu_operators(*families)
 
 
-def uses_cpp(x: Tensor) -> bool:
-    """Check that the C++ operators take x.
+def uses_cpp(x: Tensor, *families: str) -> bool:
+    """Check that the C++ operators of these families take x.
 
     Callers name the operators themselves, because a layer of Python costs 6 us a call.
     """
     # the operators have no gradients
     supported = x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad
-    return supported and on_cpp_device(x)
+    return supported and on_cpp_device(x, *families)
 
 
 def needs_gradients(*inputs: Tensor) -> bool:

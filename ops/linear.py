@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import cuda_products, has_cpu_operators, lib, needs_gradients
+from ops.library import cuda_products, has_cpu_operators, is_plain, lib, needs_gradients
 
 # tokens of a sequence whose product is ours on CUDA; many more are bound by arithmetic, and are
 # left to cuBLAS
@@ -37,7 +37,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool
     if has_cuda_product(x, weight):
         if bias is None:
             return halves_product(x, weight, "fp32" if fp32_out else "none")
-        y, *_ = torch.ops.gpt_eagle.add_product(x, weight, None, bias, None, 0.0)  # ops/fused.py
+        if is_plain("fused"):
+            y = (halves_product(x, weight, "fp32") + bias).to(x.dtype)
+        else:  # of ops/fused.py
+            y, *_ = torch.ops.gpt_eagle.add_product(x, weight, None, bias, None, 0.0)
         return y.float() if fp32_out else y
     if has_linear_kernel(x, weight):
         return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, fp32_out)
@@ -49,14 +52,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool
     return y.float() if fp32_out else y
 
 
-def has_linear_kernel(x: Tensor, weight: Tensor) -> bool:
+def has_linear_kernel(x: Tensor, weight: Tensor, family: str = "products") -> bool:
     """Check that `linear` is our own operator here: bf16 on a CPU, without gradients.
 
     The rows of its result do not depend on each other.
     """
     if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.bfloat16:
         return False
-    return not needs_gradients(x, weight) and has_cpu_operators()
+    return not needs_gradients(x, weight) and has_cpu_operators(family)
 
 
 def has_cuda_product(x: Tensor, weight: Tensor) -> bool:
@@ -65,7 +68,7 @@ def has_cuda_product(x: Tensor, weight: Tensor) -> bool:
         return False
     if x.shape[-2] > MOST_TOKENS or not weight.is_contiguous() or needs_gradients(x, weight):
         return False
-    return HAS_TRITON
+    return HAS_TRITON and not is_plain("products")
 
 
 def halves_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:

@@ -23,7 +23,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: [..., F]; weight: [F]
     Returns: [..., F].
     """
-    if x.dtype == weight.dtype == torch.bfloat16 and not needs_gradients(x, weight) and uses_cpp(x):
+    is_bf16 = x.dtype == weight.dtype == torch.bfloat16
+    if is_bf16 and not needs_gradients(x, weight) and uses_cpp(x, "norm"):
         return torch.ops.gpt_eagle.rms_norm(x, weight, eps)
     if x.is_cuda and x.dtype == weight.dtype and not needs_gradients(x, weight):
         return torch.ops.gpt_eagle.norm(x, weight, eps)
@@ -73,7 +74,7 @@ def swiglu(y: Tensor) -> Tensor:
 
 
 def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not has_triton():
+    if not has_triton("norm"):
         return add_norm_reference(x, delta, weight, eps)
     import ops.cuda.norm
 
@@ -83,7 +84,7 @@ def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tupl
 
 
 def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if not has_triton():
+    if not has_triton("norm"):
         return rms_norm_reference(x, weight, eps)
     import ops.cuda.norm
 

@@ -4,7 +4,8 @@ CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to
 scale per row and block of K, and all dot products are in integers. A row's result does not depend
 on the other rows, bit for bit. Without a C++ compiler the references below compute the first two,
 slowly; blocks are widened then.
-CUDA (`w4a16`, `w8a16`; cuda/quantized.py): activations keep 16 bits.
+CUDA (`w4a16`, `w8a16`; cuda/quantized.py): activations keep 16 bits. Where PyTorch replaces the
+products, the references unpack the weight in every call.
 
 `PRODUCTS` holds, per format and kind of device, the functions that pack, unpack and multiply
 weights. With a routing (`ops.experts.route`), x is [P, K], weights are stacked, and row i is
@@ -37,8 +38,8 @@ from ops.cuda.layout import (
     unpack_int8_planes,
     unpack_scales,
 )
-from ops.experts import rows_by_expert
-from ops.library import cuda_products, has_cpu_operators, lib
+from ops.experts import expert_of, rows_by_expert
+from ops.library import cuda_products, has_cpu_operators, is_plain, lib
 from ops.linear import empty_product
 
 BLOCK8 = 128  # values of K per activation scale of w8a8; `grouped` takes the weights' group
@@ -91,13 +92,17 @@ def split_zeros(codes: Tensor, scale: Tensor, half: int = 8) -> tuple[Tensor, Te
     return groups + half - (words & ZERO_BITS), (words & ~ZERO_BITS).view(torch.float32)
 
 
+def _family(routing: Tensor | None) -> str:
+    return "products" if routing is None else "experts"
+
+
 # --------------------------------------------------------------------------------------------- CPU
 
 
 def _w4a8(
     x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None
 ) -> Tensor:
-    if not has_cpu_operators():
+    if not has_cpu_operators(_family(expert)):
 
         def reference(rows: Tensor, w: Tensor, s: Tensor) -> Tensor:
             return grouped_reference(rows, *unpack_int4_strips(w, n))
@@ -110,7 +115,7 @@ def _w4a8(
 def _w8a8(
     x: Tensor, packed: Tensor, scale: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None
 ) -> Tensor:
-    if not has_cpu_operators():
+    if not has_cpu_operators(_family(expert)):
 
         def reference(rows: Tensor, w: Tensor, s: Tensor) -> Tensor:
             if not s.numel():
@@ -140,8 +145,26 @@ def _unpack_int8(packed: Tensor, scale: Tensor, n: int, k: int) -> tuple[Tensor,
 def _blocks(
     x: Tensor, packed: Tensor, table: Tensor, n: int, fp32_out: bool, expert: Tensor | None = None
 ) -> Tensor:
+    if is_plain(_family(expert)):  # since they were packed; from the start they would be widened
+
+        def reference(rows: Tensor, w: Tensor, s: Tensor) -> Tensor:
+            return F.linear(rows.float(), numbers_of(w, table, torch.arange(n), torch.float32))
+
+        scale = table.expand(len(packed), -1)  # as of stacked weights
+        return _multiply_plainly(reference, x, packed, scale, n, fp32_out, expert)
     y = torch.ops.gpt_eagle.blocks(_readable(x), packed, table, fp32_out, expert)
     return y if fp32_out else y.to(x.dtype)
+
+
+def numbers_of(packed: Tensor, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read rows of packed blocks as numbers; only C++ knows their layout.
+
+    packed: [bytes] uint8; table: from `hf.blocks.table_of`; rows: [R] int64
+    Returns: [R, K] of `dtype`.
+    """
+    out = torch.empty(len(rows), int(table[1]), dtype=dtype)
+    torch.ops.gpt_eagle.block_rows(packed, table, rows, out)
+    return out
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -157,7 +180,7 @@ def _multiply_plainly(
     fp32_out: bool,
     expert: Tensor | None,
 ) -> Tensor:
-    """Multiply by a reference on machines without a compiler, where every step is eager."""
+    """Multiply by a reference, where every step is eager."""
     rows = x.reshape(-1, x.shape[-1])
     y = rows.new_empty(len(rows), n, dtype=torch.float32 if fp32_out else x.dtype)
     if expert is None:
@@ -270,23 +293,41 @@ def w8a16(
     return torch.ops.gpt_eagle.w8a16(x, packed, scale, lists, epilogue)
 
 
-def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor, fp32_out: bool = False) -> Tensor:
     """Compute `w4a16` plainly, with the weights in fp32."""
     K = x.shape[-1]
     N = packed.shape[1]
     weights, steps = split_zeros(unpack_int4_planes(packed, N, K), unpack_scales(scale, K))
-    return (x.float() @ (weights * steps).flatten(1).T).to(x.dtype)
+    y = x.float() @ (weights * steps).flatten(1).T
+    return y if fp32_out else y.to(x.dtype)
 
 
-def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor, fp32_out: bool = False) -> Tensor:
     """Compute `w8a16` plainly, with the weights in fp32."""
     w = unpack_int8_planes(packed, packed.shape[1], x.shape[-1]) * scale[:, None]  # [N, K]
-    return (x.float() @ w.T).to(x.dtype)
+    y = x.float() @ w.T
+    return y if fp32_out else y.to(x.dtype)
+
+
+def _quantized_matmul_plain(
+    x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
+) -> Tensor:
+    """Multiply by the references, on a device whose data the host does not read."""
+    reference = w4a16_reference if scale.dim() == packed.dim() else w8a16_reference
+    if lists is None:
+        return reference(x, packed, scale, epilogue == "fp32")
+    expert = expert_of(lists, len(packed))[:, None]  # [P, 1]
+    y = empty_product(x, packed, epilogue)
+    for e in range(len(packed)):  # every row by every expert
+        y = torch.where(expert == e, reference(x, packed[e], scale[e]), y)
+    return y
 
 
 def _quantized_matmul_cuda(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
 ) -> Tensor:
+    if is_plain(_family(lists)):
+        return _quantized_matmul_plain(x, packed, scale, lists, epilogue)
     products = cuda_products()
     device = products.device_of(x.device.index)
     with torch.cuda.device(x.device):

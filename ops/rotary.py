@@ -28,7 +28,7 @@ def rope_angles(freq: Tensor, positions: Tensor, factor: float = 1.0) -> tuple[T
     freq: [E/2]; positions: [B, T] int64
     Returns: two [B, T, 1, E] fp32.
     """
-    if freq.dtype == torch.float32 and uses_cpp(freq):
+    if freq.dtype == torch.float32 and uses_cpp(freq, "rotary"):
         return torch.ops.gpt_eagle.angles(freq, positions, factor)
     angles = positions[..., None].float() * freq  # [B, T, E/2]
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]
@@ -63,7 +63,7 @@ def rotary(
         q = rms_norm(q, q_weight, eps)
         k = rms_norm(k, k_weight, eps)
         qkv = torch.cat((q, k), dim=2)  # [B, T, H + Hkv, E]
-    if uses_cpp(qkv):
+    if uses_cpp(qkv, "rotary"):
         return torch.ops.gpt_eagle.rotary(qkv, *rope, heads, kv_heads)
     return rotary_reference(qkv, rope, heads, kv_heads)
 
@@ -117,7 +117,7 @@ def rotary_cache_plainly(
 
 
 def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
-    if not has_triton():
+    if not has_triton("rotary"):
         given = None if norms[0] is None else norms
         return rotary_cache_plainly(qkv, (cos, sin), k, v, slots, given)
     import ops.cuda.rotary

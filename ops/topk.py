@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.library import has_triton, lib, uses_cpp
+from ops.library import has_triton, is_plain, lib, uses_cpp
 
 lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
 
@@ -23,9 +23,10 @@ def best(scores: Tensor, noise: Tensor | None = None, row: Tensor | None = None)
     row: [B, N] int64, the row of the noise for each node
     Returns: [B, N] int64.
     """
-    if uses_cpp(scores):
+    if uses_cpp(scores, "topk"):
         return torch.ops.gpt_eagle.best(scores, noise, row)
-    if scores.is_cuda and noise is None:  # in many blocks a row, where a reduction has one
+    # in many blocks a row, where a reduction has one
+    if scores.is_cuda and noise is None and not is_plain("topk"):
         _, index, _ = topk_logsumexp(scores, 1)
         return index.squeeze(-1)
     return best_reference(scores, noise, row)
@@ -55,7 +56,7 @@ def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         )
     if scores.is_cuda:
         return torch.ops.gpt_eagle.topk_logsumexp(scores, k)
-    if uses_cpp(scores):
+    if uses_cpp(scores, "topk"):
         return torch.ops.gpt_eagle.topk(scores, k)
     # plain operations: the compiler fuses them with those that computed the scores
     return topk_logsumexp_reference(scores, k)
@@ -68,7 +69,7 @@ def topk_logsumexp_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Te
 
 
 def _topk_logsumexp_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    if has_triton():
+    if has_triton("topk"):
         import ops.cuda.topk
 
         if k <= ops.cuda.topk.MOST:

@@ -10,7 +10,7 @@ fuses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,27 +27,60 @@ lib.define("best_nodes(Tensor values, int count) -> Tensor")
 lib.define("relate(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
+class Level(NamedTuple):
+    """The plan of one level of a tree, which its shape makes once (draft_tree.py)."""
+
+    k: int  # children per node of the frontier
+    count: int  # R', of these candidates have children themselves; 0: none, the last level
+    begin: int = 0  # flat index of the level's first candidate
+    slot: int = 0  # scratch slot of the first node that has children; the others follow
+    slots: int = 0  # W, scratch slots of the whole tree
+    places: Tensor | None = None  # [1, R'] int64, into the level's candidates; None: the best ones
+    by_value: bool = True  # the best paths have children; False: the best single steps
+
+    def for_cpp(self) -> tuple[Any, ...]:
+        """Return the operands of `next_level` in C++."""
+        return self.places, self.k, self.count, (self.begin, self.slot, self.slots), self.by_value
+
+
 class Children(NamedTuple):
     """The best children of R nodes, best first. All R share them where R is 1."""
 
     tokens: Tensor  # [B, R, k] int64
     scores: Tensor  # [B, R, k] fp32, log-probabilities
-    q: Tensor | None = None  # [B, R, V] fp32, the proposal distributions, if they were sampled
+    extra: Any = None  # of the drafter, for an acceptance rule of its own
 
 
 class Scores(NamedTuple):
-    """The scores of all children of R nodes; a child adds log softmax(c z) to its path's value."""
+    """The scores of all children of R nodes; a child adds log softmax(c z) to its path's value.
 
-    # [B, R, V] fp32, z; or [B, 1, V], which all R nodes share
-    logits: Tensor
-    sharpness: float  # c
-    ids: Tensor | None  # [V] int64, the token of each column; None: its number
-    q: Tensor | None = None  # None: nothing was sampled
+    With noise, z + T G takes the place of z: the target itself will choose by this noise.
+    """
+
+    logits: Tensor  # [B, R, V] fp32, z; or [B, 1, V], which all R nodes share
+    sharpness: float = 1.0  # c
+    ids: Tensor | None = None  # [V] int64, the token of each column; None: its number
+    noise: Tensor | None = None  # [B, D+1, all tokens] fp32 Gumbel noise, G
+    level: int = 0  # row of the noise
+    temperature: Tensor | None = None  # [B] fp32, T
+
+    def for_cpp(self) -> tuple[Any, ...]:
+        """Return the operands of `next_level` in C++: all fields, in order."""
+        return tuple(self)
+
+    def with_noise(self) -> Tensor:
+        """Return z, or z + T G: [B, R, V]."""
+        if self.noise is None:
+            return self.logits
+        noise = self.noise[:, self.level, None]  # [B, 1, all tokens]
+        if self.ids is not None:
+            noise = noise.index_select(-1, self.ids)
+        return self.temperature[:, None, None] * (self.logits + noise)
 
     def best(self, k: int) -> Children:
         """Return the k best children of every node."""
         # [B, R, k] twice, [B, R, 1]
-        best, columns, total = topk_logsumexp(self.sharpness * self.logits, k)
+        best, columns, total = topk_logsumexp(self.sharpness * self.with_noise(), k)
         tokens = columns
         if self.ids is not None:
             tokens = self.ids[columns]
@@ -55,28 +88,8 @@ class Scores(NamedTuple):
         return Children(tokens, (best - total).clamp(max=0))
 
 
-class Paths(NamedTuple):
-    """The value and the visible slots of each node of a frontier."""
-
-    values: Tensor  # [B, R] fp32, sum of the scores along the path
-    seen: Tensor  # [B, R, W] bool, the scratch slots that each sees: its ancestors' and its own
-
-
-class Expansion(NamedTuple):
-    """The choice of the candidates of a level that have children.
-
-    They are the best `count` by value or by their own score, or those at given places.
-    """
-
-    k: int  # children per node of the frontier
-    count: int  # R'; 0: none
-    slot: int  # scratch slot of the first; the others follow
-    places: Tensor | None = None  # [1, R'] int64, into the level's candidates; None: the best
-    by_value: bool = True
-
-
 class Candidates(NamedTuple):
-    """Drafted tokens; those of a level by their parents' order, then by rank."""
+    """All scored children of a level or of a tree: by level, then by parent, the best first."""
 
     tokens: Tensor  # [B, P] int64
     values: Tensor  # [B, P] fp32, sum of the scores along the path; -inf: no candidate
@@ -101,100 +114,152 @@ class Candidates(NamedTuple):
 class Frontier(NamedTuple):
     """The nodes of a level that have children."""
 
-    index: Tensor  # [B, R] int64, flat indices
+    index: Tensor  # [B, R] int64, flat indices among the candidates of all levels
     tokens: Tensor  # [B, R] int64
     parent: Tensor  # [B, R] int64, their parents' places in the frontier before
-    paths: Paths
+    values: Tensor  # [B, R] fp32, sum of the scores along the path
+    seen: Tensor  # [B, R, W] bool, the scratch slots that each sees: its ancestors' and its own
 
-    @staticmethod
-    def of(level: Candidates, order: Tensor, paths: Paths, k: int, begin: int) -> Frontier:
-        """Make the frontier of a level.
-
-        order: [B, R] int64, the nodes' places among the level's candidates, k per parent
-        begin: flat index of the level's first candidate
-        """
-        return Frontier(begin + order, level.tokens.gather(1, order), order // k, paths)
+    def for_cpp(self) -> tuple[Tensor, ...]:
+        """Return the operands of `next_level` in C++."""
+        return self.index, self.values, self.seen
 
 
-def grow_level(
-    found: Children | Scores, front: Frontier, step: Expansion, begin: int
+class DraftTree(NamedTuple):
+    """N nodes per sequence; node 0 is the root. Parents precede children."""
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64, node numbers; the root is its own parent
+    depths: Tensor  # [B, N] int64, root 0
+    mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
+    valid: Tensor  # [B, N] bool
+    values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
+    # [B, N] int64, each node's place among the nodes that the drafter ran, counted from the root's;
+    # 0: it did not run
+    places: Tensor | None = None
+    allowed: Tensor | None = None  # [B, N, V] bool, tokens that may follow each node; None: all
+    extra: Any = None  # of the drafter, for an acceptance rule of its own
+
+    def for_cpp(self) -> tuple[Tensor, ...]:
+        """Return the operands of `accept` in C++."""
+        return self.tokens, self.parents, self.depths, self.mask, self.valid
+
+
+# ----------------------------------------------------------------------------------- the next level
+
+
+def next_level(
+    scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
     """Value the children of a frontier and choose the next one; of equal candidates, the first.
 
-    begin: flat index of the level's first candidate
-    Returns: the level's candidates, X = R k; the next frontier, None after the last level.
+    front: the frontier; None: the root
+    Returns: the level's candidates, X = R k; the next frontier, empty after the last level.
     """
-    if isinstance(found, Children):
-        return grow_level_reference(found, front, step, begin)
-    shared = found.logits.shape[1] < front.index.shape[1]
-    if shared or not found.logits.is_cuda:
-        return grow_level_reference(found.best(step.k), front, step, begin)
-    tokens, values, order, best, seen = torch.ops.gpt_eagle.grow_level(
-        found.logits,
-        found.sharpness,
-        found.ids,
-        *front.paths,
-        step.places,
-        step.k,
-        step.count,
-        step.slot,
-        step.by_value,
-    )
-    level = Candidates(tokens, values, front.index.repeat_interleave(step.k, dim=1))
-    if not step.count:
-        return level, None
-    return level, Frontier.of(level, order, Paths(best, seen), step.k, begin)
+    if isinstance(scores, Scores) and uses_cpp(scores.logits, "topk", "tree"):
+        above = (None, None, None)
+        if front:
+            above = front.for_cpp()
+        tokens, values, parents, *chosen = torch.ops.gpt_eagle.next_level(
+            *scores.for_cpp(), *above, *level.for_cpp()
+        )
+        return Candidates(tokens, values, parents), Frontier(*chosen)
+    return next_level_reference(scores, front, level)
 
 
-def grow_level_reference(
-    found: Children, front: Frontier, step: Expansion, begin: int
+def next_level_reference(
+    scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
-    """Compute `grow_level` with torch's own operators."""
-    every = (-1, front.index.shape[1], -1)  # [B, R, k]
-    tokens = found.tokens.expand(every).flatten(1)  # [B, X]
-    scores = found.scores.expand(every)
-    values = (front.paths.values[:, :, None] + scores).flatten(1)  # [B, X]
-    level = Candidates(tokens, values, front.index.repeat_interleave(step.k, dim=1))
-    if not step.count:
-        return level, None
-    if step.places is not None:
-        order = step.places.expand(len(values), -1)  # [B, R']
-    elif step.by_value:
-        order = best_first(values)[:, : step.count]
+    """Compute `next_level` by smaller operators."""
+    if front is None:
+        of_root = scores.tokens if isinstance(scores, Children) else scores.logits
+        values = torch.zeros(of_root.shape[:2], device=of_root.device)  # [B, 1]
+        seen = torch.zeros(*of_root.shape[:2], level.slots, dtype=torch.bool, device=values.device)
+        index = torch.full_like(values, -1, dtype=torch.long)
+        front = Frontier(index, index, index, values, seen)  # its tokens and parents are unread
+    if isinstance(scores, Children):
+        found = expand(scores, front.values, front.seen, level)
+    elif scores.logits.is_cuda and scores.logits.shape[1] == front.index.shape[1]:
+        found = _grow_level(scores, front, level)
     else:
-        order = best_first(scores.flatten(1))[:, : step.count]
-    parent = (order // step.k)[:, :, None]  # [B, R', 1]
-    nodes = torch.arange(step.count, device=order.device)
-    slots = torch.arange(front.paths.seen.shape[2], device=order.device)
-    own = slots == step.slot + nodes[:, None]  # [R', W]
+        found = expand(scores.best(level.k), front.values, front.seen, level)
+    return _records(*found, front, level)
+
+
+def _records(
+    tokens: Tensor,
+    values: Tensor,
+    order: Tensor,
+    best: Tensor,
+    seen: Tensor,
+    front: Frontier,
+    level: Level,
+) -> tuple[Candidates, Frontier | None]:
+    """Make the records of a level from what `expand` returns."""
+    parents = front.index.repeat_interleave(level.k, dim=1)  # [B, X]
+    candidates = Candidates(tokens, values, parents)
+    if not level.count:
+        return candidates, None
+    chosen = tokens.gather(1, order)
+    return candidates, Frontier(level.begin + order, chosen, order // level.k, best, seen)
+
+
+def expand(children: Children, values: Tensor, seen: Tensor, level: Level) -> tuple[Tensor, ...]:
+    """Value the children of R nodes and choose those that have children themselves.
+
+    values: [B, R] fp32, of the nodes; seen: [B, R, W] bool, their visible scratch slots
+    Returns: tokens and values of the candidates, [B, X = R k]; places among them, values and
+        visible slots of the chosen ones, [B, R'], [B, R'], [B, R', W].
+    """
+    every = (-1, values.shape[1], -1)  # [B, R, k]
+    tokens = children.tokens.expand(every).flatten(1)  # [B, X]
+    scores = children.scores.expand(every)
+    total = (values[:, :, None] + scores).flatten(1)  # [B, X]
+    if level.places is not None:
+        order = level.places[:, : level.count].repeat(len(total), 1)  # [B, R']
+    elif level.by_value:
+        order = best_first(total)[:, : level.count]
+    else:
+        order = best_first(scores.flatten(1))[:, : level.count]
+    parent = (order // level.k)[:, :, None]  # [B, R', 1]
+    nodes = torch.arange(level.count, device=order.device)
+    slots = torch.arange(seen.shape[2], device=order.device)
+    own = slots == level.slot + nodes[:, None]  # [R', W]
     # a node sees its ancestors and itself
-    seen = front.paths.seen.gather(1, parent.expand(-1, -1, len(slots))) | own
-    paths = Paths(values.gather(1, order), seen)
-    return level, Frontier.of(level, order, paths, step.k, begin)
+    visible = seen.gather(1, parent.expand(-1, -1, len(slots))) | own
+    return tokens, total, order.contiguous(), total.gather(1, order), visible
+
+
+def _grow_level(scores: Scores, front: Frontier, level: Level) -> tuple[Tensor, ...]:
+    """Run the CUDA operator that computes `expand` from the scores of all children."""
+    return torch.ops.gpt_eagle.grow_level(
+        scores.with_noise(),
+        scores.sharpness,
+        scores.ids,
+        front.values,
+        front.seen,
+        level.places,
+        level.k,
+        level.count,
+        level.slot,
+        level.by_value,
+    )
 
 
 def _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
-    step = Expansion(k, count, slot, places, by_value)
-    children = Scores(logits, sharpness, ids).best(k)
-    unread = torch.zeros_like(values, dtype=torch.long)
-    front = Frontier(unread, unread, unread, Paths(values, seen))
-    level, chosen = grow_level_reference(children, front, step, begin=0)
-    if chosen is None:
-        nothing = values.new_empty(len(values), 0)
-        nothing_seen = seen.new_empty(len(values), 0, seen.shape[2])
-        return level.tokens, level.values, nothing.long(), nothing, nothing_seen
-    return level.tokens, level.values, chosen.index.contiguous(), *chosen.paths
+    level = Level(k, count, slot=slot, places=places, by_value=by_value)
+    return expand(Scores(logits, sharpness, ids).best(k), values, seen, level)
 
 
 def _grow_level_cuda(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
-    if has_triton():
+    if has_triton("topk", "tree"):
         import ops.cuda.topk
 
         if k <= ops.cuda.topk.MOST:
-            found = Scores(logits, sharpness, ids)
-            step = Expansion(k, count, slot, places, by_value)
+            scores = Scores(logits, sharpness, ids)
+            level = Level(k, count, slot=slot, places=places, by_value=by_value)
             with torch.cuda.device(logits.device):
-                return ops.cuda.topk.grow_level(found, Paths(values, seen), step)
+                return ops.cuda.topk.grow_level(scores, values, seen, level)
     return _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value)
 
 
@@ -212,16 +277,7 @@ def _(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
     return tokens, candidates, order, front, seen.new_empty(B, count, seen.shape[2])
 
 
-# ------------------------------------------------------------------------ nodes of a draft tree
-
-
-class Nodes(NamedTuple):
-    """The relations of N nodes; node 0 is the root, and parents precede children."""
-
-    number: Tensor  # [B, P+1] int64, the node of the root and of each candidate; 0: none
-    parents: Tensor  # [B, N] int64; the root is its own parent
-    depths: Tensor  # [B, N] int64, root 0
-    mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
+# ------------------------------------------------------------------------------------------- nodes
 
 
 def best_first(values: Tensor) -> Tensor:
@@ -233,7 +289,7 @@ def best_first(values: Tensor) -> Tensor:
 
 
 def best_nodes(values: Tensor, count: int) -> Tensor:
-    """Choose the best candidates of a pool.
+    """Choose the best of all candidates.
 
     A value never exceeds its parent's, and ties keep the parent first: the parent of every chosen
     node is chosen.
@@ -251,18 +307,22 @@ def best_nodes_reference(values: Tensor, count: int) -> Tensor:
     return best_first(values)[:, :count].sort(dim=1).values
 
 
-def relate(chosen: Tensor, parents: Tensor, depth: int) -> Nodes:
-    """Number the chosen candidates of a pool and find their ancestors.
+def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Number the chosen candidates and find their ancestors.
 
     chosen: [B, N-1] int64 flat indices, ascending; parents: [B, P] int64 flat indices, -1: the root
     depth: a bound on the depth of any node
+    Returns: the node of the root and of each candidate, [B, P+1] int64, 0: none; and the nodes'
+        parents, depths and mask, as in `DraftTree`.
     """
     if chosen.is_cuda:
-        return Nodes(*torch.ops.gpt_eagle.relate(chosen, parents, depth))
+        return torch.ops.gpt_eagle.relate(chosen, parents, depth)
     return relate_reference(chosen, parents, depth)
 
 
-def relate_reference(chosen: Tensor, parents: Tensor, depth: int) -> Nodes:
+def relate_reference(
+    chosen: Tensor, parents: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `relate` with torch's own operators."""
     B, drafted = chosen.shape
     P = parents.shape[1]
@@ -271,11 +331,11 @@ def relate_reference(chosen: Tensor, parents: Tensor, depth: int) -> Nodes:
     number = number.scatter(1, chosen + 1, nodes)
     above = number.gather(1, parents.gather(1, chosen) + 1)  # [B, N-1]
     above = torch.cat((torch.zeros_like(number[:, :1]), above), 1)
-    return Nodes(number, above, *ancestors(above, depth))
+    return number, above, *ancestors(above, depth)
 
 
 def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Return the depths and the mask of `Nodes`.
+    """Return the depths and the mask of `DraftTree`.
 
     parents: [B, N]; parents precede their children
     depth: a bound on the depth of any node
@@ -292,7 +352,7 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_nodes_cuda(values: Tensor, count: int) -> Tensor:
-    if has_triton():
+    if has_triton("tree"):
         import ops.cuda.tree
 
         if values.shape[1] <= ops.cuda.tree.MOST:
@@ -302,8 +362,8 @@ def _best_nodes_cuda(values: Tensor, count: int) -> Tensor:
 
 
 def _relate_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
-    if not has_triton():
-        return tuple(relate_reference(chosen, parents, depth))
+    if not has_triton("tree"):
+        return relate_reference(chosen, parents, depth)
     import ops.cuda.tree
 
     with torch.cuda.device(chosen.device):
@@ -312,7 +372,7 @@ def _relate_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, .
 
 lib.impl("best_nodes", best_nodes_reference, "CPU")
 lib.impl("best_nodes", _best_nodes_cuda, "CUDA")
-lib.impl("relate", lambda *inputs: tuple(relate_reference(*inputs)), "CPU")
+lib.impl("relate", relate_reference, "CPU")
 lib.impl("relate", _relate_cuda, "CUDA")
 
 
@@ -332,101 +392,13 @@ def _(chosen, parents, depth):
     return number, above, depths, mask
 
 
-# ----------------------------------------------------------------------------------- the next level
-
-
-class Shared(NamedTuple):
-    """The noise with which the target itself will choose among the children of a level."""
-
-    noise: Tensor  # [B, D+1, V] fp32 Gumbel noise, of every token
-    level: int  # row of the noise
-    temperature: Tensor  # [B] fp32
-
-
-def next_level(
-    found: Children | Scores,
-    shared: Shared | None,
-    front: Frontier | None,
-    step: Expansion,
-    begin: int,
-    slots: int,
-) -> tuple[Candidates, Frontier | None]:
-    """Value the children of a frontier and choose the next one; of equal candidates, the first.
-
-    shared: noise to add to the scores
-    front: the frontier; None: the root
-    begin: flat index of the level's first candidate
-    slots: W, scratch slots of the whole tree
-    Returns: the level's candidates, X = R k; the next frontier, empty after the last level.
-    """
-    if isinstance(found, Scores) and uses_cpp(found.logits):
-        noise = shared or (None, 0, None)
-        above = (None, None, None)
-        if front:
-            above = (front.index, *front.paths)
-        place = (step.places, step.k, step.count, (begin, step.slot, slots), step.by_value)
-        tokens, values, parents, *chosen, best, seen = torch.ops.gpt_eagle.next_level(
-            found.logits, found.sharpness, found.ids, *noise, *above, *place
-        )
-        return Candidates(tokens, values, parents), Frontier(*chosen, Paths(best, seen))
-    return next_level_reference(found, shared, front, step, begin, slots)
-
-
-def next_level_reference(
-    found: Children | Scores,
-    shared: Shared | None,
-    front: Frontier | None,
-    step: Expansion,
-    begin: int,
-    slots: int,
-) -> tuple[Candidates, Frontier | None]:
-    """Compute `next_level` by smaller operators."""
-    per_node = found.tokens if isinstance(found, Children) else found.logits
-    if front is None:
-        values = torch.zeros(per_node.shape[:2], device=per_node.device)  # [B, 1]
-        seen = torch.zeros(*per_node.shape[:2], slots, dtype=torch.bool, device=per_node.device)
-        index = torch.full_like(values, -1, dtype=torch.long)
-        # the root: tokens and parents are unread
-        front = Frontier(index, index, index, Paths(values, seen))
-    return grow_level(with_noise(found, shared), front, step, begin)
-
-
-def with_noise(found: Children | Scores, shared: Shared | None) -> Children | Scores:
-    """Add the noise to the scores of all children, where there is any."""
-    if shared is None:
-        return found
-    noise = shared.noise[:, shared.level, None]  # [B, 1, V]
-    if found.ids is not None:
-        noise = noise.index_select(-1, found.ids)
-    temperature = shared.temperature[:, None, None]  # [B, 1, 1]
-    return Scores(temperature * (found.logits + noise), found.sharpness, found.ids)
-
-
-# ------------------------------------------------------------------------------------------- nodes
-
-
-class Chosen(NamedTuple):
-    """The nodes of a tree; the first five are the fields of `draft_tree.DraftTree`."""
-
-    tokens: Tensor  # [B, N] int64
-    parents: Tensor  # [B, N] int64
-    depths: Tensor  # [B, N] int64
-    mask: Tensor  # [B, N, N] bool
-    valid: Tensor  # [B, N] bool
-    values: Tensor  # [B, N] fp32
-    # [B, N] int64, each node's place among the nodes that the drafter ran, counted from the root's;
-    # 0: it did not run
-    places: Tensor
-    number: Tensor  # [B, P+1] int64, the node of the root and of each candidate; 0: none
-
-
 def rerank(
     levels: Sequence[Candidates],
     ran: Sequence[Tensor],
     nodes: Tensor | int,
     depth: int,
     text: tuple[Tensor, Tensor],
-) -> Chosen:
+) -> DraftTree:
     """Choose the nodes of a tree among the candidates of all levels.
 
     ran: per level, the flat indices of the candidates that the drafter ran, [B, R]
@@ -436,7 +408,7 @@ def rerank(
     text: tokens [B, S+1], and the index of the root in them, [B]
     Source: EAGLE-2 (arXiv 2406.16858) 4.2.
     """
-    if on_cpp_device(text[1]):
+    if on_cpp_device(text[1], "tree"):
         if isinstance(nodes, Tensor):
             fixed = nodes
             count = nodes.shape[1]
@@ -447,7 +419,7 @@ def rerank(
         values = [level.values for level in levels]
         parents = [level.parents for level in levels]
         chosen = torch.ops.gpt_eagle.rerank(tokens, values, parents, list(ran), fixed, count, *text)
-        return Chosen(*chosen)
+        return DraftTree(*chosen)
     return rerank_reference(levels, ran, nodes, depth, text)
 
 
@@ -457,24 +429,24 @@ def rerank_reference(
     nodes: Tensor | int,
     depth: int,
     text: tuple[Tensor, Tensor],
-) -> Chosen:
+) -> DraftTree:
     """Compute `rerank` by smaller operators."""
-    pool = Candidates.join(levels)
+    every = Candidates.join(levels)
     root = text[0].gather(1, text[1][:, None])  # [B, 1]
     if isinstance(nodes, int):
-        chosen = best_nodes(pool.values, nodes)
+        chosen = best_nodes(every.values, nodes)
     else:
         chosen = nodes.expand(len(root), -1)
-    number, *related = relate(chosen, pool.parents, depth)
-    tokens = torch.cat((root, pool.tokens.gather(1, chosen)), 1)
-    root_value = pool.values.new_zeros(len(root), 1)
-    values = torch.cat((root_value, pool.values.gather(1, chosen)), 1)  # [B, N]
+    number, *related = relate(chosen, every.parents, depth)
+    tokens = torch.cat((root, every.tokens.gather(1, chosen)), 1)
+    root_value = every.values.new_zeros(len(root), 1)
+    values = torch.cat((root_value, every.values.gather(1, chosen)), 1)  # [B, N]
     # [B, 1 + sum R]: the root, then the frontiers
-    every = torch.cat((torch.full_like(root, -1), *ran), 1)
-    order = torch.arange(every.shape[1], device=root.device).expand_as(every)
-    places = torch.zeros_like(number).scatter(1, every + 1, order)  # [B, P+1]
+    frontiers = torch.cat((torch.full_like(root, -1), *ran), 1)
+    order = torch.arange(frontiers.shape[1], device=root.device).expand_as(frontiers)
+    places = torch.zeros_like(number).scatter(1, frontiers + 1, order)  # [B, P+1]
     places = torch.cat((places[:, :1], places.gather(1, chosen + 1)), 1)
-    return Chosen(tokens, *related, values > float("-inf"), values, places, number)
+    return DraftTree(tokens, *related, values > float("-inf"), values, places)
 
 
 # ------------------------------------------------------------------------------------------ places
@@ -492,7 +464,7 @@ def place_tokens(
     done: [B] bool, sequences that attend to nothing
     Returns: slots [B, T]; the first slot of the window, [B]; RoPE positions [B, T].
     """
-    if on_cpp_device(pos):
+    if on_cpp_device(pos, "tree"):
         if isinstance(depths, int):
             return torch.ops.gpt_eagle.place_rows(pos, done, None, count, slot, depths)
         return torch.ops.gpt_eagle.place_rows(pos, done, depths, count, slot, 0)

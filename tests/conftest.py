@@ -19,7 +19,6 @@ from options import DEFAULT, DEMO
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["GPT_EAGLE_TREES"] = ""  # nothing is remembered, in child processes either
-has_cpu_operators()  # builds them now, or the first test that needs them would see the note
 os.environ.setdefault(
     "TORCHINDUCTOR_VEC_ISA_OK", "1"
 )  # as runtime.OPTIONS has it, for steps compiled without them
@@ -39,8 +38,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(item, len(items)))
 
 
-def pytest_collection_finish():
-    """Modules and collected tests stay to the end, so no search for garbage has to look at them."""
+def pytest_collection_finish(session):
+    """Build the C++ operators now, or the first test that needs them would see the note; tests of a GPU need none.
+
+    Modules and collected tests stay to the end, so no search for garbage has to look at them.
+    """
+    if any(item.path.name != "test_gpu.py" for item in session.items):
+        has_cpu_operators()
     gc.freeze()
 
 

@@ -31,8 +31,9 @@ import ops.quantized
 import sampling
 from decode import Cycle, Engine, with_cycles
 from draft_tree import StaticTree, Text
-from drafters import Drafter
+from drafters import Drafter, TreeDrafter
 from eagle_draft import EagleHead, load_head
+from extras.residual import sample_children
 from hf.weights import load_model
 from load import accept_rule
 from model import Transformer
@@ -441,3 +442,9 @@ def chi_square(counts: Tensor, p: Tensor) -> float:
     return (
         float(torch.special.gammaincc(freedom / 2, statistic / 2)) if freedom else 1.0
     )  # tail of chi-square
+
+
+def with_children(drafter: TreeDrafter, rule: str) -> TreeDrafter:
+    """Let a drafter pick its children by a rule: topk, noise or sampled."""
+    drafter.children = rule
+    return sample_children(drafter) if rule == "sampled" else drafter

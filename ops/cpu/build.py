@@ -92,7 +92,6 @@ def _next_level(
 def _rerank(tokens, values, parents, ran, nodes, count, text, pos):
     B = len(pos)
     N = count + 1
-    P = sum(level.shape[1] for level in tokens)
     return (
         pos.new_empty(B, N),  # tokens
         pos.new_empty(B, N),  # parents
@@ -101,7 +100,6 @@ def _rerank(tokens, values, parents, ran, nodes, count, text, pos):
         pos.new_empty(B, N, dtype=torch.bool),  # valid
         pos.new_empty(B, N, dtype=torch.float32),  # values
         pos.new_empty(B, N),  # places
-        pos.new_empty(B, P + 1),  # number
     )
 
 
@@ -180,7 +178,7 @@ OPERATORS: dict[str, Callable | None] = {
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _next_level,
     "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "
     "int count, Tensor text, Tensor pos) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _rerank,
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _rerank,
     "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
     "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)": None,
     "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, Tensor roots, "

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from ops.library import has_cpu_operators
 
+# of operators that a pass consists of
+FAMILIES = ("attention", "experts", "fused", "norm", "products", "rotary")
+
 
 def fits(layers: Sequence[nn.Module]) -> bool:
     """Check that the C++ operators can run these blocks of model.py."""
@@ -23,7 +26,8 @@ def fits(layers: Sequence[nn.Module]) -> bool:
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     formats = [getattr(layer.attention.wo, "format", "none") for layer in layers]
     known = all(name in ("none", "int8", "int4", "blocks") for name in formats)
-    return on_cpu and known and layers[0].attention.head_dim % 16 == 0 and has_cpu_operators()
+    known = known and layers[0].attention.head_dim % 16 == 0
+    return on_cpu and known and has_cpu_operators(*FAMILIES)
 
 
 def prepare(layers: Sequence[nn.Module]) -> Tensor:

@@ -129,9 +129,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 
 // `rerank` of ops/tree.py. tokens, values, parents: of the candidates, level by level, each [B, X]; ran: of every level
 // the flat indices that the drafter ran, [B, R]; nodes: [1 or B, N-1] flat indices, ascending; none: the `count` best.
-// text: [B, S]; pos: [B]. Returns: tokens, parents, depths, mask, valid, values and places of the nodes; the node of
-// each candidate.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rerank(
+// text: [B, S]; pos: [B]. Returns: the first seven fields of `DraftTree`.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rerank(
     at::TensorList tokens, at::TensorList values, at::TensorList parents, at::TensorList ran, const Optional& nodes,
     int64_t count, const at::Tensor& text, const at::Tensor& pos) {
   TORCH_CHECK(text.dim() == 2 && tokens.size() == values.size() && parents.size() == values.size(), "levels differ");
@@ -166,7 +165,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   }
   const at::Tensor token = at::empty({B, N}, text.options()), above = at::empty_like(token);
   const at::Tensor depth = at::empty_like(token), places = at::empty_like(token);
-  const at::Tensor number = at::empty({B, P + 1}, text.options()), value = text.new_empty({B, N}, at::kFloat);
+  const at::Tensor value = text.new_empty({B, N}, at::kFloat);
+  std::vector<int64_t> of(P + 1);  // the node of the root and of each candidate; 0: none
   const at::Tensor mask = text.new_empty({B, N, N}, at::kBool), valid = text.new_empty({B, N}, at::kBool);
   for (int64_t b = 0; b < B; b++) {
     if (fixed) {
@@ -177,10 +177,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       order.resize(count);
       std::sort(order.begin(), order.end());
     }
-    int64_t *of = out(number) + b * (P + 1), *t = out(token) + b * N, *p = out(above) + b * N, *d = out(depth) + b * N;
+    int64_t *t = out(token) + b * N, *p = out(above) + b * N, *d = out(depth) + b * N;
     bool *sees = mask.mutable_data_ptr<bool>() + b * N * N, *real = valid.mutable_data_ptr<bool>() + b * N;
     float* worth = value.mutable_data_ptr<float>() + b * N;
-    std::fill_n(of, P + 1, int64_t(0));
+    std::fill(of.begin(), of.end(), int64_t(0));
     std::fill_n(sees, N * N, false);
     t[0] = said[b * S + within(root[b], S, "the root")];
     p[0] = d[0] = out(places)[b * N] = 0, sees[0] = real[0] = true, worth[0] = 0;
@@ -194,7 +194,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       out(places)[b * N + i] = place[b * (P + 1) + from + 1];
     }
   }
-  return {token, above, depth, mask, valid, value, places, number};
+  return {token, above, depth, mask, valid, value, places};
 }
 
 // -------------------------------------------------------------------------------------------------- accepting

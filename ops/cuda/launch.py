@@ -7,7 +7,7 @@ when the call returns. A kernel that is launched so and does not wait would let 
 too early.
 
 Off before Hopper, from compute capability 12 on, where captures of such launches failed (sglang
-18596), and with EAGLE_PDL=0 for comparison. Source: "programmatic dependent launch" in the CUDA
+18596), and with GPT_EAGLE_PDL=0 for comparison. Source: "programmatic dependent launch" in the CUDA
 programming guide. Not run on a GPU yet.
 """
 
@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ops import switches
+
 
 class Device(NamedTuple):
     """The properties of a GPU on which launches depend."""
@@ -33,11 +35,22 @@ class Device(NamedTuple):
     name: str = ""  # for plans that were measured on it (plans.py)
 
 
+# by capability: GPUs for which the kernels are planned and compiled without one
+# Source: CUDA C++ programming guide, table of compute capabilities
+TARGETS = {
+    "80": Device(108, 163 * 1024, 80),  # A100
+    "86": Device(82, 99 * 1024, 86),  # RTX 3090
+    "89": Device(128, 99 * 1024, 89),  # RTX 4090
+    "90": Device(132, 227 * 1024, 90),  # H100
+    "100": Device(148, 227 * 1024, 100),  # B200
+}
+
+
 @cache
 def device_of(index: int) -> Device:
     """Read the properties of a GPU."""
     properties = torch.cuda.get_device_properties(index)
-    overlaps = 9 <= properties.major < 12 and os.environ.get("EAGLE_PDL", "1") != "0"
+    overlaps = 9 <= properties.major < 12 and switches.is_on("PDL")
     return Device(
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
@@ -49,7 +62,7 @@ def device_of(index: int) -> Device:
 
 def stop_overlaps() -> None:
     """Launch the kernels of this process without overlaps from now on."""
-    os.environ["EAGLE_PDL"] = "0"
+    os.environ["GPT_EAGLE_PDL"] = "0"
     device_of.cache_clear()
 
 

@@ -36,8 +36,8 @@ __all__ = ["Device", "device_of"]  # for callers that import this module only
 
 FUSED = ("add", "rotary")  # epilogues of fused.py, which add their own partial sums
 EPILOGUES = ("none", "fp32", "swiglu", *FUSED)
-# blocks of 64 outputs a processor that use an H100's bandwidth, by bits of a weight, and the
-# K-blocks that a second kernel is worth, times these: estimates of scripts/gpu/waves.py
+# estimates, no measurements: the blocks of 64 outputs per processor that use an H100's bandwidth,
+# by bits of a weight; and how many times these a second kernel costs, in K-blocks
 BUSY = {4: 1.7, 8: 1.1, 16: 0.5}
 SUM = 7
 

@@ -1,9 +1,9 @@
 """Products of quantized.py by a kernel in CUDA C++, streamed.cu, compiled by NVRTC.
 
 The same layouts and epilogues, with the first weights in shared memory before earlier kernels have
-finished. EAGLE_PRODUCTS=streamed takes it for products that it serves; the others, and those with
-more work behind them (fused.py), stay in Triton. NVRTC comes with PyTorch for CUDA; neither nvcc
-nor a compiler of the host is needed. The driver is called through ctypes, since PyTorch's own
+finished. GPT_EAGLE_PRODUCTS=streamed takes it for products that it serves; the others, and those
+with more work behind them (fused.py), stay in Triton. NVRTC comes with PyTorch for CUDA; neither
+nvcc nor a compiler of the host is needed. The driver is called through ctypes, since PyTorch's own
 launches know no dependent ones. Not run on a GPU yet, so not the default.
 """
 
@@ -116,7 +116,7 @@ def nvrtc() -> ctypes.CDLL:
         except OSError:
             continue
     raise ValueError(
-        f"EAGLE_PRODUCTS=streamed needs NVRTC, and {' or '.join(names)} is not found; "
+        f"GPT_EAGLE_PRODUCTS=streamed needs NVRTC, and {' or '.join(names)} is not found; "
         "pip install nvidia-cuda-nvrtc"
     )
 

@@ -270,33 +270,35 @@ def tiles_of_level(R: int, blocks: int, k: int, count: int, W: int) -> dict[str,
     }
 
 
-def grow_level(found: Any, front: Any, step: Any) -> tuple[Tensor, ...]:
-    """Compute `ops.tree.grow_level` for k up to MOST, of `Scores`, `Paths` and `Expansion`.
+def grow_level(scores: Any, values: Tensor, seen: Tensor, level: Any) -> tuple[Tensor, ...]:
+    """Compute `ops.tree.expand` for k up to MOST from the scores of all children.
 
+    scores: `ops.tree.Scores` without noise, of R nodes; level: `ops.tree.Level`; values, seen: of
+        the nodes
     Allocates results and candidates, and nothing else; never waits.
     """
-    B, R, _ = found.logits.shape
-    k = step.k
-    count = step.count
-    W = front.seen.shape[2]
-    device = found.logits.device
+    B, R, _ = scores.logits.shape
+    k = level.k
+    count = level.count
+    W = seen.shape[2]
+    device = scores.logits.device
     tokens = torch.empty(B, R * k, dtype=torch.int64, device=device)
     ranked = torch.empty(B, R * k, dtype=torch.int64, device=device)
-    values = torch.empty(B, R * k, dtype=torch.float32, device=device)
+    totals = torch.empty(B, R * k, dtype=torch.float32, device=device)
     order = torch.empty(B, count, dtype=torch.int64, device=device)
     best = torch.empty(B, count, dtype=torch.float32, device=device)
     sees = torch.empty(B, count, W, dtype=torch.bool, device=device)
-    keys, stats = _block_keys(found.logits, k, found.sharpness)
+    keys, stats = _block_keys(scores.logits, k, scores.sharpness)
     blocks = keys.shape[1]
     level_kernel[(B,)](
         keys,
         stats,
-        found.ids,
-        front.values.contiguous(),
-        front.seen.contiguous(),
-        step.places,
+        scores.ids,
+        values.contiguous(),
+        seen.contiguous(),
+        level.places,
         tokens,
-        values,
+        totals,
         ranked,
         order,
         best,
@@ -305,11 +307,11 @@ def grow_level(found: Any, front: Any, step: Any) -> tuple[Tensor, ...]:
         blocks,
         k,
         count,
-        step.slot,
+        level.slot,
         W,
-        BY_VALUE=step.by_value,
+        BY_VALUE=level.by_value,
         **tiles_of_level(R, blocks, k, count, W),
         num_warps=4,
         **overlap_on(keys),
     )
-    return tokens, values, order, best, sees
+    return tokens, totals, order, best, sees

@@ -12,7 +12,7 @@
 
 torch-bf16 is `F.linear`, bf16 is ops/cpu/linear.cpp, the rest is ops/cpu/quantized.cpp; Q4_1 to
 Q6_K are blocks of a GGUF file.
-Not here: CUDA (scripts/gpu/check.py), whole models (papers.py).
+Not here: CUDA (scripts/gpu/kernels.py), whole models (papers.py).
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""Shared by the benchmarks: series, turns, the bandwidth ceiling, the machine, and logs.
+"""Shared by the benchmarks: series, turns, the bandwidth ceiling, and the machine.
 
 1. Contestants run in turn, round after round, so that drift of the machine hits all of them. Ratios
    are taken inside a round.
 2. The ceiling is the read bandwidth of a buffer that no cache holds. A process of its own measures
    it, so that the buffer does not count in any peak memory. A GPU times it by events, since launch
    and synchronization would take a noticeable part of a reading.
-3. A log is a file of JSON lines that survives a kill: a torn line is dropped with a message and
-   measured again.
+3. `GPT_EAGLE_BANDWIDTH`, bytes per second, takes the place of that measurement: of several programs
+   on one machine the first hands its result on.
 
-Not here: the measurements themselves.
+Not here: the measurements themselves; logs (row_log.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -35,6 +34,7 @@ from generate import Batch
 from hf.config import resolve_draft
 from load import accept_rule, kept_texts, make_drafter, warm_up
 from model import MoEFeedForward, Transformer
+from ops.library import PLAIN
 from options import ROOT, GenerateConfig
 from session import Session
 
@@ -162,8 +162,12 @@ def repeated(tokens: list[int], n: int = 8) -> float:
 def read_bandwidth(device: str, runs: int) -> Series:
     """Measure the bytes per second of summing up a large buffer, in a process of its own.
 
-    Raises: ValueError when that fails.
+    Where GPT_EAGLE_BANDWIDTH is set, it is the result.
+    Raises: ValueError when that fails, or for a GPT_EAGLE_BANDWIDTH that is no such number.
     """
+    given = os.environ.get("GPT_EAGLE_BANDWIDTH", "")
+    if given:
+        return Series.of([known_bandwidth(given)])
     code = (
         "import sys; from scripts.bench import measure; "
         "print(*measure._bandwidth(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))"
@@ -174,6 +178,18 @@ def read_bandwidth(device: str, runs: int) -> Series:
         reason = done.stderr.strip().splitlines()[-1]
         raise ValueError(f"the bandwidth of {device} cannot be measured: {reason}")
     return Series.of([float(x) for x in done.stdout.split()])
+
+
+def known_bandwidth(given: str) -> float:
+    """Read GPT_EAGLE_BANDWIDTH. Raises: ValueError for what is no number of bytes per second."""
+    rule = "GPT_EAGLE_BANDWIDTH must be bytes per second, as 3.35e12"
+    try:
+        bytes_per_s = float(given)
+    except ValueError:
+        raise ValueError(f"{rule}; it is {given!r}") from None
+    if not 0 < bytes_per_s < float("inf"):
+        raise ValueError(f"{rule}; it is {given!r}")
+    return bytes_per_s
 
 
 def _bandwidth(device: str, runs: int, threads: int) -> list[float]:
@@ -245,7 +261,9 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
     versions = {name: __import__(name).__version__ for name in packages}
     named = {"device": _cpu_name()}
     if device.startswith("cuda"):
-        named = {"EAGLE_PDL": os.environ.get("EAGLE_PDL", "1")}
+        named = {"GPT_EAGLE_PDL": os.environ.get("GPT_EAGLE_PDL", "1")}
+    if PLAIN:
+        named["plain"] = ",".join(sorted(PLAIN))
     return stats.environment(device) | named | versions | {"commit": commit or "unknown"}
 
 
@@ -267,60 +285,3 @@ def shown_path(path: str) -> str:
     if path and Path(path).resolve().is_relative_to(ROOT):
         return str(Path(path).resolve().relative_to(ROOT))
     return path
-
-
-# --------------------------------------------------------------------------------------------- logs
-
-
-class Log:
-    """A file of JSON lines, appended to as they are measured; `rows` holds its content."""
-
-    def __init__(self, path: str, flag: str):
-        """path: "" keeps the rows in memory only; flag: the one that named the file
-
-        Raises: ValueError for a file that is no such log. Writes: the file, when its last line is
-        torn.
-        """
-        self.path = Path(path) if path else None
-        self.rows = []
-        if self.path is None or not self.path.exists():
-            return
-        try:
-            lines = self.path.read_bytes().splitlines(keepends=True)
-        except OSError as error:
-            raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
-        for number, line in enumerate(lines, 1):
-            where = f"{path} line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError:  # not JSON, or not UTF-8
-                if number < len(lines):
-                    raise ValueError(
-                        f"{flag}: {where} is not valid JSON; name another file"
-                    ) from None
-                print(f"note: {where} is torn; it is dropped and measured again", file=sys.stderr)
-                os.truncate(self.path, sum(map(len, lines[:-1])))
-                return
-            if not isinstance(row, dict):
-                raise ValueError(f"{flag}: {where} is no JSON object; name another file")
-            self.rows.append(row)
-        if lines and not lines[-1].endswith(b"\n"):
-            self._write("\n")
-
-    def add(self, rows: list[dict]) -> None:
-        """Append rows, in one write."""
-        self.rows += rows
-        self._write("".join(json.dumps(row) + "\n" for row in rows))
-
-    def clear(self) -> None:
-        """Forget all rows. Writes: removes the file."""
-        self.rows = []
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    def _write(self, text: str) -> None:
-        if self.path is not None:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())

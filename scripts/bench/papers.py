@@ -23,7 +23,7 @@
 tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of
 drafted tokens accepted after n accepted ones. Without `none` there is no speedup, and large batches
 measure tau and n-alpha quickly.
-Not here: other runtimes (peers.py), and the meaning of the numbers (benchmarks/NUMBERS.md).
+Not here: other runtimes (peers.py), and the meaning of the numbers (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ from extras.draft_vocab import RANKS
 from files import bundled_head, check_outputs, is_gguf, parse_json, read_text
 from generate import Batch, Turn, encode, first_ids, load
 from hf.head_kinds import head_kind
-from options import DEMO, HEAD_KINDS, GenerateConfig, pick_device
+from options import DEMO, HEAD_KINDS, Ablation, GenerateConfig, pick_device
 from runtime import TRIES
 from scripts.bench.measure import (
-    Log,
     Series,
     environment,
     pass_bytes,
@@ -64,6 +63,7 @@ from scripts.bench.measure import (
 )
 from scripts.bench.profile_cycle import look_closer
 from scripts.bench.report import write_report
+from scripts.bench.row_log import Log
 from scripts.bench.tasks import conversations
 from stats import Stats, peak_memory_bytes
 
@@ -308,7 +308,12 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
         argv.append(f"--chat={config.chat}")
     argv += [f"--{one}" for one in config.options.split(",") if one]
     argv += [_flag(method, piece) for piece in pieces]
-    chosen = parse(GenerateConfig, "papers.py", "", argv, settings=True)
+    names = tuple(f"--{f.name}" for f in fields(Ablation))
+    of_ablation = [flag for flag in argv if flag.partition("=")[0] in names]
+    chosen = parse(GenerateConfig, "papers.py", "", [x for x in argv if x not in of_ablation])
+    if of_ablation:
+        ablation = parse(Ablation, "papers.py", "", of_ablation)
+        chosen = replace(chosen, ablation=asdict(ablation))
     chosen.check()
     return chosen
 
@@ -317,7 +322,7 @@ def _flag(method: str, piece: str) -> str:
     """Return a piece of a method as a flag of GenerateConfig."""
     if "=" in piece:
         return f"--{piece}"
-    for f in fields(GenerateConfig):
+    for f in (*fields(GenerateConfig), *fields(Ablation)):
         if f.name in ("tree", "children", "accept") and piece in f.metadata["choices"]:
             return f"--{f.name}={piece}"
         if f.type == "bool" and f.name == piece:

@@ -148,6 +148,12 @@ class PeersConfig:
             raise ValueError(
                 f"--peers llama.cpp:file needs a GGUF file as checkpoint; {self.checkpoint} is none"
             )
+        stand_in = any(one.startswith("inflate=") for one in self.options.split(","))
+        if stand_in and self.peer_list:
+            raise ValueError(
+                f"--options inflate= makes a stand-in that {self.peer_list[0]} does not have: it "
+                "would run the small checkpoint; use --peers none and scripts/gpu/beside.py"
+            )
         if self.gguf and not Path(self.gguf).is_dir():
             raise ValueError(f"--gguf: there is no directory {self.gguf}; make it first")
         check_outputs({"--json": self.json})

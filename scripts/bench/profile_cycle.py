@@ -1,248 +1,51 @@
-"""Attribute the time of a decode cycle to its parts, from a profile of a few dozen cycles.
+"""List the kernels of one decode cycle, and check that repeated cycles agree, for papers.py.
 
-    python scripts/bench/profile_cycle.py --compile --tree chain --tree_depth 5
-    python scripts/bench/profile_cycle.py --compile --inflate tiny-0.5b --quant int4 --json out.json
+    python scripts/bench/papers.py --compile --profile --replays 1000 ...
 
-Takes every option of generate.py that says what is decoded and how; decodes the first prompt only.
+1. A prompt is cached and cycles run until they are warm. Then the profiler records two cycles,
+   which must have the same kernels. On a CPU the outermost operators stand for kernels.
+2. The table has one row per kernel's name, the longest in all first. Behind it all kernels stand in
+   their order, each with the gap before it. Set GPT_EAGLE_PDL=0: kernels overlap otherwise.
+3. `--replays` repeats a cycle from one state: every result must have the same bits.
 
-1. The same cycles run in turn without and with the profiler, round after round. The wall time of a
-   cycle is the median over all cycles without it. The time of an operator is a median, too.
-2. The outermost operators and compiled kernels of a cycle are attributed by their names, products
-   by their step: those of `verify` are the target's, the others the drafter's. A compiled kernel
-   fuses several operators; the first rule of `COMPILED` decides. In eager code noise and tree look
-   alike.
-3. The rest of the wall time is Python and dispatch: the loop on the host, and operators' wrappers.
-   The profiler's own cost per operator (about a microsecond) counts as the operator's.
-4. On CUDA the lines are kernels, and the rest of the wall time is idle. The number of kernels per
-   cycle and the gaps between them follow. Set EAGLE_PDL=0: with dependent launch kernels overlap.
-
-`look_closer` lists the kernels of a single cycle in their order, and repeats it, for papers.py.
-Not here: speed (papers.py); `generate.py --profile FILE` writes the same trace for a viewer.
+Not here: speed (papers.py); `generate.py --profile FILE` writes a trace of whole runs for a viewer.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
 import statistics
-import sys
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from copy import copy
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
-
-from command_line import one_line_errors, option, parse
 from decode import Engine
-from files import write_text
-from generate import first_ids, load
-from options import DEMO, GenerateConfig
-from prompts import read_prompts
 from runtime import WARM_UPS, tensors_of
-from scripts.bench.measure import Series, environment, shown_path
 from session import Session
 
 LOOK = "one cycle of "  # begins the lines that sum up `look_closer`
 DUMMIES = 20  # kernels
 CYCLE = "profile_cycle"  # name of a cycle in the trace
-STEP = "profile_step "  # before the name of a step in the trace
-TARGET = "products of the target"
-DRAFT = "products of the drafter"
-PRODUCTS = "products"
-PYTHON = "Python and dispatch"
-IDLE = "no kernel runs"
-CHOICE = "choice, acceptance, compaction"
-TREE = "building the tree"
-LAYERS = "norms, rotary, SiLU, cache writes"
-VOCABULARY = "top-k and logsumexp of the vocabulary"
-NOISE = "noise"
-OTHER = "other operators"
-# patterns of names, the first that matches decides: of operators and of handwritten kernels ...
-OPERATORS = {
-    "attention": r"attention|flash",
-    PRODUCTS: r"::(mm|addmm|matmul|\w*linear\w*)$|mkldnn|w[48]a(8|16)|int[48]pack_mm|gemm|gemv"
-    r"|cutlass|nvjet|splitK|matmul_kernel|_product|sum_kernel|experts_|lists_kernel",
-    VOCABULARY: r"topk|logsumexp|grow_level|next_level|(block|row|level)_kernel",
-    LAYERS: r"rotary|angles|silu|rms_norm|add_norm|add_unscaled|gpt_eagle::(add|norm|route|merge)$"
-    r"|rsqrt|embedding",
-    CHOICE: r"gpt_eagle::(best|cut|accept|advance)$|argmax|index_put|(move|keep)_rows"
-    r"|compact_kernel",
-    TREE: r"sort|::bmm|gather|scatter|best_nodes|relate|rerank|lookup|add_chains",
-    NOISE: r"gumbel|log1p|bitwise_xor",
-    OTHER: r"",
-}
-# ... and of compiled kernels, whose names hold all fused operators and those that take the results
-COMPILED = {
-    NOISE: r"log1p|bitwise_xor",
-    VOCABULARY: r"logsumexp|topk|grow_level",
-    LAYERS: r"rsqrt|silu|cos_|embedding",
-    CHOICE: r"argmax|index_put",
-    TREE: r"sort|gather|scatter|eye|floor_divide|bmm|gt_sub_sum|best_nodes|relate",
-    OTHER: r"",
-}
-LINES = (TARGET, DRAFT, PRODUCTS, "attention", VOCABULARY, LAYERS, CHOICE, TREE, NOISE, OTHER)
-# events that only wrap others: their own time is Python
+# events that only wrap others
 WRAPPERS = r"gpt_eagle::(model|head_step|head_extend)$"
 
 
-@dataclass(frozen=True)
-class ProfileConfig(GenerateConfig):
-    """Options of decoding and profiling."""
-
-    checkpoint: str = option(DEMO, "Hugging Face directory of the target model")
-    cycles: int = option(32, "decode cycles per round", least=1)
-    rounds: int = option(5, "times that these cycles run without and with the profiler", least=1)
-    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
-
-    def check(self) -> None:
-        """Check the options. Raises: ValueError for a combination that cannot work."""
-        super().check()
-        for name in ("compare", "interactive", "trace", "profile"):
-            if getattr(self, name):
-                raise ValueError(f"--{name} does nothing here; drop it, or run generate.py")
-
-
-# ------------------------------------------------------------------------------------------- cycles
-
-
-class Round(NamedTuple):
-    """The cycles of a round."""
-
-    wall_s: list[float]  # of every cycle
-    tokens: int
-    profiler: Any = None
-
-
-def run_cycles(engine: Engine, ids: list[int], cycles: int, profiler: Any = None) -> Round:
-    """Decode some cycles behind a prompt, the same for all sequences, in a session of its own."""
-    cuda = engine.config.device.startswith("cuda")
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    _, decoding = decode_prompt(engine, ids)
-    wait()
-    with profiler or nullcontext():
-        if profiler and cuda:
-            run_dummies()
-        marks = [time.perf_counter()]
-        tokens = 0
-        for _ in range(cycles):
-            with record_function(CYCLE):
-                tokens += sum(map(len, next(decoding)))
-            marks.append(time.perf_counter())
-        wait()
-    return Round([end - begin for begin, end in itertools.pairwise(marks)], tokens, profiler)
-
-
-def decode_prompt(engine: Engine, ids: list[int]) -> tuple[Session, Iterator[list[list[int]]]]:
-    """Cache a prompt in every sequence of a new session. Returns: session; its decoding."""
-    batch = engine.config.batch_size
-    session = Session(engine, [(0, sample) for sample in range(batch)])
-    decoding = session.run([ids] * batch)
-    next(decoding)
-    while session.prefilling:  # chunks of the prompt
-        next(decoding)
-    return session, decoding
-
-
-def rounds(engine: Engine, ids: list[int], config: ProfileConfig) -> Iterator[tuple[Round, Round]]:
-    """Run the same cycles without and with the profiler, in turn.
-
-    Raises: ValueError when the context is too short.
-    """
-    longest = config.cycles * (engine.drafter.depth + 1)
-    if len(ids) + longest > engine.context:
-        raise ValueError(
-            f"--cycles {config.cycles} may decode {longest} tokens behind a prompt of {len(ids)}, "
-            f"the context holds {engine.context}; lower --cycles or --tree_depth"
-        )
-    options = replace(engine.config, max_new_tokens=longest + 1, ignore_eos=True)
-    plain = replace(engine, config=options)
-    named = with_named_steps(plain)
-    for _ in tqdm(range(config.rounds), unit="round"):
-        without = run_cycles(plain, ids, config.cycles)
-        yield without, run_cycles(named, ids, config.cycles, profiler_of(config.device))
-
-
-# ------------------------------------------------------------------------------------------- shares
-
-
-def part_of(name: str, step: str) -> str:
-    """Return the line of the table for an operator or kernel. step: the one it runs in, or "" """
-    rules = COMPILED if re.search(r"triton\w*_fused_", name) else OPERATORS
-    part = next(part for part, names in rules.items() if re.search(names, name))
-    if part == PRODUCTS and step:
-        return TARGET if step == "verify" else DRAFT
-    return part
-
-
 def outermost(event: Any) -> Iterator[Any]:
-    """Yield the operators below an event; steps and wrappers are replaced by their content."""
+    """Yield the operators below an event; wrappers are replaced by their content."""
     for child in event.cpu_children:
-        if child.name.startswith(STEP) or re.search(WRAPPERS, child.name):
+        if re.search(WRAPPERS, child.name):
             yield from outermost(child)
         else:
             yield child
 
 
-def step_of(event: Any) -> str:
-    """Return the step that an event belongs to, or ""."""
-    while event is not None and not event.name.startswith(STEP):
-        event = event.cpu_parent
-    return event.name.removeprefix(STEP) if event is not None else ""
-
-
-def with_named_steps(engine: Engine) -> Engine:
-    """Return the engine with cycles that name their steps in a trace."""
-
-    def named(name: str, step: Callable) -> Callable:
-        def run(*inputs: Any) -> Any:
-            with record_function(STEP + name):
-                return step(*inputs)
-
-        return run
-
-    cycles = [tuple(map(copy, of_kind)) for of_kind in engine.cycles]
-    for cycle in itertools.chain(*cycles):
-        for name in ("draft", "verify", "extend"):
-            setattr(cycle, name, named(name, getattr(cycle, name)))
-    return replace(engine, cycles=tuple(cycles), pool=[])
-
-
 def cycles_of(events: Iterable[Any]) -> list[Any]:
     """Return the outermost events of cycles."""
     return [event for event in events if event.name == CYCLE and event.cpu_parent is None]
-
-
-def host_parts(events: Iterable[Any]) -> dict[str, float]:
-    """Return the seconds per cycle of the operators by line.
-
-    Every cycle runs the same operators. Each counts with its median over the cycles, so that one
-    interruption has no effect.
-    """
-    # by line, name, and number among those of that name
-    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    cycles = cycles_of(events)
-    for cycle in cycles:
-        met: Counter = Counter()
-        for child in outermost(cycle):
-            name = child.name
-            line = part_of(name, step_of(child))
-            seconds[line, name, met[line, name]].append(child.time_range.elapsed_us() / 1e6)
-            met[line, name] += 1
-    total: dict[str, float] = defaultdict(float)
-    for (line, _, _), values in seconds.items():
-        total[line] += statistics.median(values) * len(values) / len(cycles)
-    return dict(total)
 
 
 class Span(NamedTuple):
@@ -267,7 +70,7 @@ def spans(events: Iterable[Any], device: str) -> list[Span]:
         end = max(cycle.time_range.end for cycle in cycles) + 1e6  # us
         inside = [e for e in events if begin <= e.time_range.start <= end]
         kernels = [e for e in inside if e.device_type == kind]
-        found = [e for e in kernels if not e.name.startswith((CYCLE, STEP))]
+        found = [e for e in kernels if not e.name.startswith(CYCLE)]
     else:
         found = [child for cycle in cycles for child in outermost(cycle)]
     times = sorted((e.time_range.start, e.time_range.end, e.name) for e in found)
@@ -280,25 +83,6 @@ def spans(events: Iterable[Any], device: str) -> list[Span]:
     return ran
 
 
-class Kernels(NamedTuple):
-    """The device's side of some cycles."""
-
-    parts: dict[str, float]  # seconds by line
-    count: int
-    busy_s: float  # at least one kernel runs
-    gaps_s: list[float]  # between kernels
-
-
-def device_kernels(events: Iterable[Any]) -> Kernels:
-    """Summarize the kernels of a trace."""
-    ran = spans(events, "cuda")
-    parts: dict[str, float] = defaultdict(float)
-    for name, us, _ in ran:
-        parts[part_of(name, "")] += us / 1e6
-    gaps = [gap / 1e6 for _, _, gap in ran if gap > 0]
-    return Kernels(dict(parts), len(ran), busy_us(ran) / 1e6, gaps)
-
-
 def busy_us(ran: list[Span]) -> float:
     """Return how long at least one of the kernels ran."""
     return sum(max(0.0, us + min(gap, 0.0)) for _, us, gap in ran)
@@ -306,7 +90,12 @@ def busy_us(ran: list[Span]) -> float:
 
 def warm_session(engine: Engine, ids: list[int]) -> tuple[Session, int]:
     """Cache a prompt and run cycles until they are warm. Returns: the session, its preset."""
-    session, _ = decode_prompt(engine, ids)
+    batch = engine.config.batch_size
+    session = Session(engine, [(0, sample) for sample in range(batch)])
+    decoding = session.run([ids] * batch)
+    next(decoding)
+    while session.prefilling:  # chunks of the prompt
+        next(decoding)
     preset = engine.tree_policy.next(len(engine.drafter.presets) - 1)
     for _ in range(1 + WARM_UPS):
         session.time_cycle(preset)
@@ -375,63 +164,6 @@ def replay_table(ran: list[Span]) -> str:
     return "\n".join([*lines, "", "in order: us before it, us, kernel", *each])
 
 
-def summary(pairs: list[tuple[Round, Round]], config: ProfileConfig) -> dict[str, Any]:
-    """Return medians in milliseconds per cycle; the parts add up to the wall time."""
-    profiles = [seen.profiler.events() for _, seen in pairs]
-    wall = Series.quartiles([second for plain, _ in pairs for second in plain.wall_s])
-    profiled = statistics.median(second for _, seen in pairs for second in seen.wall_s)
-    per_round = [host_parts(event for events in profiles for event in events)]
-    device = []
-    if config.device.startswith("cuda"):
-        device = [device_kernels(events) for events in profiles]
-        per_round = [{k: v / config.cycles for k, v in x.parts.items()} for x in device]
-    parts = {}
-    for line in LINES:
-        ms = 1e3 * statistics.median(each.get(line, 0.0) for each in per_round)
-        if ms > 0:
-            parts[line] = ms
-    parts[IDLE if device else PYTHON] = 1e3 * wall.median - sum(parts.values())
-    found = {
-        "wall_ms": [1e3 * x for x in wall],
-        "profiled_wall_ms": 1e3 * profiled,
-        "parts_ms": parts,
-        "tokens_per_cycle": pairs[0][0].tokens / config.cycles,
-    }
-    if device:
-        gaps = [gap for kernels in device for gap in kernels.gaps_s]
-        busy = statistics.median(kernels.busy_s for kernels in device)
-        found["kernels"] = {
-            "per_cycle": statistics.median(kernels.count for kernels in device) / config.cycles,
-            "busy_ms": 1e3 * busy / config.cycles,
-            "gaps_ms": 1e3 * sum(gaps) / len(device) / config.cycles,
-            "median_gap_us": 1e6 * statistics.median(gaps or [0.0]),
-        }
-    return found
-
-
-def table(found: dict[str, Any]) -> str:
-    """Return the summary as text."""
-    wall, low, high = found["wall_ms"]
-    lines = ["| part of a cycle | ms | % |", "|---|---|---|"]
-    lines += [
-        f"| {part} | {ms:.3f} | {100 * ms / wall:.1f} |" for part, ms in found["parts_ms"].items()
-    ]
-    lines += [
-        f"| cycle | {wall:.3f} | 100.0 |",
-        "",
-        f"wall time of a cycle: median {wall:.3f} ms ({low:.3f}-{high:.3f}), "
-        f"{found['profiled_wall_ms']:.3f} while profiled; "
-        f"{found['tokens_per_cycle']:.2f} tokens per cycle",
-    ]
-    if "kernels" in found:
-        k = found["kernels"]
-        lines.append(
-            f"kernels per cycle: {k['per_cycle']:.0f}, busy {k['busy_ms']:.3f} ms, "
-            f"gaps {k['gaps_ms']:.3f} ms, median gap {k['median_gap_us']:.1f} us"
-        )
-    return "\n".join(lines)
-
-
 def different_replays(engine: Engine, ids: list[int], replays: int) -> int:
     """Repeat a cycle from one state. Returns: how many results differ from the first in any bit."""
     session, preset = warm_session(engine, ids)
@@ -470,47 +202,3 @@ def look_closer(name: str, engine: Engine, ids: list[int], kernels: bool, replay
         text = f"{different} of {replays} replays differ"
         print(f"{LOOK}{name}: {text}", flush=True)
         assert not different, text
-
-
-# --------------------------------------------------------------------------------------------- main
-
-
-def run(config: ProfileConfig) -> None:
-    """Profile and print."""
-    config.check()
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    prompt = read_prompts(config)[0]
-    engine = load(config)
-    config = engine.config
-    ids = first_ids(engine, prompt)
-    found = summary(list(rounds(engine, ids, config)), config)
-    machine = environment(config.device)
-    drafter = engine.drafter.resolved_options()
-    shown = ", ".join(
-        f"{key} {value}" for key, value in ({"draft": config.draft} | drafter).items()
-    )
-    print(
-        ", ".join(f"{key} {value}" for key, value in machine.items()),
-        f"{config.dtype}, quant {config.quant}, T = {config.temperature}, "
-        f"B = {config.batch_size}, {shown}",
-        table(found),
-        sep="\n\n",
-        file=sys.stderr if config.json == "-" else sys.stdout,
-    )
-    if config.json:
-        ran = asdict(config) | {"context": engine.context} | drafter
-        for name in ("checkpoint", "head", "draft_checkpoint", "json"):
-            ran[name] = shown_path(ran[name])
-        write_text(config.json, json.dumps(found | {"config": ran, "environment": machine}))
-
-
-def main() -> None:
-    """Run the command line."""
-    config = parse(ProfileConfig, "profile_cycle.py", __doc__)
-    with one_line_errors("profile_cycle.py"):
-        run(config)
-
-
-if __name__ == "__main__":
-    main()

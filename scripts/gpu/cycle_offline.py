@@ -1,8 +1,8 @@
 """Count the launches of a decode cycle on a GPU, and check that all of it compiles, without a GPU.
 
-    python scripts/gpu/cycle_offline.py                       # an H100, every case of `CASES`
-    python scripts/gpu/cycle_offline.py --gpus 80,89,90,100 --cases int4/60 --json FILE
-    python scripts/gpu/cycle_offline.py --prepare    # make the environments of the tests, and end
+    python3 scripts/gpu/cycle_offline.py                       # an H100, every case of `CASES`
+    python3 scripts/gpu/cycle_offline.py --gpus 80,89,90,100 --cases int4/60 --json FILE
+    python3 scripts/gpu/cycle_offline.py --prepare    # make the environments of the tests, and end
 
 1. Makes an environment, once: the CUDA build of torch 2.11 with its Triton, in Python 3.12 if it is
    there (6 GB). Builds fake_cuda.c, which answers in place of the CUDA runtime and the driver.

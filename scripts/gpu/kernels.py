@@ -1,7 +1,7 @@
 """Time products of 1 to 64 rows with the weights of a 7B model on a GPU, and check their results.
 
-    python scripts/gpu/kernels.py --format int4 --json benchmarks/gpu.jsonl
-    python scripts/gpu/kernels.py --format attention --rows 1,60 --lengths 512,4096
+    python3 scripts/gpu/kernels.py --format int4 --json benchmarks/gpu.jsonl
+    python3 scripts/gpu/kernels.py --format attention --rows 1,60 --lengths 512,4096
 
 int4, int8 and bf16 are ours, cublas is the vendor's product in bf16, tinygemm
 torch._weight_int4pack_mm. `correct`: the product of random data against the fp32 reference, written
@@ -9,12 +9,11 @@ into memory that holds NaN. `same_bits`: a row comes out the same alone and amon
 is that of a product in a captured graph that goes through at least 200 MB of different weights, so
 that no cache holds them: median and spread over replays, and the share of the ceiling, which is a
 copy within the GPU's memory, bytes read and written. Reads alone may be faster; they are printed
-beside it. EAGLE_PDL=0 times launches that do not overlap, EAGLE_PRODUCTS=streamed our products in
-CUDA C++. `attention`, `compact`, `topk` and `experts` are the other kernels of a decode cycle,
-measured in the same way (`*_contest`). One JSON line is appended after every row; the table is
-printed at the end. A row that fails is recorded with its error, and the rest goes on unless the
-device is lost; the exit status is then 1, as for a wrong row. scripts/gpu/check.py runs this for
-all formats.
+beside it. GPT_EAGLE_PDL=0 times launches that do not overlap, GPT_EAGLE_PRODUCTS=streamed our
+products in CUDA C++. `attention`, `compact`, `topk` and `experts` are the other kernels of a decode
+cycle, measured in the same way (`*_contest`). One JSON line is appended after every row; the table
+is printed at the end. A row that fails is recorded with its error, and the rest goes on unless the
+device is lost; the exit status is then 1, as for a wrong row.
 """
 
 from __future__ import annotations
@@ -535,7 +534,7 @@ def bench(config: BenchConfig) -> None:
         "ceiling_bytes_per_s": ceiling,
         "read_bytes_per_s": read_bandwidth("cuda", 5).median,
         "overlaps": device_of(torch.cuda.current_device()).overlaps,
-        "products": os.environ.get("EAGLE_PRODUCTS", "triton"),
+        "products": os.environ.get("GPT_EAGLE_PRODUCTS", "triton"),
     }
     print(
         f"# {machine['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, "

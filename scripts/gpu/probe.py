@@ -1,17 +1,18 @@
 """Probe a GPU machine: has it all that the project needs, and how fast are its simplest operations?
 
-    python scripts/gpu/probe.py --probe boundary
+    python3 scripts/gpu/probe.py --probe facts,capture,families --json probes.jsonl
 
-facts          Versions, nvidia-smi, and a C compiler and Python.h for Triton's launchers.
-compiling      A compiled step that changes a record (torch 2.11 lost its fields).
-capture        A step captured as a graph and replayed.
-boundary       The time of an empty kernel in a graph of 500: the gap from one kernel to the next;
-               with dependent launch, and so behind a fill or a copy, where it may have no effect.
-bandwidth      Bytes per second that a GPU reads (scripts/bench/measure.py).
-small_kernels  The device's clock; small cases of the project's kernels against their references.
-               check.py runs them under compute-sanitizer, too, which is many times slower.
-A failed check raises; the exit status is then 1. One JSON line is appended per probe, with `text`
-for a reader.
+facts      Versions, nvidia-smi, and a C compiler and Python.h for Triton's launchers.
+compiling  A compiled step that changes a record (torch 2.11 lost its fields).
+capture    A step captured as a graph and replayed.
+clock      The device's clock.
+boundary   The time of an empty kernel in a graph of 500: the gap from one kernel to the next; with
+           dependent launch, and so behind a fill or a copy, where it may have no effect.
+bandwidth  Bytes per second that a GPU reads (scripts/bench/measure.py).
+families   Each family of our kernels on small shapes against its reference (families.py).
+
+A probe that fails, hangs or loses the device ends alone; the same command goes on behind it, and
+exit status 4 says that one failed (attempts.py). Each row of the log has `text` for a reader.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -34,19 +36,18 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-import ops.fused
-import ops.norm
-import ops.rotary
 from command_line import one_line_errors, option, parse
 from draft_tree import replace_fields
 from ops.library import has_triton
 from options import pick_device
 from runtime import WARM_UPS, Replay, compiled, copy_into, device_time
 from scripts.bench import measure
-from scripts.gpu import kernels as kernel_bench
+from scripts.bench.row_log import Log
+from scripts.gpu.attempts import Attempts
+from scripts.gpu.families import CHECKS, check_family
+from scripts.gpu.kernels import graph_times_s
 
 BOUNDARIES = 500  # kernels in the graph
-SMALL = (256, 512)  # outputs and inputs of the products that are only checked
 
 
 class Pair(NamedTuple):
@@ -145,7 +146,7 @@ def boundary(device: str) -> dict[str, Any]:
         graphs |= {"copy, dependent": [copy, dependent], "fill, empty": [fill, plain]}
     found = {}
     for name, calls in graphs.items():
-        times = kernel_bench.graph_times_s(calls * (BOUNDARIES // len(calls)), 20)
+        times = graph_times_s(calls * (BOUNDARIES // len(calls)), 20)
         found[name] = 1e6 * statistics.median(times)
     return found | {"text": ", ".join(f"{name} {us:.2f} us" for name, us in found.items())}
 
@@ -153,84 +154,62 @@ def boundary(device: str) -> dict[str, Any]:
 def bandwidth(device: str) -> dict[str, Any]:
     """Read a large buffer."""
     read = measure.read_bandwidth(device, 5)
-    return {"bytes_per_s": read, "text": f"reads {read.text(1e-9, 0)} GB/s"}
+    return {"bytes_per_s": read.median, "text": f"reads {read.text(1e-9, 0)} GB/s"}
 
 
-def norm_error(device: str) -> float:
-    """Return the largest relative error of the norm behind a residual sum."""
-    x = torch.randn(7, 96, device=device)
-    delta = torch.randn(7, 96, device=device)
-    weight = torch.randn(96, device=device)
-    got = ops.norm.add_norm(x, delta, weight, 1e-5)
-    want = ops.norm.add_norm_reference(x, delta, weight, 1e-5)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want))
-
-
-def fused_error(device: str) -> float:
-    """Return the largest relative error of products with the work behind them (ops/fused.py)."""
-    options = {"device": device, "dtype": torch.bfloat16}
-    weight = torch.randn(384, 384, **options) / 20
-    x = torch.randn(1, 7, 384, **options)
-    stream = torch.randn(1, 7, 384, **options)
-    scale = torch.rand(384, **options)
-    slots = torch.arange(7, device=device)[None]
-    rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
-    ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
-    total, *found = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
-    norm = ops.fused.Unscaled(*found)
-    got = [total, ops.fused.swiglu(ops.fused.Pending(*norm, weight, None))]
-    product = ops.fused.Pending(*norm, weight, None)
-    got.append(ops.fused.rotary_cache(product, rope, *ours, slots, None))
-    wide = weight.float()
-    want = [ops.fused.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
-    y = norm.values.float() @ wide.T
-    want.append(ops.fused.swiglu_reference(y, norm))
-    want.append(ops.fused.rotary_cache_reference(y, norm, rope, *theirs, slots))
-    pairs = zip((*got, *ours), (*want, *theirs), strict=True)
-    return max(kernel_bench.relative_error(a.float(), b.float()) for a, b in pairs)
-
-
-def small_kernels(device: str) -> dict[str, Any]:
-    """Check the clock, products, attention, compaction, top-k, norms and fused products."""
+def clock(device: str) -> dict[str, Any]:
+    """Read the device's clock twice."""
     times = [int(device_time(torch.device(device))) for _ in range(2)]
     assert 0 < times[0] < times[1], f"the device's clock went from {times[0]} to {times[1]} ns"
-    for form in kernel_bench.PRODUCTS:
-        layer = kernel_bench.make_layer(form, *SMALL, 128)
-        checked = kernel_bench.check_layer(layer, SMALL[1], [1, 17, 33])
-        assert checked["correct"] and checked["same_bits"], (form, checked)
-    errors = {
-        "attention": kernel_bench.attention_contest("8b", 40, 7, 0).error(),
-        "compaction": kernel_bench.compact_contest(1).error(),
-        "topk": kernel_bench.topk_contest(3000, 3, 0).error(),
-        "norm": norm_error(device),
-        "fused": fused_error(device),
-    }
-    wrong = {name: error for name, error in errors.items() if not error < kernel_bench.TOLERANCE}
-    assert not wrong, wrong
-    return errors | {"text": "small kernels are right"}
+    return {"text": "the device's clock runs"}
 
 
 PROBES = {
-    probe.__name__: probe
-    for probe in (facts, compiling, capture, boundary, bandwidth, small_kernels)
+    probe.__name__: probe for probe in (facts, compiling, capture, clock, boundary, bandwidth)
 }
+FAMILY = "family "  # in front of its name, in the log
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProbeConfig:
-    probe: str = option("facts", "what to look at", tuple(PROBES))
+    """Options. Units and effects are in the help texts."""
+
+    probe: str = option("facts", f"a list of {', '.join(PROBES)}, families")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
-    json: str = option("", "file to append to")
+    seconds: float = option(60.0, "for one probe, then the process is ended", least=1)
+    json: str = option("", "file to append to; the probes in it are not run again")
+
+
+def probes_of(names: str, device: str) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return the probes of a list, with each family of kernels. Raises: ValueError."""
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for name in names.split(","):
+        if name == "families":
+            if device == "cpu":
+                raise ValueError("--probe families checks kernels of CUDA; leave it out on a CPU")
+            found |= {FAMILY + each: partial(check_family, each, device) for each in CHECKS}
+        elif name in PROBES:
+            found[name] = partial(PROBES[name], device)
+        else:
+            raise ValueError(f"--probe: there is no {name}; use {', '.join(PROBES)}, families")
+    return found
+
+
+def probe(config: ProbeConfig) -> None:
+    """Run the probes. Exits with a status of attempts.py."""
+    device = pick_device(config.device)
+    probes = probes_of(config.probe, device)
+    use_device = int if device == "cpu" else torch.cuda.synchronize
+    attempts = Attempts(Log(config.json, "--json"), {"part": "probe"}, config.seconds, use_device)
+    for name in attempts.left(list(probes)):
+        attempts.run(name, name, probes[name])
+    attempts.finish()
 
 
 def main() -> None:
     config = parse(ProbeConfig, "probe.py", __doc__)
     with one_line_errors("probe.py"):
-        log = measure.Log(config.json, "--json")
-        device = pick_device(config.device)
-        row = {"part": "environment", "probe": config.probe} | PROBES[config.probe](device)
-        log.add([row])
-        print(row, file=sys.stdout, flush=True)
+        probe(config)
 
 
 if __name__ == "__main__":

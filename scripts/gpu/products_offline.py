@@ -1,6 +1,6 @@
 """Compile every variant of the products for CUDA, without a GPU, and list what each one takes.
 
-    python scripts/gpu/products_offline.py --out products.jsonl
+    python3 scripts/gpu/products_offline.py --out products.jsonl
 
 1. A variant is a kernel with its launcher's plan, as in tests/cases/compiled_kernels.py: each
    target, weight format, type, number of rows and epilogue, at widths that are multiples of 16 and
@@ -45,7 +45,7 @@ class OfflineConfig:
 
     def check(self) -> None:
         """Check the options. Raises: ValueError."""
-        from scripts.gpu.waves import TARGETS
+        from ops.cuda.launch import TARGETS
 
         for target in self.targets.split(","):
             require(target in TARGETS, f"--targets: {target} is none of {', '.join(TARGETS)}")

@@ -1,17 +1,19 @@
 """Time plans of our products and of attention on a GPU; write the fastest, which decoding loads.
 
-    python scripts/gpu/sweep.py                    # a 7B in bf16 and int4: a table for this GPU
-    python scripts/gpu/sweep.py --dry_run          # on any machine: list what would be timed
+    python3 scripts/gpu/sweep.py                    # a 7B in bf16 and int4: a table for this GPU
+    python3 scripts/gpu/sweep.py --dry_run          # on any machine: list what would be timed
 
 1. Each product of a layer, with the work behind it in the same launch (ops/cuda/fused.py): the
    splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
    whose result has other bits than the estimated one's is refused.
 2. The fastest and the estimated plan of each once more, without dependent launch.
 3. Behind the first format, attention in chunks of several sizes, with and without it.
-Plans compile in several threads, then each is timed alone: medians in captured graphs over 200 MB
-of different weights, as in kernels.py. The table goes to --out, under the name that plans.py reads;
-it holds those whose turn came before --seconds were over. Copied to ops/cuda/measured/ it holds for
-all later runs on such a GPU. Not run on a GPU yet.
+Plans compile in several threads, about half a second each, most of which holds Python's lock: 105 s
+are enough for half of the products, and --formats has those first that matter. Then each plan is
+timed alone: medians in captured graphs over 200 MB of different weights, as in kernels.py. The
+table goes to --out, under the name that plans.py reads; it holds those whose turn came before
+--seconds were over. Copied to ops/cuda/measured/ it holds for all later runs on such a GPU. Not run
+on a GPU yet.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ try:
 except ModuleNotFoundError:
     fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
 from ops.cuda.fused import Gpu, add_product, rotary_product
-from ops.cuda.launch import Device, device_of
+from ops.cuda.launch import TARGETS, Device, device_of
 from ops.cuda.plans import (
     CHUNK,
     CHUNKS,
@@ -61,7 +63,6 @@ from ops.cuda.quantized import ProductPlan, plan_product, run_product, shared_by
 from ops.fused import PART, Pending
 from runtime import tensors_of
 from scripts.gpu.kernels import HEADS, LAYERS, copies_of, failure, graph_times_s, random_packed
-from scripts.gpu.waves import TARGETS
 
 EPILOGUES = {"wqkv": "rotary", "wo": "add", "w13": "swiglu", "w2": "add", "head": "fp32"}
 FORMATS = {"bf16": (16, 0), "int4": (4, 128)}  # bits and group

@@ -30,8 +30,8 @@ import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
 from ops.cuda.experts import plan_experts
+from ops.cuda.launch import TARGETS
 from ops.cuda.quantized import ProductPlan, plan_product
-from scripts.gpu.waves import TARGETS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("float", "int4-128", "int4-64", "int4-32", "int8")  # float: as x

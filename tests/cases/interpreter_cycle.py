@@ -23,12 +23,10 @@ from model import ModelConfig, rope_angles
 from ops.cuda.launch import Device
 from ops.tree import (
     Children,
-    Expansion,
-    Frontier,
-    Paths,
+    Level,
     Scores,
     best_nodes_reference,
-    grow_level_reference,
+    expand,
     relate_reference,
 )
 
@@ -234,27 +232,20 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
     """Scores close to torch's; all that follows from them as torch has it, bit by bit."""
     (B, R, _), W, spare = logits.shape, count + 3, 2
     found = Scores(logits, sharpness, ids)
-    paths = Paths(torch.zeros(B, R), torch.rand(B, R, W) < 0.3)
-    tokens, scores, *none = ops.cuda.topk.grow_level(
-        found, paths, Expansion(k, 0, 0)
-    )  # the values of the root are 0
+    seen = torch.rand(B, R, W) < 0.3
+    # the values of the root are 0
+    tokens, scores, *none = ops.cuda.topk.grow_level(found, torch.zeros(B, R), seen, Level(k, 0))
     ranked, columns, total = best(sharpness * logits, k)
     assert not any(x.numel() for x in none)
     assert torch.equal(tokens, (columns if ids is None else ids[columns]).flatten(1))
     torch.testing.assert_close(
         scores, (ranked - total).clamp(max=0).flatten(1), atol=2e-5, rtol=2e-6
     )
-    paths = paths._replace(values=-torch.rand(B, R).round(decimals=1))
-    step = Expansion(k, count, spare, places, by_value)
-    unread = torch.zeros(B, R, dtype=torch.long)
-    level, chosen = grow_level_reference(
-        Children(*(x.view(B, R, k) for x in (tokens, scores))),
-        Frontier(unread, unread, unread, paths),
-        step,
-        begin=0,
-    )
-    got = ops.cuda.topk.grow_level(found, paths, step)
-    assert all(map(torch.equal, got, (level.tokens, level.values, chosen.index, *chosen.paths)))
+    values = -torch.rand(B, R).round(decimals=1)
+    level = Level(k, count, slot=spare, places=places, by_value=by_value)
+    children = Children(*(x.view(B, R, k) for x in (tokens, scores)))
+    got = ops.cuda.topk.grow_level(found, values, seen, level)
+    assert all(map(torch.equal, got, expand(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("B,R,V,k,by_value", [
@@ -324,7 +315,7 @@ def test_related_nodes(monkeypatch, B, P, N, chain):
         ops.cuda.tree.relate(chosen, parents, N - 1),
         relate_reference(chosen, parents, N - 1),
     )
-    assert all(map(torch.equal, got, want)) and (not chain or want.depths.max() == N - 1)
+    assert all(map(torch.equal, got, want)) and (not chain or want[2].max() == N - 1)
 
 
 # --------------------------------------------------------------------------------------- compaction

@@ -204,7 +204,7 @@ def test_without_memory_trees_run_within_the_first_answer(name, start):
 
 
 @pytest.mark.parametrize(
-    "measured",  # chain 3, chain 5, 5/4/16, 6/8/32, 6/10/60 of the trained head (benchmarks/LOG.md)
+    "measured",  # chain 3, chain 5, 5/4/16, 6/8/32, 6/10/60 of the trained head (benchmarks/RESULTS.md)
     [
         (3.20, 4.30, 5.06, 5.95, 6.28),
         (3.35, 4.62, 5.35, 6.27, 6.46),
@@ -224,7 +224,7 @@ def test_what_larger_trees_bring_is_guessed_from_a_chain(measured):
 
 
 @pytest.mark.parametrize(
-    "costs",  # chain 3, 5/3/8, 6/4/16 on SmolLM2, Zen 3 with AVX2, relative to none (benchmarks/LOG.md)
+    "costs",  # chain 3, 5/3/8, 6/4/16 on SmolLM2, Zen 3 with AVX2, relative to none (benchmarks/RESULTS.md)
     [(1.38, 2.04, 3.25), (2.37, 4.17, 7.06), (2.74, 4.78, 8.07), (2.28, 4.25, 7.17)],
     ids=["bf16", "int8", "int4", "bf16, 4 rows"],
 )

@@ -416,8 +416,7 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
     for changes in (
         {"quant_draft": "int4"},
         {"draft_vocab": 7},
-        {"sharpness": 2.0},
-        {"no_rerank": True},
+        {"ablation": {"no_rerank": True}},
     ):
         assert results(**changes) == results() and results(**changes, accept="residual") != results(
             accept="residual"

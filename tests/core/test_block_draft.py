@@ -27,6 +27,7 @@ from draft_tree import DynamicTree, StaticTree, Text
 from drafters import Confirmed, DraftVocab, Root, RootOnly
 from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
 from extras.level_draft import tree_of
+from extras.residual import sample_children
 from helpers import GOLDEN, compiled_as_on_cuda, decode, engine_for, golden_target
 from hf.block_heads import BlockConfig
 from load import load
@@ -467,7 +468,7 @@ def test_random_weights_with_confidence_and_sampled_children_are_exact(tmp_path)
     assert got == want
     static = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
     for kind in ("dflash", "dspark"):
-        drafter = drafter_of(write_head(tmp_path / kind, kind), kind, static, children="sampled")
+        drafter = sample_children(drafter_of(write_head(tmp_path / kind, kind), kind, static))
         got, _ = new_tokens(engine_for(target, drafter, **options))
         assert got == want
         engine = engine_for(target, drafter, accept="residual", **options)

@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops.attention
 import ops.compact
+from decode import with_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.autosize import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
+from load import warm_up
 from model import ModelConfig, Transformer
 from runtime import HostCopy, Replay, compiled, copy_into, tensors_of, use
 from sampling import Kind
@@ -228,7 +230,7 @@ def test_a_capture_that_fails_is_tried_again_and_others_go_on(
     monkeypatch, capsys, fake_graphs, failures
 ):
     launch = pytest.importorskip("ops.cuda.launch", reason="dependent launch needs Triton")
-    monkeypatch.setenv("EAGLE_PDL", "1")
+    monkeypatch.setenv("GPT_EAGLE_PDL", "1")
     hopper = SimpleNamespace(
         major=9,
         minor=0,
@@ -355,3 +357,36 @@ def test_a_slice_of_a_gpu_is_named(monkeypatch, capsys):
     use("cuda")
     note = capsys.readouterr().err
     assert f"note: {name} is a slice of a GPU, with 16 multiprocessors and 10.0 GiB" in note
+
+
+@pytest.mark.parametrize("how", ["broken", "switched off"])
+def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsys, how):
+    """By --compile on CUDA. Here the steps run on a CPU over fixed buffers, and nothing is compiled."""
+    if how == "broken":
+        monkeypatch.setattr("load.why_not_compiled", lambda device: "no gcc")
+    else:
+        monkeypatch.setenv("GPT_EAGLE_INDUCTOR", "0")
+        monkeypatch.setattr("load.why_not_compiled", lambda device: pytest.fail("it was probed"))
+    engine = sized_engine(1.0)
+    want = decode(engine, PROMPT).history
+    with monkeypatch.context() as patch:  # no step is compiled before the compiler is tried
+        patch.setattr("decode.compiled", lambda step: step)
+        config = replace(engine.config, device="cuda", compile=True)
+        asked = with_cycles(replace(engine, config=config))
+    if how == "switched off":
+        monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
+    warm = warm_up(asked)
+    assert warm.captured and warm.config.compile and not warm.compiles
+    assert asked.compiles == (how == "broken")
+    assert decode(warm, PROMPT).history == want
+    note = "note: the compiler does not work here (no gcc); cycles are captured without it"
+    assert capsys.readouterr().err.splitlines() == ([note] if how == "broken" else [])
+
+
+def test_a_step_that_is_not_to_be_captured(monkeypatch, fake_graphs):
+    monkeypatch.setenv("GPT_EAGLE_GRAPHS", "0")
+    runs = []
+    replay = Replay(lambda: runs.append(1), torch.device("cuda"))
+    for _ in range(5):
+        replay()
+    assert len(runs) == 5 and not fake_graphs and replay.graph is None

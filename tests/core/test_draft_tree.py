@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import tree_shapes
+import cli.tree_paths
+from cli.tree_paths import EAGLE1_PATHS, read_tree
 from draft_tree import (
     DynamicTree,
     StaticTree,
@@ -15,18 +16,18 @@ from draft_tree import (
     accept_fused,
     build_tree,
     compaction,
-    grow,
     path_to,
     root_tree,
 )  # fmt: skip
+from drafters import Root, TreeDrafter
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import add_chain
+from extras.residual import sample_children
 from helpers import golden_case, golden_head, golden_target, order_of, text_with
 from kv_cache import KVCache
 from model import ModelConfig
 from ops.library import has_cpu_operators
 from ops.tree import Candidates, Children, rerank
-from tree_shapes import EAGLE1_PATHS, read_tree
 
 INF = float("inf")
 
@@ -131,7 +132,7 @@ def test_root_tree():
         [0],
         [0],
     ]
-    assert tree.mask.all() and tree.valid.all() and tree.q is None
+    assert tree.mask.all() and tree.valid.all() and tree.extra is None
 
 
 def test_path_to():
@@ -259,6 +260,35 @@ def random_scores(rng, shape, cut=0.0):
     return values.masked_fill(gone, -INF).sort(dim=-1, descending=True).values
 
 
+class Table(TreeDrafter):
+    """Grows trees whose children are given."""
+
+    def __init__(self, shape, children, run, graft=None):
+        """children: of (outputs, level), the `Children`; run: of (frontier, first slot, outputs)"""
+        target = SimpleNamespace(
+            config=SimpleNamespace(vocab_size=99), norm=SimpleNamespace(weight=torch.zeros(1))
+        )
+        super().__init__(target, shape, graft=graft)
+        self.found = children
+        self.run = run
+
+    def root_output(self, state, root):
+        return torch.zeros(len(root.text.pos), 1, 1), torch.zeros_like(root.text.pos)
+
+    def score_children(self, out, level, root):
+        return self.found(out, level)
+
+    def forward_nodes(self, state, frontier, out, positions, window):
+        return self.run(frontier, window.slots[0, 0].item() if self.slots_are_read else None, out)
+
+    slots_are_read = True
+
+
+def grow(shape, root, children, run, graft=None):
+    """Grow a tree of a shape. root: [B] int64."""
+    return Table(shape, children, run, graft).propose((), Root(None, None, text_with(root)))
+
+
 def grown(shape, root, tokens, scores):
     """Grow a tree whose children are given. tokens, scores: per level [B, R, k].
 
@@ -266,14 +296,19 @@ def grown(shape, root, tokens, scores):
     """
     pools, ran = [], []
 
-    def run(frontier, depth, slot, out):
+    def run(frontier, slot, out):
         ran.append(frontier.tokens)
         return out
 
-    lookup = SimpleNamespace(tokens=0, add=lambda pool, text: pools.append(pool) or pool)
-    children = lambda out, level, k: (Children(tokens[level], scores[level]), None)  # noqa: E731
-    tree, places = grow(shape, text_with(root), torch.zeros(len(root), 1, 1), children, run, lookup)
-    return tree, pools[0], ran, places
+    graft = SimpleNamespace(
+        tokens=0,
+        branches=0,
+        check_room=lambda size: None,
+        add=lambda pool, text: pools.append(pool) or pool,
+    )
+    children = lambda out, level: Children(tokens[level], scores[level])  # noqa: E731
+    tree = grow(shape, root, children, run, graft)
+    return tree, pools[0], ran, tree.places
 
 
 def pool_size(depth, K):
@@ -360,13 +395,13 @@ def test_what_a_level_sees():
     tokens, scores = random_levels(random.Random(7), 5, 4, 3)
     levels, lines = [], {}
     run = lambda *level: levels.append(level) or level[-1]  # noqa: E731
-    children = lambda out, level, k: (Children(tokens[level], scores[level]), None)  # noqa: E731
-    grow(DynamicTree(4, 3, 10), text_with(torch.arange(5)), torch.zeros(5, 1, 1), children, run)
+    children = lambda out, level: Children(tokens[level], scores[level])  # noqa: E731
+    grow(DynamicTree(4, 3, 10), torch.arange(5), children, run)
     plain = [
         plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), 3) for b in range(5)
     ]
-    assert [(depth, slot, level.paths.seen.shape) for level, depth, slot, _ in levels] == [
-        (n + 1, 3 * n, (5, 3, 9)) for n in range(3)
+    assert [(slot, level.seen.shape) for level, slot, _ in levels] == [
+        (3 * n, (5, 3, 9)) for n in range(3)
     ]
     for b, (_, values, above, _) in enumerate(plain):
         begin, frontier = 0, []
@@ -376,7 +411,7 @@ def test_what_a_level_sees():
             frontier = [begin + i for i in order]
             for row, flat in enumerate(frontier):
                 lines[flat] = {3 * n + row} | lines.get(above[flat], set())
-                assert set(level.paths.seen[b, row].nonzero().flatten().tolist()) == lines[flat]
+                assert set(level.seen[b, row].nonzero().flatten().tolist()) == lines[flat]
             begin += size
         lines.clear()
 
@@ -405,7 +440,7 @@ def test_whole_levels():
     tokens, scores = random_levels(random.Random(5), 6, 3, 3)
     for size in (3, 6, 13):
         tree, pool, *_ = grown(
-            DynamicTree(3, 3, size, rerank=False).on("cpu"), torch.arange(6), tokens, scores
+            DynamicTree(3, 3, size, rerank=False), torch.arange(6), tokens, scores
         )
         for b in range(6):
             assert tree.tokens[b].tolist() == [b, *pool.tokens[b, : size - 1].tolist()]
@@ -465,26 +500,28 @@ def test_traced_growth():
     tokens, scores = random_levels(random.Random(6), 3, 3, 3, cut=0.2)
     for shape in (
         DynamicTree(3, 3, 10),
-        StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))).on("cpu"),
+        StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))),
     ):
 
-        def outputs(frontier, depth, slot, out):
+        def outputs(frontier, slot, out):
             return out[:, :1].expand(-1, frontier.tokens.shape[1], -1)
 
-        def growth(root, tokens, scores, shape=shape):
-            def children(out, level, k):
-                rows = out.shape[1]
-                return Children(tokens[level][:, :rows, :k], scores[level][:, :rows, :k]), None
+        table = Table(shape, None, outputs)
+        table.slots_are_read = False
 
-            return grow(shape, text_with(root), torch.zeros(len(root), 1, 1), children, outputs)
+        def growth(root, tokens, scores, table=table):
+            def children(out, level):
+                rows = out.shape[1]
+                k = table.tree.plan[level].k
+                return Children(tokens[level][:, :rows, :k], scores[level][:, :rows, :k])
+
+            table.found = children
+            return table.propose((), Root(None, None, text_with(root)))
 
         inputs = torch.tensor([1, 2, 3]), tokens, scores
-        (ours, places), (eager, want) = (
-            torch.compile(growth, fullgraph=True, dynamic=False)(*inputs),
-            growth(*inputs),
-        )
-        assert torch.equal(places, want)
-        for x, y in zip(ours[:5], eager):
+        ours = torch.compile(growth, fullgraph=True, dynamic=False)(*inputs)
+        eager = growth(*inputs)
+        for x, y in zip(ours[:7], eager):
             assert torch.equal(x, y)
 
 
@@ -499,7 +536,7 @@ def test_a_tree_larger_than_its_pool():
 def test_children_of_a_dynamic_tree_are_not_sampled():
     head, target, tree = golden_head(), golden_target(), DynamicTree(2, 3, 5)
     with pytest.raises(ValueError, match="dynamic tree cannot be sampled"):
-        EagleDrafter(head, target, tree, children="sampled")
+        sample_children(EagleDrafter(head, target, tree))
 
 
 # ------------------------------------------------------------------------------------- static trees
@@ -512,9 +549,7 @@ def parents_of(tree):
         torch.arange(rows[level] * tree.ranks(level)).view(1, rows[level], -1)
         for level in range(tree.depth)
     ]
-    made, *_ = grown(
-        tree.on("cpu"), torch.tensor([99]), tokens, [-torch.ones(x.shape) for x in tokens]
-    )
+    made, *_ = grown(tree, torch.tensor([99]), tokens, [-torch.ones(x.shape) for x in tokens])
     assert made.valid.all() and made.values[0].tolist() == [
         -float(len(path)) for path in order_of(tree)
     ]
@@ -529,7 +564,14 @@ def test_order_is_by_depth_then_path():
     assert tree.inner == [[()], [(0,), (1,)], [(0, 1)]]
     assert [tree.ranks(d) for d in range(3)] == [3, 2, 4]
     # level 0 has 3 candidates, level 1 2 x 2: those of row 0, then of row 1; level 2 has 4
-    assert [x.tolist() for x in tree.on("cpu").places] == [[[0, 1]], [[1]], [[0, 1, 2, 4, 5, 10]]]
+    made = tree.to("cpu")
+    assert [level.places.tolist() for level in made.plan[:2]] == [[[0, 1]], [[1]]]
+    assert [(level.k, level.begin, level.slot) for level in made.plan] == [
+        (3, 0, 0),
+        (2, 3, 2),
+        (4, 7, 3),
+    ]
+    assert made.plan[2].places is None and made.nodes.tolist() == [[0, 1, 2, 4, 5, 10]]
 
 
 def test_chain():
@@ -565,7 +607,7 @@ def test_tree_file(tmp_path):
     paths = [[0, 1], [0], [1], [0, 1, 0]]
     tree = StaticTree(read_tree(saved(tmp_path, json.dumps(paths))))
     assert sorted(tree.paths) == sorted(map(tuple, paths))
-    wide = [[rank] for rank in range(tree_shapes.MAX_NODES - 1)]
+    wide = [[rank] for rank in range(cli.tree_paths.MAX_NODES - 1)]
     assert StaticTree(read_tree(saved(tmp_path, json.dumps(wide)))).size == 64
 
 

@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from checkpoint import Quantization
+from cli.tree_paths import EAGLE1_PATHS
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftVocab
 from eagle_draft import EagleDrafter
 from extras.draft_vocab import RANKS, read_ranks, vocab_from
 from generate import generate, load
-from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, slow
+from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, slow, with_children
 from hf.heads import draft_lm_head, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
@@ -29,7 +30,6 @@ from options import DEMO, GenerateConfig
 from quantize import FORMATS, quantize_directory
 from sampling import Sampling
 from scripts.train import rank_tokens
-from tree_shapes import EAGLE1_PATHS
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {
@@ -60,9 +60,8 @@ class Masked(nn.Module):
 
 def run(tree: str, rule: Sampling, children: str, lm_head: nn.Module, vocab: DraftVocab | None):
     target, accept = golden_target(), "residual" if children == "sampled" else "exact"
-    drafter = EagleDrafter(
-        golden_head(), target, TREES[tree], lm_head, children=children, vocab=vocab
-    )
+    drafter = EagleDrafter(golden_head(), target, TREES[tree], lm_head, vocab=vocab)
+    drafter = with_children(drafter, children)
     options = rule._asdict() | {
         "accept": accept,
         "max_new_tokens": 20,
@@ -161,11 +160,12 @@ def test_a_trimmed_lm_head_is_smaller():
 def kept_of_8(path: Path, count: int) -> DraftVocab:
     """The draft vocabulary that a list gives for a target of 8 tokens."""
     target = Transformer(ModelConfig(4, 1, 1, 1, 4, 4, vocab_size=8))
-    ranks, head = "" if path.name == RANKS else str(path), path.parent
+    head = path.parent
+    ablation = None if path.name == RANKS else {"token_ranks": str(path)}
     (head / "config.json").write_text("{}")
     save_file({"fc.weight": torch.zeros(4, 8)}, head / "model.safetensors")
     return vocab_from(
-        GenerateConfig(head=str(path.parent), token_ranks=ranks, draft_vocab=count), target
+        GenerateConfig(head=str(path.parent), ablation=ablation, draft_vocab=count), target
     )
 
 

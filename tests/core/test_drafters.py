@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.tree_paths import EAGLE1_PATHS
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
 from drafters import Confirmed, LargestTree, Root, RootOnly, Text
@@ -23,11 +24,19 @@ from extras.kept_texts import KeptTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from generate import Batch, load
-from helpers import GOLDEN, decode, engine_for, golden_head, golden_target, noisy_copy, record
+from helpers import (
+    GOLDEN,
+    decode,
+    engine_for,
+    golden_head,
+    golden_target,
+    noisy_copy,
+    record,
+    with_children,
+)
 from model import Transformer
 from options import DEMO
 from session import Session
-from tree_shapes import EAGLE1_PATHS
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
@@ -189,9 +198,9 @@ class Watched(LargestTree):
 def test_a_decoder_accepts_what_a_plain_lookup_does():
     """In every pass, as was expected: a request, and the same one once more, with its text kept."""
     options = {"checkpoint": DEMO, "draft": "ngram", "device": "cpu", "dtype": "float32"}
-    engine = load(**options, ngram_max=3, max_new_tokens=48, ignore_eos=True)
+    engine = load(**options, max_new_tokens=48, ignore_eos=True)
     engine = replace(engine, tree_policy=Watched())
-    plain = Plain(Ngram(max=3))
+    plain = Plain(Ngram())
     totals = []
     for _ in range(2):
         tokens = engine.drafter.kept.tokens
@@ -309,7 +318,7 @@ def model_engine(tree: str, scale: float, **options):
     children = options.pop("children", "noise")
     return engine_for(
         target,
-        ModelDrafter(noisy_copy(target, scale), target, TREES[tree], children=children),
+        with_children(ModelDrafter(noisy_copy(target, scale), target, TREES[tree]), children),
         **options,
     )
 
@@ -479,7 +488,7 @@ def test_lm_heads_of_other_sizes(size, temperature, compile):
 
 def grafted_engine(ngram: Ngram | None, **options):
     tree = DynamicTree(depth=4, topk=4, size=24)
-    drafter = EagleDrafter(golden_head(), golden_target(), tree, lookup=ngram)
+    drafter = EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
     return engine_for(
         golden_target(), drafter, **{"max_new_tokens": 40, "ignore_eos": True, **options}
     )
@@ -524,10 +533,4 @@ def test_grafted_sizes_that_do_not_fit():
         ValueError,
         match="40 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size",
     ):
-        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), lookup=Ngram())
-    with pytest.raises(ValueError, match="--ngram_min 3 is above --ngram_max 2; lower it"):
-        Ngram(max=2, min=3)
-    with pytest.raises(
-        ValueError, match="--ngram_tokens 32 times --ngram_branches 4 must be below 64"
-    ):
-        Ngram(tokens=32)
+        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), graft=Ngram())

@@ -259,7 +259,7 @@ def test_other_drafters(capsys, tmp_path, argv):
     assert drafted["tokens"] == json.loads(Path(file).read_text())["tokens"]
     config = drafted["config"]
     assert config["draft"] == argv[1]
-    assert config["ngram_branches"] == {"ngram": 4, "eagle+ngram": 1}.get(argv[1], 0)
+    assert config.get("ngram_branches") == {"ngram": 4, "eagle+ngram": 1}.get(argv[1])
     if argv[1] == "model":
         assert (
             config["tree"] == ("dynamic" if "--tree" in argv else "chain")
@@ -343,19 +343,6 @@ def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
     assert "the context holds 60" in failure(capsys, *base, "--context", "60"), (
         "before anything is decoded"
     )
-
-
-def test_a_lookup_of_one_branch():
-    options = {
-        "checkpoint": DEMO,
-        "max_new_tokens": 20,
-        "device": "cpu",
-        "temperature": 1.0,
-        "draft": "ngram",
-    }
-    one, two = load(**options, ngram_branches=1), load(**options)
-    assert one.drafter.presets[-1].size < two.drafter.presets[-1].size
-    assert generate(one, [PROMPT * 3]).tokens == generate(two, [PROMPT * 3]).tokens
 
 
 def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
@@ -556,7 +543,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
     for f in fields(GenerateConfig):
         there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
         assert there == f.metadata["flag"], f.name
-    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 42
+    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 43
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
@@ -610,6 +597,9 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS, "--context", "4"], "prompt has 4 tokens, the context holds 4"),
         ([*IDS, "--context", "100000"], "beyond the model's 512"),
         ([*IDS, "--max_new_tokens", "0"], "--max_new_tokens must be at least 1"),
+        ([*IDS, "--tree_depth", "0"], "--tree_depth must be at least 1; it is 0"),
+        ([*IDS, "--tree_topk", "0"], "--tree_topk must be at least 1; it is 0"),
+        ([*IDS, "--tree_size", "0"], "--tree_size must be at least 2; it is 0"),
         ([*IDS, "--batch_size", "-2"], "--batch_size must be at least 1; it is -2"),
         ([*IDS, "--num_samples", "0"], "--num_samples"),
         ([*IDS, "--temperature", "-1"], "--temperature"),
@@ -678,30 +668,37 @@ def test_mistakes_are_one_line(capsys, argv, message):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"children": "sampled", "temperature": 1.0}, "lossy"),
+        ({"ablation": {"children": "sampled"}, "temperature": 1.0}, "lossy"),
         (
-            {"children": "sampled", "accept": "residual", "temperature": 1.0},
+            {"ablation": {"children": "sampled"}, "accept": "residual", "temperature": 1.0},
             "lossy; use --tree static",
         ),
         (
-            {"children": "noise", "accept": "residual", "temperature": 1.0},
+            {"ablation": {"children": "noise"}, "accept": "residual", "temperature": 1.0},
             "does not read the target's noise",
         ),
-        ({"children": "topk"}, "--children has no effect at temperature 0"),
-        ({"token_ranks": "x"}, "--token_ranks has no effect alone; add --draft_vocab N"),
-        ({"tree": "static", "sharpness": 2.0}, "--sharpness belongs to --tree dynamic"),
-        ({"random_twin": True}, "--random_twin needs a shape"),
-        ({"ngram_max": 2}, "--ngram_max belongs to --draft ngram"),
-        ({"draft": "none", "eagle": "", "ngram_max": 2}, "--ngram_max needs a draft"),
-        ({"draft": "ngram", "eagle": "", "ngram_min": 7}, "--ngram_min 7 is above --ngram_max 6"),
-        ({"draft": "ngram", "eagle": "", "ngram_tokens": 32}, "must be below 64"),
+        ({"ablation": {"children": "topk"}}, "--children has no effect at temperature 0"),
         (
-            {"draft": "ngram", "eagle": "", "ngram_branches": -1},
-            "--ngram_branches must be at least 1",
+            {"ablation": {"token_ranks": "x"}},
+            "--token_ranks has no effect alone; add --draft_vocab N",
         ),
-        ({"draft": "eagle+ngram", "no_rerank": True}, "grafts onto a re-ranked dynamic tree"),
-        ({"tree": "auto", "no_rerank": True}, "--no_rerank needs a tree of one size"),
-        ({"tree": "auto", "expand_by": "confidence"}, "--expand_by needs a tree of one size"),
+        ({"ablation": {"random_twin": True}}, "--random_twin needs a shape"),
+        (
+            {"ablation": {"sharpness": 2}},
+            "ablation must be a dict of children, expand_by, lookahead",
+        ),
+        ({"ablation": "topk"}, "ablation must be a dict of children, expand_by, lookahead"),
+        ({"ablation": {"children": "best"}}, "--children must be one of topk, noise, sampled"),
+        ({"ablation": {"no_rerank": 1}}, "--no_rerank must be True or False; it is 1"),
+        (
+            {"draft": "eagle+ngram", "ablation": {"no_rerank": True}},
+            "grafts onto a re-ranked dynamic tree",
+        ),
+        ({"tree": "auto", "ablation": {"no_rerank": True}}, "--no_rerank needs a tree of one size"),
+        (
+            {"tree": "auto", "ablation": {"expand_by": "confidence"}},
+            "--expand_by needs a tree of one size",
+        ),
         ({"dtype": "int8"}, "--dtype must be one of float32, bfloat16, float16; it is 'int8'"),
         ({"quant": "int3"}, "--quant must be one of none, int8, int4; it is 'int3'"),
         ({"tree": "large"}, "--tree must be one of"),
@@ -712,7 +709,7 @@ def test_mistakes_are_one_line(capsys, argv, message):
     ],
 )
 def test_settings_that_cannot_work(settings, message):
-    """Fields without a flag, for Python callers and papers.py."""
+    """From Python; those of an ablation, too."""
     with pytest.raises(ValueError, match=re.escape(message)):
         load(**{"checkpoint": TARGET, "eagle": HEAD, "device": "cpu"} | settings)
 
@@ -853,10 +850,10 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
 
 
 def test_defaults_by_device(monkeypatch):
-    """On CUDA, by the model of scripts/gpu/time_model.py: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads where
+    """On CUDA, by an estimate: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads where
     C++ multiplies them."""
     there = {True}
-    monkeypatch.setattr(hf.config, "has_cpu_operators", lambda: True in there)
+    monkeypatch.setattr(hf.config, "has_cpu_operators", lambda family: True in there)
     for device, quant, size, draft in (
         ("cuda", "int4", 32, "int4"), ("cuda", "none", 60, "int4"), ("cpu", "int4", 16, "int4"),
         ("cpu", "none", 16, "int8"), ("cuda", "int8", 60, "int8"), ("cpu", "int8", 16, "int8"),
@@ -895,7 +892,7 @@ def test_defaults_by_device(monkeypatch):
 def test_a_draft_model_beside_a_16_bit_target_is_rounded_on_a_cpu(
     device, target, asked, form, monkeypatch
 ):
-    monkeypatch.setattr("hf.config.has_cpu_operators", lambda: True)
+    monkeypatch.setattr("hf.config.has_cpu_operators", lambda family: True)
     config = GenerateConfig(
         checkpoint=DEMO,
         draft="model",

@@ -16,6 +16,7 @@ import eagle_draft
 import model
 import sampling
 from checkpoint import WeightFiles
+from cli.tree_paths import EAGLE1_PATHS
 from decode import NODE_STRIDE
 from draft_tree import DynamicTree, StaticTree, build_tree, path_to
 from drafters import RootOnly
@@ -30,8 +31,8 @@ from helpers import (
     golden_head,
     golden_target,
     record,
+    with_children,
 )
-from tree_shapes import EAGLE1_PATHS
 
 GREEDY = [
     "eagle2_mha_k4_d3_t12",
@@ -59,7 +60,7 @@ def drafter_of(case, head=None, **tree):
     else:
         shape = StaticTree.chain(5) if "chain" in case["case"] else StaticTree(EAGLE1_PATHS)
     children = "sampled" if case["algorithm"] == "EAGLE-1" else "topk"
-    return EagleDrafter(head, target, shape, children=children, sharpness=1.0)
+    return with_children(EagleDrafter(head, target, shape, sharpness=1.0), children)
 
 
 def replay(case, run, monkeypatch, drafter=None):
@@ -231,9 +232,9 @@ def test_residual_distributions(name, run, monkeypatch):
         assert call.result.node.item() == cycle["select_indices_in_tree"][-1]
         assert (call.result.p[0] - torch.tensor(cycle["sample_p"])).abs().max() < TOLERANCE
         if case["algorithm"] == "EAGLE-2":
-            assert call.args[0].q is None
+            assert call.args[0].extra is None
             continue
-        q = call.args[0].q[0, inner_nodes(case)]  # [11, V]
+        q = call.args[0].extra[0, inner_nodes(case)]  # [11, V]
         if run == 0 and number < 6:
             assert (q - proposals(case, number)).abs().max() < TOLERANCE
         drawn = q.gather(1, torch.tensor(cycle["sampled_topk_tokens"])).double()  # [11, 10]
@@ -272,7 +273,9 @@ def test_residual_on_recorded_data(name, number):
         q = torch.zeros_like(p)
         q[0, inner_nodes(case)] = proposals(case, number)
     tokens = torch.tensor([cycle["draft_tokens"]])
-    tree = build_tree(tokens, torch.tensor([parents]), torch.ones_like(tokens).bool(), N, q)
+    tree = build_tree(tokens, torch.tensor([parents]), torch.ones_like(tokens).bool(), N)._replace(
+        extra=q
+    )
     width = max(parents.count(node) for node in parents) + 1
     result = residual.residual_accept(tree, p, padded(cycle["uniform_draws"], N), 6, width)
     path, length = path_to(tree, result.node, 6)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import generate
-from draft_tree import Text
+from draft_tree import DynamicTree, Text
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras import ngram_draft
@@ -22,7 +22,6 @@ from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden
 from load import _prefill_each_width
 from options import DEMO
 from session import Session
-from tree_shapes import DynamicTree
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 VOCABULARY = "ab" * 32
@@ -94,7 +93,7 @@ def test_kept_texts_change_no_token(temperature, batch):
 def test_kept_texts_in_a_heads_tree_change_no_token():
     def grafted(kept: KeptTexts) -> EagleDrafter:
         tree = DynamicTree(3, 4, 24)
-        return EagleDrafter(golden_head(), golden_target(), tree, lookup=Ngram(6, 2, kept=kept))
+        return EagleDrafter(golden_head(), golden_target(), tree, graft=Ngram(6, 2, kept=kept))
 
     check_warm(grafted, 1.0, 2)
 

@@ -23,6 +23,7 @@ import torch
 
 import ops.cpu.build
 import sampling
+from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine, with_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
 from drafters import Confirmed, Drafter, DraftVocab, LargestTree, Root, RootOnly
@@ -31,7 +32,7 @@ from extras.autosize import with_smaller_trees
 from extras.lookahead_draft import LookaheadDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
-from extras.recycling_draft import RecyclingDrafter, empty_matrix
+from extras.recycling_draft import RecyclingDrafter, empty_matrix, recycling_paths
 from generate import generate, load
 from helpers import (
     chi_square,
@@ -45,6 +46,7 @@ from helpers import (
     process,
     record,
     slow,
+    with_children,
 )
 from hf.heads import draft_lm_head
 from model import ModelConfig, Router, Transformer, rope_frequencies
@@ -52,7 +54,6 @@ from options import DEMO
 from runtime import compiled, tensors_of
 from sampling import Sampling
 from session import Session
-from tree_shapes import EAGLE1_PATHS, recycling_paths
 
 MARGIN = 1e-4
 ROUTER_MARGIN = 1e-5  # a router's scores differ less between two ways to add than logits do
@@ -122,7 +123,7 @@ def drafter_for(tree, children: str = "noise", model: str = "llama", vocab=None,
     lm_head = draft_lm_head(target, None, vocab.ids) if vocab else None
     head = golden_head(head, target)
     options |= {"vocab": vocab} if vocab else {}
-    return EagleDrafter(head, target, tree, lm_head, children=children, **options)
+    return with_children(EagleDrafter(head, target, tree, lm_head, **options), children)
 
 
 def make(name: str, children: str = "noise", model: str = "llama") -> Drafter:
@@ -150,9 +151,9 @@ def make(name: str, children: str = "noise", model: str = "llama") -> Drafter:
         vocab, ngram = EVEN if tree.startswith("trimmed") else None, Ngram(tokens=6, branches=2)
         if tree.endswith("tiny"):
             grafted, ngram = TREES["tiny"], Ngram(tokens=4, branches=1)
-        return drafter_for(grafted, children, model, vocab, lookup=ngram)
+        return drafter_for(grafted, children, model, vocab, graft=ngram)
     target = golden_target(MODELS[model][0])
-    return ModelDrafter(noisy_copy(target, 0.02), target, TREES[tree], children=children)
+    return with_children(ModelDrafter(noisy_copy(target, 0.02), target, TREES[tree]), children)
 
 
 def new_tokens(session: Session, row: int, prompt: list[int]) -> list[int]:
@@ -860,7 +861,7 @@ def test_exact_demo_prompts(quant, compiled):
 
 @pytest.mark.slow
 def test_demo_prompts_equal_vanilla():
-    """40 held-out prompts x 128 tokens on the bundled demo in fp32; the result is logged in benchmarks/LOG.md."""
+    """40 held-out prompts x 128 tokens on the bundled demo in fp32; its result is in benchmarks/RESULTS.md."""
     for temperature in (0.0, 1.0):
         options = {"checkpoint": DEMO, "dtype": "float32", "temperature": temperature}
         options |= {"max_new_tokens": 128, "device": "cpu"}

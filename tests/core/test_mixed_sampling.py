@@ -15,6 +15,7 @@ import sampling
 from decode import Engine, with_cycles
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
+from extras.residual import sample_children
 from generate import generate
 from helpers import compiled_as_on_cuda, engine_for, golden_head, golden_target, record, slow
 from options import DEMO
@@ -149,7 +150,7 @@ def test_a_later_turn_keeps_the_parameters():
 
 def test_the_residual_rule_takes_parameters_too():
     """The text depends on the drafter there; with the same one it is the same alone."""
-    drafter = EagleDrafter(golden_head(), golden_target(), TREES["chain"], children="sampled")
+    drafter = sample_children(EagleDrafter(golden_head(), golden_target(), TREES["chain"]))
     options = {"accept": "residual", "temperature": 0.6, **OPTIONS}
     asked = ASKED[1:6]
     prompts = [each.ids for each in asked]

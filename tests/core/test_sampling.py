@@ -26,6 +26,7 @@ from helpers import (
     process,
     slow,
     text_with,
+    with_children,
 )
 from ops.topk import best
 from sampling import (
@@ -408,7 +409,7 @@ def draft(shape, world, rule, sampled, draft_rule=None):
             rank = order_of(shape)[child][-1]
             tokens[:, child], valid[:, child] = picked[:, rank], best[:, rank] > float("-inf")
     parents = torch.tensor([parents_of(shape)]).expand(ROWS, -1)
-    return build_tree(tokens, parents, valid, shape.depth, q if sampled else None)
+    return build_tree(tokens, parents, valid, shape.depth)._replace(extra=q if sampled else None)
 
 
 class Emission(NamedTuple):
@@ -479,9 +480,9 @@ def walk_of(tokens, parents, p, uniform, q=None, valid=None):
     """Walk one small tree. Returns: the node it ended at, what is left of p (rounded)."""
     tokens = torch.tensor([tokens])
     valid = torch.ones_like(tokens).bool() if valid is None else torch.tensor([valid])
-    tree = build_tree(
-        tokens, torch.tensor([parents]), valid, 2, None if q is None else torch.tensor([q])
-    )
+    tree = build_tree(tokens, torch.tensor([parents]), valid, 2)
+    if q is not None:
+        tree = tree._replace(extra=torch.tensor([q]))
     walk = residual_accept(tree, torch.tensor([p]), torch.tensor([uniform]), 2, 3)
     return walk.node.item(), [round(x, 4) for x in walk.p[0].tolist()]
 
@@ -516,7 +517,7 @@ def test_a_perfect_draft_is_always_accepted():
         (torch.zeros(5000, 1).long(), torch.multinomial(p[:, :3].reshape(-1, V), 1).view(-1, 3)), 1
     )
     parents = torch.tensor([parents_of(StaticTree.chain(3))]).expand(5000, -1)
-    tree = build_tree(tokens, parents, torch.ones_like(tokens).bool(), 3, p)
+    tree = build_tree(tokens, parents, torch.ones_like(tokens).bool(), 3)._replace(extra=p)
     walk = residual_accept(tree, p, torch.full((5000, 4), 1 - 2.0**-24), 3, 1)
     assert (walk.node == 3).all() and torch.equal(walk.p, p[:, 3])
 
@@ -564,11 +565,11 @@ GROWN_TREES = {"chain": StaticTree.chain(3), "static": STATIC, "dynamic": Dynami
 class WorldDrafter(TreeDrafter):
     """Drafts with the world's draft; an output is its token."""
 
-    def __init__(self, tree, world, children):
+    def __init__(self, tree, world):
         target = SimpleNamespace(
             config=SimpleNamespace(vocab_size=V), norm=SimpleNamespace(weight=world.target)
         )
-        super().__init__(target, tree, children)
+        super().__init__(target, tree)
         self.world = world
 
     def root_output(self, state, root):
@@ -587,7 +588,7 @@ def draw(children, shape, rule, favour=0.0):
     favour: added to the target's logits of each node's first child (a defect)
     """
     world = World.make()
-    drafter = WorldDrafter(GROWN_TREES[shape], world, children)
+    drafter = with_children(WorldDrafter(GROWN_TREES[shape], world), children)
     key, first = noise_key(14, range(DRAWS)), torch.zeros(DRAWS, dtype=torch.long)
     noise = gumbel(key, first, drafter.depth + 1, V)
     fresh = gumbel(key, first, drafter.fresh_rows, V, DRAFT) if drafter.fresh_rows else None

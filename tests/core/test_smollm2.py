@@ -48,7 +48,7 @@ def test_a_system_message_changes_the_answer(smollm2):
     ("none", 1.0), *slow([("none", 0.0), ("int8", 0.0), ("int4", 0.0)]),
 ])  # fmt: skip
 def test_drafting_changes_no_token(smollm2, quant, temperature):
-    """20 prompts of every kind: benchmarks/LOG.md."""
+    """20 prompts of every kind: benchmarks/RESULTS.md."""
     engine = load(
         chat="",
         quant=quant,

@@ -18,10 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import generate
+from draft_tree import StaticTree
 from drafters import LargestTree, Root, RootOnly, Text
 from extras.datastore import Datastore
 from extras.lookahead_draft import LookaheadDrafter
-from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix
+from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix, recycling_paths
 from extras.rest_draft import RestDrafter
 from extras.rest_draft import load_drafter as load_rest
 from generate import load
@@ -31,7 +32,6 @@ from scripts import build_datastore
 from scripts.bench.measure import with_config
 from scripts.build_datastore import BuildConfig, suffix_array
 from session import Session
-from tree_shapes import StaticTree, recycling_paths
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
@@ -415,14 +415,29 @@ FAULTS = [
         {"draft": "recycling", "accept": "residual", "temperature": 1.0},
         "--accept belongs to heads, draft models and --draft ngram",
     ),
-    ({"draft": "lookahead", "lookahead": "5-4"}, "is three numbers, W-N-G, as 5-4-5; it is 5-4"),
-    ({"draft": "lookahead", "lookahead": "5,4,5"}, "is three numbers, W-N-G, as 5-4-5; it is"),
-    ({"draft": "lookahead", "lookahead": "15-5-15"}, "makes .* = 120 nodes, and a tree has 64"),
-    ({"draft": "lookahead", "lookahead": "0-5-1"}, "must be W > 0, N > 1 and G > 0; correct it"),
+    (
+        {"draft": "lookahead", "ablation": {"lookahead": "5-4"}},
+        "is three numbers, W-N-G, as 5-4-5; it is 5-4",
+    ),
+    (
+        {"draft": "lookahead", "ablation": {"lookahead": "5,4,5"}},
+        "is three numbers, W-N-G, as 5-4-5; it is",
+    ),
+    (
+        {"draft": "lookahead", "ablation": {"lookahead": "15-5-15"}},
+        "makes .* = 120 nodes, and a tree has 64",
+    ),
+    (
+        {"draft": "lookahead", "ablation": {"lookahead": "0-5-1"}},
+        "must be W > 0, N > 1 and G > 0; correct it",
+    ),
     ({"draft": "lookahead", "tree_size": 9}, "--tree_size does nothing with --draft lookahead"),
     ({"draft": "rest"}, "--draft rest needs --datastore; name its file"),
     ({"draft": "ngram", "datastore": "x"}, "--datastore belongs to --draft rest; add that"),
-    ({"draft": "recycling", "lookahead": "5-4-5"}, "--lookahead belongs to --draft lookahead"),
+    (
+        {"draft": "recycling", "ablation": {"lookahead": "5-4-5"}},
+        "--lookahead belongs to --draft lookahead",
+    ),
 ]
 
 

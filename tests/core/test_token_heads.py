@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from checkpoint import Quantization, WeightFiles
+from cli.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
 from command_line import parse
 from draft_tree import DynamicTree, StaticTree, Text
 from drafters import Confirmed, DraftVocab, Root, RootOnly
 from eagle_draft import EagleState
 from extras import hydra_draft, medusa_draft
+from extras.residual import sample_children
 from generate import generate, load
 from helpers import (
     GOLDEN,
@@ -43,7 +45,6 @@ from scripts.train.acceptance import evaluate, fit_sharpness
 from scripts.train.head_losses import Scored, draft_levels, level_losses
 from scripts.train.train_eagle import ready, train
 from scripts.train.train_heads import HeadConfig, method_of, write_heads
-from tree_shapes import EAGLE1_PATHS, MEDUSA_PATHS
 
 TARGET = GOLDEN / "models/target_llama_mha"
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
@@ -517,11 +518,11 @@ def test_a_draft_vocabulary_keeps_rows_and_biases(official, tmp_path):
     for kind in ("medusa 2", "hydra"):
         options = GenerateConfig(
             checkpoint=str(TARGET), draft=kind.rstrip(" 2"), head=str(official[kind][1]), draft_vocab=3, device="cpu",
-            token_ranks=str(tmp_path / "ranks.json"), quant_draft="none", tree="chain",
+            ablation={"token_ranks": str(tmp_path / "ranks.json")}, quant_draft="none", tree="chain",
         )  # fmt: skip
         drafter = make_drafter(target, options)
         whole = make_drafter(
-            target, GenerateConfig(**{**vars(options), "draft_vocab": 0, "token_ranks": ""})
+            target, GenerateConfig(**{**vars(options), "draft_vocab": 0, "ablation": None})
         )
         out = torch.randn(1, D if kind == "medusa 2" else 1, 128 if kind == "hydra" else 64)
         if kind == "medusa 2":
@@ -660,7 +661,7 @@ def test_sampled_children_are_those_of_each_nodes_own_noise(official):
     """`--accept residual`: nodes of a level share q and not their draws."""
     module, folder = official["medusa"]
     tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
-    drafter = drafter_of(folder, tree, children="sampled")
+    drafter = sample_children(drafter_of(folder, tree))
     features = features_of(PROMPTS[0])
     state = drafter.extend(drafter.init(1, 20), Confirmed(None, features[None], torch.tensor([7])))
     fresh = (
@@ -677,8 +678,8 @@ def test_sampled_children_are_those_of_each_nodes_own_noise(official):
         for level, row in ((0, 0), (1, 1), (1, 2))
     )
     assert found.tokens[0].tolist() == [44, *root, one[0], *two]
-    assert torch.allclose(found.q[0, 1], q[1].exp(), atol=1e-6) and torch.equal(
-        found.q[0, 1], found.q[0, 2]
+    assert torch.allclose(found.extra[0, 1], q[1].exp(), atol=1e-6) and torch.equal(
+        found.extra[0, 1], found.extra[0, 2]
     )
 
 

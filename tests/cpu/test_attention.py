@@ -207,7 +207,7 @@ def test_one_graph_for_every_start(backend):
 
 def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
-    ops.library.has_triton.cache_clear()
+    ops.library._triton_is_installed.cache_clear()
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
         close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
@@ -229,7 +229,7 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     want = buffers[3][0, :, 5].clone()
     ops.compact._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
     assert torch.equal(buffers[3][0, :, 4], want)
-    ops.library.has_triton.cache_clear()
+    ops.library._triton_is_installed.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1
 
 
@@ -307,16 +307,11 @@ def test_level_registration(count, places):
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.gpt_eagle.grow_level.default, args, test_utils=checks)
     logits, sharpness, ids, values, seen, places, k, count, slot, by_value = args
-    tokens, got, *rest = torch.ops.gpt_eagle.grow_level(*args)
-    step = ops.tree.Expansion(k, count, slot, places, by_value)
-    unread = torch.zeros(values.shape, dtype=torch.long)
-    front = ops.tree.Frontier(unread, unread, unread, ops.tree.Paths(values, seen))
-    level, chosen = ops.tree.grow_level(ops.tree.Scores(logits, sharpness, ids), front, step, 0)
-    assert torch.equal(tokens, level.tokens) and torch.equal(got, level.values)
-    if count:
-        assert all(map(torch.equal, rest, (chosen.index, *chosen.paths)))
-    else:
-        assert chosen is None and not any(x.numel() for x in rest)
+    level = ops.tree.Level(k, count, slot=slot, places=places, by_value=by_value)
+    children = ops.tree.Scores(logits, sharpness, ids).best(k)
+    want = ops.tree.expand(children, values, seen, level)
+    got = torch.ops.gpt_eagle.grow_level(*args)
+    assert all(map(torch.equal, got, want)) and got[2].shape[1] == count
 
 
 def test_node_registration():

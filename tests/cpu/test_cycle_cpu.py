@@ -10,6 +10,7 @@ import torch
 from test_layers_cpu import HEADS, drafter_of, model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, RootOnly
@@ -23,7 +24,6 @@ from model import Transformer
 from ops.library import has_cpu_operators
 from sampling import Sampling
 from session import Session
-from tree_shapes import EAGLE1_PATHS
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
@@ -118,7 +118,7 @@ class TestFewOperators:
             check_counts(with_smaller_trees(eagle(kind, "dynamic 6/4/16"), target()), batch, rule)
 
     def test_lookup_beside_a_head(self, rule, batch):
-        check_counts(eagle("2", "dynamic 5/3/8", lookup=Ngram(4, 1)), batch, rule)
+        check_counts(eagle("2", "dynamic 5/3/8", graft=Ngram(4, 1)), batch, rule)
 
     def test_draft_models(self, rule, batch):
         for tree in ("chain 1", "chain 3"):
@@ -162,7 +162,7 @@ def drafters() -> dict[str, Drafter]:
     made |= {kind: eagle(kind, "dynamic 5/3/8") for kind in EAGLES[2:]}
     made |= {
         "ngram": NgramDrafter(Ngram(3, 2)),
-        "eagle+ngram": eagle("2", "dynamic 5/3/8", lookup=Ngram(4, 1)),
+        "eagle+ngram": eagle("2", "dynamic 5/3/8", graft=Ngram(4, 1)),
     }
     made["auto"] = with_smaller_trees(eagle("2", "dynamic 5/3/8"), target())
     made["topk"] = eagle("3", "static", children="topk", sharpness=1.7)

@@ -29,7 +29,7 @@ from model import (
     rope_angles,
 )
 from ops.cpu.layers import FusedHead, FusedModel, fits
-from ops.tree import Frontier, Paths
+from ops.tree import Frontier
 from quantize import FORMATS, Int4Linear, QuantExperts
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
@@ -370,7 +370,7 @@ def passes_of(drafter: EagleDrafter, batch: int) -> list[Tensor]:
         parent = torch.tensor(parents).expand(batch, rows).clone()
         parent[1:] = 0  # rows differ
         tokens = torch.randint(50, (batch, rows), generator=generator)
-        level = Frontier(parent, tokens, parent, Paths(parent, seen))
+        level = Frontier(parent, tokens, parent, parent, seen)
         positions = state.length[:, None].expand(-1, rows) + (begin > 0)
         out = drafter.forward_nodes(state, level, out, positions, Window(slots, state.length, seen))
         found.append(out)
@@ -428,7 +428,7 @@ def test_a_head_refuses_wrong_operands():
     assert not_refused(head.extend, wrong) == []
     seen, start = torch.ones(2, 2, 2).bool(), torch.tensor([3, 0])
     zeros = torch.zeros(2, 2, dtype=torch.long)
-    level = Frontier(zeros, tokens[:, :2], zeros, Paths(zeros, seen))
+    level = Frontier(zeros, tokens[:, :2], zeros, zeros, seen)
     slots = start[:, None] + torch.arange(2)
     window, out = Window(slots, start, seen), torch.zeros(2, 1, 64, dtype=BF16)
     assert head.step(level, out, slots, state.cache, window).shape == (2, 2, 64)

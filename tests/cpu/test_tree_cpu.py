@@ -27,11 +27,9 @@ from kv_cache import causal_window
 from ops.library import has_cpu_operators
 from ops.tree import (
     Candidates,
-    Expansion,
     Frontier,
-    Paths,
+    Level,
     Scores,
-    Shared,
     next_level,
     next_level_reference,
     place_tokens,
@@ -82,7 +80,7 @@ def front_of(batch: int, rows: int, slots: int) -> Frontier:
     values[torch.rand(batch, rows) < 0.2] = -INF
     index, tokens = whole(90, batch, rows), whole(50, batch, rows)
     return Frontier(
-        index, tokens, whole(3, batch, rows), Paths(values, torch.rand(batch, rows, slots) < 0.5)
+        index, tokens, whole(3, batch, rows), values, torch.rand(batch, rows, slots) < 0.5
     )
 
 
@@ -105,7 +103,8 @@ def test_next_level(vocab, batch, kind):
         front, above = (None, 1) if rows is None else (front_of(batch, rows, slots), rows)
         k = min(width, 3)
         found = Scores(logits_of(kind, batch, scored, width), random.choice((1.0, 0.5, 1.7)), ids)
-        shared = Shared(noise, 2, 0.3 + torch.rand(batch)) if noisy else None
+        if noisy:
+            found = found._replace(noise=noise, level=2, temperature=0.3 + torch.rand(batch))
         for count, places in (
             (2, None),
             (above * k, None),
@@ -114,7 +113,7 @@ def test_next_level(vocab, batch, kind):
         ):
             count = min(count, above * k, slots - 2)
             places = None if places is None else places[:, :count]
-            inputs = found, shared, front, Expansion(k, count, 2, places, by_value), 11, slots
+            inputs = found, front, Level(k, count, 11, 2, slots, places, by_value)
             ours, theirs = next_level(*inputs), next_level_reference(*inputs)
             assert_equal(ours[0], theirs[0])
             if count:
@@ -129,9 +128,10 @@ def test_children_that_are_cut_away_are_no_candidates():
     z[0, 0, 4], z[0, 1, 0], z[0, 1, 5] = 1.0, 2.0, 2.0
     front = Frontier(
         *(torch.tensor([[3, 4]]) for _ in range(3)),
-        Paths(torch.zeros(1, 2), torch.zeros(1, 2, 4).bool()),
+        torch.zeros(1, 2),
+        torch.zeros(1, 2, 4).bool(),
     )
-    inputs = Scores(z, 1.0, None), None, front, Expansion(3, 4, 0), 5, 4
+    inputs = Scores(z), front, Level(3, 4, 5, 0, 4)
     level, chosen = next_level(*inputs)
     assert_equal((level, chosen), next_level_reference(*inputs))
     assert (
@@ -147,27 +147,20 @@ def test_children_that_are_cut_away_are_no_candidates():
 @pytest.mark.parametrize("threads", [2, 3])
 def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
     torch.manual_seed(0)
-    found, shared = (
-        Scores(torch.randn(3, 5, 9000), 1.2, None),
-        Shared(torch.randn(3, 2, 9000), 1, torch.tensor([0.9, 0.3, 1.0])),
-    )
-    front, step = front_of(3, 5, 9), Expansion(4, 5, 3)
-    want = next_level(found, shared, front, step, 2, 9)
+    temperature = torch.tensor([0.9, 0.3, 1.0])
+    found = Scores(torch.randn(3, 5, 9000), 1.2, None, torch.randn(3, 2, 9000), 1, temperature)
+    front, level = front_of(3, 5, 9), Level(4, 5, 2, 3, 9)
+    want = next_level(found, front, level)
     torch.set_num_threads(threads)
     try:
-        assert_equal(next_level(found, shared, front, step, 2, 9), want)
+        assert_equal(next_level(found, front, level), want)
     finally:
         torch.set_num_threads(1)
     one = lambda x: x[1:2]  # noqa: E731
-    alone = Frontier(*map(one, front[:3]), Paths(*map(one, front.paths)))
-    ours = next_level(
-        found._replace(logits=one(found.logits)),
-        Shared(one(shared.noise), 1, one(shared.temperature)),
-        alone,
-        step,
-        2,
-        9,
+    alone = found._replace(
+        logits=one(found.logits), noise=one(found.noise), temperature=one(temperature)
     )
+    ours = next_level(alone, Frontier(*map(one, front)), level)
     assert_equal(ours, [one(x) for x in leaves(want)])
 
 
@@ -279,10 +272,7 @@ def test_rerank_of_rows_that_choose_different_nodes():
     )
     ours = rerank(levels, ran, nodes, 1, text)
     assert_equal(ours, rerank_reference(levels, ran, nodes, 1, text))
-    assert ours.tokens.tolist() == [[0, 5], [7, 6]] and ours.number.tolist() == [
-        [0, 0, 1],
-        [0, 1, 0],
-    ]
+    assert ours.tokens.tolist() == [[0, 5], [7, 6]]
 
 
 def test_wrong_nodes():
@@ -300,7 +290,7 @@ def test_wrong_nodes():
         text,
         pos,
     )
-    assert len(CPP.rerank(*good)) == 8
+    assert len(CPP.rerank(*good)) == 7
     tokens, values, parents = good[:3]
     wrong = {
         "tokens": [tokens[:1], [tokens[0], tokens[1][:1]], [tokens[0][:, :2], tokens[1]], [x.int() for x in tokens]],
@@ -387,7 +377,7 @@ def test_advance(dtype, size, batch):
             limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
             features = torch.randn(batch, size, 6).to(dtype)
             cycle = SimpleNamespace(
-                drafter=SimpleNamespace(width=2),
+                drafter=SimpleNamespace(width=2, keeps_nodes=False),
                 eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
                 prefer=lambda text, is_wanted=prefers: is_wanted,
             )
@@ -696,7 +686,7 @@ def test_what_the_compiler_is_told():
     columns, text = [list(column) for column in zip(*levels)], text_of(2)
     front = front_of(2, 2, 4)
     cases = {
-        "next_level": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, torch.ones(2), front.index, *front.paths,
+        "next_level": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, torch.ones(2), *front.for_cpp(),
                        None, 3, 2, (4, 2, 4), True),
         "gumbel": (whole(9, 2, 2), *text[1:], text[1], torch.tensor([True, False]), text[1], 3, 9, 0),
         "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0])),

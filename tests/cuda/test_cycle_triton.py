@@ -24,7 +24,7 @@ from compiled_kernels import (  # noqa: E402
     resources,
 )
 from helpers import slow  # noqa: E402
-from scripts.gpu.waves import TARGETS  # noqa: E402
+from ops.cuda.launch import TARGETS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("_fresh_cache")
 

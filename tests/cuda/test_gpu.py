@@ -27,6 +27,7 @@ import ops.rotary
 import ops.topk
 import ops.tree
 import sampling
+from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine, with_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafter_files import write_drafter
@@ -51,10 +52,9 @@ from ops.library import cuda_products
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
-from runtime import WARM_UPS, tensors_of
+from runtime import WARM_UPS
 from scripts.train import experts_gradient  # noqa: F401  (registers the gradients)
 from session import Session
-from tree_shapes import EAGLE1_PATHS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -325,25 +325,18 @@ def test_grow_level(poisoned, by_value, V, k):
     B, R, W, count = 2, 10, 50, min(k, 10)
     logits = (torch.randn(B, R, V, device="cuda") * 10).round(decimals=1)  # ties
     ids, seen = torch.randperm(2 * V, device="cuda")[:V], torch.rand(B, R, W, device="cuda") < 0.3
-    found = ops.tree.Scores(logits, 1.25, ids)
-    index = torch.arange(B * R, device="cuda").view(B, R)
-    root = ops.tree.Paths(torch.zeros(B, R, device="cuda"), seen)
-    above = ops.tree.Frontier(index, index, index, root)
-    level, none = ops.tree.grow_level(found, above, ops.tree.Expansion(k, 0, 0), 7)
-    assert none is None
+    operator = torch.ops.gpt_eagle.grow_level
+    zeros = torch.zeros(B, R, device="cuda")
+    tokens, values, *_ = operator(logits, 1.25, ids, zeros, seen, None, k, 0, 0, True)
     scores, index = (1.25 * logits).sort(dim=-1, descending=True, stable=True)
     scores = scores[..., :k] - (1.25 * logits).logsumexp(-1, keepdim=True)
-    assert k > 64 or torch.equal(level.tokens, ids[index[..., :k]].flatten(1))
-    torch.testing.assert_close(
-        level.values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6
-    )
-    children = ops.tree.Children(level.tokens.view(B, R, k), level.values.view(B, R, k))
+    assert k > 64 or torch.equal(tokens, ids[index[..., :k]].flatten(1))
+    torch.testing.assert_close(values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6)
+    children = ops.tree.Children(tokens.view(B, R, k), values.view(B, R, k))
     values = -torch.rand(B, R, device="cuda").round(decimals=1)
-    front = above._replace(paths=ops.tree.Paths(values, seen))
-    step = ops.tree.Expansion(k, count, 3, None, by_value)
-    got = ops.tree.grow_level(found, front, step, 7)
-    want = ops.tree.grow_level_reference(children, front, step, 7)
-    assert all(map(torch.equal, tensors_of(got), tensors_of(want)))
+    got = operator(logits, 1.25, ids, values, seen, None, k, count, 3, by_value)
+    level = ops.tree.Level(k, count, slot=3, by_value=by_value)
+    assert all(map(torch.equal, got, ops.tree.expand(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("P,N", [(10, 8), (510, 60), (510, 64), (20000, 33)])

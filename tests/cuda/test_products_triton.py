@@ -27,6 +27,7 @@ from compiled_kernels import (  # noqa: E402
     product_source,
 )
 from helpers import check_product_fits, slow  # noqa: E402
+from ops.cuda.launch import TARGETS  # noqa: E402
 from ops.cuda.quantized import (  # noqa: E402
     MAX_SPLITS,
     choose_splits,
@@ -35,7 +36,6 @@ from ops.cuda.quantized import (  # noqa: E402
     sum_kernel,
     unpack_asm,
 )  # noqa: E402
-from scripts.gpu.waves import TARGETS  # noqa: E402
 
 # ----------------------------------------------------------------------------------------- compiled
 

@@ -259,10 +259,10 @@ def test_x_at_any_address(driver):
 def test_who_asks_for_it(monkeypatch):
     cuda_products.cache_clear()
     for name, module in (("streamed", streamed), ("triton", quantized)):
-        monkeypatch.setenv("EAGLE_PRODUCTS", name)
+        monkeypatch.setenv("GPT_EAGLE_PRODUCTS", name)
         assert cuda_products() is module
         cuda_products.cache_clear()
-    monkeypatch.setenv("EAGLE_PRODUCTS", "cublas")
+    monkeypatch.setenv("GPT_EAGLE_PRODUCTS", "cublas")
     with pytest.raises(ValueError, match="must be triton or streamed; it is 'cublas'"):
         cuda_products()
 

@@ -3,6 +3,7 @@ texts."""
 
 import builtins
 import functools
+import resource
 import sys
 import time
 from datetime import datetime
@@ -371,11 +372,9 @@ def test_jinja2_is_missing_or_old(checkpoint, monkeypatch):
 GROW = (
     "{%% set ns = namespace(x='xxxxxxxx') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x }}"
 )
-TOO_LARGE, TOO_LONG, NO_NUMBER = (
-    "builds more than 1e+07 characters",
-    "takes more than 0.1 s",
-    "width in a format is not",
-)
+TOO_LARGE = "takes more than 0.3 GB of memory"
+TOO_LONG = "takes more than 0.1 s"
+TOO_MANY_BITS = "computes a number of more than 100000 bits"
 BAD = {
     "{{ raise_exception('no\n \x1b[2Jsuch thing') }}": "raises: no [2Jsuch thing",
     "{{ nothing.attribute }}": "raises: 'nothing' is undefined",
@@ -383,8 +382,8 @@ BAD = {
     "{% for m in messages %}\n{{ m.content }}": "is not valid Jinja (line 2)",
     "{{ 1 / 0 }}": "fails (ZeroDivisionError: division by zero)",
     "{% include 'secrets' %}": "no loader",
+    "x" * 1000001: "has 1000001 characters; at most 1000000 are read",
     # Python's internals
-    "{{ ''.__class__ }}": "reaches for the attribute __class__ of a str",
     "{{ ''.__class__.__mro__ }}": "reaches for the attribute __class__ of a str",
     "{{ messages|attr('__class__') }}": "reaches for the attribute __class__ of a list",
     "{{ messages['__class__'] }}": "reaches for the attribute __class__ of a list",
@@ -392,75 +391,42 @@ BAD = {
     "{{ cycler.__init__.__globals__ }}": "reaches for the attribute __init__ of a type",
     "{{ self.__init__.__globals__ }}": "reaches for the attribute __init__",
     "{{ raise_exception.__globals__ }}": "reaches for the attribute __globals__ of a function",
-    "{{ strftime_now.__self__ }}": "reaches for the attribute __self__ of a method",
     "{{ messages.append(1) }}": "reaches for the attribute append of a list",
-    "{{ namespace(_x=1)._x }}": "reaches for the attribute _x of a _Namespace",
     # time
     "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}": TOO_LONG,
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": TOO_LONG,
-    "{% for i in range(99999) %}{{ range(99999)|select('odd')|list|length }}{% endfor %}": TOO_LONG,
     "{{ lipsum(n=1000000000) }}": TOO_LONG,
-    "{% for i in range(99999) %}{% for j in range(99999) %}{{ messages|map('upper')|first }}{% endfor %}{% endfor %}": TOO_LONG,
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "RecursionError",
     "{{ range(1000000000) }}": "Range too big",
+    "{{ 10**(10**10) }}": TOO_MANY_BITS,
+    "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}": TOO_MANY_BITS,
     # memory
     "{{ 'x' * 10**10 }}": TOO_LARGE,
-    "{{ 'x' * 1000000 * 1000 }}": TOO_LARGE,
-    "{{ 'x' * 9999999999 }}": TOO_LARGE,
     "{{ 'x'|center(9999999999) }}": TOO_LARGE,
-    "{{ 'x'.ljust(9999999999) }}": TOO_LARGE,
-    "{{ 'x'['ljust'](9999999999) }}": TOO_LARGE,
-    "{{ ['x']|map('center', 9999999999)|list }}": TOO_LARGE,
-    "{{ '%09999999d' % 1 }}": TOO_LARGE,
-    "{{ '%*d' % (99999999, 1) }}": NO_NUMBER,
-    "{{ '%099999999d'|format(1) }}": TOO_LARGE,
-    "{{ '{:099999999d}'.format(1) }}": TOO_LARGE,
-    "{{ '{:{w}}'.format('x', w=99999999) }}": NO_NUMBER,
-    "{{ '{x:099999999}'.format_map({'x': 1}) }}": TOO_LARGE,
-    "{{ strftime_now('%099999999d') }}": TOO_LARGE,
-    "{{ (1).to_bytes(99999999, 'big') }}": TOO_LARGE,
-    "{{ 'a'|indent(99999999, true) }}": TOO_LARGE,
-    "{{ {'a': 1}|tojson(indent=99999999) }}": TOO_LARGE,
-    "{{ [1]|batch(99999999, 0)|list }}": TOO_LARGE,
-    "{{ 1.5|round(99999999) }}": TOO_LARGE,
-    "{{ (10**300)**300 }}": TOO_LARGE,
-    "{{ range(999)|map('string')|join('x' * 900000) }}": TOO_LARGE,
-    "{{ ('x' * 900000).join(range(999)|map('string')) }}": TOO_LARGE,
-    "{{ ('a' * 900000).strip('b' * 900000 ~ 'a') }}": TOO_LARGE,  # a quadratic search
-    "{% for i in range(100000) %}{{ 'x' * 1000000 }}{% endfor %}": TOO_LONG,
-    GROW % "{% set ns.x = ns.x ~ ns.x %}": TOO_LARGE,
-    GROW % "{% set ns.x = ns.x + ns.x %}": TOO_LARGE,
-    GROW % "{% set ns.x = ns.x|replace('x', 'xxx') %}": TOO_LARGE,
-    GROW % "{% set ns.x = '%s%s' % (ns.x, ns.x) %}": TOO_LARGE,
-    GROW % "{% set ns.x = [ns.x, ns.x]|join %}": TOO_LARGE,
-    GROW % "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}": TOO_LARGE,
-    GROW % "{% set ns.x = [ns.x, ns.x] %}": " more than ",  # as its text would be
-    GROW % "{% set ns.x = dict(a=ns.x, b=ns.x) %}": " more than ",
-    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "RecursionError",
-    "x" * 1000001: "has 1000001 characters; at most 1000000 are read",
-    "{{ '%((a))9999999999s' % {'(a)': 1} }}": NO_NUMBER,
-    "{{ '%(a)9999999999s' % {'a': 1} }}": TOO_LARGE,
+    "{{ '%09999999999s' % 1 }}": TOO_LARGE,
     "{{ '{:9999999999}'.format(1) }}": TOO_LARGE,
-    "{{ ('{}' * 9999).format(*['x' * 9999] * 9999) }}": TOO_LARGE,
-    "{{ range(999)|map('string')|join('x' * 99999) }}": TOO_LARGE,
-    "{{ ([0] * 299)|map('default', 'x' * 99999, true)|list }}": TOO_LARGE,
-    "{% macro f() %}{% set ns.x = varargs %}{% endmacro %}" + GROW % "{{ f(ns.x, ns.x) }}": " more than ",
-    "{% set x = 'x' * 99999 %}{% for i in range(99999) %}{{ x }}{% endfor %}": " more than ",
-    "{{ messages[0].content|urlize }}": "the filter urlize is not supported",
-    "{{ messages[0].content|wordwrap(3) }}": "the filter wordwrap is not supported",
+    "{{ 'a'|indent(9999999999, true) }}": TOO_LARGE,
+    "{{ range(9999)|map('string')|join('x' * 900000) }}": TOO_LARGE,
+    GROW % "{% set ns.x = ns.x ~ ns.x %}": TOO_LARGE,
+    GROW % "{% set ns.x = ns.x|replace('x', 'xxx') %}": TOO_LARGE,
+    "{% for i in range(30) %}{{ 'x' * 1000000 }}{% endfor %}": "renders 30000000 characters",
 }  # fmt: skip
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text[:60])
-def test_bad_templates_are_refused_in_one_line(text, tmp_path, monkeypatch):
-    if BAD[text] in (TOO_LONG, " more than "):
+def test_bad_templates_are_refused_in_one_line(text, monkeypatch):
+    if BAD[text] == TOO_LONG:
         monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.1)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
     began = time.thread_time()
     with pytest.raises(ValueError) as caught:
         Template(text).render(messages=messages(TURNS, ANSWERS))
     message = one_line(caught)
     assert BAD[text] in message and message.isprintable() and len(message) < 500
-    assert time.thread_time() - began < 5, "all that is slow is interrupted"
+    assert time.thread_time() - began < 5
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
@@ -482,75 +448,32 @@ def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
 def test_a_trace_function_survives(monkeypatch):
     """A debugger's; and a rendering that fails leaves nothing behind."""
     monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.1)
-    seen, template = [], Template("{{ 'x' * 1000 * (99999 if large else 9) }}")
+    watch = lambda frame, event, argument: None  # noqa: E731
     before = sys.gettrace()
-    watch = lambda frame, event, argument: seen.append(event)  # noqa: E731
     sys.settrace(watch)
     try:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=TOO_LONG):
             Template(
                 "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
             ).render()
         assert sys.gettrace() is watch
     finally:
         sys.settrace(before)
-    for large in (False, False):
-        assert len(template.render(large=large)) == 9000
-    with pytest.raises(ValueError, match="builds more"):
-        template.render(large=True)
-    assert len(template.render(large=False)) == 9000
 
 
-@pytest.mark.skipif(not hf.sandbox.resident_bytes(), reason="there is no /proc/self/statm here")
-@pytest.mark.parametrize("step", ["(ns.x ~ 'y') * 2", "ns.x + ns.x", "ns.x|urlencode ~ ns.x"])
-def test_growth_by_steps_ends(monkeypatch, step):
-    monkeypatch.setattr(hf.sandbox, "MAX_BYTES", 10**7)
-    monkeypatch.setattr(hf.sandbox, "MAX_CHARS", 10**9)
-    with pytest.raises(ValueError, match="^takes more than 0.01 GB of memory$"):
-        Template(GROW % f"{{% set ns.x = {step} %}}").render()
-    with pytest.raises(ValueError, match=r"^takes more than 0.01 GB of memory$"):
-        Template("{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}").render()
-
-
-USERS = {
-    "numbers": "What is 12345678 + 1, 99999999999999999999 times? In %99999999d, {:99999999} and {0.a}?",
-    "digits": "9" * 5000,
-    "long": "An (8)12345678 * text.\n" * 4500,
-    "wide": "🙂 \u0130 <&>" * 15000,
-}
-PLACES = [
-    "{{ '[INST] %s [/INST]' % x }}{{ '%s: %s %5d' % (x, x, 7) }}{{ '%(x)s' % {'x': x} }}{{ '%s%s'|format(x, x) }}",
-    "{{ '{}: {}'.format(x, x) }}{{ '{0}{a:>5}'.format(x, a=x) }}{{ '{a}'.format_map({'a': x}) }}{{ x ~ x + x }}",
-    "{{ x|trim|replace('\\n', ' ')|tojson }}{{ x.replace(x, x) }}{{ x.strip(x) }}{{ x.split(' ')|join('  ') }}{{ x|length }}",
-    "{{ [x, x]|tojson(indent=2) }}{{ x|indent(4, true) }}{{ x.center(80) }}{{ '=' * (x|length) }}{{ x|upper|title }}{{ x|int }}",
-    "{{ x.splitlines()|join(x[:50]) }}{{ x.rsplit('</think>', 1)[-1].lstrip() }}{{ [x]|join(x) }}{{ {'a': x} }}{{ (x, x)[0] }}",
-    "{% macro f(m) %}{{ m.role ~ m.content }}{% endmacro %}{{ f({'role': x, 'content': x}) }}{{ x is string and x in x }}",
-]
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("user", USERS)
-def test_ordinary_text_is_never_refused(user, place):
+def test_ordinary_text_is_never_refused():
+    """Numbers and formats in a user's text, and long conversations, meet no limit."""
     reference = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
-    text = "{% set x = messages[0].content %}" + place
-    said = messages([USERS[user]], [])
-    whole = {"conversations": [said], "chat_template": text, "add_generation_prompt": True}
-    assert Template(text).render(messages=said) == reference(**whole)[0][0]
-
-
-@pytest.mark.parametrize("step", [
-    "{% set ns.x = ns.x + m.content %}", "{% set ns.x = ns.x ~ m.role ~ m.content %}", "{% set ns.y = ns.y + [m] %}",
-    "{{ '%s' % m.content }}{{ '{}'.format(m.content) }}{{ messages|length }}{{ m|tojson }}", "{{ f(messages, m) }}",
-])  # fmt: skip
-def test_many_messages_are_never_refused(step):
-    start = "{% macro f(all, m) %}{{ all|length }}{{ m.content }}{% endmacro %}{% set ns = namespace(x='', y=[]) %}"
-    said = messages(["12345678 " * 100] * 300, ["a" * 900] * 300)
-    template = Template(
-        start + "{% for m in messages %}" + step + "{% endfor %}{{ ns.x }}{{ ns.y }}"
+    text = (
+        "{% set x = messages[0].content %}{{ '[INST] %s' % x }}{{ '{}: {}'.format(x, x) }}"
+        "{{ x|trim|replace('\\n', ' ')|tojson }}{{ x.strip(x[:9]) }}{{ x.split(' ')|join('  ') }}"
+        "{{ '=' * (x|length) }}{% set ns = namespace(x='') %}"
+        "{% for m in messages %}{% set ns.x = ns.x + m.content %}{% endfor %}{{ ns.x }}"
     )
-    began = time.thread_time()
-    assert len(template.render(messages=said)) > 600 * 900
-    assert time.thread_time() - began < hf.sandbox.MAX_CPU_S / 2
+    for user in ("What is 12345678 + 1? In %99999999d, {:99999999}", "9" * 5000, "🙂 <&>" * 15000):
+        said = messages([user] * 50, ["An answer."] * 50)
+        whole = {"conversations": [said], "chat_template": text, "add_generation_prompt": True}
+        assert Template(text).render(messages=said) == reference(**whole)[0][0]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -36,6 +36,7 @@ from test_gguf import (
 from test_tp import check_close, options_of, run_ranks
 
 import generate as program
+import ops.library
 from checkpoint import BLOCKS, Quantization
 from generate import Batch, compare, generate, load
 from helpers import BLOCK_KINDS, gguf_blocks, pairwise, set_halves
@@ -217,6 +218,24 @@ def test_a_scale_for_cuda_that_is_no_number(block_file):
     content[3, 18:20] = torch.tensor([0, 0x7E], dtype=torch.uint8)
     with pytest.raises(ValueError, match="a.gguf: output.weight has a scale that is NaN or inf"):
         int4_codes(weight._replace(content=content), Path("a.gguf"))
+
+
+@pytest.mark.parametrize("case", ["many types", "mixture"])
+def test_with_plain_products_blocks_are_numbers(block_file, case):
+    """Widened from the start; packed ones, of a model that exists, in every call."""
+    path = block_file(case)
+    kept = load_model(path, quant=IN_BLOCKS)
+    want = logits(load_model(path, torch.bfloat16))
+    before = set(ops.library.PLAIN)
+    try:
+        ops.library.set_plain(["products", "experts"])
+        assert not keeps_blocks(GenerateConfig(checkpoint=str(path), device="cpu"), path)
+        got = logits(kept)
+    finally:
+        ops.library.set_plain(before)
+    assert (got - want).norm() < 0.02 * want.norm()
+    assert not torch.equal(got, logits(kept)), "activations are not rounded to 8 bits"
+    assert keeps_blocks(GenerateConfig(checkpoint=str(path), device="cpu"), path)
 
 
 # ---------------------------------------------------------------------------------- the engine
@@ -418,7 +437,7 @@ def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_p
         device="cpu",
         eagle=random_head,
         draft_vocab=48,
-        token_ranks=str(tmp_path / "ranks.json"),
+        ablation={"token_ranks": str(tmp_path / "ranks.json")},
         max_new_tokens=24,
         ignore_eos=True,
         seed=7,

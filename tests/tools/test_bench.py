@@ -35,10 +35,11 @@ from scripts.bench.llama_peer import (
     interleaved,
     write_gguf,
 )
-from scripts.bench.measure import Log, Outcome, Series
+from scripts.bench.measure import Outcome, Series
 from scripts.bench.papers import BenchConfig, Setting, acceptance, calibration, method_config
 from scripts.bench.peers import TokenClock
 from scripts.bench.report import DRAWINGS, by_formula, explained
+from scripts.bench.row_log import Log
 from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
@@ -330,7 +331,12 @@ def test_methods_become_options():
     )
     assert got.top_p == 0.9 and got.ignore_eos
     got = method_config("eagle:dynamic:topk:tree_size=30:no_rerank", setting, config)
-    assert (got.tree, got.children, got.tree_size, got.no_rerank) == ("dynamic", "topk", 30, True)
+    assert (got.tree, got.ablated.children, got.tree_size, got.ablated.no_rerank) == (
+        "dynamic",
+        "topk",
+        30,
+        True,
+    )
 
 
 def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
@@ -400,6 +406,14 @@ def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
 )
 def test_mistakes_are_one_line(capsys, monkeypatch, argv, message):
     assert message in failure(capsys, monkeypatch, bench, *argv)
+
+
+def test_a_peer_is_not_run_on_another_model_than_ours(capsys, monkeypatch):
+    """A stand-in has no file that a peer could load: it would run the small checkpoint."""
+    argv = ("--options", "ignore_eos,inflate=llama2-7b", "--peers", "transformers")
+    message = "--options inflate= makes a stand-in that transformers does not have"
+    assert message in failure(capsys, monkeypatch, bench_peers, *argv)
+    bench_peers.PeersConfig(options="inflate=llama2-7b", peers="none").check()
 
 
 @pytest.mark.parametrize(

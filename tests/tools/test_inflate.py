@@ -823,7 +823,7 @@ def test_shape_texts():
 
 def test_generate_refuses_a_twin_without_a_shape():
     with pytest.raises(ValueError, match="--random_twin needs a shape"):
-        load(random_twin=True)
+        load(ablation={"random_twin": True})
 
 
 def test_the_default_model_is_not_inflated():

@@ -1,0 +1,161 @@
+"""Check each family of our kernels on small shapes: the relative error against its plain reference.
+
+probe.py runs these one by one, so that a family that fails, or loses the device, hides no other.
+The names are those of GPT_EAGLE_PLAIN, by which PyTorch replaces a family at fault.
+Not here: exact bits, large shapes, captures (tests/cuda/test_gpu.py), times (kernels.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import ops.experts
+import ops.fused
+import ops.norm
+import ops.rotary
+import ops.topk
+import ops.tree
+from runtime import tensors_of
+from scripts.gpu import kernels as kernel_bench
+from scripts.gpu.kernels import TOLERANCE, relative_error
+
+SMALL = (256, 512)  # outputs and inputs of the products
+GROUP = 128  # of int4 scales
+
+
+def attention(device: str) -> float:
+    """Attention of 7 rows over 40 slots and themselves."""
+    return kernel_bench.attention_contest("8b", 40, 7, 0).error()
+
+
+def compact(device: str) -> float:
+    """Moves within a cache of 32 layers."""
+    return kernel_bench.compact_contest(1).error()
+
+
+def experts(device: str) -> float:
+    """Products of 34 rows, each with one of eight experts, in all formats."""
+    expert = (torch.arange(34, device=device) * 5) % kernel_bench.EXPERTS  # [P]
+    x = torch.randn(len(expert), SMALL[1], dtype=torch.bfloat16, device=device)
+    routing = ops.experts.route(expert, kernel_bench.EXPERTS)
+    errors = []
+    for form in kernel_bench.EXPERT_FORMATS:
+        stack = kernel_bench.make_stack(form, *SMALL, GROUP)
+        want = x.new_empty(len(x), SMALL[0], dtype=torch.float32)
+        for e, rows in ops.experts.rows_by_expert(expert):
+            want[rows] = stack.reference(x[rows].float(), e)
+        errors.append(relative_error(stack.product(x, routing), want))
+    return max(errors)
+
+
+def fused(device: str) -> float:
+    """Products with the work behind them (ops/fused.py)."""
+    options = {"device": device, "dtype": torch.bfloat16}
+    weight = torch.randn(384, 384, **options) / 20
+    x = torch.randn(1, 7, 384, **options)
+    stream = torch.randn(1, 7, 384, **options)
+    scale = torch.rand(384, **options)
+    slots = torch.arange(7, device=device)[None]
+    rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
+    ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
+    total, *found = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
+    norm = ops.fused.Unscaled(*found)
+    got = [total, ops.fused.swiglu(ops.fused.Pending(*norm, weight, None))]
+    product = ops.fused.Pending(*norm, weight, None)
+    got.append(ops.fused.rotary_cache(product, rope, *ours, slots, None))
+    wide = weight.float()
+    want = [ops.fused.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
+    y = norm.values.float() @ wide.T
+    want.append(ops.fused.swiglu_reference(y, norm))
+    want.append(ops.fused.rotary_cache_reference(y, norm, rope, *theirs, slots))
+    return largest((*got, *ours), (*want, *theirs))
+
+
+def norm(device: str) -> float:
+    """The norm behind a residual sum, and alone."""
+    x = torch.randn(7, 96, device=device)
+    delta = torch.randn(7, 96, device=device)
+    weight = torch.randn(96, device=device)
+    got = (*ops.norm.add_norm(x, delta, weight, 1e-5), ops.norm.rms_norm(x, weight, 1e-5))
+    want = ops.norm.add_norm_reference(x, delta, weight, 1e-5)
+    return largest(got, (*want, ops.norm.rms_norm_reference(x, weight, 1e-5)))
+
+
+def products(device: str) -> float:
+    """Products in int8, int4 and 16 bits; a row comes out the same among others."""
+    errors = []
+    for form in (*kernel_bench.PRODUCTS, "bf16"):
+        layer = kernel_bench.make_layer(form, *SMALL, GROUP)
+        checked = kernel_bench.check_layer(layer, SMALL[1], [1, 17, 33])
+        assert checked["same_bits"], f"{form}: a row's bits depend on the other rows"
+        errors.append(checked["relative_error"])
+    return max(errors)
+
+
+def rotary(device: str) -> float:
+    """Rotation of queries and keys, and their way into the cache."""
+    heads = 4
+    kv_heads = 2
+    qkv = torch.randn(1, 7, heads + 2 * kv_heads, 128, device=device).bfloat16()
+    slots = torch.arange(7, device=device)[None]
+    rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
+    ours, theirs = (
+        tuple(torch.zeros(2, 1, kv_heads, 9, 128, device=device).bfloat16()) for _ in range(2)
+    )
+    got = ops.rotary.rotary_cache(qkv, rope, *ours, slots)
+    want = ops.rotary.rotary_cache_plainly(qkv, rope, *theirs, slots)
+    return largest((got, *ours), (want, *theirs))
+
+
+def topk(device: str) -> float:
+    """The best scores of a vocabulary, and a level of a draft tree made of them."""
+    error = kernel_bench.topk_contest(3000, 3, 0).error()
+    logits = torch.randn(1, 4, 3000, device=device)
+    paths = ops.tree.Paths(-torch.rand(1, 4, device=device), torch.ones(1, 4, 9, device=device) > 0)
+    index = torch.arange(4, device=device)[None]
+    front = ops.tree.Frontier(index, index, index, paths)
+    step = ops.tree.Expansion(k=5, count=6, slot=3)
+    scores = ops.tree.Scores(logits, 1.0, None)
+    got = tensors_of(ops.tree.grow_level(scores, front, step, 7))
+    best = logits.topk(step.k)
+    children = best.values - logits.logsumexp(-1, keepdim=True)
+    level = ops.tree.Children(best.indices, children.clamp(max=0))
+    want = tensors_of(ops.tree.grow_level_reference(level, front, step, 7))
+    return max(error, largest(got, want))
+
+
+def tree(device: str) -> float:
+    """The nodes of a draft tree and their relations, which are exact."""
+    values = -torch.randint(0, 99, (2, 510), device=device).float()
+    chosen = ops.tree.best_nodes(values, 59)
+    want = ops.tree.best_nodes_reference(values, 59)
+    assert torch.equal(chosen, want), "best_nodes differs from its reference"
+    parents = torch.full((2, 510), -1, device=device)
+    parents.scatter_(1, chosen[:, 1:], chosen[:, :-1])  # a chain
+    got = ops.tree.relate(chosen, parents, 59)
+    want = ops.tree.relate_reference(chosen, parents, 59)
+    assert all(map(torch.equal, got, want)), "relate differs from its reference"
+    return 0.0
+
+
+def largest(got: tuple[Tensor, ...] | list[Tensor], want: tuple[Tensor, ...] | list) -> float:
+    """Return the largest relative error of pairs of tensors."""
+    errors = [relative_error(a.float(), b.float()) for a, b in zip(got, want, strict=True)]
+    return max(errors)
+
+
+CHECKS: dict[str, Callable[[str], float]] = {
+    check.__name__: check
+    for check in (attention, compact, experts, fused, norm, products, rotary, topk, tree)
+}
+
+
+def check_family(name: str, device: str) -> dict[str, object]:
+    """Check a family. Raises: AssertionError for a result that is not its reference's."""
+    torch.manual_seed(0)
+    error = CHECKS[name](device)
+    assert error < TOLERANCE, f"the relative error is {error:.2g}, and {TOLERANCE:g} is rounding"
+    return {"relative_error": error, "text": f"right, relative error {error:.1g}"}

@@ -1,0 +1,324 @@
+"""Measure a 7B-shaped stand-in on a GPU rung by rung, from PyTorch alone to all of our kernels.
+
+    python3 scripts/gpu/ladder.py --quant int4 --json ladder.jsonl
+    python3 scripts/gpu/ladder.py --dry_run             # on a CPU: all rungs, with the small demo
+
+1. The target and the head are loaded once. A rung says which families of kernels PyTorch replaces,
+   and whether steps are compiled, captured, and launched before earlier ones have ended. On each
+   rung vanilla, a tree and a chain decode the same prompts, twice; the second time counts.
+2. A rung that fails, hangs or loses the device ends alone; the same command goes on behind it
+   (attempts.py). Exit status 4: all rungs were tried, and one failed or has a fault.
+3. A fault is a chain whose tokens are not vanilla's where all of our kernels run, since it has
+   vanilla's bits by design. Other differences, a tree's or those from the first rung's vanilla, are
+   faults where the best two scores are further apart than rounding explains (`TIE`).
+4. The last rung is examples/eagle_one_file.py in a process of its own, where that file is there.
+
+The weights are random but for the demo inside: rates and times say something, texts do not.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+from command_line import one_line_errors, option, parse
+from decode import Engine, with_cycles
+from generate import Batch, first_ids, load
+from hf.config import resolve_draft
+from load import make_drafter, warm_up
+from ops.library import FAMILIES, PLAIN, set_plain
+from options import DEMO, ROOT, GenerateConfig, pick_device
+from scripts.bench.row_log import Log
+from scripts.gpu.attempts import Attempts
+
+Tokens = list[list[int]]  # new ones, of each prompt
+
+METHODS: dict[str, dict[str, Any]] = {
+    "vanilla": {"draft": "none"},
+    "tree": {"draft": "eagle", "tree": "dynamic", "tree_depth": 6, "tree_topk": 8, "tree_size": 32},
+    "chain": {"draft": "eagle", "tree": "chain", "tree_depth": 5},
+}
+PROMPTS = ["def read_lines(path):", "import os\n", "Question: What is 2 + 3?\nAnswer:"]
+TIE = 0.05  # scores that are closer may change places by rounding in 16 bits
+ONE_FILE = ROOT / "examples" / "eagle_one_file.py"
+
+
+class Rung(NamedTuple):
+    """A way to run the cycle on CUDA; on a CPU only `plain` has an effect."""
+
+    plain: tuple[str, ...]  # families of our kernels that PyTorch replaces
+    inductor: bool  # steps are compiled
+    graphs: bool  # cycles are captured
+    overlaps: bool  # dependent launch
+
+
+BUT_PRODUCTS = tuple(family for family in FAMILIES if family != "products")
+RUNGS: dict[str, Rung] = {
+    "captured, PyTorch alone": Rung(FAMILIES, inductor=False, graphs=True, overlaps=False),
+    "captured, our products": Rung(BUT_PRODUCTS, inductor=False, graphs=True, overlaps=False),
+    "captured, without fused": Rung(("fused",), inductor=False, graphs=True, overlaps=False),
+    "captured": Rung((), inductor=False, graphs=True, overlaps=False),
+    "captured, dependent": Rung((), inductor=False, graphs=True, overlaps=True),
+    "compiled, not captured": Rung((), inductor=True, graphs=False, overlaps=False),
+    "compiled": Rung((), inductor=True, graphs=True, overlaps=False),
+    "compiled, dependent": Rung((), inductor=True, graphs=True, overlaps=True),
+}
+EXAMPLE = "one-file example"
+NAMES = [*RUNGS, EXAMPLE]
+
+
+@dataclass(frozen=True)
+class LadderConfig:
+    """Options. Units and effects are in the help texts."""
+
+    quant: str = option("none", "weights of the target", ("none", "int8", "int4"))
+    quant_draft: str = option("", "of the head; default: as the target's", ("", "int8", "int4"))
+    inflate: str = option("llama2-7b", "shape of the stand-in; none: the demo itself")
+    numbered = "; ".join(f"{number} {name}" for number, name in enumerate(NAMES))
+    rungs: str = option("", f"numbers, default all: {numbered}")
+    plain: str = option("", f"families that PyTorch replaces on every rung: {', '.join(FAMILIES)}")
+    tokens: int = option(128, "new ones of each prompt", least=1)
+    seconds: float = option(75.0, "for one method of a rung, then the process is ended", least=1)
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    one_file: str = option("", "flags of the one-file example; without them it is left out")
+    json: str = option("ladder.jsonl", "file to append to; the rungs in it are not climbed again")
+    dry_run: bool = option(False, "on a CPU: the demo itself, one prompt, 8 tokens")
+    hang: str = option("", "number of a rung that hangs, to rehearse")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError for a value that cannot work."""
+        for flag, value in (("--rungs", self.rungs), ("--hang", self.hang)):
+            known = all(number in map(str, range(len(NAMES))) for number in value.split(","))
+            if value and not known:
+                rule = f"{flag} takes numbers from 0 to {len(NAMES) - 1}, as 0,3"
+                raise ValueError(f"{rule}; it is {value!r}")
+        for family in filter(None, self.plain.split(",")):
+            if family not in FAMILIES:
+                raise ValueError(f"--plain: there is no {family}; use of {', '.join(FAMILIES)}")
+
+    @property
+    def chosen(self) -> list[str]:
+        """The names of the rungs to climb."""
+        names = NAMES
+        if self.rungs:
+            names = [NAMES[int(number)] for number in self.rungs.split(",")]
+        return [name for name in names if name != EXAMPLE or self.runs_example()]
+
+    def runs_example(self) -> bool:
+        """Check that the example can run; print the reason where it cannot."""
+        reason = ""
+        if not ONE_FILE.is_file():
+            reason = f"{ONE_FILE.name} is not here"
+        elif not self.one_file:
+            reason = "--one_file has no flags for it"
+        if reason:
+            print(f"note: {reason}; the rung of the one-file example is left out", file=sys.stderr)
+        return not reason
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of generate.py that all methods share."""
+        shared = {"checkpoint": DEMO, "dtype": "bfloat16", "ignore_eos": True}
+        if self.dry_run:
+            shared["dtype"] = "float32"  # PyTorch's products in bf16 take seconds on most CPUs
+        shared |= {"device": self.device, "quant": self.quant, "max_new_tokens": self.tokens}
+        if self.inflate != "none":
+            shared["inflate"] = self.inflate
+        return shared
+
+
+# ------------------------------------------------------------------------------ one method
+
+
+def set_rung(rung: Rung, plain: set[str], device: str) -> None:
+    """Choose the kernels and the way to run them. Writes: the switches; caches."""
+    set_plain({*rung.plain, *plain})
+    torch.compiler.reset()
+    if device == "cpu":  # the other switches are CUDA's
+        return
+    os.environ["GPT_EAGLE_INDUCTOR"] = str(int(rung.inductor))
+    os.environ["GPT_EAGLE_GRAPHS"] = str(int(rung.graphs))
+    os.environ["GPT_EAGLE_PDL"] = str(int(rung.overlaps))
+    from ops.cuda.launch import device_of
+
+    device_of.cache_clear()
+
+
+def decode(engine: Engine, prompts: list[str]) -> dict[str, Any]:
+    """Decode all prompts twice, the second time counted."""
+    for _ in range(2):
+        batch = Batch(engine, prompts)
+        batch.run(batch.streams)
+    seen = batch.stats
+    cycles = max(len(seen.live_sequences), 1)
+    replays = [replay for buffers in engine.pool for replay in buffers.replays.values()]
+    return {
+        "tokens_per_s": seen.tokens / seen.decode_s if seen.decode_s else 0.0,
+        "tau": seen.tokens / cycles,
+        "draft_ms": 1e3 * seen.draft_s / cycles,
+        "verify_ms": 1e3 * seen.verify_s / cycles,
+        "cycle_ms": 1e3 * seen.decode_s / cycles,
+        "compile_s": engine.compile_s,
+        "captured": sum(replay.graph is not None for replay in replays),
+        "not_captured": sum(replay.graph is None for replay in replays),
+        "tokens": [entry.new for entry in batch.entries],
+    }
+
+
+def first_difference(mine: list[int], other: list[int]) -> int | None:
+    """Return the first place where tokens differ; None: nowhere."""
+    return next((i for i, pair in enumerate(zip(mine, other)) if pair[0] != pair[1]), None)
+
+
+@torch.no_grad()
+def widest_gap(engine: Engine, prompts: list[str], mine: Tokens, other: Tokens) -> float | None:
+    """Return how far apart the best two scores were where tokens differ first.
+
+    Returns: the largest of all prompts; None where all tokens are equal.
+    """
+    gaps = []
+    for prompt, a, b in zip(prompts, mine, other):
+        place = first_difference(a, b)
+        if place is None:
+            continue
+        ids = first_ids(engine, [prompt]) + b[:place]
+        tokens = torch.tensor([ids], device=engine.target.norm.weight.device)  # [1, T]
+        positions = torch.arange(len(ids), device=tokens.device)[None]
+        features = engine.target(tokens, positions)[:, -1:]  # [1, 1, F]
+        best = engine.target.logits(features).topk(2).values.flatten().tolist()
+        gaps.append(best[0] - best[1])
+    return max(gaps, default=None)
+
+
+def fault_of(row: dict[str, Any], method: str, plain: set[str]) -> str:
+    """Judge the differences of a row; "": none, or near ties."""
+    gap = row["gap_to_vanilla"]
+    if method == "chain" and not plain and gap is not None:
+        return f"the chain's tokens are not vanilla's; the best two scores were {gap:.3f} apart"
+    for against in ("vanilla", "first"):
+        gap = row[f"gap_to_{against}"]
+        if gap is not None and gap > TIE:
+            return f"differs from {against} where the best two scores are {gap:.3f} apart"
+    return ""
+
+
+# ------------------------------------------------------------------------------ the climb
+
+
+class Climb:
+    """A loaded target, and the tokens that later rows are compared with."""
+
+    def __init__(self, config: LadderConfig, attempts: Attempts):
+        """Load the target."""
+        self.config = config
+        self.attempts = attempts
+        self.prompts = PROMPTS[:1] if config.dry_run else PROMPTS
+        self.plain = {*PLAIN, *filter(None, config.plain.split(","))}  # on every rung
+        self.engines: dict[str, Engine] = {}  # without cycles, by method
+        decoded = [row["tokens"] for row in attempts.rows if "tokens" in row]
+        self.first: Tokens = decoded[0] if decoded else []
+        began = time.monotonic()
+        with attempts.watched():
+            self.target = load(GenerateConfig(draft="none", **config.options))
+        print(f"loaded in {time.monotonic() - began:.1f} s", flush=True)
+
+    def rung(self, name: str) -> None:
+        """Try all methods on a rung."""
+        vanilla: Tokens = []
+        for method in METHODS:
+            row = self.attempts.run(name, method, partial(self.measure, name, method, vanilla))
+            if not vanilla:
+                vanilla = row.get("tokens", [])
+            gc.collect()  # closures of captured steps hold the caches
+            if self.config.device != "cpu":
+                torch.cuda.empty_cache()
+
+    def measure(self, name: str, method: str, vanilla: Tokens) -> dict[str, Any]:
+        """Decode by one method. vanilla: the rung's tokens; []: not decoded yet"""
+        rung = RUNGS[name]
+        if self.config.hang == str(NAMES.index(name)):
+            time.sleep(2**20)
+        set_plain(self.plain)
+        engine = self.loaded(method)
+        set_rung(rung, self.plain, self.config.device)
+        engine = warm_up(with_cycles(engine))
+        found = decode(engine, self.prompts)
+        tokens = found["tokens"]
+        self.first = self.first or tokens
+        gap = partial(widest_gap, engine, self.prompts, tokens)
+        found["gap_to_vanilla"] = gap(vanilla or tokens)
+        found["gap_to_first"] = gap(self.first)
+        found["fault"] = fault_of(found, method, {*rung.plain, *self.plain})
+        return found
+
+    def loaded(self, method: str) -> Engine:
+        """Return the target with the drafter of a method, which is loaded once."""
+        if method not in self.engines:
+            drafting = dict(METHODS[method])
+            if method != "vanilla" and self.config.quant_draft:
+                drafting["quant_draft"] = self.config.quant_draft
+            given = GenerateConfig(**self.config.options | drafting | {"compile": True})
+            config = resolve_draft(given, Path(DEMO), self.target.config.dtype)
+            drafter = make_drafter(self.target.target, config)
+            self.engines[method] = replace(self.target, config=config, drafter=drafter)
+        return self.engines[method]
+
+
+def one_file_example(flags: str, seconds: float) -> dict[str, Any]:
+    """Run the example. Raises: RuntimeError with its last lines where it fails."""
+    command = [sys.executable, str(ONE_FILE), *shlex.split(flags)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}\n{said}")
+    return {"text": said}
+
+
+def ladder(config: LadderConfig) -> None:
+    """Climb. Exits with a status of attempts.py."""
+    config.check()
+    label = {"part": "ladder", "quant": config.quant, "inflate": config.inflate}
+    use_device: Callable[[], object] = torch.cuda.synchronize
+    if config.device == "cpu":
+        use_device = int
+    log = Log(config.json, "--json")
+    attempts = Attempts(log, label, config.seconds, use_device)
+    left = attempts.left(config.chosen)
+    rungs = [name for name in left if name != EXAMPLE]
+    if rungs:
+        climb = Climb(config, attempts)
+        for name in rungs:
+            climb.rung(name)
+        set_plain(climb.plain)
+    if EXAMPLE in left:
+        # its limit is shorter than the one of this process
+        example = partial(one_file_example, config.one_file, 0.9 * config.seconds)
+        attempts.run(EXAMPLE, "example", example)
+    attempts.finish()
+
+
+def main() -> None:
+    config = parse(LadderConfig, "ladder.py", __doc__)
+    with one_line_errors("ladder.py"):
+        given = {"device": pick_device(config.device)}
+        if config.dry_run:
+            given = {"device": "cpu", "inflate": "none", "tokens": 8}
+            torch.set_num_threads(1)  # threads of a small model wait for each other
+        ladder(LadderConfig(**vars(config) | given))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""PyTorch in place of families of operators: the references run, nothing of ours does, tokens stay vanilla's.
+
+The demo with two of its eight layers. In bf16 rows of PyTorch's own products and attention may depend on the rows
+beside them, so these two families are tried in fp32.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import decode
+import generate
+import model
+import ops.attention
+import ops.compact
+import ops.norm
+import ops.quantized
+import ops.rotary
+import ops.topk
+import ops.tree
+import sampling
+from draft_tree import DynamicTree
+from drafters import RootOnly
+from eagle_draft import EagleDrafter
+from helpers import (
+    compiled_as_on_cuda,
+    engine_for,
+    golden_head,
+    golden_target,
+    quantized,
+    quantized_experts,
+)
+from helpers import decode as decoded
+from load import load
+from ops import switches
+from ops.cpu.build import OPERATORS
+from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
+from options import ROOT
+
+PROMPT = [5, 17, 3, 40, 8, 22, 61]
+IN_CPP = {schema.partition("(")[0] for schema in OPERATORS}
+needs_cpp = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    before = set(PLAIN)
+    yield
+    set_plain(before)
+
+
+class NoOperator(TorchDispatchMode):
+    """Raises where a C++ operator is called."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert func.namespace != "gpt_eagle" or name not in IN_CPP, f"{name} was called"
+        return func(*args, **(kwargs or {}))
+
+
+def tokens(checkpoint, **options) -> list[int]:
+    """The tokens that follow PROMPT."""
+    options = {"max_new_tokens": 12, "ignore_eos": True, "seed": 3, "context": 128} | options
+    engine = load(checkpoint=str(checkpoint), device="cpu", **options)
+    result = generate.generate(engine, [PROMPT])
+    return result.tokens[0]
+
+
+METHODS = {
+    "vanilla": {"draft": "none"},
+    "chain": {"tree": "chain"},
+    "tree": {"tree": "dynamic"},
+    "auto": {"tree": "auto"},
+    "lookup": {"draft": "ngram"},
+}
+FORMATS = {
+    "bf16": {},
+    "fp32": {"dtype": "float32"},
+    "int8": {"quant": "int8"},
+    "int4": {"quant": "int4"},
+}
+EVERY = [
+    ("vanilla", "bf16", 0.0),
+    ("vanilla", "int8", 1.0),
+    ("chain", "fp32", 0.0),
+    ("chain", "bf16", 1.0),
+    ("tree", "bf16", 0.0),
+    ("tree", "fp32", 1.0),
+    ("tree", "int8", 0.0),
+    ("tree", "int4", 1.0),
+    ("auto", "bf16", 0.0),
+    ("lookup", "int4", 1.0),
+]
+
+
+@pytest.mark.parametrize("method, form, temperature", EVERY)
+def test_with_all_families_nothing_is_built_or_called(
+    short_demo, monkeypatch, method, form, temperature
+):
+    """Not in loading either."""
+    monkeypatch.setattr("ops.library._cpp_available", [])
+    monkeypatch.setattr("ops.cpu.build.load_operators", lambda: pytest.fail("they were built"))
+    sampled = {"temperature": temperature}
+    if temperature:
+        sampled["top_k"] = 50
+    with NoOperator():
+        new = tokens(short_demo, plain=True, **METHODS[method], **FORMATS[form], **sampled)
+    assert len(new) == 12 and set(FAMILIES) == PLAIN and not has_triton()
+
+
+@needs_cpp
+def test_a_called_operator_is_noticed(short_demo):
+    with pytest.raises(AssertionError, match="was called"), NoOperator():
+        tokens(short_demo)
+
+
+@needs_cpp
+@pytest.mark.parametrize("family", [*FAMILIES, "all"])
+def test_tokens_are_vanillas_under_each_family(short_demo, family):
+    options = {"compile": True, "temperature": 1.0, "quant": "int8"}
+    if family in ("attention", "products", "all"):
+        options["dtype"] = "float32"
+    set_plain([family])
+    want = tokens(short_demo, draft="none", **options)
+    assert tokens(short_demo, tree="dynamic", **options) == want and len(set(want)) > 3
+
+
+# a family, the module and the name of a reference of it, the options with which it runs
+REFERENCES = [
+    ("attention", ops.attention, "tree_attention_reference", {}),
+    ("compact", ops.compact, "compact_reference", {}),
+    ("fused", model.Block, "forward", {}),
+    ("norm", ops.norm, "rms_norm_reference", {}),
+    ("products", ops.quantized, "w8a8_reference", {"quant": "int8"}),
+    ("products", ops.quantized, "grouped_reference", {"quant": "int4"}),
+    ("rotary", ops.rotary, "rotary_reference", {}),
+    ("topk", ops.topk, "best_reference", {}),
+    ("topk", sampling, "uniforms", {"temperature": 1.0}),
+    ("topk", ops.tree, "next_level_reference", {}),
+    ("tree", ops.tree, "next_level_reference", {}),
+    ("tree", ops.tree, "rerank_reference", {}),
+    ("tree", decode, "advance", {}),
+    ("tree", decode, "accept", {}),
+]
+
+
+@needs_cpp
+@pytest.mark.parametrize("family, owner, name, options", REFERENCES)
+def test_an_edited_reference_is_what_runs(short_demo, monkeypatch, family, owner, name, options):
+    def edited(*inputs):
+        raise RuntimeError("it was edited")
+
+    monkeypatch.setattr(owner, name, edited)
+    set_plain([family])
+    with pytest.raises(RuntimeError, match="it was edited"):
+        tokens(short_demo, tree="dynamic", compile=True, max_new_tokens=4, **options)
+
+
+@needs_cpp
+def test_without_families_no_reference_runs(short_demo, monkeypatch):
+    """So that the test above says something."""
+    for _, owner, name, _ in REFERENCES:
+        monkeypatch.setattr(owner, name, lambda *inputs: pytest.fail("a reference ran"))
+    for options in ({"quant": "int8"}, {"quant": "int4", "temperature": 1.0}):
+        assert len(tokens(short_demo, tree="dynamic", compile=True, **options)) == 12
+
+
+def test_an_edited_reference_of_experts_is_what_runs(monkeypatch):
+    engine = engine_for(golden_target("models/target_mixtral"), RootOnly(), max_new_tokens=4)
+    want = decoded(engine, PROMPT).history
+    set_plain(["experts"])
+    assert decoded(engine, PROMPT).history == want
+
+    def edited(*inputs):
+        raise RuntimeError("it was edited")
+
+    monkeypatch.setattr("ops.experts.experts_linear_reference", edited)
+    with pytest.raises(RuntimeError, match="it was edited"):
+        decoded(engine, PROMPT)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4-64", "int4-128-zeros"])
+def test_products_of_cuda_unpack_their_weights(form):
+    """The plain path of the operator on CUDA, here on a CPU."""
+    set_plain(["products", "experts"])
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = quantized(form, 96, 256)
+    run = ops.quantized._quantized_matmul_cuda
+    assert torch.equal(run(x, weight.packed, weight.scale, None, "none"), weight.reference(x))
+    wide = run(x, weight.packed, weight.scale, None, "fp32")
+    assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), weight.reference(x))
+    expert = torch.tensor([2, 0, 0, 3, 2])
+    stack = quantized_experts(form, 4, 96, 256)
+    lists = ops.experts.expert_lists(expert, 4)
+    got = run(x, stack.weight, stack.scale, lists, "none")
+    torch.testing.assert_close(got, stack.reference(x, expert))
+
+
+@pytest.mark.usefixtures("traced")
+def test_plain_steps_are_traced_whole():
+    """As for CUDA, where whole steps of PyTorch are compiled."""
+    set_plain(["all"])
+    target = golden_target()
+    drafter = EagleDrafter(golden_head(target=target), target, DynamicTree(2, 3, 8))
+    engine = engine_for(target, drafter, max_new_tokens=8, ignore_eos=True, temperature=1.0)
+    assert decoded(compiled_as_on_cuda(engine), PROMPT).history == decoded(engine, PROMPT).history
+
+
+# ----------------------------------------------------------------------------------------- switches
+
+
+def test_families():
+    set_plain(["all"])
+    assert set(FAMILIES) == PLAIN and is_plain("tree") and not has_cpu_operators()
+    set_plain(["norm", "topk"])
+    assert {"norm", "topk"} == PLAIN
+    assert is_plain("norm") and is_plain("tree", "topk") and not is_plain("tree", "compact")
+    with pytest.raises(ValueError, match="rotary, topk, tree or all, .* it has 'trees': correct"):
+        set_plain(["norm", "trees"])
+    assert {"norm", "topk"} == PLAIN, "nothing changed"
+    set_plain(())
+    assert not PLAIN
+
+
+def test_families_of_the_environment(monkeypatch):
+    for value, want in (("all", set(FAMILIES)), ("norm, topk,", {"norm", "topk"}), ("", set())):
+        monkeypatch.setenv("GPT_EAGLE_PLAIN", value)
+        assert switches.plain_families() == want
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("PLAIN", "norm,trees", "topk, tree or all, separated by commas; it has 'trees': correct"),
+        ("PDL", "off", "GPT_EAGLE_PDL must be 1 or 0; it is 'off': correct or unset it"),
+        ("INDUCTOR", "2", "GPT_EAGLE_INDUCTOR must be 1 or 0; it is '2'"),
+        ("GRAPHS", "yes", "GPT_EAGLE_GRAPHS must be 1 or 0; it is 'yes'"),
+        ("PRODUCTS", "cublas", "GPT_EAGLE_PRODUCTS must be triton or streamed; it is 'cublas'"),
+    ],
+)
+def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, message):
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv[0] = 'generate.py';"
+        "runpy.run_path('generate.py', run_name='__main__')"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {f"GPT_EAGLE_{name}": value},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert run.returncode == 2 and message in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
+    monkeypatch.setenv("GPT_EAGLE_PDL", "0")
+    monkeypatch.setenv("GPT_EAGLE_GRAPHS", "1")  # the default
+    monkeypatch.setenv("GPT_EAGLE_PRODUCTS", "streamed")
+    tokens(short_demo, draft="none", max_new_tokens=2)
+    note = "note: GPT_EAGLE_PDL, GPT_EAGLE_PRODUCTS: only CUDA reads this, and the device is cpu"
+    assert capsys.readouterr().err.count(note) == 1
+
+
+def test_the_flag_end_to_end(short_demo, capsys):
+    """In fp32, where products are PyTorch's anyway, the tokens are the same with and without."""
+    argv = ["--checkpoint", str(short_demo), "--device", "cpu", "--dtype", "float32", "--json", "-"]
+    argv += ["--prompt_ids", "5,17,3", "--max_new_tokens", "12", "--compile"]
+    generate.main(argv)
+    want = capsys.readouterr()
+    generate.main([*argv, "--plain"])
+    got = capsys.readouterr()
+    texts = [text.out.split('"tokens": ')[1].split("]")[0] for text in (want, got)]
+    assert texts[0] == texts[1]
+    told = "note: --compile does not work here (PyTorch replaces the CPU operators); running"
+    assert told in got.err and told not in want.err
+    assert set(FAMILIES) == PLAIN

@@ -1,0 +1,288 @@
+"""Programs for a GPU where there is none: kernels.py, probe.py, and how tests outlive a lost device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ops.experts
+from ops.library import FAMILIES
+from scripts.bench import measure
+from scripts.gpu import families, table
+from scripts.gpu import kernels as kernel_bench
+from scripts.gpu import probe as gpu_probe
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Tensors that the benchmark would make on the GPU."""
+    for name in ("rand", "randn", "randint", "tensor", "ones"):
+        original = getattr(kernel_bench.torch, name)
+        monkeypatch.setattr(
+            kernel_bench.torch,
+            name,
+            lambda *a, original=original, **k: original(*a, **k | {"device": "cpu"}),
+        )
+    monkeypatch.setattr(kernel_bench.torch.cuda, "synchronize", lambda: None)
+
+
+def one_microsecond(calls, replays):
+    """In the place of the clock."""
+    results = [call() for call in calls]
+    assert len(results) == 2 and results[0] is not results[1]
+    return [1e-6] * replays
+
+
+def test_the_other_kernels_agree_with_their_peers(on_cpu, monkeypatch):
+    """With the CPU's operators in the place of ours, and a clock that says one microsecond."""
+    small = {"HEADS": {"8b": (4, 1)}, "CAPACITY": 40, "VOCABULARIES": (500,)}
+    for name, value in small.items():
+        monkeypatch.setattr(kernel_bench, name, value)
+    monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
+    rows = []
+    for form in ("attention", "topk"):
+        config = kernel_bench.BenchConfig(format=form, rows="1,7", lengths="20", rotate_mb=0)
+        for name, M, make in kernel_bench.contests(config):
+            contest = make()
+            ours, *peers = ([call() for call in calls] for calls in contest.methods.values())
+            for peer in peers:
+                torch.testing.assert_close(ours, peer, atol=2e-2, rtol=2e-2)
+            assert contest.read_bytes == (4 * M * 500 if form == "topk" else 4 * 128 * (20 + M)), (
+                name
+            )
+        rows += kernel_bench.measure_cycle(config, 1e12)
+    assert all(row["correct"] for row in rows) and len(rows) == 2 * 3 + 2 * 2
+
+
+def test_compaction_goes_on_along_the_cache_and_agrees_with_the_loop(on_cpu, monkeypatch):
+    for name, value in {"CAPACITY": 96, "CACHE_LAYERS": 2, "CACHE_HEADS": (1, 3)}.items():
+        monkeypatch.setattr(kernel_bench, name, value)
+    monkeypatch.setattr(kernel_bench.torch, "compile", lambda step, **_: step)
+    monkeypatch.setattr(kernel_bench, "graph_times_s", lambda calls, replays: [len(calls) * 1e-6])
+    rows = list(kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9))
+    assert [(row["method"], row["read_bytes"]) for row in rows] == [
+        (method, 2 * 2 * 2 * heads * 6 * 256) for heads in (1, 3) for method in ("ours", "torch")
+    ]
+    assert all(
+        row["correct"] and row["time_us"] == 2 for row in rows
+    )  # two places in a cache of 96 slots
+    monkeypatch.setattr("kv_cache.compact", lambda *_: None)
+    assert not any(
+        row["correct"]
+        for row in kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9)
+    )
+
+
+def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_hit(
+    on_cpu, monkeypatch
+):
+    """With references in the place of our operators: on the CPU a routing is the experts themselves."""
+
+    def grouped(reference):
+        def product(x, packed, scale, expert):
+            y = x.new_empty(len(x), packed.shape[2])
+            for e, rows in ops.experts.rows_by_expert(expert):
+                y[rows] = reference(x[rows], packed[e], scale[e])
+            return y
+
+        return product, reference
+
+    monkeypatch.setattr(
+        kernel_bench, "PRODUCTS", {f: grouped(r) for f, (_, r) in kernel_bench.PRODUCTS.items()}
+    )
+    monkeypatch.setattr(kernel_bench, "EXPERT_LAYERS", {"w2": (64, 512)})
+    monkeypatch.setattr(kernel_bench, "EXPERT_TOKENS", (1, 7))
+    monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
+    config = kernel_bench.BenchConfig(format="experts", rotate_mb=0)
+    rows = list(kernel_bench.measure_cycle(config, 1e12))
+    assert len(rows) == 2 * 4 and all(row["correct"] for row in rows)
+    one = {
+        "bf16": 2 * 64 * 512,
+        "int8": 64 * 512 + 4 * 64,
+        "int4": 64 * 512 // 2 + 2 * 64 * 512 // 128,
+    }
+    for row in rows:
+        hit, rest = divmod(row["read_bytes"], one[row["kernel"].split()[1]])
+        assert rest == 0 and (hit == 2 if row["M"] == 1 else 3 <= hit <= 8)
+    for _, M, make in kernel_bench.contests(config)[:2]:
+        ours, every = (calls[0]() for calls in make().methods.values())
+        assert ours.shape == (2 * M, 64)
+        torch.testing.assert_close(ours, every, atol=1, rtol=2e-2)
+
+
+def test_layers_of_every_format_report_their_bytes(on_cpu):
+    """On the CPU, which has no such operators: only what is made, not what it does."""
+    N, K = 64, 512
+    expected = {"bf16": 2 * N * K, "cublas": 2 * N * K, "int8": N * K + 4 * N, "int4": N * K // 2 + N * K // 128 * 2,
+                "tinygemm": N * K // 2 + N * K // 128 * 4}  # fmt: skip
+    got = {
+        form: kernel_bench.make_layer(form, N, K, 128).weight_bytes for form in kernel_bench.FORMATS
+    }
+    assert got == expected
+
+
+# -------------------------------------------------------------------------------------------- tests
+
+LOSING = """
+import time
+import pytest
+import lost_device
+lost = []
+
+def use():
+    assert not lost, "an illegal memory access was encountered"
+
+@pytest.fixture(autouse=True)
+def _watched():
+    with lost_device.watched(use, 1):
+        yield
+
+@pytest.mark.parametrize("number", range(12))
+def test_it(number):
+    if number == 3:
+        lost.append(number)
+        assert False, "here it went"
+    if number == 7:
+        time.sleep(60)
+    assert not lost
+"""
+
+
+@pytest.mark.slow  # workers that start anew: 4 s
+def test_a_worker_ends_with_its_device_or_a_test_that_hangs_and_the_others_go_on(tmp_path):
+    (tmp_path / "test_losing.py").write_text(LOSING)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-n",
+        "2",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [*command, "test_losing.py"], cwd=tmp_path, text=True, stdout=-1, stderr=-2, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "cases")},
+    )  # fmt: skip
+    assert "2 failed, 10 passed in " in done.stdout, done.stdout
+    for name in ("test_it[3]", "test_it[7]"):
+        assert f"FAILED test_losing.py::{name}" in done.stdout
+    assert "here it went" in done.stdout and done.stdout.count("crashed while running") >= 2
+
+
+def test_about_thirty_tests_are_smoke():
+    import test_gpu
+
+    class Seen:
+        def pytest_collection_finish(self, session):
+            self.names = [item.name for item in session.items]
+
+    file, seen = Path(test_gpu.__file__), Seen()
+    flags = [
+        "-c",
+        str(file.parents[2] / "pyproject.toml"),
+        "-n0",
+        "-q",
+        "--collect-only",
+        "-m",
+        "smoke",
+    ]
+    assert pytest.main([*flags, str(file)], plugins=[seen]) == 0
+    assert 25 <= len(seen.names) <= 40 and seen.names == test_gpu.SMOKE
+    assert seen.names[0].startswith("test_captured_cycles"), (
+        "the longest first, or they end too late"
+    )
+
+
+# ----------------------------------------------------------------------------------------- ceilings
+
+
+def test_a_gpu_s_ceiling_is_timed_by_events_over_eight_gigabytes(monkeypatch):
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        record = lambda self: calls.append("record")  # noqa: E731
+        synchronize = lambda self: calls.append("wait")  # noqa: E731
+        elapsed_time = lambda first, last: 4.0  # noqa: E731  (ms)
+
+    def ones(elements, device):
+        return SimpleNamespace(nbytes=4 * elements, sum=lambda: calls.append(device))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(measure.torch, "ones", ones)
+    assert measure._bandwidth("cuda:1", 2, torch.get_num_threads()) == [8e9 / 4e-3] * 2
+    assert calls == ["record", "cuda:1", "record", "wait"] * 3
+
+
+def test_probes_say_what_they_found(tmp_path, monkeypatch):
+    out = tmp_path / "rows.jsonl"
+    command = ["probe.py", "--probe", "facts,capture", "--device", "cpu", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as end:
+        gpu_probe.main()
+    assert not end.value.code
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    texts = {row["name"]: row["text"] for row in rows if "text" in row}
+    assert list(texts) == ["facts", "capture"] and torch.__version__ in texts["facts"]
+    assert gpu_probe.lines_of("no-such-program") == ["no no-such-program (FileNotFoundError)"]
+    monkeypatch.setattr(gpu_probe, "copy_into", lambda x, y: None)
+    with pytest.raises(AssertionError):
+        gpu_probe.capture("cpu")
+
+
+@pytest.mark.parametrize("name", ["attention", "compact", "norm", "rotary", "topk", "tree"])
+def test_a_family_agrees_with_its_reference(name, on_cpu, monkeypatch):
+    """With the CPU's operators in the place of ours: the check itself is right, and can fail."""
+    for constant, value in {"HEADS": {"8b": (4, 1)}, "CAPACITY": 96, "CACHE_LAYERS": 2}.items():
+        monkeypatch.setattr(kernel_bench, constant, value)
+    monkeypatch.setattr(kernel_bench.torch, "compile", lambda step, **_: step)
+    assert families.check_family(name, "cpu")["relative_error"] < kernel_bench.TOLERANCE
+    monkeypatch.setattr(kernel_bench, "relative_error", lambda got, want: 1.0)
+    monkeypatch.setattr(families, "relative_error", lambda got, want: 1.0)
+    monkeypatch.setattr(families.ops.tree, "relate", lambda *_: [torch.zeros(1)])
+    monkeypatch.setattr("kv_cache.compact", lambda *_: None)
+    with pytest.raises(AssertionError):
+        families.check_family(name, "cpu")
+
+
+def test_the_families_are_those_that_pytorch_can_replace():
+    assert tuple(families.CHECKS) == FAMILIES
+
+
+def test_a_compiled_step_that_loses_the_fields_of_a_record_is_found(traced, monkeypatch):
+    """As on torch 2.11, where NamedTuple._replace returned an empty record."""
+    assert gpu_probe.compiling("cpu")["text"]
+    monkeypatch.setattr(gpu_probe, "replace_fields", lambda pair, **_: pair)
+    with pytest.raises(AssertionError):
+        gpu_probe.compiling("cpu")
+
+
+def test_a_bandwidth_that_was_measured_is_handed_on(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            measure, "read_bandwidth", lambda *_: measure.Series.of([1e12, 3.35e12, 4e12])
+        )
+        patch.chdir(tmp_path)
+        with pytest.raises(SystemExit):
+            gpu_probe.probe(gpu_probe.ProbeConfig("bandwidth", "cpu", json="probes.jsonl"))
+    assert table.bandwidth(tmp_path / "nothing") == ""
+    monkeypatch.setattr(measure.subprocess, "run", None)
+    monkeypatch.setenv("GPT_EAGLE_BANDWIDTH", table.bandwidth(tmp_path))
+    assert measure.read_bandwidth("cuda", 5) == measure.Series.of([3.35e12])
+    for wrong in ("fast", "-1", "nan", "inf"):
+        monkeypatch.setenv("GPT_EAGLE_BANDWIDTH", wrong)
+        with pytest.raises(
+            ValueError, match=f"must be bytes per second, as 3.35e12; it is '{wrong}'"
+        ):
+            measure.read_bandwidth("cuda", 5)

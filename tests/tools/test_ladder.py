@@ -1,0 +1,303 @@
+"""The programs of a call on a GPU machine, walked on a CPU: the ladder, its table, and the parts."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ops.library import set_plain
+from options import ROOT
+from scripts.bench.row_log import Log
+from scripts.gpu import attempts, beside, caches, ladder, probe, table
+
+
+@pytest.fixture(autouse=True)
+def _no_switches(monkeypatch):
+    """Every test starts and ends with all of our operators."""
+    yield
+    set_plain(())
+
+
+def climb(file, *flags):
+    """Run the ladder in this process. Returns: its exit status and the rows of its log."""
+    with pytest.MonkeyPatch.context() as patch:
+        command = ["ladder.py", "--dry_run", "--json", str(file), *flags]
+        patch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as end:
+            ladder.main()
+    return end.value.code or 0, [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_dry_run_climbs_every_rung_and_hides_no_failure(tmp_path, monkeypatch, capsys):
+    """One rung fails by all methods; it is recorded with its tracebacks, and the others are measured."""
+    monkeypatch.setattr(ladder, "ONE_FILE", tmp_path / "example.py")
+    monkeypatch.setattr(ladder, "ROOT", tmp_path)
+    (tmp_path / "example.py").write_text("import sys; print('a text', sys.argv[1:])")
+    chosen = []
+    real = ladder.set_rung
+
+    def set_rung(rung, plain, device):
+        chosen.append(rung)
+        assert plain == {"norm"} and device == "cpu"
+        if rung == ladder.RUNGS["compiled"]:
+            raise RuntimeError("no compiler\nat all")
+        real(rung, plain, device)
+
+    monkeypatch.setattr(ladder, "set_rung", set_rung)
+    log = tmp_path / "ladder.jsonl"
+    status, rows = climb(log, "--plain", "norm", "--one_file", "--tokens 3")
+    assert status == attempts.FAILED
+    ended = [row for row in rows if "begun" not in row]
+    assert [row["group"] for row in ended[::3]] == ladder.NAMES
+    assert [row["name"] for row in ended[:3]] == ["vanilla", "tree", "chain"]
+    assert chosen == [rung for rung in ladder.RUNGS.values() for _ in range(3)]
+    failed = [row for row in ended if "error" in row]
+    assert [row["group"] for row in failed] == ["compiled"] * 3
+    assert failed[0]["error"] == "RuntimeError: no compiler"
+    assert "in set_rung" in failed[0]["traceback"]
+    rates = [row for row in ended if "tokens_per_s" in row]
+    assert len(rates) == 3 * 7
+    assert all(len(row["tokens"][0]) == 8 and not row["fault"] for row in rates)
+    assert {len(row["tokens"]) for row in rates} == {1} and rates[1]["tau"] > rates[0]["tau"] == 1
+    assert ended[-1]["text"] == "a text ['--tokens', '3']"
+    # the same command has nothing left to do, and loads nothing
+    monkeypatch.setattr(ladder, "Climb", None)
+    assert climb(log, "--plain", "norm")[0] == attempts.FAILED
+    printed = "\n".join(table.table(tmp_path))
+    assert "| none | captured, PyTorch alone | vanilla | " in printed
+    assert "FAILED none, compiled, chain: RuntimeError: no compiler" in printed
+    assert "one-file example: a text" in printed and "HUNG" not in printed
+
+
+def test_a_hang_is_cut_and_the_same_command_goes_on_behind_it(tmp_path):
+    log = tmp_path / "ladder.jsonl"
+    command = [sys.executable, "scripts/gpu/ladder.py", "--dry_run", "--json", str(log)]
+    command += ["--rungs", "2,3", "--hang", "2", "--seconds", "1"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode not in (0, 2, attempts.FAILED)
+    assert "Timeout" in done.stderr and "in measure" in done.stderr
+    assert [row["begun"] for row in map(json.loads, log.read_text().splitlines())] == [True]
+    status, rows = climb(log, "--rungs", "2,3", "--hang", "2")
+    assert status == attempts.FAILED
+    assert [row["group"] for row in rows if "tokens" in row] == ["captured"] * 3
+    assert any(line.startswith("HUNG or died: none, captured, ") for line in table.table(tmp_path))
+
+
+@pytest.mark.parametrize("method,plain,gaps,fault", [
+    ("tree", set(), (0.01, None), ""),
+    ("tree", set(), (0.5, None), "differs from vanilla where the best two scores are 0.500 apart"),
+    ("chain", set(), (0.01, None), "the chain's tokens are not vanilla's; the best two scores were 0.010 apart"),
+    ("chain", {"products"}, (0.01, 0.02), ""),
+    ("vanilla", set(), (None, 0.2), "differs from first where the best two scores are 0.200 apart"),
+])  # fmt: skip
+def test_identity_is_judged_by_the_chain_and_a_tree_by_the_gap(method, plain, gaps, fault):
+    row = {"gap_to_vanilla": gaps[0], "gap_to_first": gaps[1]}
+    assert ladder.fault_of(row, method, plain) == fault
+
+
+def test_the_gap_is_that_of_the_first_different_token(tmp_path):
+    """Scores of the target itself, behind the tokens of the other decoding."""
+    config = ladder.LadderConfig(device="cpu", inflate="none", dry_run=True, tokens=4)
+    given = attempts.Attempts(Log("", ""), {}, 60, int)
+    climbing = ladder.Climb(config, given)
+    engine = climbing.loaded("vanilla")
+    mine, other = [[5, 6, 7]], [[5, 9, 7]]
+    assert ladder.widest_gap(engine, climbing.prompts, mine, mine) is None
+    ids = ladder.first_ids(engine, climbing.prompts) + [5]
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        features = engine.target(tokens, torch.arange(len(ids))[None])[:, -1:]
+        best = engine.target.logits(features).flatten().sort(descending=True).values
+    gap = ladder.widest_gap(engine, climbing.prompts, mine, other)
+    assert gap == pytest.approx(float(best[0] - best[1])) and gap > 0
+
+
+# ------------------------------------------------------------------------------ attempts
+
+LOSING = """
+import sys
+from scripts.bench.row_log import Log
+from scripts.gpu.attempts import Attempts
+lost = []
+def use():
+    assert not lost, "an illegal memory access was encountered"
+tries = Attempts(Log(sys.argv[1], "--json"), {"part": "p"}, 60, use)
+for group in tries.left(["one", "two", "three"]):
+    tries.run(group, "a", lambda: lost.append(1) if group == "two" else {"text": group})
+    tries.run(group, "b", lambda: {"text": group})
+assert "torch" not in sys.modules
+tries.finish()
+"""
+
+
+def test_a_lost_device_ends_its_group_only(tmp_path):
+    log = tmp_path / "log.jsonl"
+    command = [
+        sys.executable,
+        "-c",
+        LOSING.replace("lost.append(1) if", "lost.append(1) or {} if"),
+        str(log),
+    ]
+    statuses = [subprocess.run(command, cwd=ROOT, capture_output=True).returncode for _ in range(2)]
+    assert statuses == [attempts.LOST, attempts.FAILED]
+    rows = Log(str(log), "").rows
+    assert [row["group"] for row in rows if "text" in row] == ["one", "one", "three", "three"]
+    assert [row["group"] for row in rows if row.get("lost")] == ["two"]
+
+
+def test_a_slow_machine_has_longer_limits(monkeypatch):
+    """A limit grows with the longest attempt, so that a machine three times as slow is no hang."""
+    limits = []
+    monkeypatch.setattr(
+        attempts.faulthandler, "dump_traceback_later", lambda s, **_: limits.append(s)
+    )
+    tries = attempts.Attempts(Log("", ""), {}, 10.0, int)
+    tries.log.rows.append({"group": "a", "name": "a", "s": 50.0})
+    tries.run("b", "b", dict)
+    assert limits == [150.0]
+
+
+def test_a_family_of_kernels_that_fails_hides_no_other(tmp_path, monkeypatch):
+    """And the ladder's call learns which ones PyTorch has to replace."""
+
+    def wrong(device):
+        return 0.5
+
+    def broken(device):
+        raise RuntimeError("no image")
+
+    checks = {"norm": wrong, "topk": lambda device: 0.0, "tree": broken}
+    monkeypatch.setattr("scripts.gpu.families.CHECKS", checks)
+    monkeypatch.setattr(probe, "CHECKS", checks)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(probe, "pick_device", lambda device: "cuda")
+    with pytest.raises(SystemExit) as end:
+        probe.probe(probe.ProbeConfig("families", json=str(tmp_path / "probes.jsonl")))
+    assert end.value.code == attempts.FAILED
+    assert table.wrong_families(tmp_path) == ["norm", "tree"]
+    printed = "\n".join(table.table(tmp_path))
+    assert "family topk: right" in printed and "the relative error is 0.5" in printed
+
+
+# ------------------------------------------------------------------------------ the parts
+
+
+def parts(tmp_path, code, **variables):
+    """Run some shell code behind parts.sh. Returns: its output, the summary included."""
+    script = f"LIMIT=60; source scripts/gpu/parts.sh; {code}"
+    given = {"OUT": str(tmp_path / "out"), "DEVICE": "cpu", "PY": sys.executable}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, text=True, capture_output=True, timeout=60,
+        env=os.environ | given | variables,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_parts_end_in_time_are_tried_again_and_named(tmp_path):
+    try_again = f"again tries 20 bash -c 'test -e {tmp_path}/there && exit 4; touch {tmp_path}/there; exit 1'"
+    said = parts(
+        tmp_path,
+        f"part slow 5 sleep 30; {try_again}; part well 9 true; part wrong 9 false;"
+        "LIMIT=1; part late 9 true; echo $FAULTS; set_pace 50; paced 10; set_pace 1; paced 10",
+    )
+    lines = said.splitlines()
+    assert lines[0] in ("== slow: 5 s, exit status 124", "== slow: 6 s, exit status 124")
+    assert [line.split(" s, ")[1] for line in lines[1:5]] == [
+        f"exit status {status}" for status in (1, 4, 0, 1)
+    ]
+    assert lines[5].startswith("== late: not begun")
+    assert lines[6:] == ["slow tries wrong late", "20", "10"]
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    assert (
+        summary.count("== tries") == 2
+        and "$ sleep 30" in (tmp_path / "out" / "log.txt").read_text()
+    )
+
+
+def test_the_calls_name_programs_options_and_tests_that_are_there():
+    """Every flag of a program in the two calls is one that it takes."""
+    for name in ("call1.sh", "call2.sh"):
+        assert subprocess.run(["bash", "-n", str(ROOT / "scripts/gpu" / name)]).returncode == 0
+        text = (ROOT / "scripts/gpu" / name).read_text() + (
+            ROOT / "scripts/gpu/parts.sh"
+        ).read_text()
+        for word in text.replace('"', " ").split():
+            if word.startswith(("scripts/", "tests/")):
+                assert (ROOT / word).is_file(), word
+
+
+@pytest.mark.slow  # two minutes: all parts of the first call
+def test_the_first_call_on_a_cpu_with_a_rung_that_hangs(tmp_path):
+    variables = {
+        "DEVICE": "cpu",
+        "PY": sys.executable,
+        "OUT": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+    }
+    variables |= {"LIMIT": "600", "HANG": "3", "HANG_S": "30", "BF16": "0,3,7", "INT8": "4"}
+    done = subprocess.run(
+        ["bash", "scripts/gpu/call1.sh"], cwd=ROOT, text=True, capture_output=True,
+        env=os.environ | variables,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("NEXT: hand the machine back")
+    assert lines[-2].endswith("faults: bf16 int4"), done.stdout
+    assert "HUNG or died: none, captured, vanilla; its stacks are in log.txt" in lines
+    rates = [line for line in lines if line.startswith(("| none", "| int"))]
+    assert len(rates) == 3 * (2 + 2 + 1)
+
+
+def test_compiled_kernels_travel(tmp_path, monkeypatch, capsys):
+    """Without inductor's sources; and Triton finds them where they are now."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "there"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    key = tmp_path / "there" / "KEY"
+    key.mkdir(parents=True)
+    for end in ("cubin", "json", "ptx"):
+        (key / f"matmul.{end}").write_text("{}")
+    listing = {"child_paths": {"matmul.cubin": "/elsewhere/matmul.cubin"}}
+    (key / "__grp__matmul.json").write_text(json.dumps(listing))
+    caches.save(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here"))
+    assert caches.load(tmp_path) == 1
+    here = tmp_path / "here" / "KEY"
+    assert {file.name for file in here.iterdir()} == {
+        "matmul.cubin",
+        "matmul.json",
+        "__grp__matmul.json",
+    }
+    found = json.loads((here / "__grp__matmul.json").read_text())["child_paths"]
+    assert found == {name: str(here / name) for name in ("matmul.cubin", "matmul.json")}
+    monkeypatch.setattr(caches, "MOST_BYTES", 10)
+    caches.save(tmp_path)
+    assert not (tmp_path / "triton.tgz").exists()
+    assert "note: triton's cache has 0.0 MB and is left out" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize("program,flags,message", [
+    (ladder, ["--rungs", "0,9"], "ladder.py: --rungs takes numbers from 0 to 8, as 0,3; it is '0,9'"),
+    (ladder, ["--plain", "norms"], "ladder.py: --plain: there is no norms; use of attention, compact"),
+    (ladder, ["--hang", "x"], "ladder.py: --hang takes numbers from 0 to 8"),
+    (beside, ["--what", "vllm"], "beside.py: --what: there is no vllm; use of transformers"),
+    (beside, ["--what", "gptfast-int4", "--gpt_fast", "nowhere"], "beside.py: --gpt_fast: nowhere has no model.py, quantize.py, generate.py, LICENSE; copy them"),
+    (beside, [], "beside.py: --device cuda: there is no CUDA device; use --device cpu --small"),
+    (probe, ["--probe", "facts,fast"], "probe.py: --probe: there is no fast; use facts, compiling"),
+    (probe, ["--probe", "families", "--device", "cpu"], "probe.py: --probe families checks kernels of CUDA"),
+    (table, ["nowhere"], "table.py: there is no folder 'nowhere'; name that of the results"),
+    (caches, [], "caches.py: name a folder with --load or --save"),
+])  # fmt: skip
+def test_mistakes_are_one_line(program, flags, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["program", *flags])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and said.startswith(message), said
