@@ -29,6 +29,7 @@ from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
 from hf.gguf import GgufFile
 from hf.gguf_blocks import keeps_blocks
+from hf.not_finite import check_small_weights
 from hf.weights import int4_group
 from model import DTYPES, Transformer
 from ops import switches
@@ -68,6 +69,7 @@ def load(
     device = _pick_device(asked)
     path = fetched(asked.checkpoint)
     target = _load_target(replace(asked, device=device), path)
+    check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)
     _note_attention(target)
     engine = Engine(

@@ -46,6 +46,8 @@ FILES = (
     "hydra_lm_head.safetensors",
     "hydra_lm_head.pt",
 )
+# files with the quantization of AutoGPTQ and AutoAWQ, where config.json has none -> their method
+OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # files of the source that are copied if they exist: the tokenizer, end-of-sequence ids, a draft
 # vocabulary
 COPIED = (
@@ -55,6 +57,7 @@ COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
     "token_ranks.json",
 )
@@ -100,6 +103,19 @@ class Quantization:
                 f"{where}: the group size must be one of {sizes}; it is {self.group_size}"
             )
         return self
+
+
+def read_model_config(path: Path) -> dict:
+    """Read config.json of a directory, with the quantization that older files have beside it.
+
+    Raises: ValueError when it is missing or broken.
+    """
+    raw = read_json(path / "config.json")
+    for name, method in OLDER.items():
+        beside = path / name
+        if "quantization_config" not in raw and beside.is_file():
+            raw["quantization_config"] = {"quant_method": method} | read_json(beside)
+    return raw
 
 
 def foreign_quantization(raw: dict) -> Any:
@@ -200,7 +216,7 @@ class TensorSource(Protocol):
     config: dict  # the content of config.json
     readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
     # weights quantized by another library, which have no reader, and functions that unpack them;
-    # of a GGUF file those that return `hf.blocks.Blocks`
+    # of a GGUF file those that return `hf.gguf_blocks.Blocks`
     quantized: Mapping[str, Callable[[], Any]] = MappingProxyType({})
     note: str = ""  # printed when all is read
     block_types: str = ""  # of a GGUF file's matrices, for a note
@@ -232,7 +248,7 @@ class WeightFiles(TensorSource):
         Raises: ValueError when the config or the weights are missing, or a file is corrupt.
         """
         self.path = path
-        self.config = read_json(path / "config.json")
+        self.config = read_model_config(path)
         self.readers: dict[str, Callable[[], Tensor]] = {}
         for file in self._shards():
             if not os.path.isfile(file):  # False too for a name that no file can have
@@ -251,6 +267,9 @@ class WeightFiles(TensorSource):
                 return self._indexed(index)
             if (self.path / name).is_file():
                 return [self.path / name]
+        only = list(self.path.glob("*.safetensors"))
+        if len(only) == 1:  # AutoGPTQ names it by the format
+            return only
         names = "model.safetensors nor pytorch_model.bin (single or sharded)"
         for kind in ("medusa", "hydra"):
             if f"{kind}_num_heads" in self.config:
@@ -353,6 +372,7 @@ def write_checkpoint(
         _write_shards(temporary, tensors, shard_bytes)
         for name in COPIED:
             if (source / name).is_file():
+                (temporary / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, temporary / name)
         _write_json(temporary / "config.json", config)
         if out.exists():

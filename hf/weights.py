@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cli.io import is_gguf
+from cli.io import is_gguf, one_line
 from hf.checkpoint import (
     BLOCKS,
     Quantization,
@@ -35,7 +35,7 @@ from hf.checkpoint import (
     saved_quantization,
     scale_name,
 )
-from hf.config import open_source, read_config
+from hf.config import EMBEDDING, open_source, read_config
 from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, pack, table_of
 from model import DTYPES, ExpertLinear, LMHead, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
@@ -46,6 +46,8 @@ from stats import check_memory
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
 # another program, and one of them loads this much in less than 1 s
 SMALL = 2**29
+# the beginnings of the names of a model's tensors; others are parts that it may have beside
+PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 # `ModelConfig.expert_names` -> the files' names of a layer's feed-forward, and of an expert's gate,
 # up and down
 EXPERTS = {
@@ -180,16 +182,27 @@ def _linear_weights(model: nn.Module) -> set[str]:
 
 
 def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str], bool]) -> None:
-    """Check the names of the tensors. Raises: ValueError for missing or unexpected ones."""
+    """Check the names of the tensors.
+
+    A model may have other parts, as a vision tower: they are noted, and not used.
+    Raises: ValueError for missing tensors and unexpected ones.
+    """
     held = {*files.readers, *files.quantized}
     missing = sorted(wanted - held)
     unexpected = sorted(name for name in held - wanted if not ignored(name))
+    others: list[str] = []
+    if EMBEDDING in wanted:  # a model, not a head
+        others = [name for name in unexpected if not name.startswith(PARTS)]
+        unexpected = [name for name in unexpected if name.startswith(PARTS)]
     for fault, found in (("missing", missing), ("unexpected", unexpected)):
         if found:
             remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
             raise ValueError(
                 f"{files.path}: {len(found)} {fault} weight(s): {_some(found)}; {remedy}"
             )
+    if others:
+        unused = f"{len(others)} weight(s) of other parts are not used: {_some(others)}"
+        print(f"note: {files.path}: {one_line(unused)}", file=sys.stderr)
 
 
 def _set_quantized(model: nn.Module, ours: str, loading: _Loading, theirs: tuple[str, ...]) -> None:
@@ -643,9 +656,7 @@ def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
     if config.tie_embeddings:
         repeated = ("lm_head.weight", scale_name("lm_head.weight"))
 
-    def no_bias(name: str) -> bool:  # AutoGPTQ wrote zeros where a layer has none
-        layer, _, kind = name.rpartition(".")
-        is_quantized = kind == "bias" and f"{layer}.weight" in files.quantized
-        return is_quantized and not files.read(name).any()
+    def no_bias(name: str) -> bool:  # AutoGPTQ and others write zeros where a layer has none
+        return name.endswith(".bias") and name in files.readers and not files.read(name).any()
 
     return lambda name: name.endswith("rotary_emb.inv_freq") or name in repeated or no_bias(name)

@@ -159,7 +159,7 @@ def _blocks(
 def numbers_of(packed: Tensor, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Read rows of packed blocks as numbers; only C++ knows their layout.
 
-    packed: [bytes] uint8; table: from `hf.blocks.table_of`; rows: [R] int64
+    packed: [bytes] uint8; table: from `hf.gguf_blocks.table_of`; rows: [R] int64
     Returns: [R, K] of `dtype`.
     """
     out = torch.empty(len(rows), int(table[1]), dtype=dtype)
