@@ -219,7 +219,7 @@ def with_cycles(engine: Engine) -> Engine:
     """
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
-    cuda = engine.device.type == "cuda"
+    cuda = engine.option("device").startswith("cuda")
     engine.target.fuse(compiles and not cuda)
     engine.drafter.fuse(compiles and not cuda)
     eos_ids = engine.eos_ids
