@@ -195,7 +195,8 @@ def open_files(path: Path) -> WeightFiles:
     """
     files = WeightFiles(path)
     readers = files.readers
-    if EMBEDDING.removeprefix("model.") in readers:
+    is_head = "fc.weight" in readers  # a draft head's names have no prefix
+    if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
             name if name.startswith("lm_head.") else f"model.{name}": read
             for name, read in readers.items()

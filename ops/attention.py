@@ -91,7 +91,7 @@ def _tree_attention_masked(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask:
 
 
 def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
-    if not has_triton():
+    if not has_triton("attention"):
         return _tree_attention_masked(q, k, v, start, mask)
     import ops.cuda.attention
 

@@ -869,7 +869,7 @@ def test_older_files_say_it_in_a_file_of_its_own(originals, tmp_path, name, file
     (out / "model.safetensors").rename(out / "gptq_model-4bit-128g.safetensors")
     options = {"draft": "none", "device": "cpu"}
     engines = [load(checkpoint=str(path), **options) for path in (whole, out)]
-    assert engines[1].config.quant == "int4"
+    assert engines[1].option("quant") == "int4"
     tokens = [generate(engine, [[5, 6, 7]], max_new_tokens=8).tokens for engine in engines]
     assert tokens[0] == tokens[1]
 
