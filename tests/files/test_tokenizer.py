@@ -486,7 +486,7 @@ def test_other_threads_keep_their_standard_error(json_dir, monkeypatch):
     """A server encodes in a thread of its own. Output of other threads meanwhile is not dropped."""
     tokenizer, silenced = Tokenizer.load(json_dir), []
     silence = lambda: silenced.append(1) or contextlib.nullcontext()  # noqa: E731
-    monkeypatch.setattr("cli.io.silence_stderr", silence)
+    monkeypatch.setattr("hf.untrusted.silence_stderr", silence)
     thread = threading.Thread(target=tokenizer.encode, args=("hello",))
     thread.start()
     thread.join()
