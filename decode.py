@@ -72,7 +72,9 @@ class CycleResult:
     emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
     count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
     length: list[int]  # accepted nodes
-    done: list[bool]  # the sequence is finished
+    done: list[
+        int
+    ]  # 1: the sequence is finished; 2, 3: numbers on the accepted path are not finite
     pos: list[int]  # index of the root that was verified
     times: list[int]  # of all: ns before, between and behind the steps
     seconds: float  # of the cycle
@@ -217,7 +219,7 @@ def with_cycles(engine: Engine) -> Engine:
     """
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
-    cuda = engine.device.type == "cuda"
+    cuda = engine.option("device").startswith("cuda")
     engine.target.fuse(compiles and not cuda)
     engine.drafter.fuse(compiles and not cuda)
     eos_ids = engine.eos_ids
@@ -387,7 +389,9 @@ def advance(
     tokens = torch.cat((tree.tokens[:, :1], emitted), 1)  # [B, D+2]
     text = DecodedTokens(state.tokens, pos)
     update = DrafterUpdate(tokens, features.gather(1, path), count, text)
-    report = CycleResult.pack(emitted, count, accepted.length, done, state.pos)
+    broken = ~update.features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
+    ends = done + 2 * broken
+    report = CycleResult.pack(emitted, count, accepted.length, ends, state.pos)
     new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
     return new, update, report
 

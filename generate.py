@@ -172,6 +172,7 @@ class Batch:
             for seq, turns in enumerate(running):
                 if new[seq]:
                     turns[-1].new.extend(new[seq])
+                require(seq not in session.broken, session.broken.get(seq))
                 if turns and seq in session.faults:
                     turns[-1] = Turn(*turns[-1][:3], session.faults[seq])
             for line in session.trace:

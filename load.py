@@ -22,11 +22,14 @@ from cli.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, pick_tokens, with_cycles
 from drafters import Method, Policy, RootOnly
+from hf.calibrate import calibrated, is_calibrated
 from hf.chat import TextFiles, read_text_files
 from hf.checkpoint import BLOCKS, Quantization, saved_quantization
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
+from hf.gguf import GgufFile
 from hf.gguf_blocks import keeps_blocks
+from hf.not_finite import check_small_weights
 from hf.weights import int4_group
 from model import DTYPES, Transformer
 from ops import switches
@@ -66,6 +69,7 @@ def load(
     device = _pick_device(asked)
     path = fetched(asked.checkpoint)
     target = _load_target(replace(asked, device=device), path)
+    check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)
     _note_attention(target)
     engine = Engine(
@@ -125,6 +129,23 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     )
 
 
+def keeps_fewer_bits(config: GenerateConfig, path: Path) -> bool:
+    """Return whether --quant leaves a GGUF file as it is: most weights have as few bits already.
+
+    A second rounding would cost answers and save nothing. Prints a line about it. On CUDA, which
+    would widen the blocks, they are rounded.
+    """
+    if config.quant == "none" or config.device != "cpu" or not keeps_blocks(config, path):
+        return False
+    if not GgufFile(path).mostly_has(int(config.quant.removeprefix("int"))):
+        return False
+    print(
+        f"note: {path} has no more bits than --quant {config.quant}: it is not rounded again",
+        file=sys.stderr,
+    )
+    return True
+
+
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     source = None
     if config.inflate:
@@ -132,8 +153,13 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
 
         source = target_source(config)
     quant = Quantization.of(config.quant, config.group_size)
+    if keeps_fewer_bits(config, path):
+        quant = None
     if quant is None and keeps_blocks(config, path):
         quant = Quantization(BLOCKS, saved=True)
+    if quant is not None and is_calibrated(quant, path) and source is None:
+        source = calibrated(path, quant)
+        quant = None  # the source has the format
     return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
 
 
@@ -146,9 +172,10 @@ def _resolved(
     if saved is not None:  # the checkpoint holds codes
         config = replace(config, quant=saved.format)
     formats = {getattr(layer, "format", "") for layer in target.modules()}
-    for form in (BLOCKS, "int4"):  # of a GGUF file on a CPU, on CUDA
-        if form in formats and config.quant == "none":
-            config = replace(config, quant=form)
+    if BLOCKS in formats:  # of a GGUF file on a CPU, whatever --quant asked for
+        config = replace(config, quant=BLOCKS, group_size=0)
+    elif "int4" in formats and config.quant == "none":  # of such a file on CUDA
+        config = replace(config, quant="int4")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     return resolve_draft(config, path, dtype, _without_head(config))
 
@@ -264,7 +291,7 @@ def warm_up(engine: Engine) -> Engine:
     the engine runs without it.
     """
     tries = engine.compiles if engine.captured else engine.option("compile")
-    reason = why_not_compiled(engine.device.type) if tries else ""
+    reason = why_not_compiled(engine.option("device")) if tries else ""
     chosen = engine.resolved | {"compile": tries and not reason}
     ranks.check_same_on_all_ranks(engine.config, **chosen)
     if reason and engine.captured:

@@ -234,7 +234,7 @@ class GenerateConfig:
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     group_size: int = option(
         0,
-        "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that fits every layer",
+        "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
         needs=(INT4,),
     )
     quant_draft: str = option(

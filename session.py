@@ -32,6 +32,7 @@ from torch import Tensor
 from decode import PREFILL_CHUNK, Cycle, CycleResult, DecodeState, Engine, prefill_chunk
 from draft_tree import replace_fields
 from drafters import DrafterUpdate
+from hf.not_finite import is_finite, reason
 from kv_cache import KVCache
 from ops.library import single_torch_thread
 from options import Sampling
@@ -156,6 +157,7 @@ class Session:
         self.live = [False] * batch  # sequences that decode
         self.answers = [0] * batch  # where the answer of each turn begins
         self.faults: dict[int, str] = {}  # sequences that their guide has ended, and why
+        self.broken: dict[int, str] = {}  # sequences that ended where numbers were not finite
         # cycles whose reports were not read, and what each reader copies
         self.pending: deque[tuple[CycleResult, list[Any]]] = deque()
         self.stats = Stats()
@@ -198,8 +200,8 @@ class Session:
                 self.release(seq)
         while any(self.live) or self.prefilling:
             yield self.step()
-            if self.faults:
-                raise ValueError(next(iter(self.faults.values())))
+            for fault in (*self.faults.values(), *self.broken.values()):
+                raise ValueError(fault)
 
     def configure(self, seq: int, params: Sampling, seed: int) -> None:
         """Set the parameters and the seed of an idle sequence; before, they are the engine's."""
@@ -229,6 +231,7 @@ class Session:
         """
         self.release(seq)
         self.faults.pop(seq, None)
+        self.broken.pop(seq, None)
         engine = self.engine
         guide = guide or engine.guide
         if guide is not None and self.guide is None:
@@ -355,6 +358,9 @@ class Session:
             return
         taken = {}
         for seq in live:
+            if result.done[seq] >= 2:
+                self._break(seq)
+                continue
             self.live[seq] = not result.done[seq]
             taken[seq] = self._allowed(seq, result.emitted[seq][: result.count[seq]])
             new[seq] += taken[seq]
@@ -401,12 +407,25 @@ class Session:
                 # waits for the chunk, so that its time counts as prefill
                 root = int(self.state.tokens[seq, len(prompt)])
                 if len(self.history[seq]) == len(prompt):
+                    features = self.buffers.root_features[seq : seq + 1]
+                    if not is_finite(features):
+                        self._break(seq)
+                        continue
                     for reader in self.readers:
-                        features = self.buffers.root_features[seq : seq + 1]
                         reader.decided_root(seq, features, root)
                     self.live[seq] = not self.state.done[seq]
                     del self.prefilling[seq]
                     new[seq] = self._allowed(seq, [root])
+
+    def _break(self, seq: int) -> None:
+        """End a sequence whose numbers are not finite, and forget it. Writes: broken; the cache."""
+        tokens = self.history[seq]
+        self.live[seq] = False  # its text is not kept
+        self.release(seq)
+        self.history[seq] = []
+        for buffer in (*self.buffers.cache.k, *self.buffers.cache.v):
+            buffer[seq, :, : len(tokens) + PREFILL_CHUNK] = 0  # a mask does not hide NaN
+        self.broken[seq] = reason(self.engine.target, tokens)
 
     def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None) -> None:
         """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""

@@ -133,7 +133,7 @@ def test_weights_and_logits(block_file, case):
                 got = numbers_of(layer.packed[number], layer.scale, rows, torch.float32)
                 assert torch.equal(got, want), name
         if isinstance(layer, BlockEmbedding):
-            assert torch.equal(layer(IDS), wide.embedding.weight[IDS].bfloat16())
+            assert torch.equal(layer(IDS), wide.embedding.weight[IDS])
         formats.add(type(layer))
     assert BlockLinear in formats
     assert (BlockExperts in formats) == (case in ("mixture", "int4"))
@@ -302,14 +302,14 @@ def widen(path, folder) -> None:
 
 @pytest.mark.parametrize("case", ["Q4_1", "many types", "tied", "biases", "mixture"])
 def test_options_that_widen(block_file, tmp_path, case):
-    """--dtype and --quant compute with the numbers that a directory of them gives, bit for bit."""
+    """--dtype, with --quant too, computes with the numbers that a directory of them gives, bit for bit."""
     path = block_file(case)
     widen(path, tmp_path)
     for options in (
         {"dtype": "bfloat16"},
         {"dtype": "float32"},
-        {"quant": "int8"},
-        {"quant": "int4"},
+        {"quant": "int8", "dtype": "bfloat16"},
+        {"quant": "int4", "dtype": "bfloat16"},
     ):
         engine = load(checkpoint=str(path), device="cpu", **options)
         quant = Quantization.of(options.get("quant", "none"), 0)
@@ -500,14 +500,36 @@ def test_another_format_for_the_draft(block_file, capsys):
     for chosen, form in (
         ({"quant_draft": "none"}, "blocks"),
         ({"quant_draft": "int8"}, "int8"),
-        ({"quant": "int8"}, "int8"),
+        ({"quant": "int8"}, "blocks"),
         ({"quant": "int8", "quant_draft": "none"}, "blocks"),
     ):
         engine = load(**options, **chosen)
-        assert engine.option("quant") == chosen.get("quant", "blocks")
+        assert engine.option("quant") == "blocks"
         assert engine.option("quant_draft") == form
         assert in_blocks(engine.drafter.model) == (form == "blocks")
     assert "rounded a second time, to int8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("quant", "kind", "kept"),
+    [
+        ("int4", MODEL, True),
+        ("int4", "Q4_K", True),
+        ("int4", "Q8_0", False),
+        ("int8", "Q8_0", True),
+    ],
+)
+def test_few_bits_are_not_rounded_again(block_file, capsys, quant, kind, kept):
+    """--quant leaves a file whose weights have as few bits, unless it is to be widened first."""
+    path = str(block_file(kind))
+    engine = load(checkpoint=path, device="cpu", draft="none", quant=quant)
+    said = capsys.readouterr().err
+    assert in_blocks(engine.target) == kept
+    assert engine.option("quant") == ("blocks" if kept else quant)
+    line = f"note: {path} has no more bits than --quant {quant}: it is not rounded again\n"
+    assert (line in said) == kept
+    widened = load(checkpoint=path, device="cpu", draft="none", quant=quant, dtype="float32")
+    assert widened.option("quant") == quant and "rounded again" in capsys.readouterr().err
 
 
 def test_compare(block_file):
@@ -605,7 +627,11 @@ def test_wrong_files_of_a_draft_model(capsys, block_file, tmp_path):
     assert re.search(r"m.gguf is truncated: \S+ ends at byte", refused(capsys, *options, notes=1))
 
 
-@pytest.mark.parametrize("options", [(), ("--dtype", "float32"), ("--quant", "int8")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--dtype", "float32"), ("--quant", "int8", "--dtype", "float32")],
+    ids=str,
+)
 def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monkeypatch, options):
     """A lost page of a mapping would end the process (SIGBUS)."""
     path = tmp_path / "m.gguf"
