@@ -196,7 +196,9 @@ def _note_attention(target: Transformer) -> None:
     if not on_cpp_device(weight, "attention"):
         return
     width = target.config.head_dim
-    theirs = "is PyTorch's: slower, and beside a draft near ties may differ"
+    theirs = (
+        "is PyTorch's: slower, and a draft may change a token where the best two are nearly equal"
+    )
     if width % 16:
         print(f"note: attention with heads of width {width} {theirs}", file=sys.stderr)
     elif weight.dtype == DTYPES["float16"]:

@@ -129,7 +129,7 @@ class Replay:
             self.tries -= 1
             self.runs = 0
             self.scratch.clear()  # the broken capture may hold its pool
-            note = "a step is not captured and is slower, since its capture failed"
+            note = "a step runs uncaptured, and slower, since its capture as a CUDA graph failed"
             if self.tries:
                 note = "a capture is tried again without dependent launch, since it failed"
                 if has_triton():

@@ -147,7 +147,7 @@ def _bound(verify: float, draft: float, host: float) -> str:
         return "bound by acceptance: a cycle costs hardly more than a vanilla pass"
     bounds = {
         "arithmetic: the rows of the tree cost more than the weights that they share": verify - 1,
-        "memory: drafting reads its own weights, or texts, again": draft,
+        "memory: drafting reads the head's weights, or texts, at every level": draft,
         "the host: the time between the steps": host,
     }
     return f"bound by {max(bounds, key=bounds.__getitem__)}"
@@ -162,7 +162,7 @@ def _most_used(table: list[dict[str, Any]]) -> str:
         times = f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted"
     name = most["tree"]
     if name == "none":
-        name = "no tree, drafting does not pay here,"
+        name = "no draft"
     return f"{name} in {most['cycles']} of {cycles} cycles ({times})"
 
 

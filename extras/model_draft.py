@@ -208,7 +208,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     elif not saved_quantization(read_raw(path)):
         quant = Quantization.of(config.quant_draft, config.group_size)
         if quant and config.quant_draft != config.quant:
-            rounded = f"{path} is rounded to {quant.format} (--quant_draft none: it is not)"
+            rounded = f"{path} is rounded to {quant.format}; --quant_draft none leaves it as it is"
             print(f"note: the draft model {rounded}", file=sys.stderr)
     model = load_model(path, dtype, str(weight.device), quant)
     return ModelDrafter(

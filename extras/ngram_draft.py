@@ -81,7 +81,7 @@ class Ngram:
         """Check that a tree of `size` nodes has room for them. Raises: ValueError."""
         if self.size >= size:
             raise ValueError(
-                f"{self.size - 1} looked-up tokens leave no room in a tree of {size} nodes; "
+                f"{self.size - 1} looked-up tokens do not fit a tree of {size} nodes; "
                 "raise --tree_size"
             )
 

@@ -60,7 +60,8 @@ class SampledChildren:
         tree = drafter.tree
         if isinstance(tree, DynamicTree):
             raise ValueError(
-                "children of a dynamic tree cannot be sampled: pruning them by their own q is lossy"
+                "the children of a dynamic tree cannot be sampled: dropping some by their "
+                "probability would change the output; use a static tree"
             )
         self.rows = [1, *tree.widths]  # nodes of each level that have children
         drafted = torch.arange(1, tree.size, device=tree.nodes.device)[None]

@@ -220,7 +220,8 @@ class GgufFile(TensorSource):
         if not elements or info.shape[-1] % block:
             shape = list(info.shape)
             raise ValueError(
-                f"{self.path}: {name} has the shape {shape}, which blocks of {block} do not fill"
+                f"{self.path}: {name} has the shape {shape}, "
+                f"whose last size is no multiple of {block}"
             )
         size = elements // block * block_size
         end = self._header.start + info.offset + size
@@ -472,7 +473,7 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
     fits_embedding = len(shape) == 2 and shape[-1] == width
     rules = {
         "token_embd.weight must be [tokens, embedding_length]": fits_embedding,
-        "the file has fewer blocks than block_count": layers <= len(tensors),
+        "the file has fewer layers than block_count": layers <= len(tensors),
         f"expert_count must be at most {MOST_EXPERTS}": experts <= MOST_EXPERTS,
         "head_count_kv must divide head_count": heads % kv_heads == 0,
         "key_length must be even": head_dim > 0 and head_dim % 2 == 0,

@@ -165,8 +165,8 @@ def load_weights(
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     if loading.wide:
         print(
-            f"note: {files.path}: int8 on CUDA holds neither groups nor code -128: widened to "
-            f"{str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}",
+            f"note: {files.path}: int8 on CUDA has no groups of inputs and no code -128; "
+            f"converted to {str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}",
             file=sys.stderr,
         )
     return storage.quant
@@ -596,17 +596,17 @@ def block_note(files: TensorSource, storage: Storage) -> str:
     if not kinds:
         return ""
     if quant is None:
-        return f"weights in blocks of {kinds} are widened to {dtype}"
+        return f"the file's {kinds} weights are converted to {dtype}"
     if quant.saved and not quant.is_blocks:
         return (
-            f"layers in Q4_0 become int4, with the same values; other blocks ({kinds}) are widened "
-            f"to {dtype}; --dtype {dtype} widens all"
+            f"layers in Q4_0 run as int4, with the same values; {kinds} weights are converted to "
+            f"{dtype}; --dtype {dtype} converts all"
         )
     if quant.is_blocks:
-        return f"weights stay in the file's own blocks ({kinds}); --dtype {dtype} widens them"
+        return f"weights run as they are in the file ({kinds}); --dtype {dtype} converts them"
     return (
-        f"weights that the file has rounded to {kinds} are rounded again, to {quant.format}; "
-        "without --quant they stay as they are"
+        f"the file's {kinds} weights are rounded a second time, to {quant.format}; "
+        "without --quant they run as they are"
     )
 
 

@@ -67,7 +67,7 @@ def _triton_is_installed() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
     print(
-        "note: without Triton attention, top-k and experts are slow, and steps not timed; "
+        "note: Triton is missing: attention, top-k and experts are slow, and steps are not timed; "
         "pip install triton",
         file=sys.stderr,
     )

@@ -171,7 +171,7 @@ class Reader:
         samples = self._integer(body, "n", 1, 1, capacity)
         need(  # before they are tokenized
             len(prompts) * samples <= capacity,
-            f"at most {capacity} answers fit the waiting room; lower n, or send fewer prompts",
+            f"at most {capacity} answers may wait or run at once; lower n, or send fewer prompts",
             "n",
         )
         encode = self._ids

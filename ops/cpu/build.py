@@ -417,7 +417,7 @@ def _load() -> str:
         _libraries[library.name] = register("gpt_eagle", library)
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
-        note = "PyTorch's own operators serve, which are slow on trees and in int8 and int4"
+        note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"
         print(f"note: {note} ({reason})", file=sys.stderr)
         return reason
     return ""

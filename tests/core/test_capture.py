@@ -266,7 +266,7 @@ def test_a_capture_that_fails_is_tried_again_and_others_go_on(
         assert runs == warm + again + warm + again + ["main"] * 3 and not fake_graphs
     notes = [
         "note: a capture is tried again without dependent launch, since it failed: copies to the host",
-        "note: a step is not captured and is slower, since its capture failed: copies to the host",
+        "note: a step runs uncaptured, and slower, since its capture as a CUDA graph failed: copies to the host",
     ]
     assert told == notes[:failures]
     assert launch.device_of(0).overlaps == (failures == 0) and bool(scratch) == (failures == 0)

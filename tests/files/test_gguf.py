@@ -812,7 +812,7 @@ METADATA = {
     "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),
     "list": ({"llama.embedding_length": [64, 64]}, r"llama.embedding_length must be a whole number, not \[64, 64\]"),
     "many layers": ({"llama.block_count": 2**32 - 1}, "llama.block_count must be 1 to 1048576; it is 4294967295"),
-    "more layers": ({"llama.block_count": 500}, "the file has fewer blocks than block_count"),
+    "more layers": ({"llama.block_count": 500}, "the file has fewer layers than block_count"),
     "one more layer": ({"llama.block_count": 3}, "9 missing weight"),
     "wide": ({"llama.embedding_length": 2**20}, r"token_embd.weight must be \[tokens, embedding_length\]"),
     "ffn": ({"llama.feed_forward_length": 2**20}, "has shape .* asks for"),
@@ -894,8 +894,8 @@ def test_tensors_that_are_refused(capsys, whole, tmp_path):
     at = content.index(text(name)) + len(text(name)) + 4
     for sizes, reason in (
         ((HUGE, 96), "is truncated"),
-        ((63, 96), "blocks of 32 do not fill"),
-        ((0, 96), "do not fill"),
+        ((63, 96), "is no multiple of 32"),
+        ((0, 96), "is no multiple of"),
     ):
         path.write_bytes(content[:at] + struct.pack("<QQ", *sizes) + content[at + 16 :])
         assert reason in refused(capsys, "--checkpoint", str(path))
@@ -927,7 +927,7 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
 def test_a_head_and_a_source_must_be_directories(capsys, whole, tmp_path):
     path = str(whole[0])
     err = refused(capsys, "--checkpoint", path, "--eagle", path, notes=1)
-    assert err.startswith("note: weights stay in the file's own blocks (Q8_0); --dtype bfloat16")
+    assert err.startswith("note: weights run as they are in the file (Q8_0); --dtype bfloat16")
     assert f"--head {path} is a GGUF file; a head is a directory with its config.json" in err
     with pytest.raises(SystemExit):
         quantize.main(["--checkpoint", path, "--out", str(tmp_path / "out")])

@@ -209,7 +209,7 @@ def test_codes_for_cuda(block_file, monkeypatch, capsys, case, held):
     there = load_model(path, torch.bfloat16, "meta", IN_BLOCKS)
     kept = {name.split(".")[-2] for name, _ in there.named_buffers() if name.endswith("packed")}
     assert sorted(kept) == held
-    assert capsys.readouterr().err.startswith("note: layers in Q4_0 become int4, with the same")
+    assert capsys.readouterr().err.startswith("note: layers in Q4_0 run as int4, with the same")
 
 
 def test_a_scale_for_cuda_that_is_no_number(block_file):
@@ -246,7 +246,7 @@ def test_blocks_are_the_default(block_file, capsys):
     engine = load(checkpoint=path, device="cpu")
     kinds = "Q3_K, Q4_1, Q4_K, Q5_0, Q8_0"
     assert engine.option("quant") == "blocks" and engine.option("dtype") == "bfloat16"
-    note = f"note: weights stay in the file's own blocks ({kinds}); --dtype bfloat16 widens them\n"
+    note = f"note: weights run as they are in the file ({kinds}); --dtype bfloat16 converts them\n"
     assert capsys.readouterr().err == note
     assert {type(layer.attention.wqkv) for layer in engine.target.layers} == {BlockLinear}
 
@@ -507,7 +507,7 @@ def test_another_format_for_the_draft(block_file, capsys):
         assert engine.option("quant") == "blocks"
         assert engine.option("quant_draft") == form
         assert in_blocks(engine.drafter.model) == (form == "blocks")
-    assert "rounded again, to int8" in capsys.readouterr().err
+    assert "rounded a second time, to int8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_the_command_line(block_file, tmp_path, capsys):
     )
     found = json.loads(out.read_text())
     assert found["config"]["quant"] == "blocks" and len(found["tokens"][0]) == 6
-    assert "weights stay in the file's own blocks (Q4_K, Q6_K)" in capsys.readouterr().err
+    assert "weights run as they are in the file (Q4_K, Q6_K)" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------- wrong files
@@ -665,7 +665,7 @@ def test_inputs_that_blocks_do_not_fill(capsys, block_file, tmp_path):
     for inputs, type_id, block in ((240, 2, 32), (128, 12, 256), (288, 14, 256)):
         shape = struct.pack("<QQI", inputs, 512, type_id)
         path.write_bytes(content[:at] + shape + content[at + 20 :])
-        said = f"m.gguf: {name} has the shape [512, {inputs}], which blocks of {block} do not fill"
+        said = f"m.gguf: {name} has the shape [512, {inputs}], whose last size is no multiple of {block}"
         assert said in refused(capsys, "--checkpoint", str(path))
 
 
@@ -691,7 +691,7 @@ def test_tensors_that_are_refused(capsys, tmp_path):
         "self_attn.k_proj.weight is not, and they are one layer here; use --dtype bfloat16" in err
     )
     load(checkpoint=str(path), device="cpu", dtype="bfloat16")
-    assert "weights in blocks of Q4_K are widened to bfloat16" in capsys.readouterr().err
+    assert "the file's Q4_K weights are converted to bfloat16" in capsys.readouterr().err
     kept = {key: value for key, value in tensors.items() if key != name}
     err = refused(capsys, "--checkpoint", str(write(path, metadata, kept)))
     said = "m.gguf: 1 missing weight(s): model.layers.1.self_attn.k_proj.weight; use another file"
@@ -708,7 +708,7 @@ def test_experts_of_several_types(capsys, tmp_path):
     path = write(tmp_path / "m.gguf", metadata, tensors)
     older = load_model(path, quant=IN_BLOCKS)
     assert isinstance(older.layers[1].ffn.w13, BlockExperts)
-    assert "stay in the file's own blocks" in capsys.readouterr().err
+    assert "run as they are in the file" in capsys.readouterr().err
     other = gguf_blocks("Q5_K", 512, 256, 1 / 16)
     tensors["blk.1.ffn_up.2.weight"] = (Kind.Q5_K, other)
     err = refused(capsys, "--checkpoint", str(write(path, metadata, tensors)))
