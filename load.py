@@ -21,7 +21,7 @@ from cli.methods import entry_of, has_extras
 from cli.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, pick_tokens, with_cycles
-from drafters import Method, Policy, RootOnly
+from drafters import Method, RootOnly
 from hf.calibrate import calibrated, is_calibrated
 from hf.chat import TextFiles, read_text_files
 from hf.checkpoint import BLOCKS, Quantization, saved_quantization
@@ -38,6 +38,7 @@ from options import GenerateConfig, pick_device
 from parallel import ranks, tp
 from runtime import (
     WARM_UPS,
+    Policy,
     copy_into,
     say_what_compiles,
     set_cuda_device,

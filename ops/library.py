@@ -3,9 +3,9 @@
 An operator has a file beside this one, with a plain PyTorch reference and an implementation per
 device: C++ in `cpu/` for CPUs, Triton in `cuda/` for CUDA. Elsewhere are the forward passes of a
 model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py),
-`gumbel` and `cut` (sampling.py), `accept` (draft_tree.py), `causal` (kv_cache.py), `advance` and
-`with_times` (decode.py), `widen_blocks` (hf/gguf.py), and those of extras/. All are registered with
-`torch.library`, so that a step that uses them compiles with `fullgraph=True`.
+`gumbel` and `cut` (sampling.py), `accept` (draft_tree.py), `causal` and `place_rows` (kv_cache.py),
+`advance` and `with_times` (decode.py), `widen_blocks` (hf/gguf.py), and those of extras/. All are
+registered with `torch.library`, so that a step that uses them compiles with `fullgraph=True`.
 """
 
 from __future__ import annotations
