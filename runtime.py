@@ -170,6 +170,11 @@ def copy_into(buffers: Any, values: Any) -> None:
             buffer.copy_(value)
 
 
+def is_finite(features: Tensor) -> bool:
+    """Return whether all numbers are finite. A sum shows it in one operation."""
+    return bool(features.sum(dtype=torch.float32).isfinite())
+
+
 def sequence_of(record: Any, seq: int) -> Any:
     """View one sequence of nested tuples of tensors and caches: [B, ...] -> [1, ...]."""
     if hasattr(record, "sequence"):

@@ -31,11 +31,18 @@ from torch import Tensor
 
 from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, prefill_chunk
 from drafters import DrafterUpdate
-from hf.not_finite import is_finite, reason
 from kv_cache import KVCache
 from ops.library import single_torch_thread
 from options import Sampling
-from runtime import HostCopy, Replay, copy_into, copy_sequence, replace_fields, sequence_of
+from runtime import (
+    HostCopy,
+    Replay,
+    copy_into,
+    copy_sequence,
+    is_finite,
+    replace_fields,
+    sequence_of,
+)
 from sampling import SamplingMode, SamplingTensors
 from stats import Stats, sequence_memory, trace_row
 
@@ -466,6 +473,8 @@ class Session:
 
     def _break(self, seq: int) -> None:
         """End a sequence whose numbers are not finite, and forget it. Writes: broken; the cache."""
+        from hf.not_finite import reason
+
         tokens = self.history[seq]
         self.live[seq] = False  # its text is not kept
         self.release(seq)

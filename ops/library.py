@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ops import switches
-from ops.cpu import build
 from ops.switches import FAMILIES
 
 lib = torch.library.Library("gpt_eagle", "DEF")
@@ -107,6 +106,8 @@ def has_cpu_operators(*families: str) -> bool:
     if not _has_own(families):
         return False
     if not _cpp_available:
+        from ops.cpu import build
+
         _cpp_available.append(not build.load_operators())
     return _cpp_available[0]
 

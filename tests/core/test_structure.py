@@ -17,6 +17,7 @@ import torch
 
 import decode
 import generate
+import house
 import model
 from draft_tree import accept
 from options import DEMO
@@ -142,6 +143,12 @@ def test_functions_are_short():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{name}.{node.name}"
+
+
+def test_aims_of_the_house():
+    """A module imports at its top what every run needs, and inside a function what some need."""
+    missed = {name: value for name, value in house.measures().items() if value > house.AIMS[name]}
+    assert not missed
 
 
 def test_names_of_files_in_the_text_are_true():
