@@ -133,8 +133,8 @@ def with_cycles(engine: Engine) -> Engine:
     """
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
-    cuda = engine.device.type == "cuda"
-    if cuda:
+    cuda = engine.option("device").startswith("cuda")
+    if engine.device.type == "cuda":
         import ops.cuda.growth  # noqa: F401, registers the operators of trees
     engine.target.fuse(compiles and not cuda)
     engine.drafter.fuse(compiles and not cuda)

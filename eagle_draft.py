@@ -46,6 +46,7 @@ from model import (
     Transformer,
     rope_angles,
     rope_frequencies,
+    widen,
 )
 from ops.cpu.layers import FusedHead, fits
 from ops.tree import Frontier
@@ -76,7 +77,7 @@ class EagleHead(nn.Module):
 
     def project(self, features: Tensor) -> Tensor:
         """Turn the target's features into inputs of `forward`: [B, T, (1 + aux) F] -> [B, T, F]."""
-        return features
+        return widen(features)
 
     def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream, [B, T, F], and the first attention's input if it differs."""
@@ -90,10 +91,14 @@ class EagleHead(nn.Module):
         cache: KVCache | None = None,
         window: Window | None = None,
     ) -> Tensor:
-        """Predict the next features. Writes: the cache at `window.slots`. Returns: [B, T, F]."""
-        x, h = self.first(embedded, features)
+        """Predict the next features. Writes: the cache at `window.slots`.
+
+        Returns: [B, T, F] in the weights' dtype.
+        """
+        x, h = self.first(widen(embedded), widen(features))
         rope = rope_angles(self.rope_freq, positions, self.config.model.rope_factor)
-        return self.layers(x, rope, self.norm, cache, window, h=h)
+        out = self.layers(x, rope, self.norm, cache, window, h=h)
+        return out.to(self.layers[0].ffn_norm.weight.dtype)
 
 
 class Eagle3Head(EagleHead):
@@ -131,7 +136,7 @@ class Eagle3Head(EagleHead):
     def project(self, features: Tensor) -> Tensor:
         eagle3 = self.config.eagle3
         first = eagle3.target_dim if eagle3.aux_layers else 0
-        x = self.input_norm(features[..., first:])  # [B, T, aux F], or [B, T, F]
+        x = self.input_norm(widen(features[..., first:]))  # [B, T, aux F], or [B, T, F]
         if eagle3.fc_norm:
             parts = x.chunk(len(eagle3.aux_layers), -1)
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
@@ -174,7 +179,7 @@ def load_head(
 def is_same_embedding(of_head: nn.Embedding, of_target: nn.Module) -> bool:
     """Return whether a head's embedding repeats the target's, packed or not."""
     every = torch.arange(of_head.num_embeddings, device=of_head.weight.device)
-    return torch.equal(of_head.weight, of_target(every))
+    return torch.equal(of_head.weight, of_target(every).to(of_head.weight.dtype))
 
 
 # ---------------------------------------------------------------------------------------- drafting

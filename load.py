@@ -312,7 +312,7 @@ def warm_up(engine: Engine) -> Engine:
     the engine runs without it.
     """
     tries = engine.compiles if engine.captured else engine.option("compile")
-    reason = why_not_compiled(engine.device.type) if tries else ""
+    reason = why_not_compiled(engine.option("device")) if tries else ""
     chosen = engine.resolved | {"compile": tries and not reason}
     ranks.check_same_on_all_ranks(engine.config, **chosen)
     if reason and engine.captured:

@@ -146,14 +146,15 @@ class HydraDrafter(TreeDrafter):
         self, state: FeatureState | EagleState, inputs: DraftInputs
     ) -> tuple[Tensor, Tensor]:
         embedded = self.embedding(inputs.text.root[:, None])
-        return torch.cat((state.hidden, embedded), -1), state.length  # [B, 1, 2F]
+        rows = torch.cat((state.hidden, embedded.to(state.hidden.dtype)), -1)  # [B, 1, 2F]
+        return rows, state.length
 
     def forward_nodes(
         self, state: Any, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
         index = frontier.parent[:, :, None].expand(-1, -1, out.shape[2])
         embedded = self.embedding(frontier.tokens)
-        return torch.cat((out.gather(1, index), embedded), -1)  # [B, R, F more]
+        return torch.cat((out.gather(1, index), embedded.to(out.dtype)), -1)  # [B, R, F more]
 
     def logits(self, out: Tensor) -> Tensor:
         x = self.heads(out)  # [B, R, F]

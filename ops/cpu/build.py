@@ -150,6 +150,9 @@ OPERATORS: dict[str, Callable | None] = {
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": (
         lambda x, weight, eps: x.new_empty(x.shape)
     ),
+    "swiglu(Tensor both) -> Tensor": (
+        lambda both: both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+    ),
     "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, int rows, "
     "int vocab, int domain) -> Tensor": (
         lambda seed, prompt, sample, greedy, first, rows, vocab, domain: first.new_empty(

@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,7 @@ from server.batcher import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
 TREE = ["--tree", "auto", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]
+SERVE = str(Path(__file__).resolve().parents[2] / "scripts" / "serve.py")
 ARGV = [
     "--checkpoint",
     DEMO,
@@ -663,7 +665,7 @@ def test_without_its_packages_it_says_what_is_missing(tmp_path):
 
     def run(*options):
         return subprocess.run(
-            [sys.executable, serve.__file__, *options],
+            [sys.executable, SERVE, *options],
             env={**os.environ, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
@@ -727,7 +729,7 @@ def test_ipv6():
 def test_ctrl_c_ends_it(tmp_path):
     """Among answers that no load brings to their end before: 2,000 tokens each, more than fit."""
     server = subprocess.Popen(
-        [sys.executable, serve.__file__, *ARGV, "--ignore_eos"], stderr=subprocess.PIPE, text=True
+        [sys.executable, SERVE, *ARGV, "--ignore_eos"], stderr=subprocess.PIPE, text=True
     )
     line = next(line for line in server.stderr if "http" in line)  # or it has ended
     port = int(line.partition("/v1")[0].rpartition(":")[2])
