@@ -4,12 +4,11 @@
    f_{j+1}; an LM head turns that into the distribution of x_{j+2}. Versions 1 and 2 are one kind
    of head, and use the target's LM head. Version 3 fuses inputs of several of the target's layers
    (aux hidden states), outputs a hidden state of its own, and scores a draft vocabulary.
-2. `extend` runs the head over confirmed tokens, padded to a static number; only these stay below
-   the cache's length. The last output is kept: it is the root's prediction.
+2. `extend` runs the head over confirmed tokens; only these stay below the cache's length. The last
+   output is kept: it is the root's prediction.
 3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
-Trade-off: extending and drafting are separate passes, because features may come from a prefill too.
 Not here: the files of a head (hf/heads.py).
 """
 
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draft_tree import DynamicTree, StaticTree, replace_fields
+from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
 from hf.checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from hf.heads import (
@@ -52,6 +51,7 @@ from model import (
 from ops.cpu.layers import FusedHead, fits
 from ops.tree import Frontier
 from options import GenerateConfig
+from runtime import replace_fields
 
 
 class EagleHead(nn.Module):
@@ -207,8 +207,7 @@ class EagleDrafter(TreeDrafter):
         """Attach a head to a target.
 
         lm_head: default: the head's own, else the target's
-        options: children, sharpness and vocab (default: the head's own), and graft, as for
-            `TreeDrafter`
+        options: of `TreeDrafter`; by default the sharpness and the vocab are the head's own
         """
         defaults = {"sharpness": head.config.sharpness, "vocab": head.vocab}
         super().__init__(target, tree, **defaults | options)
@@ -222,11 +221,10 @@ class EagleDrafter(TreeDrafter):
         """Make an empty state; the cache has room for a draft behind `slots`."""
         config = self.head.config.model
         weight = self.layers[0].ffn_norm.weight
-        dtype = weight.dtype
-        device = weight.device
-        cache = KVCache.empty(config, batch, slots + self.scratch, dtype, str(device))
-        length = torch.zeros(batch, dtype=torch.long, device=device)
-        hidden = torch.zeros(batch, 1, config.dim, dtype=dtype, device=device)
+        room = slots + self.scratch
+        cache = KVCache.empty(config, batch, room, weight.dtype, str(weight.device))
+        length = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        hidden = weight.new_zeros(batch, 1, config.dim)
         return EagleState(cache, length, hidden)
 
     def fuse(self, enable: bool) -> None:

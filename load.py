@@ -15,29 +15,21 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cli.methods import entry_of, has_extras
 from cli.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, pick_tokens, with_cycles
-from drafters import Method, Policy, RootOnly
-from hf.calibrate import calibrated, is_calibrated
-from hf.chat import TextFiles, read_text_files
-from hf.checkpoint import BLOCKS, Quantization, saved_quantization
-from hf.config import read_raw, resolve_draft
-from hf.fetch import fetched
-from hf.gguf import GgufFile
-from hf.gguf_blocks import keeps_blocks
-from hf.not_finite import check_small_weights
-from hf.weights import int4_group
+from drafters import Method, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
 from ops.library import FAMILIES, on_cpp_device, set_plain
 from options import GenerateConfig, pick_device
-from parallel import ranks, tp
+from parallel import ranks
 from runtime import (
     WARM_UPS,
+    Policy,
     copy_into,
     say_what_compiles,
     set_cuda_device,
@@ -46,6 +38,9 @@ from runtime import (
 )
 from session import PREFILL_WIDTHS, Session
 from stats import sequence_memory
+
+if TYPE_CHECKING:
+    from hf.chat import TextFiles
 
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
 # tokens; models trained for 128k would otherwise fill the memory with cache
@@ -61,6 +56,10 @@ def load(
     options: fields of `GenerateConfig`, when no config is given
     Raises: ValueError for anything wrong with options or files.
     """
+    from hf.chat import read_text_files
+    from hf.fetch import fetched
+    from hf.not_finite import check_small_weights
+
     if config is not None and options:
         raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
     asked = config or GenerateConfig(**by_names(GenerateConfig, options))
@@ -112,11 +111,15 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     The cycles are still to be made (`with_cycles`).
     Raises: ValueError for a draft that does not fit.
     """
+    from hf.fetch import fetched
+
     target = engine.target
     config = _resolved(asked, target, fetched(asked.checkpoint), device)
     # in int4, with the group given or its own
     method = load_method(target, config, engine.tokenizer)
     if config.quant == "int4":
+        from hf.weights import int4_group
+
         config = replace(config, group_size=int4_group(target))
     return replace(
         engine,
@@ -135,7 +138,12 @@ def keeps_fewer_bits(config: GenerateConfig, path: Path) -> bool:
     A second rounding would cost answers and save nothing. Prints a line about it. On CUDA, which
     would widen the blocks, they are rounded.
     """
-    if config.quant == "none" or config.device != "cpu" or not keeps_blocks(config, path):
+    if config.quant == "none" or config.device != "cpu":
+        return False
+    from hf.gguf import GgufFile
+    from hf.gguf_blocks import keeps_blocks
+
+    if not keeps_blocks(config, path):
         return False
     if not GgufFile(path).mostly_has(int(config.quant.removeprefix("int"))):
         return False
@@ -147,6 +155,12 @@ def keeps_fewer_bits(config: GenerateConfig, path: Path) -> bool:
 
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
+    """Load the weights, in the format that the options and the files ask for."""
+    from hf.calibrate import calibrated, is_calibrated
+    from hf.checkpoint import BLOCKS, Quantization
+    from hf.gguf_blocks import keeps_blocks
+    from parallel import tp
+
     source = None
     if config.inflate:
         from extras.stand_in import target_source
@@ -167,6 +181,9 @@ def _resolved(
     config: GenerateConfig, target: Transformer, path: Path, device: str
 ) -> GenerateConfig:
     """Fill in what loading chooses: the device, the formats as they were loaded, and the draft."""
+    from hf.checkpoint import BLOCKS, saved_quantization
+    from hf.config import read_raw, resolve_draft
+
     config = replace(config, device=device)
     saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes
@@ -257,6 +274,8 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         for preset in method.presets:
             sample_children(preset)
     if count > 1:
+        from parallel import tp
+
         if entry.grows and config.tree_shape == "auto":
             reason = "--tree auto goes by the ranks' clocks, which differ"
             print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
@@ -271,7 +290,11 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
 def undrafted(engine: Engine) -> Engine:
     """Return an engine that decodes as this one does, without a draft."""
     config = replace(engine.config, accept="exact", trace="", compare=False)
-    pick = tp.pick_tokens if ranks.this_rank().world_size > 1 else pick_tokens
+    pick = pick_tokens
+    if ranks.this_rank().world_size > 1:
+        from parallel import tp
+
+        pick = tp.pick_tokens
     plain = replace(
         engine,
         config=config,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,14 @@ from torch import Tensor, nn
 
 from kv_cache import KVCache, Window
 from ops.attention import tree_attention
-from ops.cpu.layers import FusedModel, fits
 from ops.epilogues import Pending, Unscaled, add, add_norm, pending, rotary_cache, swiglu
 from ops.experts import experts_linear, route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
 from ops.norm import rms_norm
 from ops.rotary import HeadNorms, rope_angles, rotary
+
+if TYPE_CHECKING:
+    from ops.cpu.layers import FusedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -442,7 +444,11 @@ class Transformer(nn.Module):
     def fuse(self, enable: bool) -> None:
         """Run passes over a cache in one C++ call, where that is served. Writes: `fused`."""
         self.fused = None
-        if enable and fits(self.layers):
+        if not enable:
+            return
+        from ops.cpu.layers import FusedModel, fits
+
+        if fits(self.layers):
             self.fused = FusedModel(self)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -29,18 +29,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import PREFILL_CHUNK, Cycle, CycleResult, DecodeState, Engine, prefill_chunk
-from draft_tree import replace_fields
+from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, prefill_chunk
 from drafters import DrafterUpdate
-from hf.not_finite import is_finite, reason
 from kv_cache import KVCache
 from ops.library import single_torch_thread
 from options import Sampling
-from runtime import HostCopy, Replay, copy_into, copy_sequence, sequence_of
+from runtime import (
+    HostCopy,
+    Replay,
+    copy_into,
+    copy_sequence,
+    is_finite,
+    replace_fields,
+    sequence_of,
+)
 from sampling import SamplingMode, SamplingTensors
 from stats import Stats, sequence_memory, trace_row
 
 PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
+
+
+class CycleResult:
+    """A cycle that the host has launched, and its report, once `read`.
+
+    The report is one tensor, [B, D+9] int64: D+1 decided tokens, then the columns named below, then
+    the times (`pack_report`, `timed_report`; on a CPU `advance` in ops/cpu/tree.cpp).
+    """
+
+    EMITTED = slice(0, -8)
+    COLUMNS = slice(-8, -4)  # count, length, done, pos
+    TIMES = slice(-4, None)
+
+    # per sequence, once read:
+    emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
+    count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
+    length: list[int]  # accepted nodes
+    # 1: the sequence is finished; 2, 3: numbers on the accepted path are not finite
+    done: list[int]
+    pos: list[int]  # index of the root that was verified
+    times: list[int]  # of all: ns before, between and behind the steps
+    seconds: float  # of the cycle
+    further: list[list]  # the other tensors
+
+    def __init__(self, report: Tensor, preset: int, began: float, further: tuple[Tensor, ...] = ()):
+        """Begin to copy the report.
+
+        report: of `timed_report`; preset: that ran; began: host's clock (s)
+        further: tensors that are read with it
+        """
+        self.preset = preset
+        self.began = began
+        self.copy = HostCopy(report, *further)
+
+    def read(self, by_device: bool = False) -> CycleResult:
+        """Wait for the copy, and set the fields.
+
+        by_device: take the cycle's time from the device's clock, because the host runs ahead
+        """
+        report, *self.further = self.copy.read()
+        self.emitted = [row[self.EMITTED] for row in report]
+        columns = zip(*(row[self.COLUMNS] for row in report))
+        self.count, self.length, self.done, self.pos = map(list, columns)
+        self.times = report[0][self.TIMES]
+        self.seconds = (self.times[-1] - self.times[0]) / 1e9
+        if not (by_device and self.seconds):
+            self.seconds = time.perf_counter() - self.began
+        return self
 
 
 class Reader:
@@ -419,6 +473,8 @@ class Session:
 
     def _break(self, seq: int) -> None:
         """End a sequence whose numbers are not finite, and forget it. Writes: broken; the cache."""
+        from hf.not_finite import reason
+
         tokens = self.history[seq]
         self.live[seq] = False  # its text is not kept
         self.release(seq)

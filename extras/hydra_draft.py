@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_tree import DynamicTree, StaticTree, replace_fields
+from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
 from eagle_draft import EagleState
 from extras.level_draft import head_options, score_with, tree_of
@@ -43,6 +43,7 @@ from model import (
 )
 from ops.tree import Frontier
 from options import GenerateConfig
+from runtime import replace_fields
 
 
 class HydraHeads(nn.Module):

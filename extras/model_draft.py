@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cli.io import is_gguf
 from cli.parsing import require
-from draft_tree import DraftTree, DynamicTree, StaticTree, replace_fields
+from draft_tree import DraftTree, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftVocab, Method, RootOnly, TreeDrafter
 from extras.presets import PresetPolicy
 from hf.checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
@@ -38,6 +38,7 @@ from kv_cache import KVCache, Window, causal_window
 from model import Transformer
 from ops.tree import Frontier
 from options import GenerateConfig
+from runtime import replace_fields
 
 
 @torch.compiler.nested_compile_region  # the levels of a chain are one graph, compiled once

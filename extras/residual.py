@@ -19,9 +19,10 @@ from torch import Tensor
 import sampling
 from cli.tree_paths import MAX_NODES
 from decode import Cycle, DecodeState
-from draft_tree import Accepted, DraftTree, DynamicTree, compaction, path_to, replace_fields
+from draft_tree import Accepted, DraftTree, DynamicTree, compaction, path_to
 from drafters import DraftInputs, TreeDrafter
 from ops.tree import Children
+from runtime import replace_fields
 
 
 def accept_residual(

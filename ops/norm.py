@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ops.library import cuda_products, has_triton, lib, needs_gradients, uses_cpp
 
+# features whose squares are added first, in one block of threads (cuda/epilogues.py)
+PART = 64
+
 lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
 lib.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
 

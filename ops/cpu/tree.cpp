@@ -308,7 +308,7 @@ std::tuple<at::Tensor, at::Tensor> keep_rows(at::Tensor kept, const at::Tensor& 
 
 // ---------------------------------------------------------------------------------------------------- places
 
-// `place_tokens` of ops/tree.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
+// `place_tokens` of kv_cache.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
 // positions [B, T].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos, const Optional& done,
                                                           const Optional& depths, int64_t rows, int64_t slot,

@@ -18,6 +18,7 @@ import torch
 
 import decode
 import generate
+import house
 import model
 from draft_tree import accept
 from options import DEMO, GenerateConfig
@@ -143,6 +144,12 @@ def test_functions_are_short():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{name}.{node.name}"
+
+
+def test_aims_of_the_house():
+    """A module imports at its top what every run needs, and inside a function what some need."""
+    missed = {name: value for name, value in house.measures().items() if value > house.AIMS[name]}
+    assert not missed
 
 
 def pages() -> list[Path]:
