@@ -1,6 +1,6 @@
 """Generate text with a target model and a drafter, by speculative decoding.
 
-    python generate.py --compile --chat --prompt "Why is the sky blue?"
+    python generate.py --compile --prompt "Why is the sky blue?"
 
 From Python:
     engine = load(checkpoint="checkpoints/demo", compile=True)
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 import json
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -403,10 +403,22 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             result = batch.result()
     if live:
         print(decoder.flush())
-    print(stats_line(result.stats), file=sys.stderr if quiet else sys.stdout)
+    line = stats_line(result.stats, config.verbose, told_cuts(engine, result))
+    print(line, file=sys.stderr if quiet else sys.stdout)
     write_files(engine, result, profiler)
     for turn in batch.entries:
         require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
+
+
+def told_cuts(engine: Engine, result: Result) -> str:
+    """Describe the answers that were cut; "" where all ended by themselves."""
+    parts = []
+    for reason, count in Counter(result.finish_reason).items():
+        cut = engine.told_cut(reason)
+        of_all = f"{count} of {len(result.text)} answers " if len(result.text) > 1 else ""
+        if cut:
+            parts.append(of_all + cut)
+    return ", ".join(parts)
 
 
 def write_files(engine: Engine, result: Result, profiler: Any) -> None:
@@ -428,14 +440,16 @@ def write_files(engine: Engine, result: Result, profiler: Any) -> None:
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """Run the command line. command: the result of `read_command`, where it is there already"""
-    config, prompts, text = command or read_command(argv, ranks.check)
+    config, prompts, text, to_end = command or read_command(argv, ranks.check)
     with one_line_errors("generate.py"):
         engine = load(ranks.init_ranks(config, prompts), text)
+        if to_end and engine.template is not None:
+            engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
         if not config.interactive:
             return main_loop(engine, prompts)
         from extras.repl import chat
 
-        chat(engine, encode, stream_text)
+        chat(engine, encode)
 
 
 if __name__ == "__main__":

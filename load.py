@@ -22,7 +22,7 @@ from cli.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, pick_tokens, with_cycles
 from drafters import Method, Policy, RootOnly
-from hf.chat import TextFiles, read_text_files
+from hf.chat import TextFiles, read_text_files, template_name
 from hf.checkpoint import BLOCKS, Quantization, saved_quantization
 from hf.config import read_raw, resolve_draft
 from hf.fetch import fetched
@@ -65,6 +65,8 @@ def load(
     began = time.perf_counter()
     device = _pick_device(asked)
     path = fetched(asked.checkpoint)
+    if template_name(path, asked) == "":
+        asked = replace(asked, chat="")
     target = _load_target(replace(asked, device=device), path)
     tokenizer, template = text or read_text_files(path, asked)
     _note_attention(target)

@@ -23,6 +23,7 @@ from cli.option_rules import (
     HEAD,
     INFLATABLE,
     INT4,
+    INTERACTIVE,
     LEVELS,
     NOT_CHAT,
     ONCE,
@@ -189,9 +190,13 @@ class GenerateConfig:
     prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
     prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     interactive: bool = option(False, "chat on the terminal")
+    show_drafts: bool = option(
+        False, "colour the tokens that were drafted and accepted", needs=(INTERACTIVE,)
+    )
     chat: str | None = option(
         None,
-        "apply a chat template: the checkpoint's own, or the built-in one named",
+        "chat template: the built-in one named, or none for plain continuation; default, and "
+        "without a name: the checkpoint's own, if it has one",
         needs=(TEXT,),
         optional=True,
     )
@@ -204,7 +209,12 @@ class GenerateConfig:
         "",
         "texts follow this Lark, GBNF, or JSON schema (.json); on CUDA no cycle is captured then",
     )
-    max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
+    max_new_tokens: int = option(
+        128,
+        "tokens to generate per prompt; a chat of --prompt or --interactive goes on to its end "
+        "where this is not given",
+        least=1,
+    )
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
     top_p: float = option(1.0, "sample among the likeliest that hold this mass", needs=(SAMPLED,))
@@ -213,7 +223,8 @@ class GenerateConfig:
     )
     seed: int = option(
         0,
-        "of the sampling noise; the same seed gives the same tokens for every drafter and tree",
+        "of the sampling noise; the same seed gives the same tokens for every drafter and tree; "
+        "--interactive draws one where none is given",
         least=0,
         most=2**64 - 1,
     )
@@ -246,6 +257,7 @@ class GenerateConfig:
     )
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
+    verbose: bool = option(False, "print seconds, memory and trees at the end, too")
     compare: bool = option(
         False,
         "also decode without drafting, check that the tokens agree, print the speedup",

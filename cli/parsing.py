@@ -186,6 +186,12 @@ def parse(
     return made
 
 
+def given(argv: list[str] | None, name: str) -> bool:
+    """Return whether an option is on the command line. argv: default: that of the process"""
+    words = sys.argv[1:] if argv is None else argv
+    return any(word.partition("=")[0] == f"--{name}" for word in words)
+
+
 def _utf8_arguments() -> list[str]:
     """Return the process's arguments, decoded as UTF-8. Its streams become UTF-8 too.
 

@@ -2,7 +2,7 @@
 
 `chat_template` returns one of two kinds, with one interface:
 
-1. `JinjaTemplate`, for `--chat`: the checkpoint's own, a Jinja program. hf/sandbox.py renders it as
+1. `JinjaTemplate`, the default: the checkpoint's own, a Jinja program. hf/sandbox.py renders it as
    `transformers` does. It writes BOS itself. `stop_ids` renders a probe, so that a template that
    fails is refused before decoding.
 2. `FixedTemplate`, for `--chat NAME`: fixed strings, for checkpoints without a template, and to
@@ -29,6 +29,7 @@ from hf.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import GenerateConfig
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
+NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
 PROBE = ("A question.", "The answer of the probe.", "Another question.")
 
 
@@ -167,7 +168,7 @@ def refusal(path: Path, reason: Any) -> ValueError:
     """Return the error about a template that cannot be used, one line."""
     return ValueError(
         f"{path}: its chat template {reason}; "
-        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
+        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}, or {NO_TEMPLATE} for no chat"
     )
 
 
@@ -366,7 +367,8 @@ def chat_template(
     if not name:
         return jinja_template(path, tokenizer, system)
     if name not in CHAT_TEMPLATES:
-        raise ValueError(f"--chat must be one of {', '.join(CHAT_TEMPLATES)}; got {name}")
+        known = ", ".join((*CHAT_TEMPLATES, NO_TEMPLATE))
+        raise ValueError(f"--chat must be one of {known}; got {name}")
     template = CHAT_TEMPLATES[name]
     if system is None:
         return template
@@ -377,16 +379,37 @@ class TextFiles(NamedTuple):
     """The text side of a checkpoint."""
 
     tokenizer: Tokenizer | None  # None: only ids go in and out
-    template: ChatTemplate | None  # with --chat
+    template: ChatTemplate | None  # None: texts go on as they are
+
+
+def template_name(path: Path, config: GenerateConfig) -> str | None:
+    """Return the name of the chat template, "" for the checkpoint's own; None: texts go on.
+
+    By default it is the checkpoint's own, where it has one. Token ids are no chat.
+    Raises: ValueError for a template that cannot be read, and for --system without one.
+    """
+    if config.chat == NO_TEMPLATE or config.prompt_ids is not None:
+        return None
+    if config.chat is not None:
+        return config.chat
+    if template_text(path) is not None:
+        return ""
+    if config.system is not None:
+        raise ValueError(
+            f"--system belongs to a chat template, and {path} has none; "
+            f"add --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
+        )
+    return None
 
 
 def read_text_files(path: Path, config: GenerateConfig) -> TextFiles:
-    """Read the tokenizer of a checkpoint, and with --chat the chat template.
+    """Read the tokenizer of a checkpoint, and the chat template that its texts are put into.
 
     Raises: ValueError for a missing or broken one that is needed.
     """
-    tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
+    name = template_name(path, config)
+    tokenizer = load_tokenizer(path, config.prompt_ids is None, name is not None)
     template = None
-    if config.chat is not None:
-        template = chat_template(path, tokenizer, config.chat, config.system)
+    if name is not None:
+        template = chat_template(path, tokenizer, name, config.system)
     return TextFiles(tokenizer, template)

@@ -62,7 +62,7 @@ class CompareConfig:
     )
     limit: int = option(20, "prompts at most, the first ones; 0: all", least=0)
     chat: str | None = option(
-        None, "apply a chat template: the model's, or the one named", optional=True
+        None, "apply a chat template: the model's, or the one named; default: none", optional=True
     )
     max_new_tokens: int = option(128, "tokens per turn", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)

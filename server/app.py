@@ -45,8 +45,6 @@ from cli.parsing import one_line_errors, parse
 from decode import Engine
 from drafters import Policy
 from generate import load
-from hf.chat import template_text
-from hf.fetch import fetched
 from load import warm_up
 from options import Sampling
 from parallel import ranks
@@ -247,12 +245,7 @@ async def _events(
 
 
 def load_engine(config: ServeConfig) -> Engine:
-    """Load the model, with its own chat template if it has one.
-
-    Raises: ValueError for any failure.
-    """
-    if config.chat is None and template_text(fetched(config.checkpoint)) is not None:
-        config = replace(config, chat="")
+    """Load the model. Raises: ValueError for any failure."""
     engine = load(config)
     if engine.tokenizer is None:
         raise ValueError(f"{config.checkpoint} has no tokenizer; a server needs one")

@@ -15,7 +15,7 @@ from cli.parsing import MOST, option
 from cli.prompts import check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
-from hf.chat import chat_template
+from hf.chat import NO_TEMPLATE, chat_template
 from hf.fetch import fetched
 from options import GenerateConfig, Sampling
 from server.batcher import Refusal
@@ -66,6 +66,7 @@ class ServeConfig(GenerateConfig):
     prompt_file: str = option("", "", flag=False)
     prompt_ids: str | None = option(None, "", flag=False)
     interactive: bool = option(False, "", flag=False)
+    show_drafts: bool = option(False, "", flag=False)
     num_samples: int = option(1, "", flag=False)
     seed: int = option(0, "", flag=False, least=0, most=2**64 - 1)
     compare: bool = option(False, "", flag=False)
@@ -295,7 +296,7 @@ class Reader:
     def _messages(self, messages: Any, tools: Tools | None) -> list[int]:
         """Return the ids of a chat: a system message or none, then an order the template takes."""
         engine = self.engine
-        if engine.config.chat is None:
+        if engine.config.chat in (None, NO_TEMPLATE):
             raise ValueError(
                 "this model has no chat template; serve it with --chat NAME, or ask for completions"
             )

@@ -110,7 +110,8 @@ def test_json_contract(capsys, tmp_path):
     assert stats["tokens_per_s"] == pytest.approx(3 * 19 / stats["decode_s"])
     assert stats["draft_s"] + stats["verify_s"] <= stats["decode_s"]
     assert got["config"]["head"] == HEAD and got["config"]["dtype"] == "float32"
-    assert f"tau {stats['tau']:.2f}" in out
+    assert f"; {stats['tau']:.1f} tokens a pass, head" in out
+    assert "[3 of 3 answers cut at 20 tokens: --max_new_tokens]" in out
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -224,7 +225,7 @@ def test_finish_reasons(capsys):
 def test_demo_streams_text_and_ends_with_statistics(capsys):
     out, _ = run(capsys, *ON_DEMO, "--max_new_tokens", "12")
     *_, last = out.strip().splitlines()
-    assert "tokens/s" in last and "tau" in last
+    assert "tokens/s" in last and "tokens a pass" in last
     result = generate(load(checkpoint=DEMO, max_new_tokens=12, device="cpu"), [PROMPT])
     assert out.startswith(result.text[0])
 
@@ -485,14 +486,14 @@ def test_text_is_utf8_in_every_locale():
     done = subprocess.run(
         [*command, "--interactive"], input=f"{text}\n".encode(), env=env, capture_output=True
     )
-    assert done.returncode == 0 and b"tokens in" in done.stdout, done.stderr
+    assert done.returncode == 0 and b"tokens/s" in done.stdout, done.stderr
     done = subprocess.run(
         [*command, "--interactive"],
         input=b"x = 1\n\xff\xfe\ny = 2\n",
         env=env | {"PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,
     )
-    assert done.returncode == 0 and done.stdout.count(b"tokens in") == 2, done.stderr
+    assert done.returncode == 0 and done.stdout.count(b"tokens/s") == 2, done.stderr
     assert b"> [the text has half a character" in done.stdout
     done = subprocess.run([*command, "--draft", text], env=env, capture_output=True)
     assert done.returncode == 2 and text in done.stderr.decode("utf-8")
@@ -520,8 +521,13 @@ def test_chat_with_the_checkpoints_own_template(capsys, monkeypatch, tmp_path):
     ]
     (tmp_path / "chat_template.jinja").write_text(CHAT)
     chat, _ = run(capsys, *base, "--system", "b", "--prompt", "c", "--json", "-")
-    plain, _ = run(capsys, *base[:-1], "--prompt", "system: buser: c", "--json", "-")
+    plain, _ = run(capsys, *base, "none", "--prompt", "system: buser: c", "--json", "-")
     assert json.loads(chat)["tokens"] == json.loads(plain)["tokens"]
+    default, _ = run(capsys, *base[:-1], "--system", "b", "--prompt", "c", "--json", "-")
+    assert json.loads(default)["tokens"] == json.loads(chat)["tokens"], "the default is a chat"
+    ids, _ = run(capsys, *base[:-1], "--prompt_ids", "1,5", "--json", "-")
+    assert json.loads(ids)["config"]["chat"] is None, "ids are no chat"
+    assert "drop --chat none" in failure(capsys, *base, "none", "--system", "b")
     assert "takes no system message (raises: such words); drop --system" in failure(
         capsys, *base, "--system", "bad", "--prompt", "c"
     )
@@ -542,7 +548,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
     for f in fields(GenerateConfig):
         there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
         assert there == f.metadata["flag"], f.name
-    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 43
+    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 45
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
@@ -655,7 +661,8 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*ON_DEMO, "--chat", "--prompt", "a"], "--chat NAME"),
         ([*ON_DEMO, "--chat", "alpaca", "--prompt", "a"], "alpaca"),
         ([*IDS, "--chat", "vicuna"], "--prompt_ids"),
-        (["--prompt", "a", "--system", "b"], "--system belongs to a chat template; add --chat"),
+        ([*ON_DEMO, "--prompt", "a", "--system", "b"], "demo has none; add --chat NAME with one of llama3"),
+        ([*IDS, "--system", "b"], "--system belongs to a chat template; drop --chat none or --prompt_ids"),
         ([*ON_DEMO, "--prompt", "a", "--chat", "mistral", "--system", "b"], "mistral has no place for a system message; drop --system"),
         ([*IDS, "--json", "no/such/dir/out.json"], "cannot write no/such/dir/out.json; there is no directory"),
     ],
