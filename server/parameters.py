@@ -43,7 +43,7 @@ UNSERVED: dict[str, tuple] = {
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
     "stream", "stream_options", "stop", "seed", "user", "store", "metadata", "logprobs",
-    "top_logprobs", "response_format",
+    "top_logprobs", "response_format", "draft",
 }  # fmt: skip
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
 
@@ -60,6 +60,10 @@ class ServeConfig(GenerateConfig):
     )
     max_waiting: int = option(
         64, "answers that may wait for their turn; more requests are refused", least=0
+    )
+    api_key: str = option("", "key that requests to /v1 must bring, as OpenAI clients send it")
+    cors: str = option(
+        "", "origins whose pages may ask, comma-separated, as http://localhost:3000; *: all"
     )
     max_body: int = option(1_000_000, "bytes of a request at most", least=1)
     prompt: str | None = option(None, "", flag=False)
@@ -101,6 +105,7 @@ class Asked(NamedTuple):
     usage: bool  # a stream ends with the usage
     guide: Any  # extras.grammar.Grammar that the answers follow, or None
     tools: Tools | None
+    wants_drafts: bool
 
 
 class Reader:
@@ -137,8 +142,8 @@ class Reader:
         options = _without_nulls(options)
         limit = self.engine.context
         own = min(self.config.max_new_tokens, limit)
-        most = self._integer(body, "max_tokens", own, 1, limit)
-        most = self._integer(body, "max_completion_tokens", most, 1, limit)
+        most = self._integer(body, "max_tokens", own, 1, MOST)
+        most = min(self._integer(body, "max_completion_tokens", most, 1, MOST), limit)
         need(source in body, f"{source} is missing", source)
         tools = self._tools(body) if chat else None
         prompts = [body[source]]
@@ -169,6 +174,7 @@ class Reader:
             self._flag(options, "include_usage"),
             self._grammar(body, tools),
             tools,
+            self._draft(body),
         )
 
     def _check_names(self, body: dict, own: set[str]) -> None:
@@ -224,10 +230,21 @@ class Reader:
         )
         return value
 
-    def _flag(self, body: dict, name: str) -> bool:
-        value = body.get(name, False)
+    def _flag(self, body: dict, name: str, default: bool = False) -> bool:
+        value = body.get(name, default)
         need(type(value) is bool, f"{name} must be true or false", name)
         return value
+
+    def _draft(self, body: dict) -> bool:
+        """Read whether an answer is drafted. Not drafted, its text is the same."""
+        wanted = self._flag(body, "draft", True)
+        need(
+            wanted or self.engine.presets[0].size == 1,
+            "draft = false needs a way to draft that can rest, and --tree has one size here; "
+            "leave it out, or serve with --tree auto",
+            "draft",
+        )
+        return wanted
 
     def _likeliest(self, body: dict, chat: bool) -> int | None:
         """Read how many tokens come beside each log-probability; None: no log-probabilities.
@@ -305,6 +322,11 @@ class Reader:
         parsed: list[dict] = []
         for message in messages:
             parsed.append(_message(message, parsed))
+        if parsed[-1]["role"] == "assistant":
+            raise ValueError(
+                "the last message is the assistant's, and an answer is not continued here; "
+                "end with a message of the user"
+            )
         if any("tool_calls" in message for message in parsed):
             _ = self._syntax  # a template without them is refused
         system = self.config.system
