@@ -181,6 +181,11 @@ def _linear_weights(model: nn.Module) -> set[str]:
 def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str], bool]) -> None:
     """Check the names of the tensors. Raises: ValueError for missing or unexpected ones."""
     held = {*files.readers, *files.quantized}
+    if "fc.weight" in held - wanted:
+        raise ValueError(
+            f"{files.path} holds a draft head and no model; name its model with --checkpoint, "
+            "and the head with --head"
+        )
     missing = sorted(wanted - held)
     unexpected = sorted(name for name in held - wanted if not ignored(name))
     for fault, found in (("missing", missing), ("unexpected", unexpected)):
