@@ -112,6 +112,7 @@ class GenerateConfig:
     checkpoint: str = option(
         DEFAULT,
         "the target: a Hugging Face directory or a GGUF file; the default is fetched once (93 MB)",
+        short="m",
     )
     inflate: str = option(
         "",
@@ -186,8 +187,14 @@ class GenerateConfig:
         ("exact", "residual"),
         needs=(DRAFT, RULE, SAMPLED, ONE_SIZE),
     )
-    prompt: str | None = option(None, "text to continue; the default model and the demo have one")
-    prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
+    prompt: str | None = option(
+        None,
+        "text to answer or continue, - for standard input; the default model and the demo have one",
+        short="p",
+    )
+    prompt_file: str = option(
+        "", "prompts: a text file, or JSONL with `turns`; - for standard input"
+    )
     prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     interactive: bool = option(False, "chat on the terminal")
     show_drafts: bool = option(
@@ -214,6 +221,7 @@ class GenerateConfig:
         "tokens to generate per prompt; a chat of --prompt or --interactive goes on to its end "
         "where this is not given",
         least=1,
+        short="n",
     )
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
@@ -232,7 +240,10 @@ class GenerateConfig:
     num_samples: int = option(1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6)
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
     context: int = option(
-        0, "KV capacity in tokens; 0: what the model was trained for, at most 4096", least=0
+        0,
+        "KV capacity in tokens; 0: what the model was trained for, at most 4096",
+        least=0,
+        short="c",
     )
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     group_size: int = option(
@@ -255,6 +266,7 @@ class GenerateConfig:
         "run PyTorch in place of our operators, from now on in this process: slow, and what one "
         "edits in model.py and ops/ is what runs",
     )
+    threads: int = option(0, "CPU threads; 0: as many as cores", least=0, short="t")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     verbose: bool = option(False, "print seconds, memory and trees at the end, too")

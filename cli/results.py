@@ -35,7 +35,7 @@ DECIDES = (
 DECIDES_NOTHING = (
     "batch_size", "compare", "compile", "device", "draft_store", "interactive", "json",
     "num_samples", "profile", "prompt", "prompt_file", "prompt_ids", "results", "show_drafts",
-    "trace", "verbose",
+    "threads", "trace", "verbose",
 )  # fmt: skip
 
 

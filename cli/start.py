@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cli.parsing import given, one_line_errors, parse
+from cli.parsing import one_line_errors, parse_given
 from cli.prompts import Conversation, read_grammar, read_prompts
 from options import GenerateConfig
 
@@ -39,14 +39,15 @@ class Command(NamedTuple):
 
 def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
     """Read the command line and the prompts. Exit with status 2 on a mistake."""
-    config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
+    about = "Generate text, exactly, with draft trees."
+    config, given = parse_given(GenerateConfig, "generate.py", about, argv)
     with one_line_errors("generate.py"):
         check(config)
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
-    if config.interactive and not given(argv, "seed"):
+    if config.interactive and "seed" not in given:
         config = replace(config, seed=random.getrandbits(31))
-    to_end = not config.prompt_file and not given(argv, "max_new_tokens")
+    to_end = not config.prompt_file and "max_new_tokens" not in given
     return Command(config, prompts, to_end=to_end)
 
 

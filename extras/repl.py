@@ -174,7 +174,7 @@ class Chat:
         while len(ids) + reserve > engine.context and len(turns) - dropped > 1:
             dropped += 1
             ids = self.encode(engine, turns[dropped:], self.answers[dropped:])
-        check_ids(ids, engine.target.config.vocab_size, engine.context)
+        check_ids(ids, engine.target.config, engine.context)
         return ids, dropped
 
     # ----------------------------------------------------------------------------------- commands

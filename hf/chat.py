@@ -52,9 +52,36 @@ class ChatTemplate:
         """Return the text of the prompt for the next answer. answers: one fewer than turns"""
         raise NotImplementedError
 
+    def with_system(self, text: str) -> ChatTemplate:
+        """Return the template with another system message.
+
+        Raises: ValueError when it has no place for one.
+        """
+        raise NotImplementedError
+
     def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the ids that end an answer besides EOS."""
         raise NotImplementedError
+
+    def encode_messages(self, tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
+        """Return the token ids of the prompt for the answer to messages.
+
+        messages: {"role": "system", "user" or "assistant", "content": text}, a system's first alone
+        Raises: ValueError for other ones.
+        """
+        for message in messages:
+            texts = [message.get("role"), message.get("content")]
+            if not all(isinstance(text, str) for text in texts):
+                form = '{"role": "user", "content": "text"}'
+                raise ValueError(f"a message is {form}; one is {str(message)[:100]}")
+        template = self
+        if messages[0]["role"] == "system":
+            template = self.with_system(messages[0]["content"])
+            messages = messages[1:]
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ValueError("messages end with one of the user, which is answered")
+        text = template.render_messages(messages)
+        return tokenizer.encode(text, bos=self.bos, special=True)
 
     def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
         """Return the token ids of the prompt for the next answer.
@@ -138,6 +165,10 @@ class JinjaTemplate(ChatTemplate):
                     f"{self.title} takes no system message ({error}); drop --system"
                 ) from None
             raise refusal(self.path, error) from None
+
+    def with_system(self, text: str) -> JinjaTemplate:
+        """Return the template with another system message, as the base class."""
+        return replace(self, system=text)
 
     def _renders_without_system(self, messages: list[dict], tools: list[dict] | None) -> bool:
         try:

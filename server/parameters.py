@@ -56,7 +56,10 @@ class ServeConfig(GenerateConfig):
     port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
     batch_size: int = option(4, "requests decoded side by side", least=1)
     max_new_tokens: int = option(
-        512, "tokens of an answer at most, where a request names no other number", least=1
+        512,
+        "tokens of an answer at most, where a request names no other number",
+        least=1,
+        short="n",
     )
     max_waiting: int = option(
         64, "answers that may wait for their turn; more requests are refused", least=0
@@ -308,7 +311,7 @@ class Reader:
         ids = engine.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else prompt
         if not isinstance(ids, list) or not all(type(id) is int for id in ids):
             raise ValueError("prompt must be a text, a list of token ids, or a list of either")
-        return check_ids(ids, engine.target.config.vocab_size, engine.context)
+        return check_ids(ids, engine.target.config, engine.context)
 
     def _messages(self, messages: Any, tools: Tools | None) -> list[int]:
         """Return the ids of a chat: a system message or none, then an order the template takes."""
@@ -337,7 +340,7 @@ class Reader:
         if tools and tools.forced:
             text += tools.syntax.opening
         ids = engine.tokenizer.encode(text, bos=template.bos, special=True)
-        return check_ids(ids, engine.target.config.vocab_size, engine.context)
+        return check_ids(ids, engine.target.config, engine.context)
 
 
 def _is_number(value: Any) -> bool:
