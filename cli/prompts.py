@@ -18,7 +18,7 @@ from cli.io import parse_json, parse_jsonl, read_named
 from cli.parsing import require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
-PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
+PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
 OF_A_PROMPT = {"temperature", "top_k", "top_p", "min_p", "seed"}
 OF_A_CALL = {"max_new_tokens", "num_samples", *OF_A_PROMPT}
