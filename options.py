@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from cli.io import can_name_file, check_directory, check_outputs
 from cli.methods import DRAFTERS, entry_of, has_extras
@@ -105,9 +105,32 @@ class Ablation:
     )
 
 
+# titles of the help and their options, the rare ones last
+GROUPS = {
+    "the model": ("checkpoint", "quant", "context", "device", "threads", "compile"),
+    "the text": (
+        "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "grammar",
+        "batch_size", "num_samples",
+    ),
+    "sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
+    "drafting (the text is the same with any of it)": (
+        "draft", "head", "draft_checkpoint", "datastore", "draft_store",
+    ),
+    "what is shown and written": (
+        "show_drafts", "verbose", "compare", "json", "results", "trace", "profile",
+    ),
+    "rare": (
+        "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "draft_vocab", "quant_draft",
+        "accept", "prompt_ids", "ignore_eos", "group_size", "dtype", "plain", "inflate",
+    ),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class GenerateConfig:
     """Options of a run. Units and effects are in the help texts."""
+
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = GROUPS
 
     checkpoint: str = option(
         DEFAULT,

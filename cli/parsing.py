@@ -208,10 +208,13 @@ def parse_given(
         argument_default=argparse.SUPPRESS,  # so that the options that were given are known
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    groups = {}  # of the help, by the options in them
+    for title, names in getattr(options, "GROUPS", {}).items():
+        groups |= dict.fromkeys(names, parser.add_argument_group(title))
     for f in fields(options):
         assert f.default is not MISSING, f.name
         if f.metadata["flag"]:
-            _add_argument(parser, f)
+            _add_argument(groups.get(f.name, parser), f)
     if not any(f.name == "version" for f in fields(options)):
         parser.add_argument("--version", action="version", version=f"gpt-eagle {VERSION}")
     given = vars(parser.parse_args([_with_underscores(word) for word in argv]))
@@ -246,7 +249,7 @@ def _utf8_arguments() -> list[str]:
     return [os.fsencode(text).decode("utf-8", "surrogateescape") for text in sys.argv[1:]]
 
 
-def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
+def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     default = ""
     if f.default not in ("", None, False):
         default = f" (default: {f.default})"

@@ -548,7 +548,10 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
     for f in fields(GenerateConfig):
         there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
         assert there == f.metadata["flag"], f.name
-    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 46
+    flags = [f.name for f in fields(GenerateConfig) if f.metadata["flag"]]
+    grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
+    assert len(flags) == 46 and sorted(grouped) == sorted(flags)
+    assert text.index("\nrare:") > text.index("\nsampling:") > text.index("--checkpoint ")
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
