@@ -124,6 +124,15 @@ class Engine:
             return "stop"
         return "length" if len(new) >= self.config.max_new_tokens else "context"
 
+    def told_cut(self, reason: str) -> str:
+        """Describe a reason of `finish_reason` that cuts an answer; "" for another one."""
+        most = self.config.max_new_tokens
+        if reason == "length" and most < self.context:
+            return f"cut at {most} tokens: --max_new_tokens"
+        if reason in ("length", "context"):
+            return f"cut at the context of {self.context} tokens: --context"
+        return ""
+
 
 def with_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every mode of sampling and preset, compiled as the options say.

@@ -1,6 +1,6 @@
 """Generate text with a target model and a drafter, by speculative decoding.
 
-    python generate.py --compile --chat --prompt "Why is the sky blue?"
+    python generate.py --compile --prompt "Why is the sky blue?"
 
 From Python:
     engine = load(checkpoint="checkpoints/demo", compile=True)
@@ -31,9 +31,9 @@ if __name__ == "__main__":
 import json
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -122,7 +122,26 @@ def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
     ids = conversation
     if conversation and not isinstance(conversation[0], int):
         ids = encode(engine, conversation[:1], [])
-    return check_ids(ids, engine.target.config.vocab_size, engine.context)
+    return check_ids(ids, engine.target.config, engine.context)
+
+
+def with_messages(engine: Engine, prompts: list) -> list:
+    """Return prompts with the token ids of those that are messages, {"role": ..., "content": ...}.
+
+    A list of messages alone is one prompt.
+    Raises: ValueError without a chat template, and for messages that it has no place for.
+    """
+    if prompts and all(isinstance(prompt, dict) for prompt in prompts):
+        prompts = [prompts]
+    found = []
+    for prompt in prompts:
+        of_messages = isinstance(prompt, (list, tuple)) and len(prompt) > 0
+        if of_messages and all(isinstance(each, dict) for each in prompt):
+            fault = "messages need a chat template; load with chat=NAME, or give texts"
+            require(engine.template is not None, fault)
+            prompt = engine.template.encode_messages(engine.tokenizer, list(prompt))
+        found.append(prompt)
+    return found
 
 
 class Batch:
@@ -270,7 +289,7 @@ def generate(
     """Decode prompts, `num_samples` times each, `batch_size` sequences at a time.
 
     A finished sequence makes way for the next one.
-    prompts: texts, lists of turns, or lists of token ids
+    prompts: texts, lists of turns, of messages or of token ids; or the messages of one prompt
     on_tokens, on_finished: callbacks, see `Batch.decode_all`
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
     options: `max_new_tokens`, `num_samples`, `temperature`, `top_k`, `top_p`, `min_p` or `seed`,
@@ -279,6 +298,7 @@ def generate(
     """
     if isinstance(prompts, str):
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
+    prompts = with_messages(engine, prompts)
     config, draws = with_options(engine.config, options, len(prompts))
     guides = []
     if grammar is not None:
@@ -315,13 +335,14 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
     return result, {"speedup": speedup, "identical": identical, "vanilla_tokens_per_s": rate}
 
 
-def stream(engine: Engine, prompt: str | list[int], **options: Any) -> Iterator[str]:
-    """Decode one prompt, a text or token ids. Yield its text as it is decided.
+def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
+    """Decode one prompt, a text, messages or token ids. Yield its text as it is decided.
 
     No piece ends within a character.
     options: those of `generate`, but for `num_samples`
     Raises: ValueError for a prompt that cannot be decoded, or a value out of its range.
     """
+    prompt = with_messages(engine, [prompt])[0]
     if not isinstance(prompt, str) and not all(isinstance(i, int) for i in prompt):
         raise ValueError(
             "stream() takes one text or one list of token ids; use generate() for turns"
@@ -386,6 +407,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     if live:
         decoder = engine.tokenizer.stream(continuation=engine.template is None)
     separators = chain([""], repeat("\n"))  # a blank line between conversations
+    titled = sys.stdout.isatty() and len(streams) > 1
 
     def print_texts(texts: list[str]) -> None:
         print(next(separators) + "\n\n".join(texts), flush=True)
@@ -402,9 +424,11 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             results.add(decoded)
         if not quiet and not live:
             field = "text" if engine.tokenizer else "tokens"
-            show(turns[0].index[:2], [str(turn[field]) for turn in decoded])
+            title = [f"[prompt {turns[0].index[0] + 1}]"] if titled else []
+            show(turns[0].index[:2], title + [str(turn[field]) for turn in decoded])
 
-    with torch.profiler.profile() if config.profile else nullcontext() as profiler:
+    profile = torch.profiler.profile() if config.profile else nullcontext()
+    with telling_kept(results, len(streams)), profile as profiler:
         if config.compare:
             result, outcome = compare(batch, on_finished)
             result.stats |= outcome
@@ -413,10 +437,36 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             result = batch.result()
     if live:
         print(decoder.flush())
-    print(stats_line(result.stats), file=sys.stderr if quiet else sys.stdout)
+    line = stats_line(result.stats, config.verbose, told_cuts(engine, result))
+    print(line, file=sys.stderr if quiet else sys.stdout)
     write_files(engine, result, profiler)
     for turn in batch.entries:
         require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
+
+
+@contextmanager
+def telling_kept(results: Any, count: int) -> Iterator[None]:
+    """On Ctrl-C say which conversations are kept. results: their file, None for none; count: all"""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "nothing is kept; --results FILE keeps every finished conversation"
+        if results is not None:
+            kept = f"{results.path} keeps the finished conversations; the same command goes on"
+        if count > 1:
+            print(f"[stopped: {kept}]", file=sys.stderr)
+        raise
+
+
+def told_cuts(engine: Engine, result: Result) -> str:
+    """Describe the answers that were cut; "" where all ended by themselves."""
+    parts = []
+    for reason, count in Counter(result.finish_reason).items():
+        cut = engine.told_cut(reason)
+        of_all = f"{count} of {len(result.text)} answers " if len(result.text) > 1 else ""
+        if cut:
+            parts.append(of_all + cut)
+    return ", ".join(parts)
 
 
 def write_files(engine: Engine, result: Result, profiler: Any) -> None:
@@ -440,14 +490,16 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """Run the command line. command: the result of `read_command`, where it is there already"""
     from cli.start import read_command
 
-    config, prompts, text = command or read_command(argv, ranks.check)
+    config, prompts, text, to_end = command or read_command(argv, ranks.check)
     with one_line_errors("generate.py"):
         engine = load(ranks.init_ranks(config, prompts), text)
+        if to_end and engine.template is not None:
+            engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
         if not config.interactive:
             return main_loop(engine, prompts)
         from extras.repl import chat
 
-        chat(engine, encode, stream_text)
+        chat(engine, encode)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from cli.methods import entry_of, has_extras
 from cli.parsing import by_names, require
 from cli.prompts import read_grammar
@@ -48,25 +50,37 @@ MAX_DEFAULT_CONTEXT = 4096
 
 
 def load(
-    config: GenerateConfig | None = None, text: TextFiles | None = None, **options: Any
+    config: GenerateConfig | str | Path | None = None,
+    text: TextFiles | None = None,
+    **options: Any,
 ) -> Engine:
     """Load everything that `config` names, and compile.
 
+    config: options, or the path of the checkpoint
     text: the tokenizer and the template, where they are read already
-    options: fields of `GenerateConfig`, when no config is given
+    options: fields of `GenerateConfig`, when no config is given; chat may be True or False, too
     Raises: ValueError for anything wrong with options or files.
     """
-    from hf.chat import read_text_files
+    from hf.chat import NO_TEMPLATE, read_text_files, template_name
     from hf.fetch import fetched
     from hf.not_finite import check_small_weights
 
+    if isinstance(config, (str, Path)):
+        options = {"checkpoint": config, **options}
+        config = None
+    if isinstance(options.get("chat"), bool):
+        options["chat"] = "" if options["chat"] else NO_TEMPLATE
     if config is not None and options:
         raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
     asked = config or GenerateConfig(**by_names(GenerateConfig, options))
     asked.check()
     began = time.perf_counter()
     device = _pick_device(asked)
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
     path = fetched(asked.checkpoint)
+    if template_name(path, asked) == "":
+        asked = replace(asked, chat="")
     target = _load_target(replace(asked, device=device), path)
     check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)

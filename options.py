@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from cli.io import can_name_file, check_directory, check_outputs
 from cli.methods import DRAFTERS, entry_of, has_extras
@@ -23,6 +23,7 @@ from cli.option_rules import (
     HEAD,
     INFLATABLE,
     INT4,
+    INTERACTIVE,
     LEVELS,
     NOT_CHAT,
     ONCE,
@@ -104,13 +105,37 @@ class Ablation:
     )
 
 
+# titles of the help and their options, the rare ones last
+GROUPS = {
+    "the model": ("checkpoint", "quant", "context", "device", "threads", "compile"),
+    "the text": (
+        "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "grammar",
+        "batch_size", "num_samples",
+    ),
+    "sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
+    "drafting (the text is the same with any of it)": (
+        "draft", "head", "draft_checkpoint", "datastore", "draft_store",
+    ),
+    "what is shown and written": (
+        "show_drafts", "verbose", "compare", "json", "results", "trace", "profile",
+    ),
+    "rare": (
+        "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "draft_vocab", "quant_draft",
+        "accept", "prompt_ids", "ignore_eos", "group_size", "dtype", "plain", "inflate",
+    ),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class GenerateConfig:
     """Options of a run. Units and effects are in the help texts."""
 
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = GROUPS
+
     checkpoint: str = option(
         DEFAULT,
         "the target: a Hugging Face directory or a GGUF file; the default is fetched once (93 MB)",
+        short="m",
     )
     inflate: str = option(
         "",
@@ -189,13 +214,23 @@ class GenerateConfig:
         ("exact", "residual"),
         needs=(DRAFT, RULE, SAMPLED, ONE_SIZE),
     )
-    prompt: str | None = option(None, "text to continue; the default model and the demo have one")
-    prompt_file: str = option("", "prompts: a text file, or JSONL with `turns`")
+    prompt: str | None = option(
+        None,
+        "text to answer or continue, - for standard input; the default model and the demo have one",
+        short="p",
+    )
+    prompt_file: str = option(
+        "", "prompts: a text file, or JSONL with `turns`; - for standard input"
+    )
     prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     interactive: bool = option(False, "chat on the terminal")
+    show_drafts: bool = option(
+        False, "colour the tokens that were drafted and accepted", needs=(INTERACTIVE,)
+    )
     chat: str | None = option(
         None,
-        "apply a chat template: the checkpoint's own, or the built-in one named",
+        "chat template: the built-in one named, or none for plain continuation; default, and "
+        "without a name: the checkpoint's own, if it has one",
         needs=(TEXT,),
         optional=True,
     )
@@ -208,7 +243,13 @@ class GenerateConfig:
         "",
         "texts follow this Lark, GBNF, or JSON schema (.json); on CUDA no cycle is captured then",
     )
-    max_new_tokens: int = option(128, "tokens to generate per prompt", least=1)
+    max_new_tokens: int = option(
+        128,
+        "tokens to generate per prompt; a chat of --prompt or --interactive goes on to its end "
+        "where this is not given",
+        least=1,
+        short="n",
+    )
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
     top_p: float = option(
@@ -221,7 +262,8 @@ class GenerateConfig:
     )
     seed: int = option(
         0,
-        "of the sampling noise; the same seed gives the same tokens for every drafter and tree",
+        "of the sampling noise; the same seed gives the same tokens for every drafter and tree; "
+        "--interactive draws one where none is given",
         least=0,
         most=2**64 - 1,
     )
@@ -229,7 +271,10 @@ class GenerateConfig:
     num_samples: int = option(1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6)
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
     context: int = option(
-        0, "KV capacity in tokens; 0: what the model was trained for, at most 4096", least=0
+        0,
+        "KV capacity in tokens; 0: what the model was trained for, at most 4096",
+        least=0,
+        short="c",
     )
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     group_size: int = option(
@@ -252,8 +297,10 @@ class GenerateConfig:
         "run PyTorch in place of our operators, from now on in this process: slow, and what one "
         "edits in model.py and ops/ is what runs",
     )
+    threads: int = option(0, "CPU threads; 0: as many as cores", least=0, short="t")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
+    verbose: bool = option(False, "print seconds, memory and trees at the end, too")
     compare: bool = option(
         False,
         "also decode without drafting, check that the tokens agree, print the speedup",

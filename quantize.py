@@ -33,7 +33,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cli.io import bundled_head, read_json, show_progress
+from cli.io import bundled_head, is_gguf, read_json, show_progress
 from cli.parsing import one_line_errors, option, parse
 from hf.checkpoint import (
     METHOD,
@@ -572,6 +572,11 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors("quantize.py"):
         if not config.checkpoint or not config.out:
             raise ValueError("--checkpoint and --out are needed: directories to read and to write")
+        if is_gguf(Path(config.checkpoint)):
+            raise ValueError(
+                f"{config.checkpoint} is a GGUF file, which runs in its own bits as it is: "
+                f"python generate.py --checkpoint {config.checkpoint}"
+            )
         if config.group_size and config.quant != "int4":
             raise ValueError("--group_size belongs to int4; leave it out")
         quant = Quantization(config.quant, config.group_size)

@@ -201,6 +201,7 @@ class Session:
         samples = torch.tensor([sample for _, sample in padded], device=device)
         self.buffers.reset(engine, replace_fields(tensors, prompt=prompts, sample=samples))
         self.sampling = params
+        self.drafts = [True] * batch
         self.policy = engine.policy.begin()
         self.guide: Any = None  # masks tokens, once a turn brings one
         self.readers: list[Reader] = []
@@ -257,9 +258,14 @@ class Session:
             for fault in (*self.faults.values(), *self.broken.values()):
                 raise ValueError(fault)
 
-    def configure(self, seq: int, params: Sampling, seed: int) -> None:
-        """Set the parameters and the seed of an idle sequence; before, they are the engine's."""
+    def configure(self, seq: int, params: Sampling, seed: int, drafts: bool = True) -> None:
+        """Set the parameters and the seed of an idle sequence; before, they are the engine's.
+
+        drafts: False: cycles draft nothing while all live sequences ask for that, where the
+            smallest preset is the root alone
+        """
         self.sampling[seq] = params
+        self.drafts[seq] = drafts
         row = sequence_of(self.state.sampling, seq)
         own = SamplingTensors.from_params([params], self.state.pos.device, seed)
         copy_into(row, replace_fields(own, prompt=row.prompt, sample=row.sample))
@@ -382,6 +388,8 @@ class Session:
         buffers = self.buffers
         if preset is None:
             preset = self.policy.next_preset(self, reads_prompt=False)
+            if not any(wants for wants, decodes in zip(self.drafts, self.live) if decodes):
+                preset = 0
         self.policy.prepare(self, preset)
         mode = self.mode
         cycle = engine.cycles[mode][preset]

@@ -84,21 +84,51 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     if table:
         found["tree_auto"] = table
     found |= stats.summary()
+    found["drafted_by"] = _sources(engine, stats)
+    found["estimate"] = _estimate(found, len(stats.presets))
     found["compile_s"] = engine.compile_s
     found["load_s"] = engine.load_s
     found["peak_memory_bytes"] = peak_memory_bytes(engine.device.type)
     return found
 
 
-def stats_line(stats: dict[str, Any]) -> str:
-    """Return the last line of a run; with `--compare` a second one explains the speedup."""
+def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "") -> str:
+    """Return the last lines of a run: the rate, and with `--compare` the speedup explained.
+
+    verbose: also seconds, memory and trees; cut: tells of answers that were cut, "" for none
+    """
     tokens = round(stats["tokens_per_s"] * stats["decode_s"])
+    line = f"{tokens} tokens, {stats['tokens_per_s']:.1f} tokens/s"
+    if stats.get("estimate") and "speedup" not in stats:
+        line += f" ({stats['estimate']:.1f} times without drafting, by its own estimate)"
+    line += f"; {stats['tau']:.1f} tokens a pass"
+    if stats["drafted_by"]:
+        line += f", {' and '.join(stats['drafted_by'])}"
+    if cut:
+        line += f" [{cut}]"
+    if "speedup" in stats:
+        vanilla = f"{stats['vanilla_tokens_per_s']:.1f} tokens/s"
+        line += f"; {stats['speedup']:.2f}x of vanilla ({vanilla})"
+        if stats["identical"] is not None:
+            line += f", {100 * stats['identical']:.0f} % of sequences identical"
+    lines = [line]
+    if verbose:
+        lines.append(_details(stats))
+    if stats.get("speedup"):
+        lines.append(explain(stats, 1 / stats["vanilla_tokens_per_s"]))
+    name = ""
+    if "stand_in" in stats:
+        name = f"stand-in, {stats['stand_in']}: "
+    return "\n".join(name + line for line in lines)
+
+
+def _details(stats: dict[str, Any]) -> str:
+    """Return the line of --verbose."""
     compiled = ""
     if stats["compile_s"]:  # on CUDA
         compiled = f"compile {stats['compile_s']:.1f} s, "
     line = (
-        f"{tokens} tokens in {stats['decode_s']:.2f} s: {stats['tokens_per_s']:.1f} tokens/s, "
-        f"tau {stats['tau']:.2f} ({stats['cycles']} cycles); "
+        f"decode {stats['decode_s']:.2f} s, tau {stats['tau']:.2f} ({stats['cycles']} cycles), "
         f"prefill {stats['prefill_s']:.2f} s, {compiled}load {stats['load_s']:.1f} s, "
         f"peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
     )
@@ -106,18 +136,30 @@ def stats_line(stats: dict[str, Any]) -> str:
         line += f" on rank 0 of {stats['ranks']}"
     if "tree_auto" in stats:
         line += f"; tree auto: {_most_used(stats['tree_auto'])}"
-    if "speedup" in stats:
-        vanilla = f"{stats['vanilla_tokens_per_s']:.1f} tokens/s"
-        line += f"; {stats['speedup']:.2f}x of vanilla ({vanilla})"
-        if stats["identical"] is not None:
-            line += f", {100 * stats['identical']:.0f} % of sequences identical"
-    lines = [line]
-    if stats.get("speedup"):
-        lines.append(explain(stats, 1 / stats["vanilla_tokens_per_s"]))
-    name = ""
-    if "stand_in" in stats:
-        name = f"stand-in, {stats['stand_in']}: "
-    return "\n".join(name + line for line in lines)
+    return line
+
+
+def _sources(engine: Any, stats: Stats) -> list[str]:
+    """Return the names of what drafted, the most used first."""
+    rows = engine.policy.table(stats.presets)
+    counts: dict[str, int] = {}
+    for preset, _ in stats.presets:
+        if engine.presets[preset].size > 1:
+            source = rows[preset]["source"] if rows else engine.option("draft")
+            counts[source] = counts.get(source, 0) + 1
+    return sorted(counts, key=counts.__getitem__, reverse=True)
+
+
+def _estimate(stats: dict[str, Any], passes: int) -> float | None:
+    """Return the rate over the one without drafting, as --tree auto estimates it.
+
+    passes: of all sequences together. Returns: None where there is no estimate
+    """
+    table = stats.get("tree_auto")
+    if not table or not passes or not table[0]["predicted_ms"]:
+        return None
+    sequences = stats["cycles"] / passes  # that a pass decodes
+    return stats["tokens_per_s"] * table[0]["predicted_ms"] / 1e3 / sequences
 
 
 def explain(drafted: dict[str, Any], vanilla_s: float, vanilla_tokens: float = 1.0) -> str:

@@ -179,6 +179,9 @@ def check_output(path: Path, flag: str) -> None:
         raise ValueError(f"{flag}: cannot write {path}; there is no directory {path.parent}")
     if path.is_dir():
         raise ValueError(f"{flag}: {path} is a directory; name a file")
+    is_queue = path.exists() and not path.is_file()  # it is written into, and not replaced
+    if not os.access(path if is_queue else path.parent, os.W_OK):
+        raise ValueError(f"{flag}: cannot write {path}: no permission; name another file")
 
 
 def check_outputs(files: dict[str, str]) -> None:

@@ -25,6 +25,7 @@ class Entry(NamedTuple):
     resizes: bool = False  # its static trees have --tree_size nodes
     residual: bool = True  # it takes --accept residual
     many_ranks: bool = True  # it runs under torchrun
+    source: str = "head"  # of drafts, for a person
 
 
 DRAFTERS = {
@@ -33,7 +34,14 @@ DRAFTERS = {
     "medusa": Entry("extras.medusa_draft", head=True),
     "hydra": Entry("extras.hydra_draft", head=True),
     "block": Entry("extras.block_draft", head=True),
-    "ngram": Entry("extras.ngram_draft", trees=(), grows=False, looks_up=True, keeps_texts=True),
+    "ngram": Entry(
+        "extras.ngram_draft",
+        trees=(),
+        grows=False,
+        looks_up=True,
+        keeps_texts=True,
+        source="lookup",
+    ),
     "recycling": Entry(
         "extras.recycling_draft",
         trees=("auto", "static"),
@@ -42,9 +50,15 @@ DRAFTERS = {
         resizes=True,
         residual=False,
         many_ranks=False,
+        source="recycling",
     ),
     "lookahead": Entry(
-        "extras.lookahead_draft", trees=(), grows=False, residual=False, many_ranks=False
+        "extras.lookahead_draft",
+        trees=(),
+        grows=False,
+        residual=False,
+        many_ranks=False,
+        source="lookahead",
     ),
     "rest": Entry(
         "extras.rest_draft",
@@ -52,10 +66,18 @@ DRAFTERS = {
         grows=False,
         residual=False,
         many_ranks=False,
+        source="datastore",
     ),
-    "model": Entry("extras.model_draft", trees=("chain", "auto", "dynamic", "static")),
+    "model": Entry(
+        "extras.model_draft", trees=("chain", "auto", "dynamic", "static"), source="draft model"
+    ),
     "eagle+ngram": Entry(
-        "extras.heads", head=True, trees=("dynamic",), looks_up=True, keeps_texts=True
+        "extras.heads",
+        head=True,
+        trees=("dynamic",),
+        looks_up=True,
+        keeps_texts=True,
+        source="head with lookup",
     ),
 }
 # of trained heads (hf/head_kinds.py)

@@ -61,9 +61,16 @@ INFLATABLE = Need(
 )
 SHAPE = Need("needs a shape; name one with --inflate", lambda o: bool(o.inflate))
 TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
-TEXT = Need("renders text; it cannot go with --prompt_ids", lambda o: o.prompt_ids is None)
-CHAT = Need("belongs to a chat template; add --chat", lambda o: o.chat is not None)
+TEXT = Need(
+    "renders text; it cannot go with --prompt_ids",
+    lambda o: o.prompt_ids is None or o.chat == "none",
+)
+CHAT = Need(
+    "belongs to a chat template; drop --chat none or --prompt_ids",
+    lambda o: o.chat != "none" and o.prompt_ids is None,
+)
 ONCE = Need("cannot go with --compare, which decodes everything twice", lambda o: not o.compare)
+INTERACTIVE = Need("belongs to --interactive; add that", lambda o: o.interactive)
 NOT_CHAT = Need(
     "cannot go with --interactive, which is one conversation", lambda o: not o.interactive
 )

@@ -9,11 +9,13 @@ Not here: the options of generate.py (options.py).
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import io
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, field, fields
 from numbers import Integral, Real
@@ -21,6 +23,7 @@ from typing import IO, Any, NoReturn
 
 from cli.io import one_line
 
+VERSION = "0.1.0"  # as in pyproject.toml
 MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
 
 
@@ -33,12 +36,14 @@ def option(
     most: int = MOST,
     flag: bool = True,
     alias: str = "",
+    short: str = "",
     **extra: Any,
 ) -> Any:
     """Make a dataclass field that is also a flag, unless `flag` is False.
 
     least, most: the range of a number
     alias: another name of it, on the command line and in Python
+    short: a letter for the command line, as llama.cpp has it
     """
     metadata = {
         "help": help,
@@ -48,6 +53,7 @@ def option(
         "most": most,
         "flag": flag,
         "alias": alias,
+        "short": short,
         **extra,
     }
     return field(default=default, metadata=metadata)
@@ -56,7 +62,7 @@ def option(
 def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
     """Return values by the fields' names, where some are given by an alias; a path is a text.
 
-    Raises: ValueError for a field that is given twice.
+    Raises: ValueError for a field that is given twice, and for one that is not there.
     """
     named = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in values.items()}
     for f in fields(options):
@@ -64,7 +70,16 @@ def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
         if alias and alias in named:
             require(f.name not in named, f"{alias} is another name of {f.name}; give one of them")
             named[f.name] = named.pop(alias)
+    known = [f.name for f in fields(options)]
+    for name in named.keys() - set(known):
+        raise ValueError(f"there is no option {name}{did_you_mean(name, known)}")
     return named
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the closest of the known names; "" where none is close."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def check_ranges(options: Any) -> None:
@@ -124,6 +139,15 @@ def require(holds: bool, message: str) -> None:
 class _Parser(argparse.ArgumentParser):
     """A parser that reports an error on one line, without the usage block."""
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all words; a hint goes with a flag that is not there."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            hint = did_you_mean(flag, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found
+
     def error(self, message: str) -> NoReturn:
         fail(self.prog, f"{message}; see --help")
 
@@ -159,10 +183,21 @@ def parse(
     description: str,
     argv: list[str] | None = None,
 ) -> Any:
+    """Read the command line into a dataclass with fields made by `option`, as `parse_given`."""
+    return parse_given(options, program, description, argv)[0]
+
+
+def parse_given(
+    options: type,
+    program: str,
+    description: str,
+    argv: list[str] | None = None,
+) -> tuple[Any, set[str]]:
     """Read the command line into a dataclass with fields made by `option`.
 
-    Exits with status 2 on a mistake.
+    A flag may have hyphens in the place of underscores. Exits with status 2 on a mistake.
     argv: default: that of the process, whose text is then UTF-8 in every locale
+    Returns: the options; the names of those that were given.
     """
     if argv is None:
         argv = _utf8_arguments()
@@ -173,17 +208,30 @@ def parse(
         argument_default=argparse.SUPPRESS,  # so that the options that were given are known
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    groups = {}  # of the help, by the options in them
+    for title, names in getattr(options, "GROUPS", {}).items():
+        groups |= dict.fromkeys(names, parser.add_argument_group(title))
     for f in fields(options):
         assert f.default is not MISSING, f.name
         if f.metadata["flag"]:
-            _add_argument(parser, f)
-    given = vars(parser.parse_args(argv))
+            _add_argument(groups.get(f.name, parser), f)
+    if not any(f.name == "version" for f in fields(options)):
+        parser.add_argument("--version", action="version", version=f"gpt-eagle {VERSION}")
+    given = vars(parser.parse_args([_with_underscores(word) for word in argv]))
     made = options(**given)
     with one_line_errors(program):
         for f in fields(options):
             if f.name in given and f.type in ("int", "float"):
                 _check_range(f, given[f.name], given=True)
-    return made
+    return made, set(given)
+
+
+def _with_underscores(word: str) -> str:
+    """Return a flag with underscores for hyphens; other words as they are."""
+    flag, equals, value = word.partition("=")
+    if re.fullmatch(r"--\w[\w-]*", flag) is None:
+        return word
+    return f"--{flag[2:].replace('-', '_')}{equals}{value}"
 
 
 def _utf8_arguments() -> list[str]:
@@ -201,7 +249,7 @@ def _utf8_arguments() -> list[str]:
     return [os.fsencode(text).decode("utf-8", "surrogateescape") for text in sys.argv[1:]]
 
 
-def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
+def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     default = ""
     if f.default not in ("", None, False):
         default = f" (default: {f.default})"
@@ -218,6 +266,9 @@ def _add_argument(parser: argparse.ArgumentParser, f: Field) -> None:
     names = [f"--{f.name}"]
     if f.metadata["alias"]:
         names.append(f"--{f.metadata['alias']}")
+    if f.metadata["short"]:
+        names.append(f"-{f.metadata['short']}")
+    if len(names) > 1:
         arguments |= {"dest": f.name, "action": _OneName}
     if f.metadata.get("positional"):
         names = [f.name]

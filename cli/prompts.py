@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from cli.io import parse_json, parse_jsonl, read_named
 from cli.parsing import require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
-PROMPTS = ((DEFAULT, "The capital of France is"), (DEMO, "def read_lines(path):"))
+PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
 OF_A_PROMPT = {"temperature", "top_k", "top_p", "min_p", "seed"}
 OF_A_CALL = {"max_new_tokens", "num_samples", *OF_A_PROMPT}
@@ -30,6 +31,10 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
     """
     if config.prompt_ids is not None:
         return [_parse_ids(config.prompt_ids)]
+    if config.prompt == "-":
+        text = sys.stdin.read()
+        require(text.strip() != "", "--prompt -: standard input is empty; give it some text")
+        return [[text.removesuffix("\n")]]
     if config.prompt is not None:
         return [[config.prompt]]
     if not config.prompt_file:
@@ -82,7 +87,7 @@ def prompts_of_file(path: Path, flag: str) -> list[Conversation]:
     flag: names the file in the message
     Raises: ValueError for a file that cannot be read or holds no prompt.
     """
-    text = read_named(path, flag)
+    text = sys.stdin.read() if str(path) == "-" else read_named(path, flag)
     if path.suffix.lower() == ".jsonl" or re.match(r'\s*\{\s*"turns"', text):
         conversations = [record.get("turns") for record in parse_jsonl(text, f"{flag}: {path}")]
         form = '{"turns": ["text", ...]}'
@@ -107,6 +112,7 @@ def as_conversation(prompt: str | Conversation) -> Conversation:
     """Return a text as its turns. Raises: ValueError for anything but texts or token ids."""
     items = [prompt] if isinstance(prompt, str) else prompt
     is_list = isinstance(items, Iterable)
+    is_list = is_list and not isinstance(items, dict)
     items = list(items) if is_list else []
     texts = all(isinstance(item, str) for item in items)
     if not is_list or not (texts or all(type(item) is int for item in items)):
@@ -116,21 +122,26 @@ def as_conversation(prompt: str | Conversation) -> Conversation:
     return items
 
 
-def check_ids(ids: list[int], vocab: int, context: int) -> list[int]:
+def check_ids(ids: list[int], model: Any, context: int) -> list[int]:
     """Check the token ids of a prompt.
 
+    model: `hf.config.ModelConfig`
     Returns: the ids.
     Raises: ValueError for a prompt that is empty, out of range or does not fit.
     """
     if not ids:
         raise ValueError("the prompt is empty; give it at least one token")
     for token in ids:
-        if not 0 <= token < vocab:
-            raise ValueError(f"token ids must be in 0..{vocab - 1}; the prompt has {token}")
+        if not 0 <= token < model.vocab_size:
+            known = f"0..{model.vocab_size - 1}"
+            raise ValueError(f"token ids must be in {known}; the prompt has {token}")
     if len(ids) >= context:
+        remedy = "shorten it"
+        if context < model.max_context:
+            remedy = f"shorten it or raise --context, up to {model.max_context}"
         raise ValueError(
             f"the prompt has {len(ids)} tokens, the context holds {context} "
-            "with at least one new token; shorten it or raise --context"
+            f"with at least one new token; {remedy}"
         )
     return ids
 

@@ -34,7 +34,8 @@ DECIDES = (
 # device only its kind does (`_facts`).
 DECIDES_NOTHING = (
     "batch_size", "compare", "compile", "device", "draft_store", "interactive", "json",
-    "num_samples", "profile", "prompt", "prompt_file", "prompt_ids", "results", "trace",
+    "num_samples", "profile", "prompt", "prompt_file", "prompt_ids", "results", "show_drafts",
+    "threads", "trace", "verbose",
 )  # fmt: skip
 
 

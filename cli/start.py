@@ -12,13 +12,15 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cli.parsing import one_line_errors, parse
+from cli.parsing import one_line_errors, parse_given
 from cli.prompts import Conversation, read_grammar, read_prompts
 from options import GenerateConfig
 
@@ -32,21 +34,26 @@ class Command(NamedTuple):
     config: GenerateConfig
     prompts: list[Conversation]
     text: TextFiles | None = None
+    to_end: bool = False  # no length was asked for: a chat's answers go on to their end
 
 
 def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
     """Read the command line and the prompts. Exit with status 2 on a mistake."""
-    config = parse(GenerateConfig, "generate.py", "Generate text, exactly, with draft trees.", argv)
+    about = "Generate text, exactly, with draft trees."
+    config, given = parse_given(GenerateConfig, "generate.py", about, argv)
     with one_line_errors("generate.py"):
         check(config)
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
-    return Command(config, prompts)
+    if config.interactive and "seed" not in given:
+        config = replace(config, seed=random.getrandbits(31))
+    to_end = not config.prompt_file and "max_new_tokens" not in given
+    return Command(config, prompts, to_end=to_end)
 
 
 def with_text(command: Command) -> Command:
     """Read the text side of the checkpoint beside torch's libraries. Exit with 2 on a mistake."""
-    config, prompts, _ = command
+    config, prompts, _, to_end = command
     with one_line_errors("generate.py"):
         from hf.chat import read_text_files
         from hf.fetch import fetched
@@ -57,7 +64,7 @@ def with_text(command: Command) -> Command:
             importlib.import_module("markupsafe")  # a part of jinja2
             importlib.import_module("tokenizers").models.BPE()  # the first use waits for loading
         threading.Thread(target=_load_libraries).start()
-        return Command(config, prompts, read_text_files(path, config))
+        return Command(config, prompts, read_text_files(path, config), to_end)
 
 
 def _load_libraries() -> None:

@@ -39,6 +39,7 @@ from cli.io import read_json
 from decode import Engine
 from drafters import Drafter
 from extras.deferred import Deferred, catch_up
+from extras.drafted import source_of
 from extras.presets import PresetPolicy, lookup_of
 from extras.remembered import file_of, recall, remember
 from parallel import ranks
@@ -174,7 +175,8 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) 
     may_skip_prompts = not engine.captured and isinstance(smallest, Deferred) and smallest.may_skip
     names = [preset.name for preset in engine.presets]
     lookups = len(lookup.sizes) if lookup else 0
-    sizer = Autosizer(shapes, known, node, names, may_skip_prompts, lookups)
+    sources = [source_of(engine, preset) for preset in range(len(names))]
+    sizer = Autosizer(shapes, known, node, names, may_skip_prompts, lookups, sources)
     if known.rates:
         rates.copy_(torch.tensor(known.rates).view_as(rates))
     pool = engine.buffer_pool
@@ -330,8 +332,9 @@ class Autosizer:
         names: Sequence[str] = (),
         may_skip_prompts: bool = False,
         lookups: int = 0,
+        sources: Sequence[str] = (),
     ):
-        """shapes, names: of the presets
+        """shapes, names, sources of drafts: of the presets
 
         known: the starting point, updated in place
         node: initial cost of a further node, relative to a cycle without a tree
@@ -344,6 +347,7 @@ class Autosizer:
         self.known = known
         self.node = node
         self.names = names
+        self.sources = sources or names
         self.may_skip_prompts = may_skip_prompts
         self.accepted = [0.0] * len(shapes)  # fading means, the bonus not counted
         self.weights = [0.0] * len(shapes)  # cycles of one sequence behind each mean
@@ -531,12 +535,13 @@ class Autosizer:
         """
         self._learn_noted()
         rows = []
-        for preset, name in enumerate(self.names):
+        for preset, (name, source) in enumerate(zip(self.names, self.sources)):
             seconds = [time for number, time in ran if number == preset]
             predicted_ms = 1e3 * self.pace * self.cost(preset)
             rows.append(
                 {
                     "tree": name,
+                    "source": source,
                     "cycles": len(seconds),
                     "expected_tokens": self.tokens(preset),
                     "predicted_ms": predicted_ms or None,  # 0 before the first cycle

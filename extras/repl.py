@@ -1,35 +1,283 @@
 """`--interactive`: a conversation on the terminal.
 
-When the history no longer fits the context, the oldest turns are dropped and a note is printed.
+1. A line at the start names the model, the ways to draft and the commands (COMMANDS).
+2. With readline a line has a history and keys to edit it, and pasted lines are one turn. Lines
+   between two \"\"\" are one turn, too.
+3. An answer goes on to its end, unless --max_new_tokens is given; a cut is said. Tokens that were
+   drafted and accepted are coloured by their source, on a terminal, with `--show_drafts`.
+4. When the history no longer fits the context, the oldest turns are dropped and a note is printed.
+
 Ctrl-C ends an answer and not the conversation; the cached part of the answer stays. At the prompt a
 second Ctrl-C, or the end of input, ends the conversation.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
+import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
+from cli.io import parse_json, read_named, write_text
 from cli.prompts import check_ids
 from decode import Engine
+from extras.drafted import Drafted, told_draft
+from hf.chat import chat_template
+from hf.fetch import fetched
 from session import Session
 from stats import Stats, stats_line, summary
 
+COMMANDS = {
+    "help": "list the commands",
+    "clear": "begin a new conversation",
+    "retry": "answer the last turn again; with --temperature another answer",
+    "system": "/system TEXT sets the system message; without a text the template has its own",
+    "drafts": "colour the tokens that were drafted and accepted, or no longer",
+    "stats": "the measurements of the last answer",
+    "seed": "print the seed of the noise; /seed N sets it",
+    "save": "/save FILE writes the conversation",
+    "load": "/load FILE goes on with it",
+    "bye": "end the conversation, as Ctrl-D",
+}
+COLOURS = {"lookup": "\033[36m"}  # cyan; other sources are green
+GREEN = "\033[32m"
+PLAIN = "\033[0m"
+QUOTES = '"""'
+LONG_PROMPT = 1024  # tokens; reading more of them shows a progress
 
-def chat(
-    engine: Engine, encode: Callable[..., list[int]], stream_text: Callable[..., Iterator[str]]
-) -> None:
-    """Read turns and print answers until the end of input.
 
-    encode: token ids of (engine, turns, answers)
-    stream_text: the text of an answer as it is decided, of (session, ids)
-    """
-    session = Session(engine)
-    turns: list[str] = []
-    answers: list[str] = []
+def has_colours() -> bool:
+    """Return whether colours can be shown. Source: no-color.org."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def edit_lines() -> None:
+    """Let `input` edit lines and keep a history, and take pasted lines as one text."""
+    if not sys.stdin.isatty() or not sys.stdout.isatty():
+        return
+    with suppress(ImportError):  # then lines are the terminal's own
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def read_turn() -> str:
+    """Read a turn: a line, pasted lines, or the lines between two \"\"\". Raises: EOFError."""
+    line = input("> ")
+    if not line.startswith(QUOTES):
+        return line
+    text = line.removeprefix(QUOTES)
+    while not text.endswith(QUOTES):
+        try:
+            text += "\n" + input(". ")
+        except EOFError:
+            return text
+    return text.removesuffix(QUOTES).strip("\n")
+
+
+class Chat:
+    """A conversation and its session."""
+
+    def __init__(self, engine: Engine, encode: Callable[..., list[int]]):
+        """encode: token ids of (engine, turns, answers)"""
+        self.engine = engine
+        self.encode = encode
+        self.session = Session(engine)
+        self.drafted = Drafted(engine)
+        self.session.readers.append(self.drafted)
+        self.seed = engine.config.seed
+        self.system = engine.config.system
+        self.shows_drafts = engine.config.show_drafts and has_colours()
+        self.turns: list[str] = []
+        self.answers: list[str] = []
+        self.stats = Stats()  # of the last answer
+
+    def title(self) -> str:
+        """Describe the model and the way to draft."""
+        name = Path(self.engine.config.checkpoint).name
+        kind = "" if self.engine.template else ", without a chat template: texts are continued"
+        return f"{name}{kind}, {told_draft(self.engine)}; /help for the commands, Ctrl-D to leave"
+
+    # ------------------------------------------------------------------------------------ answers
+
+    def ask(self, turn: str) -> None:
+        """Answer a turn. Raises: ValueError for one that cannot be answered."""
+        ids, dropped = self._history([*self.turns, turn])
+        if dropped:
+            full = f"the context of {self.engine.context} tokens is full"
+            print(f"[{full}: {dropped} oldest turn(s) dropped]")
+        self.turns = [*self.turns, turn][dropped:]
+        self.answers = self.answers[dropped:]
+        self.session.stats = Stats()
+        answer = ""
+        new: list[int] = []
+        try:
+            for piece, source in self._pieces(ids, new):
+                answer += piece
+                self._print(piece, source)
+            self._say_cut(new)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except ValueError as error:  # of the grammar
+            print(f" [{error}]", end="")
+        self.answers.append(answer)
+        self.stats = self.session.stats
+        line = stats_line(summary(self.engine, self.stats), self.engine.config.verbose)
+        print(f"\n[{line}]")
+
+    def _pieces(self, ids: list[int], new: list[int]) -> Iterator[tuple[str, str]]:
+        """Yield the text of every new token, and the source of its draft. Writes: new"""
+        engine = self.engine
+        decoder = engine.tokenizer.stream(continuation=engine.template is None)
+        self.drafted.take(0)
+        for tokens in self.session.decode_turn([ids]):
+            self._show_reading(len(ids))
+            new += tokens[0]
+            for id, source in zip(tokens[0], self.drafted.take(0).sources):
+                yield decoder.push([id]), source
+        yield decoder.flush(), ""
+
+    def _show_reading(self, length: int) -> None:
+        """Show how much of a long prompt is read, on a terminal."""
+        if length < LONG_PROMPT or not sys.stderr.isatty() or self.session.stats.tokens:
+            return
+        text = ""
+        if self.session.prefilling:
+            text = f"[reading: {len(self.session.history[0])} of {length} tokens]"
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def _print(self, piece: str, source: str) -> None:
+        if self.shows_drafts and source and piece:
+            piece = f"{COLOURS.get(source, GREEN)}{piece}{PLAIN}"
+        print(piece, end="", flush=True)
+
+    def _say_cut(self, new: list[int]) -> None:
+        cut = self.engine.told_cut(self.engine.finish_reason(new)) if new else ""
+        if cut:
+            print(f" [{cut}]", end="")
+
+    def _history(self, turns: list[str]) -> tuple[list[int], int]:
+        """Encode the latest turns that leave room for an answer.
+
+        Returns: token ids; the number of oldest turns that were dropped.
+        Raises: ValueError where even the last turn does not fit.
+        """
+        engine = self.engine
+        reserve = min(engine.config.max_new_tokens, engine.context // 2)
+        dropped = 0
+        ids = self.encode(engine, turns, self.answers)
+        while len(ids) + reserve > engine.context and len(turns) - dropped > 1:
+            dropped += 1
+            ids = self.encode(engine, turns[dropped:], self.answers[dropped:])
+        check_ids(ids, engine.target.config, engine.context)
+        return ids, dropped
+
+    # ----------------------------------------------------------------------------------- commands
+
+    def run(self, name: str, text: str) -> None:
+        """Run a command. text: behind its name. Raises: ValueError for one that cannot be."""
+        if name not in COMMANDS:
+            close = difflib.get_close_matches(name, COMMANDS, 1)
+            hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
+            raise ValueError(f"there is no /{name}; {hint}")
+        getattr(self, f"_{name}")(text)
+
+    def _help(self, text: str) -> None:
+        for name, told in COMMANDS.items():
+            print(f"/{name:8}{told}")
+        print(f"{QUOTES:9}begins and ends a turn of several lines")
+
+    def _clear(self, text: str) -> None:
+        self.turns = []
+        self.answers = []
+
+    def _retry(self, text: str) -> None:
+        if not self.turns:
+            raise ValueError("there is no turn yet")
+        turn = self.turns.pop()
+        self.answers.pop()
+        self.ask(turn)
+
+    def _system(self, text: str) -> None:
+        engine = self.engine
+        name = engine.config.chat
+        if engine.template is None or name is None:
+            raise ValueError("without a chat template there is no system message")
+        path = fetched(engine.config.checkpoint)
+        template = chat_template(path, engine.tokenizer, name, text or None)
+        template.stop_ids(engine.tokenizer)  # refuses a template that leaves the message out
+        self.engine = replace(engine, template=template)
+        self.system = text or None
+
+    def _drafts(self, text: str) -> None:
+        if not has_colours():
+            raise ValueError("there are no colours here")
+        self.shows_drafts = not self.shows_drafts
+        lookup = f"{COLOURS['lookup']}by lookup{PLAIN}"
+        others = f"{GREEN}by others{PLAIN}"
+        told = f"drafted and accepted: {lookup}, {others}" if self.shows_drafts else "no colours"
+        print(f"[{told}]")
+
+    def _stats(self, text: str) -> None:
+        print(f"[{stats_line(summary(self.engine, self.stats), True)}]")
+
+    def _seed(self, text: str) -> None:
+        if text:
+            if not re.fullmatch(r"\d{1,18}", text):
+                raise ValueError(f"a seed is a whole number; it is {text[:50]!r}")
+            self.seed = int(text)
+            self.session.configure(0, self.engine.config.sampling, self.seed)
+        print(f"[seed {self.seed}]")
+
+    def _save(self, text: str) -> None:
+        if not text:
+            raise ValueError("name a file: /save FILE")
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for turn, answer in zip(self.turns, self.answers):
+            messages.append({"role": "user", "content": turn})
+            messages.append({"role": "assistant", "content": answer})
+        write_text(text, json.dumps({"messages": messages}, ensure_ascii=False, indent=1))
+        print(f"[{len(self.turns)} turn(s) in {text}]")
+
+    def _load(self, text: str) -> None:
+        if not text:
+            raise ValueError("name a file: /load FILE")
+        saved = parse_json(read_named(Path(text), "/load"), text)
+        messages = saved.get("messages") if isinstance(saved, dict) else None
+        if not _are_messages(messages):
+            raise ValueError(f"{text} is no conversation that /save has written; name another file")
+        if messages and messages[0]["role"] == "system":
+            self._system(messages.pop(0)["content"])
+        self.turns = [message["content"] for message in messages[0::2]]
+        self.answers = [message["content"] for message in messages[1::2]]
+        print(f"[{len(self.turns)} turn(s) of {text}]")
+
+
+def _are_messages(value: object) -> bool:
+    """Return whether a value is a list of messages: perhaps a system's, then turns and answers."""
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        return False
+    roles = [each.get("role") for each in value]
+    if roles[:1] == ["system"]:
+        roles = roles[1:]
+    texts = all(isinstance(each.get("content"), str) for each in value)
+    return texts and roles == ["user", "assistant"] * (len(roles) // 2)
+
+
+def chat(engine: Engine, encode: Callable[..., list[int]]) -> None:
+    """Read turns and print answers until the end of input. encode: as for `Chat`"""
+    edit_lines()
+    talk = Chat(engine, encode)
+    print(f"[{talk.title()}]")
     leaving = False  # the last key was Ctrl-C
     while True:
         try:
-            turn = input("> ")
+            turn = read_turn()
         except (EOFError, KeyboardInterrupt) as error:
             print()
             if leaving or isinstance(error, EOFError):
@@ -40,43 +288,13 @@ def chat(
         leaving = False
         if not turn.strip():
             continue
+        command = re.fullmatch(r"/(\w+)(?:[ \t]+(.*?))?[ \t]*", turn)
+        if command and command[1] in ("bye", "exit", "quit"):
+            return
         try:
-            ids, dropped = _encode_history(engine, encode, [*turns, turn], answers)
+            if command:
+                talk.run(command[1], command[2] or "")
+            else:
+                talk.ask(turn)
         except ValueError as error:  # the conversation so far stays
             print(f"[{error}]")
-            continue
-        if dropped:
-            full = f"the context of {engine.context} tokens is full"
-            print(f"[{full}: {dropped} oldest turn(s) dropped]")
-        turns = [*turns, turn][dropped:]
-        answers = answers[dropped:]
-        session.stats = Stats()
-        answer = ""
-        try:
-            for piece in stream_text(session, ids):
-                answer += piece
-                print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            print(" [stopped]", end="")
-        except ValueError as error:  # of the grammar
-            print(f" [{error}]", end="")
-        answers.append(answer)
-        print(f"\n[{stats_line(summary(engine, session.stats))}]")
-
-
-def _encode_history(
-    engine: Engine, encode: Callable[..., list[int]], turns: list[str], answers: list[str]
-) -> tuple[list[int], int]:
-    """Encode the latest turns that leave room for an answer.
-
-    Returns: token ids; the number of oldest turns that were dropped.
-    Raises: ValueError where even the last turn does not fit.
-    """
-    reserve = min(engine.config.max_new_tokens, engine.context // 2)
-    dropped = 0
-    ids = encode(engine, turns, answers)
-    while len(ids) + reserve > engine.context and len(turns) - dropped > 1:
-        dropped += 1
-        ids = encode(engine, turns[dropped:], answers[dropped:])
-    check_ids(ids, engine.target.config.vocab_size, engine.context)
-    return ids, dropped

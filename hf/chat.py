@@ -2,7 +2,7 @@
 
 `chat_template` returns one of two kinds, with one interface:
 
-1. `JinjaTemplate`, for `--chat`: the checkpoint's own, a Jinja program. hf/sandbox.py renders it as
+1. `JinjaTemplate`, the default: the checkpoint's own, a Jinja program. hf/sandbox.py renders it as
    `transformers` does. It writes BOS itself. `stop_ids` renders a probe, so that a template that
    fails is refused before decoding.
 2. `FixedTemplate`, for `--chat NAME`: fixed strings, for checkpoints without a template, and to
@@ -29,6 +29,7 @@ from hf.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import GenerateConfig
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
+NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
 PROBE = ("A question.", "The answer of the probe.", "Another question.")
 
 
@@ -57,9 +58,36 @@ class ChatTemplate:
         """Return the text of the prompt for the next answer. answers: one fewer than turns"""
         raise NotImplementedError
 
+    def with_system(self, text: str) -> ChatTemplate:
+        """Return the template with another system message.
+
+        Raises: ValueError when it has no place for one.
+        """
+        raise NotImplementedError
+
     def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the ids that end an answer besides EOS."""
         raise NotImplementedError
+
+    def encode_messages(self, tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
+        """Return the token ids of the prompt for the answer to messages.
+
+        messages: {"role": "system", "user" or "assistant", "content": text}, a system's first alone
+        Raises: ValueError for other ones.
+        """
+        for message in messages:
+            texts = [message.get("role"), message.get("content")]
+            if not all(isinstance(text, str) for text in texts):
+                form = '{"role": "user", "content": "text"}'
+                raise ValueError(f"a message is {form}; one is {str(message)[:100]}")
+        template = self
+        if messages[0]["role"] == "system":
+            template = self.with_system(messages[0]["content"])
+            messages = messages[1:]
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ValueError("messages end with one of the user, which is answered")
+        text = template.render_messages(messages)
+        return tokenizer.encode(text, bos=self.bos, special=True)
 
     def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
         """Return the token ids of the prompt for the next answer.
@@ -149,6 +177,10 @@ class JinjaTemplate(ChatTemplate):
                 ) from None
             raise refusal(self.path, error) from None
 
+    def with_system(self, text: str) -> JinjaTemplate:
+        """Return the template with another system message, as the base class."""
+        return replace(self, system=text)
+
     def _renders_without_system(self, messages: list[dict], tools: list[dict] | None) -> bool:
         try:
             replace(self, system=None).render_messages(messages, tools)
@@ -178,7 +210,7 @@ def refusal(path: Path, reason: Any) -> ValueError:
     """Return the error about a template that cannot be used, one line."""
     return ValueError(
         f"{path}: its chat template {reason}; "
-        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
+        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}, or {NO_TEMPLATE} for no chat"
     )
 
 
@@ -388,7 +420,8 @@ def chat_template(
     if not name:
         return jinja_template(path, tokenizer, system)
     if name not in CHAT_TEMPLATES:
-        raise ValueError(f"--chat must be one of {', '.join(CHAT_TEMPLATES)}; got {name}")
+        known = ", ".join((*CHAT_TEMPLATES, NO_TEMPLATE))
+        raise ValueError(f"--chat must be one of {known}; got {name}")
     template = CHAT_TEMPLATES[name]
     if system is None:
         return template
@@ -399,16 +432,37 @@ class TextFiles(NamedTuple):
     """The text side of a checkpoint."""
 
     tokenizer: Tokenizer | None  # None: only ids go in and out
-    template: ChatTemplate | None  # with --chat
+    template: ChatTemplate | None  # None: texts go on as they are
+
+
+def template_name(path: Path, config: GenerateConfig) -> str | None:
+    """Return the name of the chat template, "" for the checkpoint's own; None: texts go on.
+
+    By default it is the checkpoint's own, where it has one. Token ids are no chat.
+    Raises: ValueError for a template that cannot be read, and for --system without one.
+    """
+    if config.chat == NO_TEMPLATE or config.prompt_ids is not None:
+        return None
+    if config.chat is not None:
+        return config.chat
+    if template_text(path) is not None:
+        return ""
+    if config.system is not None:
+        raise ValueError(
+            f"--system belongs to a chat template, and {path} has none; "
+            f"add --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
+        )
+    return None
 
 
 def read_text_files(path: Path, config: GenerateConfig) -> TextFiles:
-    """Read the tokenizer of a checkpoint, and with --chat the chat template.
+    """Read the tokenizer of a checkpoint, and the chat template that its texts are put into.
 
     Raises: ValueError for a missing or broken one that is needed.
     """
-    tokenizer = load_tokenizer(path, config.prompt_ids is None, config.chat is not None)
+    name = template_name(path, config)
+    tokenizer = load_tokenizer(path, config.prompt_ids is None, name is not None)
     template = None
-    if config.chat is not None:
-        template = chat_template(path, tokenizer, config.chat, config.system)
+    if name is not None:
+        template = chat_template(path, tokenizer, name, config.system)
     return TextFiles(tokenizer, template)

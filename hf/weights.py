@@ -188,6 +188,11 @@ def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str],
     Raises: ValueError for missing tensors and unexpected ones.
     """
     held = {*files.readers, *files.quantized}
+    if "fc.weight" in held - wanted:
+        raise ValueError(
+            f"{files.path} holds a draft head and no model; name its model with --checkpoint, "
+            "and the head with --head"
+        )
     missing = sorted(wanted - held)
     unexpected = sorted(name for name in held - wanted if not ignored(name))
     others: list[str] = []

@@ -62,7 +62,7 @@ class CompareConfig:
     )
     limit: int = option(20, "prompts at most, the first ones; 0: all", least=0)
     chat: str | None = option(
-        None, "apply a chat template: the model's, or the one named", optional=True
+        None, "apply a chat template: the model's, or the one named; default: none", optional=True
     )
     max_new_tokens: int = option(128, "tokens per turn", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
@@ -119,8 +119,8 @@ def described(row: dict[str, Any], plain: dict[str, Any]) -> str:
         return f"none: {row['tokens_per_s']:.1f} tokens/s"
     line = f"{row['method']}: {explained([row], [plain])}"
     if row["speedup_quartiles"]:
-        low, high = row["speedup_quartiles"]
-        line += f"; {low:.2f} to {high:.2f} by prompt"
+        low, high = row["speedup_quartiles"]  # those of prompts, as is the median before them
+        line += f"; {row['speedup']:.2f} ({low:.2f} to {high:.2f}) by prompt"
     if row["identical"] is not None:
         line += f"; {100 * row['identical']:.0f} % of sequences identical"
     return line

@@ -13,12 +13,13 @@ that of generate.py for this prompt and these options, in a batch of any size an
 the bytes of a character that is cut at the end. Tool calls are taken out of it (tool_calls.py).
 Without a seed one is drawn; the other options are the server's where a request names none.
 Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
-/health says whether answers are decoded, /metrics gives counters in Prometheus' text form.
+/ is a page to chat with (page.html), /health says whether answers are decoded, /metrics gives
+counters in Prometheus' text form. `draft: false` in a request decodes without drafting.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
 Lookups search the texts of all clients: no text changes, but its speed tells whether another began
 alike, and --draft_store keeps them on disk.
-Not here: keys and TLS. The default address is reached from this machine alone; with another --host
-put a proxy before it.
+Not here: TLS. The default address is reached from this machine alone; with another --host give an
+--api_key, and put a proxy before it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -37,15 +39,15 @@ import uvicorn  # noqa: F401  (transport.py)
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from cli.parsing import one_line_errors, parse
 from decode import Engine
+from extras.drafted import told_draft
 from generate import load
-from hf.chat import template_text
-from hf.fetch import fetched
 from load import warm_up
 from options import Sampling
 from parallel import ranks
@@ -54,7 +56,16 @@ from sampling import SamplingMode
 from server.batcher import Answer, Batcher, Job, Piece, Refusal
 from server.parameters import ABOUT, SHOWN, Asked, Reader, ServeConfig, no_model
 from server.replies import Reply, joined
-from server.transport import KnownHosts, Listener, is_loopback, json_body, listen
+from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
+
+PAGE = Path(__file__).with_name("page.html")
+OF_THE_PAGE = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class Server:
@@ -79,6 +90,9 @@ class Server:
             await asyncio.to_thread(self.batcher.join)
 
         routes = [
+            Route("/", self.page),
+            Route("/props", self.props),
+            Route("/v1", self.models),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
@@ -92,13 +106,39 @@ class Server:
             ClientDisconnect: _left,
             Exception: _failed,
         }
+        config = self.config
         guards = []
-        if is_loopback(self.config.host):
+        if is_loopback(config.host):
             # against a page of another site whose name is resolved to this machine
-            names = {"localhost", "127.0.0.1", "[::1]", self.config.host.lower()}
+            names = {"localhost", "127.0.0.1", "[::1]", config.host.lower()}
             guards = [Middleware(KnownHosts, names=names)]
+        if config.cors:  # before the key, which a browser's question about origins does not bring
+            origins = config.cors.split(",")
+            allowed = {"allow_origins": origins, "allow_headers": ["*"], "allow_methods": ["*"]}
+            guards.append(Middleware(CORSMiddleware, **allowed))
+        if config.api_key:
+            guards.append(Middleware(Keys, key=config.api_key))
         return Starlette(
             routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=guards
+        )
+
+    async def page(self, request: Request) -> Response:
+        """Answer with the page to chat with, which needs nothing of another host."""
+        return FileResponse(PAGE, headers=OF_THE_PAGE)
+
+    async def props(self, request: Request) -> Response:
+        """Answer with what the page has to know of the model."""
+        engine = self.engine
+        return JSONResponse(
+            {
+                "model": self.name,
+                "drafts": told_draft(engine),
+                "rests": engine.presets[0].size == 1,
+                "chat": engine.template is not None,
+                "context": engine.context,
+                "temperature": engine.config.temperature,
+                "max_tokens": min(self.config.max_new_tokens, engine.context),
+            }
         )
 
     async def health(self, request: Request) -> Response:
@@ -130,17 +170,32 @@ class Server:
         reply = Reply(asked, chat, self.name, self.engine.tokenizer)
         self.batcher.submit(jobs)
         if asked.stream:
-            return StreamingResponse(_events(pieces, jobs, reply), media_type="text/event-stream")
+            events = _events(pieces, jobs, reply, partial(self._note, request, reply))
+            return StreamingResponse(events, media_type="text/event-stream")
         done = asyncio.create_task(_whole(pieces, jobs, reply))
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+            self._note(request, reply)
             return JSONResponse(done.result()) if done.done() else Response(status_code=499)
         finally:
             done.cancel()
             gone.cancel()
             for job in jobs:
                 job.left = True
+
+    def _note(self, request: Request, reply: Reply) -> None:
+        """Print a line for an answered request, with --verbose."""
+        if not self.config.verbose:
+            return
+        drafts = reply.drafts
+        print(
+            f"{request.url.path}: {sum(map(len, reply.asked.prompts))} tokens of prompts, "
+            f"{drafts.tokens} of answers, {drafts.accepted} of them drafted, "
+            f"in {time.perf_counter() - reply.began:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _jobs(self, asked: Asked, chat: bool, pieces: asyncio.Queue[Piece | Refusal]) -> list[Job]:
         engine = self.engine
@@ -169,6 +224,7 @@ class Server:
                     answer=answer,
                     tell=tell,
                     guide=asked.guide,
+                    wants_drafts=asked.wants_drafts,
                 )
                 jobs.append(job)
         return jobs
@@ -226,7 +282,7 @@ async def _whole(
 
 
 async def _events(
-    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
+    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply, note: Callable[[], None]
 ) -> AsyncIterator[str]:
     tokens = [0] * len(jobs)
     try:
@@ -242,17 +298,13 @@ async def _events(
     except Refusal as error:
         yield f"data: {json.dumps(error.body)}\n\n"
     finally:  # also when the client has left
+        note()
         for job in jobs:
             job.left = True
 
 
 def load_engine(config: ServeConfig) -> Engine:
-    """Load the model, with its own chat template if it has one.
-
-    Raises: ValueError for any failure.
-    """
-    if config.chat is None and template_text(fetched(config.checkpoint)) is not None:
-        config = replace(config, chat="")
+    """Load the model. Raises: ValueError for any failure."""
     engine = load(config)
     if engine.tokenizer is None:
         raise ValueError(f"{config.checkpoint} has no tokenizer; a server needs one")
@@ -286,8 +338,12 @@ def main(argv: list[str] | None = None) -> None:
             if ":" in host:
                 host = f"[{host}]"
             print(
-                f"{server.name} at http://{host}:{port}/v1, {config.batch_size} sequences",
+                f"{server.name} at http://{host}:{port}/v1, {config.batch_size} sequences; "
+                f"a page to chat: http://{host}:{port}/",
                 file=sys.stderr,
                 flush=True,
             )
+            if not config.api_key and not is_loopback(config.host):
+                note = f"everybody who reaches {config.host} may ask; --api_key KEY asks for a key"
+                print(f"note: {note}", file=sys.stderr, flush=True)
             Listener(server.app(), server.batcher).run(sockets=[found])

@@ -25,6 +25,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from decode import PREFILL_CHUNK, Engine
+from extras.drafted import Drafted
 from extras.logprobs import Logprob, Logprobs
 from options import Sampling
 from server.counters import Counters
@@ -53,6 +54,21 @@ class Scored(NamedTuple):
     logprob: Logprob
 
 
+class Drafts(NamedTuple):
+    """How the tokens behind an answer's last piece were drafted."""
+
+    tokens: int = 0
+    accepted: int = 0  # of these, tokens that were drafted
+    rejected: int = 0  # rows of draft trees that were verified and not accepted
+    passes: int = 0  # of the target, those of the prompt left out
+    # the piece's text in parts: the source of the draft, "" for none, and its characters
+    spans: tuple[tuple[str, int], ...] = ()
+
+    def and_more(self, other: Drafts) -> Drafts:
+        """Return the sum of two pieces."""
+        return Drafts(*(own + more for own, more in zip(self, other)))
+
+
 class Piece(NamedTuple):
     """The text that a step adds to an answer."""
 
@@ -61,6 +77,7 @@ class Piece(NamedTuple):
     tokens: int  # so far
     reason: str | None  # "stop" or "length" at the end of the answer
     scored: list[Scored]  # the tokens that begin in the text, where the request asks for them
+    drafts: Drafts = Drafts()
 
 
 class Answer:
@@ -79,15 +96,20 @@ class Answer:
         self.told = 0  # characters before it
         self.scored: deque[Scored] = deque()  # tokens that begin in it
         self.tokens = 0
+        self.drafts = Drafts()  # since they were last taken, without spans
+        self.sources: deque[tuple[str, int]] = deque()  # spans of the text not taken yet
         self.over = False
         self.stopped = False  # at an end of sequence or a stop string
 
-    def push(self, id: int, logprob: Logprob | None = None) -> str:
-        """Add a token. Returns: the text that is certain by now."""
+    def push(self, id: int, logprob: Logprob | None = None, source: str = "") -> str:
+        """Add a token. source: of its draft. Returns: the text that is certain by now."""
         self.tokens += 1
+        self.drafts = self.drafts.and_more(Drafts(tokens=1, accepted=source != ""))
         if logprob is not None:
             self.scored.append(Scored(id, self.told + len(self.held), logprob))
-        self.held += self.decoder.push([id])
+        text = self.decoder.push([id])
+        self.held += text
+        self.sources.append((source, len(text)))
         if id in self.ends:
             self.stopped = True
             return self.close()
@@ -103,6 +125,23 @@ class Answer:
         taken = []
         while self.scored and self.scored[0].start < self.told:
             taken.append(self.scored.popleft())
+        return taken
+
+    def take_drafts(self, characters: int) -> Drafts:
+        """Return how the tokens since the last call were drafted. characters: of the text since"""
+        spans: list[tuple[str, int]] = []
+        while characters and self.sources:
+            source, count = self.sources.popleft()
+            if count > characters:
+                self.sources.appendleft((source, count - characters))
+                count = characters
+            characters -= count
+            if spans and spans[-1][0] == source:
+                count += spans.pop()[1]
+            if count:
+                spans.append((source, count))
+        taken = self.drafts._replace(spans=tuple(spans))
+        self.drafts = Drafts()
         return taken
 
     def _take(self, last: bool) -> str:
@@ -146,6 +185,7 @@ class Job:
     answer: Answer
     tell: Callable[[Piece | Refusal], None]  # called by the batcher's thread
     guide: Any = None  # masks the tokens of the answer; None: the engine's
+    wants_drafts: bool = True
     left: bool = False  # the client has left
     came: float = field(default_factory=time.perf_counter)  # host's clock (s)
 
@@ -159,6 +199,8 @@ class Batcher(threading.Thread):
         self.session = Session(engine)
         self.logprobs = Logprobs(engine.target)
         self.session.readers.append(self.logprobs)
+        self.drafted = Drafted(engine)
+        self.session.readers.append(self.drafted)
         self.most = most
         batch = engine.config.batch_size
         self.jobs: list[Job | None] = [None] * batch
@@ -243,7 +285,8 @@ class Batcher(threading.Thread):
         self.jobs[seq] = job  # before the calls that may fail: `run` then refuses it
         self.free.remove(seq)
         self.prompts[seq] = job.prompt
-        session.configure(seq, job.sampling, job.seed)
+        session.configure(seq, job.sampling, job.seed, job.wants_drafts)
+        self.drafted.take(seq)  # of the answer before
         self.logprobs.want(seq, job.likeliest)
         session.admit(seq, job.prompt, job.stream, job.most, source, job.guide)
         self.counters.prompt_tokens += len(job.prompt)
@@ -282,9 +325,12 @@ class Batcher(threading.Thread):
             before = answer.tokens
             text = ""
             scored = self.logprobs.take(seq) or repeat(None)
-            for id, logprob in zip(ids, scored):
+            marks = self.drafted.take(seq)
+            cost = Drafts(rejected=marks.rejected, passes=marks.passes)
+            answer.drafts = answer.drafts.and_more(cost)
+            for id, logprob, source in zip(ids, scored, marks.sources):
                 if not answer.over:
-                    text += answer.push(id, logprob)
+                    text += answer.push(id, logprob, source)
             if not answer.over and not session.busy(seq):
                 text += answer.close()
             self.counters.tokens += answer.tokens - before
@@ -294,7 +340,9 @@ class Batcher(threading.Thread):
             if reason:
                 with self.changed:
                     self._evict(seq, reason)
-            job.tell(Piece(job.choice, text, answer.tokens, reason, answer.take_scored()))
+            drafts = answer.take_drafts(len(text)) if text or reason else Drafts()
+            scored = answer.take_scored()
+            job.tell(Piece(job.choice, text, answer.tokens, reason, scored, drafts))
         self.counters.step(session.stats)
         # without readers they would only grow
         session.stats = Stats()

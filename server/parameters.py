@@ -15,7 +15,7 @@ from cli.parsing import MOST, option
 from cli.prompts import check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
-from hf.chat import chat_template
+from hf.chat import NO_TEMPLATE, chat_template
 from hf.fetch import fetched
 from options import GenerateConfig, Sampling
 from server.batcher import Refusal
@@ -64,7 +64,7 @@ NEUTRAL: dict[str, tuple] = {
 }
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
-    "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
+    "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format", "draft",
 }  # fmt: skip
 OF_TEMPLATES = {"chat_template_kwargs", "reasoning_effort"}  # of chats
 # variables of a template that the server sets itself
@@ -80,16 +80,24 @@ class ServeConfig(GenerateConfig):
     port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
     batch_size: int = option(4, "requests decoded side by side", least=1)
     max_new_tokens: int = option(
-        512, "tokens of an answer at most, where a request names no other number", least=1
+        512,
+        "tokens of an answer at most, where a request names no other number",
+        least=1,
+        short="n",
     )
     max_waiting: int = option(
         64, "answers that may wait for their turn; more requests are refused", least=0
+    )
+    api_key: str = option("", "key that requests to /v1 must bring, as OpenAI clients send it")
+    cors: str = option(
+        "", "origins whose pages may ask, comma-separated, as http://localhost:3000; *: all"
     )
     max_body: int = option(1_000_000, "bytes of a request at most", least=1)
     prompt: str | None = option(None, "", flag=False)
     prompt_file: str = option("", "", flag=False)
     prompt_ids: str | None = option(None, "", flag=False)
     interactive: bool = option(False, "", flag=False)
+    show_drafts: bool = option(False, "", flag=False)
     num_samples: int = option(1, "", flag=False)
     seed: int = option(0, "", flag=False, least=0, most=2**64 - 1)
     compare: bool = option(False, "", flag=False)
@@ -124,6 +132,7 @@ class Asked(NamedTuple):
     usage: bool  # a stream ends with the usage
     guide: Any  # extras.grammar.Grammar that the answers follow, or None
     tools: Tools | None
+    wants_drafts: bool
 
 
 class Reader:
@@ -160,8 +169,8 @@ class Reader:
         options = _without_nulls(options)
         limit = self.engine.context
         own = min(self.config.max_new_tokens, limit)
-        most = self._integer(body, "max_tokens", own, 1, limit)
-        most = self._integer(body, "max_completion_tokens", most, 1, limit)
+        most = self._integer(body, "max_tokens", own, 1, MOST)
+        most = min(self._integer(body, "max_completion_tokens", most, 1, MOST), limit)
         need(source in body, f"{source} is missing", source)
         tools = self._tools(body) if chat else None
         prompts = [body[source]]
@@ -194,6 +203,7 @@ class Reader:
             self._flag(options, "include_usage"),
             self._grammar(body, tools),
             tools,
+            self._draft(body),
         )
 
     def _check_names(self, body: dict, own: set[str]) -> None:
@@ -244,10 +254,21 @@ class Reader:
         )
         return value
 
-    def _flag(self, body: dict, name: str) -> bool:
-        value = body.get(name, False)
+    def _flag(self, body: dict, name: str, default: bool = False) -> bool:
+        value = body.get(name, default)
         need(type(value) is bool, f"{name} must be true or false", name)
         return value
+
+    def _draft(self, body: dict) -> bool:
+        """Read whether an answer is drafted. Not drafted, its text is the same."""
+        wanted = self._flag(body, "draft", True)
+        need(
+            wanted or self.engine.presets[0].size == 1,
+            "draft = false needs a way to draft that can rest, and --tree has one size here; "
+            "leave it out, or serve with --tree auto",
+            "draft",
+        )
+        return wanted
 
     def _likeliest(self, body: dict, chat: bool) -> int | None:
         """Read how many tokens come beside each log-probability; None: no log-probabilities.
@@ -325,12 +346,12 @@ class Reader:
         ids = engine.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else prompt
         if not isinstance(ids, list) or not all(type(id) is int for id in ids):
             raise ValueError("prompt must be a text, a list of token ids, or a list of either")
-        return check_ids(ids, engine.target.config.vocab_size, engine.context)
+        return check_ids(ids, engine.target.config, engine.context)
 
     def _messages(self, messages: Any, tools: Tools | None, variables: dict) -> list[int]:
         """Return the ids of a chat: a system message or none, then an order the template takes."""
         engine = self.engine
-        if engine.config.chat is None:
+        if engine.config.chat in (None, NO_TEMPLATE):
             raise ValueError(
                 "this model has no chat template; serve it with --chat NAME, or ask for completions"
             )
@@ -339,6 +360,11 @@ class Reader:
         parsed: list[dict] = []
         for message in messages:
             parsed.append(_message(message, parsed))
+        if parsed[-1]["role"] == "assistant":
+            raise ValueError(
+                "the last message is the assistant's, and an answer is not continued here; "
+                "end with a message of the user"
+            )
         if any("tool_calls" in message for message in parsed):
             _ = self._syntax  # a template without them is refused
         system = self.config.system
@@ -349,7 +375,7 @@ class Reader:
         if tools and tools.forced:
             text += tools.syntax.opening
         ids = engine.tokenizer.encode(text, bos=template.bos, special=True)
-        return check_ids(ids, engine.target.config.vocab_size, engine.context)
+        return check_ids(ids, engine.target.config, engine.context)
 
 
 def _is_number(value: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf.tokenizer import Tokenizer
-from server.batcher import Piece, Scored
+from server.batcher import Drafts, Piece, Scored
 from server.parameters import Asked
 from server.tool_calls import Finder
 
@@ -26,22 +26,34 @@ class Reply:
         self.finders: list[Finder] = []  # one for each choice, where the request has tools
         if asked.tools:
             self.finders = [Finder(asked.tools) for _ in range(asked.samples)]
+        self.drafts = Drafts()  # of all pieces
+        self.began = time.perf_counter()
         self.base = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def usage(self, tokens: Iterable[int]) -> dict[str, int]:
+    def usage(self, tokens: Iterable[int]) -> dict[str, Any]:
         """Count tokens. tokens: of each choice"""
         prompt = sum(map(len, self.asked.prompts))
         new = sum(tokens)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        details = {
+            "accepted_prediction_tokens": self.drafts.accepted,
+            "rejected_prediction_tokens": self.drafts.rejected,
+        }
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "completion_tokens_details": details,
+        }
 
     def whole(self, answers: list[Piece]) -> dict[str, Any]:
         """Return all choices, with the usage."""
         choices = []
         for answer in answers:
+            self.drafts = self.drafts.and_more(answer.drafts)
             text = {"text": answer.text}
             if self.chat:
                 text = {"message": self._message(answer)}
@@ -60,12 +72,20 @@ class Reply:
 
     def piece(self, piece: Piece) -> str:
         """Return the event of a piece; "" where all its text is held back."""
+        self.drafts = self.drafts.and_more(piece.drafts)
         text = {"text": piece.text}
         if self.chat:
             text = {"delta": self._delta(piece)}
             if not text["delta"] and not piece.reason and not piece.scored:
                 return ""
-        return self.event([self._choice(piece) | text])
+        return self.event([self._choice(piece) | text | {"drafted": self._drafted(piece)}])
+
+    def _drafted(self, piece: Piece) -> dict[str, Any]:
+        """Return how the tokens of a piece were drafted; spans where its text is complete."""
+        drafts = piece.drafts._asdict()
+        if self.finders:
+            del drafts["spans"]
+        return drafts
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """Return a piece's content, and whole calls of tools."""
@@ -133,7 +153,10 @@ def joined(pieces: list[Piece]) -> Piece:
     """Join all pieces of an answer."""
     text = "".join(piece.text for piece in pieces)
     scored = [token for piece in pieces for token in piece.scored]
-    return pieces[-1]._replace(text=text, scored=scored)
+    drafts = Drafts()
+    for piece in pieces:
+        drafts = drafts.and_more(piece.drafts)
+    return pieces[-1]._replace(text=text, scored=scored, drafts=drafts)
 
 
 def _text(data: bytes) -> str:

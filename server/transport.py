@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 import ipaddress
 import json
 import re
@@ -65,6 +66,23 @@ class KnownHosts:
             if re.sub(r":\d+$", "", host) not in self.names:
                 body = Refusal(400, f"{host[:SHOWN]!r} is no name of this machine").body
                 app = JSONResponse(body, 400)
+        await app(scope, receive, send)
+
+
+class Keys:
+    """Refuses requests to /v1 and /metrics that do not bring the key."""
+
+    def __init__(self, app: ASGIApp, key: str):
+        self.app = app
+        self.key = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. The server calls this."""
+        app = self.app
+        if scope["type"] == "http" and scope["path"].startswith(("/v1", "/metrics")):
+            brought = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(brought, self.key):
+                app = JSONResponse(Refusal(401, "the key is missing or wrong").body, 401)
         await app(scope, receive, send)
 
 

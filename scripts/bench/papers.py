@@ -49,6 +49,7 @@ from cli.parsing import one_line_errors, option, parse
 from decode import Engine
 from extras.draft_vocab import RANKS
 from generate import Batch, Turn, encode, first_ids, load
+from hf.chat import NO_TEMPLATE
 from hf.checkpoint import WeightFiles
 from hf.head_kinds import head_kind
 from options import DEMO, Ablation, GenerateConfig, pick_device
@@ -306,8 +307,7 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
         argv.append(f"--eagle={config.eagle}")
     if config.compile:
         argv.append("--compile")
-    if config.chat is not None:
-        argv.append(f"--chat={config.chat}")
+    argv.append(f"--chat={NO_TEMPLATE if config.chat is None else config.chat}")
     argv += [f"--{one}" for one in config.options.split(",") if one]
     argv += [_flag(method, piece) for piece in pieces]
     names = tuple(f"--{f.name}" for f in fields(Ablation))

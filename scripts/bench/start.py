@@ -40,7 +40,7 @@ from session import common_prefix
 PROMPT = "Write a long story about a lighthouse keeper."
 IMPORT = "import torch"  # the contestant that does nothing else
 LENGTHS = (50, 500)  # tokens, at which the answer is cut
-SPEED = re.compile(r"(\d+) tokens in [\d.]+ s: ([\d.]+) tokens/s")  # in the line that ends a run
+SPEED = re.compile(r"(\d+) tokens, ([\d.]+) tokens/s")  # in the line that ends a run
 # command line: model, prompt, tokens at most, threads
 LLAMA = """
 import sys, time
@@ -61,7 +61,7 @@ for part in model.create_chat_completion(messages, stream=True, **options):
         print(text, end="", flush=True)
 seconds = time.perf_counter() - first
 tokens = count - began
-print(f"\\n{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
+print(f"\\n{tokens} tokens, {tokens / seconds:.1f} tokens/s")
 """
 
 

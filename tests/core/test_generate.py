@@ -110,7 +110,8 @@ def test_json_contract(capsys, tmp_path):
     assert stats["tokens_per_s"] == pytest.approx(3 * 19 / stats["decode_s"])
     assert stats["draft_s"] + stats["verify_s"] <= stats["decode_s"]
     assert got["config"]["head"] == HEAD and got["config"]["dtype"] == "float32"
-    assert f"tau {stats['tau']:.2f}" in out
+    assert f"; {stats['tau']:.1f} tokens a pass, head" in out
+    assert "[3 of 3 answers cut at 20 tokens: --max_new_tokens]" in out
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -224,7 +225,7 @@ def test_finish_reasons(capsys):
 def test_demo_streams_text_and_ends_with_statistics(capsys):
     out, _ = run(capsys, *ON_DEMO, "--max_new_tokens", "12")
     *_, last = out.strip().splitlines()
-    assert "tokens/s" in last and "tau" in last
+    assert "tokens/s" in last and "tokens a pass" in last
     result = generate(load(checkpoint=DEMO, max_new_tokens=12, device="cpu"), [PROMPT])
     assert out.startswith(result.text[0])
 
@@ -483,14 +484,14 @@ def test_text_is_utf8_in_every_locale():
     done = subprocess.run(
         [*command, "--interactive"], input=f"{text}\n".encode(), env=env, capture_output=True
     )
-    assert done.returncode == 0 and b"tokens in" in done.stdout, done.stderr
+    assert done.returncode == 0 and b"tokens/s" in done.stdout, done.stderr
     done = subprocess.run(
         [*command, "--interactive"],
         input=b"x = 1\n\xff\xfe\ny = 2\n",
         env=env | {"PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,
     )
-    assert done.returncode == 0 and done.stdout.count(b"tokens in") == 2, done.stderr
+    assert done.returncode == 0 and done.stdout.count(b"tokens/s") == 2, done.stderr
     assert b"> [the text has half a character" in done.stdout
     done = subprocess.run([*command, "--draft", text], env=env, capture_output=True)
     assert done.returncode == 2 and text in done.stderr.decode("utf-8")
@@ -518,8 +519,13 @@ def test_chat_with_the_checkpoints_own_template(capsys, monkeypatch, tmp_path):
     ]
     (tmp_path / "chat_template.jinja").write_text(CHAT)
     chat, _ = run(capsys, *base, "--system", "b", "--prompt", "c", "--json", "-")
-    plain, _ = run(capsys, *base[:-1], "--prompt", "system: buser: c", "--json", "-")
+    plain, _ = run(capsys, *base, "none", "--prompt", "system: buser: c", "--json", "-")
     assert json.loads(chat)["tokens"] == json.loads(plain)["tokens"]
+    default, _ = run(capsys, *base[:-1], "--system", "b", "--prompt", "c", "--json", "-")
+    assert json.loads(default)["tokens"] == json.loads(chat)["tokens"], "the default is a chat"
+    ids, _ = run(capsys, *base[:-1], "--prompt_ids", "1,5", "--json", "-")
+    assert json.loads(ids)["config"]["chat"] is None, "ids are no chat"
+    assert "drop --chat none" in failure(capsys, *base, "none", "--system", "b")
     assert "takes no system message (raises: such words); drop --system" in failure(
         capsys, *base, "--system", "bad", "--prompt", "c"
     )
@@ -540,7 +546,10 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
     for f in fields(GenerateConfig):
         there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
         assert there == f.metadata["flag"], f.name
-    assert sum(f.metadata["flag"] for f in fields(GenerateConfig)) == 43
+    flags = [f.name for f in fields(GenerateConfig) if f.metadata["flag"]]
+    grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
+    assert len(flags) == 46 and sorted(grouped) == sorted(flags)
+    assert text.index("\nrare:") > text.index("\nsampling:") > text.index("--checkpoint ")
 
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
@@ -653,7 +662,8 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*ON_DEMO, "--chat", "--prompt", "a"], "--chat NAME"),
         ([*ON_DEMO, "--chat", "alpaca", "--prompt", "a"], "alpaca"),
         ([*IDS, "--chat", "vicuna"], "--prompt_ids"),
-        (["--prompt", "a", "--system", "b"], "--system belongs to a chat template; add --chat"),
+        ([*ON_DEMO, "--prompt", "a", "--system", "b"], "demo has none; add --chat NAME with one of llama3"),
+        ([*IDS, "--system", "b"], "--system belongs to a chat template; drop --chat none or --prompt_ids"),
         ([*ON_DEMO, "--prompt", "a", "--chat", "mistral", "--system", "b"], "mistral has no place for a system message; drop --system"),
         ([*IDS, "--json", "no/such/dir/out.json"], "cannot write no/such/dir/out.json; there is no directory"),
     ],
@@ -912,3 +922,76 @@ def test_a_rounded_draft_model_is_told(capsys):
         load(**options, **further)
         told = f"note: the draft model {DEMO} is rounded to int8; --quant_draft none leaves it as it is"
         assert capsys.readouterr().err.count(told) == notes
+
+
+def test_names_as_others_have_them(capsys, monkeypatch):
+    """Letters as llama.cpp's, hyphens, standard input; a flag that is nearly there gets a hint."""
+    usual, _ = run(capsys, *ON_DEMO, "--prompt", "x = 1", "--max_new_tokens", "3", "--json", "-")
+    monkeypatch.setattr("sys.stdin", io.StringIO("x = 1\n"))
+    short, _ = run(capsys, "-m", DEMO, "--device=cpu", "-p", "-", "-n", "3", "--json", "-")
+    assert json.loads(short)["tokens"] == json.loads(usual)["tokens"]
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"turns": ["x = 1"]}\n'))
+    file, _ = run(capsys, *ON_DEMO, "--prompt-file=-", "--max-new-tokens", "3", "--json", "-")
+    assert json.loads(file)["tokens"] == json.loads(usual)["tokens"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    assert "standard input is empty" in failure(capsys, *ON_DEMO, "-p", "-")
+    assert "did you mean --max_new_tokens?" in failure(capsys, *IDS, "--max_new_token", "3")
+    assert "give one of them" in failure(capsys, *IDS, "-n", "3", "--max_new_tokens", "4")
+    with pytest.raises(ValueError, match="no option max_tokens; did you mean max_new_tokens?"):
+        load(DEMO, max_tokens=3)
+    with pytest.raises(ValueError, match="has no chat template"):
+        load(DEMO, chat=True)
+    number = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert capsys.readouterr().out == f"gpt-eagle {number}\n" and stop.value.code == 0
+
+
+def test_ctrl_c_says_what_is_kept(capsys, monkeypatch, tmp_path):
+    """The finished conversations with --results; of a batch without it nothing."""
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"turns": ["x = 1"]}\n' * 3)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("generate.Batch.decode_all", stop)
+    argv = [*ON_DEMO, "--prompt_file", str(file)]
+    for more, said in (([], "nothing is kept"), (["--results", str(tmp_path / "r")], "r keeps")):
+        with pytest.raises(SystemExit) as ended:
+            main([*argv, *more])
+        assert ended.value.code == 130 and said in capsys.readouterr().err
+
+
+def test_an_output_without_permission_is_refused_first(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    assert "no permission" in failure(capsys, *IDS, "--json", str(tmp_path / "out.json"))
+
+
+def test_messages(tmp_path):
+    """As OpenAI clients send them: they are rendered, never their keys."""
+    for file in Path(DEMO).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").write_text(CHAT)
+    engine = load(tmp_path, draft="none", device="cpu", max_new_tokens=6)
+    question = {"role": "user", "content": "x = 1"}
+    want = generate(engine, ["x = 1"])
+    for prompts in ([question], [[question]]):
+        assert generate(engine, prompts).tokens == want.tokens
+    assert "".join(stream(engine, [question])) == want.text[0]
+    told = [{"role": "system", "content": "b"}, question, {"role": "assistant", "content": "c"}]
+    found = generate(engine, [[*told, question], "x = 1"])
+    rendered = engine.tokenizer.encode("system: buser: x = 1assistant: cuser: x = 1", bos=True)
+    assert found.prompt_tokens == [len(rendered), want.prompt_tokens[0]]
+    assert found.tokens[0] == generate(engine, [rendered]).tokens[0]
+    plain = load(tmp_path, chat=False, draft="none", device="cpu", max_new_tokens=6)
+    assert plain.template is None
+    wrong = [
+        (engine, told, "end with one of the user"),
+        (engine, [{"role": "user"}], 'a message is {"role"'),
+        (engine, [{"role": "user", "content": "bad"}], "such words"),
+        (plain, [question], "need a chat template"),
+    ]
+    for asked, prompts, fault in wrong:
+        with pytest.raises(ValueError, match=fault):
+            generate(asked, prompts)

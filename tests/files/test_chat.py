@@ -261,7 +261,7 @@ def test_no_template(json_dir, tmp_path):
             chat_template(path, tokenizer)
         one_line(e)
     with pytest.raises(
-        ValueError, match="must be one of llama3, llama2, mistral, vicuna; got alpaca"
+        ValueError, match="must be one of llama3, llama2, mistral, vicuna, none; got alpaca"
     ) as caught:
         chat_template(path, tokenizer, "alpaca")
     one_line(caught)

@@ -1,0 +1,239 @@
+"""The page of the server in a real browser, and what the server tells it of drafts; keys and origins."""
+
+from __future__ import annotations
+
+import http.client
+import json
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+from test_serve import PROMPT, Running  # noqa: E402
+
+from browser import Browser, chromium  # noqa: E402
+
+in_a_browser = pytest.mark.skipif(
+    chromium() is None, reason="there is no chromium; apt-get install chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def running():
+    running = Running("--temperature", "0", "--ignore_eos")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def browser(running, tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+    assert browser.hosts <= {f"127.0.0.1:{running.port}"}, "nothing of another host is asked for"
+    assert not browser.errors
+
+
+@pytest.fixture
+def page(browser, running):
+    browser.open(f"http://127.0.0.1:{running.port}/")
+    browser.run("localStorage.clear()")
+    browser.open(f"http://127.0.0.1:{running.port}/")
+    browser.wait("document.title === 'demo' && $('most').value")
+    return browser
+
+
+def ask(page, text: str, most: int = 60) -> None:
+    page.run(f"$('most').value = {most}")
+    page.run(f"$('text').value = {json.dumps(text)}; $('ask').requestSubmit()")
+
+
+# ---------------------------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_without_drafts_the_text_is_the_same(running, temperature):
+    """Alone, no token is drafted; beside another answer it may be."""
+    options = {"seed": 3, "max_tokens": 60, "temperature": temperature}
+    drafted = running.complete(**options)
+    plain = running.complete(**options, extra_body={"draft": False})
+    assert drafted.choices[0].text == plain.choices[0].text
+    details = plain.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    assert drafted.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    both = running.complete([PROMPT] * 2, **options)
+    assert both.choices[0].text == plain.choices[0].text
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ["e", "zz"]}], ids=["", "stops"])
+def test_events_tell_what_was_drafted(running, options):
+    """The spans of an event are its text; the sums are those of the usage."""
+    usage = {"stream_options": {"include_usage": True}}
+    *events, last = running.complete(stream=True, max_tokens=60, seed=3, **usage, **options)
+    told = [event.choices[0].drafted for event in events]
+    for event, drafted in zip(events, told):
+        assert sum(count for _, count in drafted["spans"]) == len(event.choices[0].text)
+        assert {source for source, _ in drafted["spans"]} <= {"", "head", "lookup"}
+        assert drafted["accepted"] <= drafted["tokens"]
+    details = last.usage.completion_tokens_details
+    assert sum(drafted["tokens"] for drafted in told) == last.usage.completion_tokens
+    assert sum(drafted["accepted"] for drafted in told) == details.accepted_prediction_tokens
+    assert sum(drafted["rejected"] for drafted in told) == details.rejected_prediction_tokens
+
+
+def test_a_limit_beyond_the_context_is_clamped(running):
+    prompt = running.engine.tokenizer.encode(PROMPT, bos=True) * 60
+    found = running.complete(prompt[: running.engine.context - 9], max_tokens=10**6)
+    assert found.usage.total_tokens == running.engine.context
+
+
+def get(port: int, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    answer.text = answer.read().decode()
+    connection.close()
+    return answer
+
+
+def test_keys_and_origins():
+    running = Running("--api_key", "secret", "--cors", "http://a.example")
+    try:
+        assert get(running.port, "/v1/models").status == 401
+        assert get(running.port, "/v1/models", Authorization="Bearer secre").status == 401
+        assert get(running.port, "/v1/models", Authorization="Bearer secret").status == 200
+        assert get(running.port, "/").status == 200 == get(running.port, "/health").status
+        question = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
+        asked = get(running.port, "/v1/chat/completions", "OPTIONS", **question)
+        assert asked.status == 200
+        assert asked.headers["access-control-allow-origin"] == "http://a.example"
+        question["Origin"] = "http://b.example"
+        other = get(running.port, "/v1/chat/completions", "OPTIONS", **question)
+        assert other.headers["access-control-allow-origin"] is None
+    finally:
+        running.close()
+
+
+def test_the_page_is_alone(running):
+    """One file, which names no other host, and may ask none."""
+    answer = get(running.port, "/")
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
+    assert (
+        "innerHTML" not in answer.text
+        and "src=" not in answer.text
+        and "@import" not in answer.text
+    )
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+@in_a_browser
+def test_a_chat_is_streamed_kept_and_retried(page):
+    ask(page, "Hello")
+    page.wait("!running && chat.messages.length === 2")
+    first = page.run("chat.messages[1].content")
+    assert first and "tokens a pass" in page.run(
+        "document.querySelector('.message .line').textContent"
+    )
+    page.run(
+        "[...document.querySelectorAll('button')].find(e => e.textContent === 'Drafts').click()"
+    )
+    assert page.run("document.querySelector('.message.assistant .body').textContent") == first
+    assert page.run("document.querySelectorAll('.body .by-head, .body .by-lookup').length") > 0
+    page.run(
+        "[...document.querySelectorAll('button')].find(e => e.textContent === 'Retry').click()"
+    )
+    page.wait("!running && chat.messages.length === 2")
+    assert page.run("chat.messages[1].content") == first, "greedy"
+    page.open(page.run("location.href"))
+    page.wait("document.querySelector('nav .open')")
+    page.run("document.querySelector('nav .open').click()")
+    assert page.run("chat.messages[1].content") == first, "a reload keeps it"
+
+
+@in_a_browser
+def test_an_answer_is_stopped(page, running):
+    """The server evicts it; what came is kept. So it is with a reload in the middle."""
+    for leave in ("$('stop').click()", "location.reload()"):
+        ask(page, "def f(", 1500)
+        page.wait("running && chat.messages[1].content.length > 5")
+        page.run(leave)
+        page.wait(
+            "document.readyState === 'complete' && !running && $('model').textContent === 'demo'"
+        )
+        assert page.run("stored()[0].messages[1].content.length") > 5
+        page.wait(
+            "fetch('/metrics').then(a => a.text()).then(t => t.includes('answers_running 0'))"
+        )
+        page.run("show(fresh())")
+
+
+@in_a_browser
+def test_a_race_ends_in_the_same_text(page):
+    page.run("$('most').value = 60; $('mode').click(); $('start').requestSubmit()")
+    page.wait("!running && laps.length === 2")
+    assert page.run("$('verdict').textContent").startswith("identical texts: ")
+    assert page.run("laps[0].meter.accepted") > 0 == page.run("laps[1].meter.accepted")
+    page.run("replay()")
+    page.wait("!$('replay').disabled")
+    bodies = "[...document.querySelectorAll('.pane .body')].map(e => e.textContent)"
+    one, other = page.run(bodies)
+    assert one == other == page.run("laps[0].text")
+
+
+HOSTILE = """<script>fault = 1</script> <img src=x onerror="fault = 1"> [a](javascript:fault=1)
+# <b onclick="fault = 1">title</b>
+- **<svg onload=fault=1>** `</code><script>fault = 1</script>`
+| <i>a</i> | b |
+|---|---|
+| [x](https://a.example/"onmouseover="fault=1) | c |
+```html
+</pre><script>fault = 1</script>
+```"""
+
+
+@in_a_browser
+def test_nothing_in_an_answer_runs(page):
+    page.run("fault = 0")
+    page.run(f"markdown($('messages'), {json.dumps(HOSTILE)})")
+    page.run(f"shade($('messages'), {json.dumps(HOSTILE)}, [['<b>', 9], ['', 500]])")
+    for role in ("user", "assistant"):
+        message = {"role": role, "content": HOSTILE, "line": HOSTILE, "spans": []}
+        page.run(f"chat.messages = [{json.dumps(message)}]; save(); show(chat)")
+    page.run(
+        "document.querySelectorAll('#messages *').forEach(e => e.click && e.localName !== 'a' && e.click())"
+    )
+    assert page.run("fault") == 0
+    tags = page.run(
+        "[...new Set([...document.querySelectorAll('#messages *')].map(e => e.localName))]"
+    )
+    assert not {"script", "img", "svg", "b", "i"} & set(tags), tags
+    links = page.run("[...document.querySelectorAll('#messages a')].map(e => e.protocol)")
+    assert set(links) <= {"https:"}
+
+
+@in_a_browser
+def test_markdown_and_narrow_windows(page):
+    text = (
+        "# T\n1. a\n   - b **c**\n2. d\n\n> q\n\n```py\nx = 1\n```\n*e* `f` a * b * c\n\n---\nend"
+    )
+    page.run(f"$('messages').replaceChildren(); markdown($('messages'), {json.dumps(text)})")
+    shape = page.run(
+        "[...document.querySelectorAll('#messages *')].map(e => e.localName).join(' ')"
+    )
+    for part in ("h2 ol li ul li strong li", "blockquote p", "pre code", "em code", "hr p"):
+        assert part in shape, shape
+    for width in (320, 600, 1600):
+        page.size(width, 700)
+        assert page.run("document.documentElement.scrollWidth") <= width
+    page.size(1000, 760)
+
+
+@in_a_browser
+def test_a_server_that_is_gone_is_said(page, running):
+    page.run("window.fetch = () => Promise.reject(new TypeError('gone'))")
+    ask(page, "Hello")
+    page.wait("!running && $('fault').textContent.includes('does not answer')")
+    assert page.run("chat.messages.length") == 1, "the turn stays for another try"

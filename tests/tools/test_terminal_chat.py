@@ -1,0 +1,115 @@
+"""The chat of --interactive on a terminal: a pseudo-terminal types, and its screen is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import sys
+import time
+
+import pytest
+
+from options import ROOT
+
+DEMO = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(ROOT / "checkpoints/demo")]
+DEMO += ["--interactive", "--compile", "--max_new_tokens", "12", "--seed", "3"]
+WAIT_S = 60
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, command: list[str], **env: str):
+        self.pid, self.screen = pty.fork()
+        if self.pid == 0:
+            os.chdir(ROOT)
+            os.environ.pop("NO_COLOR", None)
+            os.environ.update({"TERM": "xterm", **env})
+            os.execv(command[0], command)
+        self.text = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.screen, text.encode())
+
+    def read_to(self, pattern: str) -> str:
+        """Return the screen up to a pattern."""
+        end = time.monotonic() + WAIT_S
+        while not (found := re.search(pattern, self.text, re.DOTALL)):
+            ready, _, _ = select.select([self.screen], [], [], 1.0)
+            if ready:
+                try:
+                    self.text += os.read(self.screen, 65536).decode(errors="replace")
+                except OSError:  # the program has ended
+                    assert re.search(pattern, self.text, re.DOTALL), self.text[-2000:]
+            assert time.monotonic() < end, (pattern, self.text[-2000:])
+        before = self.text[: found.end()]
+        self.text = self.text[found.end() :]
+        return before
+
+    def close(self) -> int:
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.screen)
+        return os.waitstatus_to_exitcode(status)
+
+
+@pytest.fixture
+def terminal():
+    talk = Terminal([*DEMO, "--show_drafts"])
+    talk.read_to("> $")
+    yield talk
+    talk.type("\x15\x04")
+    assert talk.close() == 0
+
+
+PASTE = "\x1b[200~{}\x1b[201~\r"  # as terminals send a paste
+
+
+def test_pastes_keys_and_colours(terminal, tmp_path):
+    """A paste of three lines is one turn, one of 6,020 characters is complete; drafts are coloured."""
+    terminal.type(PASTE.format("def a():\rx = 1\ry = 2"))
+    screen = terminal.read_to(r"tokens/s[^>]*> ")
+    assert screen.count("tokens/s") == 1 and "[cut at 12 tokens: --max_new_tokens]" in screen
+    assert "\x1b[32m" in screen or "\x1b[36m" in screen, "the demo's head drafts what is accepted"
+    terminal.type("/clear\r" + PASTE.format("x" * 6020))
+    terminal.read_to(r"(tokens/s|the context holds)[^>]*> ")
+    terminal.type("/claer\x1b[D\x1b[D\x1b[D\x1b[3~a\r")  # an arrow key moves in the line
+    terminal.read_to(r"there is no /")
+    terminal.read_to("> ")
+    terminal.type('/clear\r"""one\rtwo"""\r')
+    terminal.read_to(r"tokens/s[^>]*> ")
+    file = tmp_path / "c.json"
+    terminal.type(f"/save {file}\r")
+    terminal.read_to(r"1 turn\(s\) in")
+    said = json.loads(file.read_text())["messages"]
+    assert [m["role"] for m in said] == ["user", "assistant"] and said[0]["content"] == "one\ntwo"
+
+
+def test_retry_load_and_stop(terminal, tmp_path):
+    """The greedy answer again; a conversation from a file; a wrong file leaves the chat."""
+    terminal.type("def a():\r")
+    terminal.read_to(r"tokens/s[^>]*> ")
+    files = [tmp_path / "1.json", tmp_path / "2.json"]
+    for file in files:
+        terminal.type(f"/save {file}\r")
+        terminal.read_to(r"turn\(s\) in[^>]*> ")
+        terminal.type("/retry\r")
+        terminal.read_to(r"tokens/s[^>]*> ")
+    assert files[0].read_text() == files[1].read_text()
+    terminal.type("/seed\r")
+    terminal.read_to(r"\[seed 3\]")
+    (tmp_path / "bad.json").write_text('{"messages": [{"role": "robot", "content": ""}]}')
+    terminal.type(f"/load {tmp_path / 'bad.json'}\r/load {files[0]}\r")
+    terminal.read_to("is no conversation")
+    terminal.read_to(r"1 turn\(s\) of")
+
+
+def test_no_colours_where_they_are_unwanted():
+    talk = Terminal([*DEMO, "--show_drafts"], NO_COLOR="1")
+    talk.read_to("Ctrl-D to leave")
+    talk.type("def a():\r")
+    screen = talk.read_to("tokens/s")
+    talk.type("/bye\r")
+    assert talk.close() == 0 and "\x1b[3" not in screen.replace("\x1b[?2004", "")
