@@ -64,7 +64,8 @@ NEUTRAL: dict[str, tuple] = {
 }
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
-    "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format", "draft",
+    "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
+    "draft",
 }  # fmt: skip
 OF_TEMPLATES = {"chat_template_kwargs", "reasoning_effort"}  # of chats
 # variables of a template that the server sets itself
