@@ -173,6 +173,6 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
         ) from None
     with folder_lock(parent, f"note: another process writes {parent}; waiting"):
         if not out.is_dir():
-            print(f"note: weights in int4 are kept in {out}", file=sys.stderr)
+            print(f"note: weights in int4 are stored in {out}", file=sys.stderr)
             quantize_directory(path, out, quant, moments=moments_of(path))
     return WeightFiles(out)

@@ -141,7 +141,7 @@ def test_on_load_the_cache_holds_the_weights(demos, tmp_path, monkeypatch, capsy
     monkeypatch.setenv("GPT_EAGLE_QUANTIZED", str(tmp_path))
     options = {"checkpoint": DEMO, "quant": "int4", "group_size": 32, "draft": "none"}
     first = load(**options, device="cpu")
-    assert "weights in int4 are kept in" in capsys.readouterr().err
+    assert "weights in int4 are stored in" in capsys.readouterr().err
     (kept,) = tmp_path.iterdir()
     again = load(**options, device="cpu")
     assert "kept in" not in capsys.readouterr().err and list(tmp_path.iterdir()) == [kept]

@@ -529,7 +529,7 @@ def test_few_bits_are_not_rounded_again(block_file, capsys, quant, kind, kept):
     line = f"note: {path} has no more bits than --quant {quant}: it is not rounded again\n"
     assert (line in said) == kept
     widened = load(checkpoint=path, device="cpu", draft="none", quant=quant, dtype="float32")
-    assert widened.option("quant") == quant and "rounded again" in capsys.readouterr().err
+    assert widened.option("quant") == quant and "rounded a second time" in capsys.readouterr().err
 
 
 def test_compare(block_file):
