@@ -42,7 +42,7 @@ from ops.experts import expert_of, rows_by_expert
 from ops.library import cuda_products, has_cpu_operators, is_plain, lib
 from ops.linear import empty_product
 
-FINE = 6  # a block with a magnitude above FINE root mean squares of its row keeps 15 bits
+FINE = 5  # a block with a magnitude above FINE root mean squares of its row keeps 15 bits
 BLOCK8 = 128  # values of K per activation scale of w8a8; `grouped` takes the weights' group
 ZERO_BITS = 511  # of a word of `join_zeros`
 

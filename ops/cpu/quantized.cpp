@@ -28,7 +28,7 @@ constexpr int64_t BLOCK8 = 128;  // k per activation scale of the int8 format
 constexpr int64_t MOST_BLOCK = 128;  // of all formats
 constexpr int64_t PANEL = 512;   // k per pass over the tokens: 8 or 16 KB of weights
 constexpr int64_t GRAIN = 1 << 16;  // multiply-adds (and bytes) that pay for a thread's wake-up
-constexpr float FINE = 6;    // a block is fine if a magnitude is above FINE times the root mean square of the row
+constexpr float FINE = 5;    // a block is fine if a magnitude is above FINE times the root mean square of the row
 constexpr int PLANES = 2;    // high, low
 
 constexpr int NV = STRIP / LANES;  // vectors per strip
