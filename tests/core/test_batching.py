@@ -345,7 +345,7 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     out, err = capsys.readouterr()
     assert (
         "9 of 9 results are in" in err
-        and out.startswith("0 tokens in")
+        and out.startswith("0 tokens, ")
         and file.read_bytes() == before
     )
     for name in ("--json", "--trace"):
@@ -391,7 +391,7 @@ def test_a_single_prompt_that_is_done_prints_the_summary_alone(capsys, tmp_path)
     assert "sequences take" in capsys.readouterr().err
     main(argv)
     out, err = capsys.readouterr()
-    assert "1 of 1 results are in" in err and out.startswith("0 tokens in")
+    assert "1 of 1 results are in" in err and out.startswith("0 tokens, ")
 
 
 def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):

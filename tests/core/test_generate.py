@@ -110,7 +110,7 @@ def test_json_contract(capsys, tmp_path):
     assert stats["tokens_per_s"] == pytest.approx(3 * 19 / stats["decode_s"])
     assert stats["draft_s"] + stats["verify_s"] <= stats["decode_s"]
     assert got["config"]["head"] == HEAD and got["config"]["dtype"] == "float32"
-    assert f"; {stats['tau']:.1f} tokens a pass, head" in out
+    assert f"; {stats['tau']:.1f} tokens a pass" in out
     assert "[3 of 3 answers cut at 20 tokens: --max_new_tokens]" in out
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -847,7 +847,7 @@ def test_the_demo_is_where_the_code_is():
 
 
 def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(monkeypatch):
-    assert read_prompts(GenerateConfig()) == [["The capital of France is"]]
+    assert read_prompts(GenerateConfig()) == [["What is the capital of Italy?"]]
     monkeypatch.chdir(Path(DEMO).parents[1])
     for name in (DEMO, "checkpoints/demo", "checkpoints/demo/"):
         assert read_prompts(GenerateConfig(checkpoint=name)) == [[PROMPT]]
