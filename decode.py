@@ -10,17 +10,13 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
 3. extend: the drafter reads the accepted tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
-drafter and each mode of sampling: sequences of one batch may be sampled differently, and where all
-are greedy no noise is made. With --compile on CUDA, draft, extend, the target's blocks and the rest
-of verify (`place`, `decide`) are compiled (`fullgraph=True`), and a cycle is captured as one graph,
-as it also is where the compiler fails: no step waits for a result on the host.
-On a CPU the steps call C++ operators.
+drafter and each mode of sampling. With --compile on CUDA the steps are compiled (`fullgraph=True`),
+and a cycle is captured as one graph: no step waits for the host. On a CPU they call C++ operators.
 Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,16 +25,14 @@ import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import Accepted, DecodedTokens, DraftTree, accept, accept_fused, replace_fields
-from drafters import Drafter, DrafterUpdate, DraftInputs, Policy
-from kv_cache import KVCache, Window, causal_window
+from draft_tree import Accepted, DecodedTokens, DraftTree, accept, accept_fused
+from drafters import Drafter, DrafterUpdate, DraftInputs
+from kv_cache import KVCache, Window, causal_window, place_tokens
 from model import Block, Transformer, call_block
 from ops import switches
 from ops.library import has_cpu_operators, on_cpp_device
-from ops.topk import best
-from ops.tree import place_tokens
 from options import GenerateConfig
-from runtime import Clock, HostCopy, compiled, copy_into
+from runtime import Clock, Policy, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -57,67 +51,6 @@ class DecodeState(NamedTuple):
     drafter_state: Any
 
 
-class CycleResult:
-    """A cycle that the host has launched, and its report, once `read`.
-
-    The report is one tensor, [B, D+9] int64: D+1 decided tokens, then the columns named below, then
-    the times. `advance` in ops/cpu/tree.cpp packs the same columns as `pack`.
-    """
-
-    EMITTED = slice(0, -8)
-    COLUMNS = slice(-8, -4)  # count, length, done, pos
-    TIMES = slice(-4, None)
-
-    # per sequence, once read:
-    emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
-    count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
-    length: list[int]  # accepted nodes
-    done: list[bool]  # the sequence is finished
-    pos: list[int]  # index of the root that was verified
-    times: list[int]  # of all: ns before, between and behind the steps
-    seconds: float  # of the cycle
-    further: list[list]  # the other tensors
-
-    def __init__(self, report: Tensor, preset: int, began: float, further: tuple[Tensor, ...] = ()):
-        """Begin to copy the report.
-
-        report: of `timed`; preset: that ran; began: host's clock (s)
-        further: tensors that are read with it
-        """
-        self.preset = preset
-        self.began = began
-        self.copy = HostCopy(report, *further)
-
-    @staticmethod
-    def pack(emitted: Tensor, count: Tensor, length: Tensor, done: Tensor, pos: Tensor) -> Tensor:
-        """Pack everything but the times: emitted [B, D+1], the others [B] -> [B, D+5] int64."""
-        columns = (count, length, done, pos)
-        return torch.cat((emitted, torch.stack([x.long() for x in columns], 1)), 1)
-
-    @staticmethod
-    def timed(report: Tensor, times: list[Any]) -> Tensor:
-        """Append the four times of a `Clock`, so that one copy takes all: [B, D+9] int64."""
-        if on_cpp_device(report, "tree"):
-            return torch.ops.gpt_eagle.with_times(report, times)
-        columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
-        return torch.cat((report, *columns), 1)
-
-    def read(self, by_device: bool = False) -> CycleResult:
-        """Wait for the copy, and set the fields.
-
-        by_device: take the cycle's time from the device's clock, because the host runs ahead
-        """
-        report, *self.further = self.copy.read()
-        self.emitted = [row[self.EMITTED] for row in report]
-        columns = zip(*(row[self.COLUMNS] for row in report))
-        self.count, self.length, self.done, self.pos = map(list, columns)
-        self.times = report[0][self.TIMES]
-        self.seconds = (self.times[-1] - self.times[0]) / 1e9
-        if not (by_device and self.seconds):
-            self.seconds = time.perf_counter() - self.began
-        return self
-
-
 def pick_tokens(
     target: Transformer,
     features: Tensor,
@@ -132,22 +65,7 @@ def pick_tokens(
     draw: [B, N] int64, the row of the noise that belongs to each feature
     allowed: [B, N, V] bool, tokens that may follow each feature; None: all
     """
-    return pick_scored(target.logits(features), rule, noise, draw, allowed), None
-
-
-def pick_scored(
-    scores: Tensor,
-    rule: SamplingTensors | None,
-    noise: Tensor | None,
-    draw: Tensor,
-    allowed: Tensor | None = None,
-) -> Tensor:
-    """Pick the best token after every node, [B, N] int64, as `pick_tokens`. scores: [B, N, V]"""
-    if allowed is not None:
-        scores = torch.where(allowed, scores, float("-inf"))
-    if noise is not None:
-        scores = sampling.process(scores, rule)
-    return best(scores, noise, draw)
+    return sampling.choose(target.logits(features), rule, noise, draw, allowed), None
 
 
 @dataclass(frozen=True)
@@ -219,19 +137,17 @@ class Engine:
 def with_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every mode of sampling and preset, compiled as the options say.
 
-    With --compile on a CPU the weights are taken as they are now: later they may change in place,
-    but not be replaced.
-    Writes: `fused` of target and drafter, which nothing else sets. Engines that share them must
-    agree on --compile.
+    With --compile on a CPU weights may later change in place, but not be replaced.
+    Writes: `fused` of target and drafter; engines that share them must agree on --compile.
     """
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
-    cuda = engine.device.type == "cuda"
+    cuda = engine.option("device").startswith("cuda")
+    if engine.device.type == "cuda":
+        import ops.cuda.growth  # noqa: F401, registers the operators of trees
     engine.target.fuse(compiles and not cuda)
     engine.drafter.fuse(compiles and not cuda)
-    eos_ids = engine.eos_ids
-    if engine.config.ignore_eos:
-        eos_ids = ()
+    eos_ids = () if engine.config.ignore_eos else engine.eos_ids
     engine = replace(
         engine,
         eos_tensor=torch.tensor([-1, *eos_ids], device=engine.device),
@@ -273,9 +189,8 @@ class Cycle:
     def compiled_by_layer(self) -> Cycle:
         """Compile the steps, and one block of the target per type of block; all layers reuse it.
 
-        One graph of everything would take many times as long to compile. A call per block costs
-        nothing in a captured cycle. The state of a captured cycle has to stay where it was, so the
-        steps write it there.
+        One graph of everything would take many times as long to compile, and a call per block costs
+        nothing in a captured cycle.
         """
         for name in ("draft", "place", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
@@ -296,9 +211,8 @@ class Cycle:
     def __call__(
         self, cache: KVCache, state: DecodeState
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-        """Run the three steps, timed.
+        """Run the three steps, timed. Writes: both caches, state.tokens; the state, if in place.
 
-        Writes: both caches, state.tokens; the state, if in place.
         Returns: the state, everything that was decided, and the report, [B, D+9] int64.
         """
         clock = Clock(state.pos.device)
@@ -306,7 +220,7 @@ class Cycle:
         tree, noise = draft(state)
         state, update, report = verify(cache, state, tree, noise)
         state = extend(state, update)
-        return state, update, CycleResult.timed(report, clock.times)
+        return state, update, timed_report(report, clock.times)
 
     def write_back(self, state: DecodeState, new: DecodeState) -> DecodeState:
         """Return the new state. Writes: the old one, if in place."""
@@ -348,9 +262,9 @@ class Cycle:
         noise: Tensor | None,
         features: Tensor,
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-        """Accept a path and compact the cache. features: [B, N, F].
+        """Accept a path, compact the cache. Writes: it, state.tokens; the state, if in place.
 
-        Writes: the cache, state.tokens; the state, if in place.
+        features: [B, N, F]
         """
         extra = None
         if self.accept_rule:
@@ -377,7 +291,7 @@ def advance(
 ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
     """Cut at the end of sequence and at the limit, write the tokens, move the root.
 
-    Writes: state.tokens. Returns: the state, the update without its tree, the report of `pack`.
+    Writes: state.tokens. Returns: the state, the update without its tree, the packed report.
     """
     emitted = accepted.emitted  # [B, D+1]
     width = emitted.shape[1]
@@ -396,7 +310,9 @@ def advance(
     tokens = torch.cat((tree.tokens[:, :1], emitted), 1)  # [B, D+2]
     text = DecodedTokens(state.tokens, pos)
     update = DrafterUpdate(tokens, features.gather(1, path), count, text)
-    report = CycleResult.pack(emitted, count, accepted.length, done, state.pos)
+    broken = ~update.features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
+    ends = done + 2 * broken
+    report = pack_report(emitted, count, accepted.length, ends, state.pos)
     new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
     return new, update, report
 
@@ -413,6 +329,25 @@ def advance_fused(
     text = DecodedTokens(state.tokens, pos)
     new = replace_fields(state, pos=pos, draws=draws, done=done)
     return new, DrafterUpdate(tokens, path_features, count, text), report
+
+
+def pack_report(
+    emitted: Tensor, count: Tensor, length: Tensor, done: Tensor, pos: Tensor
+) -> Tensor:
+    """Pack what a cycle decided, for one copy to the host: [B, D+5] int64, its columns in order.
+
+    emitted: [B, D+1]; the others [B], named in `session.CycleResult`
+    """
+    columns = (count, length, done, pos)
+    return torch.cat((emitted, torch.stack([x.long() for x in columns], 1)), 1)
+
+
+def timed_report(report: Tensor, times: list[Any]) -> Tensor:
+    """Append the four times of a `Clock`, [B, D+9] int64."""
+    if on_cpp_device(report, "tree"):
+        return torch.ops.gpt_eagle.with_times(report, times)
+    columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
+    return torch.cat((report, *columns), 1)
 
 
 # ------------------------------------------------------------------------------------------ prefill

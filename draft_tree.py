@@ -4,9 +4,8 @@ A tree has N nodes, node 0 the root (the token decided last, not cached yet). Pa
 children, so every relation follows from `parents` by a few rounds of boolean algebra: ancestors,
 depths, acceptance and the accepted path need no list of leaves, no host, no data-dependent shape.
 
-A shape, `DynamicTree` or `StaticTree`, is plain data; moved to a device (`to`) it has a plan: for
-each level the children of a node and the nodes that have children themselves, and which candidates
-become nodes. `TreeDrafter.propose` (drafters.py) grows a tree by such a plan, level by level.
+A shape, `DynamicTree` or `StaticTree`, is plain data; moved to a device (`to`) it has a plan, by
+which `TreeDrafter.propose` (drafters.py) grows a tree level by level.
 
 Padding is where `valid` is False; no token id stands for it. All scores are fp32.
 Not here: scoring tokens (drafters.py), the operators of growth (ops/tree.py), deciding tokens
@@ -25,14 +24,6 @@ from torch import Tensor
 from cli.tree_paths import chain_paths, check_candidates
 from ops.library import on_cpp_device
 from ops.tree import DraftTree, Level, ancestors, rerank
-
-
-def replace_fields(record: Any, **fields: Any) -> Any:
-    """Copy a NamedTuple with other values in some fields.
-
-    `_replace` does the same, but torch 2.11 compiles it to an empty tuple.
-    """
-    return type(record)(*[fields.get(name, value) for name, value in zip(record._fields, record)])
 
 
 class DecodedTokens(NamedTuple):
@@ -154,10 +145,7 @@ def plan_levels(
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked.
-
-    The papers' size is the default.
-    """
+    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked; of the papers' size."""
 
     depth: int = 6  # D, drafted levels
     topk: int = 10  # K, children kept per node, and nodes expanded per level

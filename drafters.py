@@ -1,14 +1,13 @@
 """Drafters propose the tree that the target verifies.
 
-A drafter owns a state (a NamedTuple of tensors), reads the tokens that the target has confirmed
-(`extend`) and proposes a tree (`propose`). Both are pure steps with static shapes. The output stays
-the target's own, whatever a drafter proposes. Here:
+A drafter reads the tokens that the target has confirmed (`extend`) and proposes a tree (`propose`),
+both as pure steps with static shapes over a state of its own, a NamedTuple of tensors. Here:
 - `Drafter`, the protocol of the loop, and `RootOnly`, which proposes nothing: vanilla decoding;
-- `Method`, everything that a way to draft brings, and `Policy`, which picks among its presets;
+- `Method`, everything that a way to draft brings;
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
-The host picks one before every step; a wrong pick costs only time.
+The host picks one before every step (`runtime.Policy`); a wrong pick costs only time.
 To add a method: subclass one of the drafters, write a `load_method` that returns a `Method`, and
 add its module to `DRAFTERS` (cli/methods.py).
 """
@@ -24,9 +23,10 @@ from torch import Tensor
 import sampling
 from cli.tree_paths import MAX_NODES
 from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree, root_tree
-from kv_cache import Window
+from kv_cache import Window, place_tokens
 from model import Layers, Transformer
-from ops.tree import Candidates, Children, Frontier, Scores, next_level, place_tokens, rerank
+from ops.tree import Candidates, Children, Frontier, Scores, next_level, rerank
+from runtime import Policy
 from sampling import SamplingTensors
 
 
@@ -105,50 +105,6 @@ class RootOnly(Drafter):
         return root_tree(inputs.text)
 
 
-class Policy:
-    """Picks the preset of every step of a session. This one picks the largest, and keeps nothing.
-
-    An engine has one, and a session the policy that `begin` gives it. A policy holds no session:
-    every call names it.
-    """
-
-    def started(self, engine: Any, seconds: list[float]) -> Policy:
-        """Return the policy of a warm engine.
-
-        engine: `decode.Engine`; seconds: of a cycle of each preset, empty where none was timed
-        """
-        return self
-
-    def begin(self) -> Policy:
-        """Return the policy of a new session."""
-        return self
-
-    def next_preset(self, session: Any, reads_prompt: bool) -> int:
-        """Pick the preset of the next cycle, or of the next chunk of a prompt."""
-        return len(session.engine.presets) - 1
-
-    def prepare(self, session: Any, preset: int) -> None:
-        """Run what a preset needs before a step, as steps of the session (`Session.run_step`)."""
-
-    def copied(self, session: Any) -> tuple[Tensor, ...]:
-        """Return tensors behind the cycle that was just launched, which the host shall read."""
-        return ()
-
-    def observe(self, session: Any, result: Any, live: list[int]) -> None:
-        """Learn from a cycle.
-
-        result: `decode.CycleResult`, with `further`, the tensors of `copied` as lists
-        live: the sequences that decoded
-        """
-
-    def finished(self, text: list[int], begin: int) -> None:
-        """Take the text of a turn that is over. begin: index of the answer's first token"""
-
-    def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
-        """Summarize the presets, for the record; empty without a choice. ran: `Stats.presets`."""
-        return []
-
-
 class Method(NamedTuple):
     """A way to draft, as its module's `load_method` returns it."""
 
@@ -195,8 +151,7 @@ class DraftVocab(NamedTuple):
 class TreeDrafter(Drafter):
     """Grows static or dynamic trees.
 
-    Subclasses give `init`, `extend`, `rewind`, `root_output`, `forward_nodes` and `logits`, and set
-    `layers` if they have a cache.
+    Subclasses give `root_output`, `forward_nodes` and `logits`, and what a state of theirs needs.
 
     A node's children are the top-k of its scores. When sampling, the scores carry the noise with
     which the target will sample at that draw: the likeliest child is the one favoured by the noise.

@@ -4,12 +4,11 @@
    f_{j+1}; an LM head turns that into the distribution of x_{j+2}. Versions 1 and 2 are one kind
    of head, and use the target's LM head. Version 3 fuses inputs of several of the target's layers
    (aux hidden states), outputs a hidden state of its own, and scores a draft vocabulary.
-2. `extend` runs the head over confirmed tokens, padded to a static number; only these stay below
-   the cache's length. The last output is kept: it is the root's prediction.
+2. `extend` runs the head over confirmed tokens; only these stay below the cache's length. The last
+   output is kept: it is the root's prediction.
 3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
-Trade-off: extending and drafting are separate passes, because features may come from a prefill too.
 Not here: the files of a head (hf/heads.py).
 """
 
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draft_tree import DynamicTree, StaticTree, replace_fields
+from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
 from hf.checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from hf.heads import (
@@ -47,10 +46,12 @@ from model import (
     Transformer,
     rope_angles,
     rope_frequencies,
+    widen,
 )
 from ops.cpu.layers import FusedHead, fits
 from ops.tree import Frontier
 from options import GenerateConfig
+from runtime import replace_fields
 
 
 class EagleHead(nn.Module):
@@ -76,7 +77,7 @@ class EagleHead(nn.Module):
 
     def project(self, features: Tensor) -> Tensor:
         """Turn the target's features into inputs of `forward`: [B, T, (1 + aux) F] -> [B, T, F]."""
-        return features
+        return widen(features)
 
     def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream, [B, T, F], and the first attention's input if it differs."""
@@ -90,10 +91,14 @@ class EagleHead(nn.Module):
         cache: KVCache | None = None,
         window: Window | None = None,
     ) -> Tensor:
-        """Predict the next features. Writes: the cache at `window.slots`. Returns: [B, T, F]."""
-        x, h = self.first(embedded, features)
+        """Predict the next features. Writes: the cache at `window.slots`.
+
+        Returns: [B, T, F] in the weights' dtype.
+        """
+        x, h = self.first(widen(embedded), widen(features))
         rope = rope_angles(self.rope_freq, positions, self.config.model.rope_factor)
-        return self.layers(x, rope, self.norm, cache, window, h=h)
+        out = self.layers(x, rope, self.norm, cache, window, h=h)
+        return out.to(self.layers[0].ffn_norm.weight.dtype)
 
 
 class Eagle3Head(EagleHead):
@@ -131,7 +136,7 @@ class Eagle3Head(EagleHead):
     def project(self, features: Tensor) -> Tensor:
         eagle3 = self.config.eagle3
         first = eagle3.target_dim if eagle3.aux_layers else 0
-        x = self.input_norm(features[..., first:])  # [B, T, aux F], or [B, T, F]
+        x = self.input_norm(widen(features[..., first:]))  # [B, T, aux F], or [B, T, F]
         if eagle3.fc_norm:
             parts = x.chunk(len(eagle3.aux_layers), -1)
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
@@ -174,7 +179,7 @@ def load_head(
 def is_same_embedding(of_head: nn.Embedding, of_target: nn.Module) -> bool:
     """Return whether a head's embedding repeats the target's, packed or not."""
     every = torch.arange(of_head.num_embeddings, device=of_head.weight.device)
-    return torch.equal(of_head.weight, of_target(every))
+    return torch.equal(of_head.weight, of_target(every).to(of_head.weight.dtype))
 
 
 # ---------------------------------------------------------------------------------------- drafting
@@ -202,8 +207,7 @@ class EagleDrafter(TreeDrafter):
         """Attach a head to a target.
 
         lm_head: default: the head's own, else the target's
-        options: children, sharpness and vocab (default: the head's own), and graft, as for
-            `TreeDrafter`
+        options: of `TreeDrafter`; by default the sharpness and the vocab are the head's own
         """
         defaults = {"sharpness": head.config.sharpness, "vocab": head.vocab}
         super().__init__(target, tree, **defaults | options)
@@ -217,11 +221,10 @@ class EagleDrafter(TreeDrafter):
         """Make an empty state; the cache has room for a draft behind `slots`."""
         config = self.head.config.model
         weight = self.layers[0].ffn_norm.weight
-        dtype = weight.dtype
-        device = weight.device
-        cache = KVCache.empty(config, batch, slots + self.scratch, dtype, str(device))
-        length = torch.zeros(batch, dtype=torch.long, device=device)
-        hidden = torch.zeros(batch, 1, config.dim, dtype=dtype, device=device)
+        room = slots + self.scratch
+        cache = KVCache.empty(config, batch, room, weight.dtype, str(weight.device))
+        length = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        hidden = weight.new_zeros(batch, 1, config.dim)
         return EagleState(cache, length, hidden)
 
     def fuse(self, enable: bool) -> None:

@@ -37,23 +37,26 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cli.io import write_text
 from cli.parsing import one_line_errors, require
 from cli.prompts import Conversation, as_conversation, check_ids, with_options
-from cli.start import Command, read_command, with_text
+
+if TYPE_CHECKING:
+    from cli.start import Command
 
 # The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
 # together (parallel/ranks.py).
 COMMAND = None
 if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
+    from cli.start import read_command, with_text
+
     COMMAND = with_text(read_command())
 
 import torch
 
 from decode import Engine
-from hf.tokenizer import Tokenizer
 from load import load, undrafted
 from parallel import ranks
 from session import Session
@@ -89,13 +92,20 @@ def ignore(_: list) -> None:
 # ----------------------------------------------------------------------------------------- generate
 
 
+def need_tokenizer(engine: Engine) -> None:
+    """Check that there is a tokenizer. Raises: ValueError that names the missing file."""
+    if engine.tokenizer is None:
+        from hf.tokenizer import Tokenizer
+
+        Tokenizer.load(Path(engine.config.checkpoint))
+
+
 def encode(engine: Engine, turns: list[str], answers: list[str]) -> list[int]:
     """Return the token ids of a conversation whose last turn waits for its answer.
 
     Raises: ValueError without a tokenizer.
     """
-    if engine.tokenizer is None:
-        Tokenizer.load(Path(engine.config.checkpoint))  # raises, and names the missing file
+    need_tokenizer(engine)
     if engine.template is not None:
         return engine.template.encode(engine.tokenizer, turns, answers)
     text = ""
@@ -191,6 +201,7 @@ class Batch:
             for seq, turns in enumerate(running):
                 if new[seq]:
                     turns[-1].new.extend(new[seq])
+                require(seq not in session.broken, session.broken.get(seq))
                 if turns and seq in session.faults:
                     turns[-1] = Turn(*turns[-1][:3], session.faults[seq])
             for line in session.trace:
@@ -351,8 +362,7 @@ def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
     Raises: ValueError without a tokenizer.
     """
     engine = session.engine
-    if engine.tokenizer is None:
-        Tokenizer.load(Path(engine.config.checkpoint))  # raises, and names the missing file
+    need_tokenizer(engine)
     decoder = engine.tokenizer.stream(continuation=engine.template is None)
     for new in session.decode_turn([ids]):
         yield decoder.push(new[0])
@@ -478,6 +488,8 @@ def write_files(engine: Engine, result: Result, profiler: Any) -> None:
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """Run the command line. command: the result of `read_command`, where it is there already"""
+    from cli.start import read_command
+
     config, prompts, text, to_end = command or read_command(argv, ranks.check)
     with one_line_errors("generate.py"):
         engine = load(ranks.init_ranks(config, prompts), text)

@@ -97,3 +97,25 @@ def causal_window(start: Tensor, rows: int, back: int = 0) -> Window:
     steps = torch.arange(rows, device=start.device)
     mask = (steps[None, :] <= steps[:, None]).expand(start.shape[0], rows, rows)  # [B, T, T]
     return Window(start[:, None] + steps, start, mask)
+
+
+def place_tokens(
+    pos: Tensor, depths: Tensor | int, count: int, slot: int = 0, done: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the cache slots and positions of the tokens of a step.
+
+    pos: [B] int64, slot and position of the root
+    depths: [B, T] int64, or one for all tokens, below the root
+    count: T
+    slot: the first token's, counted from the root's; the others follow
+    done: [B] bool, sequences that attend to nothing
+    Returns: slots [B, T]; the first slot of the window, [B]; RoPE positions [B, T].
+    """
+    if on_cpp_device(pos, "tree"):
+        if isinstance(depths, int):
+            return torch.ops.gpt_eagle.place_rows(pos, done, None, count, slot, depths)
+        return torch.ops.gpt_eagle.place_rows(pos, done, depths, count, slot, 0)
+    slots = pos[:, None] + slot + torch.arange(count, device=pos.device)  # [B, T]
+    positions = (pos[:, None] + depths).expand(-1, count)
+    start = pos if done is None else torch.where(done, 0, pos)
+    return slots, start, positions

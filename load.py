@@ -15,7 +15,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,20 +23,15 @@ from cli.methods import entry_of, has_extras
 from cli.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, pick_tokens, with_cycles
-from drafters import Method, Policy, RootOnly
-from hf.chat import NO_TEMPLATE, TextFiles, read_text_files, template_name
-from hf.checkpoint import BLOCKS, Quantization, saved_quantization
-from hf.config import read_raw, resolve_draft
-from hf.fetch import fetched
-from hf.gguf_blocks import keeps_blocks
-from hf.weights import int4_group
+from drafters import Method, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
 from ops.library import FAMILIES, on_cpp_device, set_plain
 from options import GenerateConfig, pick_device
-from parallel import ranks, tp
+from parallel import ranks
 from runtime import (
     WARM_UPS,
+    Policy,
     copy_into,
     say_what_compiles,
     set_cuda_device,
@@ -45,6 +40,9 @@ from runtime import (
 )
 from session import PREFILL_WIDTHS, Session
 from stats import sequence_memory
+
+if TYPE_CHECKING:
+    from hf.chat import TextFiles
 
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
 # tokens; models trained for 128k would otherwise fill the memory with cache
@@ -63,6 +61,10 @@ def load(
     options: fields of `GenerateConfig`, when no config is given; chat may be True or False, too
     Raises: ValueError for anything wrong with options or files.
     """
+    from hf.chat import NO_TEMPLATE, read_text_files, template_name
+    from hf.fetch import fetched
+    from hf.not_finite import check_small_weights
+
     if isinstance(config, (str, Path)):
         options = {"checkpoint": config, **options}
         config = None
@@ -80,6 +82,7 @@ def load(
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
     target = _load_target(replace(asked, device=device), path)
+    check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)
     _note_attention(target)
     engine = Engine(
@@ -122,11 +125,15 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     The cycles are still to be made (`with_cycles`).
     Raises: ValueError for a draft that does not fit.
     """
+    from hf.fetch import fetched
+
     target = engine.target
     config = _resolved(asked, target, fetched(asked.checkpoint), device)
     # in int4, with the group given or its own
     method = load_method(target, config, engine.tokenizer)
     if config.quant == "int4":
+        from hf.weights import int4_group
+
         config = replace(config, group_size=int4_group(target))
     return replace(
         engine,
@@ -139,15 +146,48 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     )
 
 
+def keeps_fewer_bits(config: GenerateConfig, path: Path) -> bool:
+    """Return whether --quant leaves a GGUF file as it is: most weights have as few bits already.
+
+    A second rounding would cost answers and save nothing. Prints a line about it. On CUDA, which
+    would widen the blocks, they are rounded.
+    """
+    if config.quant == "none" or config.device != "cpu":
+        return False
+    from hf.gguf import GgufFile
+    from hf.gguf_blocks import keeps_blocks
+
+    if not keeps_blocks(config, path):
+        return False
+    if not GgufFile(path).mostly_has(int(config.quant.removeprefix("int"))):
+        return False
+    print(
+        f"note: {path} has no more bits than --quant {config.quant}: it is not rounded again",
+        file=sys.stderr,
+    )
+    return True
+
+
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
+    """Load the weights, in the format that the options and the files ask for."""
+    from hf.calibrate import calibrated, is_calibrated
+    from hf.checkpoint import BLOCKS, Quantization
+    from hf.gguf_blocks import keeps_blocks
+    from parallel import tp
+
     source = None
     if config.inflate:
         from extras.stand_in import target_source
 
         source = target_source(config)
     quant = Quantization.of(config.quant, config.group_size)
+    if keeps_fewer_bits(config, path):
+        quant = None
     if quant is None and keeps_blocks(config, path):
         quant = Quantization(BLOCKS, saved=True)
+    if quant is not None and is_calibrated(quant, path) and source is None:
+        source = calibrated(path, quant)
+        quant = None  # the source has the format
     return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
 
 
@@ -155,14 +195,18 @@ def _resolved(
     config: GenerateConfig, target: Transformer, path: Path, device: str
 ) -> GenerateConfig:
     """Fill in what loading chooses: the device, the formats as they were loaded, and the draft."""
+    from hf.checkpoint import BLOCKS, saved_quantization
+    from hf.config import read_raw, resolve_draft
+
     config = replace(config, device=device)
     saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes
         config = replace(config, quant=saved.format)
     formats = {getattr(layer, "format", "") for layer in target.modules()}
-    for form in (BLOCKS, "int4"):  # of a GGUF file on a CPU, on CUDA
-        if form in formats and config.quant == "none":
-            config = replace(config, quant=form)
+    if BLOCKS in formats:  # of a GGUF file on a CPU, whatever --quant asked for
+        config = replace(config, quant=BLOCKS, group_size=0)
+    elif "int4" in formats and config.quant == "none":  # of such a file on CUDA
+        config = replace(config, quant="int4")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     return resolve_draft(config, path, dtype, _without_head(config))
 
@@ -183,7 +227,9 @@ def _note_attention(target: Transformer) -> None:
     if not on_cpp_device(weight, "attention"):
         return
     width = target.config.head_dim
-    theirs = "is PyTorch's: slower, and beside a draft near ties may differ"
+    theirs = (
+        "is PyTorch's: slower, and a draft may change a token where the best two are nearly equal"
+    )
     if width % 16:
         print(f"note: attention with heads of width {width} {theirs}", file=sys.stderr)
     elif weight.dtype == DTYPES["float16"]:
@@ -242,6 +288,8 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         for preset in method.presets:
             sample_children(preset)
     if count > 1:
+        from parallel import tp
+
         if entry.grows and config.tree_shape == "auto":
             reason = "--tree auto goes by the ranks' clocks, which differ"
             print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
@@ -256,7 +304,11 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
 def undrafted(engine: Engine) -> Engine:
     """Return an engine that decodes as this one does, without a draft."""
     config = replace(engine.config, accept="exact", trace="", compare=False)
-    pick = tp.pick_tokens if ranks.this_rank().world_size > 1 else pick_tokens
+    pick = pick_tokens
+    if ranks.this_rank().world_size > 1:
+        from parallel import tp
+
+        pick = tp.pick_tokens
     plain = replace(
         engine,
         config=config,
@@ -276,7 +328,7 @@ def warm_up(engine: Engine) -> Engine:
     the engine runs without it.
     """
     tries = engine.compiles if engine.captured else engine.option("compile")
-    reason = why_not_compiled(engine.device.type) if tries else ""
+    reason = why_not_compiled(engine.option("device")) if tries else ""
     chosen = engine.resolved | {"compile": tries and not reason}
     ranks.check_same_on_all_ranks(engine.config, **chosen)
     if reason and engine.captured:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,14 @@ from torch import Tensor, nn
 
 from kv_cache import KVCache, Window
 from ops.attention import tree_attention
-from ops.cpu.layers import FusedModel, fits
 from ops.epilogues import Pending, Unscaled, add, add_norm, pending, rotary_cache, swiglu
 from ops.experts import experts_linear, route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
 from ops.norm import rms_norm
 from ops.rotary import HeadNorms, rope_angles, rotary
+
+if TYPE_CHECKING:
+    from ops.cpu.layers import FusedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -268,9 +270,12 @@ class Router(nn.Module):
 
         Returns: the experts, [..., J] int64; their routing weights, [..., J] fp32.
         """
-        score, expert = self.logits(x).sort(dim=-1, descending=True, stable=True)
-        sharing = score[..., : self.chosen] if self.norm_topk else score
-        return expert[..., : self.chosen], sharing.softmax(-1)[..., : self.chosen]
+        scores = self.logits(x)  # [..., E]
+        best, expert = scores.sort(dim=-1, descending=True, stable=True)
+        expert = expert[..., : self.chosen]
+        if self.norm_topk:
+            return expert, best[..., : self.chosen].softmax(-1)
+        return expert, scores.softmax(-1).gather(-1, expert)
 
 
 class ExpertLinear(nn.Module):
@@ -306,8 +311,9 @@ class MoEFeedForward(nn.Module):
         rows = x.flatten(0, 1).repeat_interleave(share.shape[2], 0)
         routing = route(expert.flatten(), len(self.router.weight))
         y = self.w2(swiglu(self.w13(rows, routing)), routing)  # [P, F]
+        each = y.view(*share.shape, -1).float() * share[..., None]  # [B, T, J, F]
         # always summed in the router's order, whichever rows shared an expert
-        return (y.view(*share.shape, -1).float() * share[..., None]).sum(2).to(x.dtype)
+        return sum(each.unbind(2)).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -333,6 +339,15 @@ class Block(nn.Module):
         reader = self.ffn.w13 if isinstance(self.ffn, FeedForward) else None
         x, h = self.ffn_norm.add(x, self.attention(h, rope, kv, window), reader)
         return after.add(x, self.ffn(h), self.attention.wqkv if kv else None)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return rows in the dtype of the residual stream: fp32 for bf16 on a CPU, else their own.
+
+    Rows are small beside weights, so a CPU reads all of them in fp32 at no cost, and rounds only
+    what it keeps: keys, values and features. On CUDA rows keep 16 bits.
+    """
+    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
 
 
 def call_block(part: Callable, *inputs: Any) -> Any:
@@ -417,23 +432,28 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Run the layers over T tokens. Writes: the cache at `window.slots`.
 
-        Returns: features after the final norm, [B, T, F]; with aux_layers, the aux hidden states of
-            these layers (see `Layers.forward`) behind them.
+        Returns: features after the final norm, [B, T, F] in the weights' dtype; with aux_layers,
+            the aux hidden states of these layers (see `Layers.forward`) behind them.
         """
         if self.fused is not None and cache is not None:
             return self.fused(tokens, positions, cache, window, aux_layers)
         x, rope = run(self.embed, tokens, positions)
-        return self.layers(x, rope, self.norm, cache, window, run, aux_layers)
+        features = self.layers(x, rope, self.norm, cache, window, run, aux_layers)
+        return features.to(self.norm.weight.dtype)
 
     def fuse(self, enable: bool) -> None:
         """Run passes over a cache in one C++ call, where that is served. Writes: `fused`."""
         self.fused = None
-        if enable and fits(self.layers):
+        if not enable:
+            return
+        from ops.cpu.layers import FusedModel, fits
+
+        if fits(self.layers):
             self.fused = FusedModel(self)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the first layer's inputs: embeddings, [B, T, F], and RoPE's angles."""
-        x = self.embedding(tokens)
+        x = widen(self.embedding(tokens))
         return x, rope_angles(self.rope_freq, positions, self.config.rope_factor)
 
     def logits(self, features: Tensor) -> Tensor:

@@ -171,12 +171,16 @@ class GenerateConfig:
         "texts of --draft rest, from scripts/build_datastore.py",
         needs=(DRAFT, only_with("rest")),
     )
-    draft_store: str = option("", "file that keeps texts for later drafts", needs=(DRAFT, STORE))
+    draft_store: str = option(
+        "",
+        "file that stores finished texts, so that later runs draft from them too",
+        needs=(DRAFT, STORE),
+    )
     tree: str = option(
         "",
         "shape of the draft tree; auto picks the fastest of several, and none, while decoding, "
-        "and keeps what it learns in ~/.cache/gpt-eagle/trees; default: auto for a head, chain for "
-        "a draft model, dynamic where only that can do what is asked for, with torchrun, and "
+        "and stores what it learns in ~/.cache/gpt-eagle/trees; default: auto for a head, chain "
+        "for a draft model, dynamic where only that can do what is asked for, with torchrun, and "
         "without the folder extras/",
         ("auto", "dynamic", "static", "chain"),
         needs=(DRAFT, SIZED),
@@ -192,7 +196,7 @@ class GenerateConfig:
     )
     tree_topk: int = option(
         0,
-        "children kept per node, and nodes expanded per level (dynamic; auto: at most); "
+        "children per node, and nodes expanded per level (dynamic; auto: at most); "
         "default: 10, on a CPU 4",
         needs=(DRAFT, TREE, GROWN),
         least=1,
@@ -248,7 +252,11 @@ class GenerateConfig:
     )
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
-    top_p: float = option(1.0, "sample among the likeliest that hold this mass", needs=(SAMPLED,))
+    top_p: float = option(
+        1.0,
+        "sample among the likeliest tokens whose probabilities add up to this",
+        needs=(SAMPLED,),
+    )
     min_p: float = option(
         0.0, "drop tokens below this share of the likeliest", needs=(SAMPLED,), least=0, most=1
     )
@@ -271,7 +279,7 @@ class GenerateConfig:
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     group_size: int = option(
         0,
-        "inputs that share a scale (int4): 32, 64 or 128; 0: the largest that fits every layer",
+        "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
         needs=(INT4,),
     )
     quant_draft: str = option(
@@ -301,8 +309,8 @@ class GenerateConfig:
     json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
     results: str = option(
         "",
-        "write every conversation to this JSONL file when it is over; "
-        "a run that was stopped goes on behind it",
+        "write every conversation to this JSONL file when it ends; the same command resumes a "
+        "run that was stopped",
         needs=(NOT_CHAT, ONCE),
     )
     trace: str = option(

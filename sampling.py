@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.library import on_cpp_device, uses_cpp
+from ops.topk import best
 from options import Sampling
 
 MASK32 = 0xFFFFFFFF
@@ -205,3 +206,21 @@ def cumsum_in_blocks(p: Tensor, block: int = 256) -> Tensor:
     ends = parts[..., -1]  # [..., V / block]
     before = ends.cumsum(-1) - ends
     return (parts + before[..., None]).flatten(-2)[..., : p.shape[-1]]
+
+
+def choose(
+    scores: Tensor,
+    rule: SamplingTensors | None,
+    noise: Tensor | None,
+    draw: Tensor,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Choose the token after every node, [B, N] int64, as `decode.pick_tokens`.
+
+    scores: [B, N, V] fp32
+    """
+    if allowed is not None:
+        scores = torch.where(allowed, scores, float("-inf"))
+    if noise is not None:
+        scores = process(scores, rule)
+    return best(scores, noise, draw)

@@ -29,17 +29,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import PREFILL_CHUNK, Cycle, CycleResult, DecodeState, Engine, prefill_chunk
-from draft_tree import replace_fields
+from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, prefill_chunk
 from drafters import DrafterUpdate
 from kv_cache import KVCache
 from ops.library import single_torch_thread
 from options import Sampling
-from runtime import HostCopy, Replay, copy_into, copy_sequence, sequence_of
+from runtime import (
+    HostCopy,
+    Replay,
+    copy_into,
+    copy_sequence,
+    is_finite,
+    replace_fields,
+    sequence_of,
+)
 from sampling import SamplingMode, SamplingTensors
 from stats import Stats, sequence_memory, trace_row
 
 PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
+
+
+class CycleResult:
+    """A cycle that the host has launched, and its report, once `read`.
+
+    The report is one tensor, [B, D+9] int64: D+1 decided tokens, then the columns named below, then
+    the times (`pack_report`, `timed_report`; on a CPU `advance` in ops/cpu/tree.cpp).
+    """
+
+    EMITTED = slice(0, -8)
+    COLUMNS = slice(-8, -4)  # count, length, done, pos
+    TIMES = slice(-4, None)
+
+    # per sequence, once read:
+    emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
+    count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
+    length: list[int]  # accepted nodes
+    # 1: the sequence is finished; 2, 3: numbers on the accepted path are not finite
+    done: list[int]
+    pos: list[int]  # index of the root that was verified
+    times: list[int]  # of all: ns before, between and behind the steps
+    seconds: float  # of the cycle
+    further: list[list]  # the other tensors
+
+    def __init__(self, report: Tensor, preset: int, began: float, further: tuple[Tensor, ...] = ()):
+        """Begin to copy the report.
+
+        report: of `timed_report`; preset: that ran; began: host's clock (s)
+        further: tensors that are read with it
+        """
+        self.preset = preset
+        self.began = began
+        self.copy = HostCopy(report, *further)
+
+    def read(self, by_device: bool = False) -> CycleResult:
+        """Wait for the copy, and set the fields.
+
+        by_device: take the cycle's time from the device's clock, because the host runs ahead
+        """
+        report, *self.further = self.copy.read()
+        self.emitted = [row[self.EMITTED] for row in report]
+        columns = zip(*(row[self.COLUMNS] for row in report))
+        self.count, self.length, self.done, self.pos = map(list, columns)
+        self.times = report[0][self.TIMES]
+        self.seconds = (self.times[-1] - self.times[0]) / 1e9
+        if not (by_device and self.seconds):
+            self.seconds = time.perf_counter() - self.began
+        return self
 
 
 class Reader:
@@ -157,6 +212,7 @@ class Session:
         self.live = [False] * batch  # sequences that decode
         self.answers = [0] * batch  # where the answer of each turn begins
         self.faults: dict[int, str] = {}  # sequences that their guide has ended, and why
+        self.broken: dict[int, str] = {}  # sequences that ended where numbers were not finite
         # cycles whose reports were not read, and what each reader copies
         self.pending: deque[tuple[CycleResult, list[Any]]] = deque()
         self.stats = Stats()
@@ -199,8 +255,8 @@ class Session:
                 self.release(seq)
         while any(self.live) or self.prefilling:
             yield self.step()
-            if self.faults:
-                raise ValueError(next(iter(self.faults.values())))
+            for fault in (*self.faults.values(), *self.broken.values()):
+                raise ValueError(fault)
 
     def configure(self, seq: int, params: Sampling, seed: int, drafts: bool = True) -> None:
         """Set the parameters and the seed of an idle sequence; before, they are the engine's.
@@ -235,6 +291,7 @@ class Session:
         """
         self.release(seq)
         self.faults.pop(seq, None)
+        self.broken.pop(seq, None)
         engine = self.engine
         guide = guide or engine.guide
         if guide is not None and self.guide is None:
@@ -363,6 +420,9 @@ class Session:
             return
         taken = {}
         for seq in live:
+            if result.done[seq] >= 2:
+                self._break(seq)
+                continue
             self.live[seq] = not result.done[seq]
             taken[seq] = self._allowed(seq, result.emitted[seq][: result.count[seq]])
             new[seq] += taken[seq]
@@ -409,12 +469,27 @@ class Session:
                 # waits for the chunk, so that its time counts as prefill
                 root = int(self.state.tokens[seq, len(prompt)])
                 if len(self.history[seq]) == len(prompt):
+                    features = self.buffers.root_features[seq : seq + 1]
+                    if not is_finite(features):
+                        self._break(seq)
+                        continue
                     for reader in self.readers:
-                        features = self.buffers.root_features[seq : seq + 1]
                         reader.decided_root(seq, features, root)
                     self.live[seq] = not self.state.done[seq]
                     del self.prefilling[seq]
                     new[seq] = self._allowed(seq, [root])
+
+    def _break(self, seq: int) -> None:
+        """End a sequence whose numbers are not finite, and forget it. Writes: broken; the cache."""
+        from hf.not_finite import reason
+
+        tokens = self.history[seq]
+        self.live[seq] = False  # its text is not kept
+        self.release(seq)
+        self.history[seq] = []
+        for buffer in (*self.buffers.cache.k, *self.buffers.cache.v):
+            buffer[seq, :, : len(tokens) + PREFILL_CHUNK] = 0  # a mask does not hide NaN
+        self.broken[seq] = reason(self.engine.target, tokens)
 
     def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None) -> None:
         """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""

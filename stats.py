@@ -189,7 +189,7 @@ def _bound(verify: float, draft: float, host: float) -> str:
         return "bound by acceptance: a cycle costs hardly more than a vanilla pass"
     bounds = {
         "arithmetic: the rows of the tree cost more than the weights that they share": verify - 1,
-        "memory: drafting reads its own weights, or texts, again": draft,
+        "memory: drafting reads the head's weights, or texts, at every level": draft,
         "the host: the time between the steps": host,
     }
     return f"bound by {max(bounds, key=bounds.__getitem__)}"
@@ -204,7 +204,7 @@ def _most_used(table: list[dict[str, Any]]) -> str:
         times = f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted"
     name = most["tree"]
     if name == "none":
-        name = "no tree"
+        name = "no draft"
     return f"{name} in {most['cycles']} of {cycles} cycles ({times})"
 
 
@@ -213,7 +213,7 @@ def trace_row(tree_trace: list[list], seq: int, result: Any) -> dict[str, Any]:
 
     tree_trace: of all sequences, the tree's tokens, parents and depths, the accepted path, and the
     nodes' values if there are any (a padded node's is null)
-    result: `decode.CycleResult`
+    result: `session.CycleResult`
     """
     tokens, parents, depths, path, *values = (column[seq] for column in tree_trace)
     length = result.length[seq]

@@ -34,7 +34,7 @@ STORE = Need(  # under the residual rule the drafts of past requests would chang
     ),
 )
 SIZED = Need(
-    "does nothing with --draft {0.draft}, which has trees of its own; drop it",
+    "does nothing with --draft {0.draft}, which picks its trees itself; drop it",
     lambda o: entry_of(o).trees != (),
 )
 TREE = Need(SIZED.text, lambda o: entry_of(o).grows)

@@ -1,1 +1,0 @@
-"""Options of vanilla and EAGLE decoding. Deleting this folder leaves both."""

@@ -36,14 +36,14 @@ import torch
 from torch import Tensor
 
 from cli.io import read_json
-from decode import CycleResult, Engine
+from decode import Engine
 from drafters import Drafter
 from extras.deferred import Deferred, catch_up
 from extras.drafted import source_of
 from extras.presets import PresetPolicy, lookup_of
 from extras.remembered import file_of, recall, remember
 from parallel import ranks
-from session import Session
+from session import CycleResult, Session
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
 FADE = 1 - 1 / 128

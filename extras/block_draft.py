@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_tree import DynamicTree, StaticTree, replace_fields
+from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from eagle_draft import is_same_embedding
 from extras.level_draft import LevelDrafter, head_options, tree_of
@@ -35,6 +35,7 @@ from model import Linear, RMSNorm, Transformer, rope_angles, rope_frequencies
 from ops.epilogues import rotary_cache
 from ops.tree import Children, Frontier, Scores
 from options import GenerateConfig
+from runtime import replace_fields
 
 
 class BlockHead(Transformer):

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draft_tree import DecodedTokens, DraftTree, replace_fields
+from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, RootOnly, TreeDrafter
 from extras.presets import PresetDrafter
 from model import Transformer
 from ops.library import on_cpp_device
-from runtime import copy_into
+from runtime import copy_into, replace_fields
 from session import Session
 
 MAX_KEPT = 16  # tokens whose features are kept

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cli.methods import DRAFTERS
-from decode import CycleResult, Engine
+from decode import Engine
 from drafters import DrafterUpdate
 from extras.deferred import Idle
-from session import Reader
+from session import CycleResult, Reader
 
 
 def source_of(engine: Engine, preset: int) -> str:

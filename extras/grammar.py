@@ -8,12 +8,13 @@ and tree. The end of sequence is allowed exactly where the grammar allows to sto
 JSON is written as `json.dumps` writes it: free white space would leave few tokens certain, and a
 small model may never leave it. Where only one text can follow, its tokens are the tokenizer's own.
 Trade-off: the host makes the masks, 0.1 ms each, between drafting and verifying; so on CUDA a cycle
-with a grammar is not captured. Not here: several ranks.
+with a grammar is not captured. Not here: several ranks; formats of strings but those in `FORMATS`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -29,6 +30,13 @@ from extras.guided_draft import Guided, masks
 from hf.tokenizer import Tokenizer
 
 MOST_BYTES = 2**16  # of a grammar; a schema of twice that size takes 6 s to compile
+# of strings in a schema, those that the library enforces
+FORMATS = {
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+}  # fmt: skip
+# keys of a schema: those that hold schemas by names of their own, those that hold no schema
+NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+VALUES = {"const", "default", "enum", "example", "examples"}
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -51,7 +59,7 @@ class Grammar:
         require(exact, "a grammar cannot go with --ignore_eos or --accept residual; drop that")
         fault = "a grammar needs a model with a tokenizer and an end of sequence; use another"
         require(engine.tokenizer is not None and engine.eos_ids != (), fault)
-        text = source if isinstance(source, str) else json.dumps(source)
+        text = source if isinstance(source, str) else json.dumps(without_formats(source))
         size = len(text.encode())
         fault = f"a grammar may have {MOST_BYTES} bytes, and this one has {size}; shorten it"
         require(size <= MOST_BYTES, fault)
@@ -100,17 +108,61 @@ def _vocabulary(tokenizer: Tokenizer, vocab: int, ends: tuple[int, ...]) -> Any:
     return llguidance.LLTokenizer(source, n_vocab=vocab, eos_token=list(ends))
 
 
+def without_formats(schema: Any) -> Any:
+    """Return a JSON schema without the formats of strings that are not enforced.
+
+    JSON Schema has them ignored where they are not known, and the library would refuse them. A
+    note names them.
+    """
+    unknown: set[str] = set()
+    try:
+        copied = _without_formats(schema, unknown)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply; flatten it") from None
+    if unknown:
+        names = ", ".join(map(repr, sorted(unknown)))
+        print(f"note: the grammar does not enforce the format {names}"[:300], file=sys.stderr)
+    return copied
+
+
+def _without_formats(schema: Any, unknown: set[str]) -> Any:
+    """Copy a schema, its parts and lists of them. Writes: unknown."""
+    if isinstance(schema, list):
+        return [_without_formats(part, unknown) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copied = {}
+    for key, value in schema.items():
+        if key == "format" and isinstance(value, str) and value not in FORMATS:
+            unknown.add(value)
+        elif key in NAMED and isinstance(value, dict):  # names, which may be "format", to schemas
+            copied[key] = {name: _without_formats(part, unknown) for name, part in value.items()}
+        elif key in VALUES:
+            copied[key] = value
+        else:
+            copied[key] = _without_formats(value, unknown)
+    return copied
+
+
 def schema_of(asked: Any) -> dict | None:
     """Return the JSON schema that OpenAI's `response_format` asks for; None for plain text.
 
     Raises: ValueError for another format.
     """
     kind = asked.get("type") if isinstance(asked, dict) else None
-    named = asked.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
-    schema = named.get("schema") if isinstance(named, dict) else None
     fault = "response_format must be of type text, json_object, or json_schema with its schema"
-    require(kind in ("text", "json_object", "json_schema") and isinstance(schema, dict), fault)
-    return None if kind == "text" else schema
+    require(kind in ("text", "json_object", "json_schema"), fault)
+    own = {"text": {"type"}, "json_object": {"type", "schema"}}.get(kind, {"type", kind})
+    more = sorted(name for name in asked.keys() - own if asked[name] is not None)
+    require(not more, f"response_format of type {kind} has no {', '.join(more)}; leave that out")
+    if kind == "text":
+        return None
+    named = asked.get("json_schema") if kind == "json_schema" else asked
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if schema is None and kind == "json_object":
+        schema = {"type": "object"}
+    require(isinstance(schema, dict), fault)
+    return schema
 
 
 class Place:

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from cli.tree_paths import MAX_NODES
-from draft_tree import DraftTree, build_tree, replace_fields
+from draft_tree import DraftTree, build_tree
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from ops.tree import Frontier
+from runtime import replace_fields
 
 Places = list[Any]  # of extras.grammar.Place; None: any token may follow, or no node does
 

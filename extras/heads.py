@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from cli.methods import entry_of
-from drafters import Method, Policy
+from drafters import Method
 from eagle_draft import load_drafter
 from extras.kept_texts import texts_for
 from extras.ngram_draft import Ngram
 from extras.presets import PresetPolicy
 from model import Transformer
 from options import GenerateConfig
+from runtime import Policy
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_tree import DynamicTree, StaticTree, replace_fields
+from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
 from eagle_draft import EagleState
 from extras.level_draft import head_options, score_with, tree_of
@@ -43,6 +43,7 @@ from model import (
 )
 from ops.tree import Frontier
 from options import GenerateConfig
+from runtime import replace_fields
 
 
 class HydraHeads(nn.Module):
@@ -145,14 +146,15 @@ class HydraDrafter(TreeDrafter):
         self, state: FeatureState | EagleState, inputs: DraftInputs
     ) -> tuple[Tensor, Tensor]:
         embedded = self.embedding(inputs.text.root[:, None])
-        return torch.cat((state.hidden, embedded), -1), state.length  # [B, 1, 2F]
+        rows = torch.cat((state.hidden, embedded.to(state.hidden.dtype)), -1)  # [B, 1, 2F]
+        return rows, state.length
 
     def forward_nodes(
         self, state: Any, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
         index = frontier.parent[:, :, None].expand(-1, -1, out.shape[2])
         embedded = self.embedding(frontier.tokens)
-        return torch.cat((out.gather(1, index), embedded), -1)  # [B, R, F more]
+        return torch.cat((out.gather(1, index), embedded.to(out.dtype)), -1)  # [B, R, F more]
 
     def logits(self, out: Tensor) -> Tensor:
         x = self.heads(out)  # [B, R, F]

@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode import CycleResult
 from drafters import DrafterUpdate
 from model import Transformer
 from ops.library import single_torch_thread
 from ops.topk import topk_logsumexp
 from runtime import HostCopy
-from session import Reader
+from session import CycleResult, Reader
 
 
 class Logprob(NamedTuple):

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from cli.parsing import require
 from cli.tree_paths import MAX_NODES
-from draft_tree import DraftTree, replace_fields
+from draft_tree import DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
 from extras.presets import pick_and_rank
 from model import Transformer
 from ops.tree import ancestors
 from options import GenerateConfig
+from runtime import replace_fields
 
 POOL = 4096  # n-grams
 SIZES = (5, 4, 5)  # W, N and G by default; 15, 5, 15 in the paper, for an A100

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_tree import DynamicTree, StaticTree, replace_fields
+from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.level_draft import LevelDrafter, head_options, score_with, tree_of
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
@@ -26,6 +26,7 @@ from hf.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
 from hf.weights import Storage, load_weights
 from model import Linear, LMHead, Transformer
 from options import GenerateConfig
+from runtime import replace_fields
 
 
 class MedusaHeads(nn.Module):

@@ -1,4 +1,4 @@
-"""A draft model: any smaller model of the same vocabulary proposes the tree.
+"""A draft model: any smaller model of the same tokenizer proposes the tree.
 
 1. The draft model reads the same tokens at the same positions as the target, in its own cache.
 2. A draft begins with one pass over the last two decided tokens, the root and the one before it. It
@@ -11,7 +11,8 @@
 With `--accept residual`, a chain is speculative sampling as published: draw from q, accept with
 min(1, p/q). Sources: Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318).
 Trade-off: the cache has the target's capacity, so that every slot of a step exists. Slots past the
-draft model's context are written and never used.
+draft model's context are written and never used. LM heads may be padded to different sizes, as
+Qwen2.5's are: tokens that both have are drafted.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch import Tensor
 
 from cli.io import is_gguf
 from cli.parsing import require
-from draft_tree import DraftTree, DynamicTree, StaticTree, replace_fields
-from drafters import DrafterUpdate, DraftInputs, Method, RootOnly, TreeDrafter
+from draft_tree import DraftTree, DynamicTree, StaticTree
+from drafters import DrafterUpdate, DraftInputs, DraftVocab, Method, RootOnly, TreeDrafter
 from extras.presets import PresetPolicy
 from hf.checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
 from hf.config import read_config, read_raw
@@ -37,6 +38,7 @@ from kv_cache import KVCache, Window, causal_window
 from model import Transformer
 from ops.tree import Frontier
 from options import GenerateConfig
+from runtime import replace_fields
 
 
 @torch.compiler.nested_compile_region  # the levels of a chain are one graph, compiled once
@@ -68,11 +70,15 @@ class ModelDrafter(TreeDrafter):
         tree: DynamicTree | StaticTree,
         **options: Any,
     ):
-        """model: of the target's own vocabulary
+        """model: of the target's own tokens, its LM head may be padded to another size
 
         options: children and sharpness, as for `TreeDrafter`
         """
-        assert model.config.vocab_size == target.config.vocab_size, (model.config, target.config)
+        size = target.config.vocab_size
+        self.known = model.config.vocab_size  # tokens
+        if self.known < size:
+            ids = torch.arange(self.known, device=target.norm.weight.device)
+            options["vocab"] = DraftVocab(size, ids)
         super().__init__(target, tree, **options)
         self.model = model
         self.layers = model.layers
@@ -96,7 +102,7 @@ class ModelDrafter(TreeDrafter):
         """
         if update.tree is None:
             window = causal_window(state.length, update.features.shape[1])
-            self.model(update.tokens[:, :-1], window.slots, state.cache, window)
+            self.model(self._read(update.tokens[:, :-1]), window.slots, state.cache, window)
         elif self.width > 1:  # a chain's nodes are in their final slots already
             state.cache.compact(state.length, update.places)
         return replace_fields(state, length=state.length + update.count)
@@ -119,7 +125,7 @@ class ModelDrafter(TreeDrafter):
 
     def root_output(self, state: ModelState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         window = causal_window(state.length, 2, back=1)  # only an idle sequence has length 0
-        tokens = inputs.text.tokens.gather(1, window.slots)  # [B, 2]
+        tokens = self._read(inputs.text.tokens.gather(1, window.slots))  # [B, 2]
         out = self.model(tokens, window.slots, state.cache, window)  # [B, 2, F]
         first = state.length + 1 if self.scratch else state.length  # unread without scratch slots
         return out[:, 1:], first
@@ -127,10 +133,19 @@ class ModelDrafter(TreeDrafter):
     def forward_nodes(
         self, state: ModelState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
-        return _pass(self.model, frontier.tokens, positions, state.cache, window)
+        return _pass(self.model, self._read(frontier.tokens), positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
-        return self.model.logits(out)
+        z = self.model.logits(out)
+        if self.known > self.vocab.size:
+            z = z[..., : self.vocab.size].contiguous()
+        return z
+
+    def _read(self, tokens: Tensor) -> Tensor:
+        """Return tokens that the model has: another one for padding that only the target has."""
+        if self.known >= self.vocab.size:
+            return tokens
+        return tokens.clamp(max=self.known - 1)
 
 
 def check_is_model(path: Path) -> None:
@@ -147,13 +162,13 @@ def check_same_tokens(target: Path, draft: Path, size: int) -> None:
     """Compare the vocabularies of two models.
 
     size: vocabulary of the target, which a stand-in may have changed
-    Raises: ValueError where they differ, in size or, if both have a tokenizer, by its tokens.
+    Raises: ValueError where their tokenizers differ or, if one has none, their sizes.
     """
     remedy = "use a draft model of the target's own vocabulary"
     draft_size = read_config(draft).vocab_size
-    if size != draft_size:
-        raise ValueError(f"vocab_size is {size} in {target} and {draft_size} in {draft}; {remedy}")
     if not has_tokenizer(target) or not has_tokenizer(draft):
+        sizes = f"vocab_size is {size} in {target} and {draft_size} in {draft}"
+        require(size == draft_size, f"{sizes}, and one has no tokenizer; {remedy}")
         return
     target_tokens = Tokenizer.load(target).token_bytes()
     draft_tokens = Tokenizer.load(draft).token_bytes()
@@ -194,7 +209,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     elif not saved_quantization(read_raw(path)):
         quant = Quantization.of(config.quant_draft, config.group_size)
         if quant and config.quant_draft != config.quant:
-            rounded = f"{path} is rounded to {quant.format} (--quant_draft none: it is not)"
+            rounded = f"{path} is rounded to {quant.format}; --quant_draft none leaves it as it is"
             print(f"note: the draft model {rounded}", file=sys.stderr)
     model = load_model(path, dtype, str(weight.device), quant)
     return ModelDrafter(

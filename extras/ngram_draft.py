@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cli.tree_paths import MAX_NODES
-from draft_tree import DecodedTokens, DraftTree, replace_fields, root_tree
+from draft_tree import DecodedTokens, DraftTree, root_tree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.autosize import AutoTrees
 from extras.kept_texts import texts_for
@@ -39,6 +39,7 @@ from model import Transformer
 from ops.library import on_cpp_device
 from ops.tree import Candidates, rerank
 from options import GenerateConfig
+from runtime import replace_fields
 
 # nodes of the trees, root included; CUDA pads to 16, 32 or 64 nodes, a CPU does not pad
 SIZES = {"cpu": (2, 4, 8, 16), "cuda": (16, 32)}
@@ -81,7 +82,7 @@ class Ngram:
         """Check that a tree of `size` nodes has room for them. Raises: ValueError."""
         if self.size >= size:
             raise ValueError(
-                f"{self.size - 1} looked-up tokens leave no room in a tree of {size} nodes; "
+                f"{self.size - 1} looked-up tokens do not fit a tree of {size} nodes; "
                 "raise --tree_size"
             )
 

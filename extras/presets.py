@@ -15,13 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from decode import CycleResult, Engine, pick_scored
-from drafters import Drafter, Policy
+import sampling
+from decode import Engine
+from drafters import Drafter
 from extras.ngram_estimates import Lookup
 from model import Transformer
 from ops.topk import best, topk_logsumexp
+from runtime import Policy
 from sampling import SamplingTensors
-from session import Session
+from session import CycleResult, Session
 
 
 class PresetDrafter(Drafter):
@@ -133,7 +135,7 @@ def pick_and_rank(
     Returns: also the target's likeliest tokens after every node, [B, N, ranks], best first.
     """
     scores = target.logits(features)
-    tokens = pick_scored(scores, rule, noise, draw, allowed)
+    tokens = sampling.choose(scores, rule, noise, draw, allowed)
     if ranks == 1:
         return tokens, best(scores)[:, :, None]
     return tokens, topk_logsumexp(scores, ranks)[1]

@@ -142,7 +142,7 @@ def drafter_of(config: GenerateConfig, matrix: Tensor) -> RecyclingDrafter:
             tree = config.draft_tree
         if tree.width > RANKS:
             raise ValueError(
-                f"--draft recycling keeps {RANKS} successors of a token, and --tree_file has the "
+                f"--draft recycling stores {RANKS} successors of a token, and --tree_file has the "
                 f"rank {tree.width - 1}; lower it"
             )
         return RecyclingDrafter(tree, matrix)

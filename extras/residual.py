@@ -19,9 +19,10 @@ from torch import Tensor
 import sampling
 from cli.tree_paths import MAX_NODES
 from decode import Cycle, DecodeState
-from draft_tree import Accepted, DraftTree, DynamicTree, compaction, path_to, replace_fields
+from draft_tree import Accepted, DraftTree, DynamicTree, compaction, path_to
 from drafters import DraftInputs, TreeDrafter
 from ops.tree import Children
+from runtime import replace_fields
 
 
 def accept_residual(
@@ -60,7 +61,8 @@ class SampledChildren:
         tree = drafter.tree
         if isinstance(tree, DynamicTree):
             raise ValueError(
-                "children of a dynamic tree cannot be sampled: pruning them by their own q is lossy"
+                "the children of a dynamic tree cannot be sampled: dropping some by their "
+                "probability would change the output; use a static tree"
             )
         self.rows = [1, *tree.widths]  # nodes of each level that have children
         drafted = torch.arange(1, tree.size, device=tree.nodes.device)[None]

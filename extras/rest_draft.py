@@ -20,13 +20,14 @@ import torch
 from cli.parsing import require
 from cli.tree_paths import MAX_NODES
 from draft_tree import DraftTree, build_tree, root_tree
-from drafters import DraftInputs, Method, Policy
+from drafters import DraftInputs, Method
 from extras.autosize import AutoTrees
 from extras.datastore import LENGTH, LONGEST, Datastore
 from extras.kept_texts import vocabulary_of
 from extras.presets import PresetDrafter
 from model import Transformer
 from options import GenerateConfig
+from runtime import Policy
 
 SIZES = (2, 4, 8, 16)  # nodes of the trees of --tree auto, root included
 

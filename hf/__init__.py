@@ -1,1 +1,0 @@
-"""Read Hugging Face directories and GGUF files: config.json, weights, tokenizer, chat template."""

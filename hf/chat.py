@@ -40,10 +40,16 @@ class ChatTemplate:
     reply: str  # the text before an earlier answer
     title: str  # for messages
 
-    def render_messages(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+    def render_messages(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> str:
         """Return the text of the prompt for the next answer.
 
         messages, tools: as `transformers` takes them, without a system message at the beginning
+        variables: further ones of the template, as enable_thinking
         Raises: ValueError for a conversation that the template has no place for.
         """
         raise NotImplementedError
@@ -140,7 +146,12 @@ class JinjaTemplate(ChatTemplate):
             messages.insert(2 * number + 1, {"role": "assistant", "content": answer})
         return self.render_messages(messages)
 
-    def render_messages(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+    def render_messages(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> str:
         """Render, as the base class.
 
         Raises: ValueError when the template fails; it says whether --system is the cause.
@@ -157,7 +168,7 @@ class JinjaTemplate(ChatTemplate):
                 tools=tools,
                 documents=None,
                 add_generation_prompt=True,
-                **self.special,
+                **self.special | (variables or {}),
             )
         except ValueError as error:
             if self.system is not None and self._renders_without_system(messages, tools):
@@ -206,18 +217,22 @@ def refusal(path: Path, reason: Any) -> ValueError:
 def template_text(path: Path, name: str = "default") -> str | None:
     """Read the Jinja template of a checkpoint; None: it has none.
 
-    name: of several, which only tokenizer_config.json may list; tool_use is for tools
+    name: of several, in a directory of their own or a list; tool_use is for tools
     Raises: ValueError when it cannot be read.
     """
     only = name == "default"
     if is_gguf(path):
-        return chat_template_text(path) if only else None
+        return chat_template_text(path, "" if only else name)
     jinja = path / "chat_template.jinja"
+    more = path / "additional_chat_templates"
+    wanted = jinja if only else more / f"{name}.jinja"
     try:
-        if jinja.is_file():
-            return read_text(jinja) if only else None
+        if wanted.is_file():
+            return read_text(wanted)
     except ValueError as error:
         raise refusal(path, f"cannot be read ({error})") from None
+    if not only and (jinja.is_file() or more.is_dir()):
+        return None  # the files are all there is, as in transformers
     found = optional_json(path / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # of {name, template}
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
@@ -280,10 +295,17 @@ class FixedTemplate(ChatTemplate):
         """The template's name in messages."""
         return f"the chat template {self.name}"
 
-    def render_messages(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+    def render_messages(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        variables: dict | None = None,
+    ) -> str:
         """Render, as the base class."""
         if tools:
             raise ValueError(f"{self.title} knows no tools; leave them out")
+        if variables:
+            raise ValueError(f"{self.title} knows no {', '.join(variables)}; leave that out")
         roles = [message["role"] for message in messages]
         expected = [("user", "assistant")[i % 2] for i in range(len(roles))]
         if len(roles) % 2 == 0 or roles != expected:

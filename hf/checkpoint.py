@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from options import FORMAT_NAMES, GROUP_SIZES
 METHOD = "gpt-eagle"  # `quant_method` in config.json
 BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file (hf/gguf_blocks.py)
 SHARD_BYTES = 2 * 10**9
+OPEN_GROUP = 64  # the largest group of int4 where none is given: 128 lose much for 3 % less memory
 # single files of weights, or the beginning of an index's name; the last ones are draft heads'
 FILES = (
     "model.safetensors",
@@ -45,6 +46,8 @@ FILES = (
     "hydra_lm_head.safetensors",
     "hydra_lm_head.pt",
 )
+# files with the quantization of AutoGPTQ and AutoAWQ, where config.json has none -> their method
+OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # files of the source that are copied if they exist: the tokenizer, end-of-sequence ids, a draft
 # vocabulary
 COPIED = (
@@ -54,6 +57,7 @@ COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
     "token_ranks.json",
 )
@@ -67,13 +71,16 @@ class Quantization:
     """The format of quantized weights, from `--quant` or a checkpoint's config.json."""
 
     format: str  # one of FORMAT_NAMES, or BLOCKS
-    group_size: int = 0  # inputs that share a scale; 0: `fit_group` chooses it for int4
+    # inputs that share a scale; 0: `fit_group` chooses it for int4, all inputs for int8
+    group_size: int = 0
     saved: bool = False  # the files hold codes already
 
     @staticmethod
     def of(format: str, group_size: int) -> Quantization | None:
         """Return the value of `--quant` or `--quant_draft`; None for `none`."""
-        return None if format == "none" else Quantization(format, group_size)
+        if format == "none":
+            return None
+        return Quantization(format, group_size if format == "int4" else 0)
 
     @property
     def is_blocks(self) -> bool:
@@ -96,6 +103,19 @@ class Quantization:
                 f"{where}: the group size must be one of {sizes}; it is {self.group_size}"
             )
         return self
+
+
+def read_model_config(path: Path) -> dict:
+    """Read config.json of a directory, with the quantization that older files have beside it.
+
+    Raises: ValueError when it is missing or broken.
+    """
+    raw = read_json(path / "config.json")
+    for name, method in OLDER.items():
+        beside = path / name
+        if "quantization_config" not in raw and beside.is_file():
+            raw["quantization_config"] = {"quant_method": method} | read_json(beside)
+    return raw
 
 
 def foreign_quantization(raw: dict) -> Any:
@@ -132,8 +152,19 @@ def scale_name(weight: str) -> str:
     return weight + "_scale"
 
 
+def in_groups(quant: Quantization, inputs: Collection[int]) -> Quantization:
+    """Return int8 in the largest groups that divide the inputs of all weights, if any do.
+
+    Other formats, formats of files, and groups that are given, are returned as they are.
+    """
+    if quant.format != "int8" or quant.saved or quant.group_size:
+        return quant
+    fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
+    return replace(quant, group_size=max(fits, default=0))
+
+
 def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
-    """Choose the largest group size that divides the inputs of every weight, if none is given.
+    """Choose 64, or 32 where 64 does not divide the inputs of every weight, if none is given.
 
     inputs: weight -> its number of inputs
     Raises: ValueError for a weight that does not fit the format.
@@ -142,9 +173,7 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     largest = fits[-1] if fits else GROUP_SIZES[0]
     group = quant.group_size
     if quant.format == "int4":
-        group = group or largest
-    elif not quant.saved:
-        group = 0  # a scale per output
+        group = group or min(largest, OPEN_GROUP)
     for weight, n in inputs.items():
         if group and n % group:
             remedy = f"--group_size {largest}" if fits else "--quant int8"
@@ -187,7 +216,7 @@ class TensorSource(Protocol):
     config: dict  # the content of config.json
     readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
     # weights quantized by another library, which have no reader, and functions that unpack them;
-    # of a GGUF file those that return `hf.blocks.Blocks`
+    # of a GGUF file those that return `hf.gguf_blocks.Blocks`
     quantized: Mapping[str, Callable[[], Any]] = MappingProxyType({})
     note: str = ""  # printed when all is read
     block_types: str = ""  # of a GGUF file's matrices, for a note
@@ -219,7 +248,7 @@ class WeightFiles(TensorSource):
         Raises: ValueError when the config or the weights are missing, or a file is corrupt.
         """
         self.path = path
-        self.config = read_json(path / "config.json")
+        self.config = read_model_config(path)
         self.readers: dict[str, Callable[[], Tensor]] = {}
         for file in self._shards():
             if not os.path.isfile(file):  # False too for a name that no file can have
@@ -238,6 +267,9 @@ class WeightFiles(TensorSource):
                 return self._indexed(index)
             if (self.path / name).is_file():
                 return [self.path / name]
+        only = list(self.path.glob("*.safetensors"))
+        if len(only) == 1:  # AutoGPTQ names it by the format
+            return only
         names = "model.safetensors nor pytorch_model.bin (single or sharded)"
         for kind in ("medusa", "hydra"):
             if f"{kind}_num_heads" in self.config:
@@ -340,6 +372,7 @@ def write_checkpoint(
         _write_shards(temporary, tensors, shard_bytes)
         for name in COPIED:
             if (source / name).is_file():
+                (temporary / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, temporary / name)
         _write_json(temporary / "config.json", config)
         if out.exists():

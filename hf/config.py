@@ -9,8 +9,12 @@ Not here: how the files hold quantized weights (quantize.py).
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from cli.io import bundled_head, is_gguf, read_json
 from cli.methods import HEAD_KINDS
@@ -19,7 +23,9 @@ from hf.checkpoint import (
     TensorSource,
     WeightFiles,
     foreign_quantization,
+    read_model_config,
     saved_quantization,
+    scale_name,
 )
 from hf.fields import (
     FLAG,
@@ -51,12 +57,23 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": (None, None),
     "MixtralForCausalLM": (False, False),
 }
+# `model_type` -> the architecture, where config.json names none, or that of the layers alone
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
 ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),  # `_yarn` fills in the others
 }
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 LONGEST_CONTEXT = 2**31 - 1
 
 WIDTH = integer(1, 2**20)
@@ -87,7 +104,7 @@ class HFConfig:
     vocab_size: int = key(integer(1, 2**24))
     num_key_value_heads: int | None = key(WIDTH, None)  # as many as heads
     head_dim: int | None = key(integer(1, 2**16), None)  # hidden_size / num_attention_heads
-    hidden_act: str = key(only("silu"), "silu")
+    hidden_act: str = key(only("silu", "swish"), "silu")  # one function
     rms_norm_eps: float = key(positive(1), 1e-6)
     max_position_embeddings: int = key(POSITIONS, 2048)
     sliding_window: int | None = key(integer(0, 2**31 - 1), None)  # 0: none
@@ -162,12 +179,43 @@ def open_source(path: Path) -> TensorSource:
         from hf.gguf import GgufFile
 
         return GgufFile(path)
-    files = WeightFiles(path)
+    files = open_files(path)
     if foreign_quantization(files.config) is None:
         return files
     from hf.gptq_awq import QuantizedFiles
 
     return QuantizedFiles(files)
+
+
+def open_files(path: Path) -> WeightFiles:
+    """Open the files of a model's directory, by the names that a whole model has.
+
+    The layers saved alone have no prefix. A tied model may hold its one matrix as the LM head
+    only; two that differ are both used, as in transformers 5.
+    """
+    files = WeightFiles(path)
+    readers = files.readers
+    is_head = "fc.weight" in readers  # a draft head's names have no prefix
+    if EMBEDDING.removeprefix("model.") in readers and not is_head:
+        readers = {
+            name if name.startswith("lm_head.") else f"model.{name}": read
+            for name, read in readers.items()
+        }
+    if files.config.get("tie_word_embeddings") and LM_HEAD in readers:
+        if EMBEDDING not in readers:
+            readers[EMBEDDING] = readers.pop(LM_HEAD)
+        elif scale_name(LM_HEAD) not in readers and not _same(
+            readers[EMBEDDING](), readers[LM_HEAD]()
+        ):
+            differ = "tie_word_embeddings is true, and lm_head.weight is not the embedding"
+            print(f"note: {path}: {differ}: both are used", file=sys.stderr)
+            files.config["tie_word_embeddings"] = False
+    files.readers = readers
+    return files
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
 
 
 def read_raw(path: Path) -> dict:
@@ -177,7 +225,7 @@ def read_raw(path: Path) -> dict:
     """
     if is_gguf(path):
         return open_source(path).config
-    raw = read_json(path / "config.json")
+    raw = read_model_config(path)
     if foreign_quantization(raw) is None:
         return raw
     from hf.quant_config import as_ours
@@ -204,7 +252,10 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
         file = path / "config.json"
     with naming(file):
         kind = read_fields(raw, HFArchitecture)
-        name = (kind.architectures or [kind.model_type])[0]
+        own = MODEL_TYPES.get(kind.model_type, kind.model_type)
+        name = (kind.architectures or [own])[0]
+        if name == own.replace("ForCausalLM", "Model"):
+            name = own
         if name in ARCHITECTURES:
             return config_from(raw, name, extra_eos)
     raise ValueError(
@@ -294,7 +345,7 @@ def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
             ids += value
         elif value is not None:
             ids.append(value)
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(i for i in ids if i != -1))
 
 
 def mixture_of(raw: dict, architecture: str) -> dict:

@@ -77,8 +77,8 @@ TOKEN_ID = integer(0, 2**32 - 1)
 
 
 TOKEN_IDS = Rule(
-    "a token id, a whole number from 0 on, or a list of such",
-    lambda v: all(map(TOKEN_ID.holds, v if type(v) is list else [v])),
+    "a token id, a whole number from 0 on, or a list of such; -1: none",
+    lambda v: all(map(integer(-1, 2**32 - 1).holds, v if type(v) is list else [v])),
 )
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from hf.checkpoint import Codes, TensorSource
 from hf.gguf_blocks import Q4_0, Blocks, int4_codes
 from hf.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
+from hf.gguf_tokenizer import end_ids, special_id
 from model import rope_frequencies
 from ops.library import cpu_operators_are_loaded
 
@@ -61,8 +62,6 @@ LAYER = {
 MIXTRAL = ("block_sparse_moe.", {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"})
 QWEN_MOE = ("mlp.", {"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"})
 QWEN = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
-# they end an answer whatever their type and the metadata; so in llama.cpp
-ENDS_TURN = ("<|eot_id|>", "<|im_end|>")
 
 
 class Type(NamedTuple):
@@ -130,7 +129,7 @@ class GgufFile(TensorSource):
             self.readers.update(self._readers(name))
 
     def keep_blocks(self) -> None:
-        """Leave the matrices that are stored in blocks to `quantized`, as `hf.blocks.Blocks`.
+        """Leave the matrices that are stored in blocks to `quantized`, as `hf.gguf_blocks.Blocks`.
 
         Writes: readers, quantized.
         """
@@ -154,6 +153,19 @@ class GgufFile(TensorSource):
                 for name, read in zip(names, reads):
                     del self.readers[name]
                     self.quantized[name] = partial(self._int4, *read.args, **read.keywords)
+
+    def mostly_has(self, bits: int) -> bool:
+        """Return whether more than half of the weights of matrices have at most so many bits."""
+        few = 0
+        every = 0
+        for name, info in self._header.tensors.items():
+            if len(info.shape) < 2:
+                continue
+            weights = math.prod(info.shape)
+            every += weights
+            if self._in_blocks(name) and int(TYPES[info.type_id].name[1]) <= bits:
+                few += weights
+        return 2 * few > every
 
     def _is_q4_0(self, name: str) -> bool:
         return self._in_blocks(name) and self._header.tensors[name].type_id == Q4_0
@@ -208,7 +220,8 @@ class GgufFile(TensorSource):
         if not elements or info.shape[-1] % block:
             shape = list(info.shape)
             raise ValueError(
-                f"{self.path}: {name} has the shape {shape}, which blocks of {block} do not fill"
+                f"{self.path}: {name} has the shape {shape}, "
+                f"whose last size is no multiple of {block}"
             )
         size = elements // block * block_size
         end = self._header.start + info.offset + size
@@ -417,8 +430,8 @@ def _config(header: Header, type_names: dict[str, str]) -> dict:
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": metadata.read("tokenizer.ggml.bos_token_id", int, None),
-        "eos_token_id": _eos_ids(metadata),
+        "bos_token_id": special_id(metadata, "bos"),
+        "eos_token_id": end_ids(metadata),
         "torch_dtype": _dtype_name(header, type_names),
     }
 
@@ -442,6 +455,9 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
     metadata = header.metadata
     tensors = header.tensors
 
+    for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        metadata.of_every_layer(key(name))
+
     def size(name: str, *default: Any) -> Any:
         return metadata.size(key(name), *default)
 
@@ -457,7 +473,7 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
     fits_embedding = len(shape) == 2 and shape[-1] == width
     rules = {
         "token_embd.weight must be [tokens, embedding_length]": fits_embedding,
-        "the file has fewer blocks than block_count": layers <= len(tensors),
+        "the file has fewer layers than block_count": layers <= len(tensors),
         f"expert_count must be at most {MOST_EXPERTS}": experts <= MOST_EXPERTS,
         "head_count_kv must divide head_count": heads % kv_heads == 0,
         "key_length must be even": head_dim > 0 and head_dim % 2 == 0,
@@ -502,27 +518,30 @@ def _architecture(name: str, has_experts: bool) -> str:
 def _rope_scaling(metadata: Metadata, key: Callable[[str], str]) -> dict | None:
     """Raises: ValueError for a kind that is not supported, or an impossible factor."""
     kind = metadata.read(key("rope.scaling.type"), str, "linear")
-    if kind not in ("none", "linear"):
+    if kind not in ("none", "linear", "yarn"):
         raise ValueError(
-            f"{metadata.path}: RoPE scaling must be none, linear or LLaMA-3's; the file says {kind}"
+            f"{metadata.path}: RoPE scaling must be none, linear, yarn or LLaMA-3's; "
+            f"the file says {kind}"
         )
     factors = []
     for name in ("rope.scaling.factor", "rope.scale_linear"):  # the second in older files
         if metadata.get(key(name), 0) != 0:  # 0: none
             factors.append(metadata.positive(key(name), 1.0))
     factor = factors[0] if factors else 1
-    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
-
-
-def _eos_ids(metadata: Metadata) -> list[int]:
-    """Return the ids that end a sequence: of a text, and of a turn.
-
-    Source: llama.cpp's list of vocabularies.
-    """
-    ids = [
-        metadata.read(f"tokenizer.ggml.{kind}_token_id", int, None)
-        for kind in ("eos", "eot", "eom")
-    ]
-    tokens = metadata.read("tokenizer.ggml.tokens", list, [])
-    ids += [tokens.index(token) for token in ENDS_TURN if token in tokens]
-    return list(dict.fromkeys(i for i in ids if i is not None))
+    if kind == "none" or factor == 1:
+        return None
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        original = metadata.size(key("rope.scaling.original_context_length"), None, MAX_COUNT)
+        scaling["original_max_position_embeddings"] = original
+        for name in ("attn_factor", "yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
+            # of DeepSeek's and others' models; the rest has transformers' defaults
+            if metadata.get(key(f"rope.scaling.{name}"), 1.0) not in (0.0, 1.0, -1.0):
+                raise ValueError(
+                    f"{metadata.path}: {key('rope.scaling.' + name)} is not supported; "
+                    "use the original model"
+                )
+        for name in ("beta_fast", "beta_slow"):
+            if metadata.get(key(f"rope.scaling.yarn_{name}")) is not None:
+                scaling[name] = metadata.positive(key(f"rope.scaling.yarn_{name}"), 1.0)
+    return scaling

@@ -5,7 +5,8 @@ minima. `pack` lays the blocks of a weight out for the product (ops/cpu/quantize
 over the mapped file. Codes of 2 and 3 bits take 4. The parts of a layer, as query, key and value,
 may be of different types.
 
-Trade-off: activations are rounded to 8 bits, in blocks of 16 or 32, as llama.cpp does it.
+Trade-off: activations are rounded, in blocks of 16 or 32, to 8 bits as in llama.cpp, and to 15
+where a block has an outlier.
 Not here: several ranks, machines without a C++ compiler. There, blocks are widened (hf/gguf.py),
 and on CUDA too, but for Q4_0, which int4 holds exactly (`int4_codes`).
 """
@@ -180,6 +181,6 @@ class BlockEmbedding(nn.Module):
         self.register_buffer("packed", packed)
         self.register_buffer("table", table)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # [...] int64 -> [..., F] bfloat16
-        rows = numbers_of(self.packed, self.table, tokens.flatten(), torch.bfloat16)
+    def forward(self, tokens: Tensor) -> Tensor:  # [...] int64 -> [..., F] fp32
+        rows = numbers_of(self.packed, self.table, tokens.flatten(), torch.float32)
         return rows.view(*tokens.shape, rows.shape[-1])

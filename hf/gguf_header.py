@@ -76,6 +76,20 @@ class Metadata(dict):
             f"{self.path}: the metadata {key} must be {IN_WORDS[wanted]}, not {reprlib.repr(value)}"
         )
 
+    def of_every_layer(self, key: str) -> None:
+        """Replace a list of one value for each layer by that value. Writes: the metadata.
+
+        Raises: ValueError where the values differ.
+        """
+        values = self.get(key)
+        if type(values) is list and values:
+            if values != values[:1] * len(values):
+                raise ValueError(
+                    f"{self.path}: the metadata {key} differs between layers, which is not "
+                    "supported; use another file"
+                )
+            self[key] = values[0]
+
     def size(self, key: str, default: Any = ..., most: int = MAX_SIZE) -> Any:
         """Return a width or a count. Raises: ValueError for one that no model has."""
         value = self.read(key, int, default)
@@ -237,6 +251,10 @@ class _Cursor:
         return list(self.take(f"{count}{form}"))
 
 
-def chat_template_text(path: Path) -> str | None:
-    """Return the chat template of a file, in Jinja; None where it has none."""
-    return read_header(path).metadata.read("tokenizer.chat_template", str, None)
+def chat_template_text(path: Path, name: str = "") -> str | None:
+    """Return the chat template of a file, in Jinja; None where it has none.
+
+    name: of a further one; "": the one that has no name
+    """
+    key = f"tokenizer.chat_template{'.' * bool(name)}{name}"
+    return read_header(path).metadata.read(key, str, None)

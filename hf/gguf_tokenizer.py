@@ -5,6 +5,8 @@
    patterns in the models' own tokenizer.json files.
 2. `read_sentencepiece` writes tokens and scores (`tokenizer.ggml.model` is llama) as a
    sentencepiece model.
+3. `end_ids` lists the tokens that end a text: those that the metadata name, and those that
+   llama.cpp knows by their texts (`ENDS`). They are control tokens, whatever type the file gives.
 
 Sources: llama.cpp's list of vocabularies; sentencepiece_model.proto; the models' tokenizer.json.
 Not here: other kinds (WordPiece, Unigram, RWKV), other names of splits.
@@ -19,7 +21,8 @@ from typing import Any
 from hf.gguf_header import Metadata
 from hf.untrusted import read_untrusted
 
-# token_type, sentencepiece's numbers
+# token_type, sentencepiece's numbers; llama.cpp takes others for normal tokens
+NORMAL = 1
 CONTROL = 3
 USER_DEFINED = 4
 BYTE = 6
@@ -27,9 +30,20 @@ LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = LETTERS + r"|\p{N}{1,3}|" + REST
 QWEN2 = LETTERS + r"|\p{N}|" + REST
-# tokenizer.ggml.pre -> a pattern
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# several are applied one after the other, and digits split off behind them
+CJK = "[一-龥ࠀ-一가-퟿]+"
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK)
+# letters with an upper and a lower case, but not Georgian ones
+CASED = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{10D0}-\x{10FF}]]"
+DEEPSEEK_LLM = (r"[\r\n]", rf"\s?{CASED}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", CJK)
+# tokenizer.ggml.pre -> a pattern, or several
 # "": GPT-2's own; "digits": the same after splitting off every digit
-SPLITS = {
+SPLITS: dict[str, str | tuple[str, ...]] = {
     "gpt-2": "",
     "smollm": "digits",
     "llama-bpe": LLAMA3,
@@ -37,32 +51,75 @@ SPLITS = {
     "llama-v3": LLAMA3,
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
+    "tekken": TEKKEN,
+    "deepseek-llm": DEEPSEEK_LLM,
+    "deepseek-coder": DEEPSEEK_CODER,
 }
+# texts of tokens that end a text. Source: special_eog_ids in llama.cpp's vocabulary
+ENDS = frozenset(
+    (
+        "</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<turn|>", "<end_of_turn>",
+        "<end_of_utterance>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>",
+        "<|eom_id|>", "<|im_end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+        "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+        # behind the middle that a coder fills in: padding, another repository, another file
+        "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
+        "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+    )
+)  # fmt: skip
+
+
+def end_ids(metadata: Metadata) -> list[int]:
+    """Return the ids that end a text: those that the metadata name first, and those of `ENDS`."""
+    tokens = metadata.read("tokenizer.ggml.tokens", list, [])
+    ids = [special_id(metadata, kind) for kind in ("eos", "eot", "eom")]
+    ends = _ends(tokens)
+    ids += [i for i, token in enumerate(tokens) if token in ends]
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _ends(tokens: list[str]) -> frozenset[str]:
+    """Return the texts in `ENDS` that end a text of this vocabulary. Source: as `ENDS`."""
+    found = ENDS.intersection(token for token in tokens if type(token) is str)
+    if {"<|return|>", "<|call|>"} <= found or {"<|calls|>", "<|flush|>"} <= found:
+        found -= {"<|end|>"}  # it ends one of several messages there
+    if "<|tool_response>" in found:
+        found -= {"</s>"}
+    return found
+
+
+def special_id(metadata: Metadata, kind: str) -> int | None:
+    """Return the id that the metadata name for a kind, as eos; None where the file has no such
+    token."""
+    i = metadata.read(f"tokenizer.ggml.{kind}_token_id", int, None)
+    tokens = metadata.read("tokenizer.ggml.tokens", list, [])
+    if i is None or (tokens and not 0 <= i < len(tokens)):
+        return None
+    return i
 
 
 def tokenizer_config(metadata: Metadata) -> dict:
     """Return the metadata as a tokenizer_config.json.
 
-    Raises: ValueError for ids beyond the vocabulary.
+    An id beyond the vocabulary is noted and left out, as in llama.cpp.
     """
     tokens = metadata.read("tokenizer.ggml.tokens", list)
-    config = {}
-    for kind in ("bos", "eos"):
-        i = metadata.read(f"tokenizer.ggml.{kind}_token_id", int, None)
-        if i is not None and not 0 <= i < len(tokens):
-            raise ValueError(
-                f"{metadata.path}: {kind}_token_id {i} is not one of the {len(tokens)} tokens"
-            )
-        config[f"{kind}_token"] = None if i is None else tokens[i]
-    # for chat templates; files may name ids beyond the end
-    for kind, name in (("unk", "unknown"), ("pad", "padding")):
-        i = metadata.read(f"tokenizer.ggml.{name}_token_id", int, None)
-        if i is not None and 0 <= i < len(tokens):
+    config: dict = {"bos_token": None, "eos_token": None}
+    for kind, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        i = special_id(metadata, name)
+        named = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if i is not None:
             config[f"{kind}_token"] = tokens[i]
+        elif named is not None and kind in ("bos", "eos"):
+            print(
+                f"note: {metadata.path}: {kind}_token_id {named} is not one of the {len(tokens)} "
+                "tokens; it is ignored",
+                file=sys.stderr,
+            )
     # the default of llama.cpp
     is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    is_llama3 = metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
-    default = is_sentencepiece or is_llama3
+    split = SPLITS.get(metadata.get("tokenizer.ggml.pre"))
+    default = is_sentencepiece or split in (LLAMA3, TEKKEN)
     config["add_bos_token"] = metadata.read("tokenizer.ggml.add_bos_token", bool, default)
     return config
 
@@ -80,7 +137,7 @@ def read_bpe(metadata: Metadata) -> Any:
     ids = {token: i for i, token in enumerate(tokens)}
     try:
         # as in LLaMA-3's file: a word that is a token is not merged up to it
-        model = models.BPE(ids, merges, ignore_merges=split == LLAMA3)
+        model = models.BPE(ids, merges, ignore_merges=split in (LLAMA3, TEKKEN))
     except Exception as error:  # the package raises nothing more specific
         reason = str(error).splitlines()[0]
         raise ValueError(
@@ -104,7 +161,7 @@ def read_bpe(metadata: Metadata) -> Any:
     return tokenizer
 
 
-def _split(metadata: Metadata) -> str:
+def _split(metadata: Metadata) -> str | tuple[str, ...]:
     """Return the value of `SPLITS` for the file. Raises: ValueError for an unknown name."""
     name = metadata.read("tokenizer.ggml.pre", str, "default")
     if name == "default":
@@ -118,12 +175,15 @@ def _split(metadata: Metadata) -> str:
     return SPLITS[name]
 
 
-def _pre_tokenizer(split: str) -> Any:
+def _pre_tokenizer(split: str | tuple[str, ...]) -> Any:
     """Make the pre-tokenizer of a value of `SPLITS`."""
     from tokenizers import Regex, pre_tokenizers
 
     first = []
     if split == "digits":
+        first.append(pre_tokenizers.Digits(individual_digits=True))
+    elif isinstance(split, tuple):
+        first += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split]
         first.append(pre_tokenizers.Digits(individual_digits=True))
     elif split:
         first.append(pre_tokenizers.Split(Regex(split), "isolated"))
@@ -165,14 +225,17 @@ def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, int]]:
 
 
 def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
-    """Return every token's text and type."""
+    """Return every token's text and type. A token that ends a text is a control token."""
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    types = metadata.read("tokenizer.ggml.token_type", list, [1] * len(tokens))
-    if len(types) != len(tokens) or not all(type(t) is int and 1 <= t <= BYTE for t in types):
+    types = metadata.read("tokenizer.ggml.token_type", list, [NORMAL] * len(tokens))
+    if len(types) != len(tokens) or not all(type(kind) is int for kind in types):
         raise ValueError(
-            f"{metadata.path}: tokenizer.ggml.token_type must be 1 to 6 for every token; "
+            f"{metadata.path}: tokenizer.ggml.token_type must be a whole number for every token; "
             "convert the model again"
         )
+    types = [kind if NORMAL <= kind <= BYTE else NORMAL for kind in types]
+    for i in end_ids(metadata):
+        types[i] = CONTROL
     return tokens, types
 
 

@@ -626,7 +626,7 @@ def draft_lm_head(
         return own
     is_quantized = isinstance(own, QuantLinear)
     if is_quantized and own.format == quant.format:
-        fits = own.group_size in (0, quant.group_size or own.group_size)
+        fits = own.format == "int8" or own.group_size == (quant.group_size or own.group_size)
         if fits:
             return own
     quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})

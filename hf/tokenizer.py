@@ -1,15 +1,15 @@
 """Text to token ids and back, with one class for all kinds of tokenizers.
 
-1. `Tokenizer.load` reads `tokenizer.model` (sentencepiece), or else `tokenizer.json` (BPE,
-   byte-level or in sentencepiece's form; it needs the package `tokenizers`). Of a GGUF file it
-   reads the metadata (hf/gguf_tokenizer.py).
+1. `Tokenizer.load` reads `tokenizer.json` (BPE, byte-level or in sentencepiece's form; it needs the
+   package `tokenizers`), or else `tokenizer.model` (sentencepiece). Tokens that only the other
+   files name are added. Of a GGUF file it reads the metadata (hf/gguf_tokenizer.py).
 2. `encode` gives the same ids as Hugging Face. It parses control tokens in the text (`</s>`,
    `<|eot_id|>`) only with `special=True`, which is for rendered chats: a prompt cannot inject one.
 3. Every token is a fixed string of bytes. `decode` joins them and reads UTF-8. A `StreamDecoder`
    gives the same text piece by piece, at constant cost per token.
 
-Not here: chat templates (hf/chat.py); `clean_up_tokenization_spaces`; `lstrip` and `rstrip` of
-sentencepiece's added tokens.
+Not here: chat templates (hf/chat.py); `clean_up_tokenization_spaces`; `single_word` and
+`normalized` of sentencepiece's added tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from hf.untrusted import errors_as_value_error, read_untrusted
 # merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+WHITE = re.compile(r"\s*")
 # for a text, and 1 s more for every 10,000 characters; usual files take 1 s for a million
 SPLIT_S = 5
 SPECIAL = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -50,6 +51,10 @@ SPECIAL = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls"
 TOKEN = Rule(
     "a text, or an object with the text as content",
     lambda v: type(v) is str or type(v) is dict and type(v.get("content")) in (str, type(None)),
+)
+TOKENS = Rule(
+    "a list of texts, or an object with texts as values",
+    lambda v: all(map(TOKEN.holds, v.values() if type(v) is dict else v)),
 )
 
 
@@ -68,8 +73,12 @@ class HFTokenizerConfig:
     cls_token: str | dict | None = key(TOKEN, None)
     mask_token: str | dict | None = key(TOKEN, None)
     add_bos_token: bool | None = key(FLAG, None)
+    add_prefix_space: bool | None = key(FLAG, None)
     legacy: bool | None = key(FLAG, None)
     added_tokens_decoder: dict | None = key(OBJECT, None)
+    # further tokens that are control tokens, by their texts; the second as transformers 5 writes it
+    additional_special_tokens: list | None = key(TOKENS, None)
+    extra_special_tokens: list | dict | None = key(TOKENS, None)
 
 
 class Added(NamedTuple):
@@ -77,6 +86,8 @@ class Added(NamedTuple):
 
     id: int
     control: bool  # it is parsed only with special=True, and decodes to nothing
+    lstrip: bool = False  # it takes the white space before it
+    rstrip: bool = False  # and behind it
 
 
 class Tokenizer:
@@ -117,32 +128,23 @@ class Tokenizer:
             return _of_gguf(path)
         model = path / "tokenizer.model"
         fast = path / "tokenizer.json"
-        raw = optional_json(path / "tokenizer_config.json")
-        with naming(path / "tokenizer_config.json"):
-            hf = read_fields(raw, HFTokenizerConfig)
-        # null means "the default" in this file
-        config = {name: value for name, value in vars(hf).items() if value is not None}
-        if model.is_file():
-            added = _added_tokens(path, config)
-            fault = "is not a sentencepiece model"
-            try:
-                with read_untrusted(model, "download it again, or use --prompt_ids", fault):
-                    sp = _open_sentencepiece(model.read_bytes())
-            except ValueError as error:
-                if not fast.is_file():
-                    raise
-                print(f"{error}; using {fast.name}", file=sys.stderr)
-            else:
-                return SentencePieceTokenizer(sp, config, added)
+        config = _read_config(path)
         if fast.is_file():
-            package = _need_tokenizers(fast)
-            with read_untrusted(fast, "download it again, or use --prompt_ids"):
-                tok = package.Tokenizer.from_file(str(fast))
-            return JsonTokenizer(tok, config, fast)
-        raise ValueError(
-            f"{path} has neither {model.name} nor {fast.name}; "
-            "add the tokenizer's files, or use --prompt_ids"
-        )
+            try:
+                return _of_json(fast, config)
+            except ValueError as error:
+                if not model.is_file():
+                    raise
+                print(f"note: {error}; {model.name} is used", file=sys.stderr)
+        if not model.is_file():
+            raise ValueError(
+                f"{path} has neither {model.name} nor {fast.name}; "
+                "add the tokenizer's files, or use --prompt_ids"
+            )
+        fault = "is not a sentencepiece model"
+        with read_untrusted(model, "download it again, or use --prompt_ids", fault):
+            sp = _open_sentencepiece(model.read_bytes())
+        return SentencePieceTokenizer(sp, config, _added_tokens(path, config))
 
     def encode(self, text: str, bos: bool = True, special: bool = False) -> list[int]:
         """Tokenize `text`.
@@ -223,6 +225,62 @@ def has_tokenizer(path: Path) -> bool:
     if is_gguf(path):
         return True
     return (path / "tokenizer.model").is_file() or (path / "tokenizer.json").is_file()
+
+
+def _read_config(path: Path) -> dict:
+    """Read the keys of tokenizer_config.json that have a value.
+
+    special_tokens_map.json has the names of special tokens in directories of transformers 3 and 4,
+    and they hold where there is no added_tokens_decoder, as there.
+    """
+    file = path / "tokenizer_config.json"
+    raw = optional_json(file)
+    if "added_tokens_decoder" not in raw:
+        raw |= optional_json(path / "special_tokens_map.json")
+    with naming(file):
+        hf = read_fields(raw, HFTokenizerConfig)
+    return {name: value for name, value in vars(hf).items() if value is not None}
+
+
+def _of_json(path: Path, config: dict) -> Tokenizer:
+    """Read a tokenizer.json, with the tokens that the files beside it add. Raises: ValueError."""
+    package = _need_tokenizers(path)
+    with read_untrusted(path, "download it again, or use --prompt_ids"):
+        tok = package.Tokenizer.from_file(str(path))
+    added = sorted(_added_tokens(path.parent, config).items(), key=lambda item: item[1].id)
+    for text, token in added:
+        if tok.token_to_id(text) is not None:
+            continue
+        kind = package.AddedToken(text, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
+        (tok.add_special_tokens if token.control else tok.add_tokens)([kind])
+        if tok.token_to_id(text) != token.id:
+            raise ValueError(
+                f"{path.parent}: the token {text} has the id {token.id} beside {path.name}, which "
+                f"has room for {tok.token_to_id(text)}; use --prompt_ids"
+            )
+    if "add_prefix_space" in config:
+        with read_untrusted(path, "use --prompt_ids"):
+            tok = _with_prefix_space(tok, config["add_prefix_space"])
+    return JsonTokenizer(tok, config, path)
+
+
+def _with_prefix_space(tok: Any, wanted: bool) -> Any:
+    """Return the tokenizer with or without a space before each text.
+
+    The key add_prefix_space overrides the file, as in transformers.
+    """
+    state = json.loads(tok.to_str())
+    for part in ("normalizer", "pre_tokenizer"):
+        value = state[part] or {}
+        steps = value.get("normalizers") or value.get("pretokenizers") or [value]
+        for step in steps:
+            if "add_prefix_space" in step:  # byte-level
+                step["add_prefix_space"] = wanted
+            if "prepend_scheme" in step and wanted != (step["prepend_scheme"] != "never"):
+                step["prepend_scheme"] = "first" if wanted else "never"
+            if step.get("type") == "Prepend" and not wanted:
+                step["prepend"] = ""
+    return type(tok).from_str(json.dumps(state))
 
 
 def _of_gguf(path: Path) -> Tokenizer:
@@ -310,26 +368,42 @@ class SentencePieceTokenizer(Tokenizer):
         added = {sp.id_to_piece(i): Added(i, True) for i in controls} | added
         ids = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id()}
         defaults = {name: sp.id_to_piece(i) for name, i in ids.items() if i >= 0}
+        without = SentencePieceProcessor(model_proto=sp.serialized_model_proto() + NO_DUMMY_PREFIX)
+        if not config.get("add_prefix_space", True):
+            sp = without
         prefixed = "".join(sp.encode("a", out_type=str)).startswith("▁")
         super().__init__(added, len(sp), {**defaults, "add_bos_token": True, **config}, prefixed)
         self._sp = sp
         self._sp_inside = sp  # for text after a control token
         if not config.get("legacy", True):  # a space at the start of the text only
-            model = sp.serialized_model_proto() + NO_DUMMY_PREFIX
-            self._sp_inside = SentencePieceProcessor(model_proto=model)
+            self._sp_inside = without
         self._text_of = {token.id: text.encode() for text, token in added.items()}
         plain = [text for text, token in added.items() if not token.control]
-        self._split = {True: _splitter(list(added)), False: _splitter(plain)}  # by `special`
+        self._tokens = {True: _any_of(list(added)), False: _any_of(plain)}  # by `special`
 
     def _encode(self, text: str, special: bool) -> list[int]:
         ids = []
-        parts = self._split[special].split(text)  # plain, token, plain, ... plain
-        for n, part in enumerate(parts):
-            if n % 2:
-                ids.append(self._added[part].id)
+        for part in self._parts(text, special):
+            if isinstance(part, Added):
+                ids.append(part.id)
             elif part:
-                ids += (self._sp_inside if n else self._sp).encode(part)
+                ids += (self._sp_inside if ids else self._sp).encode(part)
         return ids
+
+    def _parts(self, text: str, special: bool) -> Iterator[str | Added]:
+        """Yield plain text and tokens in turn. Tokens take white space as `tokenizers` does."""
+        begin = 0
+        for found in self._tokens[special].finditer(text):
+            if found.start() < begin:  # within white space that a token took
+                continue
+            token = self._added[found[0]]
+            plain = text[begin : found.start()]
+            yield plain.rstrip() if token.lstrip else plain
+            yield token
+            begin = found.end()
+            if token.rstrip:
+                begin = WHITE.match(text, begin).end()
+        yield text[begin:]
 
     def _piece(self, id: int) -> bytes:
         if id in self._text_of:
@@ -346,12 +420,10 @@ class JsonTokenizer(Tokenizer):
         """Find the added tokens and the kind of `tok`. path: its file, for error messages"""
         self._tok = tok
         self._path = path
-        names = [_token_text(config, f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
         with read_untrusted(path, "use --prompt_ids"):
             tok.no_truncation()  # the file may hold the limits of the last training run
             tok.no_padding()
-            known = [name for name in names if name and tok.token_to_id(name) is not None]
-            tok.add_special_tokens(known)
+            _make_special(tok, _special_texts(config))
             decoder = tok.get_added_tokens_decoder()
             probe = tok.encode("a")  # with the tokens that the post-processor adds
             plain = tok.encode("a", add_special_tokens=False).tokens
@@ -465,22 +537,26 @@ def _sentencepiece_bytes(piece: str) -> bytes:
     return piece.replace("▁", " ").encode()
 
 
-def _splitter(tokens: list[str]) -> re.Pattern:
-    """Return a pattern that splits a text into plain text and tokens in turn, the longest first."""
+def _any_of(tokens: list[str]) -> re.Pattern:
+    """Return a pattern that finds tokens in a text, the longest first."""
     choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
-    return re.compile(f"({choices or '(?!)'})")  # (?!) never matches
+    return re.compile(choices or "(?!)")  # (?!) never matches
 
 
 def _added_tokens(path: Path, config: dict) -> dict[str, Added]:
-    """Read the tokens that config files add to a sentencepiece model.
+    """Read the tokens that config files add to a vocabulary.
 
-    The files are `tokenizer_config.json` and `added_tokens.json`.
+    The files are `tokenizer_config.json` and `added_tokens.json`, a list of texts: those that the
+    configuration names are control tokens, as in transformers.
     """
     added = optional_json(path / "added_tokens.json")
     decoder = config.get("added_tokens_decoder", {})
     try:
-        extra = {text: Added(int(i), True) for text, i in added.items()}
-        extra |= {t["content"]: Added(int(i), t.get("special", True)) for i, t in decoder.items()}
+        named = _special_texts(config)
+        extra = {text: Added(int(i), text in named) for text, i in added.items()}
+        for i, token in decoder.items():
+            strips = (bool(token.get(side)) for side in ("lstrip", "rstrip"))
+            extra[token["content"]] = Added(int(i), token.get("special", True), *strips)
         if not all(type(text) is str and 0 <= token.id < 2**24 for text, token in extra.items()):
             raise ValueError("a text and an id from 0 to 2^24 are needed")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -498,7 +574,35 @@ def optional_json(path: Path) -> dict:
 
 
 def _token_text(config: dict, key: str) -> str | None:
-    value = config.get(key)
-    if isinstance(value, dict):
-        return value.get("content")
-    return value
+    return _text(config.get(key))
+
+
+def _text(token: str | dict | None) -> str | None:
+    """Return the text of a token in a configuration file."""
+    if isinstance(token, dict):
+        return token.get("content")
+    return token
+
+
+def _special_texts(config: dict) -> list[str]:
+    """Return the texts of all special tokens that a configuration names."""
+    tokens = [config.get(name) for name in SPECIAL]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name, [])
+        tokens += more.values() if isinstance(more, dict) else more
+    return [text for text in map(_text, tokens) if text]
+
+
+def _make_special(tok: Any, texts: list[str]) -> None:
+    """Make tokens of the vocabulary special; those that are added keep their other properties.
+
+    tok: a `tokenizers.Tokenizer`, which changes
+    """
+    added = {token.content: token for token in tok.get_added_tokens_decoder().values()}
+    for text in texts:
+        token = added.get(text, text)
+        if tok.token_to_id(text) is None or getattr(token, "special", False):
+            continue
+        if token is not text:
+            token.special = True
+        tok.add_special_tokens([token])

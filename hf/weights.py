@@ -25,26 +25,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cli.io import is_gguf
+from cli.io import is_gguf, one_line
 from hf.checkpoint import (
     BLOCKS,
     Quantization,
     TensorSource,
     fit_group,
+    in_groups,
     saved_quantization,
     scale_name,
 )
-from hf.config import open_source, read_config
+from hf.config import EMBEDDING, open_source, read_config
 from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, pack, table_of
 from model import DTYPES, ExpertLinear, LMHead, ModelConfig, Transformer, rope_frequencies
 from ops.cpu.pages import REGION, HugePages
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
-from quantize import FORMATS, QuantExperts, QuantLinear
+from quantize import FORMATS, Int8Linear, QuantExperts, QuantLinear, check_finite
 from stats import check_memory
 
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
 # another program, and one of them loads this much in less than 1 s
 SMALL = 2**29
+# the beginnings of the names of a model's tensors; others are parts that it may have beside
+PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 # `ModelConfig.expert_names` -> the files' names of a layer's feed-forward, and of an expert's gate,
 # up and down
 EXPERTS = {
@@ -162,8 +165,8 @@ def load_weights(
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     if loading.wide:
         print(
-            f"note: {files.path}: int8 on CUDA holds neither groups nor code -128: widened to "
-            f"{str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}",
+            f"note: {files.path}: int8 on CUDA has no groups of inputs and no code -128; "
+            f"converted to {str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}",
             file=sys.stderr,
         )
     return storage.quant
@@ -179,7 +182,11 @@ def _linear_weights(model: nn.Module) -> set[str]:
 
 
 def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str], bool]) -> None:
-    """Check the names of the tensors. Raises: ValueError for missing or unexpected ones."""
+    """Check the names of the tensors.
+
+    A model may have other parts, as a vision tower: they are noted, and not used.
+    Raises: ValueError for missing tensors and unexpected ones.
+    """
     held = {*files.readers, *files.quantized}
     if "fc.weight" in held - wanted:
         raise ValueError(
@@ -188,12 +195,19 @@ def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str],
         )
     missing = sorted(wanted - held)
     unexpected = sorted(name for name in held - wanted if not ignored(name))
+    others: list[str] = []
+    if EMBEDDING in wanted:  # a model, not a head
+        others = [name for name in unexpected if not name.startswith(PARTS)]
+        unexpected = [name for name in unexpected if name.startswith(PARTS)]
     for fault, found in (("missing", missing), ("unexpected", unexpected)):
         if found:
             remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
             raise ValueError(
                 f"{files.path}: {len(found)} {fault} weight(s): {_some(found)}; {remedy}"
             )
+    if others:
+        unused = f"{len(others)} weight(s) of other parts are not used: {_some(others)}"
+        print(f"note: {files.path}: {one_line(unused)}", file=sys.stderr)
 
 
 def _set_quantized(model: nn.Module, ours: str, loading: _Loading, theirs: tuple[str, ...]) -> None:
@@ -379,15 +393,19 @@ class _Loading:
         """
         quant = self.storage.quant
         if not quant.saved:
-            # in the files' own dtype
-            return kind.encode(self._join(names, shape, None), quant.group_size)
+            weight = self._join(names, shape, None)  # in the files' own dtype
+            check_finite(weight, " + ".join(names), self.files.path)
+            return kind.encode(weight, quant.group_size)
         if self.files.quantized:
             return self._codes_of_others(names, shape)
         stored = self._join(names, kind.file_shape(shape), kind.file_dtype)
         codes = kind.from_file(stored)
         scale_names = tuple(map(scale_name, names))
         scale_shape = kind.scale_shape(shape, quant.group_size)
-        return codes, self._join(scale_names, scale_shape, kind.scale_dtype)
+        scale = self._join(scale_names, scale_shape, kind.scale_dtype(quant.group_size))
+        if kind is Int8Linear and quant.group_size and self.storage.device != "cpu":
+            return kind.encode(kind.decode(codes, scale), 0)  # CUDA's product has no groups
+        return codes, scale
 
     def _codes_of_others(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
         """Return the same of a weight that others quantized."""
@@ -529,23 +547,35 @@ def load_model(
     check_experts(config, files)
     if quant is not None and quant.is_blocks:
         quant = keep_blocks(files, model, device)
+    if quant is not None and device == "cpu":
+        layers = [m for m in model.modules() if isinstance(m, (nn.Linear, ExpertLinear))]
+        quant = in_groups(quant, [layer.in_features for layer in layers])
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
-    embedding = model.embedding
-    if config.tie_embeddings and isinstance(embedding, BlockEmbedding):
-        model.lm_head = BlockLinear(embedding.packed, embedding.table, None, fp32_out=True)
-    elif config.tie_embeddings:
-        weight = embedding.weight
-        if quant is None or files.quantized:  # others leave the LM head in 16 bits
-            model.lm_head.weight = weight
-        else:
-            head = FORMATS[quant.format].from_float(weight, None, quant.group_size, fp32_out=True)
-            model.lm_head = HugePages().move(head)
+    if config.tie_embeddings:
+        _tie_lm_head(model, None if files.quantized else quant)  # others leave it in 16 bits
     model.rope_freq = rope_frequencies(config, device)
     for note in (files.note, block_note(files, storage)):
         if note:
             print(f"note: {note}", file=sys.stderr)
     return model.eval()
+
+
+def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
+    """Make the LM head of the embedding. quant: its format; None: the embedding's own
+
+    Writes: the LM head.
+    """
+    embedding = model.embedding
+    if isinstance(embedding, BlockEmbedding):
+        model.lm_head = BlockLinear(embedding.packed, embedding.table, None, fp32_out=True)
+    elif quant is None:
+        model.lm_head.weight = embedding.weight
+    else:
+        has_groups = quant.format == "int4" or embedding.weight.device.type == "cpu"
+        group = quant.group_size if has_groups else 0
+        head = FORMATS[quant.format].from_float(embedding.weight, None, group, fp32_out=True)
+        model.lm_head = HugePages().move(head)
 
 
 def keep_blocks(files: TensorSource, model: Transformer, device: str) -> Quantization | None:
@@ -571,17 +601,17 @@ def block_note(files: TensorSource, storage: Storage) -> str:
     if not kinds:
         return ""
     if quant is None:
-        return f"weights in blocks of {kinds} are widened to {dtype}"
+        return f"the file's {kinds} weights are converted to {dtype}"
     if quant.saved and not quant.is_blocks:
         return (
-            f"layers in Q4_0 become int4, with the same values; other blocks ({kinds}) are widened "
-            f"to {dtype}; --dtype {dtype} widens all"
+            f"layers in Q4_0 run as int4, with the same values; {kinds} weights are converted to "
+            f"{dtype}; --dtype {dtype} converts all"
         )
     if quant.is_blocks:
-        return f"weights stay in the file's own blocks ({kinds}); --dtype {dtype} widens them"
+        return f"weights run as they are in the file ({kinds}); --dtype {dtype} converts them"
     return (
-        f"weights that the file has rounded to {kinds} are rounded again, to {quant.format}; "
-        "without --quant they stay as they are"
+        f"the file's {kinds} weights are rounded a second time, to {quant.format}; "
+        "without --quant they run as they are"
     )
 
 
@@ -631,9 +661,7 @@ def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
     if config.tie_embeddings:
         repeated = ("lm_head.weight", scale_name("lm_head.weight"))
 
-    def no_bias(name: str) -> bool:  # AutoGPTQ wrote zeros where a layer has none
-        layer, _, kind = name.rpartition(".")
-        is_quantized = kind == "bias" and f"{layer}.weight" in files.quantized
-        return is_quantized and not files.read(name).any()
+    def no_bias(name: str) -> bool:  # AutoGPTQ and others write zeros where a layer has none
+        return name.endswith(".bias") and name in files.readers and not files.read(name).any()
 
     return lambda name: name.endswith("rotary_emb.inv_freq") or name in repeated or no_bias(name)

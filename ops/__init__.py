@@ -1,1 +1,0 @@
-"""Operators and products; each file has a reference and an implementation per device."""

@@ -21,7 +21,7 @@ lib.define("tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor ma
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
     """Attend from T new tokens to a prefix and to a masked window behind it.
 
-    q: [B, T, H, E]
+    q: [B, T, H, E], in the cache's dtype; on a CPU also in fp32 over a cache in bf16
     k, v: [B, Hkv, S, E], the cache; the tokens' own keys and values are already in it
     start: [B] int64, slots below it are visible to all tokens; start + W <= S
     mask: [B, T, W] bool, the slots among start .. start+W-1 that each token sees, at least one
@@ -73,6 +73,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def _tree_attention_torch(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
+    if q.dtype != k.dtype:
+        return _tree_attention_torch(q.to(k.dtype), k, v, start, mask).to(q.dtype)
     longest = int(start.max())
     used = longest + mask.shape[2]
     k = k[:, :, :used]
@@ -89,7 +91,7 @@ def _tree_attention_masked(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask:
 
 
 def _tree_attention_cuda(q: Tensor, k: Tensor, v: Tensor, start: Tensor, mask: Tensor) -> Tensor:
-    if not has_triton():
+    if not has_triton("attention"):
         return _tree_attention_masked(q, k, v, start, mask)
     import ops.cuda.attention
 

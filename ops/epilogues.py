@@ -23,9 +23,9 @@ from torch import Tensor
 
 import ops.norm
 import ops.rotary
-from ops.cuda.layout import PART
 from ops.library import cuda_products, is_plain, lib, needs_gradients
 from ops.linear import has_cuda_product
+from ops.norm import PART
 from ops.rotary import HeadNorms
 
 lib.define(

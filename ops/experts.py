@@ -93,7 +93,7 @@ def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         return torch.ops.gpt_eagle.linear_bf16(x, weight, None, False, expert)
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, rows in rows_by_expert(expert):
-        y[rows] = F.linear(x[rows], weight[e])
+        y[rows] = F.linear(x[rows].to(weight.dtype), weight[e]).to(x.dtype)
     return y
 
 

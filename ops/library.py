@@ -3,9 +3,9 @@
 An operator has a file beside this one, with a plain PyTorch reference and an implementation per
 device: C++ in `cpu/` for CPUs, Triton in `cuda/` for CUDA. Elsewhere are the forward passes of a
 model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py),
-`gumbel` and `cut` (sampling.py), `accept` (draft_tree.py), `causal` (kv_cache.py), `advance` and
-`with_times` (decode.py), `widen_blocks` (hf/gguf.py), and those of extras/. All are registered with
-`torch.library`, so that a step that uses them compiles with `fullgraph=True`.
+`gumbel` and `cut` (sampling.py), `accept` (draft_tree.py), `causal` and `place_rows` (kv_cache.py),
+`advance` and `with_times` (decode.py), `widen_blocks` (hf/gguf.py), and those of extras/. All are
+registered with `torch.library`, so that a step that uses them compiles with `fullgraph=True`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ops import switches
-from ops.cpu import build
 from ops.switches import FAMILIES
 
 lib = torch.library.Library("gpt_eagle", "DEF")
@@ -67,7 +66,7 @@ def _triton_is_installed() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
     print(
-        "note: without Triton attention, top-k and experts are slow, and steps not timed; "
+        "note: Triton is missing: attention, top-k and experts are slow, and steps are not timed; "
         "pip install triton",
         file=sys.stderr,
     )
@@ -107,6 +106,8 @@ def has_cpu_operators(*families: str) -> bool:
     if not _has_own(families):
         return False
     if not _cpp_available:
+        from ops.cpu import build
+
         _cpp_available.append(not build.load_operators())
     return _cpp_available[0]
 

@@ -20,6 +20,7 @@ from ops.library import cuda_products, has_cpu_operators, is_plain, lib, needs_g
 MOST_TOKENS = 64
 CHAINS = 16  # sums of an output; as in cpu/linear.cpp
 HALVES = (torch.bfloat16, torch.float16)
+WIDENED = (torch.bfloat16, torch.float32)  # dtypes of rows beside weights in bf16
 # not `has_triton`, whose note is about products that are slow without it
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -29,9 +30,10 @@ lib.define("linear_halves(Tensor x, Tensor weight, str epilogue) -> Tensor")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
     """Multiply rows by a weight, x W^T, and add a bias.
 
-    x: [..., K]; weight: [N, K]; bias: [N]
-    fp32_out: the result in fp32; rounded to x's dtype first where gradients are needed, where there
-    is a bias on CUDA, and without a GPU or our operators
+    x: [..., K], in the weight's dtype, or in fp32, which is rounded to it
+    weight: [N, K]; bias: [N]
+    fp32_out: the result in fp32; rounded to the weight's dtype first where gradients are needed,
+    where there is a bias on CUDA, and without a GPU or our operators
     Returns: [..., N] in x's dtype, or fp32.
     """
     if has_cuda_product(x, weight):
@@ -48,16 +50,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool
     if fp32_out and bias is None and x.is_cuda and halves and not needs_gradients(x, weight):
         y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
         return y.unflatten(0, x.shape[:-1])
-    y = F.linear(x, weight, bias)  # not an operator of ours, so that the compiler may fuse it
+    # not an operator of ours, so that the compiler may fuse it
+    y = F.linear(x.to(weight.dtype), weight, bias)
+    if x.dtype != weight.dtype:
+        return y.to(x.dtype)
     return y.float() if fp32_out else y
 
 
 def has_linear_kernel(x: Tensor, weight: Tensor, family: str = "products") -> bool:
-    """Check that `linear` is our own operator here: bf16 on a CPU, without gradients.
+    """Return whether `linear` is our own operator here: weights in bf16 on a CPU, no gradients.
 
     The rows of its result do not depend on each other.
     """
-    if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.bfloat16:
+    if x.device.type != "cpu" or weight.dtype != torch.bfloat16 or x.dtype not in WIDENED:
         return False
     return not needs_gradients(x, weight) and has_cpu_operators(family)
 

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from ops.library import cuda_products, has_triton, lib, needs_gradients, uses_cpp
 
+# features whose squares are added first, in one block of threads (cuda/epilogues.py)
+PART = 64
+
 lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
 lib.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
 
@@ -20,10 +23,10 @@ lib.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide every row by its root mean square, with fp32 statistics. Source: arXiv 1910.07467.
 
-    x: [..., F]; weight: [F]
-    Returns: [..., F].
+    x: [..., F], in the weight's dtype or fp32; weight: [F]
+    Returns: [..., F] in x's dtype.
     """
-    is_bf16 = x.dtype == weight.dtype == torch.bfloat16
+    is_bf16 = weight.dtype == torch.bfloat16
     if is_bf16 and not needs_gradients(x, weight) and uses_cpp(x, "norm"):
         return torch.ops.gpt_eagle.rms_norm(x, weight, eps)
     if x.is_cuda and x.dtype == weight.dtype and not needs_gradients(x, weight):
@@ -69,6 +72,8 @@ def swiglu(y: Tensor) -> Tensor:
 
     y: [..., 2 F]. Returns: [..., F]. Source: arXiv 2002.05202.
     """
+    if not needs_gradients(y) and uses_cpp(y, "norm"):
+        return torch.ops.gpt_eagle.swiglu(y)
     gate, up = y.chunk(2, dim=-1)
     return F.silu(gate) * up
 

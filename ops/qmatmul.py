@@ -1,9 +1,9 @@
 """Products with quantized weights, x W^T: a function per format and device, for any row count.
 
-CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to int8 too, with a
-scale per row and block of K, and all dot products are in integers. A row's result does not depend
-on the other rows, bit for bit. Without a C++ compiler the references below compute the first two,
-slowly; blocks are widened then.
+CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to 8 bits too, or to
+15 in blocks with outliers, with a scale per row and block of K, and all dot products are in
+integers. A row's result does not depend on the other rows, bit for bit. Without a C++ compiler the
+references below compute the first two, slowly; blocks are widened then.
 CUDA (`w4a16`, `w8a16`; cuda/qmatmul.py): activations keep 16 bits. Where PyTorch replaces the
 products, the references unpack the weight in every call.
 
@@ -42,6 +42,7 @@ from ops.experts import expert_of, rows_by_expert
 from ops.library import cuda_products, has_cpu_operators, is_plain, lib
 from ops.linear import empty_product
 
+FINE = 6  # a block with a magnitude above FINE root mean squares of its row keeps 15 bits
 BLOCK8 = 128  # values of K per activation scale of w8a8; `grouped` takes the weights' group
 ZERO_BITS = 511  # of a word of `join_zeros`
 
@@ -159,7 +160,7 @@ def _blocks(
 def numbers_of(packed: Tensor, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Read rows of packed blocks as numbers; only C++ knows their layout.
 
-    packed: [bytes] uint8; table: from `hf.blocks.table_of`; rows: [R] int64
+    packed: [bytes] uint8; table: from `hf.gguf_blocks.table_of`; rows: [R] int64
     Returns: [R, K] of `dtype`.
     """
     out = torch.empty(len(rows), int(table[1]), dtype=dtype)
@@ -192,18 +193,21 @@ def _multiply_plainly(
 
 
 def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Round rows to int8 block by block.
+    """Round rows to 8 bits block by block, and to 15 bits where the block has an outlier.
 
     x: [..., K]
     Returns: codes [..., blocks, block] and scales [..., blocks, 1], both fp32; the last block is
-    padded with zeros.
+    padded with zeros. Codes are multiples of 128 where the block has 8 bits.
     """
+    rms = x.float().pow(2).mean(-1, keepdim=True).sqrt()[..., None]  # [..., 1, 1]
     blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
     most = blocks.abs().amax(-1, keepdim=True)
+    fine = most > FINE * rms
     # divided as in cpu/quantized.cpp: with a plain number, 127 / most is 127 * (1 / most), which
     # rounds twice
-    to_code = torch.where(most > 1e-30, torch.tensor(127.0) / most, 0)
-    return (blocks * to_code).round(), most / 127
+    top = torch.where(fine, 127.0 * 128, 127.0)
+    to_code = torch.where(most > 1e-30, top / most, 0)
+    return (blocks * to_code).round() * torch.where(fine, 1, 128), most / (127 * 128)
 
 
 def grouped_reference(x: Tensor, codes: Tensor, scale: Tensor, half: int = 8) -> Tensor:
@@ -214,7 +218,8 @@ def grouped_reference(x: Tensor, codes: Tensor, scale: Tensor, half: int = 8) ->
     """
     activations, scales = round_activations(x, codes.shape[1] // scale.shape[1])
     weights, steps = split_zeros(codes, scale, half)
-    sums = torch.einsum("mbk,nbk->mbn", activations, weights)  # integers, exact
+    # integers of up to 30 bits are exact in fp64; the operator adds the planes of a block in fp32
+    sums = torch.einsum("mbk,nbk->mbn", activations.double(), weights.double()).float()
     return (sums * scales * steps.squeeze(-1).T).sum(1)
 
 
@@ -223,7 +228,7 @@ def w8a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     activations, scales = round_activations(x, BLOCK8)
     padded = F.pad(codes.float(), (0, -codes.shape[1] % BLOCK8))
     weights = padded.unflatten(1, (-1, BLOCK8))
-    sums = torch.einsum("mbk,nbk->mbn", activations, weights)
+    sums = torch.einsum("mbk,nbk->mbn", activations.double(), weights.double()).float()
     return (sums * scales).sum(1) * scale
 
 

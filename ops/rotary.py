@@ -111,8 +111,8 @@ def rotary_cache_plainly(
     # [B, T, H, E] and [B, T, Hkv, E]
     queries, keys = rotary(qkv, rope, heads, kv_heads, norms)
     batch = torch.arange(len(qkv), device=qkv.device)[:, None]  # [B, 1]
-    k[batch, :, slots] = keys
-    v[batch, :, slots] = qkv[:, :, -kv_heads:]
+    k[batch, :, slots] = keys.to(k.dtype)
+    v[batch, :, slots] = qkv[:, :, -kv_heads:].to(v.dtype)
     return queries
 
 

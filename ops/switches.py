@@ -1,7 +1,7 @@
 """The environment variables that switch families of operators and ways to run a cycle.
 
-They serve to find what is at fault where something fails: README.md lists all of them. No torch is
-imported, so that a mistake is reported before it is.
+They serve to find what is at fault where something fails: docs/USAGE.md lists all of them.
+No torch is imported, so that a mistake is reported before it is.
 """
 
 from __future__ import annotations

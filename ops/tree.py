@@ -1,10 +1,9 @@
-"""Operators of a draft tree: the next level, the nodes, and the cache slots of a step's tokens.
+"""Operators of a draft tree: the next level, and the nodes.
 
 `next_level` scores the children of a frontier and picks the next frontier. `rerank` picks the nodes
-of the tree. `place_tokens` computes the cache slots and positions of a step's tokens. On a CPU each
-is one C++ call (cpu/tree.cpp). Elsewhere they consist of smaller operators: on CUDA `grow_level`,
-`best_nodes` and `relate` in Triton (cuda/topk.py, cuda/tree.py), and plain ones, which the compiler
-fuses.
+of the tree. On a CPU each is one C++ call (cpu/tree.cpp). Elsewhere they consist of smaller
+operators: on CUDA `grow_level`, `best_nodes` and `relate` in Triton (cuda/growth.py), and plain
+ones, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -15,16 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.library import has_triton, lib, on_cpp_device, uses_cpp
+from ops.library import on_cpp_device, uses_cpp
 from ops.topk import topk_logsumexp
-
-lib.define(
-    "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, "
-    "Tensor? places, int k, int count, int slot, bool by_value) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-lib.define("best_nodes(Tensor values, int count) -> Tensor")
-lib.define("relate(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 class Level(NamedTuple):
@@ -94,12 +85,6 @@ class Candidates(NamedTuple):
     tokens: Tensor  # [B, P] int64
     values: Tensor  # [B, P] fp32, sum of the scores along the path; -inf: no candidate
     parents: Tensor  # [B, P] int64, flat index of the parent; -1 is the root
-
-    @staticmethod
-    def none(root: Tensor) -> Candidates:
-        """Return no candidates. root: [B] int64."""
-        empty = root.new_zeros(len(root), 0)  # [B, 0]
-        return Candidates(empty, empty.float(), empty)
 
     @staticmethod
     def join(levels: Sequence[Candidates]) -> Candidates:
@@ -180,24 +165,13 @@ def next_level_reference(
     if isinstance(scores, Children):
         found = expand(scores, front.values, front.seen, level)
     elif scores.logits.is_cuda and scores.logits.shape[1] == front.index.shape[1]:
-        found = _grow_level(scores, front, level)
+        of_scores = (scores.with_noise(), scores.sharpness, scores.ids)
+        of_level = (level.places, level.k, level.count, level.slot, level.by_value)
+        found = torch.ops.gpt_eagle.grow_level(*of_scores, front.values, front.seen, *of_level)
     else:
         found = expand(scores.best(level.k), front.values, front.seen, level)
-    return _records(*found, front, level)
-
-
-def _records(
-    tokens: Tensor,
-    values: Tensor,
-    order: Tensor,
-    best: Tensor,
-    seen: Tensor,
-    front: Frontier,
-    level: Level,
-) -> tuple[Candidates, Frontier | None]:
-    """Make the records of a level from what `expand` returns."""
-    parents = front.index.repeat_interleave(level.k, dim=1)  # [B, X]
-    candidates = Candidates(tokens, values, parents)
+    tokens, values, order, best, seen = found
+    candidates = Candidates(tokens, values, front.index.repeat_interleave(level.k, dim=1))
     if not level.count:
         return candidates, None
     chosen = tokens.gather(1, order)
@@ -228,53 +202,6 @@ def expand(children: Children, values: Tensor, seen: Tensor, level: Level) -> tu
     # a node sees its ancestors and itself
     visible = seen.gather(1, parent.expand(-1, -1, len(slots))) | own
     return tokens, total, order.contiguous(), total.gather(1, order), visible
-
-
-def _grow_level(scores: Scores, front: Frontier, level: Level) -> tuple[Tensor, ...]:
-    """Run the CUDA operator that computes `expand` from the scores of all children."""
-    return torch.ops.gpt_eagle.grow_level(
-        scores.with_noise(),
-        scores.sharpness,
-        scores.ids,
-        front.values,
-        front.seen,
-        level.places,
-        level.k,
-        level.count,
-        level.slot,
-        level.by_value,
-    )
-
-
-def _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
-    level = Level(k, count, slot=slot, places=places, by_value=by_value)
-    return expand(Scores(logits, sharpness, ids).best(k), values, seen, level)
-
-
-def _grow_level_cuda(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
-    if has_triton("topk", "tree"):
-        import ops.cuda.topk
-
-        if k <= ops.cuda.topk.MOST:
-            scores = Scores(logits, sharpness, ids)
-            level = Level(k, count, slot=slot, places=places, by_value=by_value)
-            with torch.cuda.device(logits.device):
-                return ops.cuda.topk.grow_level(scores, values, seen, level)
-    return _grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value)
-
-
-lib.impl("grow_level", _grow_level_plain, "CPU")
-lib.impl("grow_level", _grow_level_cuda, "CUDA")
-
-
-@torch.library.register_fake("gpt_eagle::grow_level", lib=lib)
-def _(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
-    B, R, _ = logits.shape
-    tokens = values.new_empty(B, R * k, dtype=torch.long)
-    candidates = values.new_empty(B, R * k)
-    order = values.new_empty(B, count, dtype=torch.long)
-    front = values.new_empty(B, count)
-    return tokens, candidates, order, front, seen.new_empty(B, count, seen.shape[2])
 
 
 # ------------------------------------------------------------------------------------------- nodes
@@ -351,47 +278,6 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     return reach.sum(-1) - 1, reach  # the root counts itself once
 
 
-def _best_nodes_cuda(values: Tensor, count: int) -> Tensor:
-    if has_triton("tree"):
-        import ops.cuda.tree
-
-        if values.shape[1] <= ops.cuda.tree.MOST:
-            with torch.cuda.device(values.device):
-                return ops.cuda.tree.best_nodes(values, count)
-    return best_nodes_reference(values, count)
-
-
-def _relate_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
-    if not has_triton("tree"):
-        return relate_reference(chosen, parents, depth)
-    import ops.cuda.tree
-
-    with torch.cuda.device(chosen.device):
-        return ops.cuda.tree.relate(chosen, parents, depth)
-
-
-lib.impl("best_nodes", best_nodes_reference, "CPU")
-lib.impl("best_nodes", _best_nodes_cuda, "CUDA")
-lib.impl("relate", relate_reference, "CPU")
-lib.impl("relate", _relate_cuda, "CUDA")
-
-
-@torch.library.register_fake("gpt_eagle::best_nodes", lib=lib)
-def _(values, count):
-    return values.new_empty(len(values), count, dtype=torch.long)
-
-
-@torch.library.register_fake("gpt_eagle::relate", lib=lib)
-def _(chosen, parents, depth):
-    B, drafted = chosen.shape
-    N = drafted + 1
-    number = chosen.new_empty(B, parents.shape[1] + 1)
-    above = chosen.new_empty(B, N)
-    depths = chosen.new_empty(B, N)
-    mask = chosen.new_empty(B, N, N, dtype=torch.bool)
-    return number, above, depths, mask
-
-
 def rerank(
     levels: Sequence[Candidates],
     ran: Sequence[Tensor],
@@ -409,12 +295,9 @@ def rerank(
     Source: EAGLE-2 (arXiv 2406.16858) 4.2.
     """
     if on_cpp_device(text[1], "tree"):
+        fixed, count = None, nodes
         if isinstance(nodes, Tensor):
-            fixed = nodes
-            count = nodes.shape[1]
-        else:
-            fixed = None
-            count = nodes
+            fixed, count = nodes, nodes.shape[1]
         tokens = [level.tokens for level in levels]
         values = [level.values for level in levels]
         parents = [level.parents for level in levels]
@@ -447,28 +330,3 @@ def rerank_reference(
     places = torch.zeros_like(number).scatter(1, frontiers + 1, order)  # [B, P+1]
     places = torch.cat((places[:, :1], places.gather(1, chosen + 1)), 1)
     return DraftTree(tokens, *related, values > float("-inf"), values, places)
-
-
-# ------------------------------------------------------------------------------------------ places
-
-
-def place_tokens(
-    pos: Tensor, depths: Tensor | int, count: int, slot: int = 0, done: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the cache slots and positions of the tokens of a step.
-
-    pos: [B] int64, slot and position of the root
-    depths: [B, T] int64, or one for all tokens, below the root
-    count: T
-    slot: the first token's, counted from the root's; the others follow
-    done: [B] bool, sequences that attend to nothing
-    Returns: slots [B, T]; the first slot of the window, [B]; RoPE positions [B, T].
-    """
-    if on_cpp_device(pos, "tree"):
-        if isinstance(depths, int):
-            return torch.ops.gpt_eagle.place_rows(pos, done, None, count, slot, depths)
-        return torch.ops.gpt_eagle.place_rows(pos, done, depths, count, slot, 0)
-    slots = pos[:, None] + slot + torch.arange(count, device=pos.device)  # [B, T]
-    positions = (pos[:, None] + depths).expand(-1, count)
-    start = pos if done is None else torch.where(done, 0, pos)
-    return slots, start, positions

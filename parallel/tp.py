@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 import hf.weights
 import sampling
-from draft_tree import replace_fields
 from drafters import Method
 from hf.checkpoint import (
     Codes,
@@ -49,6 +48,7 @@ from model import Block, ModelConfig, MoEFeedForward, Transformer
 from ops.library import lib
 from ops.topk import best
 from parallel.ranks import Rank, collective_errors, refuse_torchrun, this_rank
+from runtime import replace_fields
 from sampling import SamplingTensors
 
 # layers with split outputs

@@ -58,7 +58,8 @@ def wanted(repo: str, names: list[str]) -> list[str]:
     unused = "pytorch_model.bin.index.json" if safetensors else "model.safetensors.index.json"
     texts = [name for name in top if name.endswith((".json", ".jinja")) and name != unused]
     tokenizer = [name for name in top if name == "tokenizer.model"]
-    return [*texts, *tokenizer, *weights]
+    named = [name for name in sorted(names) if name.startswith("additional_chat_templates/")]
+    return [*texts, *named, *tokenizer, *weights]
 
 
 def explain(error: Exception, config: DownloadConfig) -> str:

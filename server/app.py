@@ -46,12 +46,12 @@ from starlette.routing import Route
 
 from cli.parsing import one_line_errors, parse
 from decode import Engine
-from drafters import Policy
 from extras.drafted import told_draft
 from generate import load
 from load import warm_up
 from options import Sampling
 from parallel import ranks
+from runtime import Policy
 from sampling import SamplingMode
 from server.batcher import Answer, Batcher, Job, Piece, Refusal
 from server.parameters import ABOUT, SHOWN, Asked, Reader, ServeConfig, no_model

@@ -161,8 +161,12 @@ class Answer:
 
     def _begun(self) -> int:
         """Return how many characters at the end may begin a stop string."""
+        held = self.held
         lengths = [
-            n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])
+            n
+            for stop in self.stops
+            for n in range(1, min(len(stop), len(held) + 1))
+            if held.endswith(stop[:n])
         ]
         return max(lengths, default=0)
 
@@ -311,10 +315,11 @@ class Batcher(threading.Thread):
             job = self.jobs[seq]
             if job is None or (not ids and session.busy(seq)):
                 continue
-            if seq in session.faults:
+            fault = session.faults.get(seq) or session.broken.get(seq)
+            if fault:
                 with self.changed:
                     self._evict(seq, "left")
-                job.tell(Refusal(400, session.faults[seq]))
+                job.tell(Refusal(500 if seq in session.broken else 400, fault))
                 continue
             answer = job.answer
             before = answer.tokens

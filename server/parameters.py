@@ -1,6 +1,6 @@
 """The options of serve.py, and the parameters of its requests, read and checked.
 
-A parameter that is not served is refused by name, unless its value changes nothing.
+A parameter that is not served is refused by name, unless its value cannot change the answer.
 """
 
 from __future__ import annotations
@@ -25,26 +25,51 @@ ABOUT = "Serve a model to OpenAI clients."
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN = 100  # characters of a request that a message repeats, at most
 MOST_LIKELIEST = 20  # tokens beside each log-probability
-# parameters of other servers, with the values that change nothing
-UNSERVED: dict[str, tuple] = {
+MOST_STOPS = 256
+# parameters that change no answer, whatever their value: of the client, of storing and scheduling
+WITHOUT_EFFECT = {
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction", "priority", "request_id", "cache_prompt", "cache_salt",
+    "id_slot", "keep_alive", "return_progress", "timings_per_token",
+    # of samplers that are off as long as these are the only ones named
+    "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dynatemp_exponent", "mirostat_eta",
+    "mirostat_tau", "repeat_last_n", "xtc_threshold",
+}  # fmt: skip
+# parameters that are not served, with the values that change nothing; for every other one these
+# are false and values that hold nothing ("", [], {})
+NEUTRAL: dict[str, tuple] = {
+    "add_generation_prompt": (True,),
     "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0, 0.0),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
+    "detokenize": (True,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),  # without functions
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "n_probs": (0,),
     "parallel_tool_calls": (False, True),  # and the other parameters of tools, in a completion
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "suffix": ("",),
+    "presence_penalty": (0,),
+    "repeat_penalty": (1,),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (False, True),
+    "tfs_z": (1,),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "top_a": (0,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
 }
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
-    "stream", "stream_options", "stop", "seed", "user", "store", "metadata", "logprobs",
-    "top_logprobs", "response_format", "draft",
+    "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
+    "draft",
 }  # fmt: skip
+OF_TEMPLATES = {"chat_template_kwargs", "reasoning_effort"}  # of chats
+# variables of a template that the server sets itself
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
 
 
@@ -138,7 +163,7 @@ class Reader:
         if asked != self.name:
             raise no_model(asked, self.name)
         source = "messages" if chat else "prompt"
-        self._check_names(body, {source, *OF_TOOLS} if chat else {source})
+        self._check_names(body, {source, *OF_TOOLS, *OF_TEMPLATES} if chat else {source})
         sampling = self._sampling(body)
         options = body.get("stream_options", {})
         need(isinstance(options, dict), "stream_options must be an object", "stream_options")
@@ -156,10 +181,12 @@ class Reader:
         samples = self._integer(body, "n", 1, 1, capacity)
         need(  # before they are tokenized
             len(prompts) * samples <= capacity,
-            f"at most {capacity} answers fit the waiting room; lower n, or send fewer prompts",
+            f"at most {capacity} answers may wait or run at once; lower n, or send fewer prompts",
             "n",
         )
-        encode = partial(self._messages, tools=tools) if chat else self._ids
+        encode = self._ids
+        if chat:
+            encode = partial(self._messages, tools=tools, variables=self._variables(body))
         try:
             ids = [encode(prompt) for prompt in prompts]
         except ValueError as error:
@@ -183,13 +210,8 @@ class Reader:
     def _check_names(self, body: dict, own: set[str]) -> None:
         """Refuse parameters that are not served. own: names that only one endpoint serves"""
         for name, value in body.items():
-            if name in SERVED or name in own:
-                continue
-            harmless = any(
-                type(value) is type(each) and value == each for each in UNSERVED.get(name, ())
-            )
             need(
-                harmless,
+                name in SERVED or name in own or _is_neutral(name, value),
                 f"{name[:SHOWN]} = {json.dumps(value)[:SHOWN]} is not served; leave it out",
                 name[:SHOWN],
             )
@@ -270,11 +292,25 @@ class Reader:
             stops = [stops]
         fit = (
             isinstance(stops, list)
-            and len(stops) <= 4
-            and all(isinstance(s, str) and 0 < len(s) <= 256 for s in stops)
+            and len(stops) <= MOST_STOPS
+            and all(isinstance(s, str) and len(s) <= 256 for s in stops)
         )
-        need(fit, "stop must be at most four texts of 1 to 256 characters", "stop")
-        return stops
+        need(fit, f"stop must be at most {MOST_STOPS} texts of at most 256 characters", "stop")
+        return [stop for stop in stops if stop]  # an empty one stops nothing
+
+    def _variables(self, body: dict) -> dict:
+        """Read the variables that the chat template gets beside the messages."""
+        name = "chat_template_kwargs"
+        variables = body.get(name, {})
+        need(isinstance(variables, dict), f"{name} must be an object", name)
+        taken = sorted(RESERVED & variables.keys())
+        need(not taken, f"{name} cannot set {', '.join(taken)}; leave that out", name)
+        if "reasoning_effort" in body:
+            effort = body["reasoning_effort"]
+            fault = "reasoning_effort must be a text"
+            need(isinstance(effort, str), fault, "reasoning_effort")
+            variables = {"reasoning_effort": effort} | variables
+        return variables
 
     def _tools(self, body: dict) -> Tools | None:
         """Read the tools that an answer may call."""
@@ -313,7 +349,7 @@ class Reader:
             raise ValueError("prompt must be a text, a list of token ids, or a list of either")
         return check_ids(ids, engine.target.config, engine.context)
 
-    def _messages(self, messages: Any, tools: Tools | None) -> list[int]:
+    def _messages(self, messages: Any, tools: Tools | None, variables: dict) -> list[int]:
         """Return the ids of a chat: a system message or none, then an order the template takes."""
         engine = self.engine
         if engine.config.chat in (None, NO_TEMPLATE):
@@ -336,7 +372,7 @@ class Reader:
         if parsed[0]["role"] == "system":
             system = parsed.pop(0)["content"]
         template = self._template(system)
-        text = template.render_messages(parsed, tools and tools.given)
+        text = template.render_messages(parsed, tools and tools.given, variables)
         if tools and tools.forced:
             text += tools.syntax.opening
         ids = engine.tokenizer.encode(text, bos=template.bos, special=True)
@@ -345,6 +381,20 @@ class Reader:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Tell a value that cannot change the answer, of a parameter that is not served."""
+    if name in WITHOUT_EFFECT:
+        return True
+    if isinstance(value, (str, list, dict)) and not value:
+        return True
+    if name == "logit_bias" and isinstance(value, dict):
+        return all(_is_number(bias) and bias == 0 for bias in value.values())
+    neutral = NEUTRAL.get(name, (False,))
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
+    )
 
 
 def _without_nulls(options: dict) -> dict:
@@ -363,8 +413,12 @@ def _message(message: Any, earlier: list[dict]) -> dict:
     if not isinstance(message, dict):
         message = {}
     message = _without_nulls(message)
+    if message.get("tool_calls") == []:
+        del message["tool_calls"]
     calls = "tool_calls" in message
-    content = message.get("content", "" if calls else None)
+    content = message.get("content")
+    if content is None and (calls or message.get("role") == "assistant"):
+        content = ""  # calls or other fields are the answer
     if isinstance(content, list):
         content = _joined_parts(content)
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
@@ -374,7 +428,8 @@ def _message(message: Any, earlier: list[dict]) -> dict:
         return read_message(message, content, earlier)
     if role not in ROLES:
         raise ValueError(f"a message's role must be one of {ROLES}; it is {role[:SHOWN]!r}")
-    return {"role": "system" if role == "developer" else role, "content": content}
+    # other fields, as reasoning_content, are the template's
+    return message | {"role": "system" if role == "developer" else role, "content": content}
 
 
 def _joined_parts(parts: list) -> str | None:

@@ -2,8 +2,9 @@
 
 1. The model's chat template writes the tools, earlier calls and their results into the prompt. A
    rendered probe shows the syntax of a call: JSON, behind a mark as <tool_call> or alone.
-2. With tool_choice "auto", `Finder` takes the calls out of the text as it comes. The rest of the
-   text stays the content, as does a call that is not whole or not of a given tool.
+2. With tool_choice "auto", `Finder` takes the calls out of the text as it comes, those in a fenced
+   block of JSON too, which models write instead. The rest of the text stays the content, as does a
+   call that is not whole or not of a given tool.
 3. With "required" or a named tool the mark ends the prompt, and a grammar (extras/grammar.py)
    forces the JSON of one call, with arguments that follow the tool's schema.
 
@@ -26,6 +27,8 @@ from hf.tokenizer import Tokenizer
 MOST_TOOLS = 128  # as OpenAI's
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PROBE = "probe_of_a_tool"
+FENCE = "```"
+KEYS = ("arguments", "parameters")  # of a call that is not in the template's form
 CHOICES = ("none", "auto", "required")
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -94,12 +97,13 @@ class Tools(NamedTuple):
 
     def grammar(self) -> str:
         """Return the grammar of a forced call, in Lark."""
-        from extras.grammar import STYLE
+        from extras.grammar import STYLE, without_formats
 
         rules = ["start: " + " | ".join(f"call_{number}" for number in range(len(self.forced)))]
         for number, name in enumerate(self.forced):
             begin = json.dumps(f'{{"name": "{name}", "{self.syntax.key}": ')
-            schema = json.dumps({"type": "object", **self.schemas[name], "x-guidance": STYLE})
+            schema = without_formats(self.schemas[name])
+            schema = json.dumps({"type": "object", **schema, "x-guidance": STYLE})
             rules.append(f'call_{number}: {begin} arguments_{number} "}}"')
             rules.append(f"arguments_{number}: %json {schema}")
         return "\n".join(rules)
@@ -161,23 +165,30 @@ def read_message(message: dict, content: str, earlier: Iterable[dict]) -> dict:
         calls = [call for each in earlier for call in each.get("tool_calls", ())]
         names = [call["function"]["name"] for call in calls if call["id"] == id]
         require(names, "a tool message must have the tool_call_id of a call before it")
-        return {"role": "tool", "tool_call_id": id, "name": names[-1], "content": content}
+        return message | {"name": names[-1], "content": content}
     calls = message["tool_calls"]
     require(message["role"] == "assistant", "tool_calls belong to an assistant message")
     require(isinstance(calls, list) and calls, "tool_calls must be a list of at least one call")
-    return {"role": "assistant", "content": content, "tool_calls": list(map(_call, calls))}
+    return message | {"content": content, "tool_calls": list(map(_call, calls))}
 
 
 def _call(call: Any) -> dict:
-    """Return an earlier call, its arguments as an object. Raises: ValueError."""
+    """Return an earlier call, its arguments as an object, empty where there are none.
+
+    Raises: ValueError.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     fits = isinstance(function, dict) and isinstance(call.get("id"), str)
     fault = "a call must have an id, and a function with its name and arguments, a JSON object"
     require(fits and isinstance(function.get("name"), str), fault)
-    try:
-        arguments = json.loads(function.get("arguments"))
-    except (TypeError, ValueError, RecursionError):
-        raise ValueError(fault) from None
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments.strip() or "{}")
+        except (ValueError, RecursionError):
+            raise ValueError(fault) from None
+    if arguments in (None, []):  # an empty object of some languages
+        arguments = {}
     require(isinstance(arguments, dict), fault)
     called = {"name": function["name"], "arguments": arguments}
     return {"id": call["id"], "type": "function", "function": called}
@@ -190,11 +201,13 @@ class Finder:
         mark = tools.syntax.mark
         end = re.escape(tools.syntax.end)
         self.tools = tools
+        self.marks = [FENCE, mark] if mark else [FENCE]
+        self.fenced = False  # the call that was read is in a block
         self.count = 0  # calls so far
         self.held = ""  # text that may belong to a call
         self.stage = self._call if tools.forced or not mark else self._content
-        self.lead = re.compile(rf"\s*(?:{re.escape(mark)})?[\s\[]*")
-        self.tail = re.compile(rf"[\s,;\]]*(?:{end})?[\s,;\]]*")
+        self.lead = re.compile(rf"\s*(?:{re.escape(mark)})?\s*({FENCE}\w*)?[\s\[]*")
+        self.tail = re.compile(rf"[\s,;\]]*(?:{FENCE})?[\s,;\]]*(?:{end})?[\s,;\]]*")
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
         """Add text. last: nothing follows. Returns: content; calls, as clients read them."""
@@ -210,14 +223,15 @@ class Finder:
     def _content(self, last: bool, calls: list[dict]) -> str:
         """Return the text before a mark, or before the beginning of one."""
         held = self.held
-        mark = self.tools.syntax.mark
-        found = held.find(mark) if mark else -1
+        found = [held.find(mark) for mark in self.marks if mark in held]
         begin = len(held)
-        if found >= 0:
-            begin = len(held[:found].rstrip())
+        if found:
+            begin = len(held[: min(found)].rstrip())
             self.stage = self._call
-        elif mark and not last:
-            begun = [n for n in range(1, len(mark)) if held.endswith(mark[:n])]
+        elif not last:
+            begun = [
+                n for mark in self.marks for n in range(1, len(mark)) if held.endswith(mark[:n])
+            ]
             begin = len(held[: begin - max(begun, default=0)].rstrip())
         self.held = held[begin:]
         return held[:begin]
@@ -225,19 +239,22 @@ class Finder:
     def _call(self, last: bool, calls: list[dict]) -> str:
         """Read a call, once it is whole. Returns: text that is none. Writes: calls."""
         held = self.held
-        begin = self.lead.match(held).end()
+        lead = self.lead.match(held)
+        begin = lead.end()
         first = held[begin : begin + 1]
         found = None
         if first == "{":
             found, end = _decoded(held, begin)
-        if found is None and first in ("", "{") and not last:
+        begun = first in ("", "{") or FENCE.startswith(held[begin:])
+        if found is None and begun and not last:
             return ""
         call = self._checked(found)
         if call is None:
-            end = begin + 1 if self.tools.syntax.mark else len(held)
+            end = begin + 1
             self.stage = self._content
         else:
             self.stage = self._behind
+            self.fenced = self.fenced or lead[1] is not None
             if self.tools.several or not self.count:
                 calls.append(call)
                 self.count += 1
@@ -247,9 +264,13 @@ class Finder:
     def _behind(self, last: bool, calls: list[dict]) -> str:
         """Drop the end of a call, and a separator."""
         rest = self.held[self.tail.match(self.held).end() :]
-        if not self.tools.syntax.end.startswith(rest):
+        ends = [self.tools.syntax.end, FENCE] if self.fenced else [self.tools.syntax.end]
+        if not any(end.startswith(rest) for end in ends):
             self.held = rest
-            self.stage = self._call if rest[0] in "{[" else self._content
+            self.stage = self._call
+            if rest[0] not in "{[":
+                self.stage = self._content
+                self.fenced = False
         elif last:
             self.held = ""
         return ""
@@ -257,7 +278,10 @@ class Finder:
     def _checked(self, found: Any) -> dict | None:
         """Return a call of a given tool, as clients read it; None for other JSON."""
         name = found.get("name") if isinstance(found, dict) else None
-        arguments = found.get(self.tools.syntax.key) if name in list(self.tools.schemas) else None
+        if name not in list(self.tools.schemas):
+            return None
+        keys = [key for key in (self.tools.syntax.key, *KEYS) if key in found]
+        arguments = found[keys[0]] if keys else None
         if not isinstance(arguments, dict):
             return None
         try:

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import numpy
@@ -18,6 +19,7 @@ from options import DEFAULT, DEMO
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["GPT_EAGLE_QUANTIZED"] = os.path.join(tempfile.gettempdir(), "gpt-eagle-tests")
 os.environ["GPT_EAGLE_TREES"] = ""  # nothing is remembered, in child processes either
 os.environ.setdefault(
     "TORCHINDUCTOR_VEC_ISA_OK", "1"

@@ -47,6 +47,7 @@ from model import Transformer
 from ops.library import has_cpu_operators
 from ops.norm import rms_norm_reference
 from ops.rotary import HeadNorms
+from ops.tree import Candidates
 from options import GenerateConfig
 from sampling import Sampling, SamplingMode, SamplingTensors
 from session import Session
@@ -504,6 +505,12 @@ def chi_square(counts: Tensor, p: Tensor) -> float:
     return (
         float(torch.special.gammaincc(freedom / 2, statistic / 2)) if freedom else 1.0
     )  # tail of chi-square
+
+
+def no_candidates(batch: int) -> Candidates:
+    """No candidates of `batch` trees."""
+    empty = torch.empty(batch, 0)
+    return Candidates(empty.long(), empty, empty.long())
 
 
 def with_children(drafter: TreeDrafter, rule: str) -> TreeDrafter:

@@ -1,1 +1,0 @@
-"""C++ operators for CPUs: their sources, their build and the layouts of their weights."""

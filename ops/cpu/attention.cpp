@@ -141,9 +141,9 @@ struct Buffers {
 };
 
 // Rows first .. first + n of key-value head h of sequence b; row r is token r / group, head h * group + r % group.
-template <class T>
-void attend(const Shape& shape, const T* q, const T* keys, int64_t key_slot, const T* values, int64_t value_slot,
-            int64_t start, const bool* mask, int64_t h, int64_t first, int64_t n, T* y, Buffers& buffer) {
+template <class Q, class T>
+void attend(const Shape& shape, const Q* q, const T* keys, int64_t key_slot, const T* values, int64_t value_slot,
+            int64_t start, const bool* mask, int64_t h, int64_t first, int64_t n, Q* y, Buffers& buffer) {
   const int64_t e = shape.width, group = shape.heads / shape.kv_heads, used = start + shape.window;
   const int64_t stride = (used + LANES - 1) / LANES * LANES;
   const auto offset = [&](int64_t r) { return (r / group * shape.heads + h * group + r % group) * e; };
@@ -178,9 +178,9 @@ void attend(const Shape& shape, const T* q, const T* keys, int64_t key_slot, con
   }
 }
 
-template <class T>
+template <class T, class Q>
 void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-         const at::Tensor& start, const at::Tensor& mask, T* y) {
+         const at::Tensor& start, const at::Tensor& mask, Q* y) {
   const Strided<T> k(keys), v(values);
   const int64_t total = shape.rows * shape.heads / shape.kv_heads, parts = (total + ROWS - 1) / ROWS;
   const int64_t row = shape.rows * shape.heads * shape.width;  // elements of a sequence in q and y
@@ -189,7 +189,7 @@ void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const 
     for (int64_t item = begin; item < end; item++) {
       const int64_t part = item % parts, h = item / parts % shape.kv_heads, b = item / parts / shape.kv_heads;
       const int64_t first = total * part / parts, n = total * (part + 1) / parts - first;
-      attend(shape, q.const_data_ptr<T>() + b * row, k.data + b * k.batch + h * k.head, k.slot,
+      attend(shape, q.const_data_ptr<Q>() + b * row, k.data + b * k.batch + h * k.head, k.slot,
              v.data + b * v.batch + h * v.head, v.slot, start.const_data_ptr<int64_t>()[b],
              mask.const_data_ptr<bool>() + b * shape.rows * shape.window, h, first, n, y + b * row, buffer);
     }
@@ -198,15 +198,17 @@ void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const 
 
 }  // namespace
 
-// `tree_attention` of ops/attention.py, for bfloat16 and float32.
+// `tree_attention` of ops/attention.py, for bfloat16 and float32, and queries in float32 over a cache in bfloat16.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,
                      const at::Tensor& mask) {
   const Shape shape{q.size(1), q.size(2), k.size(1), q.size(3), mask.size(2)};
   TORCH_CHECK(shape.width % LANES == 0, "heads must have multiples of ", LANES, " elements; they have ", shape.width);
   TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "elements of a slot must lie side by side");
-  TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
-              "q, k and v must have one dtype; they have ", q.scalar_type(), ", ", k.scalar_type(), ", ",
-              v.scalar_type());
+  const bool narrow = k.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(v.scalar_type() == k.scalar_type() && (narrow || k.scalar_type() == at::kFloat) &&
+                  (q.scalar_type() == k.scalar_type() || q.scalar_type() == at::kFloat),
+              "k and v must have one dtype, and q the same or float32; they have ", q.scalar_type(), ", ",
+              k.scalar_type(), ", ", v.scalar_type());
   TORCH_CHECK(shape.heads % shape.kv_heads == 0 && k.size(0) == q.size(0) && v.sizes() == k.sizes() &&
                   start.numel() == q.size(0) && mask.size(0) == q.size(0) && mask.size(1) == q.size(1),
               "heads, batch rows or mask rows do not match");
@@ -216,7 +218,10 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     TORCH_CHECK(first >= 0 && first + shape.window <= k.size(2), "the window must lie in the cache");
   }
   const at::Tensor y = at::empty({q.size(0), shape.rows, shape.heads * shape.width}, q.options());
-  fill(y, [&](auto* to) { run(shape, rows, k, v, begin, seen, to); });
+  fill(y, [&](auto* to) {
+    if (narrow) run<at::BFloat16>(shape, rows, k, v, begin, seen, to);
+    else if constexpr (std::is_same_v<decltype(to), float*>) run<float>(shape, rows, k, v, begin, seen, to);
+  });
   return y;
 }
 

@@ -150,6 +150,9 @@ OPERATORS: dict[str, Callable | None] = {
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": (
         lambda x, weight, eps: x.new_empty(x.shape)
     ),
+    "swiglu(Tensor both) -> Tensor": (
+        lambda both: both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+    ),
     "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, int rows, "
     "int vocab, int domain) -> Tensor": (
         lambda seed, prompt, sample, greedy, first, rows, vocab, domain: first.new_empty(
@@ -414,7 +417,7 @@ def _load() -> str:
         _libraries[library.name] = register("gpt_eagle", library)
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
-        note = "PyTorch's own operators serve, which are slow on trees and in int8 and int4"
+        note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"
         print(f"note: {note} ({reason})", file=sys.stderr)
         return reason
     return ""

@@ -395,7 +395,7 @@ template <int64_t WHOLE, class Out> void put_row(Out* y, const float* sums, int6
 // ------------------------------------------------------------------------------------------------ rotary
 
 // x [E] -> y [E] by half-rotation; products are rounded before they are added, as in PyTorch's operators.
-template <class T> void rotate(const T* x, const float* cos, const float* sin, int64_t e, T* y) {
+template <class T, class Out> void rotate(const T* x, const float* cos, const float* sin, int64_t e, Out* y) {
   const int64_t half = e / 2;
   for (int64_t i = 0; i < half; i++) {
     const float left = widen(x[i]), right = widen(x[half + i]);

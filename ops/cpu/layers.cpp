@@ -2,7 +2,8 @@
 //
 // The steps are those of model.py's modules, from the embedding to the last norm, with the products and the attention
 // of the other files between them. As separate operators, the hundreds of small ones of a step cost more in dispatch,
-// guards and allocations than in work. Results are rounded to bfloat16 where the modules round.
+// guards and allocations than in work. All rows are in fp32, as in the modules; keys, values and features are kept in
+// bfloat16.
 //
 // A row's result does not depend on the other rows, bit for bit, as in the products and in attention: a norm's sum runs
 // over the row in one order, everything else is computed element by element.
@@ -11,6 +12,7 @@
 #include "strips.h"
 
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/softmax.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -19,12 +21,13 @@
 namespace layers {
 namespace {
 
-using Value = at::BFloat16;
+using Value = at::BFloat16;  // of weights, and of what is kept between passes
 using Weights = c10::List<std::optional<at::Tensor>>;
 
 constexpr int64_t GRAIN = 1 << 14;  // elements that pay for a thread's wake-up
 
 const Value* data(const at::Tensor& t) { return t.const_data_ptr<Value>(); }
+const float* rows_of(const at::Tensor& t) { return t.const_data_ptr<float>(); }
 
 // Calls f(row) for all rows, on several threads where that pays.
 template <class F> void each_row(int64_t rows, int64_t width, const F& f) {
@@ -105,13 +108,13 @@ void then_read(const Matrix* by) {
 // x [..., K] -> [..., n], by the product for the weight's layout. expert: of each row, int64, for a stack.
 at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert = {}) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
-  if (by.weight.scalar_type() == at::kBFloat16) return linear::linear_bf16(x, by.weight, by.bias, false, expert);
+  if (by.weight.scalar_type() == at::kBFloat16) return linear::linear_bf16(x, by.weight, by.bias, true, expert);
   const at::Tensor y = product(x, by, n, expert);
   if (by.bias) {
-    Value* to = y.mutable_data_ptr<Value>();
+    float* to = y.mutable_data_ptr<float>();
     const Value* bias = data(*by.bias);
     each_row(y.numel() / n, n, [&](int64_t r) {
-      for (int64_t i = 0; i < n; i++) put(to + r * n + i, widen(to[r * n + i]) + widen(bias[i]));
+      for (int64_t i = 0; i < n; i++) to[r * n + i] += widen(bias[i]);
     });
   }
   return y;
@@ -120,7 +123,7 @@ at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std:
 // --------------------------------------------------------------------------------------------------- rows
 
 // row [width] -> to [width], normed; `to` may be the row itself.
-void norm_row(const Value* row, const Value* w, int64_t width, double eps, Value* to) {
+template <class T> void norm_row(const T* row, const Value* w, int64_t width, double eps, T* to) {
   constexpr int64_t SUMS = 32;  // side by side, on all processors
   float sums[SUMS] = {}, total = 0;
   int64_t i = 0;
@@ -130,21 +133,23 @@ void norm_row(const Value* row, const Value* w, int64_t width, double eps, Value
   for (float sum : sums) total += sum;
   const float scale = 1.0f / std::sqrt(total / float(width) + float(eps));
   for (i = 0; i < width; i++) {
-    Value normed;
+    T normed;
     put(&normed, widen(row[i]) * scale);
     put(to + i, widen(normed) * widen(w[i]));
   }
 }
 
-// x [..., F] -> the same
+// x [..., F], of fp32 or bfloat16 -> the same
 at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   TORCH_CHECK(weight.numel() == x.size(-1), "a norm of ", weight.numel(), " features does not fit ", x.size(-1));
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
   const int64_t width = x.size(-1);
-  const at::Tensor y = empty_rows(x, width, at::kBFloat16);
-  const Value *from = data(x), *w = data(weight);
-  Value* to = y.mutable_data_ptr<Value>();
-  each_row(x.numel() / width, width, [&](int64_t r) { norm_row(from + r * width, w, width, eps, to + r * width); });
+  const at::Tensor y = empty_rows(x, width, x.scalar_type());
+  const Value* w = data(weight);
+  fill(y, [&]<class T>(T* to) {
+    const T* from = x.const_data_ptr<T>();
+    each_row(x.numel() / width, width, [&](int64_t r) { norm_row(from + r * width, w, width, eps, to + r * width); });
+  });
   return y;
 }
 
@@ -152,31 +157,32 @@ at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
 void add_to(const at::Tensor& x, at::Tensor& y) {
   RECORD_FUNCTION("gpt_eagle::add", std::vector<c10::IValue>{});
   const int64_t width = x.size(-1);
-  const Value* from = data(x);
-  Value* to = y.mutable_data_ptr<Value>();
+  const float* from = rows_of(x);
+  float* to = y.mutable_data_ptr<float>();
   each_row(x.numel() / width, width, [&](int64_t r) {
-    for (int64_t i = r * width; i < (r + 1) * width; i++) put(to + i, widen(from[i]) + widen(to[i]));
+    for (int64_t i = r * width; i < (r + 1) * width; i++) to[i] += from[i];
   });
 }
 
-// SwiGLU: gate and up [..., 2 inner], side by side -> silu(gate) * up.
+// SwiGLU: gate and up [..., 2 inner], of fp32 or bfloat16, side by side -> silu(gate) * up.
 at::Tensor gate(const at::Tensor& both) {
   RECORD_FUNCTION("gpt_eagle::silu", std::vector<c10::IValue>{});
   constexpr int64_t CHUNK = 256;
   const int64_t inner = both.size(-1) / 2, chunks = (inner + CHUNK - 1) / CHUNK;
-  const at::Tensor y = empty_rows(both, inner, at::kBFloat16);
-  const Value* from = data(both);
-  Value* to = y.mutable_data_ptr<Value>();
-  each_row(y.numel() / inner * chunks, 8 * CHUNK, [&](int64_t piece) {  // an exponential is worth several sums
-    const int64_t r = piece / chunks, first = piece % chunks * CHUNK, n = std::min(CHUNK, inner - first);
-    const Value *gates = from + r * 2 * inner + first, *ups = gates + inner;
-    Value* out = to + r * inner + first;
-    for (int64_t i = 0; i < n; i++) {
-      const float g = widen(gates[i]), e = exponential(g < 0 ? g : -g);
-      Value silu;
-      put(&silu, g * ((g < 0 ? e : 1.0f) / (1.0f + e)));
-      put(out + i, widen(silu) * widen(ups[i]));
-    }
+  const at::Tensor y = empty_rows(both, inner, both.scalar_type());
+  fill(y, [&]<class T>(T* to) {
+    const T* from = both.const_data_ptr<T>();
+    each_row(y.numel() / inner * chunks, 8 * CHUNK, [&](int64_t piece) {  // an exponential is worth several sums
+      const int64_t r = piece / chunks, first = piece % chunks * CHUNK, n = std::min(CHUNK, inner - first);
+      const T *gates = from + r * 2 * inner + first, *ups = gates + inner;
+      T* out = to + r * inner + first;
+      for (int64_t i = 0; i < n; i++) {
+        const float g = widen(gates[i]), e = exponential(g < 0 ? g : -g);
+        T silu;
+        put(&silu, g * ((g < 0 ? e : 1.0f) / (1.0f + e)));
+        put(out + i, widen(silu) * widen(ups[i]));
+      }
+    });
   });
   return y;
 }
@@ -184,7 +190,7 @@ at::Tensor gate(const at::Tensor& both) {
 // ----------------------------------------------------------------------------------------------- feed-forward
 
 struct Routes {  // of the rows' experts, in the router's order: a row's first, its second, the next row's first ...
-  at::Tensor expert, share, rows;  // [P] int64; [P] fp32, softmax over a row's own or all; [P, F], inputs
+  at::Tensor expert, share, rows;  // [P] int64; [P / J, J] fp32, softmax over a row's own or all; [P, F], inputs
 };
 
 // x [..., F] -> a router's scores of the experts, [..., E] fp32
@@ -198,13 +204,13 @@ Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen, bool
   const at::Tensor scores = score(x, router);  // [..., E]
   RECORD_FUNCTION("gpt_eagle::route", std::vector<c10::IValue>{});
   const int64_t experts = scores.size(-1), rows = scores.numel() / experts, width = x.size(-1);
-  const Routes to{at::empty({rows * chosen}, x.options().dtype(at::kLong)),
-                  at::empty({rows * chosen}, x.options().dtype(at::kFloat)),
-                  at::empty({rows * chosen, width}, x.options())};
-  const float* all = scores.const_data_ptr<float>();
+  Routes to{at::empty({rows * chosen}, x.options().dtype(at::kLong)), at::empty({rows, chosen}, x.options()),
+            at::empty({rows * chosen, width}, x.options())};
+  const at::Tensor every = norm ? scores : at::softmax(scores, -1);  // PyTorch's, so that the bits are the modules'
+  const float *all = rows_of(scores), *shares = rows_of(every);
   int64_t* expert = to.expert.mutable_data_ptr<int64_t>();
   float* share = to.share.mutable_data_ptr<float>();
-  Value* copy = to.rows.mutable_data_ptr<Value>();
+  float* copy = to.rows.mutable_data_ptr<float>();
   each_row(rows, chosen * width, [&](int64_t r) {
     const float* of = all + r * experts;
     int64_t* best = expert + r * chosen;
@@ -215,15 +221,12 @@ Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen, bool
       std::copy_backward(best + j, best + std::min(e, chosen - 1), best + std::min(e + 1, chosen));
       best[j] = e;
     }
-    float total = 0;
-    for (int64_t e = 0; e < experts && !norm; e++) total += std::exp(of[e] - of[best[0]]);
     for (int64_t j = 0; j < chosen; j++) {
-      const float part = share[r * chosen + j] = std::exp(of[best[j]] - of[best[0]]);
-      total += norm ? part : 0;
-      std::copy_n(data(x) + r * width, width, copy + (r * chosen + j) * width);
+      share[r * chosen + j] = shares[r * experts + best[j]];
+      std::copy_n(rows_of(x) + r * width, width, copy + (r * chosen + j) * width);
     }
-    for (int64_t j = 0; j < chosen; j++) share[r * chosen + j] /= total;
   });
+  if (norm) to.share = at::softmax(to.share, -1);
   return to;
 }
 
@@ -231,15 +234,14 @@ Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen, bool
 at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x) {
   RECORD_FUNCTION("gpt_eagle::merge", std::vector<c10::IValue>{});
   const int64_t width = x.size(-1), rows = x.numel() / width, chosen = y.size(0) / rows;
-  const at::Tensor sum = empty_rows(x, width, at::kBFloat16);
-  const Value* from = data(y);
-  const float* share = routes.share.const_data_ptr<float>();
-  Value* to = sum.mutable_data_ptr<Value>();
+  const at::Tensor sum = empty_rows(x, width, at::kFloat);
+  const float *from = rows_of(y), *share = routes.share.const_data_ptr<float>();
+  float* to = sum.mutable_data_ptr<float>();
   each_row(rows, chosen * width, [&](int64_t r) {
     for (int64_t i = 0; i < width; i++) {
       float total = 0;
-      for (int64_t p = r * chosen; p < (r + 1) * chosen; p++) total += widen(from[p * width + i]) * share[p];
-      put(to + r * width + i, total);
+      for (int64_t p = r * chosen; p < (r + 1) * chosen; p++) total += from[p * width + i] * share[p];
+      to[r * width + i] = total;
     }
   });
   return sum;
@@ -271,10 +273,10 @@ void norm_heads(at::Tensor& qkv, const Layer& layer, int64_t heads, int64_t kv_h
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
   const int64_t all = heads + 2 * kv_heads, e = qkv.size(3);
   const Value *q_weight = data(*layer.q_norm), *k_weight = data(*layer.k_norm);
-  Value* to = qkv.mutable_data_ptr<Value>();
+  float* to = qkv.mutable_data_ptr<float>();
   each_row(qkv.numel() / (all * e), all * e, [&](int64_t r) {
     for (int64_t h = 0; h < heads + kv_heads; h++) {
-      Value* head = to + (r * all + h) * e;
+      float* head = to + (r * all + h) * e;
       norm_row(head, h < heads ? q_weight : k_weight, e, eps, head);
     }
   });
@@ -287,18 +289,19 @@ at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at
   const int64_t B = qkv.size(0), T = qkv.size(1), kv_heads = k.size(1), e = k.size(3);
   const int64_t heads = qkv.size(2) - 2 * kv_heads;
   at::Tensor q = at::empty({B, T, heads, e}, qkv.options());
-  Value *to_q = q.mutable_data_ptr<Value>(), *to_k = k.mutable_data_ptr<Value>(), *to_v = v.mutable_data_ptr<Value>();
+  float* to_q = q.mutable_data_ptr<float>();
+  Value *to_k = k.mutable_data_ptr<Value>(), *to_v = v.mutable_data_ptr<Value>();
   const float *cos = rows.cos.const_data_ptr<float>(), *sin = rows.sin.const_data_ptr<float>();
   const int64_t* slot = rows.slots.const_data_ptr<int64_t>();
-  const Value* all = data(qkv);
+  const float* all = rows_of(qkv);
   each_row(B * T, (heads + 2 * kv_heads) * e, [&](int64_t r) {
-    const Value* from = all + r * (heads + 2 * kv_heads) * e;
+    const float* from = all + r * (heads + 2 * kv_heads) * e;
     for (int64_t h = 0; h < heads; h++) rotate(from + h * e, cos + r * e, sin + r * e, e, to_q + (r * heads + h) * e);
     for (int64_t h = 0; h < kv_heads; h++) {
       const int64_t at_k = r / T * k.stride(0) + h * k.stride(1) + slot[r] * k.stride(2);
       const int64_t at_v = r / T * v.stride(0) + h * v.stride(1) + slot[r] * v.stride(2);
       rotate(from + (heads + h) * e, cos + r * e, sin + r * e, e, to_k + at_k);
-      std::copy_n(from + (heads + kv_heads + h) * e, e, to_v + at_v);
+      for (int64_t i = 0; i < e; i++) put(to_v + at_v + i, from[(heads + kv_heads + h) * e + i]);
     }
   });
   return q;
@@ -328,28 +331,36 @@ at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const Layer* 
   return y;
 }
 
-// Copies x [..., F] to the columns of y [..., whole] from `first` on.
+// Copies x [..., F] to the columns of y [..., whole], of fp32 or bfloat16, from `first` on.
 void copy_columns(const at::Tensor& x, const at::Tensor& y, int64_t first) {
   const int64_t width = x.size(-1), whole = y.size(-1);
-  const Value* from = data(x);
-  Value* to = y.mutable_data_ptr<Value>() + first;
-  each_row(x.numel() / width, width, [&](int64_t r) { std::copy_n(from + r * width, width, to + r * whole); });
+  const float* from = rows_of(x);
+  fill(y, [&](auto* to) {
+    each_row(x.numel() / width, width, [&](int64_t r) {
+      for (int64_t i = 0; i < width; i++) put(to + r * whole + first + i, from[r * width + i]);
+    });
+  });
 }
 
-// Columns first .. first + width of x [..., F].
+// Columns first .. first + width of x [..., F], of fp32 or bfloat16, in fp32.
 at::Tensor columns_of(const at::Tensor& x, int64_t first, int64_t width) {
   const int64_t whole = x.size(-1);
   TORCH_CHECK(first >= 0 && width > 0 && first + width <= whole, "rows of ", whole, " have no ", width, " features");
-  const at::Tensor y = empty_rows(x, width, at::kBFloat16);
-  const Value* from = data(x) + first;
-  Value* to = y.mutable_data_ptr<Value>();
-  each_row(y.numel() / width, width, [&](int64_t r) { std::copy_n(from + r * whole, width, to + r * width); });
+  const at::Tensor y = empty_rows(x, width, at::kFloat);
+  float* to = y.mutable_data_ptr<float>();
+  const auto copy = [&](const auto* from) {
+    each_row(y.numel() / width, width, [&](int64_t r) {
+      for (int64_t i = 0; i < width; i++) to[r * width + i] = widen(from[r * whole + first + i]);
+    });
+  };
+  if (x.scalar_type() == at::kFloat) copy(rows_of(x));
+  else copy(data(x));
   return y;
 }
 
 // a [..., F] and b [..., G] -> [..., F + G], side by side.
 at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
-  const at::Tensor y = empty_rows(a, a.size(-1) + b.size(-1), at::kBFloat16);
+  const at::Tensor y = empty_rows(a, a.size(-1) + b.size(-1), at::kFloat);
   copy_columns(a, y, 0), copy_columns(b, y, a.size(-1));
   return y;
 }
@@ -358,15 +369,17 @@ at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
 at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight, const std::optional<at::Tensor>& table) {
   TORCH_CHECK(tokens.dim() == 2 && weight.is_contiguous(), "tokens must be [B, T], and weights contiguous");
   const int64_t F = table ? BlockTable(*table, weight).k : weight.size(1), count = tokens.numel();
-  const at::Tensor x = at::empty({tokens.size(0), tokens.size(1), F}, weight.options().dtype(at::kBFloat16));
+  const at::Tensor x = at::empty({tokens.size(0), tokens.size(1), F}, weight.options().dtype(at::kFloat));
   if (table) {
     blocks::block_rows(weight, *table, tokens.flatten(), x);
     return x;
   }
   const Whole token(tokens, tokens.sizes(), "tokens");
-  Value* to = x.mutable_data_ptr<Value>();
-  for (int64_t r = 0; r < count; r++)
-    std::copy_n(data(weight) + within(token[r], weight.size(0), "a token") * F, F, to + r * F);
+  float* to = x.mutable_data_ptr<float>();
+  for (int64_t r = 0; r < count; r++) {
+    const Value* from = data(weight) + within(token[r], weight.size(0), "a token") * F;
+    for (int64_t i = 0; i < F; i++) to[r * F + i] = widen(from[i]);
+  }
   return x;
 }
 
@@ -384,7 +397,7 @@ at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& 
   const int64_t B = x.size(0), T = x.size(1), F = x.size(2), count = int64_t(cache.k.size()), S = cache.k[0].size(2);
   TORCH_CHECK(cache.k.size() == prepared.layers.size() && cache.v.size() == cache.k.size(), "the cache is of ", count,
               " layers, not of ", prepared.layers.size());
-  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "rows must be bfloat16");
+  TORCH_CHECK(x.scalar_type() == at::kFloat, "rows must be float32");
   TORCH_CHECK(positions.numel() == B * T && cache.slots.numel() == B * T && cache.k[0].size(0) == B,
               "a position and a slot per row, and a cache row per batch row");
   const at::Tensor to = cache.slots.contiguous();
@@ -425,18 +438,19 @@ struct Head {
   }
   at::Tensor normed(const at::Tensor& x, int64_t i) const { return norm(x, *part(i), prepared.eps); }
 
-  // The target's features -> those that `step` takes: [B, T, (1 + aux_layers) F] -> [B, T, F].
+  // The target's features, in bfloat16 -> those that `step` takes: [B, T, (1 + aux_layers) F] -> [B, T, F].
   at::Tensor fuse(const at::Tensor& features) const {
-    if (!of_version_3() || !part(FC)) return part(INPUT_NORM) ? normed(features, INPUT_NORM) : features;
     const int64_t each = int64_t(parts.size()) - FC_NORMS, width = features.size(-1), aux_layers = std::max<int64_t>(each, 1);
-    at::Tensor x = columns_of(features, width - inputs, inputs);
+    const bool fuses = of_version_3() && part(FC);
+    at::Tensor x = fuses ? columns_of(features, width - inputs, inputs) : columns_of(features, 0, width);
     if (part(INPUT_NORM)) x = normed(x, INPUT_NORM);
+    if (!fuses) return x;
     if (each)
       for (int64_t i = 0; i < aux_layers; i++)
         copy_columns(normed(columns_of(x, i * inputs / aux_layers, inputs / aux_layers), FC_NORMS + i), x, i * inputs / aux_layers);
     return fc(x);
   }
-  // One forward pass. tokens: [B, T]; features: [B, T, F]. Writes: the cache. Returns: [B, T, F].
+  // One forward pass. tokens: [B, T]; features: [B, T, F]. Writes: the cache. Returns: [B, T, F] in bfloat16.
   at::Tensor step(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& positions,
                   const Cache& cache) const {
     const at::Tensor embedded = embed(tokens, *part(EMBEDDING), part(EMBEDDING_TABLE));
@@ -450,7 +464,9 @@ struct Head {
       x = fc(side_by_side(embedded, features));
     }
     const at::Tensor y = run_layers(prepared, x, *part(FREQ), factor, positions, cache, {}, x, h);
-    return part(NORM) ? normed(y, NORM) : y;
+    const at::Tensor out = empty_rows(y, y.size(-1), at::kBFloat16);
+    copy_columns(part(NORM) ? normed(y, NORM) : y, out, 0);
+    return out;
   }
 };
 
@@ -483,10 +499,11 @@ at::Tensor head_step(const at::Tensor& tokens, const at::Tensor& out, const at::
   const int64_t B = tokens.size(0), R = tokens.size(1), before = out.size(1), F = out.size(2);
   const Operand<Value> of(out, {B, before, F}, "out");
   const Whole from(parent, {B, R}, "parent");
-  const at::Tensor rows = at::empty({B, R, F}, out.options());
+  const at::Tensor rows = at::empty({B, R, F}, out.options().dtype(at::kFloat));
+  float* to = rows.mutable_data_ptr<float>();
   for (int64_t r = 0; r < B * R; r++) {
     const int64_t place = r / R * before + within(from[r], before, "a parent");
-    std::copy_n(of.data + place * F, F, rows.mutable_data_ptr<Value>() + r * F);
+    for (int64_t i = 0; i < F; i++) to[r * F + i] = widen(of.data[place * F + i]);
   }
   const Head head{prepared_in(holder), parts, factor, normed_residual, 0};
   return head.step(tokens, rows, positions, {k, v, slots, start, mask});
@@ -500,7 +517,8 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const a
                                                const at::Tensor& hidden, const at::Tensor& holder, const Weights& parts,
                                                double factor, bool normed_residual, int64_t inputs, at::TensorList k,
                                                at::TensorList v) {
-  TORCH_CHECK(features.dim() == 3 && hidden.dim() == 3, "features and hidden have 3 dimensions");
+  TORCH_CHECK(features.dim() == 3 && features.scalar_type() == at::kBFloat16 && hidden.dim() == 3,
+              "features and hidden have 3 dimensions, and features are bfloat16");
   const Head head{prepared_in(holder), parts, factor, normed_residual, inputs};
   const int64_t B = features.size(0), R = features.size(1), F = hidden.size(2);
   const Whole token(tokens, {B, R + 1}, "tokens"), real(count, {B}, "count"), before(length, {B}, "length");
@@ -521,11 +539,14 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const a
   return {last, total};
 }
 
-// `rms_norm` of ops/norm.py for bfloat16. x: [..., F]; weight: [F]
+// `rms_norm` of ops/norm.py for bfloat16 weights. x: [..., F], fp32 or bfloat16; weight: [F]
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  const bool known = x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16;
-  TORCH_CHECK(known, "x and weight must be bfloat16");
+  const bool known = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat;
+  TORCH_CHECK(known && weight.scalar_type() == at::kBFloat16, "x must be bfloat16 or float32, and weight bfloat16");
   return norm(x.contiguous(), weight.contiguous(), eps);
 }
+
+// `swiglu` of ops/norm.py. both: [..., 2 F], fp32 or bfloat16
+at::Tensor swiglu(const at::Tensor& both) { return gate(both.contiguous()); }
 
 }  // namespace layers

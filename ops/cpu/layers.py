@@ -1,9 +1,9 @@
 """A forward pass of a model, or of a draft head, in one C++ call on a CPU (layers.cpp).
 
-It computes the same as model.py's modules, in bfloat16 with float, int8 or int4 weights, and rounds
-where they round. Any of the layers may be mixtures of experts. One call replaces hundreds of small
-operators. Other dtypes, gradients, other devices and machines without a C++ compiler are left to
-the modules.
+It computes the same as model.py's modules, with weights in bfloat16, int8, int4 or GGUF blocks:
+rows in fp32, bfloat16 in the cache and in features. Any of the layers may be mixtures of experts.
+One call replaces hundreds of small operators. Other dtypes, gradients, other devices and machines
+without a C++ compiler are left to the modules.
 """
 
 from __future__ import annotations

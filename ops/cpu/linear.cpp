@@ -211,22 +211,38 @@ template <class Out> void product(const Layer& layer, Out* y) {
   });
 }
 
+// Returns rows in bfloat16, rounded if they are in fp32.
+at::Tensor halves_of(const at::Tensor& x) {
+  const at::Tensor rows = x.contiguous();
+  if (rows.scalar_type() == at::kBFloat16) return rows;
+  TORCH_CHECK(rows.scalar_type() == at::kFloat, "x must be bfloat16 or float32");
+  const int64_t k = rows.size(-1);
+  const at::Tensor y = empty_rows(rows, k, at::kBFloat16);
+  const float* from = rows.const_data_ptr<float>();
+  Value* to = y.mutable_data_ptr<Value>();
+  parallel(rows.numel() / k, std::max<int64_t>(1, GRAIN / 16 / k), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * k; i < end * k; i++) put(to + i, from[i]);
+  });
+  return y;
+}
+
 }  // namespace
 
 // ----------------------------------------------------------------------------------------------- operator
 
-// With `expert`, one int64 per row, weight and bias are stacked.
+// x: bfloat16, or fp32, which is rounded to it and makes the result fp32. With `expert`, one int64 per row, weight and
+// bias are stacked.
 at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
                        const std::optional<at::Tensor>& expert) {
   const int64_t k = weight.size(-1), n = weight.size(-2);
   const auto is_bf16 = [](const at::Tensor& t) { return t.scalar_type() == at::kBFloat16; };
-  TORCH_CHECK(is_bf16(x) && is_bf16(weight), "x and weight must be bfloat16");
+  TORCH_CHECK(is_bf16(weight), "the weight must be bfloat16");
   TORCH_CHECK(x.size(-1) == k, "an input of ", x.size(-1), " features does not fit weights for ", k);
   TORCH_CHECK(weight.is_contiguous(), "weights must lie in one piece");
   TORCH_CHECK(!bias || (is_bf16(*bias) && bias->is_contiguous() && bias->numel() * k == weight.numel()),
               "bias must hold one bfloat16 per output, in one piece");
-  const at::Tensor rows = x.contiguous();
-  const at::Tensor y = empty_rows(x, n, wide ? at::kFloat : at::kBFloat16);
+  const at::Tensor rows = halves_of(x);
+  const at::Tensor y = empty_rows(x, n, wide || !is_bf16(x) ? at::kFloat : at::kBFloat16);
   static thread_local Layer layer;  // its memory is kept from call to call; threads get a reference
   layer.x = rows.const_data_ptr<Value>(), layer.w = weight.const_data_ptr<Value>();
   layer.bias = bias ? bias->const_data_ptr<Value>() : nullptr;

@@ -35,6 +35,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("pack_blocks", blocks::pack_blocks)
       .impl("block_rows", blocks::block_rows)
       .impl("rms_norm", layers::rms_norm)
+      .impl("swiglu", layers::swiglu)
       .impl("prepare_layers", layers::prepare_layers)
       .impl("model", layers::model)
       .impl("head_step", layers::head_step)

@@ -1,7 +1,8 @@
 // Linear layers with weights of 4 or 8 bits for 1 to a few hundred tokens on a CPU, in integer dot products.
 //
 // 1. Activations are rounded to int8 with one scale per row and block of k (the weights' group, or BLOCK8), so that an
-//    outlier costs precision in its own block only.
+//    outlier costs precision in its own block only. Such a block is `fine`: it has a second, low plane of codes, 1/128
+//    as large, for what the first leaves over. The few fine blocks would make most of the error of a row.
 // 2. Weights lie in strips of 32 outputs, one contiguous stream each: superblocks of k, each a header with the scales,
 //    then codes (layout.py, blocks.cpp). The hardware multiplies unsigned by signed bytes, so codes are stored with an
 //    offset; integer sums start at -offset * sum(activations), which takes it out again, exactly. A minimum of a group
@@ -10,9 +11,10 @@
 //    rows pass over them; a panel's scales become fp32 once. In a mixture, each expert's rows pass over its own strips;
 //    idle experts are not read.
 //
-// A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the sum in floating point
-// runs over the blocks of k in their order. Plain references: ops/qmatmul.py. Sources of the idea: Q8_0 x Q4_0
-// products of llama.cpp (blockwise activations); VNNI packing of oneDNN.
+// A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the sums in floating point,
+// one for each plane, run over the blocks of k in their order. A block that only another row of the tile has in the low
+// plane adds 0. Plain references: ops/qmatmul.py. Sources of the idea: Q8_0 x Q4_0 products of llama.cpp (blockwise
+// activations); VNNI packing of oneDNN.
 
 #include "common.h"
 #include "strips.h"
@@ -26,6 +28,8 @@ constexpr int64_t BLOCK8 = 128;  // k per activation scale of the int8 format
 constexpr int64_t MOST_BLOCK = 128;  // of all formats
 constexpr int64_t PANEL = 512;   // k per pass over the tokens: 8 or 16 KB of weights
 constexpr int64_t GRAIN = 1 << 16;  // multiply-adds (and bytes) that pay for a thread's wake-up
+constexpr float FINE = 6;    // a block is fine if a magnitude is above FINE times the root mean square of the row
+constexpr int PLANES = 2;    // high, low
 
 constexpr int NV = STRIP / LANES;  // vectors per strip
 
@@ -47,16 +51,38 @@ struct Activations {
   bool wide;       // codes of 16 bits: for a step x0, x2, x1, x3
   Order order;
   std::vector<Tile> tiles;
-  std::vector<int8_t> codes;    // per tile of T rows: [K / 4, T, 4 or 8] bytes
-  std::vector<float> scales;    // per tile: [blocks, T]
-  std::vector<int32_t> starts;  // per tile: [blocks, T], -offset * sum of the block's codes
-  std::vector<float> sums;      // per tile: [blocks, T], of the block's codes times their scale
+  struct Plane {
+    std::vector<int8_t> codes;    // per tile of T rows: [K / 4, T, 4 or 8] bytes
+    std::vector<float> scales;    // per tile: [blocks, T]
+    std::vector<int32_t> starts;  // per tile: [blocks, T], -offset * sum of the block's codes
+    std::vector<float> sums;      // per tile: [blocks, T], of the block's codes times their scale
+  } planes[PLANES];
+  std::vector<uint8_t> fine;  // per tile: [blocks, of T], whether a row's block is fine; else the low plane is 0
   int64_t step_bytes() const { return wide ? 8 : 4; }
 };
 
-// Rounds n numbers, of a block of N, and writes the codes of their steps `height` steps apart. Returns: their sum.
+// Returns the magnitude above which a block of a row is fine.
+template <class T> float fine_above(const T* x, int64_t k) {
+  constexpr int64_t SUMS = 32;  // side by side, on all processors
+  float sums[SUMS] = {}, total = 0;
+  int64_t i = 0;
+  for (; i + SUMS <= k; i += SUMS)
+    for (int64_t s = 0; s < SUMS; s++) sums[s] += widen(x[i + s]) * widen(x[i + s]);
+  for (; i < k; i++) sums[0] += widen(x[i]) * widen(x[i]);
+  for (float sum : sums) total += sum;
+  return FINE * std::sqrt(total / float(k));
+}
+
+struct Rounded {  // a block
+  float scale;             // of the high plane
+  int32_t sums[PLANES];    // of the codes
+  bool fine;
+};
+
+// Rounds n numbers, of a block of N, and writes the codes of their steps `height` steps apart, to the planes. The block
+// is fine if a magnitude is above `most_coarse`.
 template <int N, bool WIDE, class T>
-int32_t round_block(const T* x, int64_t n, int64_t height, int8_t* to, float* scale) {
+Rounded round_block(const T* x, int64_t n, int64_t height, float most_coarse, int8_t* const (&to)[PLANES]) {
   T padded[N] = {};
   if (n < N) x = std::copy_n(x, n, padded) - n;
   float numbers[N];
@@ -70,26 +96,32 @@ int32_t round_block(const T* x, int64_t n, int64_t height, int8_t* to, float* sc
   }
   float magnitude;
   std::memcpy(&magnitude, &most, 4);
-  const float to_code = magnitude > 1e-30f ? 127.0f / magnitude : 0.0f;
-  *scale = magnitude / 127.0f;
-  int32_t total = 0;
-  alignas(64) int8_t codes[N];
+  const bool fine = magnitude > most_coarse;
+  const float to_code = magnitude > 1e-30f ? (fine ? 127.0f * 128 : 127.0f) / magnitude : 0.0f;
+  Rounded block{magnitude / 127.0f, {}, fine};
+  alignas(64) int8_t codes[PLANES][N];
   for (int i = 0; i < N; i++) {
     const float shifted = numbers[i] * to_code + 12582912.0f;  // 1.5 * 2^23: rounds to nearest even into the low bits
-    int32_t code;
-    std::memcpy(&code, &shifted, 4);
-    codes[i] = int8_t(code);
-    total += int8_t(code);
+    int32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    const int16_t code = int16_t(bits), high = fine ? int16_t((code + 64) >> 7) : code;
+    codes[0][i] = int8_t(high), codes[1][i] = int8_t(fine ? code - 128 * high : 0);
+    block.sums[0] += codes[0][i], block.sums[1] += codes[1][i];
   }
-  for (int64_t i = 0; i < n; i += 4, to += (WIDE ? 8 : 4) * height) {
-    const int16_t wide[4] = {codes[i], codes[i + 2], codes[i + 1], codes[i + 3]};
-    if (WIDE) std::memcpy(to, wide, 8);
-    else std::memcpy(to, codes + i, 4);
+  for (int p = 0; p < PLANES; p++) {
+    int8_t* at = to[p];
+    for (int64_t i = 0; i < n; i += 4, at += (WIDE ? 8 : 4) * height) {
+      const int8_t* of = codes[p] + i;
+      const int16_t wide[4] = {of[0], of[2], of[1], of[3]};
+      if (WIDE) std::memcpy(at, wide, 8);
+      else std::memcpy(at, of, 4);
+    }
   }
-  return total;
+  return block;
 }
 
-template <class T> using Round = int32_t (*)(const T* x, int64_t n, int64_t height, int8_t* to, float* scale);
+template <class T>
+using Round = Rounded (*)(const T* x, int64_t n, int64_t height, float most_coarse, int8_t* const (&to)[PLANES]);
 
 // Returns the `round_block` of a block size.
 template <bool WIDE, class T> Round<T> round_of(int64_t block) {
@@ -100,10 +132,13 @@ template <bool WIDE, class T> Round<T> round_of(int64_t block) {
 
 template <class T> void round_rows(Activations& a, const T* x) {
   a.blocks = (a.k + a.block - 1) / a.block;
-  a.codes.resize(a.rows * a.k / 4 * a.step_bytes());
-  a.scales.resize(a.rows * a.blocks);
-  a.starts.resize(a.rows * a.blocks);
-  a.sums.resize(a.rows * a.blocks);
+  for (Activations::Plane& plane : a.planes) {
+    plane.codes.resize(a.rows * a.k / 4 * a.step_bytes());
+    plane.scales.resize(a.rows * a.blocks);
+    plane.starts.resize(a.rows * a.blocks);
+    plane.sums.resize(a.rows * a.blocks);
+  }
+  a.fine.assign(a.rows * a.blocks, false);
   std::vector<Tile>& tiles = a.tiles;
   tiles.clear();
   for (const Group& group : a.order.groups)
@@ -112,14 +147,21 @@ template <class T> void round_rows(Activations& a, const T* x) {
     const Round<T> round = a.wide ? round_of<true, T>(a.block) : round_of<false, T>(a.block);
     for (int64_t t = begin; t < end; t++) {
       const auto [first, height] = tiles[t];
-      for (int64_t b = 0; b < a.blocks; b++)
-        for (int64_t m = 0; m < height; m++) {
+      for (int64_t m = 0; m < height; m++) {
+        const T* row = x + a.order.row[first + m] * a.k;
+        const float most_coarse = fine_above(row, a.k);
+        for (int64_t b = 0; b < a.blocks; b++) {
           const int64_t n = std::min(a.block, a.k - b * a.block), i = first * a.blocks + b * height + m;
-          const T* from = x + a.order.row[first + m] * a.k + b * a.block;
-          int8_t* to = &a.codes[(first * a.k + b * a.block * height + 4 * m) / 4 * a.step_bytes()];
-          const int32_t sum = round(from, n, height, to, &a.scales[i]);
-          a.starts[i] = -a.offset * sum, a.sums[i] = a.scales[i] * float(sum);
+          const int64_t at = (first * a.k + b * a.block * height + 4 * m) / 4 * a.step_bytes();
+          const Rounded block =
+              round(row + b * a.block, n, height, most_coarse, {&a.planes[0].codes[at], &a.planes[1].codes[at]});
+          a.fine[first * a.blocks + b] |= block.fine;
+          for (int p = 0; p < PLANES; p++) {
+            const float scale = a.planes[p].scales[i] = p ? block.scale / 128 : block.scale;
+            a.planes[p].starts[i] = -a.offset * block.sums[p], a.planes[p].sums[i] = scale * float(block.sums[p]);
+          }
         }
+      }
     }
   });
 }
@@ -302,53 +344,93 @@ template <Adds ADDS, int M, int V>
   }
 }
 
+// Adds a group's dot products with one plane of a tile's rows, scaled, to `total`.
+template <class F, int M, int V>
+[[gnu::always_inline]] inline void add_group(const uint8_t* p, const int8_t* x, int64_t steps, Adds adds,
+                                             const Panel& panel, int64_t g, const Ends& ends, Floats (&total)[M][V]) {
+  Ints sums[M][V];
+  clear(sums);
+  dots<F, M, V>(p, x, steps, sums);
+  switch (adds) {
+    case Adds::NOTHING: return scale_sums<Adds::NOTHING>(sums, panel, g, ends, total);
+    case Adds::LEAST: return scale_sums<Adds::LEAST>(sums, panel, g, ends, total);
+    case Adds::START: return scale_sums<Adds::START>(sums, panel, g, ends, total);
+    case Adds::ZERO: return scale_sums<Adds::ZERO>(sums, panel, g, ends, total);
+  }
+}
+
+template <int M, int V> inline void load_sums(const float* acc, Floats (&total)[M][V]) {
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < V; j++) total[m][j] = load(acc + m * STRIP + output_of<V>(j));
+}
+template <int M, int V> inline void store_sums(const Floats (&total)[M][V], float* acc) {
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < V; j++) store(acc + m * STRIP + output_of<V>(j), total[m][j]);
+}
+
+// Planes that a pass of a tile over a panel multiplies: both, where their sums fit the registers, as memory is waited
+// for once then; else one after the other.
+enum class Reads { BOTH, HIGH, LOW };
+
 // One tile's pass over a panel, for V vectors of outputs. STEPS: of every group of k, so that its sums stay in
-// registers; 0: any. first: of the vectors; acc: [M, 32], read and written
-template <class F, int STEPS, int M, int V>
+// registers; 0: any. first: of the vectors; sums: [M, 32] of each plane, read and written
+template <class F, int STEPS, int M, int V, Reads READS>
 [[gnu::noinline]] void tile(const Activations& a, const Layout& layout, Panel& panel, int64_t row, int64_t first,
-                            float* acc) {
-  acc += first;
-  const int64_t place = row * a.blocks + panel.first / a.block * M;
-  const int8_t* x = &a.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
-  Ends ends{&a.scales[place], &a.sums[place], &a.starts[place]};
+                            float* const (&sums)[PLANES]) {
+  const int64_t block = row * a.blocks + panel.first / a.block * M;
+  const int8_t* x[PLANES];
+  Ends ends[PLANES];
+  for (int i = 0; i < PLANES; i++) {
+    const Activations::Plane& plane = a.planes[i];
+    x[i] = &plane.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
+    ends[i] = {&plane.scales[block], &plane.sums[block], &plane.starts[block]};
+  }
+  const uint8_t* fine = &a.fine[row * a.blocks + panel.first / a.block];
   const int64_t size = layout.group, last = panel.last;
   const int64_t share = layout.super_bytes() * size / layout.super * V / NV / panel.tiles;
   const Adds adds = adds_of(layout);
   const uint8_t *p = panel.weights + 4 * first, *ahead = panel.ahead, *reach = panel.reach;
   int64_t g = first;
-  Floats total[M][V];
-  for (int m = 0; m < M; m++)
-    for (int j = 0; j < V; j++) total[m][j] = load(acc + m * STRIP + output_of<V>(j));
+  Floats high[M][V], low[M][V];
+  if (READS != Reads::LOW) load_sums(sums[0] + first, high);
+  if (READS != Reads::HIGH) load_sums(sums[1] + first, low);
   for (int64_t k = panel.first; k < last;) {
     const int64_t end = std::min(k + layout.super, last);
     for (p += layout.header_bytes; k < end; k += size, g += STRIP) {
-      const int64_t steps = STEPS ? STEPS : std::min(size, end - k) / 4;
-      Ints sums[M][V];
-      clear(sums);
-      dots<F, M, V>(p, x, steps, sums);
-      p += steps * F::STEP_BYTES, x += steps * STEP<F> * M;
-      for (reach += share; ahead < reach; ahead += 64) to_l2(ahead);
-      switch (adds) {
-        case Adds::NOTHING: scale_sums<Adds::NOTHING>(sums, panel, g, ends, total); break;
-        case Adds::LEAST: scale_sums<Adds::LEAST>(sums, panel, g, ends, total); break;
-        case Adds::START: scale_sums<Adds::START>(sums, panel, g, ends, total); break;
-        case Adds::ZERO: scale_sums<Adds::ZERO>(sums, panel, g, ends, total); break;
+      const int64_t steps = STEPS ? STEPS : std::min(size, end - k) / 4, codes = steps * STEP<F> * M;
+      if constexpr (READS != Reads::LOW) {
+        add_group<F>(p, x[0], steps, adds, panel, g, ends[0], high);
+        x[0] += codes, ends[0].scales += M, ends[0].sums += M, ends[0].starts += M;
+        for (reach += share; ahead < reach; ahead += 64) to_l2(ahead);
       }
-      ends.scales += M, ends.sums += M, ends.starts += M;
+      if constexpr (READS != Reads::HIGH) {
+        if (*fine++) add_group<F>(p, x[1], steps, adds, panel, g, ends[1], low);
+        x[1] += codes, ends[1].scales += M, ends[1].sums += M, ends[1].starts += M;
+      }
+      p += steps * F::STEP_BYTES;
     }
   }
-  for (int m = 0; m < M; m++)
-    for (int j = 0; j < V; j++) store(acc + m * STRIP + output_of<V>(j), total[m][j]);
+  if (READS != Reads::LOW) store_sums(high, sums[0] + first);
+  if (READS != Reads::HIGH) store_sums(low, sums[1] + first);
   panel.ahead = ahead, panel.reach = reach;
 }
 
 template <class F, int STEPS, int M = MB>
-void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& panel, int64_t row, float* acc) {
+void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& panel, int64_t row,
+           float* const (&sums)[PLANES]) {
   if constexpr (M > 1)
-    if (height < M) return tiles<F, STEPS, M - 1>(height, a, layout, panel, row, acc);
+    if (height < M) return tiles<F, STEPS, M - 1>(height, a, layout, panel, row, sums);
   constexpr int V = M * NV <= MOST_SUMS ? NV : 2;
-  for (int64_t first = 0; first < STRIP / V; first += LANES)
-    tile<F, STEPS, M, V>(a, layout, panel, row, first, acc);
+  const uint8_t* fine = &a.fine[row * a.blocks + panel.first / a.block];
+  const bool any = std::memchr(fine, true, (panel.last - panel.first + a.block - 1) / a.block);
+  for (int64_t first = 0; first < STRIP / V; first += LANES) {
+    if constexpr (M <= 2) {
+      tile<F, STEPS, M, V, Reads::BOTH>(a, layout, panel, row, first, sums);
+    } else {
+      tile<F, STEPS, M, V, Reads::HIGH>(a, layout, panel, row, first, sums);
+      if (any) tile<F, STEPS, M, V, Reads::LOW>(a, layout, panel, row, first, sums);
+    }
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ product
@@ -363,7 +445,7 @@ struct Part {  // outputs of one layout
   int64_t strips() const { return (n + STRIP - 1) / STRIP; }
 };
 
-// acc [rows of the group, 32] = x . w for a strip of a part
+// acc [rows of the group, 32] = x . w for a strip of a part; behind it is room for as much
 template <class F, int STEPS>
 void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
   const Activations& a = *part.a;
@@ -372,7 +454,8 @@ void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& pane
   alignas(64) float output_scale[STRIP] = {};
   if (part.scale)
     std::copy_n(part.scale + group.expert * part.n + strip * STRIP, std::min(STRIP, part.n - strip * STRIP), output_scale);
-  std::fill(acc, acc + group.rows * STRIP, 0.0f);
+  float* low = acc + group.rows * STRIP;  // the sums of the low plane
+  std::fill(acc, acc + PLANES * group.rows * STRIP, 0.0f);
   panel.weights = part.packed + group.expert * part.expert_bytes + strip * layout.strip_bytes(a.k);
   for (panel.first = 0; panel.first < a.k; panel.first = panel.last) {
     panel.last = std::min(a.k, panel.first + supers * layout.super);
@@ -381,10 +464,12 @@ void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& pane
     panel.ahead = panel.reach = next, panel.tiles = T;
     for (int64_t t = 0; t < T; t++) {
       const auto [row, height] = tile_of(group, t);
-      tiles<F, STEPS>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
+      const int64_t at = (row - group.first) * STRIP;
+      tiles<F, STEPS>(height, a, layout, panel, row, {acc + at, low + at});
     }
     panel.weights = next;
   }
+  for (int64_t i = 0; i < group.rows * STRIP; i++) acc[i] += low[i];
 }
 
 using Sums = void (*)(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc);
@@ -414,7 +499,7 @@ template <class Out> void product(const std::vector<Part>& parts, int64_t n, Out
   parallel(strips, grain, [&](int64_t begin, int64_t end) {
     static thread_local std::vector<float> acc;  // kept from call to call
     static thread_local Panel panel;
-    if (int64_t(acc.size()) < most * STRIP) acc.resize(most * STRIP);
+    if (int64_t(acc.size()) < PLANES * most * STRIP) acc.resize(PLANES * most * STRIP);
     int64_t before = 0;  // strips of the parts before
     for (const Part& part : parts) {
       const int64_t from = std::max(begin - before, int64_t(0)), to = std::min(end - before, part.strips());

@@ -12,6 +12,7 @@
 #include "common.h"
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum.h>
 
 #include <algorithm>
 #include <cmath>
@@ -235,7 +236,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept(
 
 // `advance` of decode.py. tokens: [B, S+1], written; pos, draws, done, limit: [B]; roots: [B, N], the tree's tokens;
 // path, emitted: [B, D+1]; length: [B]; ends: [E]; features: [B, N, F].
-// Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the report [B, D+5].
+// Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the report [B, D+5], whose
+// `done` is 2 more where these features are not finite.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> advance(
     at::Tensor tokens, const at::Tensor& pos, const at::Tensor& draws, const at::Tensor& done, const at::Tensor& limit,
     const at::Tensor& roots, const at::Tensor& path, const at::Tensor& length, const at::Tensor& emitted,
@@ -276,6 +278,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     char* to = static_cast<char*>(row_features.mutable_data_ptr()) + b * D * bytes;
     for (int64_t i = 0; i < D; i++) std::memcpy(to + i * bytes, from + within(node[b * D + i], N, "a node") * bytes, bytes);
   }
+  const at::Tensor sums = at::sum(row_features, {1, 2}, false, at::kFloat);
+  for (int64_t b = 0; b < B; b++)
+    if (!std::isfinite(sums.const_data_ptr<float>()[b])) out(facts)[b * (D + 5) + D + 2] += 2;
   return {new_pos, new_draws, new_done, count, row_tokens, row_features, facts};
 }
 
@@ -303,7 +308,7 @@ std::tuple<at::Tensor, at::Tensor> keep_rows(at::Tensor kept, const at::Tensor& 
 
 // ---------------------------------------------------------------------------------------------------- places
 
-// `place_tokens` of ops/tree.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
+// `place_tokens` of kv_cache.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
 // positions [B, T].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos, const Optional& done,
                                                           const Optional& depths, int64_t rows, int64_t slot,

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ops.cuda.attention import counters, is_last
 from ops.cuda.launch import Device, after_others, device_of, overlap
-from ops.cuda.layout import PART
 from ops.cuda.norm import warps_of
 from ops.cuda.qmatmul import (
     ProductPlan,
@@ -35,6 +34,7 @@ from ops.cuda.qmatmul import (
     sizes_of,
 )
 from ops.cuda.rotary import constants_of, rotate_heads
+from ops.norm import PART
 
 # x, the sums of squares by which to divide or None, the weight, its scales: `ops.epilogues.Pending`
 Product = tuple[Tensor, Tensor | None, Tensor, Tensor | None]

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PART = 64  # features whose squares are added first, in one block of threads (epilogues.py)
 COLUMNS = 64  # words per packed row and block; a block of K is 64 words of 16 / bits weights
 
 

@@ -84,7 +84,7 @@ def plan_streamed(
             cut = ProductPlan(tokens, rows, splits, stages, 4)
             if blocks * shared_bytes(cut, bits, group) <= device.shared_bytes:
                 return cut
-    raise ValueError(f"{tokens} rows of a product do not fit this GPU's shared memory")
+    raise ValueError(f"{tokens} rows of a matmul do not fit this GPU's shared memory")
 
 
 def shared_bytes(cut: ProductPlan, bits: int, group: int) -> int:

@@ -92,7 +92,7 @@ def warm_session(engine: Engine, ids: list[int]) -> tuple[Session, int]:
     """Cache a prompt and run cycles until they are warm. Returns: the session, its preset."""
     batch = engine.config.batch_size
     session = Session(engine, [(0, sample) for sample in range(batch)])
-    decoding = session.run([ids] * batch)
+    decoding = session.decode_turn([ids] * batch)
     next(decoding)
     while session.prefilling:  # chunks of the prompt
         next(decoding)

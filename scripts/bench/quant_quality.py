@@ -3,6 +3,8 @@
     python scripts/bench/quant_quality.py --json quality.json         # the demo, its held-out text
     python scripts/bench/quant_quality.py --checkpoint DIR --text some.txt
     python scripts/bench/quant_quality.py --checkpoint DIR --text some.txt --also DIR-GPTQ,DIR-FP8
+    python scripts/bench/quant_quality.py --fidelity --parts    # the default model, every format
+    python scripts/bench/quant_quality.py --questions           # right answers by format
 
 1. The text is cut into sequences; each is one pass. The reference is the checkpoint's own dtype.
 2. Each format is loaded as generate.py loads it. "int8 activations" is the computation of a CPU
@@ -12,6 +14,8 @@
 
 KL: mean over positions of KL(reference || rounded), nats. Agreement: share of positions with the
 same best token.
+4. `--fidelity` and `--questions` measure what a user runs instead (fidelity.py).
+
 Not here: the change of tau (papers.py, as `--methods eagle:dynamic:quant_draft=int4`).
 """
 
@@ -35,10 +39,11 @@ from cli.io import check_outputs, write_text
 from cli.parsing import one_line_errors, option, parse
 from hf.checkpoint import Quantization, saved_quantization
 from hf.config import read_config, read_raw
+from hf.fetch import fetched
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from model import ExpertLinear, Linear, LMHead, Transformer
-from options import DEMO, GROUP_SIZES, ROOT
+from options import DEFAULT, DEMO, GROUP_SIZES, ROOT
 from quantize import FORMATS, QuantExperts, QuantLinear
 from scripts.bench.measure import environment, shown_path
 
@@ -49,7 +54,15 @@ BATCH = 8  # sequences read together
 class QualityConfig:
     """Options. Units and effects are in the help texts."""
 
-    checkpoint: str = option(DEMO, "Hugging Face directory of the target")
+    checkpoint: str = option(
+        "", "Hugging Face directory of the target, or a GGUF file for --fidelity and --questions"
+    )
+    fidelity: bool = option(
+        False, "compare the logits of every format with those of the weights in fp32"
+    )
+    parts: bool = option(False, "--fidelity: also round one part of the fp32 model at a time")
+    prompts: int = option(2, "--fidelity: prompts of each bundled text", least=1)
+    questions: bool = option(False, "count the right answers to simple questions by format")
     also: str = option("", "quantized directories of the same model, separated by commas")
     text: str = option("", "text files, separated by commas; default: the demo's held-out text")
     seq_len: int = option(512, "tokens per sequence", least=2)
@@ -93,7 +106,7 @@ def read_texts(config: QualityConfig) -> dict[str, list[str]]:
             raise ValueError(
                 f"--text: cannot read {config.text} ({type(error).__name__})"
             ) from None
-    if Path(config.checkpoint).resolve() != Path(DEMO).resolve():
+    if Path(config.checkpoint or DEMO).resolve() != Path(DEMO).resolve():
         raise ValueError("--text is missing; only the demo has held-out text of its own")
     from scripts.train.train_demo import TrainConfig, read_python, read_sums
 
@@ -158,7 +171,7 @@ def build(path: Path, row: Row) -> tuple[Transformer, float]:
     if not row.format:
         model = load_model(path)
         return model, 8.0 * model.embedding.weight.itemsize
-    quant = None if row.path else Quantization(row.format, row.group_size or 128)
+    quant = None if row.path else Quantization(row.format, row.group_size)
     model = load_model(Path(row.path or path), quant=quant)
     layers = {
         name: m for name, m in model.named_modules() if isinstance(m, (QuantLinear, QuantExperts))
@@ -243,7 +256,7 @@ def run(config: QualityConfig) -> None:
     """Measure and print everything."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    path = Path(config.checkpoint)
+    path = Path(config.checkpoint or DEMO)
     also = [name for name in config.also.split(",") if name]
     check_models(path, also)
     tokenizer = Tokenizer.load(path)
@@ -264,10 +277,30 @@ def run(config: QualityConfig) -> None:
     machine = environment("cpu")
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     dtype = reference.embedding.weight.dtype
-    print(f"{shown_path(config.checkpoint)}, {dtype}, tokens: {sizes}\n")
+    print(f"{shown_path(str(path))}, {dtype}, tokens: {sizes}\n")
     print("\n".join(table(records, list(texts))))
     if config.json:
         document = {"environment": machine, "tokens": sizes, "rows": records}
+        write_text(config.json, json.dumps(document))
+
+
+def run_user_paths(config: QualityConfig) -> None:
+    """Measure and print what a user runs: `--fidelity` and `--questions`."""
+    from scripts.bench import fidelity
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    path = fetched(config.checkpoint or DEFAULT)
+    machine = environment("cpu")
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    document = {"environment": machine, "checkpoint": shown_path(str(path))}
+    if config.fidelity:
+        document["fidelity"] = fidelity.fidelity(path, config.prompts, config.parts)
+        print("\n".join(fidelity.fidelity_table(document["fidelity"])), flush=True)
+    if config.questions:
+        document["questions"] = fidelity.questions(path)
+        print("\n".join(fidelity.questions_table(document["questions"])))
+    if config.json:
         write_text(config.json, json.dumps(document))
 
 
@@ -276,7 +309,7 @@ def main() -> None:
     config = parse(QualityConfig, "quant_quality.py", __doc__)
     with one_line_errors("quant_quality.py"):
         check_outputs({"--json": config.json})
-        run(config)
+        (run_user_paths if config.fidelity or config.questions else run)(config)
 
 
 if __name__ == "__main__":

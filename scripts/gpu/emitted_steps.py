@@ -300,7 +300,8 @@ def quantized(layer: nn.Module, format: str) -> nn.Module:
     kind = FORMATS[format]
     *experts, outputs, inputs = layer.weight.shape
     codes = torch.empty(outputs, inputs, dtype=torch.int8)
-    scale = torch.empty(kind.scale_shape(codes.shape, GROUP), dtype=kind.scale_dtype)
+    group = GROUP if format == "int4" else 0
+    scale = torch.empty(kind.scale_shape(codes.shape, group), dtype=kind.scale_dtype(group))
     if experts:
         return QuantExperts(kind, repeat((codes, scale), *experts), *experts)
     return kind(codes, scale, layer.bias, fp32_out=getattr(layer, "fp32_out", False))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import ops.cuda.growth  # registers the operators of trees
 import ops.epilogues
 import ops.experts
 import ops.norm

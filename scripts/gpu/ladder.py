@@ -160,7 +160,7 @@ def decode(engine: Engine, prompts: list[str]) -> dict[str, Any]:
     """Decode all prompts twice, the second time counted."""
     for _ in range(2):
         batch = Batch(engine, prompts)
-        batch.run(batch.streams)
+        batch.decode_all(batch.streams)
     seen = batch.stats
     cycles = max(len(seen.live_sequences), 1)
     replays = [replay for buffers in engine.buffer_pool for replay in buffers.replays.values()]

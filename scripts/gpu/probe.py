@@ -37,10 +37,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from cli.parsing import one_line_errors, option, parse
-from draft_tree import replace_fields
 from ops.library import has_triton
 from options import pick_device
-from runtime import WARM_UPS, Replay, compiled, copy_into, device_time
+from runtime import WARM_UPS, Replay, compiled, copy_into, device_time, replace_fields
 from scripts.bench import measure
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts

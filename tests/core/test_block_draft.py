@@ -23,7 +23,7 @@ import quantize
 import sampling
 from decode import with_cycles
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftVocab, Policy, RootOnly
+from drafters import DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
 from extras.level_draft import tree_of
 from extras.residual import sample_children
@@ -32,6 +32,7 @@ from hf.block_heads import BlockConfig
 from hf.checkpoint import Quantization
 from load import load
 from options import GenerateConfig
+from runtime import Policy
 from scripts.train.block_losses import Scored, block_losses, draft_blocks, pick_anchors
 from scripts.train.train_block import BlockTrainConfig, BlockTraining, tapped_layers, write_files
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops.attention
 import ops.compact
-from decode import CycleResult, with_cycles
+from decode import pack_report, timed_report, with_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -30,7 +30,7 @@ from load import warm_up
 from model import ModelConfig, Transformer
 from runtime import HostCopy, Replay, compiled, copy_into, set_cuda_device, tensors_of
 from sampling import SamplingMode
-from session import Session
+from session import CycleResult, Session
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 aten = torch.ops.aten
@@ -266,7 +266,7 @@ def test_a_capture_that_fails_is_tried_again_and_others_go_on(
         assert runs == warm + again + warm + again + ["main"] * 3 and not fake_graphs
     notes = [
         "note: a capture is tried again without dependent launch, since it failed: copies to the host",
-        "note: a step is not captured and is slower, since its capture failed: copies to the host",
+        "note: a step runs uncaptured, and slower, since its capture as a CUDA graph failed: copies to the host",
     ]
     assert told == notes[:failures]
     assert launch.device_of(0).overlaps == (failures == 0) and bool(scratch) == (failures == 0)
@@ -318,8 +318,8 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
     """As on CUDA without Triton."""
     for ended, seconds in ((0, 2), (10**9, 1)):
         emitted = torch.zeros(1, 1, dtype=torch.long)
-        report = CycleResult.pack(emitted, *torch.zeros(4, 1, dtype=torch.long))
-        report = CycleResult.timed(report, [0, 0, 0, ended])
+        report = pack_report(emitted, *torch.zeros(4, 1, dtype=torch.long))
+        report = timed_report(report, [0, 0, 0, ended])
         result = CycleResult(report, 0, time.perf_counter() - 2).read(by_device=True)
         assert seconds <= result.seconds < (60 if seconds == 2 else 1.001)
 

@@ -23,11 +23,11 @@ from drafters import DraftInputs, TreeDrafter
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import add_chain
 from extras.residual import sample_children
-from helpers import golden_case, golden_head, golden_target, order_of, text_with
+from helpers import golden_case, golden_head, golden_target, no_candidates, order_of, text_with
 from kv_cache import KVCache
 from model import ModelConfig
 from ops.library import has_cpu_operators
-from ops.tree import Candidates, Children, rerank
+from ops.tree import Children, rerank
 
 INF = float("inf")
 
@@ -470,7 +470,7 @@ def test_graft():
         tokens = [siblings(*s[:2]).view(s) for s in shapes]
         scores = [random_scores(rng, s, 0.2) for s in shapes]
         _, pool, *_ = grown(DynamicTree(3, 2, 6), torch.arange(B), tokens, scores)
-        pool = Candidates.none(torch.arange(B)) if empty else pool
+        pool = no_candidates(B) if empty else pool
         want = [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))]
         for value in (0.0, -0.5):
             tokens, values = torch.randint(5, (B, 4)), random_scores(rng, (B, 4), 0.1) + value

@@ -35,6 +35,7 @@ from helpers import (
     record,
     with_children,
 )
+from model import Transformer
 from options import DEMO
 from session import Session
 
@@ -427,9 +428,10 @@ def test_a_later_turn_inside_the_context_drafts_again():
 
 def test_another_vocabulary():
     golden = GOLDEN / "models/target_llama_mha"
-    with pytest.raises(
-        ValueError, match="vocab_size is 4096 in .*demo and 97 in .*target_llama_mha; use a draft"
-    ):
+    said = (
+        "vocab_size is 4096 in .*demo and 97 in .*target_llama_mha, and one has no tokenizer; use a"
+    )
+    with pytest.raises(ValueError, match=said):
         check_same_tokens(Path(DEMO), golden, 4096)
 
 
@@ -438,16 +440,50 @@ def test_another_tokenizer(tmp_path):
     other.mkdir()
     shutil.copy(Path(DEMO) / "config.json", other)
     check_same_tokens(Path(DEMO), other, 4096)  # there is no tokenizer to compare with
+    with pytest.raises(ValueError, match="vocab_size is 8192 in .*demo and 4096"):  # a stand-in's
+        check_same_tokens(Path(DEMO), other, 8192)
     shutil.copy(Path(DEMO) / "tokenizer.model", other)
     check_same_tokens(Path(DEMO), other, 4096)
+    check_same_tokens(Path(DEMO), other, 4224)  # the same tokens, and padding
     (other / "added_tokens.json").write_text('{"<other>": 4096}')
     with pytest.raises(
         ValueError,
         match="token 4096 is nothing in the tokenizer of .*demo and b'<other>' in that of ",
     ):
         check_same_tokens(Path(DEMO), other, 4096)
-    with pytest.raises(ValueError, match="vocab_size is 8192 in .*demo and 4096"):  # a stand-in's
-        check_same_tokens(Path(DEMO), other, 8192)
+
+
+def padded(target: Transformer, size: int) -> Transformer:
+    """The target with another number of tokens: fewer, or more whose scores are high."""
+    model = Transformer(replace(target.config, vocab_size=size))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            own = target.get_parameter(name)
+            if len(own) != len(value):
+                value.fill_(9.0)
+            value[: len(own)] = own[: len(value)]
+    return model.eval()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("size", [64, 128])
+def test_lm_heads_of_other_sizes(size, temperature, compile):
+    """The target's is of 97 tokens, and text has tokens that only it has."""
+    target = golden_target()
+    options = {"temperature": temperature, "max_new_tokens": 24, "batch_size": 2, "seed": 3}
+    options |= {"compile": compile, "ignore_eos": True}
+    vanilla = decode(engine_for(target, RootOnly(), **options), *PROMPTS)
+    assert any(token >= 64 for row in vanilla.history for token in row)
+    draft = padded(target, size)
+    for tree in (StaticTree(((0,), (0, 0), (0, 0, 0))), DynamicTree(depth=3, topk=3, size=8)):
+        session = decode(engine_for(target, ModelDrafter(draft, target, tree), **options), *PROMPTS)
+        assert session.history == vanilla.history
+        lengths = session.stats.accept_lengths
+        # the draft is the target itself, where it has the tokens
+        assert sum(lengths) > (len(lengths) if size > 97 else 0)
+        drafted = [token for line in session.trace for token in line["draft_tokens"]]
+        assert max(drafted) < min(size, 97)
 
 
 # ----------------------------------------------------------------------------------------- grafting
@@ -498,6 +534,6 @@ def test_a_grafted_tree_keeps_its_size_and_holds_the_continuation(temperature):
 def test_grafted_sizes_that_do_not_fit():
     with pytest.raises(
         ValueError,
-        match="40 looked-up tokens leave no room in a tree of 20 nodes; raise --tree_size",
+        match="40 looked-up tokens do not fit a tree of 20 nodes; raise --tree_size",
     ):
         EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), graft=Ngram())

@@ -398,9 +398,7 @@ def test_text_prompt_file(capsys, tmp_path):
 def test_attention_of_pytorch_is_told(capsys):
     """And with our own nothing is."""
     load(checkpoint=TARGET, eagle="", device="cpu", dtype="float16")
-    said = (
-        "note: attention in float16 is PyTorch's: slower, and beside a draft near ties may differ"
-    )
+    said = "note: attention in float16 is PyTorch's: slower, and a draft may change a token where the best two are nearly equal"
     assert f"{said}; use --dtype bfloat16" in capsys.readouterr().err
     load(checkpoint=TARGET, eagle="", device="cpu", dtype="bfloat16")
     assert "attention" not in capsys.readouterr().err
@@ -649,11 +647,11 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS, "--draft", "ngram", "--tree_size", "9"], "--tree_size does nothing with --draft ngram"),
         ([*IDS, "--draft", "eagle+ngram"], "--draft eagle+ngram needs a head"),
         ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--tree", "chain"], "grafts onto a re-ranked dynamic tree"),
-        ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--tree_size", "5"], "leave no room"),
+        ([*IDS, "--draft", "eagle+ngram", "--eagle", HEAD, "--tree_size", "5"], "do not fit a tree"),
         (["--inflate", "tiny-0.5b"], "--inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one"),
         (["--interactive", "--batch_size", "2"], "--interactive"),
         (["--interactive", "--trace", "t"], "--interactive"),
-        ([*IDS, "--tree", "static"], "--tree does nothing with --draft ngram, which has trees of its own; drop it"),
+        ([*IDS, "--tree", "static"], "--tree does nothing with --draft ngram, which picks its trees itself; drop it"),
         ([*IDS, "--draft", "none", "--tree_file", "x"], "--tree_file needs a draft"),
         ([*IDS, "--top_p", "0.9"], "--top_p has no effect at temperature 0"),
         ([*IDS, "--eagle", HEAD, "--tree", "chain", "--tree_depth", "64"], "--tree_depth must be below 64"),
@@ -922,7 +920,7 @@ def test_a_rounded_draft_model_is_told(capsys):
     by_default = int(has_cpu_operators())
     for further, notes in (({}, by_default), ({"quant_draft": "none"}, 0), ({"quant": "int8"}, 0)):
         load(**options, **further)
-        told = f"note: the draft model {DEMO} is rounded to int8 (--quant_draft none: it is not)"
+        told = f"note: the draft model {DEMO} is rounded to int8; --quant_draft none leaves it as it is"
         assert capsys.readouterr().err.count(told) == notes
 
 

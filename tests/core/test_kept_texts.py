@@ -12,7 +12,7 @@ import torch
 
 import generate
 from draft_tree import DecodedTokens, DynamicTree
-from drafters import Method, Policy, RootOnly
+from drafters import Method, RootOnly
 from eagle_draft import EagleDrafter
 from extras import ngram_draft
 from extras.autosize import AutoTrees
@@ -23,6 +23,7 @@ from generate import load
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target
 from load import _prefill_each_width
 from options import DEMO
+from runtime import Policy
 from session import Session
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]

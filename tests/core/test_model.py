@@ -442,9 +442,9 @@ def test_known_leftovers_are_not_unexpected(parts, tmp_path):
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
     load_model(write_model(tmp_path, weights | table, config=config))
     # files of tied models may repeat the embedding as LM head: it is not a second matrix
-    model = load_model(
-        write_model(tmp_path, weights, config=config | {"tie_word_embeddings": True})
-    )
+    repeated = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    tied = config | {"tie_word_embeddings": True}
+    model = load_model(write_model(tmp_path, weights | repeated, config=tied))
     assert model.lm_head.weight is model.embedding.weight
 
 

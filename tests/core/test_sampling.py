@@ -19,7 +19,6 @@ from draft_tree import (
     accept,
     build_tree,
     path_to,
-    replace_fields,
     root_tree,
 )
 from drafters import DraftInputs, RootOnly, TreeDrafter
@@ -37,6 +36,7 @@ from helpers import (
     with_children,
 )
 from ops.topk import best
+from runtime import replace_fields
 from sampling import (
     ACCEPT,
     CHOICE,

@@ -38,7 +38,7 @@ from quantize import quantize_directory
 from sampling import Sampling, SamplingMode, SamplingTensors
 from tp_cases import features
 
-ROOT = Path(tp.__file__).parent
+ROOT = Path(tp.__file__).parents[1]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 MODELS = {
     "llama": {"checkpoint": str(GOLDEN / "models/target_llama_mha"), "head": str(GOLDEN / "models/head_eagle12_mha")},

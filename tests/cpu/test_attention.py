@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import ops.attention
 import ops.compact
+import ops.cuda.growth
 import ops.cuda.layout
 import ops.library
 import ops.qmatmul
@@ -214,14 +215,18 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     ops.topk._topk_logsumexp_cuda(torch.randn(2, 50), 5)
     level, values, parents = level_inputs(5), torch.randn(2, 30), torch.full((2, 30), -1)
     assert all(
-        map(torch.equal, ops.tree._grow_level_cuda(*level), torch.ops.gpt_eagle.grow_level(*level))
+        map(
+            torch.equal,
+            ops.cuda.growth.grow_level_cuda(*level),
+            torch.ops.gpt_eagle.grow_level(*level),
+        )
     )
-    chosen = ops.tree._best_nodes_cuda(values, 7)
+    chosen = ops.cuda.growth.best_nodes_cuda(values, 7)
     assert torch.equal(chosen, ops.tree.best_nodes(values, 7))
     assert all(
         map(
             torch.equal,
-            ops.tree._relate_cuda(chosen, parents, 5),
+            ops.cuda.growth.relate_cuda(chosen, parents, 5),
             ops.tree.relate(chosen, parents, 5),
         )
     )

@@ -4,8 +4,9 @@ Products with bf16 weights equal their reference bit for bit, on every processor
 bounds: u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the terms of a sum over blocks.
 - Operator and reference add the same B integers times scales, in different orders and roundings: they differ by at
   most (2 B + 6) u sum |t_b|.
-- Rounding a block of activations to codes moves each of them by at most half a step, s / 2 with s = largest / 127:
-  the product with the dequantized weight differs by at most sum_b s_b / 2 sum |w|, and by fp32 rounding.
+- Rounding a block of activations to codes moves each of them by at most half a step, s / 2 with s = largest / 127, or
+  largest / 16256 where the block has an outlier: the product with the dequantized weight differs by at most
+  sum_b s_b / 2 sum |w|, and by fp32 rounding.
 """
 
 from __future__ import annotations
@@ -84,13 +85,19 @@ class Case:
 
     def code_error(self, x: Tensor) -> Tensor:
         """Most that rounding the activations may change, [M, N]."""
-        steps = self.blocks(x.float()).abs().amax(-1) / 127  # [M, B]
-        return (0.5 + 2**-14) * steps @ self.blocks(self.weight).abs().sum(-1).T
+        steps = rounding_steps(x, self.block)
+        return (0.5 + 2**-8) * steps @ self.blocks(self.weight).abs().sum(-1).T
 
     def code_variance(self, x: Tensor) -> Tensor:
         """The variance that rounding the activations adds to an output, [M, N]."""
-        steps = self.blocks(x.float()).abs().amax(-1) / 127  # [M, B]
+        steps = rounding_steps(x, self.block)
         return steps**2 / 12 @ (self.blocks(self.weight) ** 2).sum(-1).T
+
+
+def rounding_steps(x: Tensor, block: int) -> Tensor:
+    """The steps of the codes of activations, [M, B]: codes of 8 bits are multiples of 128."""
+    codes, scales = ops.qmatmul.round_activations(x, block)
+    return (scales * torch.where((codes % 128 == 0).all(-1, keepdim=True), 128, 1)).squeeze(-1)
 
 
 def make_case(kind: tuple, n: int, k: int) -> Case:
@@ -291,6 +298,32 @@ def test_extreme_codes(kind):
     for sign in (1, -1):
         y = case.operator(torch.full((3, 256), sign * 127.0))
         assert (y == sign * 256 * 127 * most).all()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_block_with_an_outlier_keeps_15_bits(kind):
+    """Sums of the largest products in both planes; beside a row without outliers."""
+    size = kind[1] or BLOCK8
+    k = 32 * size
+    scale = torch.ones(33) if not kind[1] else torch.ones(33, 32).bfloat16()
+    codes = torch.full((33, k), -127 if kind[0] == "int8" else -8, dtype=torch.int8)
+    most = int(codes[0, 0])
+    if kind[2:]:
+        scale = join_zeros(
+            scale, torch.full_like(scale, -most, dtype=torch.int8), 128 if kind[0] == "int8" else 8
+        )
+        most *= 2
+    case = Case(kind, codes, scale)
+    x = torch.zeros(3, k)
+    x[0, size : 2 * size] = 127
+    x[1, size : 2 * size] = torch.where(torch.arange(size) % 2 == 0, 127, 63 / 128)
+    x[2] = 1
+    steps = rounding_steps(x, size)
+    assert steps[1, 1] == 1 / 128 and (steps[2] == torch.tensor(1 / 127 / 128) * 128).all()
+    y = case.operator(x)
+    assert (y[0] == size * 127 * most).all()
+    assert (y[1] == size / 2 * (127 + 63 / 128) * most).all()
+    assert torch.equal(y[2:], case.operator(x[2:])) and torch.equal(y[:1], case.operator(x[:1]))
 
 
 @pytest.mark.parametrize("k", [4, 8, 100, 124, 132, 260, 516])
@@ -501,7 +534,7 @@ def test_bf16_operands_that_do_not_fit_are_refused():
         torch.zeros(2, dtype=torch.long),
     )
     for args in (
-        (x[:, :32], weight, None), (x.float(), weight, None), (x, weight.float(), None), (x, weight.T, None),
+        (x[:, :32], weight, None), (x.double(), weight, None), (x, weight.float(), None), (x, weight.T, None),
         (random(2, 33).bfloat16(), weight.T, None), (x, weight, torch.zeros(32).bfloat16()),
         (x, weight, torch.zeros(33)),
     ):  # fmt: skip

@@ -214,12 +214,12 @@ def test_aux_layers_in_one_call_are_those_of_the_loop(config, quant):
             rope_angles(target.rope_freq, window.slots),
         )
         return layers(
-            target.embedding(tokens),
+            target.embedding(tokens).float(),
             rope,
             NoNorm(),
             empty_cache(replace(config, n_layers=last), 2),
             window,
-        )
+        ).bfloat16()
 
     looped, plain = run(aux_layers), run(())
     assert torch.equal(looped, torch.cat((plain, target.embedding(tokens), until(2), until(3)), -1))

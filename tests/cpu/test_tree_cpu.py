@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import CycleResult, DecodeState, advance, advance_fused
-from draft_tree import Accepted, DecodedTokens, accept, accept_fused, build_tree, replace_fields
+from decode import DecodeState, advance, advance_fused, timed_report
+from draft_tree import Accepted, DecodedTokens, accept, accept_fused, build_tree
 from drafters import DrafterUpdate, RootOnly
 from extras.deferred import MAX_KEPT, DeferredState, Idle
 from extras.kept_texts import KeptTexts
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from extras.ngram_estimates import DEPTHS
-from helpers import not_refused
-from kv_cache import causal_window
+from helpers import no_candidates, not_refused
+from kv_cache import causal_window, place_tokens
 from ops.library import has_cpu_operators
 from ops.tree import (
     Candidates,
@@ -32,10 +32,10 @@ from ops.tree import (
     Scores,
     next_level,
     next_level_reference,
-    place_tokens,
     rerank,
     rerank_reference,
 )  # fmt: skip
+from runtime import replace_fields
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 INF, CPP = float("inf"), torch.ops.gpt_eagle
@@ -452,8 +452,8 @@ def test_wrong_advances():
 
 def test_times_behind_a_report(plain):
     facts, times = whole(9, 3, 7), [5, 2**40, 2**62, -1]
-    ours = CycleResult.timed(facts, times)
-    assert_equal(ours, plain(CycleResult.timed, facts, times))
+    ours = timed_report(facts, times)
+    assert_equal(ours, plain(timed_report, facts, times))
     assert ours.tolist() == [row + times for row in facts.tolist()]
     assert (
         not_refused(
@@ -575,7 +575,7 @@ def test_lookup(plain, batch, ngram):
             distinct = replace_fields(
                 distinct, tokens=torch.arange(9).expand(batch, 9).clone()
             )  # siblings differ
-            for pool in (Candidates.none(text.pos), distinct):
+            for pool in (no_candidates(batch), distinct):
                 assert_equal(ngram.add(pool, text), plain(ngram.add, pool, text))
 
 

@@ -134,7 +134,8 @@ def test_a_layer_lists_rows_once(as_on_cuda, format, name):
 def stack_of(format: str, experts: int, N: int, K: int, group: int) -> QuantExperts:
     """Experts of no particular weights."""
     kind = FORMATS[format]
-    scale = torch.ones(kind.scale_shape(torch.Size((N, K)), group), dtype=kind.scale_dtype)
+    group = group if format == "int4" else 0  # int8 has a scale per output on CUDA
+    scale = torch.ones(kind.scale_shape(torch.Size((N, K)), group), dtype=kind.scale_dtype(group))
     return QuantExperts(
         kind, ((torch.zeros(N, K, dtype=torch.int8), scale) for _ in range(experts)), experts
     )

@@ -18,6 +18,7 @@ import torch
 import lost_device
 import ops.attention
 import ops.compact
+import ops.cuda.growth
 import ops.epilogues
 import ops.experts
 import ops.linear

@@ -299,7 +299,7 @@ def test_noise_is_the_projects():
 
     key = torch.tensor([7, 3, 2, 5])
     one = torch.tensor
-    theirs = sampling.NoiseKey(one([[7, 3]]), one([5]), one([2]))
+    theirs = sampling.SamplingTensors(one([[7, 3]]), one([5]), one([2]))
     for first, rows, vocab in itertools.product((0, 1000), (1, 5), (1, 8, 97)):
         want = sampling.gumbel(theirs, one([first]), rows, vocab)[0]
         torch.testing.assert_close(example().gumbel(key, one([first]), rows, vocab), want)

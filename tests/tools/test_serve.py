@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,7 @@ from server.batcher import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
 TREE = ["--tree", "auto", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]
+SERVE = str(Path(__file__).resolve().parents[2] / "scripts" / "serve.py")
 ARGV = [
     "--checkpoint",
     DEMO,
@@ -477,7 +479,7 @@ def test_too_many_are_refused(running):
     ({"prompt": "a", "top_k": 2**31}, 400, "top_k must be"), ({"prompt": "a", "min_p": 1.1}, 400, "min_p must be a number from 0 to 1"),
     ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not"), ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
     ({"prompt": "a", "tools": [1]}, 400, "tools = [1] is not served"), ({"prompt": "a", "unknown": 1}, 400, "unknown = 1"),
-    ({"prompt": "a", "stop": ""}, 400, "stop must be"), ({"prompt": "a", "stop": ["a"] * 5}, 400, "at most four texts"), ({"prompt": "a", "stop": [1]}, 400, "stop must be"),
+    ({"prompt": "a", "stop": ["a"] * 257}, 400, "at most 256 texts"), ({"prompt": "a", "stop": "a" * 257}, 400, "at most 256"), ({"prompt": "a", "stop": [1]}, 400, "stop must be"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream must be"), ({"prompt": "a", "stream_options": 1}, 400, "stream_options"),
     ({"prompt": "a", "n": 9, "stream_options": {"include_usage": 1}}, 400, "include_usage must be"),
 ])  # fmt: skip
@@ -664,7 +666,7 @@ def test_without_its_packages_it_says_what_is_missing(tmp_path):
 
     def run(*options):
         return subprocess.run(
-            [sys.executable, serve.__file__, *options],
+            [sys.executable, SERVE, *options],
             env={**os.environ, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
@@ -728,7 +730,7 @@ def test_ipv6():
 def test_ctrl_c_ends_it(tmp_path):
     """Among answers that no load brings to their end before: 2,000 tokens each, more than fit."""
     server = subprocess.Popen(
-        [sys.executable, serve.__file__, *ARGV, "--ignore_eos"], stderr=subprocess.PIPE, text=True
+        [sys.executable, SERVE, *ARGV, "--ignore_eos"], stderr=subprocess.PIPE, text=True
     )
     line = next(line for line in server.stderr if "http" in line)  # or it has ended
     port = int(line.partition("/v1")[0].rpartition(":")[2])

@@ -26,7 +26,6 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from generate import generate, load  # noqa: E402
 from options import DEFAULT, DEMO  # noqa: E402
-from server import app as serve  # noqa: E402
 
 CLIENTS = 8
 OPTIONS = {"checkpoint": DEMO, "device": "cpu", "compile": True}
@@ -47,7 +46,9 @@ def server(checkpoint: str = DEMO):
     """A server in a process of its own. Yields: its process and port."""
     argv = ["--checkpoint", checkpoint, "--device", "cpu", "--compile", "--port", "0"]
     process = subprocess.Popen(
-        [sys.executable, serve.__file__, *argv], stderr=subprocess.PIPE, text=True
+        [sys.executable, str(Path(__file__).resolve().parents[2] / "scripts/serve.py"), *argv],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         line = next(line for line in process.stderr if "http" in line)

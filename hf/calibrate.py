@@ -1,0 +1,178 @@
+"""Run a model over a short text for the second moments of its layers' inputs, for quantize.py.
+
+1. The text is bundled: arithmetic problems with their answers, and this project's own code and
+   pages. `calibration_text` cuts it into sequences.
+2. `second_moments` runs one block after the other, and yields each linear layer's moments.
+3. Every token counts the same: its inputs are divided by their root mean square. Otherwise a few
+   tokens with outlying activations, as the first of a text, would be all that is preserved.
+4. `calibrated` keeps the quantized weights of a model in the user's cache, for `--quant int4`.
+   `GPT_EAGLE_QUANTIZED` in the environment names another folder.
+
+Trade-off: moments between inputs that are more than WIDTH apart are left out. They would take more
+time than all the rest, in layers with many inputs.
+Not here: the rounding (quantize.py). The experts of a mixture are rounded without moments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from cli.io import folder_lock, read_jsonl
+from hf.checkpoint import Quantization, WeightFiles, saved_quantization
+from hf.config import read_raw
+from hf.tokenizer import Tokenizer, has_tokenizer
+from hf.weights import load_model, weight_names
+from model import Transformer
+from options import ROOT
+from parallel.ranks import this_rank
+from quantize import WIDTH, Moments, quantize_directory
+
+SEQUENCES = 32
+LENGTH = 256  # tokens of a sequence
+AT_ONCE = 4  # sequences that a block reads together
+PROBLEMS = ROOT / "data/train/gsm8k_train_clean.jsonl"
+VERSION = 1  # of the rounding, for the cache
+
+
+class Recorder(nn.Module):
+    """A linear layer that adds up the second moments of its inputs."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer = layer
+        widths = [min(WIDTH, layer.in_features - i) for i in range(0, layer.in_features, WIDTH)]
+        self.moments = [torch.zeros(width, width) for width in widths]
+
+    def add(self, x: Tensor) -> None:
+        """Add inputs, [..., K]. Writes: moments."""
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        rows = rows / rows.square().mean(1, keepdim=True).sqrt().clamp(min=1e-6)
+        for moment, part in zip(self.moments, rows.split(WIDTH, 1)):
+            moment.addmm_(part.T, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.add(x)
+        return self.layer(x)
+
+    def operands(self) -> tuple[Tensor, None, Tensor | None]:
+        """Return the layer's, as `model.Linear` does."""
+        return self.layer.operands()
+
+    defer = forward
+
+
+def calibration_text(path: Path) -> Tensor:
+    """Return bundled text in the tokens of a checkpoint, [SEQUENCES, LENGTH] int64.
+
+    Raises: ValueError without a tokenizer.
+    """
+    tokenizer = Tokenizer.load(path)
+    problems = []
+    for row in read_jsonl(PROBLEMS, "calibration")[: 4 * SEQUENCES]:
+        problems += [text for pair in zip(row["turns"], row["answers"]) for text in pair]
+    code = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "ops").glob("*.py"))]
+    pages = (ROOT / "README.md").read_text(encoding="utf-8")
+    sequences = []
+    for text, share in (("\n".join(problems), 0.5), ("\n".join(code), 0.25), (pages, 0.25)):
+        ids = torch.tensor(tokenizer.encode(text, bos=True))
+        rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+        wanted = min(len(rows), int(SEQUENCES * share))
+        sequences.append(rows[:: max(1, len(rows) // wanted)][:wanted])
+    return torch.cat(sequences)
+
+
+@torch.inference_mode()
+def second_moments(model: Transformer, ids: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield each linear layer's name and `Recorder.moments`, block by block; the LM head is last.
+
+    ids: [B, T] int64. Writes: nothing that remains.
+    """
+    positions = torch.arange(ids.shape[1]).expand(AT_ONCE, -1)
+    streams = []
+    for part in ids.split(AT_ONCE):
+        x, rope = model.embed(part, positions[: len(part)])
+        streams.append((x, model.layers[0].attention_norm(x), rope))
+    norms = [block.attention_norm for block in model.layers][1:] + [model.norm]
+    for number, (block, after) in enumerate(zip(model.layers, norms)):
+        recorders = {}
+        for name, layer in list(block.named_modules()):
+            if isinstance(layer, nn.Linear):
+                recorders[name] = Recorder(layer)
+                block.set_submodule(name, recorders[name])
+        streams = [(*block(x, h, after, rope), rope) for x, h, rope in streams]
+        for name, recorder in recorders.items():
+            block.set_submodule(name, recorder.layer)
+            yield f"layers.{number}.{name}", recorder.moments
+    head = Recorder(model.lm_head)
+    for _, features, _ in streams:
+        head.add(features)
+    yield "lm_head", head.moments
+
+
+def moments_of(path: Path) -> Iterator[Moments]:
+    """Yield the moments for each weight of a checkpoint, under the names of its files.
+
+    Nothing, and one line, for a checkpoint without a tokenizer.
+    """
+    if not has_tokenizer(path):
+        print(
+            f"note: {path} has no tokenizer, so that int4 is rounded without calibration, which "
+            "is less exact; add tokenizer.json",
+            file=sys.stderr,
+        )
+        return
+    ids = calibration_text(path)
+    model = load_model(path)
+    names = weight_names(model.config) | {"lm_head.weight": ("lm_head.weight",)}
+    for layer, moments in second_moments(model, ids):
+        yield Moments(names[f"{layer}.weight"], moments)
+
+
+def is_calibrated(quant: Quantization, path: Path) -> bool:
+    """Return whether `--quant` takes a checkpoint's weights from `calibrated`.
+
+    Not so for ranks of several, which quantize their own parts, nor for GGUF files.
+    """
+    return (
+        quant.format == "int4"
+        and not quant.saved
+        and path.is_dir()
+        and this_rank().world_size == 1
+        and saved_quantization(read_raw(path)) is None
+        and has_tokenizer(path)
+    )
+
+
+def calibrated(path: Path, quant: Quantization) -> WeightFiles:
+    """Return a directory's weights in int4, from the user's cache; made on the first call.
+
+    Raises: ValueError for weights that cannot be quantized, or a cache that cannot be written.
+    """
+    weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".bin")]
+    identity = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
+    config = (path / "config.json").read_text(encoding="utf-8")
+    key = json.dumps([VERSION, str(path.resolve()), sorted(identity), config, quant.group_size])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    named = os.environ.get("GPT_EAGLE_QUANTIZED")
+    parent = Path(named) if named else cache / "gpt-eagle" / "quantized"
+    out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {parent} ({error.strerror}); GPT_EAGLE_QUANTIZED names another "
+            "place; or use quantize.py"
+        ) from None
+    with folder_lock(parent, f"note: another process writes {parent}; waiting"):
+        if not out.is_dir():
+            print(f"note: weights in int4 are kept in {out}", file=sys.stderr)
+            quantize_directory(path, out, quant, moments=moments_of(path))
+    return WeightFiles(out)

@@ -1,0 +1,253 @@
+"""The fidelity of a runtime: how close its logits lie to the function of the file's own weights.
+
+1. The reference is the checkpoint's weights in fp32, with PyTorch's operators. Every other row is
+   loaded as a user loads it, and reads a whole prompt in one pass over a cache. llama.cpp reads the
+   same GGUF file, where its Python package is installed.
+2. Logits are centred, as a constant changes no choice. `rms` is the root mean square of the
+   difference, `best` the share of positions with the same best token, `KL` the mean of
+   KL(reference || row) in nats, `ppl` the perplexity of the prompts themselves.
+3. `parts` rounds one thing at a time in the fp32 model, as the formats round it, and so tells where
+   an error comes from.
+4. `questions` counts right answers of greedy decoding with the model's own chat template.
+
+Prompts: the first turns of bundled texts, up to TOKENS each, all positions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cli.io import is_gguf
+from generate import generate
+from hf.tokenizer import Tokenizer
+from hf.weights import load_model
+from kv_cache import KVCache, causal_window
+from load import load
+from model import Linear, RMSNorm, Transformer
+from ops.qmatmul import round_activations
+from options import ROOT, GenerateConfig
+
+TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
+TOKENS = 200  # of a prompt, at most
+QUESTIONS = ROOT / "data/eval/questions.jsonl"
+ANSWER_TOKENS = 40
+BLOCK = 32  # activations that share a scale, in most formats of files
+PRODUCTS = ("wqkv", "wo", "w13", "w2", "lm_head")
+
+
+class Found(NamedTuple):
+    """How close logits lie to the reference, over all positions."""
+
+    rms: float
+    best: float  # share of positions with the same best token
+    kl: float  # nats
+    ppl: float
+
+
+def read_prompts(tokenizer: Tokenizer, each: int) -> list[list[int]]:
+    """Return the ids of `each` prompts of every task."""
+    prompts = []
+    for task in TASKS:
+        lines = (ROOT / f"data/eval/{task}.jsonl").read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)["turns"][0] for line in lines[5 : 5 + each]]
+        prompts += [tokenizer.encode(text, bos=True)[:TOKENS] for text in texts]
+    return prompts
+
+
+def logits_of(model: Transformer, prompts: list[list[int]]) -> list[Tensor]:
+    """Return the logits of every prompt, [T, V] fp32 each, by one pass over a cache."""
+    found = []
+    for prompt in prompts:
+        dtype = model.norm.weight.dtype
+        cache = KVCache.empty(model.config, 1, len(prompt), dtype, "cpu")
+        window = causal_window(torch.zeros(1, dtype=torch.long), len(prompt))
+        features = model(torch.tensor([prompt]), window.slots, cache, window)
+        found.append(model.logits(features)[0])
+    return found
+
+
+def llama_logits(file: Path, prompts: list[list[int]]) -> list[Tensor]:
+    """Return llama.cpp's logits of every prompt, [T, V] fp32 each."""
+    from scripts.bench.llama_peer import LlamaCpp
+
+    peer = LlamaCpp(file, TOKENS, torch.get_num_threads(), TOKENS)
+    found = [torch.from_numpy(peer.feed(prompt, 0, every=True).copy()) for prompt in prompts]
+    peer.close()
+    return found
+
+
+def compare_logits(reference: list[Tensor], found: list[Tensor], prompts: list[list[int]]) -> Found:
+    """Compare logits with the reference's, [T, V] of every prompt."""
+    squares = best = divergence = loss = 0.0
+    positions = sum(map(len, prompts))
+    for want, got, prompt in zip(reference, found, prompts):
+        off = got - want
+        squares += (off - off.mean(-1, keepdim=True)).square().mean(-1).sum().item()
+        p = want.log_softmax(-1)
+        q = got.log_softmax(-1)
+        divergence += (p.exp() * (p - q)).sum().item()
+        best += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        loss -= q[:-1].gather(1, torch.tensor(prompt[1:])[:, None]).sum().item()
+    ppl = torch.tensor(loss / (positions - len(prompts))).exp().item()
+    return Found((squares / positions) ** 0.5, best / positions, divergence / positions, ppl)
+
+
+# ------------------------------------------------------------------------------------------ formats
+
+
+def formats(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the formats of a checkpoint: names, and the options that give them."""
+    if is_gguf(path):
+        yield "the file's own bits", {}
+    yield "bfloat16", {"dtype": "bfloat16"}
+    for quant in ("int8", "int4"):
+        yield f"--quant {quant}", {"quant": quant}
+
+
+@torch.inference_mode()
+def fidelity(path: Path, each: int, parts: bool) -> list[dict]:
+    """Measure every format, llama.cpp where it can run, and the parts. Returns: a record a row."""
+    prompts = read_prompts(Tokenizer.load(path), each)
+    model = load_model(path, torch.float32)
+    reference = logits_of(model, prompts)
+    rows: dict[str, Found] = {}
+    if parts:
+        for name, patch in tqdm(list(roundings(model)), unit="part"):
+            undo = patch()
+            rows[name] = compare_logits(reference, logits_of(model, prompts), prompts)
+            undo()
+    del model
+    for name, options in tqdm(list(formats(path)), unit="format"):
+        engine = load(checkpoint=str(path), draft="none", compile=True, **options)
+        rows[name] = compare_logits(reference, logits_of(engine.target, prompts), prompts)
+    if is_gguf(path):
+        try:
+            found = llama_logits(path, prompts)
+        except ImportError:
+            print("note: llama-cpp-python is not installed; no row of llama.cpp")
+        else:
+            rows["llama.cpp"] = compare_logits(reference, found, prompts)
+    return [{"row": name} | found._asdict() for name, found in rows.items()]
+
+
+def fidelity_table(records: list[dict]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    yield "| against the weights in fp32 | rms | best token equal | KL | perplexity |"
+    yield "|---|---|---|---|---|"
+    for r in records:
+        best = f"{100 * r['best']:.1f} %"
+        yield f"| {r['row']} | {r['rms']:.3f} | {best} | {r['kl']:.5f} | {r['ppl']:.3f} |"
+
+
+# -------------------------------------------------------------------------------------------- parts
+
+
+def bf16(x: Tensor) -> Tensor:
+    """Round to bfloat16, and widen again."""
+    return x.bfloat16().to(x.dtype)
+
+
+def codes(x: Tensor) -> Tensor:
+    """Round as the products with quantized weights round their inputs."""
+    rounded, scales = round_activations(x, BLOCK)
+    return (rounded * scales).flatten(-2)[..., : x.shape[-1]]
+
+
+def plain_codes(x: Tensor) -> Tensor:
+    """Round to 8 bits in groups of BLOCK, outliers too."""
+    groups = x.unflatten(-1, (-1, BLOCK))
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / step.clamp(min=1e-30)).round() * step).flatten(-2)
+
+
+def roundings(model: Transformer) -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
+    """Yield names of roundings, and functions that begin one and return what ends it."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
+
+    def inputs(names: tuple[str, ...], by: Callable[[Tensor], Tensor]) -> Callable:
+        def begin() -> Callable[[], None]:
+            hooks = [
+                layer.register_forward_pre_hook(lambda _, x: (by(x[0]),))
+                for name, layer in layers.items()
+                if name.endswith(names)
+            ]
+            return lambda: [hook.remove() for hook in hooks]
+
+        return begin
+
+    def stream() -> Callable[[], None]:
+        norms = [
+            m for n, m in model.named_modules() if n.endswith("norm") and isinstance(m, RMSNorm)
+        ]
+        for norm in norms:
+            norm.add = lambda x, delta, reader=None, norm=norm: _rounded_sum(norm, x, delta)
+        return lambda: [norm.__dict__.pop("add") for norm in norms]
+
+    def keys_and_values() -> Callable[[], None]:
+        kept = model.config.n_kv_heads * model.config.head_dim * 2
+
+        def hook(_, x, y):
+            return torch.cat((y[..., :-kept], bf16(y[..., -kept:])), -1)
+
+        hooks = [m.register_forward_hook(hook) for n, m in layers.items() if n.endswith("wqkv")]
+        return lambda: [hook.remove() for hook in hooks]
+
+    for name in PRODUCTS:
+        yield f"part: 8 bits into {name}", inputs((name,), plain_codes)
+    yield "part: 8 bits into all products", inputs(PRODUCTS, plain_codes)
+    yield "part: 8 bits, 15 beside outliers", inputs(PRODUCTS, codes)
+    yield "part: bf16 into all products", inputs(PRODUCTS, bf16)
+    yield "part: bf16 features", inputs(("lm_head",), bf16)
+    yield "part: bf16 residual stream", stream
+    yield "part: bf16 keys and values", keys_and_values
+
+
+def _rounded_sum(norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = bf16(x if delta is None else x + delta)
+    return x, norm(x)
+
+
+# ---------------------------------------------------------------------------------------- questions
+
+
+def is_right(text: str, accepted: list[str]) -> bool:
+    """Check that an answer holds one of the accepted ones as whole words, in any case."""
+    found = re.sub(r"[^\w\s.]", " ", text.lower())
+    return any(re.search(rf"(?<!\w){re.escape(a.lower())}(?!\w)", found) for a in accepted)
+
+
+def questions(path: Path) -> list[dict]:
+    """Count the right answers of every format. Returns: a record a row."""
+    lines = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    records = []
+    for name, options in formats(path):
+        config = GenerateConfig(
+            checkpoint=str(path),
+            draft="none",
+            compile=True,
+            chat="",
+            max_new_tokens=ANSWER_TOKENS,
+            **options,
+        )
+        engine = load(config)
+        texts = [generate(engine, [line["turns"][0]]).text[0] for line in tqdm(lines, desc=name)]
+        right = [is_right(text, line["accepted"]) for text, line in zip(texts, lines)]
+        answers = dict(zip((line["id"] for line in lines), texts))
+        records.append({"row": name, "right": sum(right), "of": len(lines), "texts": answers})
+    return records
+
+
+def questions_table(records: list[dict]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    yield "| format | right answers |"
+    yield "|---|---|"
+    for r in records:
+        yield f"| {r['row']} | {r['right']} of {r['of']} |"

@@ -1,0 +1,36 @@
+"""The worked changes of docs/CONTRIBUTING.md apply to this tree, and their own tests pass."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from options import ROOT
+
+PAGE = ROOT / "docs" / "CONTRIBUTING.md"
+FOLDERS = ("cli", "parallel", "hf", "ops", "extras", "scripts", "tests", "checkpoints/demo")
+NEW_TESTS = {"test_echo": 2, "(test_model and seed and oss)": 5, "e4m3": 1}  # chosen by -k: cases
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git, which applies the changes")
+def test_the_worked_changes_work(tmp_path):
+    for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+        shutil.copy(file, tmp_path)
+    for folder in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    changes = re.findall(r"```diff\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(changes) == 3
+    for change in changes:
+        applied = subprocess.run(
+            ["git", "apply", "-"], input=change, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert applied.returncode == 0, applied.stderr
+    files = ("core/test_lossless.py", "core/test_model.py", "files/test_quantize.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", " or ".join(NEW_TESTS)]
+    command += [f"tests/{file}" for file in files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert f"{sum(NEW_TESTS.values())} passed" in done.stdout, done.stdout

@@ -1,0 +1,227 @@
+"""Calibration on bundled text, and rounding with error feedback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import quantize
+from generate import load
+from helpers import GOLDEN
+from hf.calibrate import WIDTH, Recorder, calibration_text, moments_of, second_moments
+from hf.checkpoint import Quantization, WeightFiles, scale_name
+from hf.weights import load_model
+from options import DEMO, ROOT
+from quantize import Int4Linear, quantize_directory
+
+TARGET = GOLDEN / "models/target_llama_mha"  # fp32, no tokenizer
+INT4 = Quantization("int4", 32)
+
+
+def correlated(k: int, rows: int = 512) -> Tensor:
+    """Inputs of some common factors and two large ones, [rows, k]."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 8, generator=g) @ torch.randn(8, k, generator=g)
+    x += torch.randn(rows, k, generator=g)
+    x[:, 5] *= 30
+    x[:, k - 2] *= 10
+    return x
+
+
+def moments_between(x: Tensor) -> list[Tensor]:
+    return [part.T @ part for part in x.split(WIDTH, 1)]
+
+
+@pytest.mark.parametrize("k", [128, WIDTH + 128])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_feedback_makes_outputs_closer(group, k):
+    """Of an input's error, the inputs behind it in the same WIDTH make up for a part."""
+    weight = torch.randn(40, k, generator=torch.Generator().manual_seed(0))
+    x = correlated(k)
+    codes, scale = Int4Linear.encode_calibrated(weight, group, moments_between(x))
+    assert codes.dtype == torch.int8 and codes.min() >= -8 and codes.max() <= 7
+    assert scale.shape == (40, k // group) and scale.dtype == torch.bfloat16
+    plain = Int4Linear.decode(*Int4Linear.encode(weight, group))
+    errors = [(x @ (w - weight).T).square().sum() for w in (Int4Linear.decode(codes, scale), plain)]
+    assert errors[0] < 0.3 * errors[1]
+
+
+def test_independent_inputs_need_no_feedback():
+    """With diagonal moments, codes are the nearest to the weight by the scale that was found."""
+    weight = torch.randn(40, 128)
+    moment = torch.linspace(0.1, 3, 128).diag()
+    codes, scale = Int4Linear.encode_calibrated(weight, 32, [moment])
+    steps = scale.float().repeat_interleave(32, 1)
+    assert torch.equal(codes, (weight / steps).round().clamp(-8, 7).to(torch.int8))
+    error = ((Int4Linear.decode(codes, scale) - weight).square() * moment.diagonal()).sum()
+    plain = Int4Linear.decode(*Int4Linear.encode(weight, 32)) - weight
+    assert error < (plain.square() * moment.diagonal()).sum()
+
+
+def test_inputs_that_are_always_zero():
+    """They get codes like any others, and spoil none."""
+    x = correlated(128)
+    x[:, 40:100] = 0
+    weight = torch.randn(40, 128)
+    codes, scale = Int4Linear.encode_calibrated(weight, 32, moments_between(x))
+    assert scale.isfinite().all()
+    error = Int4Linear.decode(codes, scale) - weight
+    assert error[:, 40:100].abs().max() < 0.6 * weight.abs().max()
+
+
+def test_parts_of_rows_are_rounded_alike(monkeypatch):
+    weight = torch.randn(70, 128)
+    moments = moments_between(correlated(128))
+    whole = Int4Linear.encode_calibrated(weight, 32, moments)
+    monkeypatch.setitem(quantize.AT_ONCE, "cpu", 128 * 16)
+    parts = Int4Linear.encode_calibrated(weight, 32, moments)
+    assert (whole[0] != parts[0]).float().mean() < 0.01  # sums in another order, near a tie
+
+
+def test_moments_are_those_of_the_model():
+    """Those that a pass over the complete model sees, of each token divided by its size."""
+    model = load_model(TARGET)
+    ids = torch.randint(0, 97, (6, 12), generator=torch.Generator().manual_seed(0))
+    found = dict(second_moments(model, ids))
+    assert all(not isinstance(module, Recorder) for module in model.modules())
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert list(found) == list(linear)
+    seen: dict[str, Tensor] = {}
+    for name, layer in linear.items():
+        layer.register_forward_pre_hook(lambda _, x, name=name: seen.update({name: x[0]}))
+    with torch.inference_mode():
+        model.logits(model(ids, torch.arange(12).expand(6, -1)))
+    for name, x in seen.items():
+        rows = x.flatten(0, 1) / x.flatten(0, 1).square().mean(1, keepdim=True).sqrt()
+        torch.testing.assert_close(found[name][0], rows.T @ rows, rtol=1e-3, atol=1e-3)
+
+
+def test_the_text_is_of_several_kinds():
+    ids = calibration_text(Path(DEMO))
+    assert ids.shape == (32, 256) and len(ids.unique()) > 800
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory) -> dict[bool, Path]:
+    """The demo in int4, without and with calibration."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    for calibrated in (False, True):
+        moments = moments_of(Path(DEMO)) if calibrated else ()
+        quantize_directory(Path(DEMO), folder / str(calibrated), INT4, moments=moments)
+    return {calibrated: folder / str(calibrated) for calibrated in (False, True)}
+
+
+def test_logits_are_closer_to_those_of_fp32(demos):
+    """Mean KL divergence on held-out text, in nats; 8-bit activations included."""
+    texts = (ROOT / "data/eval/demo.jsonl").read_text().splitlines()
+    exact = load(checkpoint=DEMO, draft="none", device="cpu", dtype="float32")
+    rows = [exact.tokenizer.encode(json.loads(text)["turns"][0])[:64] for text in texts]
+    ids = torch.tensor([row for row in rows if len(row) == 64])
+    assert len(ids) >= 20
+    positions = torch.arange(64).expand_as(ids)
+    log_p = exact.target.logits(exact.target(ids, positions)).log_softmax(-1)
+
+    def divergence(model) -> float:
+        log_q = model.logits(model(ids, positions)).log_softmax(-1)
+        return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+
+    found = {name: divergence(load_model(path, torch.float32)) for name, path in demos.items()}
+    int8 = divergence(load_model(Path(DEMO), torch.float32, quant=Quantization("int8")))
+    print(found, int8)
+    assert found[True] < 0.75 * found[False] and found[True] < 0.04 and int8 < 0.003
+
+
+def test_on_load_the_cache_holds_the_weights(demos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GPT_EAGLE_QUANTIZED", str(tmp_path))
+    options = {"checkpoint": DEMO, "quant": "int4", "group_size": 32, "draft": "none"}
+    first = load(**options, device="cpu")
+    assert "weights in int4 are kept in" in capsys.readouterr().err
+    (kept,) = tmp_path.iterdir()
+    again = load(**options, device="cpu")
+    assert "kept in" not in capsys.readouterr().err and list(tmp_path.iterdir()) == [kept]
+    saved = load_model(demos[True])
+    for engine in (first, again):
+        state = engine.target.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in saved.state_dict().items())
+        assert (engine.config.quant, engine.config.group_size) == ("int4", 32)
+
+
+def tied_demo(folder: Path) -> Path:
+    """The demo, with its embedding as LM head, and three layers."""
+    shutil.copytree(DEMO, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"tie_word_embeddings": True, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    few = {
+        name: w
+        for name, w in weights.items()
+        if not name.startswith(("model.layers", "lm_head")) or ".layers.0." in name
+    }
+    save_file(few, folder / "model.safetensors")
+    return folder
+
+
+def test_a_tied_head_is_calibrated_too(tmp_path):
+    """It is written apart, and the embedding stays as it was."""
+    path = tied_demo(tmp_path / "in")
+    quantize_directory(path, tmp_path / "out", INT4, moments=moments_of(path))
+    stored = WeightFiles(tmp_path / "out")
+    assert stored.config["tie_word_embeddings"] is False
+    original = WeightFiles(path).read("model.embed_tokens.weight")
+    assert torch.equal(stored.read("model.embed_tokens.weight"), original)
+    assert scale_name("lm_head.weight") in stored.readers
+    model = load_model(tmp_path / "out")
+    assert isinstance(model.lm_head, Int4Linear)
+    error = (model.lm_head.dequantize() - original.float()).square().mean()
+    assert error < 0.02 * original.float().square().mean()
+    # as it was written before: tied, and rounded when it is loaded
+    quantize_directory(path, tmp_path / "older", INT4)
+    older = load_model(tmp_path / "older")
+    want = Int4Linear.encode(original, 32)
+    assert all(map(torch.equal, older.lm_head.codes_and_scale(), want))
+
+
+def test_without_a_tokenizer_one_line_says_so(tmp_path, capsys):
+    quantize_directory(TARGET, tmp_path / "out", INT4, moments=moments_of(TARGET))
+    said = capsys.readouterr().err
+    assert said.count("has no tokenizer, so that int4 is rounded without calibration") == 1
+    quantize_directory(TARGET, tmp_path / "plain", INT4)
+    ours = load_model(tmp_path / "out").state_dict()
+    theirs = load_model(tmp_path / "plain").state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("quant", [INT4, Quantization("int8")], ids=["int4", "int8"])
+def test_weights_that_are_no_numbers_are_named(tmp_path, quant, number):
+    path = tied_demo(tmp_path / "in")
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][3, 5] = number
+    save_file(weights, path / "model.safetensors")
+    says = r"model\.layers\.0\.mlp\.down_proj\.weight has weights that are NaN or infinite"
+    with pytest.raises(ValueError, match=says):
+        quantize_directory(path, tmp_path / "plain", quant)
+    if quant == INT4:
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            quantize_directory(path, tmp_path / "out", quant, moments=moments_of(path))
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_layer_without_inputs_is_named(tmp_path, capsys):
+    """Its gate is closed on all of the text: down has nothing to go by."""
+    path = tied_demo(tmp_path / "in")
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"].zero_()
+    save_file(weights, path / "model.safetensors")
+    quantize_directory(path, tmp_path / "out", INT4, moments=moments_of(path))
+    said = capsys.readouterr().err
+    line = "the inputs of model.layers.0.mlp.down_proj.weight are all zero on the calibration text"
+    assert said.count(line) == 1
+    assert load_model(tmp_path / "out")

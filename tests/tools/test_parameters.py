@@ -1,0 +1,267 @@
+"""Requests as clients send them: fields that a template reads, values that change nothing, and refusals by name.
+
+Prompts are compared with transformers' own rendering of the same messages.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+llguidance = pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+openai = pytest.importorskip("openai")
+import transformers  # noqa: E402
+from tokenizers import Tokenizer as Backend  # noqa: E402
+from tokenizers import models  # noqa: E402
+
+from extras.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa: E402
+from generate import load  # noqa: E402
+from options import DEMO  # noqa: E402
+from server.batcher import Answer, Refusal  # noqa: E402
+from server.parameters import NEUTRAL, SERVED, WITHOUT_EFFECT, Reader, ServeConfig  # noqa: E402
+
+TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]
+{%- if m.name is defined %} ({{ m.name }}){% endif %}
+{%- if m.reasoning_content is string %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{%- if m.weight is defined %} x{{ m.weight }}{% endif %} {{ m.content }}
+{% for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% endfor %}
+{%- if add_generation_prompt %}[assistant] {{ reasoning_effort | default('') }}
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- endif %}"""
+USER = {"role": "user", "content": "What time is it?"}
+NOW = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("template")
+    for file in Path(DEMO).iterdir():
+        (root / file.name).symlink_to(file.resolve())
+    (root / "chat_template.jinja").write_text(TEMPLATE)
+    return root
+
+
+@pytest.fixture(scope="module")
+def reader(folder) -> Reader:
+    config = ServeConfig(checkpoint=str(folder), device="cpu", chat="", draft="none", batch_size=1)
+    return Reader(load(config), config, "demo")
+
+
+@pytest.fixture(scope="module")
+def rendered(reader):
+    """The ids of the prompt that transformers renders."""
+    tokenizer = reader.engine.tokenizer
+    backend = transformers.PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()))
+
+    def render(messages, tools=None, **variables) -> list[int]:
+        text = backend.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=TEMPLATE,
+            add_generation_prompt=True,
+            tokenize=False,
+            **variables,
+        )
+        return tokenizer.encode(text, bos=False, special=True)
+
+    return render
+
+
+def prompt(reader, messages, **body) -> list[int]:
+    return reader.read({"messages": messages, **body}, chat=True).prompts[0]
+
+
+def refused(reader, chat=True, **body) -> str:
+    """The message of a refusal."""
+    body = {"messages": [USER], **body} if chat else {"prompt": "a", **body}
+    with pytest.raises(Refusal) as error:
+        reader.read(body, chat)
+    assert error.value.status == 400 and "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ------------------------------------------------------------------------------ fields of templates
+
+
+def test_fields_of_messages_reach_the_template(reader, rendered):
+    messages = [
+        {**USER, "name": "Ann"},
+        {"role": "assistant", "content": "Noon.", "reasoning_content": "The sun.", "refusal": None},
+        {**USER, "weight": 2},
+    ]
+    plain = [{"role": m["role"], "content": m["content"]} for m in messages]
+    assert prompt(reader, messages) == rendered(messages) != prompt(reader, plain)
+    assert prompt(reader, plain) == rendered(plain)
+
+
+def test_variables_of_templates(reader, rendered):
+    options = {"enable_thinking": False, "unused": [1]}
+    found = prompt(reader, [USER], chat_template_kwargs=options, reasoning_effort="low")
+    assert found == rendered([USER], reasoning_effort="low", **options)
+    both = {"chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"}
+    assert prompt(reader, [USER], **both) == rendered([USER], reasoning_effort="high")
+    for name in ("messages", "tools", "add_generation_prompt", "self"):
+        said = refused(reader, chat_template_kwargs={name: 1})
+        assert said == f"chat_template_kwargs cannot set {name}; leave that out"
+    assert "must be an object" in refused(reader, chat_template_kwargs=[1])
+    assert "reasoning_effort must be a text" in refused(reader, reasoning_effort=3)
+    assert "is not served" in refused(reader, chat=False, reasoning_effort="low")
+
+
+def test_a_fixed_template_has_no_variables(tmp_path):
+    config = ServeConfig(checkpoint=DEMO, device="cpu", chat="vicuna", draft="none", batch_size=1)
+    reader = Reader(load(config), config, "demo")
+    said = "the chat template vicuna knows no enable_thinking; leave that out"
+    assert refused(reader, chat_template_kwargs={"enable_thinking": False}) == said
+    assert "knows no reasoning_effort" in refused(reader, reasoning_effort="low")
+
+
+@pytest.mark.parametrize("arguments", ["", " \n", "{}", "null", "[]", None, {}, ...])
+def test_arguments_of_a_call_without_any(reader, rendered, arguments):
+    function = {"name": "now", "arguments": arguments}
+    if arguments is ...:
+        del function["arguments"]
+    call = {"id": "c1", "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "12:30"}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    whole = [{"id": "c1", "type": "function", "function": {"name": "now", "arguments": {}}}]
+    want = rendered(
+        [USER, asked | {"content": "", "tool_calls": whole}, result | {"name": "now"}], [NOW]
+    )
+    assert prompt(reader, [USER, asked, result], tools=[NOW]) == want
+    function["arguments"] = "[1]"
+    assert "a JSON object" in refused(reader, messages=[USER, asked, result], tools=[NOW])
+
+
+def test_a_list_of_no_calls(reader, rendered):
+    answer = {"role": "assistant", "content": "Noon."}
+    want = rendered([USER, answer, USER])
+    for calls in ([], None):
+        assert prompt(reader, [USER, answer | {"tool_calls": calls}, USER]) == want
+    only = {"role": "assistant", "content": None, "reasoning_content": "The sun."}
+    assert prompt(reader, [USER, only, USER]) == rendered([USER, only | {"content": ""}, USER])
+
+
+# ------------------------------------------------------------------------- values that change nothing
+
+# neutral values of vLLM's, SGLang's, llama.cpp's and OpenAI's parameters, by their documentation
+HARMLESS = {
+    "service_tier": "auto", "prompt_cache_key": "session-1", "safety_identifier": "u1", "user": "u", "store": True,
+    "metadata": {"a": "b"}, "prediction": {"type": "content", "content": "a"}, "priority": 3, "cache_prompt": True,
+    "min_tokens": 0, "skip_special_tokens": True, "spaces_between_special_tokens": True, "ignore_eos": False,
+    "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "repeat_penalty": 1, "logit_bias": {},
+    "best_of": 1, "echo": False, "suffix": "", "length_penalty": 1.0, "early_stopping": False, "use_beam_search": False,
+    "include_stop_str_in_output": False, "stop_token_ids": [], "bad_words": [], "allowed_token_ids": None,
+    "guided_json": None, "guided_regex": "", "structured_outputs": {}, "mirostat": 0, "mirostat_tau": 5.0,
+    "typical_p": 1.0, "tfs_z": 1.0, "xtc_probability": 0, "dry_multiplier": 0.0, "n_probs": 0, "modalities": ["text"],
+    "functions": [], "function_call": "none", "return_tokens_as_token_ids": False, "repeat_last_n": 64, "audio": None,
+}  # fmt: skip
+HARMFUL = {
+    "min_tokens": 1, "skip_special_tokens": False, "frequency_penalty": 0.5, "presence_penalty": -1, "suffix": "a",
+    "repetition_penalty": 1.1, "repeat_penalty": 0, "logit_bias": {"5": 1}, "best_of": 2, "echo": True, "ignore_eos": True,
+    "stop_token_ids": [5], "bad_words": ["a"], "guided_json": {"type": "object"}, "mirostat": 2, "typical_p": 0.9,
+    "xtc_probability": 0.1, "n_probs": 5, "modalities": ["audio"], "functions": [1], "anything": 1, "grammar": "a",
+    "length_penalty": True, "add_generation_prompt": False, "detokenize": False, "use_beam_search": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_values_that_change_nothing_pass(reader, chat):
+    """A client's defaults pass, one by one and together; everything else is refused by its name."""
+    source = {"messages": [USER]} if chat else {"prompt": "a"}
+    plain = reader.read(source | {"seed": 1}, chat)
+    for name, value in HARMLESS.items():
+        assert reader.read(source | {"seed": 1, name: value}, chat) == plain, name
+    assert reader.read(source | {"seed": 1} | HARMLESS, chat) == plain
+    zeros = {"logit_bias": {"5": 0, "7": 0.0}}
+    assert reader.read(source | {"seed": 1} | zeros, chat) == plain
+    for name, value in HARMFUL.items():
+        said = refused(reader, chat, **{name: value})
+        assert said == f"{name} = {json.dumps(value)} is not served; leave it out"
+
+
+def test_parameters_are_of_one_kind():
+    assert not WITHOUT_EFFECT & (SERVED | NEUTRAL.keys()) and not SERVED & NEUTRAL.keys()
+
+
+def test_many_stop_strings(reader):
+    stops = [f"</tag{n}>" for n in range(40)]
+    assert reader.read({"prompt": "a", "stop": stops}, False).stops == stops
+    assert reader.read({"prompt": "a", "stop": ["", "b", ""]}, False).stops == ["b"]
+    assert reader.read({"prompt": "a", "stop": ""}, False).stops == []
+    letters = type("Letters", (), {"push": lambda self, ids: chr(ids[0])})
+    answer = Answer(letters(), stops, [])
+    told = "".join(answer.push(ord(c)) for c in "some <b>text</b> and </tag3" if not answer.over)
+    assert told == "some <b>text</b> and " and answer.push(ord("7")) == "" and not answer.over
+    assert answer.push(ord(">")) == "" and answer.stopped  # the whole </tag37>, not its beginning
+
+
+# ------------------------------------------------------------------------------------- JSON schemas
+
+
+def test_a_schema_in_json_object_is_enforced(reader):
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    assert schema_of({"type": "json_object", "schema": schema}) == schema
+    assert schema_of({"type": "json_object"}) == {"type": "object"}
+    for asked, name in (
+        ({"type": "json_object", "json_schema": {"schema": schema}}, "json_schema"),
+        ({"type": "text", "schema": schema}, "schema"),
+        ({"type": "json_schema", "schema": schema}, "schema"),
+    ):
+        with pytest.raises(ValueError, match=f"of type {asked['type']} has no {name}; leave that"):
+            schema_of(asked)
+    with pytest.raises(ValueError, match="must be of type text"):
+        schema_of({"type": "json_object", "schema": "a"})
+
+
+def test_formats_that_are_not_known_are_ignored(capsys, reader):
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "color"},
+            "at": {"type": "string", "format": "date"},
+            "more": {"anyOf": [{"type": "string", "format": "int32"}, {"const": {"format": "x"}}]},
+        },
+        "required": ["format", "at", "more"],
+        "$defs": {"format": {"enum": [{"format": "y"}]}},
+    }
+    found = without_formats(schema)
+    assert capsys.readouterr().err == (
+        "note: the grammar does not enforce the format 'color', 'int32'\n"
+    )
+    assert found["properties"]["format"] == {"type": "string"}
+    assert found["properties"]["at"] == {"type": "string", "format": "date"}
+    assert found["properties"]["more"]["anyOf"] == [{"type": "string"}, {"const": {"format": "x"}}]
+    assert found["$defs"] == schema["$defs"]
+    value = {"format": "red", "at": "2026-11-26", "more": "4"}
+    jsonschema.validate(value, schema)
+    matcher = Grammar(reader.engine, schema).matcher
+    tokenizer = reader.engine.tokenizer
+    ids = tokenizer.encode(json.dumps(value), bos=False)
+    assert matcher.deep_copy().try_consume_tokens(ids) == len(ids)
+    wrong = tokenizer.encode(json.dumps(value | {"at": "today"}), bos=False)
+    assert matcher.deep_copy().try_consume_tokens(wrong) < len(wrong)
+
+
+def test_the_formats_are_the_librarys_own():
+    every = [*FORMATS, "color", "iri", "uri-reference", "regex", "int32", "idn-email", "password"]
+    known = set()
+    for name in every:
+        schema = json.dumps({"type": "string", "format": name})
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+        if not llguidance.LLMatcher.validate_grammar(grammar):
+            known.add(name)
+    assert known == FORMATS
+
+
+def test_the_official_client_accepts_its_own_messages_again(reader):
+    """A message that the client parsed, with all its empty fields, goes back as it is."""
+    message = openai.types.chat.ChatCompletionMessage(role="assistant", content="Noon.")
+    plain = prompt(reader, [USER, {"role": "assistant", "content": "Noon."}, USER])
+    assert prompt(reader, [USER, message.model_dump(), USER]) == plain
