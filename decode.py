@@ -1,14 +1,14 @@
 """The decode cycle: every method proposes a draft tree, and decoding is the verification of a tree.
 
-    tokens [B, S] --root--> draft --DraftTree [B, N]--> verify --Accepted [B, D+1]--> extend
-                              |                           |                             |
-                  drafter's scratch slots      target's slots pos .. pos+N-1    drafter's KV cache
+    tokens [B, S+1] --root--> draft --DraftTree [B, N]--> verify --Accepted [B, D+1]--> extend
+                                |                           |                             |
+                    drafter's scratch slots      target's slots pos .. pos+N-1    drafter's KV cache
 
 A `Cycle` has three steps, each tensors to tensors with static shapes:
 1. draft: the drafter proposes a tree below the root, the token decided last.
 2. verify: the target runs over the whole tree in one pass. The deepest path that agrees with the
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
-3. extend: the drafter reads the accepted tokens with the target's features.
+3. extend: the drafter reads the confirmed tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
 drafter and each mode of sampling. With --compile on CUDA the steps are compiled (`fullgraph=True`),
 and a cycle is captured as one graph: no step waits for the host. On a CPU they call C++ operators.
@@ -59,9 +59,9 @@ def pick_tokens(
     draw: Tensor,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Pick the target's own token after every feature, [B, N] int64; nothing else is returned.
+    """Pick the target's own token after every feature. Returns: [B, N] int64; None, an extra.
 
-    features: [B, N, F]; noise: [B, R, V] fp32; rule and noise are None when all are greedy
+    features: [B, N, F]; noise: [B, R, V] fp32, of R draws; rule and noise: None when all are greedy
     draw: [B, N] int64, the row of the noise that belongs to each feature
     allowed: [B, N, V] bool, tokens that may follow each feature; None: all
     """
@@ -74,15 +74,15 @@ class Engine:
 
     config: GenerateConfig  # as the user asked
     target: Transformer
-    presets: tuple[Drafter, ...]  # over one state, smallest tree first
+    presets: tuple[Drafter, ...]  # which share a state, smallest tree first
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...]
-    # -> (tokens [B, N], anything that the drafter's `extend` reads)
+    # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
     pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (extras/residual.py)
     policy: Policy = Policy()  # which preset runs next
     resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
-    guide: Any = None  # masks the tokens of every turn that brings no other (`Session.admit`)
+    guide: Any = None  # masks tokens, unless a turn brings its own (`Session.admit`)
     eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
     # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
     cycles: tuple[tuple[Callable, ...], ...] = ()
@@ -154,9 +154,9 @@ def with_cycles(engine: Engine) -> Engine:
         captured=compiles and cuda,
         buffer_pool=[],
     )
-    made = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle
+    finish = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle
     cycles = [
-        tuple(made(Cycle(engine, preset, mode)) for preset in engine.presets)
+        tuple(finish(Cycle(engine, preset, mode)) for preset in engine.presets)
         for mode in SamplingMode
     ]
     return replace(engine, cycles=tuple(cycles))
@@ -169,7 +169,7 @@ class Cycle:
     """One decode cycle, in which `drafter`, a preset of the engine's, proposes the tree."""
 
     def __init__(self, engine: Engine, drafter: Drafter, mode: SamplingMode):
-        """mode: the highest of the sequences that it decodes"""
+        """mode: the highest `SamplingMode` of the sequences that it decodes"""
         self.target = engine.target
         self.drafter = drafter
         self.mode = mode
@@ -177,8 +177,8 @@ class Cycle:
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
-        self.call = call_block
-        self.in_place = engine.captured
+        self.call = call_block  # runs a part of the target
+        self.in_place = engine.captured  # a new state is copied into the old one
         self.accept = accept
         self.advance = advance
         on_cpu = engine.device.type == "cpu"
@@ -189,8 +189,8 @@ class Cycle:
     def compiled_by_layer(self) -> Cycle:
         """Compile the steps, and one block of the target per type of block; all layers reuse it.
 
-        One graph of everything would take many times as long to compile, and a call per block costs
-        nothing in a captured cycle.
+        One graph of everything takes many times as long to compile. In a captured cycle, a call per
+        block costs nothing.
         """
         for name in ("draft", "place", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
@@ -213,7 +213,7 @@ class Cycle:
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
         """Run the three steps, timed. Writes: both caches, state.tokens; the state, if in place.
 
-        Returns: the state, everything that was decided, and the report, [B, D+9] int64.
+        Returns: the state, what the drafter has read, and the report for the host, [B, D+9] int64.
         """
         clock = Clock(state.pos.device)
         draft, verify, extend = clock.timed(self.draft, self.verify, self.extend)
@@ -250,7 +250,7 @@ class Cycle:
         return self.decide(cache, state, tree, noise, features)
 
     def place(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the slots, the window's first slot and the positions of `place_tokens`."""
+        """Return the nodes' slots, the window's first slot and the positions (`place_tokens`)."""
         # nodes of one depth share a position, not a slot; a finished sequence has an empty prefix
         return place_tokens(state.pos, tree.depths, tree.tokens.shape[1], done=state.done)
 
@@ -262,7 +262,7 @@ class Cycle:
         noise: Tensor | None,
         features: Tensor,
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-        """Accept a path, compact the cache. Writes: it, state.tokens; the state, if in place.
+        """Accept a path, compact. Writes: the cache, state.tokens; the state, if in place.
 
         features: [B, N, F]
         """
@@ -311,7 +311,7 @@ def advance(
     text = DecodedTokens(state.tokens, pos)
     update = DrafterUpdate(tokens, features.gather(1, path), count, text)
     broken = ~update.features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
-    ends = done + 2 * broken
+    ends = done + 2 * broken  # 0 .. 3, as `done` of session.CycleResult
     report = pack_report(emitted, count, accepted.length, ends, state.pos)
     new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
     return new, update, report
@@ -364,13 +364,13 @@ def prefill_chunk(
 ) -> tuple[DecodeState, Tensor]:
     """Run the target over `width` prompt tokens of every sequence; the drafter reads the features.
 
-    mode: the highest of the sequences
-    start: [B] int64, index of each sequence's first token in the chunk; shorter ones are padded
+    mode: the highest `SamplingMode` of the sequences
+    start: [B] int64, index of each sequence's first token in the chunk; short prompts are padded
     allowed: [B, 1, V] bool, the tokens that may be a root; None: all
-    A sequence whose prompt ends in this chunk gets its root: only that feature meets the LM head.
+    A sequence whose prompt ends in this chunk gets its root; the LM head reads one feature of it.
     Writes: both caches, state.tokens.
-    Returns: the state; a sequence is done if nothing may follow its root. The features that such a
-        root was chosen from, [B, 1, F].
+    Returns: the state, in which a sequence is done if nothing may follow its root; the features
+        that the roots were chosen from, [B, 1, F].
     """
     rule = state.sampling.needed(mode)
     start = torch.minimum(start, state.pos)
