@@ -1,11 +1,11 @@
-"""Draft trees, and every tensor step on them: shapes, acceptance, compaction.
+"""Draft trees: what is accepted of them, and the shapes that they grow in.
 
 A tree has N nodes, node 0 the root (the token decided last, not cached yet). Parents precede
-children, so every relation follows from `parents` by a few rounds of boolean algebra: ancestors,
-depths, acceptance and the accepted path need no list of leaves, no host, no data-dependent shape.
+children. Ancestors and depths follow from `parents`, and the accepted path from these, by tensor
+operators of fixed shape: there is no list of leaves, and the host waits for nothing.
 
-A shape, `DynamicTree` or `StaticTree`, is plain data; moved to a device (`to`) it has a plan, by
-which `TreeDrafter.propose` (drafters.py) grows a tree level by level.
+A shape, `DynamicTree` or `StaticTree`, is plain data. `to` moves it to a device and gives it a
+plan, by which `TreeDrafter.propose` (drafters.py) grows a tree level by level.
 
 Padding is where `valid` is False; no token id stands for it. All scores are fp32.
 Not here: scoring tokens (drafters.py), the operators of growth (ops/tree.py), deciding tokens
@@ -59,7 +59,7 @@ def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> Dr
 def root_tree(text: DecodedTokens) -> DraftTree:
     """Build the tree that is only its root: vanilla decoding."""
     if on_cpp_device(text.pos, "tree"):
-        return rerank((), (), 0, 0, text)
+        return rerank((), (), 0, 0, text)  # no levels, so the root alone
     tokens = text.root[:, None]
     zeros = torch.zeros_like(tokens)
     return build_tree(tokens, zeros, torch.ones_like(tokens, dtype=torch.bool), 0)
@@ -128,7 +128,8 @@ def plan_levels(
 
     children: of a node of each level, the root's first
     widths: nodes with children of each level below the root; the last level has none
-    places: of these among the level's candidates, [1, R'] int64; empty: the best ones
+    places: per level, where those nodes are among its candidates, [1, R'] int64; empty: the best
+    by_value: as in `Level`
     """
     plan = []
     begin = 0  # flat index of a level's first candidate
@@ -145,7 +146,7 @@ def plan_levels(
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked; of the papers' size."""
+    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked; by default as large as the papers'."""
 
     depth: int = 6  # D, drafted levels
     topk: int = 10  # K, children kept per node, and nodes expanded per level
@@ -185,7 +186,7 @@ class DynamicTree:
 
     @property
     def nodes(self) -> Tensor | int:
-        """The candidates that become nodes, [1, N-1] int64, ascending; a number: the best ones."""
+        """The candidates that become nodes, [1, N-1] int64, ascending; a number: so many best."""
         if self.rerank:
             return self.size - 1
         return self.fixed_nodes
