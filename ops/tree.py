@@ -1,9 +1,9 @@
 """Operators of a draft tree: the next level, and the nodes.
 
-`next_level` scores the children of a frontier and picks the next frontier. `rerank` picks the nodes
-of the tree. On a CPU each is one C++ call (cpu/tree.cpp). Elsewhere they consist of smaller
-operators: on CUDA `grow_level`, `best_nodes` and `relate` in Triton (cuda/growth.py), and plain
-ones, which the compiler fuses.
+A frontier is the nodes of a level that have children. `next_level` scores these and picks the next
+frontier. `rerank` picks the nodes of the tree. On a CPU each is one C++ call (ops/cpu/tree.cpp).
+Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes` and `relate` in
+Triton (ops/cuda/growth.py), and plain ones, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Level(NamedTuple):
     """The plan of one level of a tree, which its shape makes once (draft_tree.py)."""
 
     k: int  # children per node of the frontier
-    count: int  # R', of these candidates have children themselves; 0: none, the last level
+    count: int  # R', the level's candidates that have children themselves; 0 on the last level
     begin: int = 0  # flat index of the level's first candidate
     slot: int = 0  # scratch slot of the first node that has children; the others follow
     slots: int = 0  # W, scratch slots of the whole tree
@@ -35,7 +35,7 @@ class Level(NamedTuple):
 
 
 class Children(NamedTuple):
-    """The best children of R nodes, best first. All R share them where R is 1."""
+    """The best children of R nodes, best first; [B, 1, k]: of all nodes of the level."""
 
     tokens: Tensor  # [B, R, k] int64
     scores: Tensor  # [B, R, k] fp32, log-probabilities
@@ -45,10 +45,11 @@ class Children(NamedTuple):
 class Scores(NamedTuple):
     """The scores of all children of R nodes; a child adds log softmax(c z) to its path's value.
 
-    With noise, z + T G takes the place of z: the target itself will choose by this noise.
+    With noise, logits are z / T (`sampling.process`), and z + T G takes the place of z: the target
+    itself will choose by this noise.
     """
 
-    logits: Tensor  # [B, R, V] fp32, z; or [B, 1, V], which all R nodes share
+    logits: Tensor  # [B, R, V] fp32, z or z / T; or [B, 1, V], which all R nodes share
     sharpness: float = 1.0  # c
     ids: Tensor | None = None  # [V] int64, the token of each column; None: its number
     noise: Tensor | None = None  # [B, D+1, all tokens] fp32 Gumbel noise, G
@@ -119,8 +120,8 @@ class DraftTree(NamedTuple):
     mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
     valid: Tensor  # [B, N] bool
     values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
-    # [B, N] int64, each node's place among the nodes that the drafter ran, counted from the root's;
-    # 0: it did not run
+    # [B, N] int64, each node's place among the root and the nodes that the drafter ran; 0: the root,
+    # or a node that did not run
     places: Tensor | None = None
     allowed: Tensor | None = None  # [B, N, V] bool, tokens that may follow each node; None: all
     extra: Any = None  # of the drafter, for an acceptance rule of its own
@@ -139,7 +140,7 @@ def next_level(
     """Value the children of a frontier and choose the next one; of equal candidates, the first.
 
     front: the frontier; None: the root
-    Returns: the level's candidates, X = R k; the next frontier, empty after the last level.
+    Returns: the level's R k candidates; the next frontier, empty or None after the last level.
     """
     if isinstance(scores, Scores) and uses_cpp(scores.logits, "topk", "tree"):
         above = (None, None, None)
@@ -288,8 +289,7 @@ def rerank(
     """Choose the nodes of a tree among the candidates of all levels.
 
     ran: per level, the flat indices of the candidates that the drafter ran, [B, R]
-    nodes: [1 or B, N-1] flat indices, ascending; a number: as many of the best, of equal ones the
-    first
+    nodes: [1 or B, N-1] flat indices, ascending; a number: so many best ones, of equal ones the first
     depth: a bound on the depth of any node
     text: tokens [B, S+1], and the index of the root in them, [B]
     Source: EAGLE-2 (arXiv 2406.16858) 4.2.
