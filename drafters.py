@@ -1,13 +1,13 @@
 """Drafters propose the tree that the target verifies.
 
 A drafter reads the tokens that the target has confirmed (`extend`) and proposes a tree (`propose`),
-both as pure steps with static shapes over a state of its own, a NamedTuple of tensors. Here:
+both as steps with static shapes over a state of its own, a NamedTuple of tensors. Here:
 - `Drafter`, the protocol of the loop, and `RootOnly`, which proposes nothing: vanilla decoding;
 - `Method`, everything that a way to draft brings;
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
-The host picks one before every step (`runtime.Policy`); a wrong pick costs only time.
+The host picks one before every cycle (`runtime.Policy`); a wrong pick costs only time.
 To add a method: subclass one of the drafters, write a `load_method` that returns a `Method`, and
 add its module to `DRAFTERS` (cli/methods.py).
 """
@@ -37,11 +37,11 @@ class DrafterUpdate(NamedTuple):
     features: Tensor  # [B, R, F], f_j; with aux layers [B, R, (1 + aux) F]
     count: Tensor  # [B] int64, leading features that are real; the rest is padding
     text: DecodedTokens | None = None  # all decided tokens up to the new roots
-    # of a verified cycle, None behind a prompt: its tree, and [B, R] int64, the accepted nodes,
+    # of a verified cycle, None after a prompt: its tree, and [B, R] int64, the accepted nodes,
     # root first; 0 past the path
     tree: DraftTree | None = None
     path: Tensor | None = None
-    # [B] bool, behind a chunk of prompts: the root follows the last token; None: it does for all
+    # [B] bool, after a chunk of prompts: the chunk ends at the root; None: all do
     at_root: Tensor | None = None
     extra: Any = None  # of a verified cycle: the second result of `Engine.pick_tokens`
 
@@ -56,7 +56,7 @@ class DraftInputs(NamedTuple):
 
     noise: Tensor | None  # [B, D+1, V] fp32 Gumbel noise of the coming draws; None when greedy
     text: DecodedTokens
-    sampling: SamplingTensors | None = None  # of the target's choice; None when all are greedy
+    sampling: SamplingTensors | None = None  # the rule; None when all are greedy
     draws: Tensor | None = None  # [B] int64, tokens drawn in each conversation so far
     # masks the children of nodes, and follows the nodes that run; None: all tokens may follow
     guide: Any = None
@@ -68,7 +68,7 @@ class Drafter:
     depth: int  # D, a bound on the drafted levels
     size: int  # N, nodes of its tree, root included
     width: int  # a bound on the children of a node
-    aux_layers: tuple[int, ...] = ()  # target layers whose inputs follow the features, ascending
+    aux_layers: tuple[int, ...] = ()  # target layers whose inputs are appended to the features
     layers: Layers | None = None  # its transformer layers
 
     def fuse(self, enable: bool) -> None:
@@ -108,7 +108,7 @@ class RootOnly(Drafter):
 class Method(NamedTuple):
     """A way to draft, as its module's `load_method` returns it."""
 
-    presets: tuple[Drafter, ...]  # over one state, smallest tree first
+    presets: tuple[Drafter, ...]  # which share a state, smallest tree first
     resolved: dict[str, Any] = {}  # the options that were used, under their names, for the record
     policy: Policy = Policy()
     pick_tokens: Callable | None = None  # replaces the engine's (`decode.pick_tokens`)
@@ -172,7 +172,7 @@ class TreeDrafter(Drafter):
     ):
         """Check the tree against the vocabulary. Raises: ValueError.
 
-        children: their choice in a batch that samples. "topk": top-k of the drafter's logits;
+        children: how they are chosen in a batch that samples. "topk": top-k of the drafter's logits;
             "noise": top-k of logits + T * the shared noise; "sampled": `sampler` draws them
         vocab: default: the target's
         graft: `extras.ngram_draft.Ngram`, whose candidates replace the worst nodes
@@ -266,7 +266,7 @@ class TreeDrafter(Drafter):
         Writes: scratch slots of the cache. Source: EAGLE-2 (arXiv 2406.16858) 4.
         """
         out, first_slot = self.root_output(state, inputs)  # [B, 1, F]
-        found: list[Scores | Children] = []
+        scored: list[Scores | Children] = []
         levels: list[Candidates] = []
         ran: list[Tensor] = []  # per level, the flat indices of the nodes that ran
         frontier = None  # the root
@@ -276,7 +276,7 @@ class TreeDrafter(Drafter):
             else:
                 scores = self.score_children(out, number, inputs)
             candidates, frontier = next_level(scores, frontier, level)
-            found.append(scores)
+            scored.append(scores)
             levels.append(candidates)
             if level.count:
                 ran.append(frontier.index)
@@ -289,7 +289,7 @@ class TreeDrafter(Drafter):
             levels = [self.graft.add(Candidates.join(levels), inputs.text)]
         tree = rerank(levels, ran, self.tree.nodes, self.depth, inputs.text)
         if self.sampler is not None:
-            tree = self.sampler.attach(tree, found, ran)
+            tree = self.sampler.attach(tree, scored, ran)
         return tree
 
     def score_children(self, out: Tensor, level: int, inputs: DraftInputs) -> Scores | Children:
