@@ -146,7 +146,7 @@ def plan_levels(
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked; by default as large as the papers'."""
+    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked; the defaults are the paper's."""
 
     depth: int = 6  # D, drafted levels
     topk: int = 10  # K, children kept per node, and nodes expanded per level
