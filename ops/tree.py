@@ -120,8 +120,8 @@ class DraftTree(NamedTuple):
     mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
     valid: Tensor  # [B, N] bool
     values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
-    # [B, N] int64, each node's place among the root and the nodes that the drafter ran; 0: the root,
-    # or a node that did not run
+    # [B, N] int64, each node's place among the root and the nodes that the drafter ran;
+    # 0: the root, or a node that did not run
     places: Tensor | None = None
     allowed: Tensor | None = None  # [B, N, V] bool, tokens that may follow each node; None: all
     extra: Any = None  # of the drafter, for an acceptance rule of its own
@@ -289,7 +289,7 @@ def rerank(
     """Choose the nodes of a tree among the candidates of all levels.
 
     ran: per level, the flat indices of the candidates that the drafter ran, [B, R]
-    nodes: [1 or B, N-1] flat indices, ascending; a number: so many best ones, of equal ones the first
+    nodes: [1 or B, N-1] flat indices, ascending; a number: so many best, of equals the first
     depth: a bound on the depth of any node
     text: tokens [B, S+1], and the index of the root in them, [B]
     Source: EAGLE-2 (arXiv 2406.16858) 4.2.
