@@ -172,8 +172,8 @@ class TreeDrafter(Drafter):
     ):
         """Check the tree against the vocabulary. Raises: ValueError.
 
-        children: how they are chosen in a batch that samples. "topk": top-k of the drafter's logits;
-            "noise": top-k of logits + T * the shared noise; "sampled": `sampler` draws them
+        children: how they are chosen where a batch samples. "topk": top-k of the drafter's
+            logits; "noise": top-k of logits + T * the shared noise; "sampled": by `sampler`
         vocab: default: the target's
         graft: `extras.ngram_draft.Ngram`, whose candidates replace the worst nodes
         """
