@@ -4,8 +4,8 @@
    f_{j+1}; an LM head turns that into the distribution of x_{j+2}. Versions 1 and 2 are one kind
    of head, and use the target's LM head. Version 3 fuses inputs of several of the target's layers
    (aux hidden states), outputs a hidden state of its own, and scores a draft vocabulary.
-2. `extend` runs the head over confirmed tokens; only these stay below the cache's length. The last
-   output is kept: it is the root's prediction.
+2. `extend` runs the head over confirmed tokens; they alone are in the cache below `length`. The
+   last output is kept: it is the root's prediction.
 3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
@@ -135,8 +135,8 @@ class Eagle3Head(EagleHead):
 
     def project(self, features: Tensor) -> Tensor:
         eagle3 = self.config.eagle3
-        first = eagle3.target_dim if eagle3.aux_layers else 0
-        x = self.input_norm(widen(features[..., first:]))  # [B, T, aux F], or [B, T, F]
+        skip = eagle3.target_dim if eagle3.aux_layers else 0  # the feature, before aux states
+        x = self.input_norm(widen(features[..., skip:]))  # [B, T, aux F], or [B, T, F]
         if eagle3.fc_norm:
             parts = x.chunk(len(eagle3.aux_layers), -1)
             x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
@@ -207,7 +207,7 @@ class EagleDrafter(TreeDrafter):
         """Attach a head to a target.
 
         lm_head: default: the head's own, else the target's
-        options: of `TreeDrafter`; by default the sharpness and the vocab are the head's own
+        options: those of `TreeDrafter`; sharpness and vocab are the head's own by default
         """
         defaults = {"sharpness": head.config.sharpness, "vocab": head.vocab}
         super().__init__(target, tree, **defaults | options)
@@ -281,13 +281,13 @@ def load_drafter(
     quant = quant or Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant, source)
     if head.lm_head:
-        model = head
-        vocab = None  # its LM head scores no other tokens
+        owner = head
+        vocab = None  # its LM head has no rows for other tokens
     else:
-        model = target
+        owner = target
         vocab = head.vocab
     vocab = options.get("vocab", vocab)
-    lm_head = draft_lm_head(model, quant, vocab.ids if vocab else None)
+    lm_head = draft_lm_head(owner, quant, vocab.ids if vocab else None)
     options["children"] = config.child_rule
     return EagleDrafter(head, target, config.draft_tree, lm_head, **options)
 
