@@ -6,14 +6,15 @@
 3. Then it runs chunks of prompts; the last chunk of a prompt decides the root.
 
 Finished sequences run on, but neither their tokens nor their positions change. The output is a
-function of (weights, prompt, its own parameters, seed) alone, whatever the other sequences'.
+function of (weights, prompt, its own parameters, seed) alone, whatever the other sequences do.
 Three kinds of objects take part: the engine's `Policy` picks the preset of every step, a `Reader`
 takes more than the tokens to the host, and a guide masks tokens (`Session.admit`).
 
 Captured cycles need fixed addresses, so buffers stay with the engine when a session ends. With
 --compile on CUDA every step is captured once and replayed; elsewhere it is called.
-Trade-off: prefill is bound by matrix products and not compiled; captured, it has two widths.
-Not here: the cycle (decode.py), the next prompt (generate.py).
+Trade-off: prefill is not compiled, as matrix products take its time; where it is captured, chunks
+are padded to one of two widths.
+Not here: the cycle (decode.py), where prompts come from (generate.py).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class CycleResult:
     """A cycle that the host has launched, and its report, once `read`.
 
     The report is one tensor, [B, D+9] int64: D+1 decided tokens, then the columns named below, then
-    the times (`pack_report`, `timed_report`; on a CPU `advance` in ops/cpu/tree.cpp).
+    the times (`decode.timed_report`; on a CPU `advance` in ops/cpu/tree.cpp).
     """
 
     EMITTED = slice(0, -8)
@@ -74,8 +75,8 @@ class CycleResult:
     def __init__(self, report: Tensor, preset: int, began: float, further: tuple[Tensor, ...] = ()):
         """Begin to copy the report.
 
-        report: of `timed_report`; preset: that ran; began: host's clock (s)
-        further: tensors that are read with it
+        report: of `decode.timed_report`; preset: the one that ran; began: the host's clock (s)
+        further: tensors that are read with it (`Policy.copied`)
         """
         self.preset = preset
         self.began = began
@@ -339,10 +340,10 @@ class Session:
         """
         new: list[list[int]] = [[] for _ in self.history]
         began = time.perf_counter()
-        if self.pending:  # a device computes meanwhile: the time that the caller takes counts
+        if self.pending:  # the device worked while the caller did: that time counts, too
             began = self.read_at
         lag = self.host_lag
-        # prefill needs a state that nothing changes, and a guide the tokens before
+        # prefill needs a state that no cycle changes, and a guide must have read every token
         if self.prefilling or (self.guide is not None and self.guide.active(self.live)):
             lag = 0
         while any(self.live) and len(self.pending) <= lag:
@@ -382,7 +383,7 @@ class Session:
         return result.read(self.host_lag > 0).seconds
 
     def _launch(self, preset: int | None = None) -> tuple[CycleResult, list[Any]]:
-        """Launch a cycle of a preset, by default of the one that the policy picks."""
+        """Launch a cycle of a preset; None: of the one that the policy picks."""
         began = time.perf_counter()
         engine = self.engine
         buffers = self.buffers
@@ -402,7 +403,7 @@ class Session:
             copy_into(buffers.state, state)
             return outcome
 
-        if engine.captured and guided:  # the host makes its masks: it is not captured
+        if engine.captured and guided:  # the host makes the masks, so the cycle is not captured
             update, report = in_place()
         elif engine.captured:
             update, report = self.run_step((mode, preset), in_place)
@@ -416,7 +417,7 @@ class Session:
         """Read a cycle. Writes: its tokens, to `new`; live, stats."""
         result.read(self.host_lag > 0)
         live = [seq for seq, count in enumerate(result.count) if self.live[seq] and count]
-        if not live:  # a surplus cycle
+        if not live:  # launched before the host knew that all were done
             return
         taken = {}
         for seq in live:
@@ -484,7 +485,7 @@ class Session:
         from hf.not_finite import reason
 
         tokens = self.history[seq]
-        self.live[seq] = False  # its text is not kept
+        self.live[seq] = False  # so `release` does not give the policy its text
         self.release(seq)
         self.history[seq] = []
         for buffer in (*self.buffers.cache.k, *self.buffers.cache.v):
