@@ -107,7 +107,7 @@ def load(
 
 
 def _pick_device(config: GenerateConfig) -> str:
-    """Choose the device and its operators. Writes: the process's device, and `PLAIN`."""
+    """Choose the device and its operators. Writes: the process's device; `ops.library.PLAIN`."""
     device = pick_device(config.device)
     set_cuda_device(device)
     if config.plain:
@@ -120,7 +120,7 @@ def _pick_device(config: GenerateConfig) -> str:
 
 
 def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
-    """Give an engine, which keeps its target, the draft and the other options that are asked for.
+    """Return the engine with its target, and with the draft and the options that are asked for.
 
     The cycles are still to be made (`with_cycles`).
     Raises: ValueError for a draft that does not fit.
@@ -129,9 +129,8 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
 
     target = engine.target
     config = _resolved(asked, target, fetched(asked.checkpoint), device)
-    # in int4, with the group given or its own
     method = load_method(target, config, engine.tokenizer)
-    if config.quant == "int4":
+    if config.quant == "int4":  # for the record: the group that was asked for, or the file's own
         from hf.weights import int4_group
 
         config = replace(config, group_size=int4_group(target))
@@ -222,7 +221,7 @@ def _changes(asked: GenerateConfig, config: GenerateConfig) -> dict[str, Any]:
 
 
 def _note_attention(target: Transformer) -> None:
-    """Tell where a CPU's attention is not our own, whose rows do not depend on each other."""
+    """Print a note where a CPU runs PyTorch's attention, whose rows may depend on each other."""
     weight = target.norm.weight
     if not on_cpp_device(weight, "attention"):
         return
@@ -359,9 +358,9 @@ def _prefill_each_width(engine: Engine) -> None:
 
 
 def time_cycles(engine: Engine, progress: Callable | None = None) -> list[float]:
-    """Time a cycle of every preset, with sequences that decode behind some tokens.
+    """Time a cycle of every preset, with sequences that decode after `TIMED_BEHIND` tokens.
 
-    progress: callback, as `time_presets` takes it
+    progress: as `say` of `time_presets`
     Returns: seconds of a cycle, per preset.
     """
     session = Session(engine)
