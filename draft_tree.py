@@ -146,9 +146,9 @@ def plan_levels(
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked; the defaults are the paper's."""
+    """EAGLE-2's tree: grown where the drafter is confident, then re-ranked."""
 
-    depth: int = 6  # D, drafted levels
+    depth: int = 6  # D, drafted levels; the defaults are the papers'
     topk: int = 10  # K, children kept per node, and nodes expanded per level
     size: int = 60  # N, verified nodes, root included
     expand_by: str = "value"  # or "confidence": single steps instead of paths (EAGLE-2 Table 3)
