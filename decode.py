@@ -59,7 +59,7 @@ def pick_tokens(
     draw: Tensor,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Pick the target's own token after every feature. Returns: [B, N] int64; None, an extra.
+    """Pick the target's own token after every feature. Returns: [B, N] int64, and no extra.
 
     features: [B, N, F]; noise: [B, R, V] fp32, of R draws; rule and noise: None when all are greedy
     draw: [B, N] int64, the row of the noise that belongs to each feature
