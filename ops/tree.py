@@ -1,7 +1,7 @@
 """Operators of a draft tree: the next level, and the nodes.
 
-A frontier is the nodes of a level that have children. `next_level` scores these and picks the next
-frontier. `rerank` picks the nodes of the tree. On a CPU each is one C++ call (ops/cpu/tree.cpp).
+A frontier is the nodes of a level that get children. `next_level` scores its children and picks the
+next one. `rerank` picks the nodes of the tree. On a CPU each is one C++ call (ops/cpu/tree.cpp).
 Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes` and `relate` in
 Triton (ops/cuda/growth.py), and plain ones, which the compiler fuses.
 """
@@ -45,8 +45,7 @@ class Children(NamedTuple):
 class Scores(NamedTuple):
     """The scores of all children of R nodes; a child adds log softmax(c z) to its path's value.
 
-    With noise, logits are z / T (`sampling.process`), and z + T G takes the place of z: the target
-    itself will choose by this noise.
+    With noise, logits are z / T, and z + T G takes z's place: the target will choose by it.
     """
 
     logits: Tensor  # [B, R, V] fp32, z or z / T; or [B, 1, V], which all R nodes share
