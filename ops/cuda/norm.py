@@ -1,8 +1,8 @@
 """CUDA kernel, in Triton: add a layer's output to the residual stream, and compute the next norm.
 
 One block of threads per row, for any number of rows, so that a row's bits depend on the row alone.
-Behind our own products, epilogues.py does this without a launch of its own;
-`add_unscaled` begins that for the first layer. Not run on a GPU yet.
+After our own products, epilogues.py does this without a launch of its own; `add_unscaled` begins
+that for the first layer. Not run on a GPU yet.
 """
 
 from __future__ import annotations
