@@ -68,7 +68,7 @@ class CycleResult:
     # 1: the sequence is finished; 2, 3: numbers on the accepted path are not finite
     done: list[int]
     pos: list[int]  # index of the root that was verified
-    times: list[int]  # of all: ns before, between and behind the steps
+    times: list[int]  # of all: ns before, between and after the steps
     seconds: float  # of the cycle
     further: list[list]  # the other tensors
 
@@ -102,7 +102,7 @@ class Reader:
     """Takes more of every cycle to the host than its tokens."""
 
     def launched(self, update: DrafterUpdate, live: list[bool]) -> Any:
-        """Start copies behind a cycle that was launched.
+        """Start copies that follow a cycle that was launched.
 
         live: per sequence, whether it decodes
         Returns: the copies, for `read`; None: there are none.
@@ -112,7 +112,7 @@ class Reader:
         """Read the copies of a cycle. taken: the new tokens of each sequence that decoded"""
 
     def decided_root(self, seq: int, features: Tensor, root: int) -> None:
-        """Take the token behind a prompt. features: [1, 1, F], that it was chosen from"""
+        """Take the root of a prompt. features: [1, 1, F], that it was chosen from"""
 
 
 class Trace(Reader):
@@ -225,7 +225,7 @@ class Session:
 
     @property
     def state(self) -> DecodeState:
-        """The state behind every cycle that was launched."""
+        """The state after all cycles that were launched."""
         return self.buffers.state
 
     @property
@@ -307,7 +307,7 @@ class Session:
             shared = self.cached(source, prompt)
             self.history[seq] = self.history[source][: shared + 1]
             copy_sequence((self.buffers.cache, state.drafter_state), source, seq, shared)
-        # the head pairs the last common feature with the token behind it: one token is run again
+        # the head pairs the last common feature with the next token: one token is run again
         begin = max(self.cached(seq, prompt) - 1, 0)
         self.history[seq] = prompt[:begin]
         self.prefilling[seq] = prompt
@@ -364,7 +364,7 @@ class Session:
     def run_step(self, key: Any, body: Callable[[], Any]) -> Any:
         """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
 
-        key: tells steps apart
+        key: tells steps apart, in `Buffers.replays`
         body: holds no session, since the buffers keep it; a captured one returns the same tensors
             every time, and writes the state in place
         """
