@@ -4,7 +4,7 @@
 2. A captured step (`Replay`) reads and writes buffers at fixed addresses, so its body ends by
    copying results into them. The first runs of a body are not captured: they compile and load
    modules, which fails inside a capture.
-3. `HostCopy` starts a copy into pinned memory behind the cycle that was launched, and waits for
+3. `HostCopy` starts a copy into pinned memory after the cycle that was launched, and waits for
    that copy alone, a cycle later. The next replay may overwrite its source: the copy comes first in
    the stream.
 4. `Clock` reads the time between steps, also inside captured ones.
@@ -279,7 +279,7 @@ class Policy:
         """Run what a preset needs before a step, as steps of the session (`Session.run_step`)."""
 
     def copied(self, session: Any) -> tuple[Tensor, ...]:
-        """Return tensors behind the cycle that was just launched, which the host shall read."""
+        """Return tensors that the host shall read after the cycle that was just launched."""
         return ()
 
     def observe(self, session: Any, result: Any, live: list[int]) -> None:
@@ -343,11 +343,11 @@ def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
 
 
 class Clock:
-    """Reads the time behind each step of a cycle: the device's clock on CUDA, else the host's."""
+    """Reads the time after each step of a cycle: the device's clock on CUDA, else the host's."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.times = [device_time(device)]  # before, between and behind the steps (ns)
+        self.times = [device_time(device)]  # before, between and after the steps (ns)
 
     def timed(self, *steps: Callable) -> list[Callable]:
         """Return the steps such that each, when it has run, adds the time to `times`."""
@@ -360,7 +360,7 @@ class Clock:
 
 
 def device_time(device: torch.device) -> Tensor | int:
-    """Read a device's clock, in ns, behind the work that was launched; only differences count.
+    """Read a device's clock, in ns, after the work that was launched; only differences count.
 
     On CUDA a kernel reads it, so that captured graphs read it too; without Triton it is 0 there.
     """
