@@ -634,11 +634,16 @@ def test_they_run_in_bfloat16(tmp_path, name):
         "bfloat16",
         "int4",
     )
-    wide = load(**options, dtype="float32")  # in float16 a near tie falls to the other side
-    assert (
-        generate(wide, [[1, 293, 401, 5, 77]]).tokens
-        == generate(other, [[1, 293, 401, 5, 77]]).tokens
-    )
+    ids = torch.tensor([[1, 293, 401, 5, 77]])
+    with torch.inference_mode():
+        want, got = (
+            engine.target.logits(engine.target(ids, torch.arange(5)[None]))
+            for engine in (half, other)
+        )
+    error = (got - want).square().mean().sqrt() / want.std()
+    # activations fall to other codes of 8 bits; unrelated scores would give 1.4
+    assert error < 0.06, error
+    assert generate(other, [ids[0].tolist()]).tokens[0]
 
 
 def test_an_lm_head_in_codes(originals, tmp_path):
