@@ -180,8 +180,8 @@ class GenerateConfig:
         "",
         "shape of the draft tree; auto picks the fastest of several, and none, while decoding, "
         "and stores what it learns in ~/.cache/gpt-eagle/trees; default: auto for a head, chain "
-        "for a draft model, dynamic where only that can do what is asked for, with torchrun, and "
-        "without the folder extras/",
+        "for a draft model, dynamic where only that can do what is asked for and with torchrun; "
+        "without the folder extras/ dynamic on CUDA, chain on a CPU",
         ("auto", "dynamic", "static", "chain"),
         needs=(DRAFT, SIZED),
     )
@@ -340,8 +340,12 @@ class GenerateConfig:
         only_dynamic = (
             self.ablated.expand_by != "value" or self.ablated.no_rerank or self.accept != "exact"
         )
-        if default == "auto" and (only_dynamic or not has_extras()):
+        if default == "auto" and only_dynamic:
             return "dynamic"
+        if default == "auto" and not has_extras():
+            # arithmetic bounds a CPU's passes: a chain has the fewest rows
+            device = self.device or pick_device("")
+            return "dynamic" if device.startswith("cuda") else "chain"
         return default
 
     @property

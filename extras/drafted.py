@@ -31,7 +31,7 @@ def told_draft(engine: Engine) -> str:
 
 
 class Marks(NamedTuple):
-    """What is known of the new tokens of a sequence, beside the tokens."""
+    """The sources of the new tokens of a sequence, and its counts."""
 
     sources: list[str]  # of each token's draft; "" where the target alone decided it
     passes: int  # of the target, those of the prompt left out
