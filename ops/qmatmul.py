@@ -1,7 +1,7 @@
 """Products with quantized weights, x W^T: a function per format and device, for any row count.
 
-CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to 8 bits too, or to
-15 in blocks with outliers, with a scale per row and block of K, and all dot products are in
+CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to 8 bits too, outliers
+to 15, with a scale per row and block of K, and all dot products are in
 integers. A row's result does not depend on the other rows, bit for bit. Without a C++ compiler the
 references below compute the first two, slowly; blocks are widened then.
 CUDA (`w4a16`, `w8a16`; cuda/qmatmul.py): activations keep 16 bits. Where PyTorch replaces the
@@ -42,7 +42,7 @@ from ops.experts import expert_of, rows_by_expert
 from ops.library import cuda_products, has_cpu_operators, is_plain, lib
 from ops.linear import empty_product
 
-FINE = 5  # a block with a magnitude above FINE root mean squares of its row keeps 15 bits
+OUTLIER = 4  # root mean squares of a row above which a magnitude does not set its block's scale
 BLOCK8 = 128  # values of K per activation scale of w8a8; `grouped` takes the weights' group
 ZERO_BITS = 511  # of a word of `join_zeros`
 
@@ -193,21 +193,21 @@ def _multiply_plainly(
 
 
 def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Round rows to 8 bits block by block, and to 15 bits where the block has an outlier.
+    """Round rows to 8 bits block by block; outliers keep up to 15.
 
     x: [..., K]
     Returns: codes [..., blocks, block] and scales [..., blocks, 1], both fp32; the last block is
-    padded with zeros. Codes are multiples of 128 where the block has 8 bits.
+    padded with zeros. Codes are -127 to 127, those of outliers up to 127 * 128.
     """
     rms = x.float().pow(2).mean(-1, keepdim=True).sqrt()[..., None]  # [..., 1, 1]
     blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
-    most = blocks.abs().amax(-1, keepdim=True)
-    fine = most > FINE * rms
-    # divided as in cpu/quantized.cpp: with a plain number, 127 / most is 127 * (1 / most), which
+    magnitudes = blocks.abs()
+    inlier = magnitudes.masked_fill(magnitudes > OUTLIER * rms, 0).amax(-1, keepdim=True)
+    unit = torch.maximum(inlier, magnitudes.amax(-1, keepdim=True) / 128)  # has the code 127
+    # divided as in cpu/quantized.cpp: with a plain number, 127 / unit is 127 * (1 / unit), which
     # rounds twice
-    top = torch.where(fine, 127.0 * 128, 127.0)
-    to_code = torch.where(most > 1e-30, top / most, 0)
-    return (blocks * to_code).round() * torch.where(fine, 1, 128), most / (127 * 128)
+    to_code = torch.where(unit > 1e-30, torch.full_like(unit, 127) / unit, 0)
+    return (blocks * to_code).round(), unit / 127
 
 
 def grouped_reference(x: Tensor, codes: Tensor, scale: Tensor, half: int = 8) -> Tensor:
@@ -218,7 +218,7 @@ def grouped_reference(x: Tensor, codes: Tensor, scale: Tensor, half: int = 8) ->
     """
     activations, scales = round_activations(x, codes.shape[1] // scale.shape[1])
     weights, steps = split_zeros(codes, scale, half)
-    # integers of up to 30 bits are exact in fp64; the operator adds the planes of a block in fp32
+    # integers of up to 30 bits are exact in fp64
     sums = torch.einsum("mbk,nbk->mbn", activations.double(), weights.double()).float()
     return (sums * scales * steps.squeeze(-1).T).sum(1)
 

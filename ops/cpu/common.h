@@ -118,6 +118,7 @@ inline Ints odd_bytes(Ints v) { return v; }
 inline Ints fold(Ints acc, Ints) { return acc; }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+inline Ints times_128(Ints v) { return _mm512_slli_epi32(v, 7); }
 inline Ints mask(Ints v, int32_t bits) { return _mm512_and_si512(v, splat(bits)); }
 inline Floats words_of(Ints v) { return _mm512_castsi512_ps(v); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
@@ -189,6 +190,7 @@ inline Ints fold(Ints acc, Ints sums) {
 }
 inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+inline Ints times_128(Ints v) { return _mm256_slli_epi32(v, 7); }
 inline Ints mask(Ints v, int32_t bits) { return _mm256_and_si256(v, splat(bits)); }
 inline Floats words_of(Ints v) { return _mm256_castsi256_ps(v); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
@@ -250,6 +252,7 @@ inline Ints odd_bytes(Ints v) { return v; }
 inline Ints fold(Ints acc, Ints) { return acc; }
 inline Ints add(Ints a, Ints b) { EACH_LANE a.lane[i] += b.lane[i]; return a; }
 inline Ints multiply(Ints a, Ints b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
+inline Ints times_128(Ints v) { EACH_LANE v.lane[i] *= 128; return v; }
 inline Ints mask(Ints v, int32_t bits) { EACH_LANE v.lane[i] &= bits; return v; }
 inline Floats words_of(Ints v) { Floats r; std::memcpy(&r, &v, sizeof r); return r; }
 inline Floats multiply(Floats a, Floats b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }

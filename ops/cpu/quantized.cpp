@@ -1,8 +1,9 @@
 // Linear layers with weights of 4 or 8 bits for 1 to a few hundred tokens on a CPU, in integer dot products.
 //
-// 1. Activations are rounded to int8 with one scale per row and block of k (the weights' group, or BLOCK8), so that an
-//    outlier costs precision in its own block only. Such a block is `fine`: it has a second, low plane of codes, 1/128
-//    as large, for what the first leaves over. The few fine blocks would make most of the error of a row.
+// 1. Activations are rounded to int8 with one scale per row and block of k (the weights' group, or BLOCK8). A row has
+//    outliers, numbers far above its root mean square, which would take the precision from all others of their block.
+//    So the scale is that of the others, and an outlier's code has up to 15 bits: the low part lies among the codes,
+//    the high part in a list of the few steps of k that have one.
 // 2. Weights lie in strips of 32 outputs, one contiguous stream each: superblocks of k, each a header with the scales,
 //    then codes (layout.py, blocks.cpp). The hardware multiplies unsigned by signed bytes, so codes are stored with an
 //    offset; integer sums start at -offset * sum(activations), which takes it out again, exactly. A minimum of a group
@@ -11,10 +12,9 @@
 //    rows pass over them; a panel's scales become fp32 once. In a mixture, each expert's rows pass over its own strips;
 //    idle experts are not read.
 //
-// A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the sums in floating point,
-// one for each plane, run over the blocks of k in their order. A block that only another row of the tile has in the low
-// plane adds 0. Plain references: ops/qmatmul.py. Sources of the idea: Q8_0 x Q4_0 products of llama.cpp (blockwise
-// activations); VNNI packing of oneDNN.
+// A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the sums in floating point
+// run over the blocks of k in their order. Plain references: ops/qmatmul.py. Sources of the idea: Q8_0 x Q4_0 products
+// of llama.cpp (blockwise activations); VNNI packing of oneDNN; LLM.int8 (outliers apart).
 
 #include "common.h"
 #include "strips.h"
@@ -28,8 +28,7 @@ constexpr int64_t BLOCK8 = 128;  // k per activation scale of the int8 format
 constexpr int64_t MOST_BLOCK = 128;  // of all formats
 constexpr int64_t PANEL = 512;   // k per pass over the tokens: 8 or 16 KB of weights
 constexpr int64_t GRAIN = 1 << 16;  // multiply-adds (and bytes) that pay for a thread's wake-up
-constexpr float FINE = 5;    // a block is fine if a magnitude is above FINE times the root mean square of the row
-constexpr int PLANES = 2;    // high, low
+constexpr float OUTLIER = 4;    // root mean squares of the row above which a magnitude sets no scale
 
 constexpr int NV = STRIP / LANES;  // vectors per strip
 
@@ -45,24 +44,27 @@ inline Tile tile_of(const Group& group, int64_t t) {
   const int64_t count = count_tiles(group), first = group.rows * t / count;
   return {group.first + first, group.rows * (t + 1) / count - first};
 }
+struct Outlier {  // a step's codes are 128 * high larger
+  int16_t row, step;  // of the tile, of the block
+  int8_t high[4];
+};
 struct Activations {
   int64_t rows, k, block = 0, blocks;
   int32_t offset;  // of the weights' codes
-  bool wide;       // codes of 16 bits: for a step x0, x2, x1, x3
+  bool wide;       // codes of 16 bits, which need no list of outliers: for a step x0, x2, x1, x3
   Order order;
   std::vector<Tile> tiles;
-  struct Plane {
-    std::vector<int8_t> codes;    // per tile of T rows: [K / 4, T, 4 or 8] bytes
-    std::vector<float> scales;    // per tile: [blocks, T]
-    std::vector<int32_t> starts;  // per tile: [blocks, T], -offset * sum of the block's codes
-    std::vector<float> sums;      // per tile: [blocks, T], of the block's codes times their scale
-  } planes[PLANES];
-  std::vector<uint8_t> fine;  // per tile: [blocks, of T], whether a row's block is fine; else the low plane is 0
+  std::vector<int8_t> codes;      // per tile of T rows: [K / 4, T, 4 or 8] bytes
+  std::vector<float> scales;      // per tile: [blocks, T]
+  std::vector<int32_t> starts;    // per tile: [blocks, T], -offset * sum of the block's codes
+  std::vector<float> sums;        // per tile: [blocks, T], of the block's codes times their scale
+  std::vector<Outlier> outliers;  // per tile: [blocks, block / 4 * T], the first `counts` of a block
+  std::vector<int32_t> counts;    // per tile: [blocks, of T]
   int64_t step_bytes() const { return wide ? 8 : 4; }
 };
 
-// Returns the magnitude above which a block of a row is fine.
-template <class T> float fine_above(const T* x, int64_t k) {
+// Returns the magnitude above which a row's numbers are outliers.
+template <class T> float outlier_above(const T* x, int64_t k) {
   constexpr int64_t SUMS = 32;  // side by side, on all processors
   float sums[SUMS] = {}, total = 0;
   int64_t i = 0;
@@ -70,58 +72,69 @@ template <class T> float fine_above(const T* x, int64_t k) {
     for (int64_t s = 0; s < SUMS; s++) sums[s] += widen(x[i + s]) * widen(x[i + s]);
   for (; i < k; i++) sums[0] += widen(x[i]) * widen(x[i]);
   for (float sum : sums) total += sum;
-  return FINE * std::sqrt(total / float(k));
+  return OUTLIER * std::sqrt(total / float(k));
 }
 
 struct Rounded {  // a block
-  float scale;             // of the high plane
-  int32_t sums[PLANES];    // of the codes
-  bool fine;
+  float scale;
+  int32_t sum;  // of the codes
 };
 
-// Rounds n numbers, of a block of N, and writes the codes of their steps `height` steps apart, to the planes. The block
-// is fine if a magnitude is above `most_coarse`.
+// Rounds n numbers, of a block of N, and writes the codes of their steps `height` steps apart. Outliers, above `limit`,
+// are added to a list of `count`, as of `row`, or are part of the WIDE codes.
 template <int N, bool WIDE, class T>
-Rounded round_block(const T* x, int64_t n, int64_t height, float most_coarse, int8_t* const (&to)[PLANES]) {
+Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int8_t* to, int16_t row, Outlier* outliers,
+                    int32_t& count) {
   T padded[N] = {};
   if (n < N) x = std::copy_n(x, n, padded) - n;
-  float numbers[N];
-  uint32_t most = 0;  // of the magnitudes' bits, which order like the magnitudes, NaN last
-  for (int i = 0; i < N; i++) {
-    numbers[i] = widen(x[i]);
-    uint32_t bits;
-    std::memcpy(&bits, &numbers[i], 4);
-    bits &= 0x7fffffff;
-    most = bits > most ? bits : most;
-  }
-  float magnitude;
-  std::memcpy(&magnitude, &most, 4);
-  const bool fine = magnitude > most_coarse;
-  const float to_code = magnitude > 1e-30f ? (fine ? 127.0f * 128 : 127.0f) / magnitude : 0.0f;
-  Rounded block{magnitude / 127.0f, {}, fine};
-  alignas(64) int8_t codes[PLANES][N];
+  alignas(64) float numbers[N];
+  alignas(64) uint32_t magnitudes[N];  // their bits, which order like the magnitudes, NaN last
+  uint32_t limit_bits, most_bits = 0, inlier_bits = 0;
+  std::memcpy(&limit_bits, &limit, 4);
+  for (int i = 0; i < N; i++) numbers[i] = widen(x[i]);
+  std::memcpy(magnitudes, numbers, sizeof numbers);
+  for (int i = 0; i < N; i++) magnitudes[i] &= 0x7fffffff;
+  for (int i = 0; i < N; i++) most_bits = std::max(most_bits, magnitudes[i]);
+  for (int i = 0; i < N; i++) magnitudes[i] = magnitudes[i] <= limit_bits ? magnitudes[i] : 0;
+  for (int i = 0; i < N; i++) inlier_bits = std::max(inlier_bits, magnitudes[i]);
+  float most, inlier;
+  std::memcpy(&most, &most_bits, 4);
+  std::memcpy(&inlier, &inlier_bits, 4);
+  const float unit = most / 128 <= inlier ? inlier : most / 128;  // has the code 127; NaN if there is one
+  const float to_code = unit > 1e-30f ? 127.0f / unit : 0.0f;
+  Rounded block{unit / 127.0f, 0};
+  alignas(64) int16_t codes[N];
   for (int i = 0; i < N; i++) {
     const float shifted = numbers[i] * to_code + 12582912.0f;  // 1.5 * 2^23: rounds to nearest even into the low bits
     int32_t bits;
     std::memcpy(&bits, &shifted, 4);
-    const int16_t code = int16_t(bits), high = fine ? int16_t((code + 64) >> 7) : code;
-    codes[0][i] = int8_t(high), codes[1][i] = int8_t(fine ? code - 128 * high : 0);
-    block.sums[0] += codes[0][i], block.sums[1] += codes[1][i];
+    codes[i] = int16_t(bits), block.sum += codes[i];
   }
-  for (int p = 0; p < PLANES; p++) {
-    int8_t* at = to[p];
-    for (int64_t i = 0; i < n; i += 4, at += (WIDE ? 8 : 4) * height) {
-      const int8_t* of = codes[p] + i;
-      const int16_t wide[4] = {of[0], of[2], of[1], of[3]};
-      if (WIDE) std::memcpy(at, wide, 8);
-      else std::memcpy(at, of, 4);
+  alignas(64) int8_t low[N], high[N];
+  const bool splits = !WIDE && most > unit;
+  for (int i = 0; i < N; i++) low[i] = int8_t(codes[i]);
+  if (splits)
+    for (int i = 0; i < N; i++) {
+      const int16_t above = codes[i] < -127 || codes[i] > 127 ? int16_t((codes[i] + 64) >> 7) : int16_t(0);
+      high[i] = int8_t(above), low[i] = int8_t(codes[i] - 128 * above);
     }
+  for (int64_t i = 0; i < n; i += 4, to += (WIDE ? 8 : 4) * height) {
+    const int16_t wide[4] = {codes[i], codes[i + 2], codes[i + 1], codes[i + 3]};
+    if (WIDE) std::memcpy(to, wide, 8);
+    else std::memcpy(to, low + i, 4);
+  }
+  for (int i = 0; splits && i < N; i += 4) {
+    Outlier outlier{row, int16_t(i / 4), {}};
+    std::memcpy(outlier.high, high + i, 4);
+    constexpr int8_t none[4] = {};
+    if (std::memcmp(outlier.high, none, 4)) outliers[count++] = outlier;
   }
   return block;
 }
 
 template <class T>
-using Round = Rounded (*)(const T* x, int64_t n, int64_t height, float most_coarse, int8_t* const (&to)[PLANES]);
+using Round = Rounded (*)(const T* x, int64_t n, int64_t height, float limit, int8_t* to, int16_t row, Outlier* outliers,
+                          int32_t& count);
 
 // Returns the `round_block` of a block size.
 template <bool WIDE, class T> Round<T> round_of(int64_t block) {
@@ -132,13 +145,11 @@ template <bool WIDE, class T> Round<T> round_of(int64_t block) {
 
 template <class T> void round_rows(Activations& a, const T* x) {
   a.blocks = (a.k + a.block - 1) / a.block;
-  for (Activations::Plane& plane : a.planes) {
-    plane.codes.resize(a.rows * a.k / 4 * a.step_bytes());
-    plane.scales.resize(a.rows * a.blocks);
-    plane.starts.resize(a.rows * a.blocks);
-    plane.sums.resize(a.rows * a.blocks);
-  }
-  a.fine.assign(a.rows * a.blocks, false);
+  a.codes.resize(a.rows * a.k / 4 * a.step_bytes());
+  for (auto* numbers : {&a.scales, &a.sums}) numbers->resize(a.rows * a.blocks);
+  a.starts.resize(a.rows * a.blocks);
+  a.outliers.resize(a.wide ? 0 : a.rows * a.blocks * a.block / 4);
+  a.counts.assign(a.rows * a.blocks, 0);
   std::vector<Tile>& tiles = a.tiles;
   tiles.clear();
   for (const Group& group : a.order.groups)
@@ -149,17 +160,15 @@ template <class T> void round_rows(Activations& a, const T* x) {
       const auto [first, height] = tiles[t];
       for (int64_t m = 0; m < height; m++) {
         const T* row = x + a.order.row[first + m] * a.k;
-        const float most_coarse = fine_above(row, a.k);
+        const float limit = outlier_above(row, a.k);
         for (int64_t b = 0; b < a.blocks; b++) {
           const int64_t n = std::min(a.block, a.k - b * a.block), i = first * a.blocks + b * height + m;
           const int64_t at = (first * a.k + b * a.block * height + 4 * m) / 4 * a.step_bytes();
-          const Rounded block =
-              round(row + b * a.block, n, height, most_coarse, {&a.planes[0].codes[at], &a.planes[1].codes[at]});
-          a.fine[first * a.blocks + b] |= block.fine;
-          for (int p = 0; p < PLANES; p++) {
-            const float scale = a.planes[p].scales[i] = p ? block.scale / 128 : block.scale;
-            a.planes[p].starts[i] = -a.offset * block.sums[p], a.planes[p].sums[i] = scale * float(block.sums[p]);
-          }
+          Outlier* outliers = a.outliers.data() + (first * a.blocks + b * height) * a.block / 4;
+          const Rounded block = round(row + b * a.block, n, height, limit, &a.codes[at], int16_t(m), outliers,
+                                      a.counts[first * a.blocks + b]);
+          a.scales[i] = block.scale, a.sums[i] = block.scale * float(block.sum);
+          a.starts[i] = -a.offset * block.sum;
         }
       }
     }
@@ -209,7 +218,7 @@ void open_panel(const Layout& layout, const float* output_scale, Panel& panel) {
 // ------------------------------------------------------------------------------------------------- codes
 // The codes of a step, 4 values of k. A tile computes V of a strip's NV vectors of outputs: all of them, or vector
 // `first` of both halves, so that it reads a byte of two halves once. Where FOLDS, a sum of dot products takes FOLD
-// steps in 16 bits. S: of the steps at p
+// steps in 16 bits. S: of the steps at p. Where LINEAR, every step is the first one STEP_BYTES later.
 
 // Returns the first output, behind the tile's first, of its vector j.
 template <int V> constexpr int output_of(int j) { return (j % (V / 2) + j / (V / 2) * (NV / 2)) * LANES; }
@@ -217,7 +226,7 @@ template <int V> constexpr int output_of(int j) { return (j % (V / 2) + j / (V /
 template <int HIGH> struct Halves {  // codes of 4 + HIGH bits
   static constexpr int STEP_BYTES = (4 + HIGH) * STRIP / 2;
   static constexpr int FOLD = 8 >> HIGH;  // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit 16 bits
-  static constexpr bool SMALL = true;
+  static constexpr bool SMALL = true, LINEAR = HIGH == 0;
   template <int S, int V> static inline void codes(const uint8_t* p, Ints (&w)[V]) {
     for (int j = 0; j < V / 2; j++) {
       const uint8_t* at = p + S / 4 * 4 * STEP_BYTES + 4 * output_of<V>(j);
@@ -234,7 +243,7 @@ template <int HIGH> struct Halves {  // codes of 4 + HIGH bits
 };
 struct Bytes {
   static constexpr int STEP_BYTES = 128, FOLD = 1;
-  static constexpr bool SMALL = false;
+  static constexpr bool SMALL = false, LINEAR = true;
   template <int S, int V> static inline void codes(const uint8_t* p, Ints (&w)[V]) {
     for (int j = 0; j < V; j++) w[j] = load(p + S * STEP_BYTES + 4 * output_of<V>(j));
   }
@@ -311,10 +320,37 @@ template <class F, int M, int V>
   }
 }
 
-// The scales, sums and starts of a tile's rows, per group of k.
+// The same for a step that is known at run time only.
+template <class F, int V> inline void codes_of(const uint8_t* p, int64_t step, Ints (&w)[V]) {
+  if constexpr (F::LINEAR) return F::template codes<0>(p + step * F::STEP_BYTES, w);
+  p += step / 4 * 4 * F::STEP_BYTES;
+  switch (step % 4) {
+    case 0: return F::template codes<0>(p, w);
+    case 1: return F::template codes<1>(p, w);
+    case 2: return F::template codes<2>(p, w);
+    default: return F::template codes<3>(p, w);
+  }
+}
+
+// sums [M][V] += the dot products of the high parts of a group's outliers, times 128
+template <class F, int M, int V>
+inline void add_outliers(const uint8_t* p, const Outlier* outliers, int64_t count, Ints (&sums)[M][V]) {
+  for (const Outlier* outlier = outliers; outlier < outliers + count; outlier++) {
+    Ints w[V], *of_row = sums[M == 1 ? 0 : outlier->row];
+    codes_of<F>(p, outlier->step, w);
+    const Ints high = splat_word(outlier->high);
+    for (int j = 0; j < V; j++) {
+      const Ints zero = splat(0), sum = FOLDS ? fold(zero, products(w[j], high)) : dot<F::SMALL>(zero, w[j], high);
+      of_row[j] = add(of_row[j], times_128(sum));
+    }
+  }
+}
+
+// The scales, sums, starts and outliers of a tile's rows, per group of k.
 struct Ends {
   const float *scales, *sums;
-  const int32_t* starts;
+  const int32_t *starts, *counts;
+  const Outlier* outliers;
 };
 
 // Numbers that a group's sums lack: nothing, its minima, the codes' offset, or zero points. Minima have no offset.
@@ -344,13 +380,19 @@ template <Adds ADDS, int M, int V>
   }
 }
 
-// Adds a group's dot products with one plane of a tile's rows, scaled, to `total`.
+// Adds a group's dot products with a tile's rows, scaled, to `total`.
 template <class F, int M, int V>
 [[gnu::always_inline]] inline void add_group(const uint8_t* p, const int8_t* x, int64_t steps, Adds adds,
                                              const Panel& panel, int64_t g, const Ends& ends, Floats (&total)[M][V]) {
   Ints sums[M][V];
   clear(sums);
   dots<F, M, V>(p, x, steps, sums);
+  if (*ends.counts) {
+    Ints held[M][V];  // in memory, for rows that are known at run time only
+    std::memcpy(held, sums, sizeof held);
+    add_outliers<F>(p, ends.outliers, *ends.counts, held);
+    std::memcpy(sums, held, sizeof held);
+  }
   switch (adds) {
     case Adds::NOTHING: return scale_sums<Adds::NOTHING>(sums, panel, g, ends, total);
     case Adds::LEAST: return scale_sums<Adds::LEAST>(sums, panel, g, ends, total);
@@ -368,69 +410,42 @@ template <int M, int V> inline void store_sums(const Floats (&total)[M][V], floa
     for (int j = 0; j < V; j++) store(acc + m * STRIP + output_of<V>(j), total[m][j]);
 }
 
-// Planes that a pass of a tile over a panel multiplies: both, where their sums fit the registers, as memory is waited
-// for once then; else one after the other.
-enum class Reads { BOTH, HIGH, LOW };
-
 // One tile's pass over a panel, for V vectors of outputs. STEPS: of every group of k, so that its sums stay in
-// registers; 0: any. first: of the vectors; sums: [M, 32] of each plane, read and written
-template <class F, int STEPS, int M, int V, Reads READS>
+// registers; 0: any. first: of the vectors; sums: [M, 32], read and written
+template <class F, int STEPS, int M, int V>
 [[gnu::noinline]] void tile(const Activations& a, const Layout& layout, Panel& panel, int64_t row, int64_t first,
-                            float* const (&sums)[PLANES]) {
-  const int64_t block = row * a.blocks + panel.first / a.block * M;
-  const int8_t* x[PLANES];
-  Ends ends[PLANES];
-  for (int i = 0; i < PLANES; i++) {
-    const Activations::Plane& plane = a.planes[i];
-    x[i] = &plane.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
-    ends[i] = {&plane.scales[block], &plane.sums[block], &plane.starts[block]};
-  }
-  const uint8_t* fine = &a.fine[row * a.blocks + panel.first / a.block];
+                            float* sums) {
+  const int64_t before = panel.first / a.block, block = row * a.blocks + before * M;
+  const int8_t* x = &a.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
+  Ends ends{&a.scales[block], &a.sums[block], &a.starts[block], &a.counts[row * a.blocks + before],
+            a.outliers.data() + block * a.block / 4};
   const int64_t size = layout.group, last = panel.last;
   const int64_t share = layout.super_bytes() * size / layout.super * V / NV / panel.tiles;
   const Adds adds = adds_of(layout);
   const uint8_t *p = panel.weights + 4 * first, *ahead = panel.ahead, *reach = panel.reach;
   int64_t g = first;
-  Floats high[M][V], low[M][V];
-  if (READS != Reads::LOW) load_sums(sums[0] + first, high);
-  if (READS != Reads::HIGH) load_sums(sums[1] + first, low);
+  Floats total[M][V];
+  load_sums(sums + first, total);
   for (int64_t k = panel.first; k < last;) {
     const int64_t end = std::min(k + layout.super, last);
     for (p += layout.header_bytes; k < end; k += size, g += STRIP) {
-      const int64_t steps = STEPS ? STEPS : std::min(size, end - k) / 4, codes = steps * STEP<F> * M;
-      if constexpr (READS != Reads::LOW) {
-        add_group<F>(p, x[0], steps, adds, panel, g, ends[0], high);
-        x[0] += codes, ends[0].scales += M, ends[0].sums += M, ends[0].starts += M;
-        for (reach += share; ahead < reach; ahead += 64) to_l2(ahead);
-      }
-      if constexpr (READS != Reads::HIGH) {
-        if (*fine++) add_group<F>(p, x[1], steps, adds, panel, g, ends[1], low);
-        x[1] += codes, ends[1].scales += M, ends[1].sums += M, ends[1].starts += M;
-      }
-      p += steps * F::STEP_BYTES;
+      const int64_t steps = STEPS ? STEPS : std::min(size, end - k) / 4;
+      add_group<F>(p, x, steps, adds, panel, g, ends, total);
+      p += steps * F::STEP_BYTES, x += steps * STEP<F> * M;
+      ends.scales += M, ends.sums += M, ends.starts += M, ends.counts++, ends.outliers += a.block / 4 * M;
+      for (reach += share; ahead < reach; ahead += 64) to_l2(ahead);
     }
   }
-  if (READS != Reads::LOW) store_sums(high, sums[0] + first);
-  if (READS != Reads::HIGH) store_sums(low, sums[1] + first);
+  store_sums(total, sums + first);
   panel.ahead = ahead, panel.reach = reach;
 }
 
 template <class F, int STEPS, int M = MB>
-void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& panel, int64_t row,
-           float* const (&sums)[PLANES]) {
+void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& panel, int64_t row, float* sums) {
   if constexpr (M > 1)
     if (height < M) return tiles<F, STEPS, M - 1>(height, a, layout, panel, row, sums);
   constexpr int V = M * NV <= MOST_SUMS ? NV : 2;
-  const uint8_t* fine = &a.fine[row * a.blocks + panel.first / a.block];
-  const bool any = std::memchr(fine, true, (panel.last - panel.first + a.block - 1) / a.block);
-  for (int64_t first = 0; first < STRIP / V; first += LANES) {
-    if constexpr (M <= 2) {
-      tile<F, STEPS, M, V, Reads::BOTH>(a, layout, panel, row, first, sums);
-    } else {
-      tile<F, STEPS, M, V, Reads::HIGH>(a, layout, panel, row, first, sums);
-      if (any) tile<F, STEPS, M, V, Reads::LOW>(a, layout, panel, row, first, sums);
-    }
-  }
+  for (int64_t first = 0; first < STRIP / V; first += LANES) tile<F, STEPS, M, V>(a, layout, panel, row, first, sums);
 }
 
 // ------------------------------------------------------------------------------------------------ product
@@ -445,7 +460,7 @@ struct Part {  // outputs of one layout
   int64_t strips() const { return (n + STRIP - 1) / STRIP; }
 };
 
-// acc [rows of the group, 32] = x . w for a strip of a part; behind it is room for as much
+// acc [rows of the group, 32] = x . w for a strip of a part
 template <class F, int STEPS>
 void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
   const Activations& a = *part.a;
@@ -454,8 +469,7 @@ void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& pane
   alignas(64) float output_scale[STRIP] = {};
   if (part.scale)
     std::copy_n(part.scale + group.expert * part.n + strip * STRIP, std::min(STRIP, part.n - strip * STRIP), output_scale);
-  float* low = acc + group.rows * STRIP;  // the sums of the low plane
-  std::fill(acc, acc + PLANES * group.rows * STRIP, 0.0f);
+  std::fill(acc, acc + group.rows * STRIP, 0.0f);
   panel.weights = part.packed + group.expert * part.expert_bytes + strip * layout.strip_bytes(a.k);
   for (panel.first = 0; panel.first < a.k; panel.first = panel.last) {
     panel.last = std::min(a.k, panel.first + supers * layout.super);
@@ -464,12 +478,10 @@ void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& pane
     panel.ahead = panel.reach = next, panel.tiles = T;
     for (int64_t t = 0; t < T; t++) {
       const auto [row, height] = tile_of(group, t);
-      const int64_t at = (row - group.first) * STRIP;
-      tiles<F, STEPS>(height, a, layout, panel, row, {acc + at, low + at});
+      tiles<F, STEPS>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
     }
     panel.weights = next;
   }
-  for (int64_t i = 0; i < group.rows * STRIP; i++) acc[i] += low[i];
 }
 
 using Sums = void (*)(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc);
@@ -499,7 +511,7 @@ template <class Out> void product(const std::vector<Part>& parts, int64_t n, Out
   parallel(strips, grain, [&](int64_t begin, int64_t end) {
     static thread_local std::vector<float> acc;  // kept from call to call
     static thread_local Panel panel;
-    if (int64_t(acc.size()) < PLANES * most * STRIP) acc.resize(PLANES * most * STRIP);
+    if (int64_t(acc.size()) < most * STRIP) acc.resize(most * STRIP);
     int64_t before = 0;  // strips of the parts before
     for (const Part& part : parts) {
       const int64_t from = std::max(begin - before, int64_t(0)), to = std::min(end - before, part.strips());

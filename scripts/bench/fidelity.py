@@ -203,7 +203,7 @@ def roundings(model: Transformer) -> Iterator[tuple[str, Callable[[], Callable[[
     for name in PRODUCTS:
         yield f"part: 8 bits into {name}", inputs((name,), plain_codes)
     yield "part: 8 bits into all products", inputs(PRODUCTS, plain_codes)
-    yield "part: 8 bits, 15 beside outliers", inputs(PRODUCTS, codes)
+    yield "part: 8 bits, outliers 15", inputs(PRODUCTS, codes)
     yield "part: bf16 into all products", inputs(PRODUCTS, bf16)
     yield "part: bf16 features", inputs(("lm_head",), bf16)
     yield "part: bf16 residual stream", stream

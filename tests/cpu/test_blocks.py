@@ -7,8 +7,8 @@ which are code times scale and, for some types, a minimum.
   reference adds weights of fp32, rounded twice, in fp64. They differ by at most
   (2 B + 8) u sum |t|. Plain loops round twice as often.
 - Rounding a group of activations to codes moves each of them by at most half a step, s / 2 with
-  s = largest / 127, or largest / 16256 where the group has an outlier: the exact product differs by
-  at most sum s / 2 sum |w| more.
+  s = largest / 127 of those that are no outliers: the exact product differs by at most
+  sum s / 2 sum |w| more.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Products with bf16 weights equal their reference bit for bit, on every processor
 bounds: u = 2^-24 is fp32's unit roundoff, B the number of blocks of k, t_b the terms of a sum over blocks.
 - Operator and reference add the same B integers times scales, in different orders and roundings: they differ by at
   most (2 B + 6) u sum |t_b|.
-- Rounding a block of activations to codes moves each of them by at most half a step, s / 2 with s = largest / 127, or
-  largest / 16256 where the block has an outlier: the product with the dequantized weight differs by at most
-  sum_b s_b / 2 sum |w|, and by fp32 rounding.
+- Rounding a block of activations to codes moves each of them by at most half a step, s / 2 with s = largest / 127 of
+  those that are no outliers: the product with the dequantized weight differs by at most sum_b s_b / 2 sum |w|, and by
+  fp32 rounding.
 """
 
 from __future__ import annotations
@@ -301,8 +301,8 @@ def test_extreme_codes(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_block_with_an_outlier_keeps_15_bits(kind):
-    """Sums of the largest products in both planes; beside a row without outliers."""
+def test_outliers_have_15_bits(kind):
+    """Sums of the largest codes, and of outliers among small numbers; beside a row without outliers."""
     size = kind[1] or BLOCK8
     k = 32 * size
     scale = torch.ones(33) if not kind[1] else torch.ones(33, 32).bfloat16()
