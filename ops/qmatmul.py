@@ -1,9 +1,9 @@
 """Products with quantized weights, x W^T: a function per format and device, for any row count.
 
-CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to 8 bits too, outliers
-to 15, with a scale per row and block of K, and all dot products are in
-integers. A row's result does not depend on the other rows, bit for bit. Without a C++ compiler the
-references below compute the first two, slowly; blocks are widened then.
+CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to 8 bits too,
+outliers to 15, with a scale per row and block of K, and all dot products are in integers. A row's
+result does not depend on the other rows, bit for bit. Without a C++ compiler the references below
+compute the first two, slowly; blocks are widened then.
 CUDA (`w4a16`, `w8a16`; cuda/qmatmul.py): activations keep 16 bits. Where PyTorch replaces the
 products, the references unpack the weight in every call.
 

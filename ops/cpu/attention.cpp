@@ -136,6 +136,18 @@ void softmax_row(float* scores, int64_t used, int64_t stride, int64_t start, con
   for (int64_t j = 0; j < stride; j++) scores[j] = exponential(scores[j] - most);
 }
 
+// Returns the slots of the window up to the last one that a token of first .. last sees.
+int64_t count_seen(const bool* mask, int64_t window, int64_t first, int64_t last) {
+  const auto sees = [=](int64_t slot) {
+    for (int64_t t = last; t >= first; t--)
+      if (mask[t * window + slot]) return true;
+    return false;
+  };
+  int64_t count = window;
+  while (count && !sees(count - 1)) count--;
+  return count;
+}
+
 struct Buffers {
   std::vector<float> q, keys, scores, out;
 };
@@ -144,7 +156,8 @@ struct Buffers {
 template <class Q, class T>
 void attend(const Shape& shape, const Q* q, const T* keys, int64_t key_slot, const T* values, int64_t value_slot,
             int64_t start, const bool* mask, int64_t h, int64_t first, int64_t n, Q* y, Buffers& buffer) {
-  const int64_t e = shape.width, group = shape.heads / shape.kv_heads, used = start + shape.window;
+  const int64_t e = shape.width, group = shape.heads / shape.kv_heads;
+  const int64_t used = start + count_seen(mask, shape.window, first / group, (first + n - 1) / group);
   const int64_t stride = (used + LANES - 1) / LANES * LANES;
   const auto offset = [&](int64_t r) { return (r / group * shape.heads + h * group + r % group) * e; };
   buffer.q.resize(n * e), buffer.keys.resize(e * LANES), buffer.scores.resize(n * stride), buffer.out.resize(n * e);

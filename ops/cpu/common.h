@@ -93,7 +93,7 @@ inline void to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 #if defined(__AVX512VNNI__)
 
-constexpr int LANES = 16, MB = 7, MOST_SUMS = 14, CHAINS = 12;
+constexpr int LANES = 16, MB = 5, MOST_SUMS = 10, CHAINS = 12;
 constexpr bool FOLDS = false;
 using Ints = __m512i;
 using Floats = __m512;
