@@ -332,6 +332,18 @@ class Session:
         if not any(self.live):
             self.pending.clear()
 
+    def cut(self, seq: int, count: int) -> None:
+        """End a sequence's turn, and drop the last `count` of the tokens that `step` returned.
+
+        The draws of dropped tokens are taken back: the next turn is the same for every drafter.
+        """
+        kept = len(self.history[seq]) - count
+        del self.history[seq][kept:]
+        self.stats.tokens -= count
+        self.release(seq)
+        state = self.state
+        state.draws[seq] += kept - 1 - state.pos[seq]  # cycles advance both by the same numbers
+
     def step(self) -> list[list[int]]:
         """Run a cycle of the live sequences, and about one chunk of the prompts.
 

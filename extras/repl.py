@@ -133,13 +133,19 @@ class Chat:
     def _pieces(self, ids: list[int], new: list[int]) -> Iterator[tuple[str, str]]:
         """Yield the text of every new token, and the source of its draft. Writes: new"""
         engine = self.engine
-        decoder = engine.tokenizer.stream(continuation=engine.template is None)
+        decoder = engine.tokenizer.stream(engine.template is None, stops=engine.config.stop)
         self.drafted.take(0)
         for tokens in self.session.decode_turn([ids]):
             self._show_reading(len(ids))
             new += tokens[0]
+            left = len(tokens[0])
             for id, source in zip(tokens[0], self.drafted.take(0).sources):
                 yield decoder.push([id]), source
+                left -= 1
+                if decoder.stopped:
+                    self.session.cut(0, left)
+                    new.clear()  # the end is no cut that is to be said
+                    return
         yield decoder.flush(), ""
 
     def _show_reading(self, length: int) -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from decode import PREFILL_CHUNK, Engine
 from extras.drafted import Drafted
 from extras.logprobs import Logprob, Logprobs
+from hf.tokenizer import Until
 from options import Sampling
 from server.counters import Counters
 from session import Session, common_prefix
@@ -90,11 +91,10 @@ class Answer:
     def __init__(self, decoder: Any, stops: list[str], ends: list[int]):
         """decoder: hf.tokenizer.StreamDecoder; ends: token ids"""
         self.decoder = decoder
-        self.stops = stops
+        self.until = Until(stops)
         self.ends = ends
-        self.held = ""  # text that may begin a stop string
-        self.told = 0  # characters before it
-        self.scored: deque[Scored] = deque()  # tokens that begin in it
+        self.told = 0  # characters before those that may begin a stop string
+        self.scored: deque[Scored] = deque()  # tokens that begin in these
         self.tokens = 0
         self.drafts = Drafts()  # since they were last taken, without spans
         self.sources: deque[tuple[str, int]] = deque()  # spans of the text not taken yet
@@ -106,19 +106,18 @@ class Answer:
         self.tokens += 1
         self.drafts = self.drafts.and_more(Drafts(tokens=1, accepted=source != ""))
         if logprob is not None:
-            self.scored.append(Scored(id, self.told + len(self.held), logprob))
+            self.scored.append(Scored(id, self.told + len(self.until.held), logprob))
         text = self.decoder.push([id])
-        self.held += text
         self.sources.append((source, len(text)))
-        if id in self.ends:
-            self.stopped = True
-            return self.close()
-        return self._take(False)
+        ended = id in self.ends
+        told = self._take(text, ended)
+        self.stopped = self.over = ended or self.until.stopped
+        return told
 
     def close(self) -> str:
         """End the answer. Returns: the rest of the text."""
         self.over = True
-        return self._take(True)
+        return self._take("", True)
 
     def take_scored(self) -> list[Scored]:
         """Return the tokens that begin in the text told since the last call."""
@@ -144,31 +143,10 @@ class Answer:
         self.drafts = Drafts()
         return taken
 
-    def _take(self, last: bool) -> str:
-        found = [self.held.find(stop) for stop in self.stops if stop in self.held]
-        if found:
-            end = min(found)
-            self.over = True
-            self.stopped = True
-        elif last:
-            end = len(self.held)
-        else:
-            end = len(self.held) - self._begun()
-        text = self.held[:end]
-        self.held = self.held[end:]
-        self.told += end
-        return text
-
-    def _begun(self) -> int:
-        """Return how many characters at the end may begin a stop string."""
-        held = self.held
-        lengths = [
-            n
-            for stop in self.stops
-            for n in range(1, min(len(stop), len(held) + 1))
-            if held.endswith(stop[:n])
-        ]
-        return max(lengths, default=0)
+    def _take(self, text: str, last: bool) -> str:
+        told = self.until.push(text, last)
+        self.told += len(told)
+        return told
 
 
 @dataclass(eq=False)

@@ -287,7 +287,7 @@ class Reader:
         return likeliest if asked else None
 
     def _stops(self, body: dict) -> list[str]:
-        stops = body.get("stop", [])
+        stops = body.get("stop", list(self.config.stop))
         if isinstance(stops, str):
             stops = [stops]
         fit = (
