@@ -39,7 +39,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cli.io import write_text
+from cli.io import StatusLine, write_text
 from cli.parsing import one_line_errors, require
 from cli.prompts import Conversation, as_conversation, check_ids, with_options
 
@@ -167,6 +167,7 @@ class Batch:
             need_tokenizer(engine)
         self.stats = Stats()
         self.entries: list[Turn] = []
+        self.reading = ""  # how far prompts are read, for a person
         self.trace: list[dict] = []
         self.conversations = [as_conversation(prompt) for prompt in prompts]
         self.prompt_ids = [first_ids(engine, c) for c in self.conversations]
@@ -214,6 +215,7 @@ class Batch:
                 prompt, sample, _ = running[line["row"]][0].index
                 self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
             session.trace.clear()
+            self.reading = session.told_reading()
             on_tokens(new)
         self.entries += sorted(finished)
         self.stats.add(session.stats)
@@ -431,25 +433,29 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         results = Results(engine, prompts)
         streams = [stream for stream in streams if stream not in results.done]
     quiet = "-" in (config.json, config.trace, config.profile)
-    # a single turn is printed as it is decoded
-    live = len(prompts) == config.num_samples == 1 and bool(streams) and not quiet
-    live = live and (isinstance(prompts[0][0], int) or len(prompts[0]) == 1)
-    live = live and not config.compare and engine.tokenizer is not None
-    if live:
+    live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
+    if live:  # it is printed as it is decoded
         decoder = answer_decoder(engine)
     separators = chain([""], repeat("\n"))  # a blank line between conversations
     titled = sys.stdout.isatty() and len(streams) > 1
+    status = StatusLine()
+    count = Counter()  # of tokens and of finished conversations
 
     def print_texts(texts: list[str]) -> None:
+        status.show("")
         print(next(separators) + "\n\n".join(texts), flush=True)
 
     show = in_order(streams, print_texts)
 
     def on_tokens(new: list[list[int]]) -> None:
+        count["tokens"] += sum(map(len, new))
+        done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
+        status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
         if live:
             print(decoder.push(new[0]), end="", flush=True)
 
     def on_finished(turns: list[Turn]) -> None:
+        count["finished"] += 1
         decoded = [turn_fields(engine, turn) for turn in turns]
         if results is not None:
             results.add(decoded)
@@ -459,7 +465,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             show(turns[0].index[:2], title + [str(turn[field]) for turn in decoded])
 
     profile = torch.profiler.profile() if config.profile else nullcontext()
-    with telling_kept(results, len(streams)), profile as profiler:
+    with telling_kept(results, len(streams)), status, profile as profiler:
         if config.compare:
             result, outcome = compare(batch, on_finished)
             result.stats |= outcome
@@ -473,6 +479,13 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     write_files(engine, result, profiler)
     for turn in batch.entries:
         require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
+
+
+def is_one_turn(batch: Batch) -> bool:
+    """Return whether a run is one answer to one turn, decoded once."""
+    if len(batch.streams) > 1 or batch.engine.config.compare:
+        return False
+    return isinstance(batch.conversations[0][0], int) or len(batch.conversations[0]) == 1
 
 
 @contextmanager

@@ -238,6 +238,12 @@ class Session:
         """Return whether a sequence's turn goes on."""
         return self.live[seq] or seq in self.prefilling
 
+    def told_reading(self) -> str:
+        """Describe how far prompts are read; "" while none is."""
+        read = sum(len(self.history[seq]) for seq in self.prefilling)
+        of_all = sum(map(len, self.prefilling.values()))
+        return f"[reading: {read} of {of_all} tokens]" if of_all else ""
+
     def cached(self, seq: int, prompt: list[int]) -> int:
         """Count the tokens of a prompt that a sequence has cached, from the first on."""
         return common_prefix(self.history[seq][:-1], prompt)  # its last token may be the root

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from cli.io import parse_json, read_named, write_text
+from cli.io import StatusLine, parse_json, read_named, write_text
 from cli.prompts import check_ids
 from decode import Engine
 from extras.drafted import Drafted, told_draft
@@ -48,7 +48,6 @@ COLOURS = {"lookup": "\033[36m"}  # cyan; other sources are green
 GREEN = "\033[32m"
 PLAIN = "\033[0m"
 QUOTES = '"""'
-LONG_PROMPT = 1024  # tokens; reading more of them shows a progress
 
 
 def has_colours() -> bool:
@@ -96,6 +95,7 @@ class Chat:
         self.turns: list[str] = []
         self.answers: list[str] = []
         self.stats = Stats()  # of the last answer
+        self.status = StatusLine()
 
     def title(self) -> str:
         """Describe the model and the way to draft."""
@@ -122,6 +122,7 @@ class Chat:
                 self._print(piece, source)
             self._say_cut(new)
         except KeyboardInterrupt:
+            self.status.show("")
             print(" [stopped]", end="")
         except ValueError as error:  # of the grammar
             print(f" [{error}]", end="")
@@ -136,7 +137,7 @@ class Chat:
         decoder = engine.tokenizer.stream(engine.template is None, stops=engine.config.stop)
         self.drafted.take(0)
         for tokens in self.session.decode_turn([ids]):
-            self._show_reading(len(ids))
+            self.status.show(self.session.told_reading())
             new += tokens[0]
             left = len(tokens[0])
             for id, source in zip(tokens[0], self.drafted.take(0).sources):
@@ -147,15 +148,6 @@ class Chat:
                     new.clear()  # the end is no cut that is to be said
                     return
         yield decoder.flush(), ""
-
-    def _show_reading(self, length: int) -> None:
-        """Show how much of a long prompt is read, on a terminal."""
-        if length < LONG_PROMPT or not sys.stderr.isatty() or self.session.stats.tokens:
-            return
-        text = ""
-        if self.session.prefilling:
-            text = f"[reading: {len(self.session.history[0])} of {length} tokens]"
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     def _print(self, piece: str, source: str) -> None:
         if self.shows_drafts and source and piece:
