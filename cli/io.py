@@ -227,9 +227,18 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         write(temporary)
         if real.exists():
             shutil.copymode(real, temporary)
+        else:
+            set_usual_mode(temporary)
         os.replace(temporary, real)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def set_usual_mode(path: Path) -> None:
+    """Give a new file the mode that the umask asks for: safetensors makes it its owner's alone."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def write_text(where: str, text: str) -> None:

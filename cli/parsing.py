@@ -286,6 +286,8 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
         names = [f.name]
         arguments["nargs"] = "?"  # a positional argument may be left out, as every option
     parser.add_argument(*names, **arguments)
+    if f.metadata.get("bare"):  # it may stand without its flag, too
+        parser.add_argument(f.name, nargs="?", help=argparse.SUPPRESS)
 
 
 def _drop_output() -> None:
