@@ -25,7 +25,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from decode import PREFILL_CHUNK, Engine
-from extras.drafted import Drafted
+from extras.drafted import Drafted, Nodes
 from extras.logprobs import Logprob, Logprobs
 from hf.tokenizer import Until
 from options import Sampling
@@ -62,8 +62,9 @@ class Drafts(NamedTuple):
     accepted: int = 0  # of these, tokens that were drafted
     rejected: int = 0  # rows of draft trees that were verified and not accepted
     passes: int = 0  # of the target, those of the prompt left out
-    # the piece's text in parts: the source of the draft, "" for none, and its characters
-    spans: tuple[tuple[str, int], ...] = ()
+    # the piece's text in parts: the source of the draft, "" for none, its characters, its cycle
+    spans: tuple[tuple[str, int, int], ...] = ()
+    trees: tuple[Nodes, ...] = ()  # of cycles, where the request asks for them
 
     def and_more(self, other: Drafts) -> Drafts:
         """Return the sum of two pieces."""
@@ -97,18 +98,20 @@ class Answer:
         self.scored: deque[Scored] = deque()  # tokens that begin in these
         self.tokens = 0
         self.drafts = Drafts()  # since they were last taken, without spans
-        self.sources: deque[tuple[str, int]] = deque()  # spans of the text not taken yet
+        self.spans: deque[tuple[str, int, int]] = deque()  # of the text not taken yet
         self.over = False
         self.stopped = False  # at an end of sequence or a stop string
 
-    def push(self, id: int, logprob: Logprob | None = None, source: str = "") -> str:
+    def push(
+        self, id: int, logprob: Logprob | None = None, source: str = "", cycle: int = 0
+    ) -> str:
         """Add a token. source: of its draft. Returns: the text that is certain by now."""
         self.tokens += 1
         self.drafts = self.drafts.and_more(Drafts(tokens=1, accepted=source != ""))
         if logprob is not None:
             self.scored.append(Scored(id, self.told + len(self.until.held), logprob))
         text = self.decoder.push([id])
-        self.sources.append((source, len(text)))
+        self.spans.append((source, len(text), cycle))
         ended = id in self.ends
         told = self._take(text, ended)
         self.stopped = self.over = ended or self.until.stopped
@@ -128,17 +131,17 @@ class Answer:
 
     def take_drafts(self, characters: int) -> Drafts:
         """Return how the tokens since the last call were drafted. characters: of the text since"""
-        spans: list[tuple[str, int]] = []
-        while characters and self.sources:
-            source, count = self.sources.popleft()
+        spans: list[tuple[str, int, int]] = []
+        while characters and self.spans:
+            source, count, cycle = self.spans.popleft()
             if count > characters:
-                self.sources.appendleft((source, count - characters))
+                self.spans.appendleft((source, count - characters, cycle))
                 count = characters
             characters -= count
-            if spans and spans[-1][0] == source:
+            if spans and spans[-1][::2] == (source, cycle):
                 count += spans.pop()[1]
             if count:
-                spans.append((source, count))
+                spans.append((source, count, cycle))
         taken = self.drafts._replace(spans=tuple(spans))
         self.drafts = Drafts()
         return taken
@@ -164,6 +167,7 @@ class Job:
     tell: Callable[[Piece | Refusal], None]  # called by the batcher's thread
     guide: Any = None  # masks the tokens of the answer; None: the engine's
     wants_drafts: bool = True
+    wants_trees: bool = False
     left: bool = False  # the client has left
     came: float = field(default_factory=time.perf_counter)  # host's clock (s)
 
@@ -264,7 +268,7 @@ class Batcher(threading.Thread):
         self.free.remove(seq)
         self.prompts[seq] = job.prompt
         session.configure(seq, job.sampling, job.seed, job.wants_drafts)
-        self.drafted.take(seq)  # of the answer before
+        self.drafted.begin(seq, job.wants_trees)
         self.logprobs.want(seq, job.likeliest)
         session.admit(seq, job.prompt, job.stream, job.most, source, job.guide)
         self.counters.prompt_tokens += len(job.prompt)
@@ -304,11 +308,13 @@ class Batcher(threading.Thread):
             text = ""
             scored = self.logprobs.take(seq) or repeat(None)
             marks = self.drafted.take(seq)
-            cost = Drafts(rejected=marks.rejected, passes=marks.passes)
+            trees = tuple(marks.trees)
+            cost = Drafts(rejected=marks.rejected, passes=marks.passes, trees=trees)
             answer.drafts = answer.drafts.and_more(cost)
-            for id, logprob, source in zip(ids, scored, marks.sources):
+            cycles = marks.cycles if job.wants_trees else repeat(0)
+            for id, logprob, source, cycle in zip(ids, scored, marks.sources, cycles):
                 if not answer.over:
-                    text += answer.push(id, logprob, source)
+                    text += answer.push(id, logprob, source, cycle)
             if not answer.over and not session.busy(seq):
                 text += answer.close()
             self.counters.tokens += answer.tokens - before
