@@ -947,6 +947,21 @@ def test_names_as_others_have_them(capsys, monkeypatch):
     assert capsys.readouterr().out == f"gpt-eagle {number}\n" and stop.value.code == 0
 
 
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable", "build_sdist"])
+def test_an_install_is_refused_in_one_line(hook):
+    """By the backend that pyproject.toml names, which pip asks."""
+    text = (ROOT / "pyproject.toml").read_text()
+    folder, module = (
+        re.search(rf'^{name} = \[?"(.*)"', text, re.MULTILINE)[1]
+        for name in ("backend-path", "build-backend")
+    )
+    code = f"import {module}; {module}.{hook}('somewhere')"
+    options = {"cwd": ROOT / folder, "capture_output": True, "text": True, "timeout": 60}
+    found = subprocess.run([sys.executable, "-c", code], **options)
+    assert found.returncode and found.stdout == ""
+    assert found.stderr.count("\n") == 1 and "pip install -r requirements.txt" in found.stderr
+
+
 def test_ctrl_c_says_what_is_kept(capsys, monkeypatch, tmp_path):
     """The finished conversations with --results; of a batch without it nothing."""
     file = tmp_path / "p.jsonl"
