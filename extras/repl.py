@@ -18,8 +18,9 @@ import json
 import os
 import re
 import sys
+import termios
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,25 @@ def edit_lines() -> None:
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+@contextmanager
+def keys_wait() -> Iterator[None]:
+    """Leave keys that are typed meanwhile to the next prompt, unseen, Ctrl-D among them.
+
+    A terminal that edits lines itself would lose a Ctrl-D, and cut a line at 4,095 characters.
+    """
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    raw = termios.tcgetattr(sys.stdin)
+    raw[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, raw)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def read_turn() -> str:
@@ -290,9 +310,10 @@ def chat(engine: Engine, encode: Callable[..., list[int]]) -> None:
         if command and command[1] in ("bye", "exit", "quit"):
             return
         try:
-            if command:
-                talk.run(command[1], command[2] or "")
-            else:
-                talk.ask(turn)
+            with keys_wait():
+                if command:
+                    talk.run(command[1], command[2] or "")
+                else:
+                    talk.ask(turn)
         except ValueError as error:  # the conversation so far stays
             print(f"[{error}]")
