@@ -64,6 +64,9 @@ def edit_lines() -> None:
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")
+        # in the C locale readline would take the bytes of other letters for commands
+        for variable in ("input-meta on", "output-meta on", "convert-meta off"):
+            readline.parse_and_bind(f"set {variable}")
 
 
 @contextmanager

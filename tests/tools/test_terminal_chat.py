@@ -136,3 +136,14 @@ def test_keys_typed_during_an_answer_wait():
     assert "again" not in answer
     talk.read_to(r"> def again\(\):.*tokens/s")
     assert talk.close() == 0
+
+
+def test_letters_of_others_in_the_c_locale(tmp_path):
+    talk = Terminal(DEMO, LC_ALL="C", COLUMNS="40")
+    talk.read_to("> $")
+    talk.type("é ü €\r")
+    talk.read_to("tokens/s[^>]*> ")
+    talk.type(f"/save {tmp_path / 'c.json'}\r/bye\r")
+    assert talk.close() == 0
+    said = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
+    assert said["messages"][0]["content"] == "é ü €"
