@@ -282,8 +282,16 @@ def test_markdown_and_narrow_windows(page):
 
 
 @in_a_browser
-def test_a_server_that_is_gone_is_said(page, running):
+def test_a_server_that_is_gone_and_comes_back(page):
+    """It may have another model then: a page left open asks what there is."""
+    page.run("window.before = window.fetch")
     page.run("window.fetch = () => Promise.reject(new TypeError('gone'))")
     ask(page, "Hello")
     page.wait("!running && $('fault').textContent.includes('does not answer')")
     assert page.run("chat.messages.length") == 1, "the turn stays for another try"
+    page.run("window.fetch = before; props = { model: 'old', chat: !props.chat, rests: false }")
+    page.run(
+        "[...document.querySelectorAll('button')].find(e => e.textContent === 'Retry').click()"
+    )
+    page.wait("!running && chat.messages.length === 2")
+    assert page.run("[$('fault').textContent, document.title, props.rests]") == ["", "demo", True]
