@@ -292,7 +292,7 @@ class StatusLine:
         now = time.perf_counter()
         if text == self.shown or (text and now - self.at < self.EVERY_S):
             return
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
             width = shutil.get_terminal_size().columns
             print(f"\r\033[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
         self.shown = text

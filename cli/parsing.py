@@ -25,6 +25,7 @@ from cli.io import one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
+PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy")  # that nothing runs without
 MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
 
 
@@ -324,7 +325,10 @@ def one_line_errors(program: str) -> Iterator[None]:
         remedy = "lower --batch_size, --context or --tree_size, or use --quant int4"
         fail(program, f"{told}; {remedy}")
     except ModuleNotFoundError as error:
-        if not str(error.name).startswith("extras"):
+        package = str(error.name).partition(".")[0]
+        if package in PACKAGES:
+            fail(program, f"{package} is not installed; run: pip install -r requirements.txt")
+        if package != "extras":
             raise
         fail(
             program,

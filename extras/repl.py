@@ -53,7 +53,8 @@ QUOTES = '"""'
 
 def has_colours() -> bool:
     """Return whether colours can be shown. Source: no-color.org."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
 
 
 def edit_lines() -> None:

@@ -947,6 +947,20 @@ def test_names_as_others_have_them(capsys, monkeypatch):
     assert capsys.readouterr().out == f"gpt-eagle {number}\n" and stop.value.code == 0
 
 
+@pytest.mark.parametrize("package", ["torch", "sentencepiece"])
+def test_a_missing_package_is_one_line(tmp_path, package):
+    hide = f"import sys; sys.modules[{package!r}] = None"
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    options = {"capture_output": True, "text": True, "timeout": 60}
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "generate.py"), "--checkpoint", DEMO],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        **options,
+    )
+    told = f"generate.py: {package} is not installed; run: pip install -r requirements.txt\n"
+    assert (found.returncode, found.stdout, found.stderr) == (2, "", told)
+
+
 @pytest.mark.parametrize("hook", ["build_wheel", "build_editable", "build_sdist"])
 def test_an_install_is_refused_in_one_line(hook):
     """By the backend that pyproject.toml names, which pip asks."""
