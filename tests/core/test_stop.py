@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from functools import partial
 
@@ -63,3 +64,28 @@ def test_the_command_line_takes_several(capsys):
     main([*argv, "--stop", "file"])  # as it is decoded
     out = capsys.readouterr().out
     assert out.startswith(result["text"][0] + "\n") and "[cut at" not in out
+
+
+def test_a_chat_stops_and_goes_on(capsys, monkeypatch):
+    """The second turn is the same for every drafter, though the first was cut within a cycle."""
+    found = []
+    for draft in (["--tree", "dynamic"], ["--draft", "none"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n\ndef g(b):\n"))
+        argv = ["--checkpoint", DEMO, "--device", "cpu", "--temperature", "1", "--seed", "2"]
+        main(
+            [
+                *argv,
+                *draft,
+                "--interactive",
+                "--stop",
+                "re",
+                "--stop",
+                "s",
+                "--max_new_tokens",
+                "40",
+            ]
+        )
+        out = capsys.readouterr().out
+        assert out.count("tokens/s") == 2
+        found.append([line for line in out.split("\n")[1:] if "tokens/s" not in line])
+    assert found[0] == found[1] and not any("re" in line for line in found[0])
