@@ -760,7 +760,10 @@ def test_quantize_and_generate(capsys, tmp_path):
         out, err = run(
             capsys, quantize.main, "--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}")
         )
-        assert f"python generate.py --checkpoint {tmp_path / 'demo'}" in out
+        told = f"--checkpoint MODEL --head {tmp_path / 'demo-eagle'}"
+        if not end:
+            told = f"--checkpoint {tmp_path / 'demo'} --head {DEMO}-eagle"
+        assert f"python generate.py {told} --prompt" in out
         if not end:
             advised = shlex.split(out.partition("run: python generate.py ")[2])
         total = len(WeightFiles(Path(DEMO + end)).readers)
