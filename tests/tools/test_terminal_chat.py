@@ -139,8 +139,11 @@ def test_keys_typed_during_an_answer_wait():
 
 
 def test_letters_of_others_in_the_c_locale(tmp_path):
+    """On a narrow terminal. Bytes that are no letters are refused, and the chat goes on."""
     talk = Terminal(DEMO, LC_ALL="C", COLUMNS="40")
     talk.read_to("> $")
+    os.write(talk.screen, b"\xff\xfea\r")
+    talk.read_to("half a character[^>]*> ")
     talk.type("é ü €\r")
     talk.read_to("tokens/s[^>]*> ")
     talk.type(f"/save {tmp_path / 'c.json'}\r/bye\r")
