@@ -39,12 +39,13 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cli.io import write_text
+from cli.io import StatusLine, write_text
 from cli.parsing import one_line_errors, require
 from cli.prompts import Conversation, as_conversation, check_ids, with_options
 
 if TYPE_CHECKING:
     from cli.start import Command
+    from hf.tokenizer import StreamDecoder
 
 # The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
 # together (parallel/ranks.py).
@@ -59,6 +60,7 @@ import torch
 from decode import Engine
 from load import load, undrafted
 from parallel import ranks
+from runtime import replace_fields
 from session import Session
 from stats import Stats, environment, share_of_equal, stats_line, summary
 
@@ -69,6 +71,7 @@ class Turn(NamedTuple):
     index: tuple[int, int, int]  # (prompt, sample, turn)
     prompt: list[int]
     new: list[int]
+    decoder: StreamDecoder | None = None  # looks for stop strings; None: there are none
     fault: str = ""  # of its guide, where that allows nothing
 
 
@@ -160,8 +163,11 @@ class Batch:
         config = engine.config
         self.draws = draws or [(config.sampling, config.seed)] * len(prompts)
         self.guides = guides or [None] * len(prompts)
+        if config.stop:
+            need_tokenizer(engine)
         self.stats = Stats()
         self.entries: list[Turn] = []
+        self.reading = ""  # how far prompts are read, for a person
         self.trace: list[dict] = []
         self.conversations = [as_conversation(prompt) for prompt in prompts]
         self.prompt_ids = [first_ids(engine, c) for c in self.conversations]
@@ -200,14 +206,16 @@ class Batch:
             new = session.step()
             for seq, turns in enumerate(running):
                 if new[seq]:
+                    new[seq] = self._until_stop(session, seq, turns[-1], new[seq])
                     turns[-1].new.extend(new[seq])
                 require(seq not in session.broken, session.broken.get(seq))
                 if turns and seq in session.faults:
-                    turns[-1] = Turn(*turns[-1][:3], session.faults[seq])
+                    turns[-1] = replace_fields(turns[-1], fault=session.faults[seq])
             for line in session.trace:
                 prompt, sample, _ = running[line["row"]][0].index
                 self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
             session.trace.clear()
+            self.reading = session.told_reading()
             on_tokens(new)
         self.entries += sorted(finished)
         self.stats.add(session.stats)
@@ -219,7 +227,7 @@ class Batch:
         ids = self.prompt_ids[stream[0]]
         session.configure(seq, *self.draws[stream[0]])
         session.admit(seq, ids, stream, guide=self.guides[stream[0]])
-        return [Turn((*stream, 0), ids, [])]
+        return [Turn((*stream, 0), ids, [], self._decoder())]
 
     def _next_turn(self, session: Session, seq: int, turns: list[Turn]) -> bool:
         """Admit the next turn of a conversation. A turn that does not fit ends the conversation.
@@ -240,8 +248,20 @@ class Batch:
             print(f"note: {where} no longer fits {limit}", file=sys.stderr)
             return False
         session.admit(seq, ids, guide=self.guides[prompt])
-        turns.append(Turn((prompt, sample, number + 1), ids, []))
+        turns.append(Turn((prompt, sample, number + 1), ids, [], self._decoder()))
         return True
+
+    def _decoder(self) -> StreamDecoder | None:
+        return answer_decoder(self.engine) if self.engine.config.stop else None
+
+    def _until_stop(self, session: Session, seq: int, turn: Turn, new: list[int]) -> list[int]:
+        """Return a turn's new tokens up to a stop string, which ends the turn."""
+        for count, id in enumerate(new if turn.decoder else [], 1):
+            turn.decoder.push([id])
+            if turn.decoder.stopped:
+                session.cut(seq, len(new) - count)
+                return new[:count]
+        return new
 
     def result(self) -> Result:
         """Return the turns decoded so far."""
@@ -259,23 +279,33 @@ class Batch:
 
 def turn_fields(engine: Engine, turn: Turn) -> dict[str, Any]:
     """Return the fields of one turn, under the names of `Result`."""
+    text, stopped = read_answer(engine, turn.new)
+    reason = "stop" if stopped else engine.finish_reason(turn.new)
     return {
         "index": turn.index,
         "tokens": turn.new,
-        "text": text_of(engine, turn.new),
-        "finish_reason": "grammar" if turn.fault else engine.finish_reason(turn.new),
+        "text": text,
+        "finish_reason": "grammar" if turn.fault else reason,
         "prompt_tokens": len(turn.prompt),
     }
 
 
-def text_of(engine: Engine, ids: list[int]) -> str:
-    """Return the text of new tokens, empty without a tokenizer.
+def answer_decoder(engine: Engine) -> StreamDecoder:
+    """Return a decoder of an answer's tokens. A plain continuation keeps its leading space."""
+    return engine.tokenizer.stream(engine.template is None, stops=engine.config.stop)
 
-    A plain continuation keeps its leading space.
-    """
+
+def read_answer(engine: Engine, ids: list[int]) -> tuple[str, bool]:
+    """Return the text of new tokens, empty without a tokenizer; whether a stop string ended it."""
     if engine.tokenizer is None:
-        return ""
-    return engine.tokenizer.decode(ids, continuation=engine.template is None)
+        return "", False
+    decoder = answer_decoder(engine)
+    return decoder.push(ids) + decoder.flush(), decoder.stopped
+
+
+def text_of(engine: Engine, ids: list[int]) -> str:
+    """Return the text of new tokens, as `read_answer`."""
+    return read_answer(engine, ids)[0]
 
 
 def generate(
@@ -292,8 +322,9 @@ def generate(
     prompts: texts, lists of turns, of messages or of token ids; or the messages of one prompt
     on_tokens, on_finished: callbacks, see `Batch.decode_all`
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
-    options: `max_new_tokens`, `num_samples`, `temperature`, `top_k`, `top_p`, `min_p` or `seed`,
-        where they differ from the engine's; of the last five, a list gives each prompt its own
+    options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `temperature`, `top_k`,
+        `top_p`, `min_p` or `seed`, where they differ from the engine's; of the last five, a list
+        gives each prompt its own
     Raises: ValueError for a prompt, a value or a grammar that cannot be used.
     """
     if isinstance(prompts, str):
@@ -363,9 +394,11 @@ def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
     """
     engine = session.engine
     need_tokenizer(engine)
-    decoder = engine.tokenizer.stream(continuation=engine.template is None)
+    decoder = answer_decoder(engine)
     for new in session.decode_turn([ids]):
         yield decoder.push(new[0])
+        if decoder.stopped:
+            return
     yield decoder.flush()
 
 
@@ -400,25 +433,29 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         results = Results(engine, prompts)
         streams = [stream for stream in streams if stream not in results.done]
     quiet = "-" in (config.json, config.trace, config.profile)
-    # a single turn is printed as it is decoded
-    live = len(prompts) == config.num_samples == 1 and bool(streams) and not quiet
-    live = live and (isinstance(prompts[0][0], int) or len(prompts[0]) == 1)
-    live = live and not config.compare and engine.tokenizer is not None
-    if live:
-        decoder = engine.tokenizer.stream(continuation=engine.template is None)
+    live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
+    if live:  # it is printed as it is decoded
+        decoder = answer_decoder(engine)
     separators = chain([""], repeat("\n"))  # a blank line between conversations
     titled = sys.stdout.isatty() and len(streams) > 1
+    status = StatusLine()
+    count = Counter()  # of tokens and of finished conversations
 
     def print_texts(texts: list[str]) -> None:
+        status.show("")
         print(next(separators) + "\n\n".join(texts), flush=True)
 
     show = in_order(streams, print_texts)
 
     def on_tokens(new: list[list[int]]) -> None:
+        count["tokens"] += sum(map(len, new))
+        done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
+        status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
         if live:
             print(decoder.push(new[0]), end="", flush=True)
 
     def on_finished(turns: list[Turn]) -> None:
+        count["finished"] += 1
         decoded = [turn_fields(engine, turn) for turn in turns]
         if results is not None:
             results.add(decoded)
@@ -428,7 +465,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             show(turns[0].index[:2], title + [str(turn[field]) for turn in decoded])
 
     profile = torch.profiler.profile() if config.profile else nullcontext()
-    with telling_kept(results, len(streams)), profile as profiler:
+    with telling_kept(results, len(streams)), status, profile as profiler:
         if config.compare:
             result, outcome = compare(batch, on_finished)
             result.stats |= outcome
@@ -442,6 +479,13 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     write_files(engine, result, profiler)
     for turn in batch.entries:
         require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
+
+
+def is_one_turn(batch: Batch) -> bool:
+    """Return whether a run is one answer to one turn, decoded once."""
+    if len(batch.streams) > 1 or batch.engine.config.compare:
+        return False
+    return isinstance(batch.conversations[0][0], int) or len(batch.conversations[0]) == 1
 
 
 @contextmanager

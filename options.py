@@ -109,8 +109,8 @@ class Ablation:
 GROUPS = {
     "the model": ("checkpoint", "quant", "context", "device", "threads", "compile"),
     "the text": (
-        "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "grammar",
-        "batch_size", "num_samples",
+        "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "stop",
+        "grammar", "batch_size", "num_samples",
     ),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
     "drafting (the text is the same with any of it)": (
@@ -249,6 +249,9 @@ class GenerateConfig:
         "where this is not given",
         least=1,
         short="n",
+    )
+    stop: tuple[str, ...] = option(
+        (), "text that ends an answer and is left out; it may be given several times"
     )
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)

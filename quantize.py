@@ -434,7 +434,7 @@ def _search_scale(groups: Tensor, importance: Tensor | None = None) -> Tensor:
 class QuantizeConfig:
     """Options of quantize.py. Units and effects are in the help texts."""
 
-    checkpoint: str = option("", "Hugging Face directory of a target model or a head")
+    checkpoint: str = option("", "Hugging Face directory of a target model or a head", bare=True)
     quant: str = option("int4", "format", FORMAT_NAMES)
     group_size: int = option(
         0, "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit"
@@ -570,13 +570,13 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
 
     with one_line_errors("quantize.py"):
-        if not config.checkpoint or not config.out:
-            raise ValueError("--checkpoint and --out are needed: directories to read and to write")
         if is_gguf(Path(config.checkpoint)):
             raise ValueError(
                 f"{config.checkpoint} is a GGUF file, which runs in its own bits as it is: "
                 f"python generate.py --checkpoint {config.checkpoint}"
             )
+        if not config.checkpoint or not config.out:
+            raise ValueError("--checkpoint and --out are needed: directories to read and to write")
         if config.group_size and config.quant != "int4":
             raise ValueError("--group_size belongs to int4; leave it out")
         quant = Quantization(config.quant, config.group_size)
@@ -590,10 +590,12 @@ def main(argv: list[str] | None = None) -> None:
         quantize_directory(path, out, quant, device, config.overwrite, moments)
         size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
         head = bundled_head(Path(config.checkpoint))
-        given = f" --head {head}" if head.is_dir() else ""
+        given = f"--checkpoint {config.out}" + (f" --head {head}" if head.is_dir() else "")
+        if not any(name.startswith("model.") for name in WeightFiles(out).readers):
+            given = f"--checkpoint MODEL --head {config.out}"
         print(
             f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: "
-            f'python generate.py --checkpoint {config.out}{given} --prompt "Once upon a time"'
+            f'python generate.py {given} --prompt "Once upon a time"'
         )
 
 

@@ -238,6 +238,12 @@ class Session:
         """Return whether a sequence's turn goes on."""
         return self.live[seq] or seq in self.prefilling
 
+    def told_reading(self) -> str:
+        """Describe how far prompts are read; "" while none is."""
+        read = sum(len(self.history[seq]) for seq in self.prefilling)
+        of_all = sum(map(len, self.prefilling.values()))
+        return f"[reading: {read} of {of_all} tokens]" if of_all else ""
+
     def cached(self, seq: int, prompt: list[int]) -> int:
         """Count the tokens of a prompt that a sequence has cached, from the first on."""
         return common_prefix(self.history[seq][:-1], prompt)  # its last token may be the root
@@ -331,6 +337,18 @@ class Session:
         self.state.done[seq] = True
         if not any(self.live):
             self.pending.clear()
+
+    def cut(self, seq: int, count: int) -> None:
+        """End a sequence's turn, and drop the last `count` of the tokens that `step` returned.
+
+        The draws of dropped tokens are taken back: the next turn is the same for every drafter.
+        """
+        kept = len(self.history[seq]) - count
+        del self.history[seq][kept:]
+        self.stats.tokens -= count
+        self.release(seq)
+        state = self.state
+        state.draws[seq] += kept - 1 - state.pos[seq]  # cycles advance both by the same numbers
 
     def step(self) -> list[list[int]]:
         """Run a cycle of the live sequences, and about one chunk of the prompts.

@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -226,9 +227,18 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         write(temporary)
         if real.exists():
             shutil.copymode(real, temporary)
+        else:
+            set_usual_mode(temporary)
         os.replace(temporary, real)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def set_usual_mode(path: Path) -> None:
+    """Give a new file the mode that the umask asks for: safetensors makes it its owner's alone."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def write_text(where: str, text: str) -> None:
@@ -259,6 +269,34 @@ def show_progress(text: str, last: bool) -> None:
     if terminal or last:
         begin = "\r" if terminal else ""
         print(begin + text, end="\n" if last else "", file=sys.stderr, flush=True)
+
+
+class StatusLine:
+    """A line of standard error that says how far a work is, on a terminal, and passes."""
+
+    EVERY_S = 0.2  # a short work shows none
+
+    def __init__(self):
+        self.shown = ""
+        self.at = time.perf_counter()
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *_: Any) -> None:
+        """Remove the line."""
+        self.show("")
+
+    def show(self, text: str) -> None:
+        """Write a text over the one before, not too often; an empty one removes it at once."""
+        now = time.perf_counter()
+        if text == self.shown or (text and now - self.at < self.EVERY_S):
+            return
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            width = shutil.get_terminal_size().columns
+            print(f"\r\033[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
+        self.shown = text
+        self.at = now
 
 
 # ---------------------------------------------------------------------- locking

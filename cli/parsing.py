@@ -24,6 +24,8 @@ from typing import IO, Any, NoReturn
 from cli.io import one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
+SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
+PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy")  # that nothing runs without
 MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
 
 
@@ -60,7 +62,9 @@ def option(
 
 
 def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return values by the fields' names, where some are given by an alias; a path is a text.
+    """Return values by the fields' names, where some are given by an alias.
+
+    A path becomes a text, and one text or a list of them a tuple where a field takes several.
 
     Raises: ValueError for a field that is given twice, and for one that is not there.
     """
@@ -70,6 +74,10 @@ def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
         if alias and alias in named:
             require(f.name not in named, f"{alias} is another name of {f.name}; give one of them")
             named[f.name] = named.pop(alias)
+        if f.type == SEVERAL and f.name in named:
+            value = named[f.name]
+            if isinstance(value, (str, list)):
+                named[f.name] = (value,) if isinstance(value, str) else tuple(value)
     known = [f.name for f in fields(options)]
     for name in named.keys() - set(known):
         raise ValueError(f"there is no option {name}{did_you_mean(name, known)}")
@@ -104,6 +112,9 @@ def check_kinds(options: Any) -> None:
             continue
         if f.type == "bool":
             require(isinstance(value, bool), f"--{f.name} must be True or False; it is {value!r}")
+        elif f.type == SEVERAL:
+            texts = isinstance(value, tuple) and all(isinstance(t, str) and t for t in value)
+            require(texts, f"--{f.name} must be texts that are not empty; it is {value!r}")
         elif value != f.default:
             require(isinstance(value, str), f"--{f.name} must be a text; it is {value!r}")
             known = f"--{f.name} must be one of {', '.join(choices or ())}; it is {value!r}"
@@ -217,7 +228,7 @@ def parse_given(
             _add_argument(groups.get(f.name, parser), f)
     if not any(f.name == "version" for f in fields(options)):
         parser.add_argument("--version", action="version", version=f"gpt-eagle {VERSION}")
-    given = vars(parser.parse_args([_with_underscores(word) for word in argv]))
+    given = by_names(options, vars(parser.parse_args([_with_underscores(word) for word in argv])))
     made = options(**given)
     with one_line_errors(program):
         for f in fields(options):
@@ -251,7 +262,7 @@ def _utf8_arguments() -> list[str]:
 
 def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     default = ""
-    if f.default not in ("", None, False):
+    if f.default not in ("", None, False, ()):
         default = f" (default: {f.default})"
     arguments: dict[str, Any] = {
         "help": (f.metadata["help"] + default).replace("%", "%%"),
@@ -261,6 +272,8 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     else:
         arguments["type"] = {"int": int, "float": float}.get(str(f.type), str)
         arguments["choices"] = f.metadata["choices"]
+    if f.type == SEVERAL:
+        arguments |= {"action": "append", "metavar": "TEXT"}
     if f.metadata.get("optional"):
         arguments |= {"nargs": "?", "const": "", "metavar": "NAME"}
     names = [f"--{f.name}"]
@@ -274,6 +287,8 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
         names = [f.name]
         arguments["nargs"] = "?"  # a positional argument may be left out, as every option
     parser.add_argument(*names, **arguments)
+    if f.metadata.get("bare"):  # it may stand without its flag, too
+        parser.add_argument(f.name, nargs="?", help=argparse.SUPPRESS)
 
 
 def _drop_output() -> None:
@@ -310,7 +325,10 @@ def one_line_errors(program: str) -> Iterator[None]:
         remedy = "lower --batch_size, --context or --tree_size, or use --quant int4"
         fail(program, f"{told}; {remedy}")
     except ModuleNotFoundError as error:
-        if not str(error.name).startswith("extras"):
+        package = str(error.name).partition(".")[0]
+        if package in PACKAGES:
+            fail(program, f"{package} is not installed; run: pip install -r requirements.txt")
+        if package != "extras":
             raise
         fail(
             program,

@@ -15,13 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from cli.io import parse_json, parse_jsonl, read_named
-from cli.parsing import require
+from cli.parsing import by_names, check_kinds, require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
 PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
 OF_A_PROMPT = {"temperature", "top_k", "top_p", "min_p", "seed"}
-OF_A_CALL = {"max_new_tokens", "num_samples", *OF_A_PROMPT}
+OF_A_CALL = {"max_new_tokens", "num_samples", "stop", *OF_A_PROMPT}
+
+
+class Row(list[str]):
+    """The turns of a row of a file, and the keys that tell the row apart."""
+
+    def __init__(self, turns: list[str], keys: dict[str, Any]):
+        super().__init__(turns)
+        self.keys = keys
 
 
 def read_prompts(config: GenerateConfig) -> list[Conversation]:
@@ -89,14 +97,16 @@ def prompts_of_file(path: Path, flag: str) -> list[Conversation]:
     """
     text = sys.stdin.read() if str(path) == "-" else read_named(path, flag)
     if path.suffix.lower() == ".jsonl" or re.match(r'\s*\{\s*"turns"', text):
-        conversations = [record.get("turns") for record in parse_jsonl(text, f"{flag}: {path}")]
         form = '{"turns": ["text", ...]}'
-        for number, turns in enumerate(conversations, 1):
+        rows = []
+        for number, record in enumerate(parse_jsonl(text, f"{flag}: {path}"), 1):
             require(
-                _are_turns(turns),
+                _are_turns(record.get("turns")),
                 f"{flag}: {path} row {number} has no list of texts; write it as {form}",
             )
-        return conversations
+            keys = {name: record[name] for name in ("id", "question_id") if name in record}
+            rows.append(Row(record["turns"], keys))
+        return rows
     if not text.strip():
         raise ValueError(f"{flag}: {path} is empty; give it some text")
     return [[text]]
@@ -156,14 +166,17 @@ def with_options(
     Returns: the config of the call; the parameters and the seed of each prompt.
     Raises: ValueError for an option that is not of a call, or a value that cannot be.
     """
+    options = by_names(GenerateConfig, options)
     names = ", ".join(sorted(options.keys() - OF_A_CALL))
     require(not names, f"{names} cannot change after load(); load another engine")
     several = {name: value for name, value in options.items() if isinstance(value, (list, tuple))}
+    several.pop("stop", None)  # of all prompts
     for name, values in several.items():
         require(name in OF_A_PROMPT, f"{name} is one number for all prompts; it is {values!r}")
         fault = f"{name} has {len(values)} values, and there are {count} prompts; give one for each"
         require(len(values) == count, fault)
     config = replace(config, **{name: options[name] for name in options.keys() - several.keys()})
+    check_kinds(config)
     config.check_numbers()
     draws = []
     for number in range(count):

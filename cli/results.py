@@ -1,7 +1,8 @@
 """`--results FILE.jsonl`: one line per finished conversation; the next run decodes the rest.
 
-A line holds `run`, `prompt` and `sample` (numbers from 0), and per turn `tokens`, `text`,
-`finish_reason` and `prompt_tokens`, as in `--json`. `run` is a digest of everything that decides
+A line holds `run`, `prompt` and `sample` (numbers from 0), `id` or `question_id` where the prompt's
+row has it, its `turns`, and per turn `tokens`, `text`, `finish_reason` and `prompt_tokens`, as in
+`--json`. `run` is a digest of everything that decides
 the tokens: the conversation, its numbers, the checkpoint's path, the kind of device, and the
 options except those that change only the speed. A line that was cut by a kill is written again.
 The file is locked: a second run is refused.
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.io import parse_json, read_text
-from cli.prompts import Conversation, read_grammar
+from cli.prompts import Conversation, Row, read_grammar
 from decode import Engine
 
 # start of every line
@@ -28,7 +29,8 @@ BEGIN = '{"run": "'
 # options that decide the tokens with --accept exact
 DECIDES = (
     "inflate", "chat", "system", "temperature", "top_k", "top_p", "min_p",
-    "seed", "ignore_eos", "max_new_tokens", "quant", "group_size", "dtype", "accept", "grammar",
+    "seed", "ignore_eos", "max_new_tokens", "stop", "quant", "group_size", "dtype", "accept",
+    "grammar",
 )  # fmt: skip
 # With the residual rule every option of the drafter decides them too. These never do; of the
 # device only its kind does (`_facts`).
@@ -118,6 +120,11 @@ class Results:
         """
         prompt, sample = turns[0]["index"][:2]
         line = {"run": self._digest(prompt, sample), "prompt": prompt, "sample": sample}
+        conversation = self.conversations[prompt]
+        if isinstance(conversation, Row):
+            line |= conversation.keys
+        if isinstance(conversation[0], str):
+            line["turns"] = conversation
         line |= {name: [turn[name] for turn in turns] for name in turns[0] if name != "index"}
         self._append(json.dumps(line) + "\n")
 

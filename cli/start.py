@@ -64,7 +64,10 @@ def with_text(command: Command) -> Command:
             importlib.import_module("markupsafe")  # a part of jinja2
             importlib.import_module("tokenizers").models.BPE()  # the first use waits for loading
         threading.Thread(target=_load_libraries).start()
-        return Command(config, prompts, read_text_files(path, config), to_end)
+        text = read_text_files(path, config)
+        if importlib.util.find_spec("torch") is None:
+            raise ModuleNotFoundError(name="torch")
+        return Command(config, prompts, text, to_end)
 
 
 def _load_libraries() -> None:

@@ -8,6 +8,7 @@ from cli.methods import DRAFTERS
 from decode import Engine
 from drafters import DrafterUpdate
 from extras.deferred import Idle
+from runtime import HostCopy
 from session import CycleResult, Reader
 
 
@@ -30,12 +31,17 @@ def told_draft(engine: Engine) -> str:
     return f"drafts by {' and '.join(sources)}"
 
 
+Nodes = list[tuple[int, int, bool]]  # parent, token, whether it was accepted; the root first
+
+
 class Marks(NamedTuple):
     """The sources of the new tokens of a sequence, and its counts."""
 
     sources: list[str]  # of each token's draft; "" where the target alone decided it
     passes: int  # of the target, those of the prompt left out
     rejected: int  # rows of draft trees that were verified and not accepted
+    cycles: list[int]  # of each token, the number of its cycle; -1 after the prompt
+    trees: list[Nodes]  # of the cycles, where they are wanted
 
 
 class Drafted(Reader):
@@ -48,20 +54,41 @@ class Drafted(Reader):
         self.marks: list[list[str]] = [[] for _ in range(batch)]
         self.passes = [0] * batch
         self.rejected = [0] * batch
+        self.cycles: list[list[int]] = [[] for _ in range(batch)]
+        self.trees: list[list[Nodes]] = [[] for _ in range(batch)]
+        self.count = [0] * batch  # cycles of the answer
+        self.wants_trees = [False] * batch
+
+    def begin(self, seq: int, wants_trees: bool) -> None:
+        """Begin an answer. wants_trees: `take` returns the trees of its cycles"""
+        self.take(seq)
+        self.count[seq] = 0
+        self.wants_trees[seq] = wants_trees
 
     def take(self, seq: int) -> Marks:
         """Return the marks since the last call."""
-        found = Marks(self.marks[seq], self.passes[seq], self.rejected[seq])
+        counts = (self.passes[seq], self.rejected[seq])
+        found = Marks(self.marks[seq], *counts, self.cycles[seq], self.trees[seq])
         self.marks[seq] = []
+        self.cycles[seq] = []
+        self.trees[seq] = []
         self.passes[seq] = self.rejected[seq] = 0
         return found
 
-    def launched(self, update: DrafterUpdate, live: list[bool]) -> tuple:
-        return ()
+    def launched(self, update: DrafterUpdate, live: list[bool]) -> HostCopy | tuple:
+        tree = update.tree
+        if not any(wants and decodes for wants, decodes in zip(self.wants_trees, live)):
+            return ()
+        return HostCopy(tree.tokens, tree.parents, tree.valid, update.path)
 
     def read(self, copies: Any, result: CycleResult, taken: dict[int, list[int]]) -> None:
         source = self.sources[result.preset]
+        columns = copies.read() if copies else []
         for seq, tokens in taken.items():
+            if columns and self.wants_trees[seq]:
+                self.trees[seq].append(nodes_of(columns, seq, result))
+            self.cycles[seq] += [self.count[seq]] * len(tokens)
+            self.count[seq] += 1
             drafted = min(result.length[seq], len(tokens)) if source else 0
             self.marks[seq] += [source] * drafted + [""] * (len(tokens) - drafted)
             self.passes[seq] += 1
@@ -69,3 +96,22 @@ class Drafted(Reader):
 
     def decided_root(self, seq: int, features: Any, root: int) -> None:
         self.marks[seq].append("")
+        self.cycles[seq].append(-1)
+
+
+def nodes_of(columns: list[list], seq: int, result: CycleResult) -> Nodes:
+    """Return the nodes of a verified tree, and the target's own token behind the accepted ones.
+
+    columns: of all sequences, tokens, parents, whether a node is valid, and the accepted path
+    """
+    tokens, parents, valid, path = (column[seq] for column in columns)
+    length = result.length[seq]
+    accepted = path[: length + 1]
+    numbers: dict[int, int] = {}  # without the padding
+    nodes = []
+    for node, token in enumerate(tokens):
+        if valid[node]:
+            parent = numbers[parents[node]] if node else -1
+            numbers[node] = len(nodes)
+            nodes.append((parent, token, node in accepted))
+    return [*nodes, (numbers[accepted[-1]], result.emitted[seq][length], True)]

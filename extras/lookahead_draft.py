@@ -18,7 +18,6 @@ cheap. All cycles run it, and there is no smaller tree to choose.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +145,5 @@ class LookaheadDrafter(Drafter):
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Make `--draft lookahead`. Raises: ValueError for sizes that do not fit."""
-    slower = "decoded more slowly than no drafting wherever it was measured"
-    print(f"note: --draft lookahead {slower} (benchmarks/RESULTS.md)", file=sys.stderr)
     drafter = LookaheadDrafter.from_config(config, target.norm.weight.device)
     return Method((drafter,), drafter.resolved_options(), pick_tokens=pick_and_rank)

@@ -18,12 +18,13 @@ import json
 import os
 import re
 import sys
+import termios
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from cli.io import parse_json, read_named, write_text
+from cli.io import StatusLine, parse_json, read_named, write_text
 from cli.prompts import check_ids
 from decode import Engine
 from extras.drafted import Drafted, told_draft
@@ -48,12 +49,12 @@ COLOURS = {"lookup": "\033[36m"}  # cyan; other sources are green
 GREEN = "\033[32m"
 PLAIN = "\033[0m"
 QUOTES = '"""'
-LONG_PROMPT = 1024  # tokens; reading more of them shows a progress
 
 
 def has_colours() -> bool:
     """Return whether colours can be shown. Source: no-color.org."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
 
 
 def edit_lines() -> None:
@@ -64,6 +65,28 @@ def edit_lines() -> None:
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")
+        # in the C locale readline would take the bytes of other letters for commands
+        for variable in ("input-meta on", "output-meta on", "convert-meta off"):
+            readline.parse_and_bind(f"set {variable}")
+
+
+@contextmanager
+def keys_wait() -> Iterator[None]:
+    """Leave keys that are typed meanwhile to the next prompt, unseen, Ctrl-D among them.
+
+    A terminal that edits lines itself would lose a Ctrl-D, and cut a line at 4,095 characters.
+    """
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    raw = termios.tcgetattr(sys.stdin)
+    raw[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, raw)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def read_turn() -> str:
@@ -96,6 +119,7 @@ class Chat:
         self.turns: list[str] = []
         self.answers: list[str] = []
         self.stats = Stats()  # of the last answer
+        self.status = StatusLine()
 
     def title(self) -> str:
         """Describe the model and the way to draft."""
@@ -122,6 +146,7 @@ class Chat:
                 self._print(piece, source)
             self._say_cut(new)
         except KeyboardInterrupt:
+            self.status.show("")
             print(" [stopped]", end="")
         except ValueError as error:  # of the grammar
             print(f" [{error}]", end="")
@@ -133,23 +158,20 @@ class Chat:
     def _pieces(self, ids: list[int], new: list[int]) -> Iterator[tuple[str, str]]:
         """Yield the text of every new token, and the source of its draft. Writes: new"""
         engine = self.engine
-        decoder = engine.tokenizer.stream(continuation=engine.template is None)
+        decoder = engine.tokenizer.stream(engine.template is None, stops=engine.config.stop)
         self.drafted.take(0)
         for tokens in self.session.decode_turn([ids]):
-            self._show_reading(len(ids))
+            self.status.show(self.session.told_reading())
             new += tokens[0]
+            left = len(tokens[0])
             for id, source in zip(tokens[0], self.drafted.take(0).sources):
                 yield decoder.push([id]), source
+                left -= 1
+                if decoder.stopped:
+                    self.session.cut(0, left)
+                    new.clear()  # the end is no cut that is to be said
+                    return
         yield decoder.flush(), ""
-
-    def _show_reading(self, length: int) -> None:
-        """Show how much of a long prompt is read, on a terminal."""
-        if length < LONG_PROMPT or not sys.stderr.isatty() or self.session.stats.tokens:
-            return
-        text = ""
-        if self.session.prefilling:
-            text = f"[reading: {len(self.session.history[0])} of {length} tokens]"
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     def _print(self, piece: str, source: str) -> None:
         if self.shows_drafts and source and piece:
@@ -292,9 +314,10 @@ def chat(engine: Engine, encode: Callable[..., list[int]]) -> None:
         if command and command[1] in ("bye", "exit", "quit"):
             return
         try:
-            if command:
-                talk.run(command[1], command[2] or "")
-            else:
-                talk.ask(turn)
+            with keys_wait():
+                if command:
+                    talk.run(command[1], command[2] or "")
+                else:
+                    talk.ask(turn)
         except ValueError as error:  # the conversation so far stays
             print(f"[{error}]")

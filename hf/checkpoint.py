@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cli.io import one_line, read_json
+from cli.io import one_line, read_json, set_usual_mode
 from hf.untrusted import load_pickle, read_untrusted
 from options import FORMAT_NAMES, GROUP_SIZES
 
@@ -395,6 +395,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     def close() -> None:
         name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
         save_file(shard, folder / name, {"format": "pt"})
+        set_usual_mode(folder / name)
         index.update(dict.fromkeys(shard, name))
         shard.clear()
 

@@ -173,10 +173,16 @@ class Tokenizer:
         return stream.push(ids) + stream.flush()
 
     def stream(
-        self, continuation: bool = False, shown: frozenset[int] = frozenset()
+        self,
+        continuation: bool = False,
+        shown: frozenset[int] = frozenset(),
+        stops: Iterable[str] = (),
     ) -> StreamDecoder:
-        """Return a decoder that takes the ids in parts. shown: control tokens that have a text"""
-        return StreamDecoder(self, continuation, shown)
+        """Return a decoder that takes the ids in parts.
+
+        shown: control tokens that have a text; stops: texts that end the text before them
+        """
+        return StreamDecoder(self, continuation, shown, stops)
 
     def piece(self, id: int) -> bytes:
         """Return the bytes of one token.
@@ -327,20 +333,62 @@ def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer 
         return None
 
 
+class Until:
+    """A text up to the first of some stop strings. What may begin one is held back."""
+
+    def __init__(self, stops: Iterable[str]):
+        self.stops = tuple(stops)
+        self.held = ""
+        self.stopped = False
+
+    def push(self, text: str, last: bool = False) -> str:
+        """Add text. last: nothing follows. Returns: the text that is certain by now."""
+        if self.stopped:
+            return ""
+        self.held += text
+        found = [self.held.find(stop) for stop in self.stops if stop in self.held]
+        self.stopped = bool(found)
+        end = min(found, default=len(self.held) - (0 if last else self._begun()))
+        text = self.held[:end]
+        self.held = self.held[end:]
+        return text
+
+    def _begun(self) -> int:
+        """Return how many characters at the end may begin a stop string."""
+        held = self.held
+        lengths = [
+            n
+            for stop in self.stops
+            for n in range(1, min(len(stop), len(held) + 1))
+            if held.endswith(stop[:n])
+        ]
+        return max(lengths, default=0)
+
+
 class StreamDecoder:
     """Incremental `Tokenizer.decode`.
 
-    All pushes and the flush together give exactly the same text.
+    All pushes and the flush together give exactly the same text, up to a stop string.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, continuation: bool, shown: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        continuation: bool,
+        shown: frozenset[int] = frozenset(),
+        stops: Iterable[str] = (),
     ):
         self._piece = tokenizer.piece
         if shown:
             self._piece = lambda id: tokenizer.name(id) if id in shown else tokenizer.piece(id)
         self._strip = tokenizer.strips_space and not continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._until = Until(stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._until.stopped
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids. Returns: the characters that they complete."""
@@ -348,11 +396,11 @@ class StreamDecoder:
         if self._strip and data:
             data = data.removeprefix(b" ")
             self._strip = False
-        return self._utf8.decode(data)
+        return self._until.push(self._utf8.decode(data))
 
     def flush(self) -> str:
-        """End the text. Returns: U+FFFD if a character is incomplete, else nothing."""
-        return self._utf8.decode(b"", final=True)
+        """End the text. Returns: the text held back, and U+FFFD for an incomplete character."""
+        return self._until.push(self._utf8.decode(b"", final=True), last=True)
 
 
 class SentencePieceTokenizer(Tokenizer):

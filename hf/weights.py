@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cli.io import is_gguf, one_line
+from cli.io import StatusLine, is_gguf, one_line
 from hf.checkpoint import (
     BLOCKS,
     Quantization,
@@ -151,8 +151,10 @@ def load_weights(
     stored_bytes = _check_memory(files, params, names, linear, storage)
     pages = HugePages() if stored_bytes >= REGION else None
     loading = _Loading(files, storage, pages)
-    with single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
-        for ours, theirs in names.items():
+    status = StatusLine()
+    with status, single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
+        for number, (ours, theirs) in enumerate(names.items()):
+            status.show(f"[loading: {number} of {len(names)} weights]")
             if ours in linear:
                 _set_quantized(model, ours, loading, theirs)
                 continue

@@ -310,24 +310,42 @@ def licence(path: Path) -> str:
     return found or "unknown: its files name none"
 
 
-def use(config: HeadConfig) -> str:
-    """Return the command that takes the head."""
+def by_method(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """Return the speedup of every method by task, the fastest method first."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        found.setdefault(row["method"], {})[row["task"]] = row["speedup"] or 1.0
+    return dict(sorted(found.items(), key=lambda item: -mean(item[1])))
+
+
+def mean(tasks: dict[str, float]) -> float:
+    """Return the mean of a method's speedups."""
+    return sum(tasks.values()) / len(tasks)
+
+
+def use(config: HeadConfig, rows: list[dict]) -> str:
+    """Return the command with the head; where it was not the fastest, one without it."""
     chat = f"--chat {config.chat}".strip()
-    places = f"--checkpoint {shown_path(config.checkpoint)} --head {shown_path(config.out)}"
-    return f"python generate.py {places} {chat} --compile"
+    best = next(iter(by_method(rows)))
+    draft = f"--draft {best}"
+    if best.startswith("eagle"):
+        draft = f"--head {shown_path(config.out)}"
+    model = f"python generate.py --checkpoint {shown_path(config.checkpoint)}"
+    return f"{model} {draft} {chat} --compile"
 
 
 def speed(rows: list[dict]) -> str:
     """Return the speedup of the fastest method, by task. rows: of the evaluation"""
-    by_method: dict[str, dict[str, float]] = {}
-    for row in rows:
-        by_method.setdefault(row["method"], {})[row["task"]] = row["speedup"] or 1.0
-    means = {name: sum(tasks.values()) / len(tasks) for name, tasks in by_method.items()}
-    best = max(means, key=means.__getitem__)
+    methods = by_method(rows)
+    best = next(iter(methods))
+    tasks = ", ".join(f"{task} {ratio:.2f}" for task, ratio in methods[best].items())
+    told = f"{best} has {mean(methods[best]):.2f} of vanilla decoding here, medians of {tasks}"
     if best == "none":
-        return "no method is faster than vanilla decoding here"
-    tasks = ", ".join(f"{task} {ratio:.2f}" for task, ratio in by_method[best].items())
-    return f"{best} has {means[best]:.2f} of vanilla decoding here, medians of {tasks}"
+        told = "no method is faster than vanilla decoding here"
+    if not best.startswith("eagle"):
+        head = next(name for name in methods if name.startswith("eagle"))
+        told += f"; with the head, {head} has {mean(methods[head]):.2f}: it is not recommended"
+    return told
 
 
 def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
@@ -345,7 +363,7 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     parameters = f"{info['parameters'] / 1e6:.1f} million parameters"
     return f"""# A draft head for {name}
 
-    {use(config)}
+    {use(config, rows)}
 
 Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 
@@ -417,7 +435,8 @@ def run(config: HeadConfig) -> None:
             file.unlink()
     if left:
         print(f"\n{job.table()}")
-    print(f"\n{use(config)}")
+    rows = read_json(out / "training.json")["evaluation"]
+    print(f"\n{speed(rows)}\n{use(config, rows)}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -225,6 +225,7 @@ class Server:
                     tell=tell,
                     guide=asked.guide,
                     wants_drafts=asked.wants_drafts,
+                    wants_trees=asked.wants_trees and asked.stream,
                 )
                 jobs.append(job)
         return jobs

@@ -25,8 +25,9 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from decode import PREFILL_CHUNK, Engine
-from extras.drafted import Drafted
+from extras.drafted import Drafted, Nodes
 from extras.logprobs import Logprob, Logprobs
+from hf.tokenizer import Until
 from options import Sampling
 from server.counters import Counters
 from session import Session, common_prefix
@@ -61,8 +62,9 @@ class Drafts(NamedTuple):
     accepted: int = 0  # of these, tokens that were drafted
     rejected: int = 0  # rows of draft trees that were verified and not accepted
     passes: int = 0  # of the target, those of the prompt left out
-    # the piece's text in parts: the source of the draft, "" for none, and its characters
-    spans: tuple[tuple[str, int], ...] = ()
+    # the piece's text in parts: the source of the draft, "" for none, its characters, its cycle
+    spans: tuple[tuple[str, int, int], ...] = ()
+    trees: tuple[Nodes, ...] = ()  # of cycles, where the request asks for them
 
     def and_more(self, other: Drafts) -> Drafts:
         """Return the sum of two pieces."""
@@ -90,35 +92,35 @@ class Answer:
     def __init__(self, decoder: Any, stops: list[str], ends: list[int]):
         """decoder: hf.tokenizer.StreamDecoder; ends: token ids"""
         self.decoder = decoder
-        self.stops = stops
+        self.until = Until(stops)
         self.ends = ends
-        self.held = ""  # text that may begin a stop string
-        self.told = 0  # characters before it
-        self.scored: deque[Scored] = deque()  # tokens that begin in it
+        self.told = 0  # characters before those that may begin a stop string
+        self.scored: deque[Scored] = deque()  # tokens that begin in these
         self.tokens = 0
         self.drafts = Drafts()  # since they were last taken, without spans
-        self.sources: deque[tuple[str, int]] = deque()  # spans of the text not taken yet
+        self.spans: deque[tuple[str, int, int]] = deque()  # of the text not taken yet
         self.over = False
         self.stopped = False  # at an end of sequence or a stop string
 
-    def push(self, id: int, logprob: Logprob | None = None, source: str = "") -> str:
+    def push(
+        self, id: int, logprob: Logprob | None = None, source: str = "", cycle: int = 0
+    ) -> str:
         """Add a token. source: of its draft. Returns: the text that is certain by now."""
         self.tokens += 1
         self.drafts = self.drafts.and_more(Drafts(tokens=1, accepted=source != ""))
         if logprob is not None:
-            self.scored.append(Scored(id, self.told + len(self.held), logprob))
+            self.scored.append(Scored(id, self.told + len(self.until.held), logprob))
         text = self.decoder.push([id])
-        self.held += text
-        self.sources.append((source, len(text)))
-        if id in self.ends:
-            self.stopped = True
-            return self.close()
-        return self._take(False)
+        self.spans.append((source, len(text), cycle))
+        ended = id in self.ends
+        told = self._take(text, ended)
+        self.stopped = self.over = ended or self.until.stopped
+        return told
 
     def close(self) -> str:
         """End the answer. Returns: the rest of the text."""
         self.over = True
-        return self._take(True)
+        return self._take("", True)
 
     def take_scored(self) -> list[Scored]:
         """Return the tokens that begin in the text told since the last call."""
@@ -129,46 +131,25 @@ class Answer:
 
     def take_drafts(self, characters: int) -> Drafts:
         """Return how the tokens since the last call were drafted. characters: of the text since"""
-        spans: list[tuple[str, int]] = []
-        while characters and self.sources:
-            source, count = self.sources.popleft()
+        spans: list[tuple[str, int, int]] = []
+        while characters and self.spans:
+            source, count, cycle = self.spans.popleft()
             if count > characters:
-                self.sources.appendleft((source, count - characters))
+                self.spans.appendleft((source, count - characters, cycle))
                 count = characters
             characters -= count
-            if spans and spans[-1][0] == source:
+            if spans and spans[-1][::2] == (source, cycle):
                 count += spans.pop()[1]
             if count:
-                spans.append((source, count))
+                spans.append((source, count, cycle))
         taken = self.drafts._replace(spans=tuple(spans))
         self.drafts = Drafts()
         return taken
 
-    def _take(self, last: bool) -> str:
-        found = [self.held.find(stop) for stop in self.stops if stop in self.held]
-        if found:
-            end = min(found)
-            self.over = True
-            self.stopped = True
-        elif last:
-            end = len(self.held)
-        else:
-            end = len(self.held) - self._begun()
-        text = self.held[:end]
-        self.held = self.held[end:]
-        self.told += end
-        return text
-
-    def _begun(self) -> int:
-        """Return how many characters at the end may begin a stop string."""
-        held = self.held
-        lengths = [
-            n
-            for stop in self.stops
-            for n in range(1, min(len(stop), len(held) + 1))
-            if held.endswith(stop[:n])
-        ]
-        return max(lengths, default=0)
+    def _take(self, text: str, last: bool) -> str:
+        told = self.until.push(text, last)
+        self.told += len(told)
+        return told
 
 
 @dataclass(eq=False)
@@ -186,6 +167,7 @@ class Job:
     tell: Callable[[Piece | Refusal], None]  # called by the batcher's thread
     guide: Any = None  # masks the tokens of the answer; None: the engine's
     wants_drafts: bool = True
+    wants_trees: bool = False
     left: bool = False  # the client has left
     came: float = field(default_factory=time.perf_counter)  # host's clock (s)
 
@@ -286,7 +268,7 @@ class Batcher(threading.Thread):
         self.free.remove(seq)
         self.prompts[seq] = job.prompt
         session.configure(seq, job.sampling, job.seed, job.wants_drafts)
-        self.drafted.take(seq)  # of the answer before
+        self.drafted.begin(seq, job.wants_trees)
         self.logprobs.want(seq, job.likeliest)
         session.admit(seq, job.prompt, job.stream, job.most, source, job.guide)
         self.counters.prompt_tokens += len(job.prompt)
@@ -326,11 +308,13 @@ class Batcher(threading.Thread):
             text = ""
             scored = self.logprobs.take(seq) or repeat(None)
             marks = self.drafted.take(seq)
-            cost = Drafts(rejected=marks.rejected, passes=marks.passes)
+            trees = tuple(marks.trees)
+            cost = Drafts(rejected=marks.rejected, passes=marks.passes, trees=trees)
             answer.drafts = answer.drafts.and_more(cost)
-            for id, logprob, source in zip(ids, scored, marks.sources):
+            cycles = marks.cycles if job.wants_trees else repeat(0)
+            for id, logprob, source, cycle in zip(ids, scored, marks.sources, cycles):
                 if not answer.over:
-                    text += answer.push(id, logprob, source)
+                    text += answer.push(id, logprob, source, cycle)
             if not answer.over and not session.busy(seq):
                 text += answer.close()
             self.counters.tokens += answer.tokens - before

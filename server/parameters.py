@@ -65,7 +65,7 @@ NEUTRAL: dict[str, tuple] = {
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
     "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
-    "draft",
+    "draft", "trees",
 }  # fmt: skip
 OF_TEMPLATES = {"chat_template_kwargs", "reasoning_effort"}  # of chats
 # variables of a template that the server sets itself
@@ -134,6 +134,7 @@ class Asked(NamedTuple):
     guide: Any  # extras.grammar.Grammar that the answers follow, or None
     tools: Tools | None
     wants_drafts: bool
+    wants_trees: bool
 
 
 class Reader:
@@ -205,6 +206,7 @@ class Reader:
             self._grammar(body, tools),
             tools,
             self._draft(body),
+            self._flag(body, "trees"),
         )
 
     def _check_names(self, body: dict, own: set[str]) -> None:
@@ -287,7 +289,7 @@ class Reader:
         return likeliest if asked else None
 
     def _stops(self, body: dict) -> list[str]:
-        stops = body.get("stop", [])
+        stops = body.get("stop", list(self.config.stop))
         if isinstance(stops, str):
             stops = [stops]
         fit = (

@@ -83,9 +83,18 @@ class Reply:
     def _drafted(self, piece: Piece) -> dict[str, Any]:
         """Return how the tokens of a piece were drafted; spans where its text is complete."""
         drafts = piece.drafts._asdict()
-        if self.finders:
-            del drafts["spans"]
+        spans = drafts.pop("spans")
+        trees = drafts.pop("trees")
+        if self.asked.wants_trees:
+            drafts["trees"] = [[self._node(node) for node in tree] for tree in trees]
+        if not self.finders:
+            drafts["spans"] = spans if self.asked.wants_trees else [span[:2] for span in spans]
         return drafts
+
+    def _node(self, node: tuple[int, int, bool]) -> list:
+        """Return a node of a tree, its token as a text."""
+        parent, token, accepted = node
+        return [parent, _text(self.tokenizer.name(token)), accepted]
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """Return a piece's content, and whole calls of tools."""

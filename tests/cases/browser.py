@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,8 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self.held:
+            ready, _, _ = select.select([self.receive], [], [], WAIT_S)
+            assert ready, "the browser does not answer"
             data = os.read(self.receive, 1 << 20)
             assert data, "the browser has ended"
             self.held += data
@@ -128,7 +131,7 @@ class Browser:
 
     def close(self) -> None:
         """End the browser."""
-        self.process.terminate()
-        self.process.wait()
+        self.process.kill()
+        self.process.wait(WAIT_S)
         os.close(self.send)
         os.close(self.receive)

@@ -311,7 +311,8 @@ BASE = [
 @pytest.fixture
 def prompts(tmp_path) -> Path:
     file = tmp_path / "p.jsonl"
-    rows = [{"turns": [f"def f{i}("]} for i in range(8)] + [{"turns": ["def f():", "return"]}]
+    rows = [{"id": f"f/{i}", "turns": [f"def f{i}("]} for i in range(8)]
+    rows += [{"question_id": 81, "turns": ["def f():", "return"], "reference": []}]
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
 
@@ -336,6 +337,8 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted((row["prompt"], row["sample"]) for row in rows) == [(i, 0) for i in range(9)]
     rows.sort(key=lambda row: row["prompt"])
+    assert [row.get("id") for row in rows] == [*(f"f/{i}" for i in range(8)), None]
+    assert rows[8]["question_id"] == 81 and rows[8]["turns"] == ["def f():", "return"]
     for name in ("tokens", "text", "finish_reason", "prompt_tokens"):
         assert [x for row in rows for x in row[name]] == whole[name]
     # again: nothing is left to do; other options, or another prompt, are refused

@@ -548,7 +548,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
         assert there == f.metadata["flag"], f.name
     flags = [f.name for f in fields(GenerateConfig) if f.metadata["flag"]]
     grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
-    assert len(flags) == 46 and sorted(grouped) == sorted(flags)
+    assert len(flags) == 47 and sorted(grouped) == sorted(flags)
     assert text.index("\nrare:") > text.index("\nsampling:") > text.index("--checkpoint ")
 
 
@@ -947,6 +947,35 @@ def test_names_as_others_have_them(capsys, monkeypatch):
     assert capsys.readouterr().out == f"gpt-eagle {number}\n" and stop.value.code == 0
 
 
+@pytest.mark.parametrize("package", ["torch", "sentencepiece"])
+def test_a_missing_package_is_one_line(tmp_path, package):
+    hide = f"import sys; sys.modules[{package!r}] = None"
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    options = {"capture_output": True, "text": True, "timeout": 60}
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "generate.py"), "--checkpoint", DEMO],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        **options,
+    )
+    told = f"generate.py: {package} is not installed; run: pip install -r requirements.txt\n"
+    assert (found.returncode, found.stdout, found.stderr) == (2, "", told)
+
+
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable", "build_sdist"])
+def test_an_install_is_refused_in_one_line(hook):
+    """By the backend that pyproject.toml names, which pip asks."""
+    text = (ROOT / "pyproject.toml").read_text()
+    folder, module = (
+        re.search(rf'^{name} = \[?"(.*)"', text, re.MULTILINE)[1]
+        for name in ("backend-path", "build-backend")
+    )
+    code = f"import {module}; {module}.{hook}('somewhere')"
+    options = {"cwd": ROOT / folder, "capture_output": True, "text": True, "timeout": 60}
+    found = subprocess.run([sys.executable, "-c", code], **options)
+    assert found.returncode and found.stdout == ""
+    assert found.stderr.count("\n") == 1 and "pip install -r requirements.txt" in found.stderr
+
+
 def test_ctrl_c_says_what_is_kept(capsys, monkeypatch, tmp_path):
     """The finished conversations with --results; of a batch without it nothing."""
     file = tmp_path / "p.jsonl"
@@ -995,3 +1024,20 @@ def test_messages(tmp_path):
     for asked, prompts, fault in wrong:
         with pytest.raises(ValueError, match=fault):
             generate(asked, prompts)
+
+
+def test_choices_that_lose_are_told(capsys):
+    """With --compile on a CPU, where they were measured; never the defaults."""
+    common = {"checkpoint": DEMO, "device": "cpu"}
+    told = {
+        "tree": ("static", "--tree static was slower than no drafting wherever both"),
+        "draft": ("lookahead", "--draft lookahead was slower than no drafting"),
+    }
+    for name, (value, note) in told.items():
+        load(**common, compile=True, **{name: value})
+        assert capsys.readouterr().err.startswith(f"note: {note}")
+        load(**common, **{name: value})
+        assert capsys.readouterr().err == ""
+    for options in ({}, {"tree": "dynamic", "tree_size": 8}, {"tree": "chain"}):
+        load(**common, compile=True, **options)
+        assert capsys.readouterr().err == "", options

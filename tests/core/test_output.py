@@ -5,18 +5,21 @@ were written.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+import sys
 import threading
 
 import pytest
 
 import session
-from cli.io import TEMPORARY, replace_file, write_text
+from cli.io import TEMPORARY, StatusLine, replace_file, write_text
 from cli.prompts import read_prompts
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
+from generate import main
 from helpers import engine_for, golden_head, golden_target
 from options import DEMO, GenerateConfig
 
@@ -145,3 +148,25 @@ def test_the_demo_has_its_prompt_under_any_name(tmp_path, monkeypatch):
     assert read_prompts(GenerateConfig(checkpoint=str(tmp_path / "link"))) == wanted
     monkeypatch.chdir(tmp_path / "link")
     assert read_prompts(GenerateConfig(checkpoint=".")) == wanted
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_sees_how_far_a_run_is(capsys, monkeypatch, tmp_path, terminal):
+    """Weights that are loaded, prompts that are read, answers of a batch; no line stays."""
+    monkeypatch.setattr(StatusLine, "EVERY_S", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    file = tmp_path / "p.jsonl"
+    prompts = [f"def {name}(" + "x, " * 300 for name in "ab"]
+    file.write_text("".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in prompts))
+    common = ["--checkpoint", DEMO, "--device", "cpu", "--max_new_tokens", "4", "--quant", "int8"]
+    main([*common, "--prompt_file", str(file)])
+    batch = capsys.readouterr().err
+    main([*common, "--prompt", prompts[0]])
+    one = capsys.readouterr().err
+    if not terminal:
+        assert batch == one == ""
+        return
+    begin = "\r\x1b[K"
+    assert f"{begin}[loading: 1 of " in batch and batch.endswith(begin) and one.endswith(begin)
+    assert f"{begin}[0 of 2 answers, 0 tokens] [reading: 256 of " in batch
+    assert f"{begin}[1 of 2 answers, " in batch and f"{begin}[reading: 256 of " in one

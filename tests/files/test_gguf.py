@@ -929,13 +929,14 @@ def test_a_head_and_a_source_must_be_directories(capsys, whole, tmp_path):
     err = refused(capsys, "--checkpoint", path, "--eagle", path, notes=1)
     assert err.startswith("note: weights run as they are in the file (Q8_0); --dtype bfloat16")
     assert f"--head {path} is a GGUF file; a head is a directory with its config.json" in err
-    with pytest.raises(SystemExit):
-        quantize.main(["--checkpoint", path, "--out", str(tmp_path / "out")])
-    err = capsys.readouterr().err
-    assert (
-        f"{path} is a GGUF file, which runs in its own bits as it is: python generate.py" in err
-        and err.count("\n") == 1
-    )
+    for argv in ([path], ["--checkpoint", path, "--out", str(tmp_path / "out")]):
+        with pytest.raises(SystemExit):
+            quantize.main(argv)
+        err = capsys.readouterr().err
+        assert (
+            f"{path} is a GGUF file, which runs in its own bits as it is: python generate.py" in err
+            and err.count("\n") == 1
+        )
 
 
 # --------------------------------------------------------------------------------------- end to end

@@ -453,6 +453,17 @@ def golden_copy(folder: Path, layout: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+def test_files_have_the_mode_that_the_user_wants(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        quantize_directory(Path(f"{DEMO}-eagle"), tmp_path / "out", Quantization("int8"))
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "out").iterdir())
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask} and len(files) > 2
+
+
 @pytest.mark.parametrize("layout", ["single", "sharded", "bin", "tied", "tied-repeated"])
 @each(SMALL)
 def test_every_layout_can_be_read(tmp_path, quant, layout):
@@ -749,7 +760,10 @@ def test_quantize_and_generate(capsys, tmp_path):
         out, err = run(
             capsys, quantize.main, "--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}")
         )
-        assert f"python generate.py --checkpoint {tmp_path / 'demo'}" in out
+        told = f"--checkpoint MODEL --head {tmp_path / 'demo-eagle'}"
+        if not end:
+            told = f"--checkpoint {tmp_path / 'demo'} --head {DEMO}-eagle"
+        assert f"python generate.py {told} --prompt" in out
         if not end:
             advised = shlex.split(out.partition("run: python generate.py ")[2])
         total = len(WeightFiles(Path(DEMO + end)).readers)

@@ -90,6 +90,23 @@ def test_events_tell_what_was_drafted(running, options):
     assert sum(drafted["rejected"] for drafted in told) == details.rejected_prediction_tokens
 
 
+def test_events_have_trees_where_they_are_asked_for(running):
+    """Every cycle of the spans has one; the accepted nodes below the root are the answer."""
+    options = {"stream": True, "max_tokens": 60, "seed": 3}
+    events = list(running.complete(**options, extra_body={"trees": True}))
+    told = [event.choices[0].drafted for event in events]
+    trees = [tree for drafted in told for tree in drafted["trees"]]
+    assert len(trees) == sum(drafted["passes"] for drafted in told)
+    assert {cycle for drafted in told for *_, cycle in drafted["spans"]} <= {*range(-1, len(trees))}
+    kept = [[text for _, text, accepted in tree if accepted][1:] for tree in trees]
+    text = "".join(event.choices[0].text for event in events)
+    found = trees[0][0][1] + "".join(map("".join, kept))  # the last cycle goes beyond the limit
+    assert found.startswith(text) and max(map(len, trees)) > 4
+    for tree in trees:
+        assert tree[0][0] == -1 and all(parent < i for i, (parent, *_) in enumerate(tree))
+    assert "trees" not in next(iter(running.complete(**options))).choices[0].drafted
+
+
 def test_a_limit_beyond_the_context_is_clamped(running):
     for name in ("max_tokens", "max_completion_tokens"):
         asked = running.server.reader.read({"prompt": PROMPT, name: 10**6}, False)
@@ -159,6 +176,31 @@ def test_a_chat_is_streamed_kept_and_retried(page):
     page.wait("document.querySelector('nav .open')")
     page.run("document.querySelector('nav .open').click()")
     assert page.run("chat.messages[1].content") == first, "a reload keeps it"
+
+
+@in_a_browser
+def test_a_click_shows_the_tree_of_a_cycle(page):
+    """Its accepted nodes are the text of the cycle, but for the root; a second click closes it."""
+    ask(page, "Hello")
+    page.wait("!running && chat.messages.length === 2")
+    page.run(
+        "[...document.querySelectorAll('button')].find(e => e.textContent === 'Drafts').click()"
+    )
+    click = "document.querySelector('.body .by-head, .body .by-lookup').click()"
+    cycle = page.run("chat.messages[1].spans.find(each => each[0])[2]")
+    page.run(click)
+    told = page.run("document.querySelector('.tree').firstChild.textContent")
+    accepted = page.run("[...document.querySelectorAll('.tree b')].map(e => e.textContent)")
+    said = page.run("chat.messages[1].content")
+    text = ""
+    for _, count, number in page.run("chat.messages[1].spans"):
+        text += said[:count] if number == cycle else ""
+        said = said[count:]
+    assert told.startswith("cycle ") and f", {len(accepted) - 2} accepted, " in told
+    assert "".join(accepted[1:]) == json.dumps(text, ensure_ascii=False)[1:-1]
+    page.run(click)
+    assert page.run("document.querySelector('.tree')") is None
+    assert "trees" not in page.run("localStorage.getItem(STORE)")
 
 
 @in_a_browser
@@ -240,8 +282,16 @@ def test_markdown_and_narrow_windows(page):
 
 
 @in_a_browser
-def test_a_server_that_is_gone_is_said(page, running):
+def test_a_server_that_is_gone_and_comes_back(page):
+    """It may have another model then: a page left open asks what there is."""
+    page.run("window.before = window.fetch")
     page.run("window.fetch = () => Promise.reject(new TypeError('gone'))")
     ask(page, "Hello")
     page.wait("!running && $('fault').textContent.includes('does not answer')")
     assert page.run("chat.messages.length") == 1, "the turn stays for another try"
+    page.run("window.fetch = before; props = { model: 'old', chat: !props.chat, rests: false }")
+    page.run(
+        "[...document.querySelectorAll('button')].find(e => e.textContent === 'Retry').click()"
+    )
+    page.wait("!running && chat.messages.length === 2")
+    assert page.run("[$('fault').textContent, document.title, props.rests]") == ["", "demo", True]

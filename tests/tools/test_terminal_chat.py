@@ -123,3 +123,30 @@ def test_no_colours_where_they_are_unwanted():
     screen = talk.read_to("tokens/s")
     talk.type("/bye\r")
     assert talk.close() == 0 and "\x1b[3" not in screen.replace("\x1b[?2004", "")
+
+
+def test_keys_typed_during_an_answer_wait():
+    """A next question and Ctrl-D, unseen until the prompt: no key is lost, and nothing hangs."""
+    talk = Terminal([word if word != "12" else "300" for word in DEMO])
+    talk.read_to("> $")
+    talk.type("def a():\r")
+    talk.read_to(r"2004l[^\x1b]*[a-z]")
+    talk.type("def again():\r\x04")
+    answer = talk.read_to("tokens/s")
+    assert "again" not in answer
+    talk.read_to(r"> def again\(\):.*tokens/s")
+    assert talk.close() == 0
+
+
+def test_letters_of_others_in_the_c_locale(tmp_path):
+    """On a narrow terminal. Bytes that are no letters are refused, and the chat goes on."""
+    talk = Terminal(DEMO, LC_ALL="C", COLUMNS="40")
+    talk.read_to("> $")
+    os.write(talk.screen, b"\xff\xfea\r")
+    talk.read_to("half a character[^>]*> ")
+    talk.type("é ü €\r")
+    talk.read_to("tokens/s[^>]*> ")
+    talk.type(f"/save {tmp_path / 'c.json'}\r/bye\r")
+    assert talk.close() == 0
+    said = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
+    assert said["messages"][0]["content"] == "é ü €"

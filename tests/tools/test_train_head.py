@@ -194,6 +194,14 @@ def test_a_card_says_what_is_fastest():
         "eagle:auto has 1.10 of vanilla decoding here, medians of a 1.40, b 0.80"
     )
     assert train_head.speed(rows[:1] + rows[2:3]).startswith("no method is faster")
+    config = train_head.HeadConfig(checkpoint="model", out="mine")
+    assert "--checkpoint model --head mine" in train_head.use(config, rows)
+    rows += [{"method": "ngram", "task": task, "speedup": 1.2} for task in "ab"]
+    assert train_head.speed(rows) == (
+        "ngram has 1.20 of vanilla decoding here, medians of a 1.20, b 1.20; with the head, "
+        "eagle:auto has 1.10: it is not recommended"
+    )
+    assert "--draft ngram --chat" in train_head.use(config, rows)
 
 
 def test_the_recipe_follows_from_the_tokens(small, monkeypatch):

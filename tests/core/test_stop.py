@@ -1,0 +1,91 @@
+"""Stop strings: `--stop`, `stop=` of a call, and a stream. The server's are in test_serve.py."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import partial
+
+import pytest
+
+import generate as program
+from generate import generate, load, main, stream
+from options import DEMO
+from session import Session
+
+PROMPT = "def read_lines(path):"
+
+
+@pytest.fixture(scope="module")
+def engines():
+    options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 40}
+    return load(**options, tree="dynamic"), load(**options, draft="none")
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_drafts_change_nothing_behind_a_stop(engines, lag, monkeypatch):
+    """Nor in later turns, whose noise goes on behind the last token that is kept."""
+    monkeypatch.setattr(program, "Session", partial(Session, host_lag=lag))
+    prompts = [[PROMPT, "def g(b):\n", "# "], ["class A:", "\n x"], ["import"]]
+    options = {"stop": ["re", "s", "("], "temperature": 1.0, "seed": [1, 2, 3]}
+    found, want = (generate(engine, prompts, **options) for engine in engines)
+    assert (found.tokens, found.text) == (want.tokens, want.text)
+    assert found.finish_reason == want.finish_reason and "stop" in found.finish_reason
+    assert not any(stop in text for text in found.text for stop in options["stop"])
+
+
+def test_a_text_ends_before_its_stop(engines):
+    """The tokens end with the one that completes it; the same in a stream."""
+    engine = engines[0]
+    whole = generate(engine, [PROMPT])
+    stop = whole.text[0][50:54]
+    found = generate(engine, [PROMPT], stop=stop)
+    count = len(found.tokens[0])
+    assert found.text[0] == whole.text[0][: whole.text[0].index(stop)]
+    assert found.finish_reason == ["stop"] and found.tokens[0] == whole.tokens[0][:count]
+    assert stop in engine.tokenizer.decode(found.tokens[0], continuation=True)
+    assert stop not in engine.tokenizer.decode(found.tokens[0][:-1], continuation=True)
+    assert round(found.stats["tokens_per_s"] * found.stats["decode_s"]) == count - 1
+    assert "".join(stream(engine, PROMPT, stop=[stop, "never said"])) == found.text[0]
+
+
+@pytest.mark.parametrize("stop", [3, [""], "", ["a", 5]], ids=repr)
+def test_a_stop_is_a_text(engines, stop):
+    with pytest.raises(ValueError, match="--stop must be texts that are not empty"):
+        generate(engines[0], [PROMPT], stop=stop)
+
+
+def test_the_command_line_takes_several(capsys):
+    argv = ["--checkpoint", DEMO, "--device", "cpu", "--prompt", PROMPT, "--max_new_tokens", "40"]
+    main([*argv, "--stop", "never said", "--stop", "file", "--json", "-"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["config"]["stop"] == ["never said", "file"]
+    assert result["finish_reason"] == ["stop"] and "file" not in result["text"][0]
+    main([*argv, "--stop", "file"])  # as it is decoded
+    out = capsys.readouterr().out
+    assert out.startswith(result["text"][0] + "\n") and "[cut at" not in out
+
+
+def test_a_chat_stops_and_goes_on(capsys, monkeypatch):
+    """The second turn is the same for every drafter, though the first was cut within a cycle."""
+    found = []
+    for draft in (["--tree", "dynamic"], ["--draft", "none"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n\ndef g(b):\n"))
+        argv = ["--checkpoint", DEMO, "--device", "cpu", "--temperature", "1", "--seed", "2"]
+        main(
+            [
+                *argv,
+                *draft,
+                "--interactive",
+                "--stop",
+                "re",
+                "--stop",
+                "s",
+                "--max_new_tokens",
+                "40",
+            ]
+        )
+        out = capsys.readouterr().out
+        assert out.count("tokens/s") == 2
+        found.append([line for line in out.split("\n")[1:] if "tokens/s" not in line])
+    assert found[0] == found[1] and not any("re" in line for line in found[0])
