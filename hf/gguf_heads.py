@@ -88,7 +88,7 @@ class GgufHead(GgufFile):
             yield official.removeprefix("model."), read
 
     def _read_config(self, type_names: dict[str, str]) -> dict:
-        """Return the content of a config.json. Raises: ValueError for a key that is not supported."""
+        """Return the content of a config.json. Raises: ValueError for an unsupported key."""
         header = self._header
         metadata = header.metadata
         architecture = metadata["general.architecture"]

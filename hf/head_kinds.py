@@ -1,7 +1,8 @@
 """Tell the kind of a trained head by its files, before its weights are read.
 
-A GGUF file names it as its architecture. In a directory, every kind but EAGLE's has marks of its
-own: keys of config.json, or names of files. One with the marks of several kinds is refused. The kinds are values of `--draft` (options.py).
+A GGUF file names its architecture. In a directory, every kind but EAGLE's has marks of its own:
+keys of config.json, or names of files. One with the marks of several kinds is refused. The kinds
+are values of `--draft` (options.py).
 Not here: reading the heads (hf/heads.py, hf/token_heads.py).
 """
 

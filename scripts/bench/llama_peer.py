@@ -181,7 +181,9 @@ class LlamaCpp:
                 f"llama.cpp cannot decode {len(tokens)} tokens at {start} (code {failed})"
             )
         for number, layer in enumerate(self.layers):
-            found = np.ctypeslib.as_array(self.layer_input(self.context, layer), (len(tokens), self.dim))
+            found = np.ctypeslib.as_array(
+                self.layer_input(self.context, layer), (len(tokens), self.dim)
+            )
             columns = slice(number * self.dim, (number + 1) * self.dim)
             self.features[start : start + len(tokens), columns] = found
         wanted = len(tokens) if every else 1
@@ -296,7 +298,9 @@ class Eagle3:
     ) -> None:
         """Make one pass, at the positions from `start` on. Raises: ValueError where it fails."""
         places = np.arange(start, start + len(rows), dtype=np.int32)
-        wanted = np.ones(len(rows), np.int8)  # its graph returns the first rows, whichever are wanted
+        wanted = np.ones(
+            len(rows), np.int8
+        )  # its graph returns the first rows, whichever are wanted
         fields = {"embd": rows, "pos": places, "logits": wanted}
         if tokens is not None:
             fields["token"] = tokens
