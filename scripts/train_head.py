@@ -9,8 +9,8 @@
 4. Training, over three steps of a chain: HASS, which has the layout of EAGLE-1, or EAGLE-3 where
    the hours suffice for a million tokens; then the sharpness (train/train_eagle.py).
 5. Evaluation: a chain and trees beside vanilla decoding, by task (bench/papers.py). Then the model
-   card, `README.md`, and `training.json` are written, and an EAGLE-3 head's GGUF files for llama.cpp
-   (export_head.py).
+   card, `README.md`, and `training.json` are written, and of an EAGLE-3 head GGUF files for
+   llama.cpp (export_head.py).
 
 Every stage ends by the clock, when its share of the hours is used, before a kill or after.
 OUT/run.json holds the plan and the state. After a kill the same command goes on: with the next

@@ -16,6 +16,7 @@ Not here: sampling, batches.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,14 @@ def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
     partial.replace(file)
 
 
+@functools.cache  # one for the whole process, since C calls it until the end
+def quiet() -> Any:
+    """Return a log of llama.cpp that writes nothing."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)
+
+
 # functions of llama.cpp's src/llama-ext.h, which the library exports under their C++ names
 SET_LAYER_INPUT = "_Z30llama_set_embeddings_layer_inpP13llama_contextjb"
 LAYER_INPUT = "_Z30llama_get_embeddings_layer_inpP13llama_contextj"
@@ -137,9 +146,7 @@ class LlamaCpp:
         self.rows = rows
         self.layers: list[int] = []  # whose inputs `feed` notes
         self.features = np.empty((context, 0), np.float32)  # [T, layers F], by position
-        # kept, as C calls it later
-        self.quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p())
+        llama_cpp.llama_log_set(quiet(), ctypes.c_void_p())
         options = llama_cpp.llama_model_default_params()
         options.n_gpu_layers = 0
         self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), options)
@@ -226,10 +233,9 @@ class Eagle3:
     def __init__(self, target: LlamaCpp, file: Path, threads: int, tokens: int = EAGLE3_TOKENS):
         """Load a head. tokens: of a chain. Raises: ValueError for a file that is no such head."""
         api = target.api
-        context = len(target.features)
         self.target = target
         self.tokens = tokens
-        self.head = LlamaCpp(file, context, threads, target.rows, target)
+        self.head = LlamaCpp(file, len(target.features) + tokens, threads, target.rows, target)
         if not self.head.context:
             raise ValueError(f"llama.cpp cannot run {file} beside its target")
         model = (self.head.model,)

@@ -432,7 +432,10 @@ def llama_cpp_peer(
 def make_peers(
     config: PeersConfig, prompts: list[list[int]], folder: Path
 ) -> dict[str, Contestant]:
-    """Load the peers: the target once for transformers, once per GGUF file."""
+    """Load the peers: the target once for transformers, once per GGUF file and once for a head.
+
+    Beside a head llama.cpp's target also hands out the inputs of layers.
+    """
     contestants = {}
     model = None
     files = {}
@@ -443,11 +446,11 @@ def make_peers(
             contestants[name] = transformers_peer(name, config, model, prompts[0])
             continue
         form, _, how = variant.partition(":")
-        files[form] = files.get(form) or load_llama_cpp(form, config, folder, prompts)
-        head = load_eagle3(files[form], config, folder) if how == EAGLE3 else None
-        contestants[name] = llama_cpp_peer(
-            files[form], how, config.max_new_tokens, prompts[0], head
-        )
+        place = variant if how == EAGLE3 else form
+        files[place] = files.get(place) or load_llama_cpp(form, config, folder, prompts)
+        peer = files[place]
+        head = load_eagle3(peer, config, folder) if how == EAGLE3 else None
+        contestants[name] = llama_cpp_peer(peer, how, config.max_new_tokens, prompts[0], head)
     return contestants
 
 
