@@ -6,7 +6,7 @@ file, matrices can stay in their blocks.
 
 llama.cpp's `d2t` lists token ids, where the layouts hold their distances to the index. Its
 `target_layers` name the layers of the target whose inputs fc takes, in both architectures.
-Sources: llama.cpp's src/models/eagle3.cpp and dflash.cpp, and its conversion/llama.py and qwen.py.
+Sources: llama.cpp's models `eagle3` and `dflash`, and its conversion of LLaMA and Qwen.
 Not here: DSpark and DFlash2, sliding windows; writing such a file (scripts/export_head.py).
 """
 

@@ -48,7 +48,7 @@ from model import rope_frequencies
 from options import DEFAULT
 
 FORMATS = ("f16", "q8_0", "q4_k")
-# type -> the type of rows that its blocks do not divide. Source: llama.cpp's llama-quant.cpp
+# type -> the type of rows that its blocks do not divide. Source: llama.cpp's llama-quantize
 NEXT = {"Q4_K": "Q5_0", "Q5_0": "F16", "Q8_0": "F16"}
 Q4_K_BYTES = 144  # of a block
 # names of the official layout -> of GGUF
@@ -107,7 +107,7 @@ def read(head: Path, target: Path) -> Head:
 def check_fits_llama_cpp(head: Head) -> None:
     """Check that llama.cpp has all that the head is made of. Raises: ValueError.
 
-    Source: its src/models/eagle3.cpp.
+    Source: its model `eagle3`.
     """
     model = head.config.model
     eagle3 = head.config.eagle3
@@ -207,7 +207,7 @@ def q4_k(weight: np.ndarray) -> np.ndarray:
     """Round a matrix, [N, K] fp32, to blocks of 256 numbers. Returns: [N, K / 256 * 144] uint8.
 
     A block is eight groups of 32 codes of 4 bits. A number is d s code - dmin m: s and m are whole
-    numbers of 6 bits for each group, d and dmin are of the block. Source: ggml-quants.c.
+    numbers of 6 bits for each group, d and dmin are of the block. Source: ggml's Q4_K.
     """
     groups = weight.reshape(-1, 8, 32)  # [B, 8, 32]
     least = np.minimum(groups.min(-1), 0)  # [B, 8]

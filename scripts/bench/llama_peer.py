@@ -110,7 +110,7 @@ def quiet() -> Any:
     return llama_cpp.llama_log_callback(lambda level, text, data: None)
 
 
-# functions of llama.cpp's src/llama-ext.h, which the library exports under their C++ names
+# functions beside llama.cpp's C API, which the library exports under their C++ names
 SET_LAYER_INPUT = "_Z30llama_set_embeddings_layer_inpP13llama_contextjb"
 LAYER_INPUT = "_Z30llama_get_embeddings_layer_inpP13llama_contextj"
 SET_HIDDEN = "_Z26llama_set_embeddings_nextnP13llama_contextbb"
@@ -224,10 +224,10 @@ class LlamaCpp:
 class Eagle3:
     """An EAGLE-3 head of a target, in llama.cpp: drafts chains.
 
-    It computes as `draft-eagle3` of llama.cpp's common/speculative.cpp does: the encoder (fc) makes
-    one row of the target's layer inputs at a position, the decoder reads it with the next token,
-    and its output is the next row of the chain. Their program runs the decoder over rejected tokens
-    too, and then over the last decided one; here one pass reads all that were decided.
+    It computes as `draft-eagle3` of llama.cpp does: the encoder (fc) makes one row of the target's
+    layer inputs at a position, the decoder reads it with the next token, and its output is the next
+    row of the chain. Their program runs the decoder over rejected tokens too, and then over the
+    last decided one; here one pass reads all that were decided, so it is not slower.
     """
 
     def __init__(self, target: LlamaCpp, file: Path, threads: int, tokens: int = EAGLE3_TOKENS):

@@ -35,8 +35,8 @@ from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from ops.library import has_cpu_operators
 from options import DEMO, GenerateConfig
-from scripts import export_head, train_head
-from scripts.bench import peers
+from scripts import compare, export_head, train_head
+from scripts.bench import papers, peers
 from scripts.bench.llama_peer import Eagle3, LlamaCpp, write_gguf
 
 TARGET = Path(DEMO)
@@ -281,6 +281,19 @@ def test_the_format_of_a_file(files, monkeypatch):
         assert resolve_draft(config, TARGET, "bfloat16").quant_draft == want, options
 
 
+def test_programs_that_take_any_head(files, tmp_path):
+    """--methods all of papers.py, and compare.py, tell a head's file from a model's."""
+    setting = papers.Setting("none", 0.0, 1)
+    head = files()
+    methods = [f"eagle:{tree}:head={head}" for tree in papers.OF_KIND["eagle"]]
+    assert papers.methods_of_file(head, setting) == methods
+    model = tmp_path / "model.gguf"
+    write_gguf(TARGET, model, "q8_0")
+    assert all("draft_checkpoint=" in m for m in papers.methods_of_file(model, setting))
+    config = compare.CompareConfig(checkpoint=DEMO, heads=str(head))
+    assert f"eagle:auto:head={head}" in config.bench("demo").methods
+
+
 def test_an_embedding_of_its_own(files, tmp_path):
     """It is left out where it is the target's, in blocks, too."""
     own = torch.randn(4096, 256).half()
@@ -418,7 +431,7 @@ def test_llama_cpp_drafts_the_bundled_head(smollm2, tmp_path):
 # ---------------------------------------------------------------------------------------- DFlash
 
 
-def dflash_file(path: Path, weights: dict, keys: dict, extra: dict | None = None) -> Path:
+def dflash_file(path: Path, weights: dict, keys: dict, kind: str = "F32") -> Path:
     """Write a drafter of blocks as llama.cpp's converter does; its queries stay as they are."""
     names = {f"layers.{{}}.{official}": f"blk.{{}}.{stem}" for stem, official in
              (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"),
@@ -432,8 +445,8 @@ def dflash_file(path: Path, weights: dict, keys: dict, extra: dict | None = None
         flat |= {official.format(i): stem.format(i) for official, stem in names.items()}
     tensors = {f"{flat[n.removesuffix('.weight')]}.weight": w.numpy() for n, w in weights.items()}
     metadata = {"general.architecture": "dflash", "tokenizer.ggml.mask_token_id": keys.pop("mask")}
-    metadata |= {f"dflash.{key}": value for key, value in keys.items()} | (extra or {})
-    return write_file(path, metadata, tensors, "F32")
+    metadata |= {f"dflash.{key}": value for key, value in keys.items()}
+    return write_file(path, metadata, tensors, kind)
 
 
 def dflash_keys() -> dict:
@@ -479,6 +492,20 @@ def test_a_dflash_file_is_a_dflash_directory(tmp_path, capsys):
     theirs = dict(of_folder.named_parameters())
     assert all(torch.equal(value, theirs[name]) for name, value in of_file.named_parameters())
     assert resolve_draft(GenerateConfig(head=str(path)), TARGET).draft == "block"
+
+
+def test_a_dflash_file_drafts_in_its_own_bits(tmp_path):
+    path = dflash_file(tmp_path / "head.gguf", dflash_weights(), dflash_keys(), "Q8_0")
+    checkpoint = GOLDEN / "models/target_llama31_gqa8"
+    options = {"checkpoint": checkpoint, "device": "cpu", "max_new_tokens": 20, "ignore_eos": True}
+    options |= {"compile": True, "tree": "chain"}
+    engine = load(head=str(path), **options)
+    if has_cpu_operators("products"):
+        assert isinstance(engine.drafter.head.fc, BlockLinear)
+    result = generate(engine, PROMPTS)
+    del options["tree"]
+    assert result.tokens == generate(load(draft="none", **options), PROMPTS).tokens
+    assert result.stats["accept_lengths"], "blocks were drafted"
 
 
 @pytest.mark.parametrize("changes, says", [
