@@ -6,7 +6,7 @@
 1. The head is read as `--head` of generate.py reads it, and checked against its target.
 2. `write_gguf` writes llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that a type's
    blocks do not divide get the next one, as in llama.cpp's own tool. The tokenizer is the target's,
-   from its GGUF file; for a directory there is none in the file, and ids go in and out.
+   from its GGUF file; of a directory none is written, and llama.cpp runs the head all the same.
 3. `write_directory` writes SafeAILab's layout. The numbers are those of the head's file: 16 bits
    stay, blocks and codes become fp32.
 
@@ -169,7 +169,8 @@ def metadata_of(head: Head, name: str) -> dict[str, Any]:
         theirs = read_header(head.target).metadata
         tokenizer = {k: v for k, v in theirs.items() if k.startswith("tokenizer.") and v != []}
     else:
-        print(f"note: {head.target} is no GGUF file, so the head's file has no tokenizer")
+        note = f"note: {head.target} is no GGUF file, so the head's file has no tokenizer"
+        print(note, file=sys.stderr)
     return metadata | tokenizer
 
 
