@@ -48,7 +48,7 @@ class GgufHead(GgufFile):
         """Read the header. Raises: ValueError as for a model, and for ids that are not whole."""
         super().__init__(path)
         if self.d2t:
-            self.readers[D2T] = self._distances()
+            self.readers[D2T] = self._distances().clone
 
     def _read_header(self) -> Header:
         """Read the header, and leave out `d2t`, which is no weight. Writes: d2t, names."""
@@ -59,8 +59,8 @@ class GgufHead(GgufFile):
         weights = {name: info for name, info in header.tensors.items() if name != D2T}
         return header._replace(tensors=weights)
 
-    def _distances(self) -> Callable[[], Tensor]:
-        """Check `d2t`. Returns: a function that reads it as the layouts hold it, [Vd] int64."""
+    def _distances(self) -> Tensor:
+        """Read `d2t` as the layouts hold it, [Vd] int64. Raises: ValueError."""
         info = self.d2t
         file = self._header.file
         start = self._header.start + info.offset
@@ -75,12 +75,8 @@ class GgufHead(GgufFile):
                 f"{self.path} is truncated: d2t ends at byte {start + 8 * count} of {len(file)}; "
                 "download it again"
             )
-
-        def read() -> Tensor:
-            ids = torch.from_numpy(np.frombuffer(file, np.int64, count, start).copy())
-            return ids - torch.arange(count)
-
-        return read
+        ids = torch.from_numpy(np.frombuffer(file, np.int64, count, start).copy())
+        return ids - torch.arange(count)
 
     def _readers(self, name: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """Yield the tensors as for a model; a head's names have no prefix."""
@@ -113,7 +109,7 @@ class GgufHead(GgufFile):
         return config | further(key)
 
     def _eagle3_keys(self, key: Callable[[str], str]) -> dict:
-        """Return the further keys of `hf.heads.HFEagle3Head`. Writes: the reader of d2t."""
+        """Return the further keys of `hf.heads.HFEagle3Head`."""
         metadata = self._header.metadata
         keys = {
             "target_hidden_size": metadata.size(key("target_hidden_size")),
