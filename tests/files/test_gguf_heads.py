@@ -408,6 +408,26 @@ def test_llama_cpps_drafts_change_no_token(files, llama_target):
     drafter.close()
 
 
+def test_a_peer_takes_the_head_of_ours(files, llama_target, tmp_path):
+    """A directory is written as GGUF once; a head of version 1, or none, is refused."""
+    head = files().parent / "plain"
+    config = peers.PeersConfig(checkpoint=DEMO, eagle=str(head), threads=1)
+    drafter = peers.load_eagle3(llama_target, config, tmp_path)
+    (written,) = tmp_path.iterdir()
+    assert written.name == "plain-q8_0.gguf" and GgufHead(written).block_types == "Q8_0"
+    again = peers.load_eagle3(llama_target, config, tmp_path)
+    assert [*tmp_path.iterdir()] == [written]
+    named = peers.load_eagle3(llama_target, replace(config, eagle=str(written)), tmp_path / "no")
+    for each in (drafter, again, named):
+        each.close()
+    with pytest.raises(ValueError, match="is a head of version 1 or 2"):  # the bundled one
+        peers.load_eagle3(llama_target, replace(config, eagle=""), tmp_path)
+    with pytest.raises(ValueError, match="needs a head; name it with --eagle"):
+        peers.load_eagle3(llama_target, replace(config, eagle=str(tmp_path / "no")), tmp_path)
+    with pytest.raises(ValueError, match="llama.cpp cannot load"):
+        LlamaCpp(tmp_path / "no.gguf", 32, 1, 8)
+
+
 @pytest.mark.smollm2
 def test_llama_cpp_drafts_the_bundled_head(smollm2, tmp_path):
     pytest.importorskip("llama_cpp")
