@@ -531,12 +531,12 @@ def _draft_format(config: GenerateConfig, path: Path, in_blocks: bool) -> str:
         return asked or saved.format
     if asked:
         return asked
+    if config.head and in_blocks:
+        return "none"
     if config.quant not in ("none", BLOCKS):
         return config.quant
     # a draft model in a GGUF file keeps the file's bits; on CUDA none was measured in int4
-    small = not (is_gguf(path) or config.device.startswith("cuda"))
-    if config.head:
-        small = not in_blocks
+    small = config.head or not (is_gguf(path) or config.device.startswith("cuda"))
     return _small_format(config, raw) if small else "none"
 
 

@@ -274,6 +274,7 @@ def test_the_format_of_a_file(files, monkeypatch):
     for options, want in (
         ({"head": str(files())}, BLOCKS if operators else "none"),
         ({"head": str(files()), "quant_draft": "int8"}, "int8"),
+        ({"head": str(files()), "quant": "int4"}, BLOCKS if operators else "int4"),
         ({"head": str(files(kind="f16"))}, "int8" if operators else "none"),
         ({"head": str(files()), "device": "cuda"}, "int4"),
     ):
