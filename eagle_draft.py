@@ -170,16 +170,17 @@ def load_head(
     storage = Storage(weight.dtype, str(weight.device), saved or quant)
     load_weights(head, files, head_names(config), storage, lambda name: is_unused(name, config))
     head.rope_freq = rope_frequencies(config.model, weight.device)
-    if head.embedding is not None and is_same_embedding(head.embedding, target.embedding):
+    if head.embedding is not None and is_same_embedding(head.embedding, target):
         head.embedding = None  # one copy is enough
     print_notes(files, config)
     return head.eval()
 
 
-def is_same_embedding(of_head: nn.Embedding, of_target: nn.Module) -> bool:
+def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:
     """Return whether a head's embedding repeats the target's, packed or not."""
-    every = torch.arange(of_head.num_embeddings, device=of_head.weight.device)
-    return torch.equal(of_head.weight, of_target(every).to(of_head.weight.dtype))
+    every = torch.arange(target.config.vocab_size, device=target.norm.weight.device)
+    rows = of_head(every)
+    return torch.equal(rows, target.embedding(every).to(rows.dtype))
 
 
 # ---------------------------------------------------------------------------------------- drafting

@@ -150,8 +150,8 @@ class GenerateConfig:
     )
     head: str = option(
         "",
-        "directory of a trained head of any kind; default: the checkpoint's name with -eagle, or "
-        "with another --draft behind it, if it exists",
+        "a trained head of any kind, a directory or a GGUF file; default: the checkpoint's name "
+        "with -eagle, or with another --draft behind it, if it exists",
         needs=(DRAFT, HEAD),
         alias="eagle",
     )

@@ -22,13 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cli.io import is_gguf
 from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from eagle_draft import is_same_embedding
 from extras.level_draft import LevelDrafter, head_options, tree_of
 from hf.block_heads import BlockConfig, block_names, read_block_head
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
-from hf.heads import draft_lm_head, rows_of
+from hf.heads import draft_lm_head, head_files, rows_of
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from model import Linear, RMSNorm, Transformer, rope_angles, rope_frequencies
@@ -231,7 +232,8 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     Raises: ValueError for a head of another target, or broken files.
     """
     weight = target.norm.weight
-    files = WeightFiles(path)
+    form = quant.format if quant else "none"
+    files = head_files(path, form) if is_gguf(path) else WeightFiles(path)
     config = read_block_head(files, target.config)
     with torch.device("meta"):
         head = BlockHead(config)
@@ -240,7 +242,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
         head, files, block_names(config), storage, lambda name: name.endswith("rotary_emb.inv_freq")
     )
     head.rope_freq = rope_frequencies(config.model, weight.device)
-    if head.embedding is None or is_same_embedding(head.embedding, target.embedding):
+    if head.embedding is None or is_same_embedding(head.embedding, target):
         head.embedding = target.embedding  # one copy is enough
     return head.eval()
 

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from cli.io import parse_json, read_text
 from drafters import DraftVocab
-from hf.checkpoint import WeightFiles
-from hf.heads import HeadFiles, draft_vocab, read_head
+from hf.heads import HeadFiles, draft_vocab, head_files, read_head
 from hf.untrusted import load_pickle, read_untrusted
 from model import Transformer
 from options import GenerateConfig
@@ -45,7 +44,7 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
     size = target.config.vocab_size
     head = Path(config.head)
     device = target.norm.weight.device
-    files = HeadFiles(head, WeightFiles(head))
+    files = HeadFiles(head, head_files(head, "none"))
     has_vocab = config.draft.startswith("eagle") and "d2t" in files.readers
     if has_vocab and draft_vocab(files, read_head(files, target.config), device):
         raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop --draft_vocab")

@@ -91,7 +91,7 @@ def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
     """
     path = files.path
     raw = files.config
-    tensors = files.readers
+    tensors = {*files.readers, *files.quantized}
     with naming(path / "config.json"):
         nested = read_fields(raw, HFNestedBlockHead)
         flags = nested.dflash_config or {}
@@ -128,6 +128,8 @@ def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
 
 def _inputs_of(files: TensorSource, name: str) -> int:
     """Return the inputs of a weight, whose columns may be codes of 4 bits; 0: it is missing."""
+    if name in files.quantized:  # in the blocks of a GGUF file
+        return files.quantized[name]().inputs
     if name not in files.readers:
         return 0
     stored = files.read(name)

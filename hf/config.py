@@ -43,7 +43,7 @@ from hf.fields import (
     read_fields,
 )
 from hf.gguf_blocks import keeps_blocks
-from hf.head_kinds import head_kind
+from hf.head_kinds import gguf_head_kind, head_kind
 from model import ModelConfig
 from ops.library import has_cpu_operators
 from options import GenerateConfig
@@ -176,6 +176,10 @@ def open_source(path: Path) -> TensorSource:
     Raises: ValueError when the checkpoint is missing, broken or not supported.
     """
     if is_gguf(path):
+        if gguf_head_kind(path):
+            from hf.gguf_heads import GgufHead
+
+            return GgufHead(path)
         from hf.gguf import GgufFile
 
         return GgufFile(path)
@@ -477,14 +481,16 @@ def resolve_draft(
     resolved = replace(config, dtype=dtype or config.dtype, quant_draft="none")
     if not (head or config.draft_checkpoint):
         return resolved
-    form = _draft_format(replace(resolved, quant_draft=config.quant_draft), draft_path)
-    if form == "none" and keeps_blocks(config, draft_path) and open_source(draft_path).block_types:
-        form = BLOCKS
-    return replace(resolved, quant_draft=form)
+    asked = replace(resolved, quant_draft=config.quant_draft)
+    in_blocks = keeps_blocks(config, draft_path) and open_source(draft_path).block_types != ""
+    if head and config.device.startswith("cuda"):
+        in_blocks = False  # the products of blocks run on a CPU
+    form = _draft_format(asked, draft_path, in_blocks)
+    return replace(resolved, quant_draft=BLOCKS if form == "none" and in_blocks else form)
 
 
 def _head_of(config: GenerateConfig, path: Path) -> str:
-    """Return the directory of the head that drafts: as given, or the bundled one; "": none.
+    """Return the files of the head that drafts: as given, or the bundled one; "": none.
 
     Raises: ValueError for a kind of draft whose head is missing, or of another kind.
     """
@@ -495,10 +501,6 @@ def _head_of(config: GenerateConfig, path: Path) -> str:
     bundled = bundled_head(path, kind)
     if not head and bundled.is_dir():
         head = str(bundled)
-    if is_gguf(Path(head)):
-        raise ValueError(
-            f"--head {head} is a GGUF file; a head is a directory with its config.json"
-        )
     if not config.draft:
         return head
     if not head:
@@ -515,8 +517,11 @@ def _head_of(config: GenerateConfig, path: Path) -> str:
     return head
 
 
-def _draft_format(config: GenerateConfig, path: Path) -> str:
-    """Return the draft's number format: of its files, or of `--quant_draft`, or the target's."""
+def _draft_format(config: GenerateConfig, path: Path, in_blocks: bool) -> str:
+    """Return the draft's number format: of its files, or of `--quant_draft`, or the target's.
+
+    in_blocks: its file is a GGUF file whose blocks can stay
+    """
     raw = read_raw(path)
     saved = saved_quantization(raw)
     asked = config.quant_draft
@@ -526,6 +531,8 @@ def _draft_format(config: GenerateConfig, path: Path) -> str:
         return asked or saved.format
     if asked:
         return asked
+    if config.head and in_blocks:
+        return "none"
     if config.quant not in ("none", BLOCKS):
         return config.quant
     # a draft model in a GGUF file keeps the file's bits; on CUDA none was measured in int4

@@ -96,6 +96,9 @@ class GgufFile(TensorSource):
     """The tensors of a GGUF file: as numbers, or after `keep_blocks` in their blocks."""
 
     makes_tensors = True
+    architectures: tuple[str, ...] = ("llama", *QWEN)
+    names = NAMES
+    layer_names = LAYER
 
     def __init__(self, path: Path):
         """Read the header.
@@ -104,10 +107,10 @@ class GgufFile(TensorSource):
         """
         self.path = path
         self._mapped = 0  # bytes read since the last release
-        self._header = header = read_header(path)
+        self._header = header = self._read_header()
         architecture = header.metadata.read("general.architecture", str)
-        if architecture not in ("llama", *QWEN):
-            known = ", ".join(("llama", *QWEN))
+        if architecture not in self.architectures:
+            known = ", ".join(self.architectures)
             raise ValueError(
                 f"{path}: the architecture {architecture} is not supported; supported are {known}"
             )
@@ -121,12 +124,19 @@ class GgufFile(TensorSource):
             self._package()
         found = {type_names[name] for name in header.tensors if self._in_blocks(name)}
         self.block_types = ", ".join(sorted(found))
-        self.config = _config(header, type_names)
+        self.config = self._read_config(type_names)
         self._add_rope_scaling()
         self.quantized = {}
         self.readers: dict[str, Callable[[], Tensor]] = {}
         for name in header.tensors:
             self.readers.update(self._readers(name))
+
+    def _read_header(self) -> Header:
+        return read_header(self.path)
+
+    def _read_config(self, type_names: dict[str, str]) -> dict:
+        """Return the content of a config.json. type_names: of every tensor"""
+        return config_of(self._header, type_names, embedding_shape(self._header))
 
     def keep_blocks(self) -> None:
         """Leave the matrices that are stored in blocks to `quantized`, as `hf.gguf_blocks.Blocks`.
@@ -189,7 +199,7 @@ class GgufFile(TensorSource):
             )
         rows, inputs = shape
         content = torch.from_numpy(content).view(rows, -1)
-        return Blocks(name, content, info.type_id, inputs, _row_order(rows, heads))
+        return Blocks(name, content, info.type_id, inputs, row_order(rows, heads))
 
     def _package(self) -> Any:
         """Import the package `gguf`, which takes 0.1 s. Raises: ValueError when it is missing."""
@@ -243,7 +253,7 @@ class GgufFile(TensorSource):
         part = re.fullmatch(r"blk\.(\d+)\.(\w+?)(_exps|\.\d+)?", stem)
         if part is None:
             if name != "rope_freqs.weight":
-                yield f"{NAMES.get(stem, stem)}.{leaf}", read
+                yield f"{self.names.get(stem, stem)}.{leaf}", read
             return
         layer = f"model.layers.{part[1]}."
         kind = part[2]
@@ -264,13 +274,16 @@ class GgufFile(TensorSource):
             yield f"{layer}{moe}experts.{suffix[1:]}.{matrices[kind]}.{leaf}", read
         elif not suffix and kind == "ffn_gate_inp":
             yield f"{layer}{moe}gate.{leaf}", read
-        elif not suffix and kind in LAYER:
+        elif not suffix and kind in self.layer_names:
             heads = 0
             if llama and kind == "attn_q":
                 heads = self.config["num_attention_heads"]
             if llama and kind == "attn_k":
                 heads = self.config["num_key_value_heads"]
-            yield f"{layer}{LAYER[kind]}.{leaf}", partial(self._tensor, name, heads=heads)
+            yield (
+                f"{layer}{self.layer_names[kind]}.{leaf}",
+                partial(self._tensor, name, heads=heads),
+            )
         else:
             yield f"{stem}.{leaf}", read
 
@@ -284,7 +297,7 @@ class GgufFile(TensorSource):
         shape, blocks = self._content(name, part)
         info = self._header.tensors[name]
         value = self._values(blocks, info.type_id, dtype).view(shape)
-        order = _row_order(shape[0], heads)
+        order = row_order(shape[0], heads)
         return value if order is None else value[order]
 
     def _content(self, name: str, part: int | None) -> tuple[tuple[int, ...], np.ndarray]:
@@ -382,7 +395,7 @@ def _name_of(type_id: int) -> str:
         return str(type_id)
 
 
-def _row_order(rows: int, heads: int) -> Tensor | None:
+def row_order(rows: int, heads: int) -> Tensor | None:
     """Return the rows of a query or key weight in Hugging Face's order, [rows] int64.
 
     llama.cpp's rotation needs another one. None: they stay; those that heads do not divide, too,
@@ -400,10 +413,16 @@ def _read_without_package(type_name: str) -> bool:
 # --------------------------------------------------------------------------------------- config
 
 
-def _config(header: Header, type_names: dict[str, str]) -> dict:
+def embedding_shape(header: Header) -> tuple[int, ...]:
+    """Return the shape of a file's embedding; () where it has none."""
+    info = header.tensors.get("token_embd.weight")
+    return info.shape if info else ()
+
+
+def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, ...]) -> dict:
     """Return the metadata as a Hugging Face config.json.
 
-    type_names: of every tensor
+    type_names: of every tensor; embedding: the shape of the embedding
     Raises: ValueError for missing or impossible values.
     """
     metadata = header.metadata
@@ -413,7 +432,7 @@ def _config(header: Header, type_names: dict[str, str]) -> dict:
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    sizes = _sizes(header, key)
+    sizes = _sizes(header, key, embedding)
     max_positions = metadata.size(key("context_length"), most=MAX_COUNT)
     has_window = metadata.get(key("attention.sliding_window")) != 0  # 0: none
     window = None
@@ -446,10 +465,10 @@ def _dtype_name(header: Header, type_names: dict[str, str]) -> str:
     return "bfloat16"
 
 
-def _sizes(header: Header, key: Callable[[str], str]) -> dict:
+def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]) -> dict:
     """Return the widths and counts in config.json.
 
-    key: puts the architecture before a name
+    key: puts the architecture before a name; embedding: the shape of the embedding
     Raises: ValueError for impossible ones.
     """
     metadata = header.metadata
@@ -469,8 +488,7 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
     experts = size("expert_count") if metadata.get(key("expert_count")) else 0
     rotated = size("rope.dimension_count", head_dim)
     value_dim = size("attention.value_length", head_dim)
-    shape = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
-    fits_embedding = len(shape) == 2 and shape[-1] == width
+    fits_embedding = len(embedding) == 2 and embedding[-1] == width
     rules = {
         "token_embd.weight must be [tokens, embedding_length]": fits_embedding,
         "the file has fewer layers than block_count": layers <= len(tensors),
@@ -493,7 +511,7 @@ def _sizes(header: Header, key: Callable[[str], str]) -> dict:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate_size": size("feed_forward_length"),
-        "vocab_size": shape[0],
+        "vocab_size": embedding[0],
     }
     return sizes | _experts(size, experts) if experts else sizes
 

@@ -1,7 +1,8 @@
-"""Tell the kind of a trained head by the files of its directory, before its weights are read.
+"""Tell the kind of a trained head by its files, before its weights are read.
 
-Every kind but EAGLE's has marks of its own: keys of config.json, or names of files. A directory
-with the marks of several kinds is refused. The kinds are values of `--draft` (options.py).
+A GGUF file names its architecture. In a directory, every kind but EAGLE's has marks of its own:
+keys of config.json, or names of files. One with the marks of several kinds is refused. The kinds
+are values of `--draft` (options.py).
 Not here: reading the heads (hf/heads.py, hf/token_heads.py).
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.io import read_json
+from cli.io import is_gguf, read_json
 
 # kind -> keys of config.json, beginnings of files' names or nothing
 MARKS = {
@@ -17,14 +18,31 @@ MARKS = {
     "hydra": (("hydra_num_heads", "hydra_num_layers", "hydra_head_arch"), "hydra_lm_head."),
     "block": (("dflash_config", "block_size"), ""),
 }
+ARCHITECTURES = {"eagle3": "eagle", "dflash": "block"}  # of GGUF files
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of a block drafter
 
 
-def head_kind(path: Path) -> str:
-    """Return the kind of the head in a directory: eagle, medusa, hydra or block.
+def gguf_head_kind(path: Path) -> str:
+    """Return the kind of the head in a GGUF file; "" where it holds a model."""
+    from hf.gguf_header import read_header
 
-    Raises: ValueError for a missing or broken config.json, and for files of several kinds.
+    return ARCHITECTURES.get(str(read_header(path).metadata.get("general.architecture")), "")
+
+
+def head_kind(path: Path) -> str:
+    """Return the kind of the head in a directory or a GGUF file: eagle, medusa, hydra or block.
+
+    Raises: ValueError for a missing or broken config.json, for files of several kinds, and for a
+    GGUF file that holds a model.
     """
+    if is_gguf(path):
+        kind = gguf_head_kind(path)
+        if not kind:
+            raise ValueError(
+                f"{path} holds a model, and no head; use --draft model --draft_checkpoint {path}, "
+                "or name a head"
+            )
+        return kind
     raw = read_json(path / "config.json")
     found = {}  # kind -> its marks
     for kind, (keys, beginning) in MARKS.items():

@@ -26,9 +26,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cli.io import read_json
+from cli.io import is_gguf, read_json
 from drafters import DraftVocab
 from hf.checkpoint import (
+    BLOCKS,
     Quantization,
     TensorSource,
     WeightFiles,
@@ -36,7 +37,7 @@ from hf.checkpoint import (
     saved_quantization,
     scale_name,
 )
-from hf.config import WIDTH, HFArchitecture, HFConfig, config_from
+from hf.config import WIDTH, HFArchitecture, HFConfig, config_from, open_source
 from hf.fields import (
     FLAG,
     OBJECT,
@@ -196,6 +197,11 @@ def _check_inputs(path: Path, hf: HFHead) -> None:
 
 def head_files(path: Path, form: str) -> TensorSource:
     """Open the files of a head. Codes of another format than `form` are read as their numbers."""
+    if is_gguf(path):
+        files = open_source(path)
+        if form == BLOCKS:
+            files.keep_blocks()
+        return files
     files = WeightFiles(path)
     saved = saved_quantization(files.config, path)
     if saved is None or saved.format == form:
@@ -235,11 +241,12 @@ class HeadFiles(TensorSource):
         Raises: ValueError for a model, or tensors of two heads, or of another version than
         config.json says.
         """
-        names = list(source.readers)
+        names = [*source.readers, *source.quantized]
         self.path = path
         self.config = source.config
         self.version = version_of(names)
         self.readers = {self._official(name): reader for name, reader in source.readers.items()}
+        self.quantized = {self._official(name): read for name, read in source.quantized.items()}
         # SafeAILab and SpecForge name the first layer so
         self.midlayer = any(name.startswith("midlayer.") for name in names)
         self._check_one_head(names)
@@ -255,7 +262,7 @@ class HeadFiles(TensorSource):
             )
         first_layer = ("layers.0.", "model.layers.0.")
         both = self.midlayer and any(name.startswith(first_layer) for name in names)
-        if both or len(self.readers) < len(names):
+        if both or len(self.readers) + len(self.quantized) < len(names):
             raise ValueError(
                 f"{path} mixes versions: it has tensors of two layouts, as midlayer. and "
                 "layers.0.; keep those of one"
@@ -440,7 +447,7 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     """Read the config of a head of version 3. layers: of the target"""
     path = files.path
     raw = files.config
-    tensors = files.readers
+    tensors = {*files.readers, *files.quantized}
     with naming(path / "config.json"):
         nested = read_fields(raw, HFNestedConfig)
         layer = nested.transformer_layer_config
@@ -573,6 +580,9 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     if eagle3 and (order.diff() < 0).any():
         for name in {eagle3.lm_head, scale_name(eagle3.lm_head)} & set(files.readers):
             files.readers[name] = partial(_read_permuted, files.readers[name], order)
+        if eagle3.lm_head in files.quantized:  # in the blocks of a GGUF file
+            blocks = files.quantized[eagle3.lm_head]()._replace(order=order)
+            files.quantized[eagle3.lm_head] = lambda: blocks
     return DraftVocab(size, ids.to(device))
 
 
@@ -622,7 +632,7 @@ def draft_lm_head(
     own = model.lm_head
     if ids is not None:
         own = rows_of(own, ids)
-    if quant is None:
+    if quant is None or quant.is_blocks:  # blocks are a file's own
         return own
     is_quantized = isinstance(own, QuantLinear)
     if is_quantized and own.format == quant.format:

@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import bundled_head, check_directory
+from cli.io import bundled_head, check_directory, is_gguf
 from cli.parsing import one_line_errors, option, parse
 from cli.prompts import prompts_of_file
 from hf.fetch import fetched
@@ -57,7 +57,7 @@ class CompareConfig:
     checkpoint: str = option(DEFAULT, "the target, as generate.py's")
     heads: str = option(
         "",
-        "directories of heads of any kind, comma-separated; default: the one next to the target",
+        "heads of any kind, comma-separated; default: the one next to the target",
         alias="head",
     )
     limit: int = option(20, "prompts at most, the first ones; 0: all", least=0)
@@ -77,7 +77,8 @@ class CompareConfig:
             if not self.heads and bundled_head(Path(self.checkpoint), kind).is_dir():
                 methods += of_kind
         for path in map(Path, self.heads.split(",") if self.heads else ()):
-            check_directory(path)
+            if not is_gguf(path):
+                check_directory(path)
             pieces = papers.head_options(path)
             methods += [f"{method}:{pieces}" for method in OF_KIND[head_kind(path)]]
         return papers.BenchConfig(

@@ -9,7 +9,8 @@
 4. Training, over three steps of a chain: HASS, which has the layout of EAGLE-1, or EAGLE-3 where
    the hours suffice for a million tokens; then the sharpness (train/train_eagle.py).
 5. Evaluation: a chain and trees beside vanilla decoding, by task (bench/papers.py). Then the model
-   card, `README.md`, and `training.json` are written.
+   card, `README.md`, and `training.json` are written, and of an EAGLE-3 head GGUF files for
+   llama.cpp (export_head.py).
 
 Every stage ends by the clock, when its share of the hours is used, before a kill or after.
 OUT/run.json holds the plan and the state. After a kill the same command goes on: with the next
@@ -50,6 +51,7 @@ from hf.gguf_header import read_header
 from hf.tokenizer import Tokenizer
 from ops.cpu.build import folder_lock
 from options import DEFAULT, pick_device
+from scripts import export_head
 from scripts.bench import papers
 from scripts.bench.measure import shown_path
 from scripts.bench.report import BRIEF, tables
@@ -292,8 +294,21 @@ def evaluate(job: Job) -> None:
     info["evaluation"] = [{name: row[name] for name in BRIEF} for row in rows]
     write_text(str(job.out / "training.json"), json.dumps(info, indent=1))
     write_text(str(job.out / "README.md"), card(job, info, rows))
+    export(job)
     job.tick("evaluation", done=True)
     print("\n".join(tables(rows)))
+
+
+def export(job: Job) -> None:
+    """Write an EAGLE-3 head for llama.cpp. Writes: OUT/head-TYPE.gguf; a note where it cannot."""
+    if job.state["plan"]["recipe"] != "EAGLE-3":
+        return
+    try:
+        head = export_head.read(job.out, Path(job.config.checkpoint))
+        for kind in export_head.FORMATS:
+            export_head.write_gguf(head, job.out / f"head-{kind}.gguf", kind)
+    except ValueError as error:
+        print(f"note: no GGUF files: {error}", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------- the model card

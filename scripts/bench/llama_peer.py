@@ -5,7 +5,8 @@
    are reordered. The file has no vocabulary: ids go in and out.
 2. `LlamaCpp` feeds ids at a position and reads logits. It first evicts the cache from that position
    on, which rolls back a rejected draft.
-3. `decode` is greedy, without drafts or with those of llama-cpp-python's own prompt lookup.
+3. `decode` is greedy, without drafts, with those of llama-cpp-python's own prompt lookup, or with
+   those of an EAGLE-3 head in a GGUF file, which llama.cpp computes too (`Eagle3`).
 
 Every matrix is in the named format, embedding and LM head included; files made by llama.cpp's own
 tool keep some in more bits. Packages: scripts/bench/requirements-peers.txt.
@@ -15,6 +16,7 @@ Not here: sampling, batches.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,7 @@ from hf.weights import weight_names
 from session import common_prefix
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
+EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)
 LOOKUPS = {"lookup": 10, "lookup2": 2}  # tokens drafted: the package's default, its CPU advice
 NEAR_TIE = 0.1  # of logits
 Drafter = Callable[[np.ndarray], np.ndarray]  # the text so far, [T] int32 -> drafted tokens
@@ -99,11 +102,41 @@ def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
     partial.replace(file)
 
 
+@functools.cache  # one for the whole process, since C calls it until the end
+def quiet() -> Any:
+    """Return a log of llama.cpp that writes nothing."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)
+
+
+# functions beside llama.cpp's C API, which the library exports under their C++ names
+SET_LAYER_INPUT = "_Z30llama_set_embeddings_layer_inpP13llama_contextjb"
+LAYER_INPUT = "_Z30llama_get_embeddings_layer_inpP13llama_contextj"
+SET_HIDDEN = "_Z26llama_set_embeddings_nextnP13llama_contextbb"
+HIDDEN = "_Z26llama_get_embeddings_nextnP13llama_context"
+TARGET_LAYERS = "_Z28llama_model_target_layer_idsPK11llama_model"
+TARGET_LAYER_COUNT = "_Z30llama_model_target_layer_ids_nPK11llama_model"
+
+
+def function(api: Any, name: str, result: Any, *arguments: Any) -> Callable:
+    """Return a function of llama.cpp's library. Raises: ValueError where it has none such."""
+    try:
+        found = getattr(api.llama_cpp._lib, name)
+    except AttributeError:
+        raise ValueError(f"this llama.cpp has no {name}; install llama-cpp-python 0.3.36") from None
+    found.restype = result
+    found.argtypes = arguments
+    return found
+
+
 class LlamaCpp:
     """One sequence in llama.cpp, on the CPU."""
 
-    def __init__(self, file: Path, context: int, threads: int, rows: int):
-        """context: capacity in tokens; rows: tokens of a pass at most
+    def __init__(
+        self, file: Path, context: int, threads: int, rows: int, other: LlamaCpp | None = None
+    ):
+        """context: capacity in tokens; rows: tokens of a pass at most; other: a head's target
 
         Raises: ValueError when it cannot load the file.
         """
@@ -111,9 +144,9 @@ class LlamaCpp:
 
         self.api = llama_cpp
         self.rows = rows
-        # kept, as C calls it later
-        self.quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p())
+        self.layers: list[int] = []  # whose inputs `feed` notes
+        self.features = np.empty((context, 0), np.float32)  # [T, layers F], by position
+        llama_cpp.llama_log_set(quiet(), ctypes.c_void_p())
         options = llama_cpp.llama_model_default_params()
         options.n_gpu_layers = 0
         self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), options)
@@ -125,6 +158,8 @@ class LlamaCpp:
         shape.n_ubatch = rows
         shape.n_threads = threads
         shape.n_threads_batch = threads
+        if other:
+            shape.ctx_other = other.context
         self.context = llama_cpp.llama_init_from_model(self.model, shape)
         self.batch = llama_cpp.llama_batch_init(rows, 0, 1)
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
@@ -152,8 +187,26 @@ class LlamaCpp:
             raise ValueError(
                 f"llama.cpp cannot decode {len(tokens)} tokens at {start} (code {failed})"
             )
+        for number, layer in enumerate(self.layers):
+            found = np.ctypeslib.as_array(
+                self.layer_input(self.context, layer), (len(tokens), self.dim)
+            )
+            columns = slice(number * self.dim, (number + 1) * self.dim)
+            self.features[start : start + len(tokens), columns] = found
         wanted = len(tokens) if every else 1
         return np.ctypeslib.as_array(api.llama_get_logits(self.context), (wanted, self.vocab_size))
+
+    def note_inputs(self, layers: list[int]) -> None:
+        """Let `feed` note the inputs of some layers. Writes: layers, features."""
+        numbers = (ctypes.c_void_p, ctypes.c_uint32)
+        switch = function(self.api, SET_LAYER_INPUT, None, *numbers, ctypes.c_bool)
+        for layer in layers:
+            switch(self.context, layer, True)
+        floats = ctypes.POINTER(ctypes.c_float)
+        self.layer_input = function(self.api, LAYER_INPUT, floats, *numbers)
+        self.dim = self.api.llama_model_n_embd(self.model)
+        self.layers = layers
+        self.features = np.empty((len(self.features), len(layers) * self.dim), np.float32)
 
     def prefill(self, prompt: list[int]) -> np.ndarray:
         """Cache a prompt. Returns: logits of its last token, [1, V]."""
@@ -166,6 +219,113 @@ class LlamaCpp:
         self.api.llama_batch_free(self.batch)
         self.api.llama_free(self.context)
         self.api.llama_model_free(self.model)
+
+
+class Eagle3:
+    """An EAGLE-3 head of a target, in llama.cpp: drafts chains.
+
+    It computes as `draft-eagle3` of llama.cpp does: the encoder (fc) makes one row of the target's
+    layer inputs at a position, the decoder reads it with the next token, and its output is the next
+    row of the chain. Their program runs the decoder over rejected tokens too, and then over the
+    last decided one; here one pass reads all that were decided, so it is not slower.
+    """
+
+    def __init__(self, target: LlamaCpp, file: Path, threads: int, tokens: int = EAGLE3_TOKENS):
+        """Load a head. tokens: of a chain. Raises: ValueError for a file that is no such head."""
+        api = target.api
+        self.target = target
+        self.tokens = tokens
+        self.head = LlamaCpp(file, len(target.features) + tokens, threads, target.rows, target)
+        if not self.head.context:
+            raise ValueError(f"llama.cpp cannot run {file} beside its target")
+        model = (self.head.model,)
+        count = function(api, TARGET_LAYER_COUNT, ctypes.c_uint32, ctypes.c_void_p)(*model)
+        ids = function(api, TARGET_LAYERS, ctypes.POINTER(ctypes.c_int32), ctypes.c_void_p)(*model)
+        if not count:
+            raise ValueError(f"{file} is no EAGLE-3 head")
+        target.note_inputs([ids[i] for i in range(count)])
+        switch = function(api, SET_HIDDEN, None, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool)
+        switch(self.head.context, True, True)
+        floats = ctypes.POINTER(ctypes.c_float)
+        self.hidden = function(api, HIDDEN, floats, ctypes.c_void_p)
+        self.dim = api.llama_model_n_embd(self.head.model)
+        self.length = 0  # tokens in the head's cache
+
+    def begin(self) -> None:
+        """Forget the text. Writes: the head's cache."""
+        self.length = 0
+
+    def draft(self, text: np.ndarray) -> np.ndarray:
+        """Draft a chain behind a text, [T] int32, of which the target has read all but the last.
+
+        Returns: [tokens] int32. Writes: the head's cache.
+        """
+        api = self.target.api
+        api.llama_memory_seq_rm(api.llama_get_memory(self.head.context), 0, self.length, -1)
+        rows = self.encode(self.target.features[self.length : len(text) - 1])  # [R, F]
+        next_tokens = text[self.length + 1 :]
+        chain = []
+        start = self.length
+        self.length = len(text) - 1
+        for _ in range(self.tokens):
+            logits, hidden = self.decode(next_tokens, rows, start)
+            chain.append(int(logits.argmax()))
+            start += len(rows)
+            rows = hidden
+            next_tokens = np.array(chain[-1:], np.int32)
+        return np.array(chain, np.int32)
+
+    def encode(self, features: np.ndarray) -> np.ndarray:
+        """Return the rows of the decoder: [R, layers F] -> [R, F] fp32."""
+        parts = []
+        for first in range(0, len(features), self.head.rows):
+            part = np.ascontiguousarray(features[first : first + self.head.rows])
+            self.run(self.target.api.llama_encode, part, self.length)
+            parts.append(self.outputs(len(part)))
+        return np.concatenate(parts)
+
+    def decode(
+        self, tokens: np.ndarray, rows: np.ndarray, start: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Run pairs of a token and a row at the positions from `start` on.
+
+        Returns: logits [V] and output [1, F] of the last pair, fp32.
+        """
+        for first in range(0, len(rows), self.head.rows):
+            part = np.ascontiguousarray(rows[first : first + self.head.rows])
+            ids = np.ascontiguousarray(tokens[first : first + self.head.rows], np.int32)
+            self.run(self.target.api.llama_decode, part, start + first, ids)
+        logits = self.target.api.llama_get_logits(self.head.context)
+        every = np.ctypeslib.as_array(logits, (len(part), self.head.vocab_size))
+        return every[-1], self.outputs(len(part))[-1:]
+
+    def run(
+        self, call: Any, rows: np.ndarray, start: int, tokens: np.ndarray | None = None
+    ) -> None:
+        """Make one pass, at the positions from `start` on. Raises: ValueError where it fails."""
+        places = np.arange(start, start + len(rows), dtype=np.int32)
+        wanted = np.ones(
+            len(rows), np.int8
+        )  # its graph returns the first rows, whichever are wanted
+        fields = {"embd": rows, "pos": places, "logits": wanted}
+        if tokens is not None:
+            fields["token"] = tokens
+        batch = self.target.api.llama_batch(n_tokens=len(rows))
+        for name, value in fields.items():
+            kind = type(getattr(batch, name))
+            setattr(batch, name, value.ctypes.data_as(kind))
+        failed = call(self.head.context, batch)
+        if failed:
+            raise ValueError(f"llama.cpp cannot run {len(rows)} rows of the head (code {failed})")
+
+    def outputs(self, count: int) -> np.ndarray:
+        """Return a copy of the last pass's outputs, [count, F] fp32."""
+        found = self.hidden(self.head.context)
+        return np.ctypeslib.as_array(found, (count, self.dim)).copy()
+
+    def close(self) -> None:
+        """Free the memory of the C library; before the target's."""
+        self.head.close()
 
 
 def lookup(tokens: int) -> Drafter:

@@ -51,7 +51,7 @@ from extras.draft_vocab import RANKS
 from generate import Batch, Turn, encode, first_ids, load
 from hf.chat import NO_TEMPLATE
 from hf.checkpoint import WeightFiles
-from hf.head_kinds import head_kind
+from hf.head_kinds import gguf_head_kind, head_kind
 from options import DEMO, Ablation, GenerateConfig, pick_device
 from runtime import TRIES
 from scripts.bench.measure import (
@@ -258,10 +258,13 @@ def methods_of_file(path: Path, setting: Setting) -> list[str]:
     """
     if path.is_file() and not is_gguf(path):
         return [f"rest:datastore={path}"]
-    kind = "model" if is_gguf(path) else head_kind(path)
-    # no model is whole without an embedding, and no head brings one under this name
-    if kind == "eagle" and "model.embed_tokens.weight" in WeightFiles(path).readers:
-        kind = "model"
+    if is_gguf(path):
+        kind = gguf_head_kind(path) or "model"
+    else:
+        kind = head_kind(path)
+        # no model is whole without an embedding, and no head brings one under this name
+        if kind == "eagle" and "model.embed_tokens.weight" in WeightFiles(path).readers:
+            kind = "model"
     if kind == "model":
         rules = ("", ":residual") if setting.temperature else ("",)
         return [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]

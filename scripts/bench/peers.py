@@ -10,7 +10,8 @@
    (prompt lookup), and llama.cpp on GGUF files written from the same weights: `llama.cpp:f16`,
    `bf16`, `q8_0`, `q4_0`; `llama.cpp:file` is the checkpoint itself, a GGUF file. `:lookup` behind
    it drafts by llama-cpp-python's prompt lookup, `:lookup2` two tokens only, its advice for CPUs;
-   the tokens must be those without.
+   `:eagle3` by the same EAGLE-3 head as ours, in chains of three, its default. The tokens must be
+   those without.
 2. Before anything is timed, every peer's logits are compared with ours on the first prompt.
 3. Speed: greedy, end of sequence ignored, all prompts, all contestants in turn (`measure_speed`).
 4. `--widths` times one pass over 1 to 64 new tokens behind the first prompt: all logits, argmax.
@@ -36,7 +37,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import check_outputs, is_gguf, write_text
+from cli.io import bundled_head, check_outputs, is_gguf, write_text
 from cli.parsing import one_line_errors, option, parse
 from decode import Engine
 from generate import encode, load
@@ -45,9 +46,11 @@ from model import DTYPES
 from ops.topk import best
 from options import DEMO, GenerateConfig, pick_device
 from runtime import compiled
+from scripts import export_head
 from scripts.bench.llama_peer import (
     FORMATS,
     LOOKUPS,
+    Eagle3,
     LlamaCpp,
     check_drafted,
     decode,
@@ -70,7 +73,8 @@ from scripts.bench.papers import Setting, method_config, read_tasks
 from session import Session, common_prefix
 from stats import peak_memory_bytes
 
-DRAFTS = ("", *(f":{name}" for name in LOOKUPS))
+EAGLE3 = "eagle3"
+DRAFTS = ("", *(f":{name}" for name in (*LOOKUPS, EAGLE3)))
 PEERS = (
     "transformers",
     "transformers:lookup",
@@ -90,7 +94,9 @@ class PeersConfig:
     """Options. Units and effects are in the help texts; those of papers.py mean the same here."""
 
     checkpoint: str = option(DEMO, "the target: a Hugging Face directory or a GGUF file")
-    eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
+    eagle: str = option(
+        "", "the EAGLE head, a directory or GGUF file; default: the one next to the target"
+    )
     methods: str = option(
         "none,eagle:chain:tree_depth=5", "ours, as in papers.py; the first is what ratios refer to"
     )
@@ -372,16 +378,39 @@ def load_llama_cpp(
     return LlamaCpp(file, context, torch.get_num_threads(), PREFILL_ROWS)
 
 
-def llama_cpp_peer(peer: LlamaCpp, how: str, tokens: int, prompt: list[int]) -> Contestant:
-    """Return llama.cpp, plain (how: "") or with one of its LOOKUPS.
+def load_eagle3(peer: LlamaCpp, config: PeersConfig, folder: Path) -> Eagle3:
+    """Load our head in llama.cpp: a GGUF file, or one in q8_0 that is written of a directory.
 
-    The tokens of a lookup are checked, untimed.
+    Raises: ValueError where there is no head, or llama.cpp does not run it. Writes: the file.
     """
-    draft = lookup(LOOKUPS[how]) if how else None
+    target = Path(config.checkpoint)
+    head = Path(config.eagle) if config.eagle else bundled_head(target)
+    file = head
+    if not is_gguf(head):
+        if not head.is_dir():
+            raise ValueError(f"--peers llama.cpp:...:{EAGLE3} needs a head; name it with --eagle")
+        file = folder / f"{head.resolve().name}-q8_0.gguf"
+        if not file.exists():
+            export_head.write_gguf(export_head.read(head, target), file, "q8_0")
+    return Eagle3(peer, file, torch.get_num_threads())
+
+
+def llama_cpp_peer(
+    peer: LlamaCpp, how: str, tokens: int, prompt: list[int], head: Eagle3 | None = None
+) -> Contestant:
+    """Return llama.cpp, plain (how: ""), with one of its LOOKUPS, or with a head.
+
+    The tokens of a draft are checked, untimed.
+    """
+    draft = lookup(LOOKUPS[how]) if how in LOOKUPS else None
+    if head:
+        draft = head.draft
     plain = {}
 
     def run(prompts: list[list[int]]) -> Outcome:
         (prompt,) = prompts
+        if head:
+            head.begin()
         clock = TokenClock()
         new = decode(peer, prompt, tokens, clock, draft)
         if draft:
@@ -403,7 +432,10 @@ def llama_cpp_peer(peer: LlamaCpp, how: str, tokens: int, prompt: list[int]) -> 
 def make_peers(
     config: PeersConfig, prompts: list[list[int]], folder: Path
 ) -> dict[str, Contestant]:
-    """Load the peers: the target once for transformers, once per GGUF file."""
+    """Load the peers: the target once for transformers, once per GGUF file and once for a head.
+
+    Beside a head llama.cpp's target also hands out the inputs of layers.
+    """
     contestants = {}
     model = None
     files = {}
@@ -414,8 +446,11 @@ def make_peers(
             contestants[name] = transformers_peer(name, config, model, prompts[0])
             continue
         form, _, how = variant.partition(":")
-        files[form] = files.get(form) or load_llama_cpp(form, config, folder, prompts)
-        contestants[name] = llama_cpp_peer(files[form], how, config.max_new_tokens, prompts[0])
+        place = variant if how == EAGLE3 else form
+        files[place] = files.get(place) or load_llama_cpp(form, config, folder, prompts)
+        peer = files[place]
+        head = load_eagle3(peer, config, folder) if how == EAGLE3 else None
+        contestants[name] = llama_cpp_peer(peer, how, config.max_new_tokens, prompts[0], head)
     return contestants
 
 

@@ -924,11 +924,11 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
         Tokenizer.load(whole[0])
 
 
-def test_a_head_and_a_source_must_be_directories(capsys, whole, tmp_path):
+def test_a_model_is_no_head_and_no_source_of_codes(capsys, whole, tmp_path):
     path = str(whole[0])
     err = refused(capsys, "--checkpoint", path, "--eagle", path, notes=1)
     assert err.startswith("note: weights run as they are in the file (Q8_0); --dtype bfloat16")
-    assert f"--head {path} is a GGUF file; a head is a directory with its config.json" in err
+    assert f"{path} holds a model, and no head; use --draft model --draft_checkpoint" in err
     for argv in ([path], ["--checkpoint", path, "--out", str(tmp_path / "out")]):
         with pytest.raises(SystemExit):
             quantize.main(argv)

@@ -1,0 +1,340 @@
+"""Write a trained EAGLE-3 head for other programs: as GGUF for llama.cpp, or as safetensors.
+
+    python scripts/export_head.py --checkpoint MODEL --head HEAD --out head.gguf --type q8_0
+    python scripts/export_head.py --checkpoint MODEL --head head.gguf --out DIR
+
+1. The head is read as `--head` of generate.py reads it, and checked against its target.
+2. `write_gguf` writes llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that a type's
+   blocks do not divide get the next one, as in llama.cpp's own tool. The tokenizer is the target's,
+   from its GGUF file; of a directory none is written, and llama.cpp runs the head all the same.
+3. `write_directory` writes SafeAILab's layout. The numbers are those of the head's file: 16 bits
+   stay, blocks and codes become fp32.
+
+llama.cpp runs heads with three layers' hidden states, one layer, and no bias; others are refused.
+Trade-off: blocks of Q4_K are rounded to the range of their numbers, in one step; llama.cpp's tool
+searches for better scales.
+Package: gguf. Not here: reading such a file (hf/gguf_heads.py).
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
+
+from cli.io import check_output, is_gguf, replace_file
+from cli.parsing import one_line_errors, option, parse
+from hf.checkpoint import TensorSource, check_out, write_checkpoint
+from hf.config import read_config
+from hf.fetch import fetched
+from hf.gguf import LAYER, NAMES, row_order
+from hf.gguf_header import read_header
+from hf.gguf_heads import D2T, EAGLE3, SHARPNESS
+from hf.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names, read_head
+from model import rope_frequencies
+from options import DEFAULT
+
+FORMATS = ("f16", "q8_0", "q4_k")
+# type -> the type of rows that its blocks do not divide. Source: llama.cpp's llama-quantize
+NEXT = {"Q4_K": "Q5_0", "Q5_0": "F16", "Q8_0": "F16"}
+Q4_K_BYTES = 144  # of a block
+# names of the official layout -> of GGUF
+STEMS = {official.removeprefix("model."): stem for stem, official in NAMES.items()}
+STEMS |= {"fc": "fc", "input_norm": "enc.output_norm"}
+LAYER_STEMS = {official: stem for stem, official in LAYER.items()} | {"hidden_norm": "attn_norm_2"}
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Options."""
+
+    head: str = option("", "the head: a directory, or a GGUF file")
+    checkpoint: str = option(DEFAULT, "its target: a Hugging Face directory or a GGUF file")
+    out: str = option("", "what to write: a file that ends in .gguf, or a directory")
+    type: str = option("q8_0", "the weights of a GGUF file", FORMATS)
+    overwrite: bool = option(False, "replace what is there")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head to write."""
+
+    files: TensorSource  # official names; an LM head's rows are in the order of `ids`
+    config: EagleConfig
+    target: Path
+    ids: Tensor | None  # [Vd] int64, the tokens that it drafts; None: all
+
+    def tensors(self) -> dict[str, Callable[[], Tensor]]:
+        """Return the official tensors that the head uses, each with its reader."""
+        names = [theirs for parts in head_names(self.config).values() for theirs in parts]
+        return {name: self.files.readers[name] for name in names}
+
+
+def read(head: Path, target: Path) -> Head:
+    """Read a head of version 3. Raises: ValueError for another one, or one of another target."""
+    files = HeadFiles(head, head_files(head, "none"))
+    config = read_head(files, read_config(target))
+    if config.eagle3 is None:
+        raise ValueError(
+            f"{head} is a head of version 1 or 2, and llama.cpp runs version 3; "
+            "train one with --version 3"
+        )
+    vocab = draft_vocab(files, config, torch.device("cpu"))
+    missing = [
+        name for parts in head_names(config).values() for name in parts if name not in files.readers
+    ]
+    if missing:
+        raise ValueError(f"{head}: the weights {', '.join(missing)} are missing")
+    return Head(files, config, target, vocab.ids if vocab else None)
+
+
+# ------------------------------------------------------------------------------------------- GGUF
+
+
+def check_fits_llama_cpp(head: Head) -> None:
+    """Check that llama.cpp has all that the head is made of. Raises: ValueError.
+
+    Source: its model `eagle3`.
+    """
+    model = head.config.model
+    eagle3 = head.config.eagle3
+    rope = (model.rope_scaling or {}).get("rope_type", "none")
+    rules = {
+        f"takes {len(eagle3.aux_layers)} layers' hidden states, not 3": len(eagle3.aux_layers) != 3,
+        f"has {model.n_layers} layers, not 1": model.n_layers != 1,
+        "has biases": head.config.fc_bias or model.qkv_bias or model.o_bias or model.mlp_bias,
+        "has norms of queries and keys": model.qk_norm,
+        "has a norm of every hidden state (fc_norm)": eagle3.fc_norm,
+        f"uses its last norm otherwise ({eagle3.last_norm})": eagle3.last_norm != "logits",
+        f"has RoPE of the kind {rope}": rope not in ("none", "linear", "llama3"),
+    }
+    for fault, holds in rules.items():
+        if holds:
+            raise ValueError(
+                f"{head.files.path}: llama.cpp cannot run this head, which {fault}; "
+                "name a directory as --out, which any head can be written to"
+            )
+
+
+def gguf_name(official: str) -> str:
+    """Translate `midlayer.mlp.up_proj.weight` -> `blk.0.ffn_up.weight`."""
+    stem = official.removesuffix(".weight")
+    if stem.startswith("midlayer."):
+        return f"blk.0.{LAYER_STEMS[stem.removeprefix('midlayer.')]}.weight"
+    return f"{STEMS[stem]}.weight"
+
+
+def metadata_of(head: Head, name: str) -> dict[str, Any]:
+    """Return the keys of the file, and the target's tokenizer. name: the file's"""
+    model = head.config.model
+    eagle3 = head.config.eagle3
+    keys = {
+        "vocab_size": model.vocab_size,
+        "context_length": model.max_context,
+        "embedding_length": model.dim,
+        "block_count": 1,
+        "feed_forward_length": model.ffn_dim,
+        "attention.head_count": model.n_heads,
+        "attention.head_count_kv": model.n_kv_heads,
+        "attention.key_length": model.head_dim,
+        "attention.value_length": model.head_dim,
+        "attention.layer_norm_rms_epsilon": model.norm_eps,
+        "rope.dimension_count": model.head_dim,
+        "rope.freq_base": float(model.rope_theta),
+        "target_layers": list(eagle3.aux_layers),
+        "target_hidden_size": eagle3.target_dim,
+        "norm_before_residual": eagle3.norm_before_residual,
+        "norm_before_fc": eagle3.norm_before_fc,
+    }
+    if (model.rope_scaling or {}).get("rope_type") == "linear":
+        keys["rope.scaling.type"] = "linear"
+        keys["rope.scaling.factor"] = float(model.rope_scaling["factor"])
+    metadata = {"general.name": name, SHARPNESS: float(head.config.sharpness)}
+    metadata |= {f"{EAGLE3}.{key}": value for key, value in keys.items()}
+    tokenizer = {"tokenizer.ggml.model": "no_vocab"}
+    if is_gguf(head.target):
+        theirs = read_header(head.target).metadata
+        tokenizer = {k: v for k, v in theirs.items() if k.startswith("tokenizer.") and v != []}
+    else:
+        note = f"note: {head.target} is no GGUF file, so the head's file has no tokenizer"
+        print(note, file=sys.stderr)
+    return metadata | tokenizer
+
+
+def add_key(writer: Any, key: str, value: Any) -> None:
+    """Write a key; whole numbers below 0 do not occur outside lists."""
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    add[type(value)](key, value)
+
+
+def stored(weight: Tensor, kind: str) -> tuple[np.ndarray, str]:
+    """Return a matrix in a type of FORMATS, or in the next one that fits. Returns: bytes; its type.
+
+    weight: [N, K] fp32
+    """
+    import gguf
+
+    kind = kind.upper()
+    while (
+        kind != "F16"
+        and weight.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    ):
+        kind = NEXT[kind]
+    if kind == "Q4_K":
+        return q4_k(weight.numpy()), kind
+    return gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]), kind
+
+
+def q4_k(weight: np.ndarray) -> np.ndarray:
+    """Round a matrix, [N, K] fp32, to blocks of 256 numbers. Returns: [N, K / 256 * 144] uint8.
+
+    A block is eight groups of 32 codes of 4 bits. A number is d s code - dmin m: s and m are whole
+    numbers of 6 bits for each group, d and dmin are of the block. Source: ggml's Q4_K.
+    """
+    groups = weight.reshape(-1, 8, 32)  # [B, 8, 32]
+    least = np.minimum(groups.min(-1), 0)  # [B, 8]
+    step = (groups.max(-1).clip(min=0) - least) / 15
+    d = (step.max(-1, keepdims=True) / 63).astype(np.float16)  # [B, 1]
+    dmin = (-least.min(-1, keepdims=True) / 63).astype(np.float16)
+    s = np.rint(divided(step, d)).clip(0, 63)
+    m = np.rint(divided(-least, dmin)).clip(0, 63)
+    offset = (dmin.astype(np.float32) * m)[..., None]
+    codes = np.rint(divided(groups + offset, (d.astype(np.float32) * s)[..., None])).clip(0, 15)
+    s = s.astype(np.uint8)
+    m = m.astype(np.uint8)
+    codes = codes.astype(np.uint8).reshape(-1, 4, 2, 32)
+    parts = (
+        d.view(np.uint8),
+        dmin.view(np.uint8),
+        s[:, :4] | (s[:, 4:] >> 4) << 6,
+        m[:, :4] | (m[:, 4:] >> 4) << 6,
+        (s[:, 4:] & 15) | (m[:, 4:] & 15) << 4,
+        (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(len(codes), -1),
+    )
+    return np.concatenate(parts, 1).reshape(len(weight), -1)
+
+
+def divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return a / b in fp32, 0 where b is 0."""
+    b = b.astype(np.float32)
+    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
+
+
+def write_gguf(head: Head, out: Path, kind: str) -> None:
+    """Write a head in a type of FORMATS. Writes: `out`.
+
+    Raises: ValueError for a head that llama.cpp does not run, or where it cannot be written.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError(f"{out} needs the package gguf; run: pip install gguf") from None
+    check_fits_llama_cpp(head)
+    model = head.config.model
+    heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}
+
+    def write(path: Path) -> None:
+        writer = gguf.GGUFWriter(path, EAGLE3)
+        for key, value in metadata_of(head, out.stem).items():
+            add_key(writer, key, value)
+        for official, read_tensor in head.tensors().items():
+            name = gguf_name(official)
+            weight = read_tensor().float()
+            if not weight.isfinite().all() or weight.abs().max() > torch.finfo(torch.float16).max:
+                raise ValueError(f"{head.files.path}: {official} has numbers beyond 16 bits")
+            order = row_order(len(weight), heads.get(name.split(".")[-2], 0))
+            if order is not None:
+                weight = torch.empty_like(weight).index_copy_(0, order, weight)
+            if weight.dim() == 1:
+                writer.add_tensor(name, weight.numpy())
+                continue
+            data, found = stored(weight, kind)
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[found])
+        if head.ids is not None:
+            writer.add_tensor(D2T, head.ids.numpy())
+        if (model.rope_scaling or {}).get("rope_type") == "llama3":
+            plain = rope_frequencies(replace(model, rope_scaling=None))
+            writer.add_tensor("rope_freqs.weight", (plain / rope_frequencies(model)).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    try:
+        replace_file(out, write)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {out} ({error.strerror}); free some space or name another file"
+        ) from None
+
+
+# ------------------------------------------------------------------------------------ safetensors
+
+
+def write_directory(head: Head, out: Path, overwrite: bool) -> None:
+    """Write SafeAILab's layout. Writes: `out`. Raises: ValueError."""
+    tensors = {name: read_tensor() for name, read_tensor in head.tensors().items()}
+    if head.ids is not None:
+        reached = torch.zeros(head.config.model.vocab_size, dtype=torch.bool)
+        tensors["d2t"] = head.ids - torch.arange(len(head.ids))
+        tensors["t2d"] = reached.index_fill(0, head.ids, True)
+    config = {key: value for key, value in head.files.config.items() if value is not None}
+    write_checkpoint(out, tensors.items(), config, head.files.path, overwrite)
+
+
+# ------------------------------------------------------------------------------------------- main
+
+
+def run(config: ExportConfig) -> None:
+    """Write the head. Raises: ValueError."""
+    if not config.head or not config.out:
+        raise ValueError("--head and --out are needed: the head to read, the file to write")
+    out = Path(config.out)
+    as_gguf = is_gguf(out)
+    if as_gguf:
+        check_output(out, "--out")
+        if out.is_file() and not config.overwrite:
+            raise ValueError(
+                f"--out: {out} exists; give --overwrite to replace it, or name another"
+            )
+    else:
+        check_out(out, config.overwrite)
+    head = read(Path(config.head), fetched(config.checkpoint))
+    if as_gguf:
+        write_gguf(head, out, config.type)
+        size = out.stat().st_size
+    else:
+        write_directory(head, out, config.overwrite)
+        size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    print(f"wrote {out}, {size / 1e6:.1f} MB")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    config = parse(ExportConfig, "export_head.py", __doc__, argv)
+    with one_line_errors("export_head.py"):
+        run(config)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main()

@@ -1,0 +1,718 @@
+"""GGUF files of draft heads: written and read back bit for bit, run in their blocks, computed by
+llama.cpp's library as here, and refused in one line where they are wrong.
+
+The target is the bundled demo, 256 wide, so that every type's blocks divide the rows of a head.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_gguf import Kind, refused
+from test_gguf import write as write_file
+
+from eagle_draft import load_head
+from extras.block_draft import load_head as load_block_head
+from generate import generate, load
+from helpers import BLOCK_KINDS, GOLDEN, gguf_blocks, golden_target
+from hf.checkpoint import BLOCKS, Quantization
+from hf.config import read_config, resolve_draft
+from hf.gguf_blocks import BlockEmbedding, BlockLinear
+from hf.gguf_heads import GgufHead
+from hf.heads import HeadFiles, head_files, head_names, read_head
+from hf.weights import load_model
+from kv_cache import KVCache, causal_window
+from ops.library import has_cpu_operators
+from options import DEMO, GenerateConfig
+from scripts import compare, export_head, train_head
+from scripts.bench import papers, peers
+from scripts.bench.llama_peer import Eagle3, LlamaCpp, write_gguf
+
+TARGET = Path(DEMO)
+DRAFTED = 512  # of 4096 tokens
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"], "hidden_act": "silu", "num_hidden_layers": 1,
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 32, "vocab_size": 4096, "rms_norm_eps": 2**-17, "rope_theta": 20000.0,
+    "max_position_embeddings": 2048, "torch_dtype": "float16", "draft_vocab_size": DRAFTED,
+    "draft_sharpness": 1.5, "eagle_aux_hidden_state_layer_ids": [1, 4, 6],
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+FLAGS = {  # changes to CONFIG
+    "plain": {},
+    "normed residual": {"norm_before_residual": True},
+    "normed inputs": {"norm_before_fc": True},
+    "llama3": {"rope_scaling": LLAMA3},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+}
+SHAPES = {
+    "fc": (256, 768), "norm": (256,), "lm_head": (DRAFTED, 256), "midlayer.input_layernorm": (256,),
+    "midlayer.hidden_norm": (256,), "midlayer.post_attention_layernorm": (256,),
+    "midlayer.self_attn.q_proj": (256, 512), "midlayer.self_attn.k_proj": (128, 512),
+    "midlayer.self_attn.v_proj": (128, 512), "midlayer.self_attn.o_proj": (256, 256),
+    "midlayer.mlp.gate_proj": (512, 256), "midlayer.mlp.up_proj": (512, 256),
+    "midlayer.mlp.down_proj": (256, 512),
+}  # fmt: skip
+IDS = (torch.arange(DRAFTED) * 7 + 3).sort().values
+
+
+def weights(flags: str = "plain", **further: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Random numbers that 16 bits hold, and d2t."""
+    random = torch.Generator().manual_seed(0)
+    shapes = SHAPES | further
+    if flags == "normed inputs":
+        shapes = shapes | {"input_norm": (768,)}
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=random)
+        value = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
+        tensors[f"{name}.weight"] = value.half()
+    return tensors | {"d2t": IDS - torch.arange(DRAFTED)}
+
+
+def write_head(path: Path, flags: str = "plain", changes: dict | None = None, **tensors) -> Path:
+    """Write a directory. tensors: replace those of `weights`"""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG | FLAGS[flags] | (changes or {})))
+    save_file(weights(flags) | tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A function: the GGUF file of FLAGS in a type, written once, beside its directory."""
+    folder = tmp_path_factory.mktemp("heads")
+
+    def of(flags: str = "plain", kind: str = "q8_0") -> Path:
+        head = folder / flags.replace(" ", "_")
+        if not head.is_dir():
+            write_head(head, flags)
+        out = folder / f"{head.name}.{kind}.gguf"
+        if not out.is_file():
+            export(head, out, "--type", kind)
+        return out
+
+    return of
+
+
+def export(head: Path, out: Path, *argv: str, target: Path = TARGET) -> None:
+    export_head.main(["--checkpoint", str(target), "--head", str(head), "--out", str(out), *argv])
+
+
+def failure(capsys, head: Path, out: Path, *argv: str) -> str:
+    """The line that an export ends with."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        export(head, out, *argv)
+    captured = capsys.readouterr()
+    error = captured.err.splitlines()[-1]
+    assert stop.value.code == 2 and "Traceback" not in captured.err
+    assert not list(out.parent.glob("*.tmp")), "something half-written is left"
+    return error
+
+
+def named(path: Path) -> HeadFiles:
+    return HeadFiles(path, head_files(path, "none"))
+
+
+# ------------------------------------------------------------------------------------ round trips
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_file_says_what_the_directory_says(files, flags):
+    ours = named(files(flags, "f16"))
+    theirs = named(files(flags, "f16").parent / flags.replace(" ", "_"))
+    model = read_config(TARGET)
+    config, want = read_head(ours, model), read_head(theirs, model)
+    assert config.eagle3 == want.eagle3 and config.sharpness == want.sharpness
+    rope = "rope_scaling"
+    assert replace(config.model, **{rope: None}, eos_ids=(), bos_id=None) == replace(
+        want.model, **{rope: None}, eos_ids=(), bos_id=None
+    )
+    for key in {*(config.model.rope_scaling or {}), *(want.model.rope_scaling or {})}:
+        assert config.model.rope_scaling[key] == pytest.approx(want.model.rope_scaling[key])
+    for name in ("d2t", *(n for parts in head_names(config).values() for n in parts)):
+        assert torch.equal(ours.read(name), theirs.read(name).to(ours.read(name).dtype)), name
+
+
+def test_sixteen_bits_come_back_as_safetensors(files, tmp_path):
+    export(files(kind="f16"), tmp_path / "back")
+    (file,) = (tmp_path / "back").glob("*.safetensors")
+    back, first = load_file(file), weights()
+    assert back.keys() == first.keys() | {"t2d"}
+    assert all(torch.equal(back[name].half() if value.is_floating_point() else back[name], value)
+               for name, value in first.items())  # fmt: skip
+    assert back["t2d"].nonzero()[:, 0].equal(IDS)
+    export(tmp_path / "back", tmp_path / "head.gguf", "--type", "f16")
+    again, model = named(tmp_path / "head.gguf"), read_config(TARGET)
+    assert read_head(again, model) == read_head(named(files(kind="f16")), model)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_a_second_export_is_the_same_file(files, tmp_path, kind):
+    again = tmp_path / files(kind=kind).name
+    export(files(kind=kind), again, "--type", kind)
+    assert again.read_bytes() == files(kind=kind).read_bytes()
+
+
+@pytest.mark.parametrize("kind", export_head.FORMATS)
+def test_numbers_are_those_of_the_package(files, kind):
+    """And near the head's own: half a step of a block, and the rounding of its scales."""
+    path = files(kind=kind)
+    ours = named(path)
+    bound = {"f16": 0, "q8_0": (0.5 + 127 * 2**-11) / 127, "q4_k": 0.5 / 15 + 0.03}[kind]
+    for tensor in gguf.GGUFReader(path).tensors:
+        if len(tensor.shape) < 2 or tensor.name.startswith(("blk.0.attn_q", "blk.0.attn_k")):
+            continue
+        assert tensor.tensor_type.name.lower() == kind
+        official = {export_head.gguf_name(f"{n}.weight"): f"{n}.weight" for n in SHAPES}[
+            tensor.name
+        ]
+        value = ours.read(official).float()
+        package = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(value.numpy(), package.astype(np.float32)), tensor.name
+        first = weights()[official].float()
+        blocks = first.reshape(-1, 32)
+        spread = blocks.amax(1) - blocks.amin(1) if kind == "q4_k" else blocks.abs().amax(1)
+        off = (value - first).reshape(-1, 32).abs().amax(1)
+        assert (off <= bound * spread * 1.001 + 1e-9).all(), tensor.name
+
+
+def test_rows_that_no_block_divides_get_the_next_type():
+    weight = torch.randn(4, 576)
+    assert export_head.stored(weight, "q4_k")[1] == "Q5_0"
+    assert export_head.stored(weight[:, :30], "q4_k")[1] == "F16"
+    assert export_head.stored(weight[:, :30], "q8_0")[1] == "F16"
+
+
+def test_zeros_and_equal_numbers_in_four_bits():
+    weight = np.zeros((2, 256), np.float32)
+    weight[1] = 0.5
+    back = gguf.dequantize(export_head.q4_k(weight), Kind.Q4_K)
+    assert np.array_equal(back[0], weight[0]) and np.allclose(back[1], 0.5, rtol=2e-3)
+
+
+# --------------------------------------------------------------------------------------- drafting
+
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61]]
+DECODING = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 24, "ignore_eos": True}
+
+
+@functools.cache
+def vanilla() -> list:
+    return generate(load(draft="none", **DECODING), PROMPTS).tokens
+
+
+def scores(head, features: torch.Tensor, tokens: torch.Tensor, target) -> torch.Tensor:
+    """A pass over true features, then one over its last output. Returns: [T + 1, Vd]."""
+    cache = KVCache.empty(head.config.model, 1, 32, features.dtype, "cpu")
+    embedding = head.embedding or target.embedding
+    out = head.project(features)
+    scored = []
+    for begin, ids in ((0, tokens), (tokens.shape[1], tokens[:, :1])):
+        window = causal_window(torch.tensor([begin]), ids.shape[1])
+        out = head(embedding(ids), out[:, -ids.shape[1] :], window.slots, cache, window)
+        scored.append((head.lm_head or target.lm_head)(head.output_norm(out))[0].float())
+    return torch.cat(scored)
+
+
+@pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
+    """Random blocks. The bound is that of test_gguf_blocks.py, for one layer and two passes."""
+
+    def stored(weight: torch.Tensor, _: str) -> tuple[np.ndarray, str]:
+        rows, inputs = weight.shape
+        return gguf_blocks(kind, rows, inputs, inputs**-0.5, rows), kind
+
+    monkeypatch.setattr(export_head, "stored", stored)
+    path = tmp_path / "head.gguf"
+    export(files().parent / "plain", path)
+    engine = load(head=str(path), tree="chain", compile=True, **DECODING)
+    head = engine.drafter.head
+    layers = [head.fc, head.lm_head, *(getattr(head.layers[0].ffn, w) for w in ("w13", "w2"))]
+    layers += [head.layers[0].attention.wqkv, head.layers[0].attention.wo]
+    assert all(isinstance(layer, BlockLinear) for layer in layers)
+    assert engine.drafter.lm_head is head.lm_head and head.fused is not None
+    assert engine.option("draft") == "eagle" and engine.option("quant_draft") == BLOCKS
+    assert generate(engine, PROMPTS).tokens == vanilla()
+    target = engine.target
+    wide = load_head(path, target, source=head_files(path, "none"))
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(1, 6, 4 * 256, generator=random).to(target.norm.weight.dtype)
+    with torch.inference_mode():
+        inputs = (features, torch.arange(6)[None], target)
+        off = scores(head, *inputs) - scores(wide, *inputs)
+        assert off.std() < 0.05 * scores(wide, *inputs).std()
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("tree", ["dynamic", "static", "auto"])
+def test_a_file_changes_no_token(files, kind, tree):
+    engine = load(head=str(files(kind=kind)), tree=tree, **DECODING)
+    result = generate(engine, PROMPTS)
+    assert result.tokens == vanilla() and result.stats["accept_lengths"]
+
+
+def test_the_format_of_a_file(files, monkeypatch):
+    """In blocks on a CPU, if no other is asked for; 16 bits as those of a directory."""
+    operators = has_cpu_operators("products")
+    for options, want in (
+        ({"head": str(files())}, BLOCKS if operators else "none"),
+        ({"head": str(files()), "quant_draft": "int8"}, "int8"),
+        ({"head": str(files()), "quant": "int4"}, BLOCKS if operators else "int4"),
+        ({"head": str(files(kind="f16"))}, "int8" if operators else "none"),
+        ({"head": str(files()), "device": "cuda"}, "int4"),
+    ):
+        config = GenerateConfig(checkpoint=DEMO, **{"device": "cpu", **options})
+        assert resolve_draft(config, TARGET, "bfloat16").quant_draft == want, options
+
+
+def test_programs_that_take_any_head(files, tmp_path):
+    """--methods all of papers.py, and compare.py, tell a head's file from a model's."""
+    setting = papers.Setting("none", 0.0, 1)
+    head = files()
+    methods = [f"eagle:{tree}:head={head}" for tree in papers.OF_KIND["eagle"]]
+    assert papers.methods_of_file(head, setting) == methods
+    model = tmp_path / "model.gguf"
+    write_gguf(TARGET, model, "q8_0")
+    assert all("draft_checkpoint=" in m for m in papers.methods_of_file(model, setting))
+    config = compare.CompareConfig(checkpoint=DEMO, heads=str(head))
+    assert f"eagle:auto:head={head}" in config.bench("demo").methods
+
+
+def test_an_embedding_of_its_own(files, tmp_path):
+    """It is left out where it is the target's, in blocks, too."""
+    own = torch.randn(4096, 256).half()
+    target = load_model(TARGET)
+    table = target.embedding.weight
+    table.data = table.half().to(table.dtype)  # which F16 holds, too
+    for name, embedding in (("own", own), ("same", target.embedding.weight.detach())):
+        head = write_head(tmp_path / name, **{"embed_tokens.weight": embedding.clone()})
+        export(head, tmp_path / f"{name}.gguf", "--type", "f16")
+        found = load_head(tmp_path / f"{name}.gguf", target,
+                          source=head_files(tmp_path / f"{name}.gguf", "none"))  # fmt: skip
+        assert (found.embedding is None) == (name == "same")
+    export(tmp_path / "own", tmp_path / "blocks.gguf", "--type", "q8_0")
+    engine = load(head=str(tmp_path / "blocks.gguf"), tree="chain", compile=True, **DECODING)
+    if has_cpu_operators("products"):
+        assert isinstance(engine.drafter.embedding, BlockEmbedding)
+    assert generate(engine, PROMPTS).tokens == vanilla()
+
+
+def test_tokens_in_any_order(files, tmp_path, monkeypatch):
+    """llama.cpp takes d2t in any order; here rows of the LM head follow it, in blocks, too."""
+    shuffled = torch.randperm(DRAFTED, generator=torch.Generator().manual_seed(1))
+    path = tmp_path / "head.gguf"
+    head = export_head.read(files(kind="q8_0"), TARGET)
+    rows = head.files.readers["lm_head.weight"]
+    head.files.readers["lm_head.weight"] = lambda: rows()[shuffled]
+    export_head.write_gguf(replace(head, ids=head.ids[shuffled]), path, "q8_0")
+    assert not (GgufHead(path).read("d2t").add(torch.arange(DRAFTED)).diff() > 0).all()
+    target = load_model(TARGET)
+    for form in ("none", BLOCKS):
+        if form == BLOCKS and not has_cpu_operators("products"):
+            continue
+        quant = Quantization(BLOCKS, saved=True) if form == BLOCKS else None
+        made = [load_head(p, target, quant, head_files(p, form)) for p in (files(), path)]
+        assert torch.equal(made[0].vocab.ids, made[1].vocab.ids)
+        x = torch.randn(3, 256).to(target.norm.weight.dtype)
+        with torch.inference_mode():
+            assert torch.equal(made[0].lm_head(x), made[1].lm_head(x)), form
+
+
+# -------------------------------------------------------------------------------------- llama.cpp
+
+
+@pytest.fixture(scope="module")
+def llama_target(tmp_path_factory):
+    """The demo in llama.cpp, in F16."""
+    pytest.importorskip("llama_cpp")
+    file = tmp_path_factory.mktemp("target") / "demo.gguf"
+    write_gguf(TARGET, file, "f16")
+    peer = LlamaCpp(file, 96, 1, 24)
+    yield peer
+    peer.close()
+
+
+def check_scores(peer: LlamaCpp, drafter: Eagle3, head, target, text: list[int]) -> None:
+    """llama.cpp's scores of three drafted tokens are ours, of the same hidden states and text."""
+    peer.prefill(text[:-1])
+    count = len(text) - 1
+    features = torch.from_numpy(peer.features[:count].copy())[None]
+    features = torch.cat((features[..., : target.config.dim], features), -1)  # the first is skipped
+    ids = head.vocab.ids
+    kept = []
+    decode = drafter.decode
+
+    def noting(*args):
+        logits, hidden = decode(*args)
+        kept.append(torch.from_numpy(logits.copy()))
+        return logits, hidden
+
+    drafter.decode = noting
+    drafter.begin()
+    chain = drafter.draft(np.array(text, np.int32)).tolist()
+    drafter.decode = decode
+    cache = KVCache.empty(head.config.model, 1, count + 4, torch.float32, "cpu")
+    given = torch.tensor(text[1:])[None]
+    with torch.inference_mode():
+        out = head.project(features)
+        start = 0
+        for theirs, drafted in zip(kept, chain, strict=True):
+            window = causal_window(torch.tensor([start]), given.shape[1])
+            out = head(target.embedding(given), out, window.slots, cache, window)[:, -1:]
+            ours = head.lm_head(head.output_norm(out))[0, 0]
+            off = float((theirs[ids] - ours).square().mean().sqrt())
+            assert off < 0.01 * float(ours.std()), off
+            others = torch.ones(len(theirs), dtype=torch.bool).index_fill(0, ids, False)
+            assert theirs[others].isneginf().all()
+            start += given.shape[1]
+            given = torch.tensor([[drafted]])
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_llama_cpp_computes_the_same_function(files, llama_target, flags):
+    path = files(flags, "f16")
+    drafter = Eagle3(llama_target, path, 1)
+    assert llama_target.layers == [1, 4, 6]
+    target = load_model(TARGET, torch.float32)
+    head = load_head(path, target, source=head_files(path, "none"))
+    text = torch.randint(3, 4096, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    check_scores(llama_target, drafter, head, target, text)
+    drafter.close()
+
+
+def test_llama_cpps_drafts_change_no_token(files, llama_target):
+    """A second prompt begins anew, and a prompt of several passes is read whole."""
+    drafter = Eagle3(llama_target, files(), 1)
+    for prompt in ([5, 17, 3, 40], list(range(100, 140))):
+        runs = [
+            peers.llama_cpp_peer(llama_target, how, 20, prompt, head).run([prompt])
+            for how, head in (("", None), ("eagle3", drafter))
+        ]
+        assert runs[0].rows == runs[1].rows
+    drafter.close()
+
+
+def test_a_peer_takes_the_head_of_ours(files, llama_target, tmp_path):
+    """A directory is written as GGUF once; a head of version 1, or none, is refused."""
+    head = files().parent / "plain"
+    config = peers.PeersConfig(checkpoint=DEMO, eagle=str(head), threads=1)
+    drafter = peers.load_eagle3(llama_target, config, tmp_path)
+    (written,) = tmp_path.iterdir()
+    assert written.name == "plain-q8_0.gguf" and GgufHead(written).block_types == "Q8_0"
+    again = peers.load_eagle3(llama_target, config, tmp_path)
+    assert [*tmp_path.iterdir()] == [written]
+    named = peers.load_eagle3(llama_target, replace(config, eagle=str(written)), tmp_path / "no")
+    for each in (drafter, again, named):
+        each.close()
+    with pytest.raises(ValueError, match="is a head of version 1 or 2"):  # the bundled one
+        peers.load_eagle3(llama_target, replace(config, eagle=""), tmp_path)
+    with pytest.raises(ValueError, match="needs a head; name it with --eagle"):
+        peers.load_eagle3(llama_target, replace(config, eagle=str(tmp_path / "no")), tmp_path)
+    with pytest.raises(ValueError, match="llama.cpp cannot load"):
+        LlamaCpp(tmp_path / "no.gguf", 32, 1, 8)
+
+
+@pytest.mark.smollm2
+def test_llama_cpp_drafts_the_bundled_head(smollm2, tmp_path):
+    pytest.importorskip("llama_cpp")
+    head_dir = smollm2.with_name(f"{smollm2.stem}-eagle")
+    path = tmp_path / "head.gguf"
+    export(head_dir, path, "--type", "f16", target=smollm2)
+    peer = LlamaCpp(smollm2, 128, 2, 64)
+    drafter = Eagle3(peer, path, 2)
+    target = load_model(smollm2, torch.float32)
+    head = load_head(path, target, source=head_files(path, "none"))
+    text = "<|im_start|>user\nName three fruits.<|im_end|>\n<|im_start|>assistant\n"
+    engine = load(smollm2, head=path, tree="chain", tree_depth=3, max_new_tokens=24, device="cpu")
+    ids = engine.tokenizer.encode(text)
+    answer = generate(engine, [ids])
+    check_scores(peer, drafter, head, target, ids + answer.tokens[0][:20])
+    assert answer.stats["tau"] > 1.2
+    drafter.close()
+    peer.close()
+
+
+# ---------------------------------------------------------------------------------------- DFlash
+
+
+def dflash_file(path: Path, weights: dict, keys: dict, kind: str = "F32") -> Path:
+    """Write a drafter of blocks as llama.cpp's converter does; its queries stay as they are."""
+    names = {f"layers.{{}}.{official}": f"blk.{{}}.{stem}" for stem, official in
+             (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"),
+              ("attn_q", "self_attn.q_proj"), ("attn_k", "self_attn.k_proj"),
+              ("attn_v", "self_attn.v_proj"), ("attn_output", "self_attn.o_proj"),
+              ("attn_q_norm", "self_attn.q_norm"), ("attn_k_norm", "self_attn.k_norm"),
+              ("ffn_gate", "mlp.gate_proj"), ("ffn_up", "mlp.up_proj"),
+              ("ffn_down", "mlp.down_proj"))}  # fmt: skip
+    flat = {"norm": "output_norm", "hidden_norm": "enc.output_norm", "fc": "fc"}
+    for i in range(2):
+        flat |= {official.format(i): stem.format(i) for official, stem in names.items()}
+    tensors = {f"{flat[n.removesuffix('.weight')]}.weight": w.numpy() for n, w in weights.items()}
+    metadata = {"general.architecture": "dflash", "tokenizer.ggml.mask_token_id": keys.pop("mask")}
+    metadata |= {f"dflash.{key}": value for key, value in keys.items()}
+    return write_file(path, metadata, tensors, kind)
+
+
+def dflash_keys() -> dict:
+    return {
+        "mask": 127, "vocab_size": 128, "block_count": 2, "context_length": 512,
+        "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.key_length": 16, "attention.value_length": 16,
+        "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0, "block_size": 6,
+        "target_layers": [1, 2],
+    }  # fmt: skip
+
+
+def dflash_weights() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    shapes = {"norm": (64,), "hidden_norm": (64,), "fc": (64, 128)}
+    for i in range(2):
+        layer = f"layers.{i}."
+        shapes |= {f"{layer}{norm}_layernorm": (64,) for norm in ("input", "post_attention")}
+        shapes |= {f"{layer}self_attn.{p}_norm": (16,) for p in "qk"}
+        shapes |= {f"{layer}self_attn.{p}_proj": (64 if p in "qo" else 32, 64) for p in "qkvo"}
+        shapes |= {f"{layer}mlp.{p}_proj": (96, 64) for p in ("gate", "up")}
+        shapes |= {f"{layer}mlp.down_proj": (64, 96)}
+    return {f"{n}.weight": torch.randn(s, generator=random) * 0.2 for n, s in shapes.items()}
+
+
+def test_a_dflash_file_is_a_dflash_directory(tmp_path, capsys):
+    target = golden_target("models/target_llama31_gqa8")
+    path = dflash_file(tmp_path / "head.gguf", dflash_weights(), dflash_keys())
+    folder = tmp_path / "head"
+    folder.mkdir()
+    config = json.loads((GOLDEN / "models/target_llama31_gqa8/config.json").read_text())
+    config |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    config |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None}
+    config |= {"block_size": 6, "max_position_embeddings": 512}
+    config |= {"dflash_config": {"mask_token_id": 127, "target_layer_ids": [0, 1]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dflash_weights(), folder / "model.safetensors")
+    of_file, of_folder = (load_block_head(p, target) for p in (path, folder))
+    assert capsys.readouterr().err == "", "a key of the file would have no effect"
+    assert replace(of_file.config, model=of_folder.config.model) == of_folder.config
+    assert torch.equal(of_file.rope_freq, of_folder.rope_freq)
+    theirs = dict(of_folder.named_parameters())
+    assert all(torch.equal(value, theirs[name]) for name, value in of_file.named_parameters())
+    assert resolve_draft(GenerateConfig(head=str(path)), TARGET).draft == "block"
+
+
+def test_a_dflash_file_drafts_in_its_own_bits(tmp_path):
+    path = dflash_file(tmp_path / "head.gguf", dflash_weights(), dflash_keys(), "Q8_0")
+    checkpoint = GOLDEN / "models/target_llama31_gqa8"
+    options = {"checkpoint": checkpoint, "device": "cpu", "max_new_tokens": 20, "ignore_eos": True}
+    options |= {"compile": True, "tree": "chain"}
+    engine = load(head=str(path), **options)
+    if has_cpu_operators("products"):
+        assert isinstance(engine.drafter.head.fc, BlockLinear)
+    result = generate(engine, PROMPTS)
+    del options["tree"]
+    assert result.tokens == generate(load(draft="none", **options), PROMPTS).tokens
+    assert result.stats["accept_lengths"], "blocks were drafted"
+
+
+@pytest.mark.parametrize("changes, says", [
+    ({"attention.sliding_window": 512}, "attention.sliding_window is 512, which is not supported"),
+    ({"mask": 999}, "mask_token_id must be below the target's vocab_size (128)"),
+    ({"target_layers": [1, 9]}, "target_layer_ids must ascend"),
+    ({"target_layers": []}, "the metadata dflash.target_layers is missing"),
+])  # fmt: skip
+def test_dflash_files_that_are_refused(tmp_path, changes, says):
+    path = dflash_file(tmp_path / "head.gguf", dflash_weights(), dflash_keys() | changes)
+    with pytest.raises(ValueError, match="head.gguf") as error:
+        load_block_head(path, golden_target("models/target_llama31_gqa8"))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+
+def rewritten(files, path: Path, changes: dict | None = None, **tensors) -> Path:
+    """The plain file in F16 with other keys, None: left out, and other tensors."""
+    reader = GgufHead(files(kind="f16"))
+    metadata = {k: v for k, v in reader._header.metadata.items() if k != "general.alignment"}
+    metadata |= changes or {}
+    held = {t.name: (t.tensor_type, t.data) for t in gguf.GGUFReader(files(kind="f16")).tensors}
+    held |= tensors
+    return write_file(
+        path,
+        {key: value for key, value in metadata.items() if value is not None},
+        {name: value for name, value in held.items() if value is not None},
+    )
+
+
+def ids(*values: int) -> tuple:
+    """d2t with other ids at its begin."""
+    every = IDS.numpy().copy()
+    every[: len(values)] = values
+    return (Kind.I64, every)
+
+
+REFUSED = {  # how: keys, tensors, the message
+    "another width": ({"eagle3.target_hidden_size": 64}, {}, "target_hidden_size is 64, the target's is 256"),
+    "another vocabulary": ({"eagle3.vocab_size": 999}, {}, "vocab_size is 999, the target's is 4096"),
+    "layers that the target lacks": ({"eagle3.target_layers": [1, 4, 60]}, {}, "the target's layers 1, 4, 60"),
+    "layers that fall": ({"eagle3.target_layers": [6, 4, 1]}, {}, "the target's layers 6, 4, 1"),
+    "no layers": ({"eagle3.target_layers": None}, {}, "metadata eagle3.target_layers is missing"),
+    "no width": ({"eagle3.target_hidden_size": None}, {}, "metadata eagle3.target_hidden_size is missing"),
+    "fewer layers": ({"eagle3.target_layers": [1, 4]}, {}, "fc.weight has shape [256, 768], but its config asks for [256, 512]"),
+    "heads": ({"eagle3.attention.head_count": 7}, {}, "head_count_kv must divide head_count"),
+    "more heads": ({"eagle3.attention.head_count": 16}, {}, "but its config asks for"),
+    "a flag": ({"eagle3.norm_before_residual": 7}, {}, "norm_before_residual must be true or false, not 7"),
+    "a sharpness": ({"gpt_eagle.draft_sharpness": -1.0}, {}, "must be a finite number above 0"),
+    "a scale": ({"eagle3.logit_scale": 2.0}, {}, "eagle3.logit_scale is 2.0, which is not supported"),
+    "beyond": ({}, {"d2t": ids(0, 4096)}, "d2t reaches the token 4096, the target has 0..4095"),
+    "below": ({}, {"d2t": ids(-5)}, "d2t reaches the token -5, the target has 0..4095"),
+    "twice": ({}, {"d2t": ids(10)}, "d2t reaches the token 10 twice"),
+    "distances": ({}, {"d2t": (Kind.I64, np.zeros(DRAFTED, np.int64))}, "d2t reaches the token 0 twice"),
+    "floats": ({}, {"d2t": (Kind.F32, np.zeros(DRAFTED, np.float32))}, "d2t must be a list of token ids, of the type I64"),
+    "a matrix": ({}, {"d2t": (Kind.I64, np.zeros((2, 256), np.int64))}, "it has the shape [2, 256] and the type 27"),
+    "fewer ids": ({}, {"d2t": (Kind.I64, np.arange(500))}, "lm_head.weight has shape [512, 256], but its config asks for [500, 256]"),
+    "no LM head": ({}, {"output.weight": None}, "1 missing weight(s): lm_head.weight"),
+    "no norm": ({}, {"blk.0.attn_norm_2.weight": None}, "missing weight(s)"),
+    "a strange tensor": ({}, {"blk.0.sinks.weight": (Kind.F32, np.zeros(8, np.float32))}, "1 unexpected weight(s)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_files_that_are_refused(capsys, files, tmp_path, how):
+    changes, tensors, says = REFUSED[how]
+    if how == "twice":
+        tensors = {"d2t": ids(3, 10, 10)}
+    path = rewritten(files, tmp_path / "head.gguf", changes, **tensors)
+    err = refused(capsys, "--checkpoint", DEMO, "--head", str(path))
+    assert says in err and "head.gguf" in err, err
+
+
+def test_the_older_key_of_layers(files, tmp_path):
+    layers = {"eagle3.target_layers": None, "eagle3.extract_layers": [1, 4, 6]}
+    path = rewritten(files, tmp_path / "head.gguf", layers)
+    assert read_head(named(path), read_config(TARGET)).eagle3.aux_layers == (1, 4, 6)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9, 0.9999])
+def test_cut_files(capsys, files, tmp_path, share):
+    content = files().read_bytes()
+    path = tmp_path / "head.gguf"
+    path.write_bytes(content[: int(len(content) * share)])
+    err = refused(capsys, "--checkpoint", DEMO, "--head", str(path))
+    assert "head.gguf" in err and "download it again" in err, err
+
+
+def test_ids_behind_the_end(files, tmp_path):
+    """d2t's place is behind the file's end."""
+    content = bytearray(files(kind="f16").read_bytes())
+    name = struct.pack("<Q", 3) + b"d2t"
+    at = content.index(name) + len(name) + 4 + 8 + 4  # its dimensions, its length, its type
+    struct.pack_into("<Q", content, at, len(content) // 32 * 32)
+    path = tmp_path / "head.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is truncated: d2t ends at byte .*; download it again"):
+        GgufHead(path)
+
+
+def test_a_model_is_no_head_and_a_head_no_model(capsys, files, tmp_path):
+    model = tmp_path / "model.gguf"
+    write_gguf(TARGET, model, "q8_0")
+    capsys.readouterr()
+    err = refused(capsys, "--checkpoint", DEMO, "--head", str(model))
+    assert f"{model} holds a model, and no head; use --draft model" in err
+    err = refused(capsys, "--checkpoint", str(files()))
+    assert f"{files()} holds a draft head and no model" in err
+    err = refused(capsys, "--checkpoint", DEMO, "--head", str(files()), "--draft", "medusa")
+    assert "holds one of the kind eagle" in err
+
+
+def test_exports_that_are_refused(capsys, files, tmp_path):
+    plain = files().parent / "plain"
+    four = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4, 6]}
+    random = weights(fc=(256, 1024))
+    cases = {
+        "four": (four, {"fc.weight": random["fc.weight"]}, "takes 4 layers' hidden states, not 3"),
+        "biases": ({}, {"fc.bias": torch.zeros(256)}, "llama.cpp cannot run this head, which has biases"),
+        "large": ({}, {"norm.weight": torch.full((256,), 1e6)}, "norm.weight has numbers beyond 16 bits"),
+        "infinite": ({}, {"norm.weight": torch.full((256,), torch.nan)}, "has numbers beyond 16 bits"),
+        "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, "RoPE of the kind yarn"),
+        "missing": ({"norm_before_fc": True}, {}, "the weights input_norm.weight are missing"),
+    }  # fmt: skip
+    for name, (changes, tensors, says) in cases.items():
+        head = write_head(tmp_path / name, changes=changes, **tensors)
+        err = failure(capsys, head, tmp_path / f"{name}.gguf")
+        assert says in err and not (tmp_path / f"{name}.gguf").exists(), err
+    err = failure(capsys, Path(f"{DEMO}-eagle"), tmp_path / "eagle1.gguf")
+    assert "is a head of version 1 or 2, and llama.cpp runs version 3" in err
+    assert "there is no directory" in failure(capsys, plain, tmp_path / "no" / "x.gguf")
+
+
+def test_an_existing_file_stays(capsys, files, tmp_path):
+    plain = files().parent / "plain"
+    out = tmp_path / "head.gguf"
+    out.write_text("mine")
+    assert "exists; give --overwrite to replace it" in failure(capsys, plain, out)
+    assert out.read_text() == "mine"
+    export(plain, out, "--overwrite")
+    assert out.read_bytes()[:4] == b"GGUF"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert "exists; give --overwrite" in failure(capsys, plain, folder)
+
+
+def test_a_full_disk_leaves_nothing(capsys, files, tmp_path, monkeypatch):
+    plain = files().parent / "plain"
+    link = tmp_path / "full.gguf"
+    link.symlink_to("/dev/full")
+    assert "No space left on device" in failure(capsys, plain, link)
+    out = tmp_path / "head.gguf"
+    out.write_text("mine")
+
+    def full(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    err = failure(capsys, plain, out, "--overwrite")
+    assert f"cannot write {out} (No space left on device); free some space" in err
+    assert out.read_text() == "mine"
+
+
+def test_the_package_is_missing(capsys, files, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    err = failure(capsys, files().parent / "plain", tmp_path / "head.gguf")
+    assert "needs the package gguf; run: pip install gguf" in err
+
+
+def test_train_head_writes_files(files, tmp_path, capsys):
+    """Of an EAGLE-3 head; a head of version 1 has none, and one that cannot be written a note."""
+    out = write_head(tmp_path / "out")
+    job = SimpleNamespace(
+        out=out,
+        config=SimpleNamespace(checkpoint=DEMO),
+        state={"plan": {"recipe": "HASS"}},
+    )
+    train_head.export(job)
+    assert not list(out.glob("*.gguf"))
+    job.state["plan"]["recipe"] = "EAGLE-3"
+    train_head.export(job)
+    assert sorted(f.name for f in out.glob("*.gguf")) == [
+        f"head-{kind}.gguf" for kind in sorted(export_head.FORMATS)
+    ]
+    job.out = write_head(tmp_path / "biased", **{"fc.bias": torch.zeros(256)})
+    train_head.export(job)
+    assert "note: no GGUF files:" in capsys.readouterr().err
