@@ -158,6 +158,15 @@ def test_what_a_library_depends_on(calls, tmp_path, monkeypatch):
     assert {name for name in sources if f'#include "{name}"' not in included} == set(build.UNITS)
 
 
+def test_an_assembler_that_does_not_know_tiles(calls, tmp_path):
+    assert build.build("x86-64") and "-DNO_TILES" not in calls()[0]
+    compiler = tmp_path / "c++"
+    refuses = 'case "$*" in *probe*) exit 1;; esac'
+    compiler.write_text(compiler.read_text().replace("\n", f"\n{refuses}\n", 1))
+    build.build("x86-64-v2")
+    assert len(calls()) == 2 and "-DNO_TILES" in calls()[1]
+
+
 def test_two_who_build_at_once_build_once(calls, monkeypatch, capsys):
     """The second one says why it waits."""
     monkeypatch.setenv("TAKES_S", "0.5")
