@@ -72,14 +72,18 @@ def decode_all() -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize("march", OTHERS)
+@pytest.mark.parametrize("march", [*OTHERS, "native"])
 def test_other_processors_decode_the_same_tokens_with_trees(march):
-    """In a process of its own, where `GPT_EAGLE_MARCH` says what to build for."""
+    """In a process of its own, where `GPT_EAGLE_MARCH` says what to build for.
+
+    This processor, "native", with emulated tiles.
+    """
     child = (
         "import json, test_builds as t; print(json.dumps([str(t.build.build()), t.decode_all()]))"
     )
     env = os.environ | {
         "GPT_EAGLE_MARCH": march,
+        "GPT_EAGLE_TILES": "emulation" if march == "native" else "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/cpu'}",
     }
