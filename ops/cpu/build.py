@@ -215,6 +215,7 @@ OPERATORS: dict[str, Callable | None] = {
     "block_rows(Tensor packed, Tensor table, Tensor rows, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
     "use_tiles(str name) -> bool": None,
+    "emulated_tiles() -> (int, int)": None,
 }
 
 

@@ -5,12 +5,13 @@
 // 1. `use_tiles` chooses the unit, once: the hardware needs the processor, the system and its permission.
 // 2. Every piece of a loop loads a configuration and releases it: no state lives longer, so threads that are new, forked
 //    children and libraries with configurations of their own do not matter.
-// 3. `multiply_bf16`: A is 16 outputs of a weight where it lies, B the rows' numbers, transposed once, C [outputs, rows].
+// 3. `dot_groups`, for tile_sums.h: A is rows of activations, B the codes of 16 outputs where they lie, C [rows, outputs].
+// 4. `multiply_bf16`: A is 16 outputs of a weight where it lies, B the rows' numbers, transposed once, C [outputs, rows].
 //    A row's result does not depend on the other rows, bit for bit: each element of C is a sum of its own.
 //
-// The order of sums differs from linear.cpp's (ops/linear.py has both plainly): a processor with tiles gives other bits
-// than one without. The emulation was compared with the hardware in a prototype of these kernels, which was also timed;
-// this file has run by emulation only.
+// In bfloat16 the order of sums differs from linear.cpp's (ops/linear.py has both plainly): a processor with tiles gives
+// other bits than one without. A prototype of the kernels was timed on an Emerald Rapids, where the emulation had the
+// bits of the hardware. In this form they have run by emulation only.
 #pragma once
 
 #include "common.h"
@@ -18,7 +19,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cfloat>
+#include <cstdlib>
 #include <string>
+#include <type_traits>
 
 #if defined(__x86_64__) && defined(__linux__) && !defined(NO_TILES)  // NO_TILES: the assembler does not know them
 #define HAS_TILES
@@ -53,14 +56,18 @@ struct Hardware {
   template <int T> static void store(void* p, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");
   }
+  template <int C, int A, int B> static void dot_bytes() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  }
   template <int C, int A, int B> static void dot_pairs() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
 };
 #endif
 
+// It ends the program where the hardware would: without a configuration, and where tiles do not fit each other.
 struct Emulation {
-  struct State {  // without a configuration tiles have no rows
+  struct State {
     Config config;
     uint8_t tile[8][ROWS][BYTES];
   };
@@ -68,9 +75,20 @@ struct Emulation {
     static thread_local State of_thread{{0}, {}};
     return of_thread;
   }
-  static void configure(const Config& c) { state() = {c, {}}; }
-  static void release() { state() = {{0}, {}}; }
-  template <int T> static void zero() { std::memset(state().tile[T], 0, ROWS * BYTES); }
+  inline static std::atomic<int64_t> configured{0}, released{0};  // times, for tests
+  static void configure(const Config& c) { state() = {c, {}}, configured++; }
+  static void release() { state() = {{0}, {}}, released++; }
+  static void require(bool condition) {
+    if (!condition) std::abort();
+  }
+  template <int T> static void zero() {
+    require(state().config.rows[T] > 0);
+    std::memset(state().tile[T], 0, ROWS * BYTES);
+  }
+  template <int C, int A, int B> static void check_shapes() {
+    const Config& c = state().config;
+    require(c.rows[C] > 0 && c.rows[C] == c.rows[A] && c.bytes[C] == c.bytes[B] && c.bytes[A] == 4 * c.rows[B]);
+  }
   template <int T> static void load(const void* p, int64_t stride) {
     const Config& c = state().config;
     zero<T>();
@@ -78,7 +96,24 @@ struct Emulation {
   }
   template <int T> static void store(void* p, int64_t stride) {
     const Config& c = state().config;
+    require(c.rows[T] > 0);
     for (int r = 0; r < c.rows[T]; r++) std::memcpy((char*)p + r * stride, state().tile[T][r], c.bytes[T]);
+  }
+
+  // A is signed, B unsigned.
+  template <int C, int A, int B> static void dot_bytes() {
+    check_shapes<C, A, B>();
+    State& s = state();
+    for (int m = 0; m < s.config.rows[C]; m++) {
+      int32_t sum[BYTES / 4];
+      std::memcpy(sum, s.tile[C][m], sizeof sum);
+      for (int i = 0; i < s.config.bytes[A]; i++) {
+        const int32_t a = int8_t(s.tile[A][m][i]);
+        const uint8_t* b = s.tile[B][i / 4] + i % 4;
+        for (int n = 0; n < BYTES / 4; n++) sum[n] += a * b[4 * n];
+      }
+      std::memcpy(s.tile[C][m], sum, sizeof sum);
+    }
   }
 
   // Numbers below 2^-126 count as zeros of their sign, as operands and as results.
@@ -91,6 +126,7 @@ struct Emulation {
   // An element has a chain of the even k and one of the odd k, of fused multiply-adds; then C += even + odd.
   template <int C, int A, int B> static void dot_pairs() {
     constexpr int COLUMNS = BYTES / 4;
+    check_shapes<C, A, B>();
     State& s = state();
     uint32_t a[COLUMNS], b[ROWS][COLUMNS];
     std::memcpy(b, s.tile[B], sizeof b);
@@ -139,6 +175,53 @@ bool allowed() {
 #endif
 }
 
+// ---------------------------------------------------------------------------------------- products of bytes
+
+constexpr int64_t GROUP_SUMS = ROWS * 32;  // of a group of k, [rows, 32 outputs]
+
+// The configuration of `dot_groups`. k: of a group, 16, 32, 64 or 128
+inline Config shape_of_groups(int64_t rows, int64_t k) {
+  Config config;
+  for (int c : {0, 1, 2, 3}) config.set(c, rows, BYTES);
+  config.set(4, rows, std::min(k, BYTES));
+  for (int b : {5, 6}) config.set(b, std::min(k / 4, ROWS), BYTES);
+  return config;
+}
+
+// Computes the sums of `count` groups of k. x: each group's signed codes of rows, `line` bytes apart; w: each group's
+// unsigned codes of 32 outputs, [k / 4, 32, 4]. Two sets of C take turns, so that no store waits for its products. Calls
+// fetch() once a group.
+template <class Unit, class Fetch>
+void dot_groups(const int8_t* const* x, int64_t line, const uint8_t* const* w, int64_t k, int64_t count, int32_t* sums,
+                const Fetch& fetch) {
+  constexpr int64_t STEP_BYTES = 2 * BYTES;
+  const auto dot = [&]<int C>(std::integral_constant<int, C>, int64_t g) {
+    Unit::template zero<C>(), Unit::template zero<C + 1>();
+    for (int64_t done = 0; done < k; done += BYTES) {
+      const uint8_t* codes = w[g] + done / 4 * STEP_BYTES;
+      Unit::template load<4>(x[g] + done, line);
+      Unit::template load<5>(codes, STEP_BYTES);
+      Unit::template load<6>(codes + BYTES, STEP_BYTES);
+      Unit::template dot_bytes<C, 4, 5>();
+      Unit::template dot_bytes<C + 1, 4, 6>();
+    }
+  };
+  const auto put = [&]<int C>(std::integral_constant<int, C>, int64_t g) {
+    fetch();
+    Unit::template store<C>(sums + g * GROUP_SUMS, STEP_BYTES);
+    Unit::template store<C + 1>(sums + g * GROUP_SUMS + BYTES / 4, STEP_BYTES);
+  };
+  const std::integral_constant<int, 0> even;
+  const std::integral_constant<int, 2> odd;
+  dot(even, 0);
+  for (int64_t g = 0; g < count; g += 2) {
+    if (g + 1 < count) dot(odd, g + 1);
+    put(even, g);
+    if (g + 2 < count) dot(even, g + 2);
+    if (g + 1 < count) put(odd, g + 1);
+  }
+}
+
 // ------------------------------------------------------------------------------------- products in bfloat16
 
 using Value = at::BFloat16;
@@ -179,7 +262,7 @@ void transpose(const Matrices& of, const Order& order, const Columns& columns, L
       for (int64_t i = 0; i < STEP / 2; i++) std::memcpy(to + i * height + m, pairs + 2 * i, 4);
     }
   };
-  parallel(columns.blocks * steps, std::max<int64_t>(1, GRAIN / (BYTES * height)), [&](int64_t begin, int64_t end) {
+  parallel(columns.blocks * steps, std::max<int64_t>(1, GRAIN / 16 / (BYTES * height)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) copy(i / steps, i % steps, (uint32_t*)(tiles + i * height));
   });
 }
@@ -321,5 +404,8 @@ bool use_tiles(std::string name) {
   unit.store(refused ? Unit::NONE : wanted, std::memory_order_relaxed);
   return !refused;
 }
+
+// Returns how often the emulation was configured and released.
+std::tuple<int64_t, int64_t> emulated_tiles() { return {Emulation::configured, Emulation::released}; }
 
 }  // namespace amx

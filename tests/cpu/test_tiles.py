@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernels_cpu import linear, random, weights_bf16
+from test_blocks import Case, K
+from test_kernels_cpu import KINDS, _no_tiles, linear, make_case, random, weights_bf16
 
 import ops.cpu.build
+from helpers import BLOCK_KINDS
 from ops import switches
 from ops.linear import linear_bf16_reference, linear_tiles_reference
 
@@ -21,17 +23,22 @@ ROOT = Path(ops.cpu.build.__file__).parents[2]
 MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 ROWS = (1, 3, 8, 16, 17, 33)
+NO_TILES = _no_tiles  # a fixture of all tests here, too
 
 
 @contextmanager
 def tiles(name: str):
-    """Multiply on a unit, and afterwards on the one that was chosen when the operators were loaded."""
-    if not torch.ops.gpt_eagle.use_tiles(name):
+    """Multiply on a unit, and without tiles before and afterwards."""
+    operators = torch.ops.gpt_eagle
+    if not operators.use_tiles(name):
         pytest.skip("this processor has no tiles, or its system refuses them")
+    before, _ = operators.emulated_tiles()
     try:
         yield
+        configured, released = operators.emulated_tiles()
+        assert (configured > before) == (name == "emulation") and configured == released
     finally:
-        torch.ops.gpt_eagle.use_tiles(switches.kind_of_tiles())
+        operators.use_tiles("none")
 
 
 @pytest.fixture(params=["emulation", "hardware"])
@@ -129,6 +136,70 @@ def test_bf16_numbers_at_the_edges(unit):
 def test_numbers_below_the_smallest_normal_one_are_zeros(unit, x, weight, want):
     x, weight = torch.tensor([x]).bfloat16(), torch.tensor([weight]).bfloat16()
     assert linear(x, weight).item() == want
+
+
+# -------------------------------------------------------------------------------------------- integers
+
+
+def same_bits(case, x: torch.Tensor, unit: str, rows=ROWS) -> None:
+    """Check that a product on tiles has the bits of the kernels that other processors run."""
+    x[:, ::97] *= 30  # outliers, as hidden states have them
+    want = [case.operator(x[:n], True) for n in rows]
+    with tiles(unit):
+        for n, y in zip(rows, want):
+            assert torch.equal(case.operator(x[:n], True), y), n
+
+
+@pytest.mark.parametrize("unit", ["emulation", "hardware"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_integer_sums_are_those_of_other_processors(kind, unit):
+    k = 1408 if kind[1] else 1280  # panels, and a part of one
+    same_bits(make_case(kind, 77, k), random(33, k, seed=1), unit)
+
+
+@pytest.mark.parametrize("unit", ["emulation", "hardware"])
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_sums_of_gguf_blocks_are_those_of_other_processors(name, unit):
+    same_bits(Case(name), random(33, K, seed=1), unit)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_integer_rows_on_threads(threads):
+    """Every number of rows about the first that pays, and rows without a number among them."""
+    case, x = make_case(("int4", 64), 1000, 512), random(40, 512, seed=1)
+    x[3], x[5] = float("nan"), 1e30
+    want = torch.cat([case.operator(row[None], True) for row in x])
+    try:
+        torch.set_num_threads(threads)
+        with tiles("emulation"):
+            for rows in (*range(6, 19), 32, 40):
+                y = case.operator(x[:rows], True)
+                assert torch.equal(y.nan_to_num(7), want[:rows].nan_to_num(7))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_int8_that_ends_within_a_block_needs_no_tiles():
+    case, x = make_case(("int8", 0), 77, 1300), random(33, 1300)
+    want, before = case.operator(x), torch.ops.gpt_eagle.emulated_tiles()
+    assert torch.ops.gpt_eagle.use_tiles("emulation")  # `_no_tiles` ends it
+    assert torch.equal(case.operator(x), want)
+    assert torch.ops.gpt_eagle.emulated_tiles() == before
+
+
+def test_integer_experts():
+    """Some have many rows, some few, one none: its weights are not read."""
+    kind, operator = ("int4", 32), torch.ops.gpt_eagle.grouped
+    case = make_case(kind, 77, 256)
+    packed = torch.stack(
+        [type(case)(kind, case.codes.roll(e, 1), case.scale).packed for e in range(4)]
+    )
+    packed[0] = 255
+    x, expert = random(55, 256, seed=1), torch.tensor([1, 2, 1, 3, 1] * 11)
+    with tiles("emulation"):
+        y = operator(x, packed, 77, True, expert)
+    for e in (1, 2, 3):
+        assert torch.equal(y[expert == e], operator(x[expert == e], packed[e], 77, True))
 
 
 # ----------------------------------------------------------------------------------- who may use them
