@@ -182,11 +182,13 @@ void strip_sums(const Layer& layer, const Value* weights, const Value* next, int
 }
 
 template <class Out> void product_on_tiles(const Layer& layer, Out* y) {
-  amx::multiply_bf16({layer.x, layer.w, layer.n, layer.k}, layer.order,
-                     [&](const Group& group, int64_t place, int64_t output, float sum) {
-                       if (layer.bias) sum += widen(layer.bias[group.expert * layer.n + output]);
-                       put(y + layer.order.row[place] * layer.n + output, sum);
-                     });
+  const auto put_sums = [&](const Group& group, int64_t place, int64_t output, const float* sums, int64_t stride,
+                            int64_t count) {
+    Out* to = y + layer.order.row[place] * layer.n + output;
+    const Value* bias = layer.bias ? layer.bias + group.expert * layer.n + output : nullptr;
+    for (int64_t i = 0; i < count; i++) put(to + i, sums[i * stride] + (bias ? widen(bias[i]) : 0.0f));
+  };
+  amx::multiply_bf16({layer.x, layer.w, layer.n, layer.k}, layer.order, put_sums);
 }
 
 template <class Out> void product(const Layer& layer, Out* y) {

@@ -66,8 +66,9 @@ template <class F> void open_codes(const Layout& layout, const Panel& panel, Til
 
 // total [M, 32] += the sums of `count` groups of k with M rows, scaled. sums: from row m on; g: the first group
 template <Adds ADDS, int M>
-void scale_rows(const Ints (*sums)[amx::ROWS][NV], int64_t g, int64_t count, const Panel& panel, const Ends& ends,
-                int64_t height, int64_t m, float* acc) {
+[[gnu::always_inline]] inline void scale_rows(const Ints (*sums)[amx::ROWS][NV], int64_t g, int64_t count,
+                                              const Panel& panel, const Ends& ends, int64_t height, int64_t m,
+                                              float* acc) {
   Floats total[M][NV];
   load_sums(acc + m * STRIP, total);
   for (int64_t i = 0; i < count; i++) {

@@ -20,6 +20,7 @@
 #include <atomic>
 #include <cfloat>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <type_traits>
 
@@ -251,6 +252,9 @@ struct Columns {
   int64_t rows(int64_t block) const { return std::clamp<int64_t>(group->rows - block * height, 0, height); }
 };
 
+// Takes the sums of a row, at a place in the order, with `count` outputs; they lie `stride` apart.
+using Put = std::function<void(const Group&, int64_t place, int64_t output, const float* sums, int64_t stride, int64_t count)>;
+
 void transpose(const Matrices& of, const Order& order, const Columns& columns, Line* tiles) {
   const int64_t steps = of.steps(), height = columns.height;
   const auto copy = [&](int64_t block, int64_t step, uint32_t* to) {
@@ -309,8 +313,8 @@ template <class Unit> class Strips {
   }
   ~Strips() { Unit::release(); }
 
-  // Calls put(row of the order, output, sum). first: the block of rows
-  template <class Put> void multiply(int64_t begin, int64_t end, int64_t first, int64_t blocks, const Put& put) {
+  // first: the block of rows
+  void multiply(int64_t begin, int64_t end, int64_t first, int64_t blocks, const Put& put) {
     static thread_local std::vector<Line> kept;  // its memory is kept from call to call
     const int64_t several = blocks > 4 ? SEVERAL : 1, size = blocks * 2 * height;  // lines of a strip
     if (int64_t(kept.size()) < several * size) kept.resize(several * size);
@@ -346,13 +350,13 @@ template <class Unit> class Strips {
     run(w, line * sizeof(Value), x, next, end - step, height, step == 0, sums);
   }
 
-  template <class Put> void put_strip(int64_t strip, int64_t first, int64_t blocks, const float* sums, const Put& put) {
+  void put_strip(int64_t strip, int64_t first, int64_t blocks, const float* sums, const Put& put) {
     for (int64_t b = first; b < first + blocks; b++)
       for (int64_t half = 0; half < 2; half++, sums += ROWS * height) {
         const int64_t output = output_of(strip, half), skipped = strip * STRIP + half * ROWS - output;
-        for (int64_t m = 0; m < columns.rows(b); m++)
-          for (int64_t o = skipped; o < outputs; o++)
-            put(columns.group->first + b * height + m, output + o, sums[o * height + m]);
+        for (int64_t m = 0; m < columns.rows(b) && skipped < outputs; m++)
+          put(*columns.group, columns.group->first + b * height + m, output + skipped, sums + skipped * height + m, height,
+              outputs - skipped);
       }
   }
 
@@ -362,9 +366,8 @@ template <class Unit> class Strips {
   alignas(64) Value padded[2][ROWS][STEP] = {};  // weights of the last step, where k is no multiple of one
 };
 
-// Multiplies rows by the weights of their experts. Calls, on several threads, put(group, place in the order, output, sum)
-// for every element of the result.
-template <class Put> void multiply_bf16(const Matrices& of, const Order& order, const Put& put) {
+// Multiplies rows by the weights of their experts, and calls `put` on several threads.
+void multiply_bf16(const Matrices& of, const Order& order, const Put& put) {
   static thread_local std::vector<Line> kept;
   std::vector<Columns> all;
   int64_t lines = 0, work = 0;  // work: of a strip
@@ -387,8 +390,7 @@ template <class Put> void multiply_bf16(const Matrices& of, const Order& order, 
       for (const Columns& columns : all) {
         Strips<Unit> strips(of, columns);
         for (int64_t first = 0; first < columns.blocks; first += MOST_BLOCKS)
-          strips.multiply(begin, end, first, std::min(MOST_BLOCKS, columns.blocks - first),
-                          [&](int64_t place, int64_t output, float sum) { put(*columns.group, place, output, sum); });
+          strips.multiply(begin, end, first, std::min(MOST_BLOCKS, columns.blocks - first), put);
       }
     });
   });
