@@ -329,8 +329,8 @@ def _compile_and_link(
 
 def _knows_tiles(command: list[str], folder: Path) -> bool:
     """Return whether the compiler's assembler knows AMX: binutils before 2.36 do not."""
-    probe = folder / "probe.cpp"
-    probe.write_text('asm("tilerelease");')
+    probe = folder / "probe.s"
+    probe.write_text("tilerelease\n")
     try:
         _run([*command, "-c", str(probe), "-o", str(probe.with_suffix(".o"))])
     except RuntimeError:

@@ -5,9 +5,9 @@
 // 1. `use_tiles` chooses the unit, once: the hardware needs the processor, the system and its permission.
 // 2. Every piece of a loop loads a configuration and releases it: no state lives longer, so threads that are new, forked
 //    children and libraries with configurations of their own do not matter.
-// 3. `dot_groups`, for tile_sums.h: A is rows of activations, B the codes of 16 outputs where they lie, C [rows, outputs].
-// 4. `multiply_bf16`: A is 16 outputs of a weight where it lies, B the rows' numbers, transposed once, C [outputs, rows].
-//    A row's result does not depend on the other rows, bit for bit: each element of C is a sum of its own.
+// 3. `dot_groups`, for tile_sums.h: A is rows of activations, B codes of 16 outputs, C [rows, outputs].
+// 4. `multiply_bf16`: A is 16 outputs of a weight where it lies, B the rows, transposed once, C [outputs, rows]. A row's
+//    result does not depend on the other rows, bit for bit: each element of C is a sum of its own.
 //
 // In bfloat16 the order of sums differs from linear.cpp's (ops/linear.py has both plainly): a processor with tiles gives
 // other bits than one without. A prototype of the kernels was timed on an Emerald Rapids, where the emulation had the
@@ -42,7 +42,9 @@ struct alignas(64) Config {  // the operand of ldtilecfg
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};  // of a row of each tile; there are 8
   uint8_t rows[16] = {};
-  void set(int tile, int64_t of_rows, int64_t of_bytes) { rows[tile] = uint8_t(of_rows), bytes[tile] = uint16_t(of_bytes); }
+  void set(int tile, int64_t of_rows, int64_t of_bytes) {
+    rows[tile] = uint8_t(of_rows), bytes[tile] = uint16_t(of_bytes);
+  }
 };
 
 #ifdef HAS_TILES
@@ -253,7 +255,8 @@ struct Columns {
 };
 
 // Takes the sums of a row, at a place in the order, with `count` outputs; they lie `stride` apart.
-using Put = std::function<void(const Group&, int64_t place, int64_t output, const float* sums, int64_t stride, int64_t count)>;
+using Put = std::function<void(const Group&, int64_t place, int64_t output, const float* sums, int64_t stride,
+                               int64_t count)>;
 
 void transpose(const Matrices& of, const Order& order, const Columns& columns, Line* tiles) {
   const int64_t steps = of.steps(), height = columns.height;
