@@ -186,7 +186,7 @@ template <class Out> void product_on_tiles(const Layer& layer, Out* y) {
                             int64_t count) {
     Out* to = y + layer.order.row[place] * layer.n + output;
     const Value* bias = layer.bias ? layer.bias + group.expert * layer.n + output : nullptr;
-    for (int64_t i = 0; i < count; i++) put(to + i, sums[i * stride] + (bias ? widen(bias[i]) : 0.0f));
+    for (int64_t i = 0; i < count; i++) put(to + i, bias ? sums[i * stride] + widen(bias[i]) : sums[i * stride]);
   };
   amx::multiply_bf16({layer.x, layer.w, layer.n, layer.k}, layer.order, put_sums);
 }

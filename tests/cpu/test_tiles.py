@@ -123,19 +123,23 @@ def test_bf16_numbers_at_the_edges(unit):
 @pytest.mark.parametrize(
     ("x", "weight", "want"),
     [
-        ([2.0**-130], [2.0**100], 0),  # an operand below 2^-126
-        ([2.0**-100], [2.0**-27], 0),  # a product
+        ([2.0**-130], [2.0**100], 0.0),  # an operand below 2^-126
+        ([2.0**-100], [2.0**-27], 0.0),  # a product
         ([2.0**-100], [2.0**-26], 2.0**-126),
-        ([2.0**-63, 0, 2.0**-63], [2.0**-63, 0, -(2.0**-63) * 0.75], 0),  # a sum of one chain
-        ([2.0**-63, 2.0**-63], [2.0**-63, -(2.0**-63) * 1.5], 0),  # of both
-        ([2.0**-63, *[0] * 31, 2.0**-63], [2.0**-63, *[0] * 31, -(2.0**-63) * 1.5], 0),  # of steps
+        ([2.0**-63, 0, 2.0**-63], [2.0**-63, 0, -(2.0**-63) * 0.75], 0.0),  # a sum of one chain
+        ([2.0**-63, 2.0**-63], [2.0**-63, -(2.0**-63) * 1.5], 0.0),  # of both
+        (
+            [2.0**-63, *[0] * 31, 2.0**-63],
+            [2.0**-63, *[0] * 31, -(2.0**-63) * 1.5],
+            -0.0,
+        ),  # of steps
         # fused: a product that is rounded or flushed first is lost
         ([2.0**-63, 0, 2.0**-64], [2.0**-62, 0, -(2.0**-64) * 1.5], 2.0**-125 - 1.5 * 2.0**-128),
     ],
 )
 def test_numbers_below_the_smallest_normal_one_are_zeros(unit, x, weight, want):
     x, weight = torch.tensor([x]).bfloat16(), torch.tensor([weight]).bfloat16()
-    assert linear(x, weight).item() == want
+    assert str(linear(x, weight).item()) == str(want)  # the sign, too
 
 
 # -------------------------------------------------------------------------------------------- integers
