@@ -24,6 +24,9 @@ MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 ROWS = (1, 3, 8, 16, 17, 33)
 NO_TILES = _no_tiles  # a fixture of all tests here, too
+# a build for AVX2 alone multiplies int8 in 16 bits, and never on tiles
+NATIVE = os.environ.get("GPT_EAGLE_MARCH", "") in ("", "native")
+IN_8_BITS = NATIVE and {"avx512_vnni", "avx_vnni"} & set(ops.cpu.build.processor().split())
 
 
 @contextmanager
@@ -157,6 +160,8 @@ def same_bits(case, x: torch.Tensor, unit: str, rows=ROWS) -> None:
 @pytest.mark.parametrize("unit", ["emulation", "hardware"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_integer_sums_are_those_of_other_processors(kind, unit):
+    if kind[0] == "int8" and not IN_8_BITS:
+        pytest.skip("int8 has 16 bits here")
     k = 1408 if kind[1] else 1280  # panels, and a part of one
     same_bits(make_case(kind, 77, k), random(33, k, seed=1), unit)
 
@@ -164,6 +169,8 @@ def test_integer_sums_are_those_of_other_processors(kind, unit):
 @pytest.mark.parametrize("unit", ["emulation", "hardware"])
 @pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_sums_of_gguf_blocks_are_those_of_other_processors(name, unit):
+    if name == "Q8_0" and not IN_8_BITS:
+        pytest.skip("int8 has 16 bits here")
     same_bits(Case(name), random(33, K, seed=1), unit)
 
 
