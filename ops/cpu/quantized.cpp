@@ -60,7 +60,7 @@ struct Activations {
   bool wide;       // codes of 16 bits, which need no list of outliers: for a step x0, x2, x1, x3
   Order order;
   std::vector<Tile> tiles;
-  std::vector<int8_t> codes;      // per tile of T rows: [K / 4, T, 4 or 8] bytes
+  std::vector<int8_t, amx::AtLine<int8_t>> codes;  // per tile of T rows: [K / 4, T, 4 or 8] bytes
   std::vector<float> scales;      // per tile: [blocks, T]
   std::vector<int32_t> starts;    // per tile: [blocks, T], -offset * sum of the block's codes
   std::vector<float> sums;        // per tile: [blocks, T], of the block's codes times their scale

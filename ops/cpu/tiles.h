@@ -21,6 +21,7 @@
 #include <cfloat>
 #include <cstdlib>
 #include <functional>
+#include <new>
 #include <string>
 #include <type_traits>
 
@@ -37,6 +38,16 @@ namespace {
 // ---------------------------------------------------------------------------------------------------- unit
 
 constexpr int64_t ROWS = 16, BYTES = 64;  // of a tile
+
+// Memory that begins at a cache line: a tile's row that crosses one costs two.
+template <class T> struct AtLine {
+  using value_type = T;
+  AtLine() = default;
+  template <class U> AtLine(const AtLine<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(BYTES))); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(BYTES)); }
+  bool operator==(const AtLine&) const { return true; }
+};
 
 struct alignas(64) Config {  // the operand of ldtilecfg
   uint8_t palette = 1, start = 0, reserved[14] = {};
