@@ -118,6 +118,7 @@ lib.impl("linear_halves", _linear_halves_cuda, "CUDA")
 def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `linear_bf16` plainly, bit for bit: an output has CHAINS sums, added in the end.
 
+    On AMX tiles it is `linear_tiles_reference`.
     x: [M, K] bf16; weight: [N, K] bf16. Returns: [M, N] fp32.
     """
     rest = -x.shape[1] % (2 * CHAINS)
@@ -131,3 +132,22 @@ def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:
         left, right = y.chunk(2, -1)
         y = left + right
     return y.squeeze(-1)
+
+
+def linear_tiles_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute `linear_bf16` on AMX tiles plainly, bit for bit (cpu/tiles.h).
+
+    Each 32 of k have a sum of the even and one of the odd; both are added, then added to the total.
+    The unit takes numbers below 2^-126 as zeros, which this does not.
+    x: [M, K] bf16; weight: [N, K] bf16. Returns: [M, N] fp32.
+    """
+    rest = -x.shape[1] % 32
+    x = F.pad(x.float(), (0, rest)).view(len(x), 1, -1, 16, 2)
+    weight = F.pad(weight.float(), (0, rest)).view(1, len(weight), -1, 16, 2)
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    for step in range(x.shape[2]):
+        sums = torch.zeros_like(y)[..., None].repeat(1, 1, 2)  # [M, N, 2]: of even k, of odd k
+        for pair in range(16):  # a product of two bf16 is exact in fp32
+            sums = sums + x[:, :, step, pair] * weight[:, :, step, pair]
+        y = y + (sums[..., 0] + sums[..., 1])
+    return y

@@ -53,6 +53,17 @@ def kind_of_products() -> str:
     return _one_of("GPT_EAGLE_PRODUCTS", ("triton", "streamed"))
 
 
+def kind_of_tiles() -> str:
+    """Return the unit of matmuls on AMX tiles (ops/cpu/tiles.h): hardware, emulation or none.
+
+    The hardware serves where the operators are built for this processor, and it has tiles.
+    Raises: ValueError for another name.
+    """
+    kind = _one_of("GPT_EAGLE_TILES", ("hardware", "emulation"))
+    march = os.environ.get("GPT_EAGLE_MARCH") or "native"
+    return "none" if kind == "hardware" and march != "native" else kind
+
+
 def _one_of(name: str, choices: tuple[str, ...]) -> str:
     value = os.environ.get(name) or choices[0]  # the default
     if value not in choices:
@@ -68,6 +79,7 @@ def check() -> None:
     for name in ("INDUCTOR", "GRAPHS", "PDL"):
         is_on(name)
     kind_of_products()
+    kind_of_tiles()
 
 
 def without_effect(device: str) -> list[str]:

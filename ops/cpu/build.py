@@ -7,7 +7,8 @@ executed, so only the user may write to it. A library ends with its own SHA-256;
 built again.
 
 `GPT_EAGLE_MARCH` in the environment replaces `-march=native`, so that the builds of other
-processors can be tested on this one: `x86-64-v3` has AVX2, `x86-64` neither that nor AVX-512.
+processors can be tested on this one: `x86-64-v3` has AVX2, `x86-64` neither that nor AVX-512. AMX
+tiles (tiles.h) are in every library, and serve where `native` stands and the processor has them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from cli.io import folder_lock
+from ops import switches
 
 HERE = Path(__file__).parent
 UNITS = ("operators.cpp", "products.cpp")  # compiled side by side
@@ -212,6 +214,8 @@ OPERATORS: dict[str, Callable | None] = {
     "pack_blocks(Tensor content, int type, Tensor? order, Tensor(a!) out) -> bool": None,
     "block_rows(Tensor packed, Tensor table, Tensor rows, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
+    "use_tiles(str name) -> bool": None,
+    "emulated_tiles() -> (int, int)": None,
 }
 
 
@@ -313,12 +317,25 @@ def _compile_and_link(
     for name, text in sources.items():
         (made.parent / name).write_text(text)
     print("note: building the CPU operators, once (20 s)", file=sys.stderr)
+    if not _knows_tiles(command, made.parent):
+        command = [*command, "-DNO_TILES"]
     units = [made.parent / name for name in UNITS]
     objects = [str(unit.with_suffix(".o")) for unit in units]
     _run(*([*command, "-c", str(unit), "-o", out] for unit, out in zip(units, objects)))
     _run([command[0], *objects, *link, "-o", str(made)])
     made.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
     made.chmod(0o700)  # independent of the umask
+
+
+def _knows_tiles(command: list[str], folder: Path) -> bool:
+    """Return whether the compiler's assembler knows AMX: binutils before 2.36 do not."""
+    probe = folder / "probe.s"
+    probe.write_text("tilerelease\n")
+    try:
+        _run([*command, "-c", str(probe), "-o", str(probe.with_suffix(".o"))])
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_own(folder: Path) -> None:
@@ -415,6 +432,7 @@ def _load() -> str:
     try:
         library = build()
         _libraries[library.name] = register("gpt_eagle", library)
+        torch.ops.gpt_eagle.use_tiles(switches.kind_of_tiles())
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -33,6 +34,10 @@ namespace linear {
 at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
                        const std::optional<at::Tensor>& expert);
 }  // namespace linear
+namespace amx {
+bool use_tiles(std::string name);
+std::tuple<int64_t, int64_t> emulated_tiles();
+}  // namespace amx
 namespace attention {
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,
                      const at::Tensor& mask);

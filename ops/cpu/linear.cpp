@@ -11,10 +11,11 @@
 // A row's result does not depend on the other rows, bit for bit: an output has CHAINS sums on all processors, sum c of
 // pairs c, c + CHAINS, ... of k in their order, the second value of a pair first, rounded after every product. In the
 // end sums half of them apart are added, until one is left. All processors give the same bits, except that AVX512-BF16
-// takes numbers below 2^-126 as zeros.
+// takes numbers below 2^-126 as zeros, and that those with AMX use tiles.h instead.
 // Trade-off: adding the sums of lanes costs a long prompt 2 to 8 %, where transposed panels had none to add.
 
 #include "common.h"
+#include "tiles.h"
 
 #include <algorithm>
 
@@ -180,7 +181,18 @@ void strip_sums(const Layer& layer, const Value* weights, const Value* next, int
   }
 }
 
+template <class Out> void product_on_tiles(const Layer& layer, Out* y) {
+  const auto put_sums = [&](const Group& group, int64_t place, int64_t output, const float* sums, int64_t stride,
+                            int64_t count) {
+    Out* to = y + layer.order.row[place] * layer.n + output;
+    const Value* bias = layer.bias ? layer.bias + group.expert * layer.n + output : nullptr;
+    for (int64_t i = 0; i < count; i++) put(to + i, bias ? sums[i * stride] + widen(bias[i]) : sums[i * stride]);
+  };
+  amx::multiply_bf16({layer.x, layer.w, layer.n, layer.k}, layer.order, put_sums);
+}
+
 template <class Out> void product(const Layer& layer, Out* y) {
+  if (amx::in_use()) return product_on_tiles(layer, y);
   const int64_t n = layer.n, k = layer.k, strips = (n + STRIP - 1) / STRIP;
   int64_t work = 0;  // of a strip
   for (const Group& group : layer.order.groups) work += STRIP * k * sizeof(Value) * (1 + group.rows / 8);

@@ -53,5 +53,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("add_chains", lookup::add_chains);
   add(c10::DispatchKey::CompositeExplicitAutograd)
       .impl("block_bytes", blocks::block_bytes)
-      .impl("own_threads", own_threads);
+      .impl("own_threads", own_threads)
+      .impl("use_tiles", amx::use_tiles)
+      .impl("emulated_tiles", amx::emulated_tiles);
 }

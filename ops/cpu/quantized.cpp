@@ -18,8 +18,10 @@
 
 #include "common.h"
 #include "strips.h"
+#include "tiles.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace quantized {
 namespace {
@@ -38,11 +40,15 @@ constexpr int NV = STRIP / LANES;  // vectors per strip
 // for a step lie side by side.
 struct Tile {
   int64_t first, height;  // rows first .. first + height - 1
+  bool on_amx;            // in tile_sums.h; its codes are [blocks, T, block]
 };
-inline int64_t count_tiles(const Group& group) { return (group.rows + MB - 1) / MB; }
-inline Tile tile_of(const Group& group, int64_t t) {
-  const int64_t count = count_tiles(group), first = group.rows * t / count;
-  return {group.first + first, group.rows * (t + 1) / count - first};
+inline int64_t count_tiles(const Group& group, bool on_amx = false) {
+  const int64_t most = on_amx ? amx::ROWS : MB;
+  return (group.rows + most - 1) / most;
+}
+inline Tile tile_of(const Group& group, int64_t t, bool on_amx = false) {
+  const int64_t count = count_tiles(group, on_amx), first = group.rows * t / count;
+  return {group.first + first, group.rows * (t + 1) / count - first, on_amx};
 }
 struct Outlier {  // a step's codes are 128 * high larger
   int16_t row, step;  // of the tile, of the block
@@ -54,12 +60,15 @@ struct Activations {
   bool wide;       // codes of 16 bits, which need no list of outliers: for a step x0, x2, x1, x3
   Order order;
   std::vector<Tile> tiles;
-  std::vector<int8_t> codes;      // per tile of T rows: [K / 4, T, 4 or 8] bytes
+  std::vector<int8_t, amx::AtLine<int8_t>> codes;  // per tile of T rows: [K / 4, T, 4 or 8] bytes
   std::vector<float> scales;      // per tile: [blocks, T]
   std::vector<int32_t> starts;    // per tile: [blocks, T], -offset * sum of the block's codes
   std::vector<float> sums;        // per tile: [blocks, T], of the block's codes times their scale
   std::vector<Outlier> outliers;  // per tile: [blocks, block / 4 * T], the first `counts` of a block
   std::vector<int32_t> counts;    // per tile: [blocks, of T]
+  static constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
+  int64_t amx_from = NEVER;  // rows of a group that goes through AMX tiles
+  bool on_amx(const Group& group) const { return group.rows >= amx_from; }
   int64_t step_bytes() const { return wide ? 8 : 4; }
 };
 
@@ -145,7 +154,7 @@ template <bool WIDE, class T> Round<T> round_of(int64_t block) {
 
 template <class T> void round_rows(Activations& a, const T* x) {
   a.blocks = (a.k + a.block - 1) / a.block;
-  a.codes.resize(a.rows * a.k / 4 * a.step_bytes());
+  a.codes.resize((a.rows * a.k + MOST_BLOCK) / 4 * a.step_bytes());  // AMX reads a row behind the last
   for (auto* numbers : {&a.scales, &a.sums}) numbers->resize(a.rows * a.blocks);
   a.starts.resize(a.rows * a.blocks);
   a.outliers.resize(a.wide ? 0 : a.rows * a.blocks * a.block / 4);
@@ -153,20 +162,20 @@ template <class T> void round_rows(Activations& a, const T* x) {
   std::vector<Tile>& tiles = a.tiles;
   tiles.clear();
   for (const Group& group : a.order.groups)
-    for (int64_t t = 0; t < count_tiles(group); t++) tiles.push_back(tile_of(group, t));
+    for (int64_t t = 0; t < count_tiles(group, a.on_amx(group)); t++) tiles.push_back(tile_of(group, t, a.on_amx(group)));
   parallel(tiles.size(), std::max<int64_t>(1, GRAIN / 16 / (MB * a.k)), [&](int64_t begin, int64_t end) {
     const Round<T> round = a.wide ? round_of<true, T>(a.block) : round_of<false, T>(a.block);
     for (int64_t t = begin; t < end; t++) {
-      const auto [first, height] = tiles[t];
+      const auto [first, height, on_amx] = tiles[t];
       for (int64_t m = 0; m < height; m++) {
         const T* row = x + a.order.row[first + m] * a.k;
         const float limit = outlier_above(row, a.k);
         for (int64_t b = 0; b < a.blocks; b++) {
           const int64_t n = std::min(a.block, a.k - b * a.block), i = first * a.blocks + b * height + m;
-          const int64_t at = (first * a.k + b * a.block * height + 4 * m) / 4 * a.step_bytes();
+          const int64_t at = (first * a.k + b * a.block * height + (on_amx ? a.block : 4) * m) / 4 * a.step_bytes();
           Outlier* outliers = a.outliers.data() + (first * a.blocks + b * height) * a.block / 4;
-          const Rounded block = round(row + b * a.block, n, height, limit, &a.codes[at], int16_t(m), outliers,
-                                      a.counts[first * a.blocks + b]);
+          const Rounded block = round(row + b * a.block, n, on_amx ? 1 : height, limit, &a.codes[at], int16_t(m),
+                                      outliers, a.counts[first * a.blocks + b]);
           a.scales[i] = block.scale, a.sums[i] = block.scale * float(block.sum);
           a.starts[i] = -a.offset * block.sum;
         }
@@ -477,17 +486,28 @@ void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& pane
     const uint8_t* next = panel.weights + supers * layout.super_bytes();
     panel.ahead = panel.reach = next, panel.tiles = T;
     for (int64_t t = 0; t < T; t++) {
-      const auto [row, height] = tile_of(group, t);
+      const auto [row, height, on_amx] = tile_of(group, t);
       tiles<F, STEPS>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
     }
     panel.weights = next;
   }
 }
 
+}  // namespace
+}  // namespace quantized
+
+#include "tile_sums.h"  // the same sums on AMX tiles
+
+namespace quantized {
+namespace {
+
 using Sums = void (*)(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc);
 
-// Returns the `strip_sums` of a layout.
-Sums sums_of(const Layout& layout, int64_t k) {
+// Returns the `strip_sums` of a layout, or its `tile_sums`.
+Sums sums_of(const Layout& layout, int64_t k, bool on_amx) {
+  if (on_amx)
+    return layout.bits == 8 ? tile_sums<Bytes> : layout.bits == 6 ? tile_sums<Halves<2>>
+                          : layout.bits == 5 ? tile_sums<Halves<1>> : tile_sums<Halves<0>>;
   const int64_t steps = k % layout.group ? 0 : layout.group / 4;
   switch (layout.bits) {
     case 4:
@@ -516,14 +536,16 @@ template <class Out> void product(const std::vector<Part>& parts, int64_t n, Out
     for (const Part& part : parts) {
       const int64_t from = std::max(begin - before, int64_t(0)), to = std::min(end - before, part.strips());
       before += part.strips();
-      const auto sum = sums_of(part.layout, part.a->k);
-      for (const Group& group : order.groups)
+      for (const Group& group : order.groups) {
+        const TileShape shape(part, group);
+        const auto sum = sums_of(part.layout, part.a->k, shape.on);
         for (int64_t strip = from; strip < to; strip++) {
           sum(part, group, strip, panel, acc.data());
           const int64_t column = strip * STRIP, columns = std::min(STRIP, part.n - column);
           for (int64_t m = 0; m < group.rows; m++)
             put_row<STRIP>(y + order.row[group.first + m] * n + part.first + column, &acc[m * STRIP], columns);
         }
+      }
     }
   });
 }
@@ -542,12 +564,15 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Part>& parts, int64_t n, bo
   for (Part& part : parts) {
     const Layout& by = part.layout;
     const bool in_16_bits = FOLDS && by.bits == 8;
+    const int64_t amx_from = in_16_bits ? Activations::NEVER : rows_for_tiles(by, k);
     Activations& a = *std::find_if(kept.begin(), kept.end(), [&](const Activations& of) {
-      return !of.block || (of.block == by.group && of.offset == by.offset && of.wide == in_16_bits);
+      return !of.block || (of.block == by.group && of.offset == by.offset && of.wide == in_16_bits &&
+                            of.amx_from == amx_from);
     });
     part.a = &a;
     if (a.block) continue;  // rounded for a part before
     a.rows = M, a.k = k, a.block = by.group, a.offset = by.offset, a.wide = in_16_bits;
+    a.amx_from = amx_from;
     group_rows(a.order, expert ? expert->const_data_ptr<int64_t>() : nullptr, experts, M);
     if (narrow) round_rows(a, rows.const_data_ptr<at::BFloat16>());
     else round_rows(a, rows.const_data_ptr<float>());

@@ -1,6 +1,7 @@
 // Multiply-adds that one call does on all threads with everything in registers: the peaks that linear.py compares with.
 // A library of its own, built from the operators' sources.
 
+#define NO_TILES
 #include "linear.cpp"
 #include "quantized.cpp"
 #include "threads.cpp"

@@ -72,14 +72,18 @@ def decode_all() -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize("march", OTHERS)
+@pytest.mark.parametrize("march", [*OTHERS, "native"])
 def test_other_processors_decode_the_same_tokens_with_trees(march):
-    """In a process of its own, where `GPT_EAGLE_MARCH` says what to build for."""
+    """In a process of its own, where `GPT_EAGLE_MARCH` says what to build for.
+
+    This processor, "native", with emulated tiles.
+    """
     child = (
         "import json, test_builds as t; print(json.dumps([str(t.build.build()), t.decode_all()]))"
     )
     env = os.environ | {
         "GPT_EAGLE_MARCH": march,
+        "GPT_EAGLE_TILES": "emulation" if march == "native" else "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/cpu'}",
     }
@@ -156,6 +160,15 @@ def test_what_a_library_depends_on(calls, tmp_path, monkeypatch):
     assert build.build("x86-64") == other
     included = "".join((copy / name).read_text() for name in sources)
     assert {name for name in sources if f'#include "{name}"' not in included} == set(build.UNITS)
+
+
+def test_an_assembler_that_does_not_know_tiles(calls, tmp_path):
+    assert build.build("x86-64") and "-DNO_TILES" not in calls()[0]
+    compiler = tmp_path / "c++"
+    refuses = 'case "$*" in *probe*) exit 1;; esac'
+    compiler.write_text(compiler.read_text().replace("\n", f"\n{refuses}\n", 1))
+    build.build("x86-64-v2")
+    assert len(calls()) == 2 and "-DNO_TILES" in calls()[1]
 
 
 def test_two_who_build_at_once_build_once(calls, monkeypatch, capsys):

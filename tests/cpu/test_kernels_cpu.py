@@ -29,6 +29,7 @@ import ops.qmatmul
 import ops.rotary
 from helpers import share_that_differs, with_head_norms
 from model import rope_angles
+from ops import switches
 from ops.qmatmul import BLOCK8, join_zeros
 from quantize import FORMATS
 
@@ -44,6 +45,14 @@ KINDS = [
 ]
 MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
+
+
+@pytest.fixture(autouse=True)
+def _no_tiles():
+    """Multiply as on a processor without AMX; test_tiles.py tests the tiles."""
+    torch.ops.gpt_eagle.use_tiles("none")
+    yield
+    torch.ops.gpt_eagle.use_tiles(switches.kind_of_tiles())
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

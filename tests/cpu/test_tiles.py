@@ -1,0 +1,292 @@
+"""Matmuls on AMX tiles, by emulation everywhere and on the hardware where it is: ops/cpu/tiles.h."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from test_blocks import Case, K
+from test_kernels_cpu import KINDS, _no_tiles, linear, make_case, random, weights_bf16
+
+import ops.cpu.build
+from helpers import BLOCK_KINDS
+from ops import switches
+from ops.linear import linear_bf16_reference, linear_tiles_reference
+
+ROOT = Path(ops.cpu.build.__file__).parents[2]
+MISSING = ops.cpu.build.load_operators()
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
+ROWS = (1, 3, 8, 16, 17, 33)
+NO_TILES = _no_tiles  # a fixture of all tests here, too
+# a build for AVX2 alone multiplies int8 in 16 bits, and never on tiles
+NATIVE = os.environ.get("GPT_EAGLE_MARCH", "") in ("", "native")
+IN_8_BITS = NATIVE and {"avx512_vnni", "avx_vnni"} & set(ops.cpu.build.processor().split())
+
+
+@contextmanager
+def tiles(name: str):
+    """Multiply on a unit, and without tiles before and afterwards."""
+    operators = torch.ops.gpt_eagle
+    if not operators.use_tiles(name):
+        pytest.skip("this processor has no tiles, or its system refuses them")
+    before, _ = operators.emulated_tiles()
+    try:
+        yield
+        configured, released = operators.emulated_tiles()
+        assert (configured > before) == (name == "emulation") and configured == released
+    finally:
+        operators.use_tiles("none")
+
+
+@pytest.fixture(params=["emulation", "hardware"])
+def unit(request):
+    with tiles(request.param):
+        yield
+
+
+# --------------------------------------------------------------------------------------------- bf16
+
+# less than a tile of outputs, tiles that overlap, strips; K: part of a step, a step, with rests, odd
+SHAPES = [(1, 1), (3, 2), (15, 64), (17, 32), (40, 96), (77, 301), (130, 640)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+def test_bf16_has_the_bits_of_its_reference(unit, shape):
+    weight, bias = weights_bf16(*shape), random(shape[0]).bfloat16()
+    x = random(33, shape[1], seed=1).bfloat16()
+    want = linear_tiles_reference(x, weight)
+    for rows in ROWS:
+        assert torch.equal(linear(x[:rows], weight), want[:rows])
+        assert torch.equal(linear(x[:rows], weight, bias), want[:rows] + bias)
+    narrow = torch.ops.gpt_eagle.linear_bf16(x, weight, bias, False)
+    assert torch.equal(narrow, (want + bias).bfloat16())
+    if shape[1] >= 96:
+        assert not torch.equal(want, linear_bf16_reference(x, weight)), (
+            "the order of sums is not seen"
+        )
+
+
+def test_bf16_of_many_rows_passes_over_panels(unit):
+    """More than 64 rows take several strips at a time, more than 256 several passes."""
+    weight, x = weights_bf16(600, 1090), random(280, 1090, seed=1).bfloat16()
+    alone = torch.cat([linear(row[None], weight) for row in x[-3:]])
+    for rows in (3, 40, 70, 280):
+        assert torch.equal(linear(x[-rows:], weight)[-3:], alone)
+    assert torch.equal(alone, linear_tiles_reference(x[-3:], weight))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_bf16_row_does_not_depend_on_the_others(unit, threads):
+    weight, x = weights_bf16(421, 1301), random(40, 1301, seed=1).bfloat16()
+    alone = torch.cat([linear(row[None], weight) for row in x])
+    try:
+        torch.set_num_threads(threads)
+        for rows in range(1, 41):
+            assert torch.equal(linear(x[:rows], weight), alone[:rows])
+            assert torch.equal(linear(x[-rows:], weight), alone[-rows:])
+        others = (torch.full_like(x[5], float("nan")), torch.full_like(x[5], 1e30))
+        mixed = linear(torch.stack((x[5], *others, x[5])), weight)
+        assert torch.equal(mixed[[0, 3]], alone[5:6].expand(2, -1))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_bf16_experts(unit):
+    """Rows get the bits of a plain layer of their expert's weights; idle experts are not read."""
+    weight = torch.stack([weights_bf16(70, 301) * (e + 1) for e in range(5)])
+    bias = random(5, 70).bfloat16()
+    x = random(90, 301, seed=1).bfloat16()
+    expert = torch.arange(90) * 7 % 5 % 4 + 1  # 1: twice the rows
+    weight[0] = float("nan")
+    y = torch.ops.gpt_eagle.linear_bf16(x, weight, bias, True, expert)
+    for e in range(1, 5):
+        assert torch.equal(y[expert == e], linear(x[expert == e], weight[e], bias[e]))
+
+
+def test_bf16_numbers_at_the_edges(unit):
+    """NaN and infinity stay in their row and output.
+
+    Memory behind a row of odd length is not multiplied.
+    """
+    weight, x = weights_bf16(67, 301), random(8, 301, seed=1).bfloat16()
+    weight[5, 0], weight[66, 300] = float("nan"), float("inf")  # beside the ends of rows 4 and 65
+    x[0], x[1, 0], x[2, 300] = 0, float("nan"), float("inf")
+    x[3] *= 1e30
+    y, want = linear(x, weight), linear_tiles_reference(x, weight)
+    assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.nan_to_num(7), want.nan_to_num(7))
+    assert (y[0, :5] == 0).all() and y[4:, 5].isnan().all() and y[4:, 66].isinf().all()
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "want"),
+    [
+        ([2.0**-130], [2.0**100], 0.0),  # an operand below 2^-126
+        ([2.0**-100], [2.0**-27], 0.0),  # a product
+        ([2.0**-100], [2.0**-26], 2.0**-126),
+        ([2.0**-63, 0, 2.0**-63], [2.0**-63, 0, -(2.0**-63) * 0.75], 0.0),  # a sum of one chain
+        ([2.0**-63, 2.0**-63], [2.0**-63, -(2.0**-63) * 1.5], 0.0),  # of both
+        (
+            [2.0**-63, *[0] * 31, 2.0**-63],
+            [2.0**-63, *[0] * 31, -(2.0**-63) * 1.5],
+            -0.0,
+        ),  # of steps
+        # fused: a product that is rounded or flushed first is lost
+        ([2.0**-63, 0, 2.0**-64], [2.0**-62, 0, -(2.0**-64) * 1.5], 2.0**-125 - 1.5 * 2.0**-128),
+    ],
+)
+def test_numbers_below_the_smallest_normal_one_are_zeros(unit, x, weight, want):
+    x, weight = torch.tensor([x]).bfloat16(), torch.tensor([weight]).bfloat16()
+    assert str(linear(x, weight).item()) == str(want)  # the sign, too
+
+
+# -------------------------------------------------------------------------------------------- integers
+
+
+def same_bits(case, x: torch.Tensor, unit: str, rows=ROWS) -> None:
+    """Check that a product on tiles has the bits of the kernels that other processors run."""
+    x[:, ::97] *= 30  # outliers, as hidden states have them
+    want = [case.operator(x[:n], True) for n in rows]
+    with tiles(unit):
+        for n, y in zip(rows, want):
+            assert torch.equal(case.operator(x[:n], True), y), n
+
+
+@pytest.mark.parametrize("unit", ["emulation", "hardware"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_integer_sums_are_those_of_other_processors(kind, unit):
+    if kind[0] == "int8" and not IN_8_BITS:
+        pytest.skip("int8 has 16 bits here")
+    k = 1408 if kind[1] else 1280  # panels, and a part of one
+    same_bits(make_case(kind, 77, k), random(33, k, seed=1), unit)
+
+
+@pytest.mark.parametrize("unit", ["emulation", "hardware"])
+@pytest.mark.parametrize("name", BLOCK_KINDS)
+def test_sums_of_gguf_blocks_are_those_of_other_processors(name, unit):
+    if name == "Q8_0" and not IN_8_BITS:
+        pytest.skip("int8 has 16 bits here")
+    same_bits(Case(name), random(33, K, seed=1), unit)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_integer_rows_on_threads(threads):
+    """Every number of rows about the first that pays, and rows without a number among them."""
+    case, x = make_case(("int4", 64), 1000, 512), random(40, 512, seed=1)
+    x[3], x[5] = float("nan"), 1e30
+    want = torch.cat([case.operator(row[None], True) for row in x])
+    try:
+        torch.set_num_threads(threads)
+        with tiles("emulation"):
+            for rows in (*range(6, 19), 32, 40):
+                y = case.operator(x[:rows], True)
+                assert torch.equal(y.nan_to_num(7), want[:rows].nan_to_num(7))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_int8_that_ends_within_a_block_needs_no_tiles():
+    case, x = make_case(("int8", 0), 77, 1300), random(33, 1300)
+    want, before = case.operator(x), torch.ops.gpt_eagle.emulated_tiles()
+    assert torch.ops.gpt_eagle.use_tiles("emulation")  # `_no_tiles` ends it
+    assert torch.equal(case.operator(x), want)
+    assert torch.ops.gpt_eagle.emulated_tiles() == before
+
+
+def test_integer_experts():
+    """Some have many rows, some few, one none: its weights are not read."""
+    kind, operator = ("int4", 32), torch.ops.gpt_eagle.grouped
+    case = make_case(kind, 77, 256)
+    packed = torch.stack(
+        [type(case)(kind, case.codes.roll(e, 1), case.scale).packed for e in range(4)]
+    )
+    packed[0] = 255
+    x, expert = random(55, 256, seed=1), torch.tensor([1, 2, 1, 3, 1] * 11)
+    with tiles("emulation"):
+        y = operator(x, packed, 77, True, expert)
+    for e in (1, 2, 3):
+        assert torch.equal(y[expert == e], operator(x[expert == e], packed[e], 77, True))
+
+
+# ----------------------------------------------------------------------------------- who may use them
+
+
+def child(program: str, **environment: str) -> str:
+    """Run a program that imports this file as t. Returns: its output."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/cpu'}"} | environment
+    command = [sys.executable, "-c", f"import test_tiles as t, torch, os\n{program}"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def products_are(reference) -> bool:
+    weight, x = weights_bf16(77, 301), random(9, 301, seed=1).bfloat16()
+    return torch.equal(linear(x, weight), reference(x, weight))
+
+
+def refuse_tiles() -> None:
+    """Let the system answer EPERM to arch_prctl, as a sandbox may."""
+    import ctypes
+    import struct
+
+    load, jump, back, arch_prctl = 0x20, 0x15, 0x06, 158
+    steps = (
+        (load, 0, 0, 0),
+        (jump, 0, 1, arch_prctl),
+        (back, 0, 0, 0x50001),
+        (back, 0, 0, 0x7FFF0000),
+    )
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    filtered = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filtered, 0, 0):
+        print("no filter")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="filters system calls as Linux does")
+def test_a_refused_permission_leaves_the_other_kernels():
+    """On a processor with tiles; on others the same without a refusal."""
+    says = child(
+        "t.refuse_tiles(); print(torch.ops.gpt_eagle.use_tiles('hardware'), t.products_are(t.linear_bf16_reference))"
+    )
+    if "no filter" in says:
+        pytest.skip("this system allows no filters")
+    assert says.split() == ["False", "True"]
+
+
+def test_a_forked_child_multiplies_as_its_parent(unit):
+    """Between two products on several threads: no configuration and no worker is there."""
+    weight, x = weights_bf16(421, 1301), random(9, 1301, seed=1).bfloat16()
+    try:
+        torch.set_num_threads(3)
+        want = linear(x, weight)
+        torch.set_num_threads(1)  # PyTorch's own threads do not survive a fork
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)  # it ends, whatever happens
+            os._exit(0 if torch.equal(linear(x, weight), want) else 1)
+        assert os.waitpid(pid, 0)[1] == 0 and torch.equal(linear(x, weight), want)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_unit_that_the_environment_names(monkeypatch):
+    for name in ("GPT_EAGLE_MARCH", "GPT_EAGLE_TILES"):
+        monkeypatch.delenv(name, raising=False)
+    assert switches.kind_of_tiles() == "hardware"
+    monkeypatch.setenv("GPT_EAGLE_MARCH", "sapphirerapids")
+    assert switches.kind_of_tiles() == "none"
+    monkeypatch.setenv("GPT_EAGLE_TILES", "emulation")
+    assert switches.kind_of_tiles() == "emulation"
+    program = "print(t.products_are(t.linear_tiles_reference))"
+    assert child(program, GPT_EAGLE_TILES="emulation", GPT_EAGLE_MARCH="") == "True\n"
+    with pytest.raises(RuntimeError, match="tiles are none, hardware or emulation"):
+        torch.ops.gpt_eagle.use_tiles("software")
