@@ -54,14 +54,12 @@ def kind_of_products() -> str:
 
 
 def kind_of_tiles() -> str:
-    """Return the unit of matmuls on AMX tiles (ops/cpu/tiles.h): hardware, emulation or none.
+    """Return the unit of matmuls on AMX tiles (ops/cpu/tiles.h): none, hardware or emulation.
 
-    The hardware serves where the operators are built for this processor, and it has tiles.
+    None is the default as long as the kernels have run by emulation only.
     Raises: ValueError for another name.
     """
-    kind = _one_of("GPT_EAGLE_TILES", ("hardware", "emulation"))
-    march = os.environ.get("GPT_EAGLE_MARCH") or "native"
-    return "none" if kind == "hardware" and march != "native" else kind
+    return _one_of("GPT_EAGLE_TILES", ("none", "hardware", "emulation"))
 
 
 def _one_of(name: str, choices: tuple[str, ...]) -> str:

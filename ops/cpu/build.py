@@ -8,7 +8,7 @@ built again.
 
 `GPT_EAGLE_MARCH` in the environment replaces `-march=native`, so that the builds of other
 processors can be tested on this one: `x86-64-v3` has AVX2, `x86-64` neither that nor AVX-512. AMX
-tiles (tiles.h) are in every library, and serve where `native` stands and the processor has them.
+tiles (tiles.h) are in every library; `GPT_EAGLE_TILES` turns them on.
 """
 
 from __future__ import annotations

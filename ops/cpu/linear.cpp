@@ -11,7 +11,7 @@
 // A row's result does not depend on the other rows, bit for bit: an output has CHAINS sums on all processors, sum c of
 // pairs c, c + CHAINS, ... of k in their order, the second value of a pair first, rounded after every product. In the
 // end sums half of them apart are added, until one is left. All processors give the same bits, except that AVX512-BF16
-// takes numbers below 2^-126 as zeros, and that those with AMX use tiles.h instead.
+// takes numbers below 2^-126 as zeros, and that tiles.h has another order.
 // Trade-off: adding the sums of lanes costs a long prompt 2 to 8 %, where transposed panels had none to add.
 
 #include "common.h"

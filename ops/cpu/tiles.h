@@ -11,7 +11,7 @@
 //
 // In bfloat16 the order of sums differs from linear.cpp's (ops/linear.py has both plainly): a processor with tiles gives
 // other bits than one without. A prototype of the kernels was timed on an Emerald Rapids, where the emulation had the
-// bits of the hardware. In this form they have run by emulation only.
+// bits of the hardware. In this form they have run by emulation only, so they are not the default.
 #pragma once
 
 #include "common.h"
