@@ -79,7 +79,7 @@ RECIPES = {  # by measurement (benchmarks/TRAINING.md)
 }
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
-VERSION = 2  # of run.json
+VERSION = 3  # of run.json
 # answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
 # answered, whatever the budget (an answer has about 200)
 BATCH_TOKENS = 2000
@@ -100,6 +100,13 @@ class HeadConfig:
         AnswerConfig.prompts,
         "JSONL files of `turns`, comma-separated; the model's own and functions come besides",
     )
+    given: float = option(
+        0.0,
+        "share of the answer tokens for --prompts, up to 1, for a head of one purpose; "
+        "0: as much as for each other kind of prompts",
+        least=0,
+        most=1,
+    )
     chat: str = option("", "chat template; empty: the checkpoint's own")
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
@@ -111,6 +118,7 @@ class HeadConfig:
             checkpoint=self.checkpoint,
             out=str(Path(self.out, "answers")),
             prompts=self.prompts,
+            given=self.given,
             chat=self.chat,
             tokens=tokens,
             device=self.device,
@@ -147,6 +155,7 @@ class Job:
             "weights": weights_hash(Path(config.checkpoint)),
             "hours": config.hours,
             "chat": config.chat,
+            "given": config.given,
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         }
         self.state = {

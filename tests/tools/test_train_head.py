@@ -327,6 +327,7 @@ def test_mistakes_are_one_line(small, monkeypatch, capsys):
     assert "no such directory: nowhere" in refused(capsys, arguments(small, Path("nowhere")))
     assert "has no chat template; use --chat NAME" in refused(capsys, argv(chat=""))
     assert "cannot read none.jsonl" in refused(capsys, argv(prompts="none.jsonl"))
+    assert "--given must be" in refused(capsys, argv(given=1.5))
     (small / "other").mkdir()
     (small / "other" / "config.json").touch()
     assert "holds something else than a run" in refused(capsys, argv("other"))
