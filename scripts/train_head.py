@@ -83,6 +83,7 @@ VERSION = 3  # of run.json
 # answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
 # answered, whatever the budget (an answer has about 200)
 BATCH_TOKENS = 2000
+LINE_S = 300.0  # between lines about a stage, where no terminal shows its bar
 STEPS = 1000  # units of the schedule of training, which goes by the clock
 METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
@@ -149,6 +150,7 @@ class Job:
         self.out = Path(config.out)
         self.file = self.out / "run.json"
         self.mark = time.perf_counter()
+        self.line_mark = self.mark  # of the last line about a stage
         prompts = [read_turns(Path(p), "--prompts") for p in config.prompts.split(",")]
         identity = {
             "version": VERSION,
@@ -205,6 +207,10 @@ class Job:
         self.mark = now
         if done:
             self.state["done"].append(stage)
+        elif stage in STAGES and now - self.line_mark >= LINE_S and not sys.stderr.isatty():
+            self.line_mark = now
+            hours = [s / 3600 for s in (self.state["seconds"][stage], self.allowed_s(stage))]
+            print(f"{stage}: {hours[0]:.2f} of {hours[1]:.2f} hours", flush=True)
         self.save()
         return part_s
 
