@@ -407,8 +407,9 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 - Training: {state["plan"]["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
   {parameters}.
 - Hours: {hours}.
-- Held-out prompts, greedy chains of five: acceptance by depth {alphas}; tau {best["tau"]:.3f},
-  the highest, at step {best["step"]};
+- Held-out prompts, greedy chains of five from every position: acceptance by depth {alphas}; tau
+  {best["tau"]:.3f}, the highest, at step {best["step"]}. Decoding starts behind rejections, where
+  tau is lower, as the tables below say;
   sharpness {read_json(job.out / "config.json")["draft_sharpness"]}.
 
 ## Prompts
