@@ -6,7 +6,7 @@
     python scripts/download.py yuhuili/EAGLE-llama2-chat-7B --out heads/llama2
 
 1. The file list of a Hugging Face repository is read at one commit. `wanted` picks the
-   configuration, the tokenizer and one copy of the weights: safetensors, else `.bin` files.
+   configuration, the tokenizer and one copy of the weights: safetensors, else `.bin` or `.pt`.
 2. The optional package huggingface_hub fetches them. Files that are there are not fetched again.
 
 A gated repository needs an access token: `hf auth login`, or the environment variable HF_TOKEN.
@@ -27,6 +27,13 @@ from options import ROOT
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
+# the weights of a model or of an EAGLE or block head, in the order of choice; Medusa's and Hydra's
+WEIGHTS = (
+    r"model.*\.safetensors",
+    r"pytorch_model.*\.bin",
+    r"(medusa|hydra)_lm_head\.safetensors",
+    r"(medusa|hydra)_lm_head\.pt",
+)
 
 
 @dataclass
@@ -48,14 +55,14 @@ def wanted(repo: str, names: list[str]) -> list[str]:
     """
     # original/ and onnx/ hold the same weights again
     top = sorted(name for name in names if "/" not in name)
-    safetensors = [name for name in top if re.fullmatch(r"model.*\.safetensors", name)]
-    weights = safetensors or [name for name in top if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    kinds = [[name for name in top if re.fullmatch(kind, name)] for kind in WEIGHTS]
+    weights = next(filter(None, kinds), [])
     if not weights:
         raise ValueError(
             f"{repo} has neither model*.safetensors nor pytorch_model*.bin; "
             "choose one in Hugging Face layout"
         )
-    unused = "pytorch_model.bin.index.json" if safetensors else "model.safetensors.index.json"
+    unused = "pytorch_model.bin.index.json" if kinds[0] else "model.safetensors.index.json"
     texts = [name for name in top if name.endswith((".json", ".jinja")) and name != unused]
     tokenizer = [name for name in top if name == "tokenizer.model"]
     named = [name for name in sorted(names) if name.startswith("additional_chat_templates/")]
@@ -93,7 +100,7 @@ def next_command(out: Path, names: list[str]) -> str:
     """Return the command that uses a download. A repository without a tokenizer is a draft head."""
     if any(name in names for name in TOKENIZERS):
         return f'python generate.py --checkpoint {out} --prompt "..."'
-    return f'python generate.py --checkpoint TARGET --eagle {out} --prompt "..."'
+    return f'python generate.py --checkpoint TARGET --head {out} --prompt "..."'
 
 
 def download_smollm2(config: DownloadConfig) -> Path:

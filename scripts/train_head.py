@@ -79,10 +79,11 @@ RECIPES = {  # by measurement (benchmarks/TRAINING.md)
 }
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
-VERSION = 2  # of run.json
+VERSION = 3  # of run.json
 # answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
 # answered, whatever the budget (an answer has about 200)
 BATCH_TOKENS = 2000
+LINE_S = 300.0  # between lines about a stage, where no terminal shows its bar
 STEPS = 1000  # units of the schedule of training, which goes by the clock
 METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
@@ -100,6 +101,13 @@ class HeadConfig:
         AnswerConfig.prompts,
         "JSONL files of `turns`, comma-separated; the model's own and functions come besides",
     )
+    given: float = option(
+        0.0,
+        "share of the answer tokens for --prompts, up to 1, for a head of one purpose; "
+        "0: as much as for each other kind of prompts",
+        least=0,
+        most=1,
+    )
     chat: str = option("", "chat template; empty: the checkpoint's own")
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
@@ -111,6 +119,7 @@ class HeadConfig:
             checkpoint=self.checkpoint,
             out=str(Path(self.out, "answers")),
             prompts=self.prompts,
+            given=self.given,
             chat=self.chat,
             tokens=tokens,
             device=self.device,
@@ -141,12 +150,14 @@ class Job:
         self.out = Path(config.out)
         self.file = self.out / "run.json"
         self.mark = time.perf_counter()
+        self.line_mark = self.mark  # of the last line about a stage
         prompts = [read_turns(Path(p), "--prompts") for p in config.prompts.split(",")]
         identity = {
             "version": VERSION,
             "weights": weights_hash(Path(config.checkpoint)),
             "hours": config.hours,
             "chat": config.chat,
+            "given": config.given,
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         }
         self.state = {
@@ -196,6 +207,10 @@ class Job:
         self.mark = now
         if done:
             self.state["done"].append(stage)
+        elif stage in STAGES and now - self.line_mark >= LINE_S and not sys.stderr.isatty():
+            self.line_mark = now
+            hours = [s / 3600 for s in (self.state["seconds"][stage], self.allowed_s(stage))]
+            print(f"{stage}: {hours[0]:.2f} of {hours[1]:.2f} hours", flush=True)
         self.save()
         return part_s
 
@@ -392,8 +407,9 @@ Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
 - Training: {state["plan"]["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
   {parameters}.
 - Hours: {hours}.
-- Held-out prompts, greedy chains of five: acceptance by depth {alphas}; tau {best["tau"]:.3f},
-  the highest, at step {best["step"]};
+- Held-out prompts, greedy chains of five from every position: acceptance by depth {alphas}; tau
+  {best["tau"]:.3f}, the highest, at step {best["step"]}. Decoding starts behind rejections, where
+  tau is lower, as the tables below say;
   sharpness {read_json(job.out / "config.json")["draft_sharpness"]}.
 
 ## Prompts

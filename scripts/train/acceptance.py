@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from drafters import DraftVocab
 from eagle_draft import EagleHead
+from hf.heads import draft_lm_head
 from kv_cache import KVCache, Window
 from model import Transformer
 
@@ -39,8 +40,9 @@ class Chains:
         steps = torch.arange(T, device=tokens.device)
         self.features = target(tokens, steps[None], aux_layers=head.aux_layers)
         self.embedding = head.embedding or target.embedding
-        self.lm_head = head.lm_head or target.lm_head
         self.vocab = head.vocab or DraftVocab(target.config.vocab_size)
+        # of the draft vocabulary: all rows of a large one would take most of the time
+        self.lm_head = head.lm_head or draft_lm_head(target, None, self.vocab.ids)
         self.dtype = head.layers[0].attention.wo.weight.dtype  # may differ from the target's
         self.cache = KVCache.empty(
             head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device)
@@ -80,9 +82,7 @@ class Chains:
             features = self.head.project(features.to(self.dtype))
         for s in range(ALPHAS):
             features = self.step(s, features, drafted)
-            z = self.lm_head(self.head.output_norm(features))
-            if not self.head.lm_head:
-                z = self.vocab.columns(z)  # [1, R, N]
+            z = self.lm_head(self.head.output_norm(features))  # [1, R, N]
             drafted = self.vocab.tokens(z.argmax(-1))
             ok.append(drafted[0] == x[0, 2 + s : 2 + s + R])
             logits.append(z[0])

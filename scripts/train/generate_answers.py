@@ -70,6 +70,7 @@ class AnswerConfig:
     out: str = "answers"  # directory of the files; an unfinished run in it goes on
     prompts: str = str(ROOT / "data/train/gsm8k_train_clean.jsonl")
     eval: str = str(ROOT / "data/eval")  # to keep clear of: JSONL files or directories of them
+    given: float = 0.0  # share of the answer tokens for `prompts`; 0: by SHARES
     chat: str = ""  # chat template; empty: the checkpoint's own
     tokens: float = 3e6  # answer tokens in all
     greedy: float = 0.5  # share of the prompts answered at T = 0; the others at T = 1
@@ -99,6 +100,18 @@ class Prompt(NamedTuple):
     def text(self) -> str:
         """The first turn, which identifies the prompt."""
         return self.turns[0]
+
+
+def shares(given: float) -> dict[str, float]:
+    """Return the tokens of each source's answers, relative to the others'.
+
+    given: the share of the given prompts, which the others leave; 0: by SHARES
+    """
+    if not given:
+        return SHARES
+    others = sum(SHARES.values()) - SHARES[GIVEN]
+    rest = {source: (1 - given) * share / others for source, share in SHARES.items()}
+    return rest | {GIVEN: given}
 
 
 def hashed(text: str) -> int:
@@ -343,19 +356,21 @@ class Run:
 
         Returns: false when no prompt is left.
         """
-        share = {True: self.config.greedy, False: 1 - self.config.greedy}
-        kinds = []
+        by_greedy = {True: self.config.greedy, False: 1 - self.config.greedy}
+        by_source = shares(self.config.given)
+        share = {}  # of the kinds that have prompts
         for source, greedy in self.waiting:
             has_prompts = self.waiting[source, greedy] or (source == OWN and self.writes)
-            if share[greedy] and has_prompts:
-                kinds.append((source, greedy))
-        if not kinds:
+            if has_prompts and by_source[source] * by_greedy[greedy]:
+                share[source, greedy] = by_source[source] * by_greedy[greedy]
+        if not share:
             return False
 
-        def done(kind: tuple[str, bool]) -> float:
-            return self.tokens[kind] / (SHARES[kind[0]] * share[kind[1]])
+        def behind(kind: tuple[str, bool]) -> float:  # with half of its next batch
+            batch = self.size(kind[0]) * self.config.answer_tokens / 2
+            return (self.tokens[kind] + batch / 2) / share[kind]
 
-        source, greedy = min(kinds, key=done)
+        source, greedy = min(share, key=behind)
         queue = self.waiting[source, greedy]
         size = self.size(source)
         while source == OWN and self.writes and len(queue) < size:

@@ -803,6 +803,13 @@ class Clock:
             return self.steps
         return self.begin + (self.steps - self.begin) * (1 - left_s / self.begin_s)
 
+    def past(self, position: float, ending_s: float) -> float:
+        """Return the position after an evaluation, whose time asks for no further one.
+
+        One step more is done also where no time is left, so that training ends with an evaluation.
+        """
+        return min(max(position, self.position(ending_s)), self.steps - 1)
+
 
 def best_row(curve: list[dict]) -> dict:
     """Return the row with the highest tau, of equal ones the last."""
@@ -919,8 +926,7 @@ def train(
         done += 1
         before = position
         position = clock.position(ending_s) if clock else done
-        if position:
-            bar.total = round(done * config.steps / position)
+        bar.total = round(done * config.steps / position) if position else None
         bar.update()
         ended = position >= config.steps
         evaluates = ended or crosses(before, position, config.eval_every)
@@ -942,6 +948,7 @@ def train(
         if evaluates:
             if ended or improved:
                 write_files(made, config, info)
+            position = position if ended or not clock else clock.past(position, ending_s)
             mark = time.process_time()
     bar.close()
     for file in (state_file, best.file):

@@ -154,7 +154,7 @@ def test_aims_of_the_house():
 
 def pages() -> list[Path]:
     """The pages for readers."""
-    folders = [ROOT / "benchmarks", ROOT / "docs", ROOT / "data", ROOT / "tests"]
+    folders = [ROOT / name for name in ("benchmarks", "data", "docs", "heads", "tests")]
     found = [ROOT / "README.md", *(ROOT / "scripts").rglob("README.md")]
     return [*found, *(page for folder in folders for page in folder.glob("*.md"))]
 

@@ -70,6 +70,13 @@ def test_wanted_leaves_out_second_copies():
     assert further in wanted(REPO, [*names, further])
 
 
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_wanted_takes_heads_of_tokens(kind):
+    names = ["README.md", "config.json", f"{kind}_lm_head.pt", f"{kind}_lm_head.safetensors"]
+    assert wanted(REPO, names) == ["config.json", f"{kind}_lm_head.safetensors"]
+    assert wanted(REPO, names[:3]) == ["config.json", f"{kind}_lm_head.pt"]
+
+
 @pytest.mark.parametrize(
     "names", [[], ["config.json", "model.gguf"], ["original/model.safetensors"]]
 )
@@ -82,7 +89,7 @@ def test_next_command(tmp_path):
     command = next_command(tmp_path, wanted(REPO, LLAMA2))
     assert command == f'python generate.py --checkpoint {tmp_path} --prompt "..."'
     head = next_command(tmp_path, ["config.json", "pytorch_model.bin"])
-    assert head == f'python generate.py --checkpoint TARGET --eagle {tmp_path} --prompt "..."'
+    assert head == f'python generate.py --checkpoint TARGET --head {tmp_path} --prompt "..."'
 
 
 class HFValidationError(ValueError):

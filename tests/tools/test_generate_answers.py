@@ -292,14 +292,14 @@ def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
     assert sum(len(row["answer_ids"]) for row in used) == run.total()
 
 
-@pytest.mark.parametrize("tokens", [8000, 20_000])
-def test_every_kind_is_used_at_small_budgets(sources, monkeypatch, tokens):
-    """With answers of 200 tokens, every source is answered greedily and sampled within the budget."""
+def run_of_long_answers(sources, monkeypatch, tokens, given=0.0):
+    """A run with enough prompts of every source, whose answers have 200 tokens, to its end."""
     import scripts.train_head as train_head
 
     size = train_head.HeadConfig(checkpoint=DEMO).answers(tokens).batch_size
-    config = config_for(sources, tokens=tokens, batch_size=size)
-    many = {source: [[f"{source} {i}?"] for i in range(400)] for source in answer.SOURCES}
+    options = {"tokens": tokens, "batch_size": size, "given": given, "answer_tokens": 400}
+    config = config_for(sources, **options)
+    many = {source: [[f"{source} {i}?"] for i in range(tokens // 40)] for source in answer.SOURCES}
     word = Tokenizer.load(answer.Path(DEMO)).encode("yes", bos=False)
     monkeypatch.setattr(answer, "decoded", lambda engine, streams, prompts, longest: [
         (word * 200)[:200] for _ in prompts
@@ -312,10 +312,26 @@ def test_every_kind_is_used_at_small_budgets(sources, monkeypatch, tokens):
     run.writes = False
     while run.total() < tokens and run.step():
         pass
+    by_source = {
+        source: run.tokens[source, True] + run.tokens[source, False] for source in answer.SOURCES
+    }
+    return run, by_source
+
+
+@pytest.mark.parametrize("tokens", [8000, 20_000])
+def test_every_kind_is_used_at_small_budgets(sources, monkeypatch, tokens):
+    """Every source is answered greedily and sampled within the budget."""
+    run, shares = run_of_long_answers(sources, monkeypatch, tokens)
     assert set(run.tokens) == set(run.waiting) and min(run.tokens.values()) >= 200
-    shares = {source: run.tokens[source, True] + run.tokens[source, False] for source in many}
     if tokens > 8000:  # long ones have their share, a batch more or less
         assert shares["long"] < 0.6 * shares["tasks"]
+
+
+@pytest.mark.parametrize("given", [0.7, 1.0])
+def test_given_prompts_take_the_share_that_is_asked_for(sources, monkeypatch, given):
+    run, by_source = run_of_long_answers(sources, monkeypatch, 80_000, given)
+    assert abs(by_source["given"] / run.total() - given) < 0.1
+    assert (run.total() > by_source["given"]) == (given < 1)
 
 
 def test_bundled_prompts_are_of_many_kinds_and_lengths():

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from cli.parsing import one_line_errors
 from draft_tree import StaticTree
-from drafters import RootOnly
+from drafters import DraftVocab, RootOnly
 from eagle_draft import EagleDrafter, EagleHead, load_head
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
 from hf.chat import CHAT_TEMPLATES, JinjaTemplate
@@ -80,6 +80,21 @@ def test_chains_from_every_start_agree_with_the_loop():
     result = evaluate(head, target, [(len(prompt), session.history[0])])
     assert result["tau"] == pytest.approx(1 + sum(lengths[3:]) / len(lengths[3:]))
     assert result["alpha"][0] == pytest.approx(ok[3:, 0].float().mean().item())
+
+
+def test_an_evaluation_computes_the_draft_vocabulary_alone():
+    """All rows of a vocabulary of 150,000 tokens took most of its time."""
+    target, head = golden_target(), copy.deepcopy(golden_head())
+    tokens = torch.tensor([[5, 17, 3, 40, 8, 22, 61, 9, 33, 2]])
+    _, plain = Chains(head, target, tokens).run()
+    ids = torch.arange(0, target.config.vocab_size, 2)
+    head.vocab = DraftVocab(target.config.vocab_size, ids)
+    rows = []
+    hook = target.lm_head.register_forward_hook(lambda module, inputs, z: rows.append(z.shape))
+    _, logits = Chains(head, target, tokens).run()
+    hook.remove()
+    assert not rows and logits[0].shape[-1] == len(ids)
+    torch.testing.assert_close(logits[0], plain[0][:, ids])
 
 
 OWN = (

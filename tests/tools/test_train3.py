@@ -325,11 +325,33 @@ def test_training_ends_with_its_time(quick, tmp_path, monkeypatch):
         out=str(tmp_path), features=str(tmp_path / "kept"), epoch_batches=3,
         **COMMON | {"steps": 100, "eval_every": 50},
     )  # fmt: skip
-    left = [90, 70, 50, 30, 10, 0]
+    left = [90, 70, 50, 30, 30, 10, 0]  # after every step, and after the evaluation at 30
     train_eagle.train(config, left_s=iter(left).__next__)
-    assert rates == pytest.approx([0, *(100 * (90 - s) / 90 for s in left[:-1])], abs=1)
+    assert rates == pytest.approx([0, *(100 * (90 - s) / 90 for s in (*left[:4], 10))], abs=1)
     info = json.loads((tmp_path / "training.json").read_text())
     assert [row["step"] for row in info["curve"]] == [4, 6] and info["config"]["steps"] == 6
+
+
+def test_an_evaluation_is_no_reason_for_the_next_one(quick, tmp_path, monkeypatch):
+    """It takes longer than the steps between two; the next one is where the schedule says."""
+    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
+    now = [0.0]
+    evaluate, run = train_eagle.evaluate, train_eagle.Steps.run
+
+    def slow(*inputs):
+        now[0] += 25
+        return evaluate(*inputs)
+
+    def step(*inputs):
+        now[0] += 1
+        return run(*inputs)
+
+    monkeypatch.setattr(train_eagle, "evaluate", slow)
+    monkeypatch.setattr(train_eagle.Steps, "run", step)
+    config = TrainConfig(out=str(tmp_path), **COMMON | {"steps": 100, "eval_every": 20})
+    train_eagle.train(config, left_s=lambda: 100 - now[0])
+    steps = [row["step"] for row in json.loads((tmp_path / "training.json").read_text())["curve"]]
+    assert len(steps) >= 2 and all(b - a > 1 for a, b in zip(steps, steps[1:])), steps
 
 
 def test_best_weights_bring_their_own_step(tmp_path):

@@ -293,6 +293,20 @@ def test_opening_is_no_batch_of_features(small, monkeypatch):
     assert job.state["batches"] == 15 and job.state["seconds"]["features"] == 450
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_log_has_a_line_every_five_minutes(small, monkeypatch, capsys, terminal):
+    """A terminal has a bar; a run in the background would be silent for hours."""
+    monkeypatch.setattr(train_head, "time", FakeTime())
+    (small / "run").mkdir()
+    job = job_of(small)
+    monkeypatch.setattr(train_head.sys.stderr, "isatty", lambda: terminal)
+    for _ in range(11):
+        train_head.time.now += 60
+        job.over("answers")
+    lines = ["answers: 0.08 of 0.25 hours", "answers: 0.17 of 0.25 hours"]
+    assert capsys.readouterr().out.splitlines() == ([] if terminal else lines)
+
+
 def test_later_stages_share_the_rest(small, monkeypatch):
     """A machine that is slower during the answers only, or for one long part, is no overrun."""
     monkeypatch.setattr(train_head, "time", FakeTime())
@@ -327,6 +341,7 @@ def test_mistakes_are_one_line(small, monkeypatch, capsys):
     assert "no such directory: nowhere" in refused(capsys, arguments(small, Path("nowhere")))
     assert "has no chat template; use --chat NAME" in refused(capsys, argv(chat=""))
     assert "cannot read none.jsonl" in refused(capsys, argv(prompts="none.jsonl"))
+    assert "--given must be" in refused(capsys, argv(given=1.5))
     (small / "other").mkdir()
     (small / "other" / "config.json").touch()
     assert "holds something else than a run" in refused(capsys, argv("other"))
