@@ -396,9 +396,11 @@ def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
     need_tokenizer(engine)
     decoder = answer_decoder(engine)
     for new in session.decode_turn([ids]):
-        yield decoder.push(new[0])
-        if decoder.stopped:
-            return
+        for place, id in enumerate(new[0], 1):
+            yield decoder.push([id])
+            if decoder.stopped:
+                session.cut(0, len(new[0]) - place)
+                return
     yield decoder.flush()
 
 

@@ -346,6 +346,7 @@ class Session:
         kept = len(self.history[seq]) - count
         del self.history[seq][kept:]
         self.stats.tokens -= count
+        self.faults.pop(seq, None)  # of a token that is dropped
         self.release(seq)
         state = self.state
         state.draws[seq] += kept - 1 - state.pos[seq]  # cycles advance both by the same numbers

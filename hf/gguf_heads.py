@@ -12,6 +12,7 @@ Not here: DSpark and DFlash2, sliding windows; writing such a file (scripts/expo
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,7 +97,8 @@ class GgufHead(GgufFile):
             value = metadata.get(key(name), neutral)
             if value != neutral:
                 raise ValueError(
-                    f"{self.path}: {key(name)} is {value}, which is not supported; use another head"
+                    f"{self.path}: {key(name)} is {reprlib.repr(value)}, which is not supported; "
+                    "use another head"
                 )
         embedding = embedding_shape(header)
         if not embedding:  # it is the target's
@@ -148,7 +150,7 @@ class GgufHead(GgufFile):
         layers = metadata.read(name, list)
         if not layers or any(type(layer) is not int for layer in layers):
             raise ValueError(
-                f"{self.path}: the metadata {name} must list layers; it is {layers}; "
+                f"{self.path}: the metadata {name} must list layers; it is {reprlib.repr(layers)}; "
                 "convert the head again"
             )
         return layers

@@ -334,7 +334,7 @@ def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer 
 
 
 class Until:
-    """A text up to the first of some stop strings. What may begin one is held back."""
+    """A text up to the stop string that is complete first. What may begin one is held back."""
 
     def __init__(self, stops: Iterable[str]):
         self.stops = tuple(stops)
@@ -346,9 +346,12 @@ class Until:
         if self.stopped:
             return ""
         self.held += text
-        found = [self.held.find(stop) for stop in self.stops if stop in self.held]
+        found = [(self.held.find(stop), stop) for stop in self.stops if stop in self.held]
         self.stopped = bool(found)
-        end = min(found, default=len(self.held) - (0 if last else self._begun()))
+        if found:  # the stop that is complete first, however the text came in pieces
+            end, _ = min(found, key=lambda place: (place[0] + len(place[1]), place[0]))
+        else:
+            end = len(self.held) - (0 if last else self._begun())
         text = self.held[:end]
         self.held = self.held[end:]
         return text

@@ -175,10 +175,13 @@ def metadata_of(head: Head, name: str) -> dict[str, Any]:
 
 
 def add_key(writer: Any, key: str, value: Any) -> None:
-    """Write a key; whole numbers below 0 do not occur outside lists."""
+    """Write a key, a whole number in the smallest common type that holds it."""
+    whole = writer.add_uint32
+    if type(value) is int and not 0 <= value < 2**32:
+        whole = writer.add_uint64 if value > 0 else writer.add_int64
     add = {
         bool: writer.add_bool,
-        int: writer.add_uint32,
+        int: whole,
         float: writer.add_float32,
         str: writer.add_string,
         list: writer.add_array,

@@ -432,7 +432,9 @@ def _load() -> str:
     try:
         library = build()
         _libraries[library.name] = register("gpt_eagle", library)
-        torch.ops.gpt_eagle.use_tiles(switches.kind_of_tiles())
+        if not torch.ops.gpt_eagle.use_tiles(switches.kind_of_tiles()):
+            note = "AMX tiles are missing or refused here, so other kernels run: unset it"
+            print(f"note: GPT_EAGLE_TILES=hardware: {note}", file=sys.stderr)
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"

@@ -14,7 +14,7 @@ constexpr int64_t CHUNK = 4;       // groups of k, at most, whose sums wait in L
 constexpr int64_t CHUNK_K = 256;   // their k, at most
 constexpr int64_t AHEAD = 12288;   // bytes of weights that are fetched
 
-// Returns the rows of a group of rows from which on tiles are faster, as measured on an Emerald Rapids.
+// Returns the rows of a group of rows from which on a prototype of the tiles was faster on an Emerald Rapids.
 int64_t rows_for_tiles(const Layout& layout, int64_t k) {
   const int64_t size = layout.group;
   if (!amx::in_use() || k % size || (size != 16 && size != 32 && size != 64 && size != 128)) return Activations::NEVER;

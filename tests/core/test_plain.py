@@ -242,7 +242,11 @@ def test_families_of_the_environment(monkeypatch):
         ("INDUCTOR", "2", "GPT_EAGLE_INDUCTOR must be 1 or 0; it is '2'"),
         ("GRAPHS", "yes", "GPT_EAGLE_GRAPHS must be 1 or 0; it is 'yes'"),
         ("PRODUCTS", "cublas", "GPT_EAGLE_PRODUCTS must be triton or streamed; it is 'cublas'"),
-        ("TILES", "on", "GPT_EAGLE_TILES must be none or hardware or emulation; it is 'on': correct"),
+        (
+            "TILES",
+            "on",
+            "GPT_EAGLE_TILES must be none or hardware or emulation; it is 'on': correct",
+        ),
     ],
 )
 def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, message):

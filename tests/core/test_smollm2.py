@@ -14,10 +14,9 @@ from helpers import slow
 from options import DEFAULT, GenerateConfig
 
 pytestmark = pytest.mark.smollm2
-QUESTION = "What is the capital of Italy?"
-ANSWER = "The capital of Italy is Rome."
-# widened only: of France the model is undecided between "The" and "L" (25.16 to 25.15 in bfloat16)
-WIDENED = ("bfloat16", "What is the capital of France?", "The capital of France is Paris.")
+# of France and Italy the model is nearly undecided: rounding decides between two answers
+QUESTION = "What is the capital of Japan?"
+ANSWER = "The capital of Japan is Tokyo."
 ESSAY = "Write an essay on rivers and lakes."
 
 
@@ -25,15 +24,15 @@ def test_it_is_the_default(smollm2):
     assert GenerateConfig().checkpoint == DEFAULT == str(smollm2) and is_gguf(Path(DEFAULT))
 
 
-@pytest.mark.parametrize("dtype, question, answer", [("", QUESTION, ANSWER), *slow([WIDENED])])
-def test_a_conversation(smollm2, dtype, question, answer):
+@pytest.mark.parametrize("dtype", ["", *slow(["bfloat16"])])
+def test_a_conversation(smollm2, dtype):
     """It answers, ends its turn by itself, and the second turn sees the first."""
     engine = load(chat="", max_new_tokens=60, dtype=dtype)
     assert engine.option("quant") == ("none" if dtype else "blocks")
-    first = generate(engine, [question])
-    assert first.text == [answer] and first.finish_reason == ["stop"]
+    first = generate(engine, [QUESTION])
+    assert first.text == [ANSWER] and first.finish_reason == ["stop"]
     assert engine.tokenizer.piece(first.tokens[0][-1]) == b""  # <|im_end|>
-    turns = generate(engine, [[question, "And what is its largest river?"]])
+    turns = generate(engine, [[QUESTION, "And what is its largest river?"]])
     assert turns.text[0] == first.text[0] and turns.prompt_tokens[1] > turns.prompt_tokens[0] + len(
         first.tokens[0]
     )

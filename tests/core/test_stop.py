@@ -10,6 +10,7 @@ import pytest
 
 import generate as program
 from generate import generate, load, main, stream
+from hf.tokenizer import Until
 from options import DEMO
 from session import Session
 
@@ -47,6 +48,18 @@ def test_a_text_ends_before_its_stop(engines):
     assert stop not in engine.tokenizer.decode(found.tokens[0][:-1], continuation=True)
     assert round(found.stats["tokens_per_s"] * found.stats["decode_s"]) == count - 1
     assert "".join(stream(engine, PROMPT, stop=[stop, "never said"])) == found.text[0]
+
+
+def test_the_stop_that_is_complete_first_ends_a_text_however_it_comes(engines):
+    """A stop that lies inside another one: in a stream, with and without drafts, and in one piece."""
+    whole = generate(engines[1], [PROMPT]).text[0]
+    stops = [whole[30:42], whole[34:36]]
+    want = whole[: whole.index(stops[1])]
+    assert len(want) > 8
+    for engine in engines:
+        assert generate(engine, [PROMPT], stop=stops).text[0] == want
+        assert "".join(stream(engine, PROMPT, stop=stops)) == want
+    assert Until(stops).push(whole, last=True) == want
 
 
 @pytest.mark.parametrize("stop", [3, [""], "", ["a", 5]], ids=repr)

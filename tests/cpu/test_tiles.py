@@ -32,6 +32,8 @@ IN_8_BITS = NATIVE and {"avx512_vnni", "avx_vnni"} & set(ops.cpu.build.processor
 @contextmanager
 def tiles(name: str):
     """Multiply on a unit, and without tiles before and afterwards."""
+    if name == "hardware" and switches.kind_of_tiles() != "hardware":
+        pytest.skip("the hardware is tested with GPT_EAGLE_TILES=hardware")
     operators = torch.ops.gpt_eagle
     if not operators.use_tiles(name):
         pytest.skip("this processor has no tiles, or its system refuses them")
@@ -46,8 +48,6 @@ def tiles(name: str):
 
 @pytest.fixture(params=["emulation", "hardware"])
 def unit(request):
-    if request.param == "hardware" and switches.kind_of_tiles() != "hardware":
-        pytest.skip("the hardware is tested with GPT_EAGLE_TILES=hardware")
     with tiles(request.param):
         yield
 
@@ -253,9 +253,10 @@ def refuse_tiles() -> None:
         print("no filter")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="filters system calls as Linux does")
+@pytest.mark.skipif(
+    "amx_tile" not in ops.cpu.build.processor().split(), reason="this processor has no tiles"
+)
 def test_a_refused_permission_leaves_the_other_kernels():
-    """On a processor with tiles; on others the same without a refusal."""
     says = child(
         "t.refuse_tiles(); print(torch.ops.gpt_eagle.use_tiles('hardware'), t.products_are(t.linear_bf16_reference))"
     )
