@@ -207,9 +207,10 @@ def check_outputs(files: dict[str, str]) -> None:
 # ---------------------------------------------------------------------- writing
 
 
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+def replace_file(path: Path, write: Callable[[Path], Any], private: bool = False) -> None:
     """Write under a temporary name, then rename: a kill or a full disk keeps the old file.
 
+    private: a file that is new is its owner's alone
     The new file has the old one's mode. A link stays, and the file that it names is replaced. A
     device or a queue is written into.
     """
@@ -224,10 +225,12 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
             # users that may not read the old file may not read the temporary one
             mode = stat.S_IMODE(real.stat().st_mode)
             temporary.touch(mode | stat.S_IWUSR)
+        elif private:
+            temporary.touch(0o600)
         write(temporary)
         if real.exists():
             shutil.copymode(real, temporary)
-        else:
+        elif not private:
             set_usual_mode(temporary)
         os.replace(temporary, real)
     finally:

@@ -193,12 +193,11 @@ def _write(
     value = json.dumps({"vocabulary": vocabulary, "texts": texts, "successors": successors})
 
     def write(path: Path) -> None:
-        path.touch(mode=0o600)
         path.write_text(value + "\n", encoding="utf-8")
 
     try:
         with folder_lock(file.parent):
-            replace_file(file, write)
+            replace_file(file, write, private=True)
     except OSError as error:
         with suppress(OSError, ValueError, AttributeError):  # standard error may be closed by now
             reason = error.strerror or error

@@ -39,8 +39,11 @@ def test_a_conversation(smollm2, dtype):
 
 
 def test_a_system_message_changes_the_answer(smollm2):
-    told = generate(load(chat="", max_new_tokens=20, system="Answer in French."), [QUESTION])
-    assert told.prompt_tokens != [0] and told.text != [ANSWER]
+    plain, told = (
+        generate(load(chat="", max_new_tokens=20, system=system), [ESSAY])
+        for system in ("", "You are a pirate. Answer as one.")
+    )
+    assert told.prompt_tokens != plain.prompt_tokens and told.text != plain.text
 
 
 @pytest.mark.parametrize("quant, temperature", [
