@@ -33,7 +33,7 @@ from session import common_prefix
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
 EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)
 LOOKUPS = {"lookup": 10, "lookup2": 2}  # tokens drafted: the package's default, its CPU advice
-NEAR_TIE = 0.1  # of logits
+NEAR_TIE = 0.5  # of logits: 4 times the rms of its own rounding (fidelity.py)
 Drafter = Callable[[np.ndarray], np.ndarray]  # the text so far, [T] int32 -> drafted tokens
 NAMES = {  # of Hugging Face -> of GGUF
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
