@@ -179,7 +179,8 @@ def load_head(
 def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:
     """Return whether a head's embedding repeats the target's, packed or not."""
     parts = torch.arange(target.config.vocab_size, device=target.norm.weight.device).split(4096)
-    return all(torch.equal(of_head(i), target.embedding(i).to(of_head(i).dtype)) for i in parts)
+    rows = ((of_head(ids), target.embedding(ids)) for ids in parts)
+    return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in rows)
 
 
 # ---------------------------------------------------------------------------------------- drafting

@@ -50,7 +50,7 @@ inline Tile tile_of(const Group& group, int64_t t, bool on_amx = false) {
   const int64_t count = count_tiles(group, on_amx), first = group.rows * t / count;
   return {group.first + first, group.rows * (t + 1) / count - first, on_amx};
 }
-struct Outlier {  // a step's codes are 128 * high larger
+struct Outlier {  // a step of a row whose codes are 128 * high larger than those in `codes`
   int16_t row, step;  // of the tile, of the block
   int8_t high[4];
 };
@@ -469,6 +469,16 @@ struct Part {  // outputs of one layout
   int64_t strips() const { return (n + STRIP - 1) / STRIP; }
 };
 
+// Begins the product of a group with a strip of a part: `acc` [rows, 32] is 0, and the panel lies before the strip's
+// first weights. output_scale: [32], written where the part has scales per output
+void begin_strip(const Part& part, const Group& group, int64_t strip, Panel& panel, float* output_scale, float* acc) {
+  const int64_t column = strip * STRIP;
+  if (part.scale)
+    std::copy_n(part.scale + group.expert * part.n + column, std::min(STRIP, part.n - column), output_scale);
+  std::fill(acc, acc + group.rows * STRIP, 0.0f);
+  panel.weights = part.packed + group.expert * part.expert_bytes + strip * part.layout.strip_bytes(part.a->k);
+}
+
 // acc [rows of the group, 32] = x . w for a strip of a part
 template <class F, int STEPS>
 void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
@@ -476,10 +486,7 @@ void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& pane
   const Layout& layout = part.layout;
   const int64_t T = count_tiles(group), supers = std::max<int64_t>(1, PANEL / layout.super);
   alignas(64) float output_scale[STRIP] = {};
-  if (part.scale)
-    std::copy_n(part.scale + group.expert * part.n + strip * STRIP, std::min(STRIP, part.n - strip * STRIP), output_scale);
-  std::fill(acc, acc + group.rows * STRIP, 0.0f);
-  panel.weights = part.packed + group.expert * part.expert_bytes + strip * layout.strip_bytes(a.k);
+  begin_strip(part, group, strip, panel, output_scale, acc);
   for (panel.first = 0; panel.first < a.k; panel.first = panel.last) {
     panel.last = std::min(a.k, panel.first + supers * layout.super);
     open_panel(layout, output_scale, panel);

@@ -132,10 +132,7 @@ void tile_sums(const Part& part, const Group& group, int64_t strip, Panel& panel
   const Layout& layout = part.layout;
   const int64_t T = count_tiles(group, true), supers = std::max<int64_t>(1, PANEL / layout.super);
   alignas(64) float output_scale[STRIP] = {};
-  if (part.scale)
-    std::copy_n(part.scale + group.expert * part.n + strip * STRIP, std::min(STRIP, part.n - strip * STRIP), output_scale);
-  std::fill(acc, acc + group.rows * STRIP, 0.0f);
-  panel.weights = part.packed + group.expert * part.expert_bytes + strip * layout.strip_bytes(a.k);
+  begin_strip(part, group, strip, panel, output_scale, acc);
   for (panel.first = 0; panel.first < a.k; panel.first = panel.last) {
     panel.last = std::min(a.k, panel.first + supers * layout.super);
     open_panel(layout, output_scale, panel);

@@ -55,6 +55,7 @@ from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 from runtime import WARM_UPS
+from scripts import export_head
 from scripts.train import experts_gradient  # noqa: F401  (registers the gradients)
 from session import Session
 
@@ -749,6 +750,44 @@ def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
     plain = generate(load(draft="none", **options), prompts)
     for tree in ("chain", "dynamic"):
         assert generate(load(tree=tree, batch_size=2, **options), prompts).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_string_ends_a_turn_as_in_vanilla(temperature):
+    """Cycles that run already when the string is found change nothing in the next turn."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    options = {
+        "checkpoint": DEMO,
+        "device": "cuda",
+        "dtype": "float32",
+        "temperature": temperature,
+        "max_new_tokens": 40,
+        "stop": ["re", "s", "("],
+    }
+    prompts = [["def read_lines(path):", "def g(b):\n", "# "], ["class A:", "\n x"]]
+    plain = generate(load(draft="none", **options), prompts)
+    drafted = generate(load(tree="dynamic", **options), prompts)
+    assert (drafted.tokens, drafted.text) == (plain.tokens, plain.text)
+    assert "stop" in drafted.finish_reason
+
+
+def test_a_head_in_a_gguf_file_equals_vanilla(tmp_path):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = str(GOLDEN / "models/target_llama_mha")
+    write_drafter(tmp_path / "head", "eagle3")
+    head = str(tmp_path / "head.gguf")
+    files = ["--checkpoint", target, "--head", str(tmp_path / "head"), "--out", head]
+    export_head.main([*files, "--type", "f16"])
+    options = {
+        "checkpoint": target,
+        "device": "cuda",
+        "dtype": "float32",
+        "max_new_tokens": 24,
+        "ignore_eos": True,
+    }
+    plain = generate(load(draft="none", **options), PROMPTS[:1])
+    drafted = load(head=head, tree="dynamic", **options)
+    assert generate(drafted, PROMPTS[:1]).tokens == plain.tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
