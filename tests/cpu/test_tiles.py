@@ -6,16 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from test_blocks import Case, K
 from test_kernels_cpu import KINDS, _no_tiles, linear, make_case, random, weights_bf16
+from torch import Tensor
 
 import ops.cpu.build
-from helpers import BLOCK_KINDS
+from helpers import BLOCK_KINDS, packed_blocks, random_blocks
 from ops import switches
 from ops.linear import linear_bf16_reference, linear_tiles_reference
 
@@ -150,13 +151,13 @@ def test_numbers_below_the_smallest_normal_one_are_zeros(unit, x, weight, want):
 # -------------------------------------------------------------------------------------------- integers
 
 
-def same_bits(case, x: torch.Tensor, unit: str, rows=ROWS) -> None:
+def same_bits(product: Callable[[Tensor], Tensor], x: Tensor, unit: str) -> None:
     """Check that a product on tiles has the bits of the kernels that other processors run."""
     x[:, ::97] *= 30  # outliers, as hidden states have them
-    want = [case.operator(x[:n], True) for n in rows]
+    want = [product(x[:n]) for n in ROWS]
     with tiles(unit):
-        for n, y in zip(rows, want):
-            assert torch.equal(case.operator(x[:n], True), y), n
+        for n, y in zip(ROWS, want):
+            assert torch.equal(product(x[:n]), y), n
 
 
 @pytest.mark.parametrize("unit", ["emulation", "hardware"])
@@ -165,7 +166,8 @@ def test_integer_sums_are_those_of_other_processors(kind, unit):
     if kind[0] == "int8" and not IN_8_BITS:
         pytest.skip("int8 has 16 bits here")
     k = 1408 if kind[1] else 1280  # panels, and a part of one
-    same_bits(make_case(kind, 77, k), random(33, k, seed=1), unit)
+    case = make_case(kind, 77, k)
+    same_bits(lambda x: case.operator(x, True), random(33, k, seed=1), unit)
 
 
 @pytest.mark.parametrize("unit", ["emulation", "hardware"])
@@ -173,7 +175,10 @@ def test_integer_sums_are_those_of_other_processors(kind, unit):
 def test_sums_of_gguf_blocks_are_those_of_other_processors(name, unit):
     if name == "Q8_0" and not IN_8_BITS:
         pytest.skip("int8 has 16 bits here")
-    same_bits(Case(name), random(33, K, seed=1), unit)
+    k = 768  # a panel and a half
+    layer = packed_blocks(random_blocks(name, 77, k))
+    blocks = torch.ops.gpt_eagle.blocks
+    same_bits(lambda x: blocks(x, *layer, True), random(33, k, seed=1), unit)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
