@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,17 +74,19 @@ def fault_of_hardware() -> str:
 
 
 def _operands() -> list[Tensor]:
-    """Make operands: 33 rows, which are three tiles, and more outputs than a strip has.
+    """Make operands of 48 rows, which are three whole tiles, and of more outputs than a strip has.
 
     k of integers holds groups of all sizes; that of bf16 leaves a part of a step behind a panel.
     No tensor is so large that PyTorch would wake its threads.
     """
     generator = torch.Generator().manual_seed(0)
+    # explicit, since a caller may have other defaults: "meta" while it builds a model
+    normal = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     n, k, k_bf16 = 40, 384, 529
-    x = torch.randn(33, k_bf16, generator=generator)
-    weight = torch.randn(n, k_bf16, generator=generator)
-    codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
-    scales = torch.rand(n, k // 32, generator=generator).bfloat16()
+    x = normal(48, k_bf16)
+    weight = normal(n, k_bf16)
+    codes = (50 * normal(n, k)).clamp(-128, 127).to(torch.int8)
+    scales = normal(n, k // 32).bfloat16()
     packed = [pack_int4_strips(codes >> 4, scales[:, : k // group]) for group in (32, 128)]
     integers = [x[:, :k], *packed, pack_int8_strips(codes), scales[:, 0].float()]
     return [x.bfloat16(), weight.bfloat16(), *integers]
@@ -94,6 +97,9 @@ def matmuls(unit: str, operands: list[Tensor]) -> list[Tensor]:
     narrow, weight, x, *int4, int8, scale = operands
     operators = torch.ops.gpt_eagle
     operators.use_tiles(unit)
-    results = [operators.linear_bf16(narrow[:rows], weight, None, True) for rows in (1, 33)]
-    results += [operators.grouped(x, packed, len(weight), True) for packed in int4]
-    return [*results, operators.w8a8(x, int8, scale, True)]
+    results = []
+    for rows in (1, 33, 48):
+        results.append(operators.linear_bf16(narrow[:rows], weight, None, True))
+        results += [operators.grouped(x[:rows], packed, len(weight), True) for packed in int4]
+        results.append(operators.w8a8(x[:rows], int8, scale, True))
+    return results
