@@ -26,6 +26,7 @@ import torch
 from cli.io import folder_lock, replace_file
 from decode import Engine
 from ops.cpu.build import check_own, loaded, processor
+from ops.library import tiles_in_use
 
 # options that change the time or the accepted tokens of a cycle
 OPTIONS = (
@@ -64,8 +65,10 @@ def file_of(engine: Engine) -> Path | None:
     if parent is None:
         return None
     on_cuda = engine.device.type == "cuda"
-    # the operators' name covers the processor that they are built for
-    chip = torch.cuda.get_device_name() if on_cuda else loaded() or processor()
+    if on_cuda:
+        chip = torch.cuda.get_device_name()
+    else:  # the operators' name covers the processor that they are built for
+        chip = f"{loaded() or processor()} {tiles_in_use()}"
     options = [engine.option(name) for name in OPTIONS]
     samples = config.temperature > 0
     presets = [preset.name for preset in engine.presets]

@@ -117,6 +117,15 @@ def cpu_operators_are_loaded() -> bool:
     return _cpp_available == [True] and _has_own(())
 
 
+def tiles_in_use() -> str:
+    """Return the unit of matmuls on AMX tiles: none, hardware or emulation (cpu/tiles.py)."""
+    from ops.cpu import build
+
+    if build.loaded() and _has_own(("products",)):
+        return torch.ops.gpt_eagle.tiles()[0]
+    return "none"
+
+
 @contextmanager
 def single_torch_thread(whether: bool = True) -> Iterator[None]:
     """Run PyTorch's own loops on one thread, and the C++ operators' on as many as before.

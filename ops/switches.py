@@ -54,12 +54,12 @@ def kind_of_products() -> str:
 
 
 def kind_of_tiles() -> str:
-    """Return the unit of matmuls on AMX tiles (ops/cpu/tiles.h): none, hardware or emulation.
+    """Return the unit of matmuls on AMX tiles that is asked for (ops/cpu/tiles.py).
 
-    None is the default as long as the kernels have run by emulation only.
+    auto: hardware, where it is allowed and right; none, hardware, emulation: that one.
     Raises: ValueError for another name.
     """
-    return _one_of("GPT_EAGLE_TILES", ("none", "hardware", "emulation"))
+    return _one_of("GPT_EAGLE_TILES", ("auto", "none", "hardware", "emulation"))
 
 
 def _one_of(name: str, choices: tuple[str, ...]) -> str:

@@ -41,6 +41,7 @@ from extras.ngram_draft import NgramDrafter
 from extras.presets import PresetPolicy, pick_and_rank
 from extras.recycling_draft import RANKS, RecyclingDrafter
 from extras.residual import sample_children
+from hf.gguf_blocks import Blocks, pack, table_of
 from hf.weights import load_model
 from load import accept_rule
 from model import Transformer
@@ -429,6 +430,20 @@ def set_halves(blocks: numpy.ndarray, at: int, value: Any) -> None:
     """Put float16 numbers at a byte of every block. Writes: blocks, [..., bytes of a block]."""
     halves = numpy.broadcast_to(value, blocks.shape[:-1]).astype(numpy.float16)
     blocks[..., at : at + 2] = halves[..., None].view(numpy.uint8)
+
+
+def random_blocks(name: str, n: int, k: int, seed: int = 0, order: Tensor | None = None) -> Blocks:
+    """A weight of random blocks, of the spread that layers have."""
+    content = torch.from_numpy(gguf_blocks(name, n, k, k**-0.5, seed))
+    return Blocks(name, content, BLOCK_KINDS[name].type_id, k, order)
+
+
+def packed_blocks(*parts: Blocks) -> tuple[Tensor, Tensor]:
+    """Packed blocks of a layer, and their table."""
+    table = table_of(parts)
+    out = torch.full((int(table[2]),), 255, dtype=torch.uint8)
+    pack(parts, table, out, Path("m.gguf"))
+    return out, table
 
 
 # -------------------------------------------------------------------------------------------- tools

@@ -8,7 +8,7 @@ built again.
 
 `GPT_EAGLE_MARCH` in the environment replaces `-march=native`, so that the builds of other
 processors can be tested on this one: `x86-64-v3` has AVX2, `x86-64` neither that nor AVX-512. AMX
-tiles (tiles.h) are in every library; `GPT_EAGLE_TILES` turns them on.
+tiles are in every library; tiles.py decides whether they are used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from cli.io import folder_lock
-from ops import switches
+from ops.cpu import tiles
 
 HERE = Path(__file__).parent
 UNITS = ("operators.cpp", "products.cpp")  # compiled side by side
@@ -215,7 +215,7 @@ OPERATORS: dict[str, Callable | None] = {
     "block_rows(Tensor packed, Tensor table, Tensor rows, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
     "use_tiles(str name) -> bool": None,
-    "emulated_tiles() -> (int, int)": None,
+    "tiles() -> (str, int, int)": None,
 }
 
 
@@ -432,9 +432,7 @@ def _load() -> str:
     try:
         library = build()
         _libraries[library.name] = register("gpt_eagle", library)
-        if not torch.ops.gpt_eagle.use_tiles(switches.kind_of_tiles()):
-            note = "AMX tiles are missing or refused here, so other kernels run: unset it"
-            print(f"note: GPT_EAGLE_TILES=hardware: {note}", file=sys.stderr)
+        tiles.choose()
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"
@@ -444,7 +442,7 @@ def _load() -> str:
 
 
 def loaded() -> str:
-    """Return the library's name, made of all that its speed depends on; empty if none is loaded."""
+    """Return the library's name, made of all that its code depends on; empty if none is loaded."""
     return next(iter(_libraries), "")
 
 

@@ -36,7 +36,7 @@ at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std:
 }  // namespace linear
 namespace amx {
 bool use_tiles(std::string name);
-std::tuple<int64_t, int64_t> emulated_tiles();
+std::tuple<std::string, int64_t, int64_t> tiles();
 }  // namespace amx
 namespace attention {
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,

@@ -55,5 +55,5 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("block_bytes", blocks::block_bytes)
       .impl("own_threads", own_threads)
       .impl("use_tiles", amx::use_tiles)
-      .impl("emulated_tiles", amx::emulated_tiles);
+      .impl("tiles", amx::tiles);
 }

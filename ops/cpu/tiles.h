@@ -2,7 +2,7 @@
 //
 // A tile has up to 16 rows of 64 bytes. An instruction computes C += A . B: A is [rows, k], B holds the k of a column
 // side by side, [k / 2, columns, 2] in bfloat16, [k / 4, columns, 4] in bytes, C is [rows, columns] of 32 bits.
-// 1. `use_tiles` chooses the unit, once: the hardware needs the processor, the system and its permission.
+// 1. `use_tiles` chooses the unit (tiles.py): the hardware needs the processor, the system and its permission.
 // 2. Every piece of a loop loads a configuration and releases it: no state lives longer, so threads that are new, forked
 //    children and libraries with configurations of their own do not matter.
 // 3. `dot_groups`, for tile_sums.h: A is rows of activations, B codes of 16 outputs, C [rows, outputs].
@@ -10,8 +10,8 @@
 //    result does not depend on the other rows, bit for bit: each element of C is a sum of its own.
 //
 // In bfloat16 the order of sums differs from linear.cpp's (ops/linear.py has both plainly): a processor with tiles gives
-// other bits than one without. A prototype of the kernels was timed on an Emerald Rapids, where the emulation had the
-// bits of the hardware. In this form they have run by emulation only, so they are not the default.
+// other bits than one without. A prototype of the kernels ran on an Emerald Rapids, where the emulation had the bits of
+// the hardware. tiles.py compares them on every machine before it chooses the hardware.
 #pragma once
 
 #include "common.h"
@@ -421,7 +421,10 @@ bool use_tiles(std::string name) {
   return !refused;
 }
 
-// Returns how often the emulation was configured and released.
-std::tuple<int64_t, int64_t> emulated_tiles() { return {Emulation::configured, Emulation::released}; }
+// Returns the name of the unit, and how often the emulation was configured and released.
+std::tuple<std::string, int64_t, int64_t> tiles() {
+  constexpr const char* names[] = {"none", "hardware", "emulation"};
+  return {names[int(unit.load(std::memory_order_relaxed))], Emulation::configured, Emulation::released};
+}
 
 }  // namespace amx

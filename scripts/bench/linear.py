@@ -2,6 +2,7 @@
 
     python scripts/bench/linear.py --json linear.json
     python scripts/bench/linear.py --shapes 4096x11008 --tokens 1,8,64 --rounds 5
+    python scripts/bench/linear.py --units none,hardware  # do AMX tiles pay, and from which row?
 
 1. The ceilings are the read bandwidth, and the multiply-adds per second of the same int8 and bf16
    instructions on registers alone. They are measured first and after every shape, and the highest
@@ -59,6 +60,7 @@ ROUNDED = {  # name -> format, group size (0: an output's)
 }
 FILE_TYPES = {TYPES[number].name: number for number in (3, 8, 12, 14)}  # of GGUF, with its number
 KINDS = (*FLOAT, *ROUNDED, *FILE_TYPES)
+UNITS = ("none", "hardware", "emulation")  # of AMX tiles
 
 
 def group_of(kind: str) -> int:
@@ -88,6 +90,9 @@ class LinearConfig:
     )
     tokens: str = option("1,2,4,8,16,26,32,48,64", "rows of the input")
     kinds: str = option(",".join(KINDS), "contestants")
+    units: str = option(
+        "", "units of AMX tiles to compare, as none,hardware; default: the one in use"
+    )
     rounds: int = option(9, "measurements of each", least=1)
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     json: str = option("", "write the results to this file")
@@ -95,11 +100,15 @@ class LinearConfig:
     def check(self) -> None:
         """Check the options. Raises: ValueError for a value that cannot work."""
         check_outputs({"--json": self.json})
-        unknown = set(self.kinds.split(",")) - set(KINDS)
-        if unknown:
-            raise ValueError(
-                f"--kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not"
-            )
+        for flag, value, known in (
+            ("--kinds", self.kinds, KINDS),
+            ("--units", self.units or "none", UNITS),
+        ):
+            unknown = set(value.split(",")) - set(known)
+            if unknown:
+                raise ValueError(
+                    f"{flag} must be among {', '.join(known)}; {', '.join(sorted(unknown))} is not"
+                )
         for shape in self.shapes.split(","):
             parts = shape.split("x")
             if len(parts) != 2 or not all(p.isdigit() and int(p) for p in parts):
@@ -201,24 +210,28 @@ def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
     tokens = [int(m) for m in config.tokens.split(",")]
     contestants = {kind: Contestant(kind, n, k) for kind in config.kinds.split(",")}
     inputs = {m: torch.randn(m, k, dtype=torch.bfloat16) for m in tokens}
-    taken: dict[tuple[str, int], list[float]] = {
-        (kind, m): [] for kind in contestants for m in tokens
+    units = config.units.split(",")
+    taken: dict[tuple[str, str, int], list[float]] = {
+        (kind, unit, m): [] for kind in contestants for unit in units for m in tokens
     }
     order = list(taken)
     for number in tqdm(range(-1, config.rounds), desc=shape, unit="round"):
         shift = number * 7 % len(order)  # so that neighbours change
-        for kind, m in order[shift:] + order[:shift]:
+        for kind, unit, m in order[shift:] + order[:shift]:
+            if unit:
+                torch.ops.gpt_eagle.use_tiles(unit)
             seconds = contestants[kind].seconds(inputs[m])
             if number >= 0:  # the first round warms up
-                taken[kind, m].append(seconds)
+                taken[kind, unit, m].append(seconds)
     records = []
-    for (kind, m), seconds in taken.items():
+    for (kind, unit, m), seconds in taken.items():
         series = Series.quartiles(seconds)
-        of_first = series.median / Series.quartiles(taken[kind, tokens[0]]).median
+        of_first = series.median / Series.quartiles(taken[kind, unit, tokens[0]]).median
         records.append(
             {
                 "shape": shape,
                 "kind": kind,
+                "unit": unit,
                 "tokens": m,
                 "ms": series.median * 1e3,
                 "quartiles_ms": [series.low * 1e3, series.high * 1e3],
@@ -238,9 +251,9 @@ def table(records: list[dict], value: Callable[[dict], str]) -> str:
         f"| {records[0]['shape']} | " + " | ".join(f"M={m}" for m in tokens) + " |",
         "|---" * (len(tokens) + 1) + "|",
     ]
-    for kind in dict.fromkeys(r["kind"] for r in records):
-        cells = [value(r) for r in records if r["kind"] == kind]
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    for kind, unit in dict.fromkeys((r["kind"], r["unit"]) for r in records):
+        cells = [value(r) for r in records if (r["kind"], r["unit"]) == (kind, unit)]
+        lines.append(f"| {f'{kind} {unit}'.strip()} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -269,6 +282,9 @@ def bench(config: LinearConfig) -> None:
             f"the operators cannot be built here ({missing}); there is nothing to compare"
         )
     machine = environment("cpu")
+    for unit in config.units.split(","):
+        if unit and not torch.ops.gpt_eagle.use_tiles(unit):
+            raise ValueError(f"--units {unit}: this machine has no AMX tiles; leave it out")
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print(
         f"bf16 activations, random weights, {ROTATED_BYTES / 1e6:.0f} MB in turn, "

@@ -34,7 +34,7 @@ from extras.presets import PresetPolicy
 from generate import Batch
 from load import warm_up, with_draft
 from model import MoEFeedForward, Transformer
-from ops.library import PLAIN
+from ops.library import PLAIN, tiles_in_use
 from options import ROOT, GenerateConfig
 from session import Session
 
@@ -267,6 +267,8 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
     named = {"device": _cpu_name()}
     if device.startswith("cuda"):
         named = {"GPT_EAGLE_PDL": os.environ.get("GPT_EAGLE_PDL", "1")}
+    elif tiles_in_use() != "none":
+        named["tiles"] = tiles_in_use()
     if PLAIN:
         named["plain"] = ",".join(sorted(PLAIN))
     return stats.environment(device) | named | versions | {"commit": commit or "unknown"}

@@ -857,8 +857,9 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
 
 
 def test_defaults_by_device(monkeypatch):
-    """On CUDA, by an estimate: 32 nodes with int4, int4 heads. On a CPU 16 nodes, int8 heads where
-    C++ multiplies them."""
+    """On CUDA, by an estimate: 32 nodes with int4, int4 heads. On a CPU 16 nodes, 32 in bf16 on AMX
+    tiles, and int8 heads where C++ multiplies them."""
+    monkeypatch.setattr("ops.library.tiles_in_use", lambda: "none")
     there = {True}
     monkeypatch.setattr(hf.config, "has_cpu_operators", lambda family: True in there)
     for device, quant, size, draft in (
@@ -876,6 +877,12 @@ def test_defaults_by_device(monkeypatch):
         checkpoint=DEMO, device="cpu", draft="eagle+ngram", dtype="bfloat16"
     ).draft_tree
     assert (lookups.size, lookups.width) == (16, 4)
+    monkeypatch.setattr("ops.library.tiles_in_use", lambda: "hardware")
+    for quant, dtype, size in (
+        ("none", "bfloat16", (32, 8)), ("none", "float32", (16, 4)), ("int8", "bfloat16", (16, 4)),
+    ):  # fmt: skip
+        on_tiles = GenerateConfig(checkpoint=DEMO, device="cpu", quant=quant, dtype=dtype)
+        assert (on_tiles.draft_tree.size, on_tiles.draft_tree.width) == size
     there.clear()
     slow = GenerateConfig(checkpoint=DEMO, device="cpu", dtype="bfloat16")
     assert resolve_draft(slow, Path(DEMO)).quant_draft == "none"

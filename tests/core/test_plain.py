@@ -245,7 +245,7 @@ def test_families_of_the_environment(monkeypatch):
         (
             "TILES",
             "on",
-            "GPT_EAGLE_TILES must be none or hardware or emulation; it is 'on': correct",
+            "GPT_EAGLE_TILES must be auto or none or hardware or emulation; it is 'on'",
         ),
     ],
 )

@@ -32,7 +32,14 @@ from test_kernels_cpu import (
 from torch import Tensor
 
 import ops.cpu.build
-from helpers import BLOCK_KINDS, gguf_blocks, not_refused, set_halves
+from helpers import (
+    BLOCK_KINDS,
+    gguf_blocks,
+    not_refused,
+    packed_blocks,
+    random_blocks,
+    set_halves,
+)
 from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
 from ops.qmatmul import blocks_reference, round_activations
 
@@ -49,26 +56,13 @@ def widened(name: str, content: np.ndarray) -> Tensor:
     return torch.from_numpy(gguf.dequantize(content, gguf.GGMLQuantizationType[name]).copy())
 
 
-def weight(name: str, n: int = N, k: int = K, seed: int = 0, order: Tensor | None = None) -> Blocks:
-    content = torch.from_numpy(gguf_blocks(name, n, k, k**-0.5, seed))
-    return Blocks(name, content, BLOCK_KINDS[name].type_id, k, order)
-
-
-def packed(*parts: Blocks) -> tuple[Tensor, Tensor]:
-    """Packed blocks of a layer, and their table."""
-    table = table_of(parts)
-    out = torch.full((int(table[2]),), 255, dtype=torch.uint8)
-    pack(parts, table, out, FILE)
-    return out, table
-
-
 class Case:
     """A layer with random blocks of one type: its numbers, and its product."""
 
     def __init__(self, name: str, n: int = N, k: int = K):
         self.kind = BLOCK_KINDS[name]
-        self.blocks = weight(name, n, k)
-        self.packed, self.table = packed(self.blocks)
+        self.blocks = random_blocks(name, n, k)
+        self.packed, self.table = packed_blocks(self.blocks)
         content = self.blocks.content.numpy()
         self.weight = widened(name, content)
         self.sizes = self.term(name, content, self.kind.least_at).abs()
@@ -112,8 +106,8 @@ def test_numbers_are_the_packages(name):
     order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
     content = torch.from_numpy(content)
     type_id = BLOCK_KINDS[name].type_id
-    straight = packed(Blocks(name, content, type_id, K))
-    turned = packed(Blocks(name, content, type_id, K, order))
+    straight = packed_blocks(Blocks(name, content, type_id, K))
+    turned = packed_blocks(Blocks(name, content, type_id, K, order))
     ids = torch.tensor([0, 76, 5, 5, 31, 32, 64])
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.empty(N, K, dtype=dtype)
@@ -135,7 +129,7 @@ def test_scales_that_are_no_numbers_are_refused(name):
         for value in (float("nan"), float("inf"), -float("inf"), 65504.0):
             if at is None:
                 continue
-            part = weight(name, 40, 256)
+            part = random_blocks(name, 40, 256)
             set_halves(part.content[37].view(-1, kind.size)[-1:].numpy(), at, value)
             out = torch.empty(part.packed_bytes, dtype=torch.uint8)
             if value == 65504.0:
@@ -171,7 +165,7 @@ def test_a_wrong_code_is_seen(name):
     """One bit of a code among 256 x 77 breaks the bound against the reference."""
     case = Case(name, k=256)
     case.blocks.content[70, 60 if case.kind.elements == 256 else 10] ^= 1
-    case.packed, _ = packed(case.blocks)
+    case.packed, _ = packed_blocks(case.blocks)
     x = random(5, 256)
     with pytest.raises(AssertionError, match="outputs are off"):
         assert_within(case.operator(x), case.reference(x), case.rounding(x))
@@ -216,7 +210,7 @@ def test_threads_do_not_matter(name):
         for threads in (2, 3):
             torch.set_num_threads(threads)
             assert torch.equal(case.operator(x), want[0])
-            assert torch.equal(packed(case.blocks)[0], case.packed)
+            assert torch.equal(packed_blocks(case.blocks)[0], case.packed)
             out = torch.empty(2000, 512)
             OPERATORS.block_rows(case.packed, case.table, ids, out)
             assert torch.equal(out, want[1])
@@ -240,7 +234,7 @@ def test_the_largest_codes(name):
             set_halves(raw, at, 2.0**-8)
     case.blocks = case.blocks._replace(content=torch.from_numpy(raw.reshape(33, -1)))
     case.weight = widened(name, raw.reshape(33, -1))
-    case.packed, _ = packed(case.blocks)
+    case.packed, _ = packed_blocks(case.blocks)
     assert case.weight.abs().min() > 0
     for sign in (1, -1):
         x = torch.full((3, 512), sign * 127.0)
@@ -254,7 +248,7 @@ def test_variants_agree(name, march):
     case = Case(name)
     namespace = built(march)
     operators = getattr(torch.ops, namespace)
-    assert torch.equal(packed(case.blocks)[0], case.packed)
+    assert torch.equal(packed_blocks(case.blocks)[0], case.packed)
     x = random(64, K, seed=1)
     alone = torch.cat([case.operator(row[None], True, namespace) for row in x])
     for rows in range(1, 65, 3):
@@ -279,16 +273,16 @@ MIXED = ("Q4_K", "Q6_K", "Q5_0")
 @pytest.mark.parametrize("outputs", [96, 40])
 def test_parts_of_several_types(outputs):
     """A layer of three types has the bits of three layers; a strip may end with a part."""
-    parts = [weight(name, outputs, 512, seed) for seed, name in enumerate(MIXED)]
+    parts = [random_blocks(name, outputs, 512, seed) for seed, name in enumerate(MIXED)]
     bias = random(3 * outputs).bfloat16()
-    layer = BlockLinear(*packed(*parts), fp32_out=True)
-    with_bias = BlockLinear(*packed(*parts), bias)
+    layer = BlockLinear(*packed_blocks(*parts), fp32_out=True)
+    with_bias = BlockLinear(*packed_blocks(*parts), bias)
     weights = [widened(part.name, part.content.numpy()) for part in parts]
     assert torch.equal(layer.dequantize(), torch.cat(weights))
     ids = torch.tensor([0, outputs - 1, outputs, 2 * outputs, 3 * outputs - 1])
     assert torch.equal(layer.rows(ids).weight, torch.cat(weights)[ids].bfloat16())
     for x in (random(1, 512), random(2, 13, 512).bfloat16()):
-        alone = [BlockLinear(*packed(part), fp32_out=True)(x) for part in parts]
+        alone = [BlockLinear(*packed_blocks(part), fp32_out=True)(x) for part in parts]
         assert torch.equal(layer(x), torch.cat(alone, -1))
         want = torch.cat(alone, -1).to(x.dtype) + bias
         assert torch.equal(with_bias(x), want) and with_bias(x).dtype == want.dtype
@@ -299,7 +293,10 @@ def test_parts_of_several_types(outputs):
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
 def test_experts(name):
     """Every row has its own expert's product, bit for bit; an expert may have none."""
-    each = [packed(weight(name, 48, 512, seed), weight("Q8_0", 48, 512, seed)) for seed in range(4)]
+    each = [
+        packed_blocks(random_blocks(name, 48, 512, seed), random_blocks("Q8_0", 48, 512, seed))
+        for seed in range(4)
+    ]
     layer = BlockExperts(torch.stack([strips for strips, _ in each]), each[0][1])
     x = random(9, 512, seed=1).bfloat16()
     expert = torch.tensor([3, 0, 3, 3, 1, 0, 3, 1, 1])  # 2 has none
@@ -313,8 +310,8 @@ def test_experts(name):
 
 
 def test_embedding():
-    part = weight("Q6_K", 100, 256)
-    operands = packed(part)
+    part = random_blocks("Q6_K", 100, 256)
+    operands = packed_blocks(part)
     tokens = torch.tensor([[0, 99, 7], [7, 31, 32]])
     got = BlockEmbedding(*operands)(tokens)
     assert torch.equal(got, widened("Q6_K", part.content.numpy())[tokens])

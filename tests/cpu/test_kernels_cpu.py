@@ -29,7 +29,7 @@ import ops.qmatmul
 import ops.rotary
 from helpers import share_that_differs, with_head_norms
 from model import rope_angles
-from ops import switches
+from ops.library import tiles_in_use
 from ops.qmatmul import BLOCK8, join_zeros
 from quantize import FORMATS
 
@@ -50,9 +50,10 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be 
 @pytest.fixture(autouse=True)
 def _no_tiles():
     """Multiply as on a processor without AMX; test_tiles.py tests the tiles."""
+    before = tiles_in_use()
     torch.ops.gpt_eagle.use_tiles("none")
     yield
-    torch.ops.gpt_eagle.use_tiles(switches.kind_of_tiles())
+    torch.ops.gpt_eagle.use_tiles(before)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -1,4 +1,7 @@
-"""Matmuls on AMX tiles, by emulation; with GPT_EAGLE_TILES=hardware on the hardware too: ops/cpu/tiles.h."""
+"""Matmuls on AMX tiles (ops/cpu/tiles.h), by emulation and on the hardware, and the choice of the unit (tiles.py).
+
+The hardware is tested where it is in use. GPT_EAGLE_TILES=hardware tests it where the check at the start fails.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,26 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from test_blocks import Case, K
 from test_kernels_cpu import KINDS, _no_tiles, linear, make_case, random, weights_bf16
+from torch import Tensor
 
 import ops.cpu.build
-from helpers import BLOCK_KINDS
+from helpers import BLOCK_KINDS, packed_blocks, random_blocks
 from ops import switches
+from ops.cpu.tiles import choose, fault_of_hardware, matmuls
+from ops.library import tiles_in_use
 from ops.linear import linear_bf16_reference, linear_tiles_reference
 
 ROOT = Path(ops.cpu.build.__file__).parents[2]
 MISSING = ops.cpu.build.load_operators()
+CHOSEN = tiles_in_use()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 ROWS = (1, 3, 8, 16, 17, 33)
 NO_TILES = _no_tiles  # a fixture of all tests here, too
@@ -32,15 +40,14 @@ IN_8_BITS = NATIVE and {"avx512_vnni", "avx_vnni"} & set(ops.cpu.build.processor
 @contextmanager
 def tiles(name: str):
     """Multiply on a unit, and without tiles before and afterwards."""
-    if name == "hardware" and switches.kind_of_tiles() != "hardware":
-        pytest.skip("the hardware is tested with GPT_EAGLE_TILES=hardware")
+    if name == "hardware" and CHOSEN != "hardware":
+        pytest.skip("this machine has no AMX tiles, or they are not in use")
     operators = torch.ops.gpt_eagle
-    if not operators.use_tiles(name):
-        pytest.skip("this processor has no tiles, or its system refuses them")
-    before, _ = operators.emulated_tiles()
+    assert operators.use_tiles(name)
+    _, before, _ = operators.tiles()
     try:
         yield
-        configured, released = operators.emulated_tiles()
+        _, configured, released = operators.tiles()
         assert (configured > before) == (name == "emulation") and configured == released
     finally:
         operators.use_tiles("none")
@@ -150,13 +157,13 @@ def test_numbers_below_the_smallest_normal_one_are_zeros(unit, x, weight, want):
 # -------------------------------------------------------------------------------------------- integers
 
 
-def same_bits(case, x: torch.Tensor, unit: str, rows=ROWS) -> None:
+def same_bits(product: Callable[[Tensor], Tensor], x: Tensor, unit: str) -> None:
     """Check that a product on tiles has the bits of the kernels that other processors run."""
     x[:, ::97] *= 30  # outliers, as hidden states have them
-    want = [case.operator(x[:n], True) for n in rows]
+    want = [product(x[:n]) for n in ROWS]
     with tiles(unit):
-        for n, y in zip(rows, want):
-            assert torch.equal(case.operator(x[:n], True), y), n
+        for n, y in zip(ROWS, want):
+            assert torch.equal(product(x[:n]), y), n
 
 
 @pytest.mark.parametrize("unit", ["emulation", "hardware"])
@@ -165,7 +172,8 @@ def test_integer_sums_are_those_of_other_processors(kind, unit):
     if kind[0] == "int8" and not IN_8_BITS:
         pytest.skip("int8 has 16 bits here")
     k = 1408 if kind[1] else 1280  # panels, and a part of one
-    same_bits(make_case(kind, 77, k), random(33, k, seed=1), unit)
+    case = make_case(kind, 77, k)
+    same_bits(lambda x: case.operator(x, True), random(33, k, seed=1), unit)
 
 
 @pytest.mark.parametrize("unit", ["emulation", "hardware"])
@@ -173,7 +181,10 @@ def test_integer_sums_are_those_of_other_processors(kind, unit):
 def test_sums_of_gguf_blocks_are_those_of_other_processors(name, unit):
     if name == "Q8_0" and not IN_8_BITS:
         pytest.skip("int8 has 16 bits here")
-    same_bits(Case(name), random(33, K, seed=1), unit)
+    k = 768  # a panel and a half
+    layer = packed_blocks(random_blocks(name, 77, k))
+    blocks = torch.ops.gpt_eagle.blocks
+    same_bits(lambda x: blocks(x, *layer, True), random(33, k, seed=1), unit)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -194,10 +205,11 @@ def test_integer_rows_on_threads(threads):
 
 def test_int8_that_ends_within_a_block_needs_no_tiles():
     case, x = make_case(("int8", 0), 77, 1300), random(33, 1300)
-    want, before = case.operator(x), torch.ops.gpt_eagle.emulated_tiles()
+    want = case.operator(x)
     assert torch.ops.gpt_eagle.use_tiles("emulation")  # `_no_tiles` ends it
+    before = torch.ops.gpt_eagle.tiles()
     assert torch.equal(case.operator(x), want)
-    assert torch.ops.gpt_eagle.emulated_tiles() == before
+    assert torch.ops.gpt_eagle.tiles() == before
 
 
 def test_integer_experts():
@@ -283,10 +295,96 @@ def test_a_forked_child_multiplies_as_its_parent(unit):
 
 def test_the_unit_that_the_environment_names(monkeypatch):
     monkeypatch.delenv("GPT_EAGLE_TILES", raising=False)
-    assert switches.kind_of_tiles() == "none"
-    monkeypatch.setenv("GPT_EAGLE_TILES", "emulation")
-    assert switches.kind_of_tiles() == "emulation"
-    program = "print(t.products_are(t.linear_tiles_reference))"
-    assert child(program, GPT_EAGLE_TILES="emulation", GPT_EAGLE_MARCH="") == "True\n"
+    assert switches.kind_of_tiles() == "auto"
+    program = "print(t.CHOSEN, t.products_are(t.linear_tiles_reference))"
+    assert child(program, GPT_EAGLE_TILES="emulation", GPT_EAGLE_MARCH="") == "emulation True\n"
     with pytest.raises(RuntimeError, match="tiles are none, hardware or emulation"):
         torch.ops.gpt_eagle.use_tiles("software")
+
+
+# -------------------------------------------------------------------------------- the unit by default
+
+
+class Machine:
+    """A processor whose tiles are the unit `tiles`; "dies" and "hangs" at the first instruction in a child, "refused"."""
+
+    def __init__(self, monkeypatch, tiles: str):
+        self.use_tiles, self.tiles, self.pid = torch.ops.gpt_eagle.use_tiles, tiles, os.getpid()
+        monkeypatch.setattr(torch.ops.gpt_eagle, "use_tiles", self.use)
+        monkeypatch.delenv("GPT_EAGLE_TILES", raising=False)
+
+    def use(self, name: str) -> bool:
+        if name != "hardware":
+            return self.use_tiles(name)
+        if self.tiles == "refused":
+            return not self.use_tiles("none")
+        if os.getpid() == self.pid:
+            return self.use_tiles("emulation")
+        if self.tiles == "dies":
+            os.kill(os.getpid(), signal.SIGILL)
+        if self.tiles == "hangs":
+            time.sleep(60)
+        return self.use_tiles(self.tiles)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "unit", "says"),
+    [
+        ("emulation", "emulation", ""),
+        ("none", "none", "their results are not those of the emulation"),
+        ("dies", "none", "a process that used them died or hung"),
+        ("hangs", "none", "a process that used them died or hung"),
+        ("refused", "none", ""),
+    ],
+)
+def test_tiles_are_used_where_they_are_right(monkeypatch, capfd, hardware, unit, says):
+    Machine(monkeypatch, hardware)
+    monkeypatch.setattr("ops.cpu.tiles.LIMIT_S", 0.5 if hardware == "hangs" else 60)
+    with torch.device("meta"):  # as where a model is built
+        choose()
+    assert tiles_in_use() == unit
+    if says:
+        says = (
+            f"note: AMX tiles: {says}, so other kernels run; GPT_EAGLE_TILES=none omits the check\n"
+        )
+    assert capfd.readouterr().err == says
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_wrong_bit_of_every_kind_of_matmul_is_seen(monkeypatch, number):
+    Machine(monkeypatch, "emulation")
+
+    def wrong(unit: str, operands: list[Tensor]) -> list[Tensor]:
+        results = matmuls(unit, operands)
+        assert len(results) == 12 and all(each.std() > 1 for each in results)
+        if unit == "hardware":
+            results[number].view(torch.int32)[-1, -1] ^= 1
+        return results
+
+    monkeypatch.setattr("ops.cpu.tiles.matmuls", wrong)
+    assert fault_of_hardware() == "their results are not those of the emulation"
+
+
+def test_nothing_is_checked_where_it_could_change_nothing(monkeypatch, capsys):
+    """Without tiles, or with a unit that the environment names."""
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a check"))
+    for hardware, kind, unit in (
+        ("refused", "", "none"), ("dies", "none", "none"), ("dies", "hardware", "emulation"),
+    ):  # fmt: skip
+        Machine(monkeypatch, hardware)
+        monkeypatch.setenv("GPT_EAGLE_TILES", kind)
+        choose()
+        assert (tiles_in_use(), capsys.readouterr().err) == (unit, "")
+    Machine(monkeypatch, "refused")
+    monkeypatch.setenv("GPT_EAGLE_TILES", "hardware")
+    choose()
+    assert tiles_in_use() == "none"
+    assert capsys.readouterr().err.startswith("note: GPT_EAGLE_TILES=hardware: AMX tiles are miss")
+
+
+def test_without_another_process_tiles_are_not_used(monkeypatch, capsys):
+    Machine(monkeypatch, "emulation")
+    monkeypatch.setattr(os, "fork", lambda: os.close(-1))  # it fails
+    choose()
+    assert tiles_in_use() == "none"
+    assert "they cannot be checked (Bad file descriptor), so other" in capsys.readouterr().err

@@ -924,6 +924,29 @@ def test_a_trace_without_values_or_tokenizer(tmp_path, monkeypatch):
     assert data["labels"]["9"] == "9" and "values" not in data["rows"][0]["cycles"][0]
 
 
+def test_one_layer_is_timed_on_several_units_of_tiles(monkeypatch):
+    if linear.build.load_operators():
+        pytest.skip("needs a C++ compiler, and this machine has none")
+    monkeypatch.setattr(linear, "ROTATED_BYTES", 500_000)
+    before = torch.ops.gpt_eagle.tiles()
+    config = linear.LinearConfig("64x512", "1,16", "bf16,Q4_K", units="none,emulation", rounds=2)
+    try:
+        records = linear.bench_shape("64x512", config)
+    finally:
+        torch.ops.gpt_eagle.use_tiles(before[0])
+    assert [(r["kind"], r["unit"], r["tokens"]) for r in records] == [
+        (kind, unit, m)
+        for kind in ("bf16", "Q4_K")
+        for unit in ("none", "emulation")
+        for m in (1, 16)
+    ]
+    assert all(r["ms"] > 0 and r["of_m1"] > 0 for r in records)
+    # with the warm-up: bf16 at both numbers of rows, Q4_K at 16, each once or more per call
+    assert torch.ops.gpt_eagle.tiles()[1] - before[1] >= 3 * 3
+    shown = linear.table(records, lambda r: str(r["tokens"]))
+    assert "| bf16 none | 1 | 16 |\n| bf16 emulation | 1 | 16 |\n| Q4_K none |" in shown
+
+
 def test_one_layer_is_timed_in_every_format(monkeypatch):
     monkeypatch.setattr(linear, "ROTATED_BYTES", 500_000)
     if linear.build.load_operators():
@@ -935,6 +958,8 @@ def test_one_layer_is_timed_in_every_format(monkeypatch):
         assert contestant.seconds(x) > 0
         assert contestant.bytes * len(contestant.weights) >= linear.ROTATED_BYTES
     linear.LinearConfig(shapes="49152x576", kinds="bf16,int8,int4-64,Q4_1,Q8_0").check()
+    with pytest.raises(ValueError, match="--units must be among none, hardware, emulation; all is"):
+        linear.LinearConfig(units="none,all").check()
     with pytest.raises(ValueError, match="--json: cannot write nowhere/x; there is no directory"):
         linear.LinearConfig(json="nowhere/x").check()
     with pytest.raises(

@@ -1,0 +1,105 @@
+"""The unit of matmuls on AMX tiles (tiles.h), chosen once, when the operators are loaded.
+
+By default it is the hardware, where the processor and its system allow it, and a few matmuls on it
+equal those on the emulation, the plain reference, bit for bit. A forked child compares them, as a
+virtual machine may show tiles and end a program at their first instruction. `GPT_EAGLE_TILES` names
+a unit, which is then not compared.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ops import switches
+from ops.cpu.layout import pack_int4_strips, pack_int8_strips
+
+LIMIT_S = 10  # of the child, which takes milliseconds; a lock that it inherited may stop it
+
+
+def choose() -> None:
+    """Choose the unit that the environment names. Writes: the unit of the operators, a note."""
+    kind = switches.kind_of_tiles()
+    operators = torch.ops.gpt_eagle
+    if kind != "auto":
+        if not operators.use_tiles(kind):
+            note = "AMX tiles are missing or refused here, so other kernels run: unset it"
+            print(f"note: GPT_EAGLE_TILES={kind}: {note}", file=sys.stderr)
+    elif operators.use_tiles("hardware"):
+        fault = fault_of_hardware()
+        if fault:
+            operators.use_tiles("none")
+            note = f"{fault}, so other kernels run; GPT_EAGLE_TILES=none omits the check"
+            print(f"note: AMX tiles: {note}", file=sys.stderr)
+
+
+def fault_of_hardware() -> str:
+    """Compare matmuls on the hardware, which is allowed, with the emulation, in a forked child.
+
+    Returns: the reason for which the hardware may not be used; the empty string if there is none.
+    """
+    operands = _operands()
+    try:
+        reader, writer = os.pipe()
+        pid = os.fork()
+    except OSError as error:
+        return f"they cannot be checked ({error.strerror})"
+    if not pid:
+        try:
+            signal.signal(signal.SIGILL, signal.SIG_DFL)  # without a report by faulthandler
+            got, want = matmuls("hardware", operands), matmuls("emulation", operands)
+            equal = all(map(torch.equal, got, want))
+            os.write(writer, b"=" if equal else b"!")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    answers = select.poll()
+    answers.register(reader, select.POLLIN)
+    answer = b""
+    if answers.poll(LIMIT_S * 1000):
+        answer = os.read(reader, 1)
+    os.close(reader)
+    with suppress(ProcessLookupError, ChildProcessError):  # where the program ignores SIGCHLD
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    faults = {b"=": "", b"!": "their results are not those of the emulation"}
+    return faults.get(answer, "a process that used them died or hung")
+
+
+def _operands() -> list[Tensor]:
+    """Make operands of 48 rows, which are three whole tiles, and of more outputs than a strip has.
+
+    k of integers holds groups of all sizes; that of bf16 leaves a part of a step behind a panel.
+    No tensor is so large that PyTorch would wake its threads.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # explicit, since a caller may have other defaults: "meta" while it builds a model
+    normal = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+    n, k, k_bf16 = 40, 384, 529
+    x = normal(48, k_bf16)
+    weight = normal(n, k_bf16)
+    codes = (50 * normal(n, k)).clamp(-128, 127).to(torch.int8)
+    scales = normal(n, k // 32).bfloat16()
+    packed = [pack_int4_strips(codes >> 4, scales[:, : k // group]) for group in (32, 128)]
+    integers = [x[:, :k], *packed, pack_int8_strips(codes), scales[:, 0].float()]
+    return [x.bfloat16(), weight.bfloat16(), *integers]
+
+
+def matmuls(unit: str, operands: list[Tensor]) -> list[Tensor]:
+    """Multiply on a unit, in bf16 and with int4 and int8. Writes: the unit of the operators."""
+    narrow, weight, x, *int4, int8, scale = operands
+    operators = torch.ops.gpt_eagle
+    operators.use_tiles(unit)
+    results = []
+    for rows in (1, 33, 48):
+        results.append(operators.linear_bf16(narrow[:rows], weight, None, True))
+        results += [operators.grouped(x[:rows], packed, len(weight), True) for packed in int4]
+        results.append(operators.w8a8(x[:rows], int8, scale, True))
+    return results
