@@ -75,16 +75,9 @@ def _triton_is_installed() -> bool:
 
 @cache
 def cuda_products() -> ModuleType:
-    """Import the products on CUDA: Triton's, or with GPT_EAGLE_PRODUCTS=streamed in CUDA C++.
-
-    Raises: ValueError where there is no Triton, or for another name.
-    """
-    kind = switches.kind_of_products()
+    """Import the products on CUDA. Raises: ValueError where there is no Triton."""
     try:
         import ops.cuda.qmatmul as products
-
-        if kind == "streamed":
-            import ops.cuda.streamed as products
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

@@ -22,7 +22,7 @@ FAMILIES = (
     "topk",  # scores: the best, the noise, the cuts of sampling
     "tree",  # drafts from scores and lookups, acceptance, slots, reports
 )
-CUDA_ONLY = ("GPT_EAGLE_INDUCTOR", "GPT_EAGLE_GRAPHS", "GPT_EAGLE_PDL", "GPT_EAGLE_PRODUCTS")
+CUDA_ONLY = ("GPT_EAGLE_INDUCTOR", "GPT_EAGLE_GRAPHS", "GPT_EAGLE_PDL")
 
 
 def checked(families: Iterable[str]) -> set[str]:
@@ -48,11 +48,6 @@ def is_on(name: str) -> bool:
     return _one_of(f"GPT_EAGLE_{name}", ("1", "0")) == "1"
 
 
-def kind_of_products() -> str:
-    """Return the products on CUDA: triton, or streamed. Raises: ValueError for another name."""
-    return _one_of("GPT_EAGLE_PRODUCTS", ("triton", "streamed"))
-
-
 def kind_of_tiles() -> str:
     """Return the unit of matmuls on AMX tiles that is asked for (ops/cpu/tiles.py).
 
@@ -76,7 +71,6 @@ def check() -> None:
     plain_families()
     for name in ("INDUCTOR", "GRAPHS", "PDL"):
         is_on(name)
-    kind_of_products()
     kind_of_tiles()
 
 
@@ -84,4 +78,4 @@ def without_effect(device: str) -> list[str]:
     """Return the names of variables that are set and change nothing on a device."""
     if device.startswith("cuda"):
         return []
-    return [name for name in CUDA_ONLY if os.environ.get(name) not in (None, "", "1", "triton")]
+    return [name for name in CUDA_ONLY if os.environ.get(name) not in (None, "", "1")]

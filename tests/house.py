@@ -142,7 +142,7 @@ def measures() -> dict[str, float]:
 def tracked_lines() -> int:
     """Return the lines of all tracked text but data, models and golden traces."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    kinds = (".py", ".cpp", ".h", ".cu", ".md", ".sh", ".toml", ".txt", ".html")
+    kinds = (".py", ".cpp", ".h", ".md", ".sh", ".toml", ".txt", ".html")
     files = [ROOT / name for name in listed.split("\n") if name.endswith(kinds)]
     skipped = ("data", "checkpoints", "golden")
     files = [file for file in files if file.is_file() and not {*file.parts} & {*skipped}]

@@ -18,7 +18,6 @@ Not run on a GPU yet. Sources: Marlin (arXiv 2408.11743) for the layout, Kim et 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -565,27 +564,38 @@ def parts_of(squares: Tensor | None) -> int:
     return triton.next_power_of_2(len(squares)) if squares is not None else 0
 
 
-class Launch(NamedTuple):
-    """Operands and plan of a product's kernel, Triton's or that of streamed.cu."""
+def run_product(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor | None,
+    cut: ProductPlan,
+    device: Device,
+    epilogue: str = "none",
+    squares: Tensor | None = None,
+) -> Tensor:
+    """Run the product as `cut` plans it.
 
-    x: Tensor  # [M, K], padded
-    packed: Tensor
-    scale: Tensor | None
-    squares: Tensor | None
-    out: Tensor  # the result, or [splits, M, N] partial sums
-    M: int
-    N: int
-    K: int
-    F: int  # inputs before they were padded
-    cut: ProductPlan
-    device: Device
-    epilogue: str
+    Allocates its result and partial sums, and nothing else; never waits.
 
-
-def launch_triton(operands: Launch) -> None:
-    """Launch `matmul_kernel`. Writes: operands.out."""
-    x, packed, scale, squares, out, M, N, K, F, cut, device, epilogue = operands
+    epilogue: "fp32": unrounded; "swiglu": of gate rows above up rows, where `cut` has one split
+    squares: of `ops.epilogues.Unscaled`, where x are its values; for "swiglu" only
+    Returns: [..., N] in x's dtype or fp32; [..., N / 2] with SwiGLU.
+    """
     bits, group = bits_and_group(scale)
+    N, K = sizes_of(packed, bits)
+    F = x.shape[-1]  # inputs before they are padded
+    assert packed.is_contiguous(), packed.stride()
+    x = padded_to(x, K)
+    M = x.numel() // K
+    gated = epilogue == "swiglu"
+    assert not gated or cut.splits == 1, cut
+    assert squares is None or (gated and squares.is_contiguous()), epilogue
+    width = N // 2 if gated else N
+    dtype = torch.float32 if epilogue == "fp32" else x.dtype
+    y = torch.empty(*x.shape[:-1], width, device=x.device, dtype=dtype)
+    out = y
+    if cut.splits > 1:
+        out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)
     matmul_kernel[triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows), cut.splits](
         x,
         packed,
@@ -599,7 +609,7 @@ def launch_triton(operands: Launch) -> None:
         BITS=bits,
         GROUP=group,
         SPLITS=cut.splits,
-        GATED=epilogue == "swiglu",
+        GATED=gated,
         TOKENS=cut.tokens,
         ROWS=cut.rows,
         STAGES=cut.stages,
@@ -607,42 +617,6 @@ def launch_triton(operands: Launch) -> None:
         num_warps=cut.warps,
         **overlap(device),
     )
-
-
-def run_product(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor | None,
-    cut: ProductPlan,
-    device: Device,
-    epilogue: str = "none",
-    squares: Tensor | None = None,
-    launch: Callable[[Launch], None] = launch_triton,
-) -> Tensor:
-    """Run the product as `cut` plans it.
-
-    Allocates its result and partial sums, and nothing else; never waits.
-
-    epilogue: "fp32": unrounded; "swiglu": of gate rows above up rows, where `cut` has one split
-    squares: of `ops.epilogues.Unscaled`, where x are its values; for "swiglu" only
-    Returns: [..., N] in x's dtype or fp32; [..., N / 2] with SwiGLU.
-    """
-    bits, _ = bits_and_group(scale)
-    N, K = sizes_of(packed, bits)
-    F = x.shape[-1]
-    assert packed.is_contiguous(), packed.stride()
-    x = padded_to(x, K)
-    M = x.numel() // K
-    gated = epilogue == "swiglu"
-    assert not gated or cut.splits == 1, cut
-    assert squares is None or (gated and squares.is_contiguous()), epilogue
-    width = N // 2 if gated else N
-    dtype = torch.float32 if epilogue == "fp32" else x.dtype
-    y = torch.empty(*x.shape[:-1], width, device=x.device, dtype=dtype)
-    out = y
-    if cut.splits > 1:
-        out = torch.empty(cut.splits, M, N, dtype=torch.float32, device=x.device)
-    launch(Launch(x, packed, scale, squares, out, M, N, K, F, cut, device, epilogue))
     if cut.splits > 1:
         grid = (triton.cdiv(M * N, 512),)
         sum_kernel[grid](out, y, M * N, SPLITS=cut.splits, BLOCK=512, **overlap(device))

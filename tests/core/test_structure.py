@@ -57,7 +57,7 @@ def sources() -> list[Path]:
         *ROOT.glob("*.py"),
         *(f for folder in folders for f in sorted((ROOT / folder).rglob("*"))),
     ]
-    return [f for f in files if f.suffix in (".py", ".cpp", ".cu", ".h")]
+    return [f for f in files if f.suffix in (".py", ".cpp", ".h")]
 
 
 @functools.cache
