@@ -34,7 +34,6 @@ from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton
 
 OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 WARM_UPS = 2  # runs before a capture
-TRIES = 2  # captures of a step that may fail
 OPTIONS = {
     # round to bf16 where eager code does, or steps of different sizes give different bits
     "emulate_precision_casts": True,
@@ -78,8 +77,7 @@ def set_cuda_device(device: str) -> None:
 class Replay:
     """A step over fixed buffers: a CUDA graph once it is warm, elsewhere run as it is.
 
-    A capture that fails is tried once more, warmed up again and without dependent launch, which
-    some devices cannot capture. Other steps are captured all the same.
+    A step whose capture fails runs uncaptured. Other steps are captured all the same.
     """
 
     def __init__(
@@ -91,15 +89,15 @@ class Replay:
         self.scratch = {} if scratch is None else scratch
         self.runs = 0
         # GPT_EAGLE_GRAPHS=0: the step runs as it is, over the same buffers
-        self.tries = TRIES if switches.is_on("GRAPHS") else 0
+        self.captures = switches.is_on("GRAPHS")
+        self.capture_failed = False
         self.graph = None
         self.result = None
 
     def __call__(self) -> Any:
         """Run it. Returns: the body's result; from a graph in the same tensors every time."""
         self.runs += 1
-        warm = self.runs > WARM_UPS
-        if self.device.type == "cuda" and self.tries and self.graph is None and warm:
+        if self.device.type == "cuda" and self.captures and self.runs == WARM_UPS + 1:
             self._capture()
         if self.graph is None:
             self.result = self.body()
@@ -108,10 +106,7 @@ class Replay:
         return self.result
 
     def _capture(self) -> None:
-        """Record the body without running it. If that fails, say why.
-
-        Writes: the graph, or what a further try starts from.
-        """
+        """Record the body without running it. If that fails, say why. Writes: the graph."""
         graph = torch.cuda.CUDAGraph()
         returns_nothing = self.result is None  # as the warm-ups have shown
         pool = self.scratch if returns_nothing else {}
@@ -127,16 +122,9 @@ class Replay:
         # of the body, or of the end of a capture that the body's own error has broken
         except Exception as error:
             self.result = None
-            self.tries -= 1
-            self.runs = 0
+            self.capture_failed = True
             self.scratch.clear()  # the broken capture may hold its pool
             note = "a step runs uncaptured, and slower, since its capture as a CUDA graph failed"
-            if self.tries:
-                note = "a capture is tried again without dependent launch, since it failed"
-                if has_triton():
-                    import ops.cuda.launch
-
-                    ops.cuda.launch.stop_overlaps()
             print(f"note: {note}: {first_line(error.__context__ or error)}", file=sys.stderr)
 
 

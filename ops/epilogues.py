@@ -208,8 +208,7 @@ def _add_unscaled_cuda(x, delta, weight, eps):
     import ops.cuda.epilogues
 
     with torch.cuda.device(x.device):
-        device = cuda_products().device_of(x.device.index)
-        return ops.cuda.epilogues.add_unscaled(x, delta, weight, eps, device)
+        return ops.cuda.epilogues.add_unscaled(x, delta, weight, eps)
 
 
 def _add_product_cuda(x, packed, scale, stream, weight, eps):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import cuda_products, has_triton, lib, needs_gradients, uses_cpp
+from ops.library import has_triton, lib, needs_gradients, uses_cpp
 
 # features whose squares are added first, in one block of threads (cuda/epilogues.py)
 PART = 64
@@ -84,8 +84,7 @@ def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tupl
     import ops.cuda.norm
 
     with torch.cuda.device(x.device):
-        device = cuda_products().device_of(x.device.index)
-        return ops.cuda.norm.add_norm(x, delta, weight, eps, device)
+        return ops.cuda.norm.add_norm(x, delta, weight, eps)
 
 
 def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,8 +93,7 @@ def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     import ops.cuda.norm
 
     with torch.cuda.device(x.device):
-        device = cuda_products().device_of(x.device.index)
-        _, y = ops.cuda.norm.add_norm(x, None, weight, eps, device)
+        _, y = ops.cuda.norm.add_norm(x, None, weight, eps)
         return y
 
 

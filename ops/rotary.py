@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.library import cuda_products, has_triton, lib, uses_cpp
+from ops.library import has_triton, lib, uses_cpp
 from ops.norm import rms_norm
 
 # the norms of every query head and every key head: weights, [E] each, and epsilon
@@ -123,8 +123,7 @@ def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
     import ops.cuda.rotary
 
     with torch.cuda.device(qkv.device):
-        device = cuda_products().device_of(qkv.device.index)
-        return ops.cuda.rotary.rotary_cache(qkv, (cos, sin), k, v, slots, norms, device)
+        return ops.cuda.rotary.rotary_cache(qkv, (cos, sin), k, v, slots, norms)
 
 
 lib.impl("rotary_cache", _rotary_cache_cuda, "CUDA")

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.cuda.launch import Device, after_others, overlap
+from ops.cuda.launch import Device
 from ops.cuda.plans import CHUNK, measured_on
 
 SPLITS = 16  # chunks below the prefix's end, of `CHUNK` slots; beyond, chunks double
@@ -234,7 +234,7 @@ def attention_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr,
     T, S, W, mask_b, mask_t, mask_w, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS rows of a key head to a chunk, or to all slots; the last block adds chunks.
 
@@ -243,7 +243,6 @@ def attention_kernel(
     stats: [2, chunks, B, T, H] fp32, maximum and weight
     done: [blocks of rows, B * KV_HEADS] int32, zeros before and after. Writes: y; used parts, stats
     """
-    after_others(OVERLAPS)
     GROUP: tl.constexpr = H // KV_HEADS
     b = tl.program_id(1) // KV_HEADS
     head = tl.program_id(1) % KV_HEADS
@@ -356,6 +355,5 @@ def tree_attention(
         KEYS=cut.keys,
         STAGES=cut.stages,
         num_warps=cut.warps,
-        **overlap(device),
     )
     return y

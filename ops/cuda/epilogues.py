@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.attention import counters, is_last
-from ops.cuda.launch import Device, after_others, device_of, overlap
+from ops.cuda.launch import Device, device_of
 from ops.cuda.norm import warps_of
 from ops.cuda.qmatmul import (
     ProductPlan,
@@ -84,7 +84,6 @@ def add_product_kernel(
     x_ptr, packed_ptr, scale_ptr, parts_ptr, done_ptr, stream_ptr, weight_ptr, sum_ptr, y_ptr,
     squares_ptr, M, N, K, stride, eps, BITS: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of a product to the residual stream; begin the norm behind it.
 
@@ -98,7 +97,7 @@ def add_product_kernel(
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(n, N - 1)
     total = product_tile(
-        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES, OVERLAPS
+        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES
     )
     store_part(parts_ptr, total, t, n, split, M, N)
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -129,7 +128,7 @@ def rotary_product_kernel(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, M, N, K, F, eps, T, S, BITS: tl.constexpr,
     GROUP: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr, KV_HEADS: tl.constexpr,
-    E: tl.constexpr, HALF: tl.constexpr, OVERLAPS: tl.constexpr,
+    E: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of a product; norm, rotate and store each head that it completes.
 
@@ -144,7 +143,7 @@ def rotary_product_kernel(
     n = begin + tl.arange(0, ROWS)
     row = tl.minimum(n, N - 1)
     total = product_tile(
-        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES, OVERLAPS
+        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES
     )
     if squares_ptr is not None:
         total = divided_by_rms(total, squares_ptr, t, M, F, PARTS)
@@ -171,7 +170,6 @@ def rotary_product_kernel(
 @triton.jit
 def add_unscaled_kernel(
     x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, squares_ptr, F, eps, WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Add a row of delta, if there is one, and begin the norm. WIDTH: F padded to 64 2^i
 
@@ -180,7 +178,6 @@ def add_unscaled_kernel(
     """
     i = tl.arange(0, WIDTH)
     live = i < F
-    after_others(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * F + i
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     dtype = y_ptr.dtype.element_ty
@@ -200,7 +197,7 @@ def add_unscaled_kernel(
 
 
 def add_unscaled(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, device: Device
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `ops.epilogues.add_norm` of a tensor, unscaled, or of nothing, with an empty sum.
 
@@ -225,7 +222,6 @@ def add_unscaled(
         eps,
         WIDTH=max(PART, triton.next_power_of_2(F)),
         num_warps=warps_of(F),
-        **overlap(device),
     )
     return total, y, squares
 
@@ -281,7 +277,6 @@ def add_product(
         eps,
         **tile_of(product, cut),
         num_warps=cut.warps,
-        **overlap(gpu.device),
     )
     return total, y, squares
 
@@ -341,6 +336,5 @@ def rotary_product(
         PARTS=parts_of(squares),
         **constants_of(heads, kv_heads, E),
         num_warps=cut.warps,
-        **overlap(gpu.device),
     )
     return q

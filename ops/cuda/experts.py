@@ -229,7 +229,7 @@ def run_experts(
     )
     if cut.splits > 1:
         grid = (triton.cdiv(P * N, 512),)
-        sum_kernel[grid](out, y, P * N, SPLITS=cut.splits, BLOCK=512, OVERLAPS=False)
+        sum_kernel[grid](out, y, P * N, SPLITS=cut.splits, BLOCK=512)
     return y
 
 

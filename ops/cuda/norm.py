@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.cuda.launch import Device, after_others, overlap
-
 
 @triton.jit
 def add_norm_kernel(
@@ -25,7 +23,6 @@ def add_norm_kernel(
     F,
     eps,
     WIDTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Compute a row of x + delta, and of its norm.
 
@@ -35,7 +32,6 @@ def add_norm_kernel(
     """
     i = tl.arange(0, WIDTH)
     live = i < F
-    after_others(OVERLAPS)
     weight = tl.load(weight_ptr + i, mask=live, other=0.0).to(tl.float32)
     at = tl.program_id(0).to(tl.int64) * F + i
     dtype = y_ptr.dtype.element_ty
@@ -54,9 +50,7 @@ def warps_of(F: int) -> int:
     return min(16, max(1, triton.next_power_of_2(F) // 512))
 
 
-def add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, device: Device
-) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute `ops.norm.add_norm`; without a delta the sum is x.
 
     Allocates its results, and nothing else; never waits.
@@ -79,6 +73,5 @@ def add_norm(
         eps,
         WIDTH=triton.next_power_of_2(F),
         num_warps=warps_of(F),
-        **overlap(device),
     )
     return total, y

@@ -10,7 +10,7 @@ From one token to a tree of 64 the product is bound by reading weights, if unpac
 4. Narrow layers use split-K to occupy every multiprocessor. Splits write fp32 partial sums, added
    in a fixed order without atomics: equal runs give equal bits.
 5. A block with the gate and up rows of the same outputs applies SwiGLU. Products with other work
-   behind them are in epilogues.py. The first weights are prefetched (launch.py).
+   behind them are in epilogues.py.
 
 Not run on a GPU yet. Sources: Marlin (arXiv 2408.11743) for the layout, Kim et al. (arXiv
 2211.10017) for the subtraction. Not here: experts (experts.py), biases.
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.cuda.launch import Device, after_others, device_of, fetch, overlap
+from ops.cuda.launch import Device, device_of
 from ops.cuda.layout import COLUMNS, group_of
 from ops.cuda.plans import MAX_SPLITS, key_of, measured_on
 
@@ -418,11 +418,10 @@ def float_product(x_rows, live, weight_ptr, row, K, first, last, STAGES: tl.cons
 @triton.jit
 def product_tile(
     x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of (codes * scale) x^T over a split of K: [ROWS, TOKENS] fp32.
 
-    The first weights are fetched before earlier kernels have finished.
     x: [M, K], K a multiple of BLOCK; packed: [K / BLOCK, N, COLUMNS] int16
     scale: [K / BLOCK, N, WORDS] int32 or fp32, from `pack_scales`; or [N] fp32 when GROUP is 0
     With BITS 16 packed is the weight, [N, K] of x's dtype for any K, and scale is not read.
@@ -431,16 +430,6 @@ def product_tile(
     blocks = tl.cdiv(K, 16 // BITS * 64)
     first = split * blocks // SPLITS
     last = (split + 1) * blocks // SPLITS
-    if OVERLAPS:
-        for i in tl.static_range(STAGES):  # the lines that the pipeline reads first
-            block = tl.minimum(first + i, last - 1)
-            if BITS == 16:
-                fetch(packed_ptr + row.to(tl.int64) * K + block * 64)
-            else:
-                fetch(packed_ptr + (block * N + row).to(tl.int64) * 64)
-                words = words_of(GROUP, scale_ptr.dtype.element_ty)
-                fetch(scale_ptr + (block * N + row) * words if GROUP > 0 else scale_ptr + row)
-    after_others(OVERLAPS)
     x_rows = x_ptr + t.to(tl.int64) * K
     if BITS == 16:
         total = float_product(x_rows, t < M, packed_ptr, row, K, first, last, STAGES)
@@ -486,7 +475,7 @@ def divided_by_rms(total, squares_ptr, t, M, F, PARTS: tl.constexpr):
 def matmul_kernel(
     x_ptr, packed_ptr, scale_ptr, squares_ptr, y_ptr, M, N, K, F, BITS: tl.constexpr,
     GROUP: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of y^T = (codes * scale) x^T, or of its partial sums over a split of K.
 
@@ -502,7 +491,7 @@ def matmul_kernel(
     if GATED:  # a gate and its up row are neighbours
         row = row % 2 * (N // 2) + row // 2
     total = product_tile(
-        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES, OVERLAPS
+        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES
     )
     if squares_ptr is not None:
         total = divided_by_rms(total, squares_ptr, t, M, F, PARTS)
@@ -519,11 +508,8 @@ def matmul_kernel(
 
 
 @triton.jit
-def sum_kernel(
-    parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
-):
+def sum_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the partial sums, first split first. parts: [SPLITS, size] fp32; y: [size]. Writes: y."""
-    after_others(OVERLAPS)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for split in tl.static_range(SPLITS):
@@ -569,7 +555,6 @@ def run_product(
     packed: Tensor,
     scale: Tensor | None,
     cut: ProductPlan,
-    device: Device,
     epilogue: str = "none",
     squares: Tensor | None = None,
 ) -> Tensor:
@@ -615,11 +600,10 @@ def run_product(
         STAGES=cut.stages,
         PARTS=parts_of(squares),
         num_warps=cut.warps,
-        **overlap(device),
     )
     if cut.splits > 1:
         grid = (triton.cdiv(M * N, 512),)
-        sum_kernel[grid](out, y, M * N, SPLITS=cut.splits, BLOCK=512, **overlap(device))
+        sum_kernel[grid](out, y, M * N, SPLITS=cut.splits, BLOCK=512)
     return y
 
 
@@ -655,4 +639,4 @@ def matmul(
     epilogue, squares: as for `run_product`
     """
     cut = plan_of(x, packed, scale, device, epilogue)
-    return run_product(x, packed, scale, cut, device, epilogue, squares)
+    return run_product(x, packed, scale, cut, epilogue, squares)

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.cuda.launch import Device, after_others, overlap
 from ops.cuda.qmatmul import pairwise_sum
 
 HEADS = 8  # of a block
@@ -86,7 +85,7 @@ def rotate_heads(
 def rotary_cache_kernel(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps, T, S,
     H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store HEADS heads of a token. HALF: E / 2 padded to a power of two.
 
@@ -95,7 +94,6 @@ def rotary_cache_kernel(
     q_norm, k_norm: [E] in q's dtype; None: no norms
     Writes: q; k and v at the slots.
     """
-    after_others(OVERLAPS)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     row = tl.program_id(0) + tl.zeros([HEADS], tl.int32)
     e = tl.arange(0, HALF)
@@ -127,7 +125,6 @@ def rotary_cache(
     v: Tensor,
     slots: Tensor,
     norms: tuple,
-    device: Device,
 ) -> Tensor:
     """Compute `ops.rotary.rotary_cache`. Allocates its result, and nothing else; never waits.
 
@@ -156,6 +153,5 @@ def rotary_cache(
         **constants_of(heads - 2 * kv_heads, kv_heads, E),
         HEADS=HEADS,
         num_warps=4,
-        **overlap(device),
     )
     return q

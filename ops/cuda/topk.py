@@ -23,8 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.cuda.launch import after_others, overlap_on
-
 BLOCK = 2048  # scores per block of threads
 MOST = 64  # the largest k; the children of a node are fewer
 # numbers in a tile of a level, at most: the best keys of all blocks of some rows take 32 registers
@@ -64,16 +62,13 @@ def _exp_shifted(scores, top):
 
 
 @triton.jit(do_not_specialize=["V", "k"])
-def block_kernel(
-    scores_ptr, keys_ptr, stats_ptr, V, k, sharpness, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
-):
+def block_kernel(scores_ptr, keys_ptr, stats_ptr, V, k, sharpness, BLOCK: tl.constexpr):
     """Find the k best keys of a block of a row, best first, its maximum and sum of exponentials.
 
     scores: [rows, V] fp32; they are multiplied by the sharpness
     keys: [rows, blocks, k] int64; stats: [rows, blocks, 2] fp32
     Writes: keys, stats.
     """
-    after_others(OVERLAPS)
     block = tl.program_id(0)
     row = tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -113,7 +108,6 @@ def row_kernel(
     blocks,
     k,
     BLOCKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Find the k best of a row's candidates, and its logsumexp.
 
@@ -121,7 +115,6 @@ def row_kernel(
     values: [rows, k] fp32; index: [rows, k] int64; total: [rows] fp32
     Writes: values, index, total.
     """
-    after_others(OVERLAPS)
     row = tl.program_id(0) + tl.arange(0, 1)
     i = tl.arange(0, BLOCKS)[None]
     place = row[:, None] * blocks + i
@@ -155,7 +148,7 @@ def level_kernel(
     keys_ptr, stats_ptr, ids_ptr, above_ptr, seen_ptr, places_ptr, tokens_ptr, values_ptr,
     ranked_ptr, order_ptr, best_ptr, sees_ptr, R, blocks, k, count, slot, W,
     BY_VALUE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    CHILDREN: tl.constexpr, FRONT: tl.constexpr, SLOTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    CHILDREN: tl.constexpr, FRONT: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Find the k best children of R nodes, the values of their paths, and the next frontier.
 
@@ -164,7 +157,6 @@ def level_kernel(
     FRONT: count padded to a power of two, or 0. Writes: tokens, values, ranked: [B, R k];
     order, best, sees: [B, count] int64, fp32, and [B, count, W] bool, of the next frontier
     """
-    after_others(OVERLAPS)
     tree = tl.program_id(0)
     begin = tree * R * k
     i = tl.arange(0, BLOCKS)[None]
@@ -232,7 +224,6 @@ def _block_keys(scores: Tensor, k: int, sharpness: float) -> tuple[Tensor, Tenso
         sharpness,
         BLOCK=BLOCK,
         num_warps=4,
-        **overlap_on(scores),
     )
     return keys, stats
 
@@ -251,7 +242,7 @@ def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     blocks = keys.shape[1]
     width = triton.next_power_of_2(blocks)
     row_kernel[(len(keys),)](
-        keys, stats, values, index, total, blocks, k, BLOCKS=width, num_warps=1, **overlap_on(keys)
+        keys, stats, values, index, total, blocks, k, BLOCKS=width, num_warps=1
     )
     return values, index, total
 
@@ -312,6 +303,5 @@ def grow_level(scores: Any, values: Tensor, seen: Tensor, level: Any) -> tuple[T
         BY_VALUE=level.by_value,
         **tiles_of_level(R, blocks, k, count, W),
         num_warps=4,
-        **overlap_on(keys),
     )
     return tokens, totals, order, best, sees

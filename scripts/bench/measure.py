@@ -264,11 +264,11 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
     except OSError:
         commit = ""
     versions = {name: __import__(name).__version__ for name in packages}
-    named = {"device": _cpu_name()}
-    if device.startswith("cuda"):
-        named = {"GPT_EAGLE_PDL": os.environ.get("GPT_EAGLE_PDL", "1")}
-    elif tiles_in_use() != "none":
-        named["tiles"] = tiles_in_use()
+    named = {}
+    if not device.startswith("cuda"):
+        named["device"] = _cpu_name()
+        if tiles_in_use() != "none":
+            named["tiles"] = tiles_in_use()
     if PLAIN:
         named["plain"] = ",".join(sorted(PLAIN))
     return stats.environment(device) | named | versions | {"commit": commit or "unknown"}

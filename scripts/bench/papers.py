@@ -53,7 +53,6 @@ from hf.chat import NO_TEMPLATE
 from hf.checkpoint import WeightFiles
 from hf.head_kinds import gguf_head_kind, head_kind
 from options import DEMO, Ablation, GenerateConfig, pick_device
-from runtime import TRIES
 from scripts.bench.measure import (
     Series,
     draft_options,
@@ -627,9 +626,9 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
 
 
 def failed_captures(engine: Engine) -> int:
-    """Count the steps of finished sessions whose capture as a graph failed, once or for good."""
+    """Count the steps of finished sessions whose capture as a graph failed."""
     replays = [step for buffers in engine.buffer_pool for step in buffers.replays.values()]
-    return sum(step.tries < TRIES for step in replays)
+    return sum(step.capture_failed for step in replays)
 
 
 def measure(bench: Bench, units: list[Unit]) -> None:

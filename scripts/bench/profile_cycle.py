@@ -5,7 +5,7 @@
 1. A prompt is cached and cycles run until they are warm. Then the profiler records two cycles,
    which must have the same kernels. On a CPU the outermost operators stand for kernels.
 2. The table has one row per kernel's name, the longest in all first. Behind it all kernels stand in
-   their order, each with the gap before it. Set GPT_EAGLE_PDL=0: kernels overlap otherwise.
+   their order, each with the gap before it.
 3. `--replays` repeats a cycle from one state: every result must have the same bits.
 
 Not here: speed (papers.py); `generate.py --profile FILE` writes a trace of whole runs for a viewer.

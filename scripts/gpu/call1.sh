@@ -35,9 +35,9 @@ LADDER=("$PY" scripts/gpu/ladder.py --device "$DEVICE" --json "$OUT/ladder.jsonl
 LADDER+=(--inflate "${SHAPE:-llama2-7b}" --plain "$WRONG")
 [ "$DEVICE" = cpu ] && LADDER+=(--dry_run)
 [ -n "$HANG" ] && LADDER+=(--hang "$HANG" --seconds "${HANG_S:-10}")
-again bf16 "$(paced 165)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-0,1,3,4,7}"
-again int4 "$(paced 115)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,4,7}"
-again int8 "$(paced 60)" "${LADDER[@]}" --quant int8 --rungs "${INT8:-4}"
+again bf16 "$(paced 165)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-0,1,3,5}"
+again int4 "$(paced 115)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,5}"
+again int8 "$(paced 60)" "${LADDER[@]}" --quant int8 --rungs "${INT8:-3}"
 DECISIVE=$FAULTS # another runtime's failure is no fault of ours
 BESIDE=("$PY" scripts/gpu/beside.py --device "$DEVICE" --json "$OUT/beside.jsonl")
 [ "$DEVICE" = cpu ] && BESIDE+=(--small --new 8)

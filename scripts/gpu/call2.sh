@@ -2,7 +2,7 @@
 # Second call, 320 s: at once on the warm machine, or after mends on a fresh one with LIMIT=230.
 #
 #     bash scripts/gpu/call2.sh
-#     PARTS="bf16 int4 profile" BF16=3,7 LIMIT=230 bash scripts/gpu/call2.sh
+#     PARTS="bf16 int4 profile" BF16=3,5 LIMIT=230 bash scripts/gpu/call2.sh
 #     DEVICE=cpu LIMIT=300 bash scripts/gpu/call2.sh       # rehearse on any machine
 #
 # PARTS, in the order to run them: papers, gptfast, profile, sweep, whole, gptfast-bf16; and on demand
@@ -39,15 +39,14 @@ export GPT_EAGLE_BANDWIDTH
 
 for name in ${PARTS:-papers gptfast profile sweep whole gptfast-bf16}; do
     case $name in
-    bf16) again bf16 "$(paced 125)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-3,7}" ;;
-    int4) again int4 "$(paced 110)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,7}" ;;
-    int8) again int8 "$(paced 80)" "${LADDER[@]}" --quant int8 --rungs "${INT8:-3,7}" ;;
-    one-file) again one-file "$(paced 80)" "${LADDER[@]}" --rungs 8 --one_file="$ONE_FILE" ;;
+    bf16) again bf16 "$(paced 125)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-3,5}" ;;
+    int4) again int4 "$(paced 110)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,5}" ;;
+    int8) again int8 "$(paced 80)" "${LADDER[@]}" --quant int8 --rungs "${INT8:-3,5}" ;;
+    one-file) again one-file "$(paced 80)" "${LADDER[@]}" --rungs 6 --one_file="$ONE_FILE" ;;
     papers) part papers "$(paced 100)" "${PAPERS[@]}" --replays $REPLAYS --json "$OUT/papers.jsonl" ;;
     gptfast) again gptfast "$(paced 90)" "${BESIDE[@]}" --what gptfast-int4 ;;
     gptfast-*) again "$name" "$(paced 80)" "${BESIDE[@]}" --what "$name" ;;
-    # kernels overlap under dependent launch; without it each has a time of its own
-    profile) part profile "$(paced 80)" env GPT_EAGLE_PDL=0 "${PAPERS[@]}" --profile --json "$OUT/profile.jsonl" ;;
+    profile) part profile "$(paced 80)" "${PAPERS[@]}" --profile --json "$OUT/profile.jsonl" ;;
     sweep) part sweep "$(paced 100)" "${SWEEP[@]}" ;;
     whole)
         part whole "$(paced 90)" env TORCHINDUCTOR_COMPILE_THREADS=1 "$PY" -m pytest -v -m smoke \

@@ -9,11 +9,10 @@ into memory that holds NaN. `same_bits`: a row comes out the same alone and amon
 is that of a product in a captured graph that goes through at least 200 MB of different weights, so
 that no cache holds them: median and spread over replays, and the share of the ceiling, which is a
 copy within the GPU's memory, bytes read and written. Reads alone may be faster; they are printed
-beside it. GPT_EAGLE_PDL=0 times launches that do not overlap. `attention`, `compact`, `topk` and
-`experts` are the other kernels of a decode cycle, measured in the same way (`*_contest`). One JSON
-line is appended after every row; the table is printed at the end. A row that fails is recorded with
-its error, and the rest goes on unless the device is lost; the exit status is then 1, as for a wrong
-row.
+beside it. `attention`, `compact`, `topk` and `experts` are the other kernels of a decode cycle,
+measured in the same way (`*_contest`). One JSON line is appended after every row; the table is
+printed at the end. A row that fails is recorded with its error, and the rest goes on unless the
+device is lost; the exit status is then 1, as for a wrong row.
 """
 
 from __future__ import annotations
@@ -523,7 +522,6 @@ def bench(config: BenchConfig) -> None:
     """Measure one format."""
     if not torch.cuda.is_available():
         raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
-    from ops.cuda.launch import device_of  # needs Triton
 
     torch.backends.cuda.matmul.allow_tf32 = False
     ceiling = copy_bandwidth()
@@ -532,7 +530,6 @@ def bench(config: BenchConfig) -> None:
         "torch": torch.__version__,
         "ceiling_bytes_per_s": ceiling,
         "read_bytes_per_s": read_bandwidth("cuda", 5).median,
-        "overlaps": device_of(torch.cuda.current_device()).overlaps,
     }
     print(
         f"# {machine['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, "

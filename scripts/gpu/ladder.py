@@ -4,8 +4,8 @@
     python3 scripts/gpu/ladder.py --dry_run             # on a CPU: all rungs, with the small demo
 
 1. The target and the head are loaded once. A rung says which families of kernels PyTorch replaces,
-   and whether steps are compiled, captured, and launched before earlier ones have ended. On each
-   rung vanilla, a tree and a chain decode the same prompts, twice; the second time counts.
+   and whether steps are compiled and captured. On each rung vanilla, a tree and a chain decode the
+   same prompts, twice; the second time counts.
 2. A rung that fails, hangs or loses the device ends alone; the same command goes on behind it
    (attempts.py). Exit status 4: all rungs were tried, and one failed or has a fault.
 3. A fault is a chain whose tokens are not vanilla's where all of our kernels run, since it has
@@ -61,19 +61,16 @@ class Rung(NamedTuple):
     plain: tuple[str, ...]  # families of our kernels that PyTorch replaces
     inductor: bool  # steps are compiled
     graphs: bool  # cycles are captured
-    overlaps: bool  # dependent launch
 
 
 BUT_PRODUCTS = tuple(family for family in FAMILIES if family != "products")
 RUNGS: dict[str, Rung] = {
-    "captured, PyTorch alone": Rung(FAMILIES, inductor=False, graphs=True, overlaps=False),
-    "captured, our products": Rung(BUT_PRODUCTS, inductor=False, graphs=True, overlaps=False),
-    "captured, without fused": Rung(("fused",), inductor=False, graphs=True, overlaps=False),
-    "captured": Rung((), inductor=False, graphs=True, overlaps=False),
-    "captured, dependent": Rung((), inductor=False, graphs=True, overlaps=True),
-    "compiled, not captured": Rung((), inductor=True, graphs=False, overlaps=False),
-    "compiled": Rung((), inductor=True, graphs=True, overlaps=False),
-    "compiled, dependent": Rung((), inductor=True, graphs=True, overlaps=True),
+    "captured, PyTorch alone": Rung(FAMILIES, inductor=False, graphs=True),
+    "captured, our products": Rung(BUT_PRODUCTS, inductor=False, graphs=True),
+    "captured, without fused": Rung(("fused",), inductor=False, graphs=True),
+    "captured": Rung((), inductor=False, graphs=True),
+    "compiled, not captured": Rung((), inductor=True, graphs=False),
+    "compiled": Rung((), inductor=True, graphs=True),
 }
 EXAMPLE = "one-file example"
 NAMES = [*RUNGS, EXAMPLE]
@@ -150,10 +147,6 @@ def set_rung(rung: Rung, plain: set[str], device: str) -> None:
         return
     os.environ["GPT_EAGLE_INDUCTOR"] = str(int(rung.inductor))
     os.environ["GPT_EAGLE_GRAPHS"] = str(int(rung.graphs))
-    os.environ["GPT_EAGLE_PDL"] = str(int(rung.overlaps))
-    from ops.cuda.launch import device_of
-
-    device_of.cache_clear()
 
 
 def decode(engine: Engine, prompts: list[str]) -> dict[str, Any]:

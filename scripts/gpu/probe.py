@@ -6,8 +6,7 @@ facts      Versions, nvidia-smi, and a C compiler and Python.h for Triton's laun
 compiling  A compiled step that changes a record (torch 2.11 lost its fields).
 capture    A step captured as a graph and replayed.
 clock      The device's clock.
-boundary   The time of an empty kernel in a graph of 500: the gap from one kernel to the next; with
-           dependent launch, and so behind a fill or a copy, where it may have no effect.
+boundary   The time of an empty kernel in a graph of 500: the gap from one kernel to the next.
 bandwidth  Bytes per second that a GPU reads (scripts/bench/measure.py).
 families   Each family of our kernels on small shapes against its reference (families.py).
 
@@ -123,30 +122,15 @@ def boundary(device: str) -> dict[str, Any]:
     """Time graphs of kernels that do nothing, and of the smallest of torch's."""
     import triton
 
-    from ops.cuda.launch import after_others, device_of
-
     @triton.jit
     def empty_kernel(x):
         pass
 
-    @triton.jit
-    def dependent_kernel(x):
-        after_others(True)
-
     x = torch.zeros(1, device=device)
-    y = torch.zeros(1, device=device)
-    plain = partial(empty_kernel[(1,)], x, num_warps=1)
-    dependent = partial(dependent_kernel[(1,)], x, num_warps=1, launch_pdl=True)
-    fill = partial(x.fill_, 1.0)
-    graphs = {"empty": [plain], "fill": [fill]}
-    if device_of(x.device.index).overlaps:
-        copy = partial(x.copy_, y)
-        graphs |= {"dependent": [dependent], "fill, dependent": [fill, dependent]}
-        graphs |= {"copy, dependent": [copy, dependent], "fill, empty": [fill, plain]}
+    empty = partial(empty_kernel[(1,)], x, num_warps=1)
     found = {}
-    for name, calls in graphs.items():
-        times = graph_times_s(calls * (BOUNDARIES // len(calls)), 20)
-        found[name] = 1e6 * statistics.median(times)
+    for name, call in {"empty": empty, "fill": partial(x.fill_, 1.0)}.items():
+        found[name] = 1e6 * statistics.median(graph_times_s([call] * BOUNDARIES, 20))
     return found | {"text": ", ".join(f"{name} {us:.2f} us" for name, us in found.items())}
 
 

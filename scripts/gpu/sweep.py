@@ -6,8 +6,7 @@
 1. Each product of a layer, with the work behind it in the same launch (ops/cuda/epilogues.py): the
    splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
    whose result has other bits than the estimated one's is refused.
-2. The fastest and the estimated plan of each once more, without dependent launch.
-3. Behind the first format, attention in chunks of several sizes, with and without it.
+2. Behind the first format, attention in chunks of several sizes.
 Plans compile in several threads, about half a second each, most of which holds Python's lock: 105 s
 are enough for half of the products, and --formats has those first that matter. Then each plan is
 timed alone: medians in captured graphs over 200 MB of different weights, as in kernels.py. The
@@ -193,10 +192,10 @@ class Timer:
         self.results: dict[tuple, list[Tensor]] = {}  # by rows and splits
 
     def __call__(self, shape: Shape, plan: ProductPlan, rows: int) -> float:
-        found = self.known.get((shape, plan, rows, self.device.overlaps))
+        found = self.known.get((shape, plan, rows))
         if found is None:
             found = self._time(shape, plan, rows)
-            self.known[shape, plan, rows, self.device.overlaps] = found
+            self.known[shape, plan, rows] = found
         return found
 
     def prepare(self, shape: Shape, timed: Iterable[Timed]) -> None:
@@ -228,7 +227,6 @@ class Timer:
         self._take(shape)
         call = self._call(shape, plan, rows)
         row = {"part": "sweep", "product": shape.key, "M": rows, "plan": plan._asdict()}
-        row["overlaps"] = self.device.overlaps
         try:
             calls = [partial(call, *weights) for weights in self.weights]
             us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
@@ -262,7 +260,7 @@ class Timer:
             slots = torch.arange(rows, device=self.torch_device)[None]
             given = (rope, *cache, slots, (None, None, 0.0), gpu, plan)
             return lambda weight, scale: rotary_product(Pending(x, squares, weight, scale), *given)
-        given = (plan, self.device, shape.epilogue)
+        given = (plan, shape.epilogue)
         if shape.epilogue == "swiglu":
             given += (squares,)
         return lambda weight, scale: run_product(x, weight, scale, *given)
@@ -279,7 +277,7 @@ def random_weights(shape: Shape, torch_device: str) -> tuple[Tensor, Tensor | No
 def attention_chunk(device: Device, note: Callable[[dict[str, Any]], None]) -> int:
     """Choose the chunks of attention, one size for all rows and lengths: the least time in all.
 
-    note: takes a row for each size and shape, with and without dependent launch
+    note: takes a row for each size and shape
     """
     total_us = dict.fromkeys(CHUNKS, 0.0)
     options = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -292,14 +290,13 @@ def attention_chunk(device: Device, note: Callable[[dict[str, Any]], None]) -> i
             copies = copies_of(2 * 2 * kv_heads * (length + rows) * 128, ROTATE_BYTES)
             shape = (2, 1, kv_heads, max(LENGTHS) + 64, 128)
             caches = [torch.randn(shape, **options) for _ in range(copies)]
-            for chunk, overlaps in itertools.product(CHUNKS, {device.overlaps, False}):
-                given = (start, mask, device._replace(overlaps=overlaps), done, chunk)
+            for chunk in CHUNKS:
+                given = (start, mask, device, done, chunk)
                 calls = [partial(tree_attention, q, *cache, *given) for cache in caches]
                 us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
                 row = {"part": "sweep", "kernel": f"attention {name}", "length": length}
-                note(row | {"M": rows, "chunk": chunk, "overlaps": overlaps, "time_us": us})
-                if overlaps == device.overlaps:
-                    total_us[chunk] += us
+                note(row | {"M": rows, "chunk": chunk, "time_us": us})
+                total_us[chunk] += us
     return min(total_us, key=total_us.__getitem__)
 
 
@@ -307,23 +304,14 @@ def attention_chunk(device: Device, note: Callable[[dict[str, Any]], None]) -> i
 
 
 def told(shape: Shape, chosen: MeasuredProduct, time_of: Timer) -> str:
-    """Describe a choice beside the estimate: with dependent launch, and without it."""
-    device = time_of.device
-    alone = Timer(device._replace(overlaps=False), time_of.note, time_of.torch_device)
-    alone.shape = shape
-    alone.weights = time_of.weights
-    alone.inputs = time_of.inputs
-    alone.results = time_of.results
+    """Describe a choice beside the estimate."""
     cells = []
     for height, tile in chosen.tiles.items():
         rows = ROWS_OF[height]
         plan = plan_of(height, tile, chosen.splits)
-        estimate_us = time_of(shape, shape.estimate(height, device), rows)
+        estimate_us = time_of(shape, shape.estimate(height, time_of.device), rows)
         cell = f"{rows} rows {time_of(shape, plan, rows):.1f} us by {tile.rows} x {tile.stages}"
-        cell += f" (estimate {estimate_us:.1f}"
-        if device.overlaps:
-            cell += f", without dependent launch {alone(shape, plan, rows):.1f}"
-        cells.append(f"{cell})")
+        cells.append(f"{cell} (estimate {estimate_us:.1f})")
     return f"{shape.key}: {chosen.splits} splits; {'; '.join(cells)}"
 
 

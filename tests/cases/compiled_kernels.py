@@ -89,7 +89,7 @@ class Resources(NamedTuple):
     shared_bytes: int  # per block
     tensor_core: str  # instruction and count, or "none"
     loop: int  # instructions in the longest loop
-    disorder: str  # the first access that could race with another launch or block, or ""
+    disorder: str  # the first access that could race with another block, or ""
 
 
 def bits_and_group(form: str) -> tuple[int, int]:
@@ -99,11 +99,6 @@ def bits_and_group(form: str) -> tuple[int, int]:
     if form == "int8":
         return 8, 0
     return 4, int(form.split("-")[1])
-
-
-def overlaps(target: str) -> dict[str, bool]:
-    """Return the constant of kernels that may start before the kernel in front ends."""
-    return {"OVERLAPS": int(target) >= 90}
 
 
 def product_source(case: Case) -> tuple[Source, ProductPlan]:
@@ -136,7 +131,6 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
     if not case.experts:
         weight = {"packed_ptr": weight_type}
         types = x | weight | scale | {"M": "i32"} | sizes
-        constants |= overlaps(case.target)
         kernel, more, further = _epilogue(case, y)
         return Source(kernel, types | more, constants | further, plan.warps, multiples), plan
     weight = {"weight_ptr": weight_type}
@@ -186,7 +180,6 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
         "KEYS": plan.keys,
         "STAGES": plan.stages,
     }
-    constants |= overlaps(case.target)
     return Source(ops.cuda.attention.attention_kernel, types, constants, plan.warps), plan
 
 
@@ -195,7 +188,7 @@ def _add_norm(case: CycleCase) -> Source:
     x = f"*{case.dtype}"
     types = dict.fromkeys(("x_ptr", "delta_ptr", "weight_ptr", "sum_ptr", "y_ptr"), x)
     types |= {"F": "i32", "eps": "fp32"}
-    constants = {"WIDTH": triton.next_power_of_2(width)} | overlaps(case.target)
+    constants = {"WIDTH": triton.next_power_of_2(width)}
     kernel = ops.cuda.norm.add_norm_kernel
     if case.kernel == "add_unscaled":
         types["squares_ptr"] = "*fp32"
@@ -209,7 +202,7 @@ def _rotary(case: CycleCase) -> Source:
     types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), x)
     types |= {"eps": "fp32", "T": "i32", "S": "i32"}
     constants = ops.cuda.rotary.constants_of(case.heads, case.kv_heads, case.E)
-    constants |= {"HEADS": ops.cuda.rotary.HEADS} | overlaps(case.target)
+    constants |= {"HEADS": ops.cuda.rotary.HEADS}
     weights = ("q_norm_ptr", "k_norm_ptr")
     if case.kernel == "normed_rotary":
         types |= dict.fromkeys(weights, x)
@@ -248,7 +241,7 @@ def _lists(case: CycleCase) -> Source:
 def _block(case: CycleCase) -> Source:
     types = {"scores_ptr": "*fp32", "keys_ptr": "*i64", "stats_ptr": "*fp32"}
     types |= {"V": "i32", "k": "i32", "sharpness": "fp32"}
-    constants = {"BLOCK": ops.cuda.topk.BLOCK} | overlaps(case.target)
+    constants = {"BLOCK": ops.cuda.topk.BLOCK}
     return Source(ops.cuda.topk.block_kernel, types, constants, 4)
 
 
@@ -256,7 +249,7 @@ def _row(case: CycleCase) -> Source:
     types = {"keys_ptr": "*i64", "stats_ptr": "*fp32", "values_ptr": "*fp32", "index_ptr": "*i64"}
     types |= {"total_ptr": "*fp32", "blocks": "i32", "k": "i32"}
     blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
-    constants = {"BLOCKS": triton.next_power_of_2(blocks)} | overlaps(case.target)
+    constants = {"BLOCKS": triton.next_power_of_2(blocks)}
     return Source(ops.cuda.topk.row_kernel, types, constants, 1)
 
 
@@ -268,7 +261,6 @@ def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
     blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
     constants = {"ids_ptr": None, "places_ptr": None, "BY_VALUE": True}
     constants |= ops.cuda.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k)
-    constants |= overlaps(case.target)
     return Source(ops.cuda.topk.level_kernel, types, constants, 4)
 
 
@@ -348,22 +340,12 @@ def main_loop(code: str) -> list[str]:
 def disorder_of(ptx: str) -> str:
     """Return the first instruction of a kernel that could race, or "".
 
-    Of a kernel that overlaps: an access to memory, other than a prefetch, before all earlier
-    kernels have finished, or a wait that a branch may skip. Barriers of a block's own threads may
-    stand in front, as Blackwell's do that allocate memory for tensor cores. Of one with a counter of blocks: one
-    thread must add to it behind a barrier, with release and acquire, and others read what other
-    blocks wrote behind a further barrier and past the L1 cache.
+    Of one with a counter of blocks: one thread must add to it behind a barrier, with release and acquire, and
+    others read what other blocks wrote behind a further barrier and past the L1 cache.
     """
     access = r"(?:ld|st|atom|red)\.global\S*|cp\.async\.c[ag]\S*|cp\.async\.bulk\S*"
-    pattern = rf"griddepcontrol\.wait|{access}|bar\.sync|^\$L__BB\w+:|\bbra\b"
+    pattern = rf"{access}|bar\.sync|^\$L__BB\w+:|\bbra\b"
     found = re.findall(pattern, ptx, re.M)
-    if "griddepcontrol.wait" in found:
-        before = found[: found.index("griddepcontrol.wait")]
-        for name in before:
-            if name != "bar.sync":
-                return f"before the wait: {name}"
-    elif "griddepcontrol.launch_dependents" in ptx:
-        return "no wait"
     counted = [i for i, name in enumerate(found) if name.startswith("atom.global")]
     for at in counted:
         if ".exch" in found[at]:

@@ -165,7 +165,7 @@ def check_rotary(heads, E, normed, dtype=torch.float32, near=1e-6):
     cache = torch.randn(2, B, kv_heads, S, E).to(dtype)
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
     given = norms or (None, None, 0.0)
-    got = ops.cuda.rotary.rotary_cache(qkv, rope, *ours, slots, given, DEVICE)
+    got = ops.cuda.rotary.rotary_cache(qkv, rope, *ours, slots, given)
     want = ops.rotary.rotary_cache_plainly(
         with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots
     )

@@ -32,7 +32,7 @@ def run(x, weights, splits=1, epilogue="none"):
     """The product, cut as it would be for 16-bit activations."""
     tokens = TOKENS[x.shape[0]]
     cut = ProductPlan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
-    return ops.cuda.qmatmul.run_product(x, weights.packed, weights.scale, cut, DEVICE, epilogue)
+    return ops.cuda.qmatmul.run_product(x, weights.packed, weights.scale, cut, epilogue)
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +64,8 @@ def test_product(form, rows):
 def test_shapes(form, N, K):
     weights = quantized(form, N, K)
     x = torch.randn(2, 3, K).transpose(0, 1)  # neither two-dimensional nor contiguous
-    y = ops.cuda.qmatmul.run_product(
-        x, weights.packed, weights.scale, ProductPlan(16, 64, 1, 4, 4), DEVICE
-    )
+    plan = ProductPlan(16, 64, 1, 4, 4)
+    y = ops.cuda.qmatmul.run_product(x, weights.packed, weights.scale, plan)
     torch.testing.assert_close(y, weights.reference(x), atol=2e-4, rtol=2e-5)
 
 
@@ -104,17 +103,17 @@ def test_a_product_in_front_of_a_norm(form, splits):
     x, stream, scale = torch.randn(5, 896), torch.randn(5, 135), torch.rand(135)
     delta = run(x, weights, splits)
     assert torch.equal(run(x, weights, splits, "fp32"), delta)  # fp32 in any case here
-    total, y = ops.cuda.norm.add_norm(stream, delta, scale, 1e-5, DEVICE)
+    total, y = ops.cuda.norm.add_norm(stream, delta, scale, 1e-5)
     wanted = ops.norm.add_norm_reference(stream, weights.reference(x), scale, 1e-5)
     torch.testing.assert_close((total, y), wanted, atol=5e-4, rtol=2e-5)
-    alone = ops.cuda.norm.add_norm(stream[2:3], delta[2:3], scale, 1e-5, DEVICE)
+    alone = ops.cuda.norm.add_norm(stream[2:3], delta[2:3], scale, 1e-5)
     assert torch.equal(alone[0], total[2:3]) and torch.equal(alone[1], y[2:3])
-    assert torch.equal(ops.cuda.norm.add_norm(total, None, scale, 1e-5, DEVICE)[1], y)
+    assert torch.equal(ops.cuda.norm.add_norm(total, None, scale, 1e-5)[1], y)
 
 
 def test_a_norm_of_what_is_not_contiguous():
     x, scale = torch.randn(135, 5).T, torch.rand(135)
-    total, y = ops.cuda.norm.add_norm(x, x, scale, 1e-5, DEVICE)
+    total, y = ops.cuda.norm.add_norm(x, x, scale, 1e-5)
     wanted = ops.norm.add_norm_reference(x, x, scale, 1e-5)
     torch.testing.assert_close((total, y), wanted, atol=1e-5, rtol=2e-5)
 
@@ -164,7 +163,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(in_order):
 
     def product(rows):
         cut = ProductPlan(ops.cuda.qmatmul.tile_height(len(rows), 16, 32), 64, 2, 3, 4)
-        return ops.cuda.qmatmul.run_product(rows, weights.packed, None, cut, DEVICE)
+        return ops.cuda.qmatmul.run_product(rows, weights.packed, None, cut)
 
     whole = product(x)
     torch.testing.assert_close(whole, weights.reference(x), atol=2e-4, rtol=2e-5)
@@ -176,5 +175,5 @@ def test_negative_zero_is_zero():
     """A sign without a magnitude, which `pack_int8_planes` never writes."""
     packed = torch.full((1, 64, ops.cuda.layout.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
     cut = ProductPlan(16, 64, 1, 2, 4)
-    y = ops.cuda.qmatmul.run_product(torch.randn(2, 128), packed, torch.ones(64), cut, DEVICE)
+    y = ops.cuda.qmatmul.run_product(torch.randn(2, 128), packed, torch.ones(64), cut)
     assert (y == 0).all()

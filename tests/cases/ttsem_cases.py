@@ -8,7 +8,7 @@ A new kernel gets a row in a table below, or a test of its own.
 
 These things cannot be checked so:
 - the order in which a tensor core adds, Triton's own lowering (layouts, pipelines, shared memory), and ptxas;
-- barriers and races within a block of threads; launches that overlap (launch control does nothing here);
+- barriers and races within a block of threads;
 - whether an atomic counter is enough where one block reads what others wrote (`ttsem_plugin.ORDERED`);
 - the compaction of a cache: it reads addresses from a table, which ttsem takes for a fault (`test_compaction`);
 - long caches, which take minutes; times.
@@ -97,12 +97,12 @@ def test_a_row_has_the_same_bits_beside_any_others(form, K):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("rows", [1, 26, 60])
 def test_what_follows_a_product(form, rows):
-    """Sums of splits in front of a norm; scores in fp32; SwiGLU. As launched where kernels overlap."""
-    K, early = DEEP[form], DEVICE._replace(overlaps=True)
+    """Sums of splits in front of a norm; scores in fp32; SwiGLU."""
+    K = DEEP[form]
     weights, x = quantized(form, 70, K), torch.randn(rows, K, dtype=BF16)
     product = weights.reference(x.float())
     stream, scale = torch.randn(rows, 70, dtype=BF16), torch.rand(70, dtype=BF16)
-    gpu = ops.cuda.epilogues.Gpu(early, torch.zeros(64, dtype=torch.int32))
+    gpu = ops.cuda.epilogues.Gpu(DEVICE, torch.zeros(64, dtype=torch.int32))
     operands = (None, weights.packed, weights.scale)
     got = ops.cuda.epilogues.add_product(Pending(x, *operands), stream, scale, 1e-5, gpu)
     total, norm = ops.epilogues.add_norm_reference(stream, product, scale, 1e-5)
@@ -112,9 +112,9 @@ def test_what_follows_a_product(form, rows):
     one = ops.cuda.epilogues.add_product(Pending(x[:1], *operands), stream[:1], scale, 1e-5, gpu)
     assert all(map(torch.equal, one, (got[0][:1], got[1][:1], got[2][:, :1])))
     assert not gpu.done.any()
-    wide = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, early, "fp32")
+    wide = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, DEVICE, "fp32")
     torch.testing.assert_close(wide, product, rtol=1e-4, atol=1e-3 * product.abs().max().item())
-    gated = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, early, "swiglu")
+    gated = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, DEVICE, "swiglu")
     close(gated, ops.norm.swiglu(product), BF16)
 
 

@@ -79,7 +79,7 @@ def execute(text: str, *operands: np.ndarray) -> list[np.ndarray]:
     }
     for line in filter(None, (line.strip() for line in text.split("//")[0].split(";"))):
         name, _, rest = line.partition(" ")
-        if name == ".reg" or name.startswith(("griddepcontrol.", "prefetch.")):
+        if name == ".reg":
             continue
         if name not in INSTRUCTIONS:
             raise NotImplementedError(

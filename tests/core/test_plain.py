@@ -238,8 +238,7 @@ def test_families_of_the_environment(monkeypatch):
     "name, value, message",
     [
         ("PLAIN", "norm,trees", "topk, tree or all, separated by commas; it has 'trees': correct"),
-        ("PDL", "off", "GPT_EAGLE_PDL must be 1 or 0; it is 'off': correct or unset it"),
-        ("INDUCTOR", "2", "GPT_EAGLE_INDUCTOR must be 1 or 0; it is '2'"),
+        ("INDUCTOR", "2", "GPT_EAGLE_INDUCTOR must be 1 or 0; it is '2': correct or unset it"),
         ("GRAPHS", "yes", "GPT_EAGLE_GRAPHS must be 1 or 0; it is 'yes'"),
         (
             "TILES",
@@ -264,10 +263,10 @@ def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, messag
 
 
 def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
-    monkeypatch.setenv("GPT_EAGLE_PDL", "0")
-    monkeypatch.setenv("GPT_EAGLE_GRAPHS", "1")  # the default
+    monkeypatch.setenv("GPT_EAGLE_GRAPHS", "0")
+    monkeypatch.setenv("GPT_EAGLE_INDUCTOR", "1")  # the default
     tokens(short_demo, draft="none", max_new_tokens=2)
-    note = "note: GPT_EAGLE_PDL: only CUDA reads this, and the device is cpu"
+    note = "note: GPT_EAGLE_GRAPHS: only CUDA reads this, and the device is cpu"
     assert capsys.readouterr().err.count(note) == 1
 
 

@@ -137,7 +137,7 @@ def test_one_line_per_task_and_method(measured):
 
 
 def test_captures_that_failed_are_counted():
-    steps = [SimpleNamespace(tries=tries) for tries in (2, 1, 2, 0)]
+    steps = [SimpleNamespace(capture_failed=failed) for failed in (False, True, False, True)]
     pool = [SimpleNamespace(replays=dict(enumerate(steps))), SimpleNamespace(replays={})]
     assert bench.failed_captures(SimpleNamespace(buffer_pool=pool)) == 2
 
