@@ -203,7 +203,7 @@ def summary(gpu: str, found: dict[str, Any]) -> str:
     reductions = [row for row in inductors if is_reduction(row)]
     many = sorted({row["name"] for row in reductions if row["configurations"] > 1})
     failed = [f"{row['name']}: {row['error']}" for row in kernels if "error" in row]
-    largest = max(step["largest_temporary_bytes"] for step in steps)
+    largest = max((step["largest_temporary_bytes"] for step in steps), default=0)
     cache = min(case["cache_buffer_bytes"] for case in cases)
     lines = [
         f"sm_{gpu}: {len(inductors)} kernels of inductor's and {len(kernels) - len(inductors)} of "
