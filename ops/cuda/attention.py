@@ -9,7 +9,7 @@
 4. Each chunk writes fp32 sums with their maximum and weight. The block that finishes last adds them
    in the order of the chunks, so equal runs give equal bits. `plan_attention` has the trade-offs.
 
-Not run on a GPU yet. Not here: writes to the cache, sliding windows.
+Not here: writes to the cache, sliding windows.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
     branches of a tree, whose ancestors lie in other slots than after compaction; nor across a
     prefix of 16 CHUNK 2^i slots, where chunks double; nor between up to 64 tokens and more, which
     not split. It assumes that tensor cores add zero products exactly, in the same way for both tile
-    heights (test_gpu.py).
+    heights, as test_gpu.py found on an H200.
 
     Trade-off: for that, a single token fills one row of 64, and chunks do not grow with the batch,
-    whose sums can be more bytes than the keys. CHUNK is measured (plans.py) or, as SPLITS, an
-    estimate for an H100. fp32 has
-    no tensor cores and serves tests only.
+    whose sums can be more bytes than the keys. CHUNK is measured (plans.py), SPLITS is an
+    estimate. fp32 has no tensor cores and serves tests only.
     """
     if dtype == torch.float32:
         wide = E > 64

@@ -9,7 +9,7 @@
 
 Trade-off: the compiler cannot see the memory behind an address, so the operator also takes the
 buffers, which keeps their reads and writes in order; test_capture.py shows that compiled steps pass
-the buffers themselves, never copies. Not run on a GPU yet.
+the buffers themselves, never copies.
 """
 
 from __future__ import annotations

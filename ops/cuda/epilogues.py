@@ -6,8 +6,6 @@
    heads, rotation and cache. Counters tell it, as in attention.py; equal runs give equal bits.
 3. Sums over features are pairwise, in an order that the code fixes: a compiler's own order depends
    on the tile, and so on the number of rows.
-
-Not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@
 3. The loop over K is that of qmatmul.py; rows are read and results written through the list.
 
 Trade-off: one kernel serves a single token (a tile per chosen expert), a tree and a prompt, so that
-a row's bits do not depend on the rows beside it (`plan_experts`). Not run on a GPU yet. Source of
-tiles of one expert each: MegaBlocks (arXiv 2211.15841). Not here: SiLU, the sum over a token's
-experts (model.py).
+a row's bits do not depend on the rows beside it (`plan_experts`). Source of tiles of one expert
+each: MegaBlocks (arXiv 2211.15841). Not here: SiLU, the sum over a token's experts (model.py).
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def plan_experts(
     The host must not read the routing, so the tile's height follows from the average rows of an
     expert. `splits` and the order of every sum are the same for all P: a row's result does not
     depend on the other rows of its expert, on their number, or on its place among them. As in
-    qmatmul.py, this assumes a property of the hardware that test_gpu.py tests.
+    qmatmul.py, this assumes a property of the hardware that test_gpu.py found on an H200.
 
     Trade-off: splits are right for a single token with two experts of 8, or 8 of 128. A prompt
     reads an expert's weight once per 64 of its rows, mostly from the cache, and unpacks it as
@@ -69,7 +68,7 @@ def plan_experts(
     zeros: int4 weights have zero points
     """
     blocks = triton.cdiv(K, 16 // bits * COLUMNS)
-    splits = choose_splits(max(2, experts // 16) * N, blocks, device.processors, bits)
+    splits = choose_splits(max(2, experts // 16) * N, blocks, device.processors)
     tokens = tile_height(triton.cdiv(P, experts), 4, 16)
     return fit(tokens, splits, bits, group, dtype, device, zeros)
 

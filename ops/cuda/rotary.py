@@ -3,7 +3,7 @@
 One block of threads per token and eight heads of queries, keys or values. A norm is over one head,
 so blocks do not depend on each other. Results are rounded where `rms_norm` rounds them.
 epilogues.py does the same behind a product; this kernel serves products that are not ours, and
-biases. Not run on a GPU yet.
+biases.
 """
 
 from __future__ import annotations

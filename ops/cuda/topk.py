@@ -11,7 +11,7 @@
 Sums are added in a fixed order, without atomics: equal runs give equal bits. -0 equals 0, NaN is
 above everything, as in torch.topk. Trade-off: the work grows with k, at most 64; for the 10 or 16
 children of a node it is less than that of a sort or a radix select. Source of the two stages:
-Milakov and Gimelshein (arXiv 1805.02867). Not run on a GPU yet.
+Milakov and Gimelshein (arXiv 1805.02867).
 """
 
 from __future__ import annotations

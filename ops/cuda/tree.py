@@ -6,7 +6,7 @@
 2. `relate` keeps a node's ancestors as the bits of an int64, so a tree has at most 64 nodes. Every
    round doubles their reach.
 
-One block of threads handles a tree. Not run on a GPU yet.
+One block of threads handles a tree.
 """
 
 from __future__ import annotations

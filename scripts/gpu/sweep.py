@@ -7,12 +7,11 @@
    splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
    whose result has other bits than the estimated one's is refused.
 2. Behind the first format, attention in chunks of several sizes.
-Plans compile in several threads, about half a second each, most of which holds Python's lock: 105 s
-are enough for half of the products, and --formats has those first that matter. Then each plan is
-timed alone: medians in captured graphs over 200 MB of different weights, as in kernels.py. The
-table goes to --out, under the name that plans.py reads; it holds those whose turn came before
---seconds were over. Copied to ops/cuda/measured/ it holds for all later runs on such a GPU. Not run
-on a GPU yet.
+Plans compile in several threads, about half a second each, most of which holds Python's lock. Then
+each plan is timed alone: medians in captured graphs over 200 MB of different weights, as in
+kernels.py. All of it took 62 s on an NVIDIA H200. The table goes to --out, under the name that
+plans.py reads; it holds those whose turn came before --seconds were over. Copied to
+ops/cuda/measured/ it holds for all later runs on such a GPU.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ except ModuleNotFoundError:
     fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
 from ops.cuda.epilogues import Gpu, add_product, rotary_product
 from ops.cuda.launch import TARGETS, Device, device_of
+from ops.cuda.layout import COLUMNS
 from ops.cuda.plans import (
     CHUNK,
     CHUNKS,
@@ -58,7 +58,7 @@ from ops.cuda.plans import (
     key_of,
     to_json,
 )
-from ops.cuda.qmatmul import ProductPlan, plan_product, run_product, shared_bytes
+from ops.cuda.qmatmul import ProductPlan, plan_product, run_product
 from ops.epilogues import PART, Pending
 from runtime import tensors_of
 from scripts.gpu.kernels import HEADS, LAYERS, copies_of, failure, graph_times_s, random_packed
@@ -71,6 +71,20 @@ LENGTHS = (512, 2048, 4096)  # slots that attention reads
 ROTATE_BYTES = 200 * 10**6
 REPLAYS = 10
 COMPILERS = 16  # threads; most of a compilation runs beside others
+
+
+def shared_bytes(tokens: int, tile: Tile, bits: int, device: Device) -> int:
+    """Return the shared memory of a block for 16-bit x: stages of words and of x, as in Triton."""
+    words = tile.rows * COLUMNS * 2
+    x = 16 // bits * COLUMNS * tokens * 2
+    in_use = 0
+    # Hopper's tensor cores read x, and words that need no unpacking, from here; older ones read
+    # registers
+    if device.capability >= 90:
+        in_use += x
+        if bits == 16:
+            in_use += words
+    return (tile.stages - 1) * (words + x) + in_use
 
 
 @dataclass
@@ -110,7 +124,7 @@ class Shape(NamedTuple):
         estimate = self.estimate(height, device)
         found = [Tile(estimate.rows, estimate.stages)]
         for tile in TILES:
-            needed = shared_bytes(height, *tile, FORMATS[self.form][0], device)
+            needed = shared_bytes(height, tile, FORMATS[self.form][0], device)
             if needed <= device.shared_bytes and tile not in found:
                 found.append(tile)
         return found

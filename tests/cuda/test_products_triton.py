@@ -148,20 +148,19 @@ def test_the_sum_of_splits_compiles(_fresh_cache, target):
 # --------------------------------------------------------------------------------------------- plan
 
 
-@pytest.mark.parametrize("bits,splits", [(4, (2, 4, 4, 1)), (8, (1, 3, 3, 1)), (16, (1, 2, 2, 1))])
-def test_the_plan_of_a_7b_model(bits, splits):
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_the_plan_of_a_7b_model(bits):
     """On 132 processors: w-qkv, w-o, w2 and the LM head. As many splits as the bandwidth takes, and no more."""
     shapes = [(12288, 4096, False), (4096, 4096, False), (4096, 11008, False), (32000, 4096, True)]
-    got = tuple(choose_splits(N, K * bits // 1024, 132, bits, summed) for N, K, summed in shapes)
-    assert got == splits
+    got = tuple(choose_splits(N, K * bits // 1024, 132, summed) for N, K, summed in shapes)
+    assert got == (1, 4, 4, 1)
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
-def test_every_split_has_a_block(bits):
+def test_every_split_has_a_block():
     for blocks in (1, 2, 3, 5, 16, 43, 400):
         for N in (1, 64, 1000, 4096, 128256):
             for processors in (1, 82, 132):
-                splits = choose_splits(N, blocks, processors, bits)
+                splits = choose_splits(N, blocks, processors)
                 edges = [i * blocks // splits for i in range(splits + 1)]  # as the kernel cuts
                 assert splits <= MAX_SPLITS and all(a < b for a, b in zip(edges, edges[1:]))
 

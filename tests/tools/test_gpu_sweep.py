@@ -11,7 +11,7 @@ import ops.cuda.plans  # noqa: E402
 from cli.parsing import one_line_errors  # noqa: E402
 from ops.cuda.launch import TARGETS  # noqa: E402
 from ops.cuda.plans import CHUNK, HEIGHTS, Measured, file_name, measured_on, to_json  # noqa: E402
-from ops.cuda.qmatmul import plan_product, shared_bytes, tile_height  # noqa: E402
+from ops.cuda.qmatmul import plan_product, tile_height  # noqa: E402
 from scripts.gpu import sweep  # noqa: E402
 
 DEVICE = TARGETS["90"]._replace(name="NVIDIA H100 80GB HBM3")
@@ -45,7 +45,7 @@ def test_the_fastest_is_chosen_among_those_that_fit(target):
             tiles = shape.tiles(height, device)
             bits, _ = sweep.FORMATS[shape.form]
             assert len(tiles) > 1 and tile in tiles
-            assert shared_bytes(height, *tile, bits, device) <= device.shared_bytes
+            assert sweep.shared_bytes(height, tile, bits, device) <= device.shared_bytes
             assert tile.rows == (64 if height < 64 else max(each.rows for each in tiles))
 
 
