@@ -30,7 +30,6 @@ from cli.option_rules import (
     ONE_SIZE,
     RULE,
     SAMPLED,
-    SHAPE,
     SIZED,
     STORE,
     TEXT,
@@ -75,7 +74,6 @@ class Sampling(NamedTuple):
 class Ablation:
     """Settings of experiments, which scripts/bench/papers.py takes as pieces of a method."""
 
-    random_twin: bool = option(False, "random weights in that shape", needs=(SHAPE,))
     token_ranks: str = option(
         "", "token ids by frequency, for draft_vocab", needs=(DRAFT, HEAD, TRIMMED)
     )

@@ -59,7 +59,6 @@ INFLATABLE = Need(
     "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one",
     lambda o: o.checkpoint != type(o).checkpoint,
 )
-SHAPE = Need("needs a shape; name one with --inflate", lambda o: bool(o.inflate))
 TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
 TEXT = Need(
     "renders text; it cannot go with --prompt_ids",

@@ -145,7 +145,6 @@ def _facts(engine: Engine) -> dict[str, Any]:
     if config["accept"] != "exact":
         names = config.keys() - set(DECIDES_NOTHING)
     facts = {name: config[name] for name in names}
-    facts["random_twin"] = engine.config.ablated.random_twin
     facts["checkpoint"] = os.path.realpath(config["checkpoint"])
     facts["grammar"] = read_grammar(engine.config)
     facts["context"] = engine.context

@@ -6,9 +6,6 @@
 The time of a step depends on a model's shape and not on its numbers. The number of accepted tokens
 depends on the numbers. A stand-in has the time of its shape and the acceptance of the small model.
 `Placement` describes the construction.
-With `random_twin` all numbers are random, and no activation is zero. Such a function is useless,
-but its time per step checks the stand-in's (of a Mixtral at one token only, because the routers are
-random too).
 Trade-off: a tensor is computed when it is read, and is not stored. No disk is needed, and every
 load computes again.
 Not here: writing to disk (scripts/bench/inflate.py); EAGLE-3; models with biases; making a mixture
@@ -513,7 +510,6 @@ class InflatedFiles(TensorSource):
     sizes: dict[str, tuple[int, ...]]  # of the small model's tensors, by its config.json
     dtype: torch.dtype
     device: str
-    random_twin: bool
 
     @property
     def readers(self) -> dict[str, Callable[[], Tensor]]:
@@ -534,11 +530,10 @@ class InflatedFiles(TensorSource):
             high = 1.5
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
         out.uniform_(low, high, generator=generator)
-        if not self.random_twin:
-            small = None
-            if recipe.source:
-                small = self._source(recipe.source).to(self.device, torch.float64)
-            recipe.make(out, small)
+        small = None
+        if recipe.source:
+            small = self._source(recipe.source).to(self.device, torch.float64)
+        recipe.make(out, small)
         return out
 
     def _source(self, name: str) -> Tensor:
@@ -558,18 +553,16 @@ def inflate_target(
     shape: Shape,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
-    random_twin: bool = False,
 ) -> InflatedFiles:
     """Describe a stand-in of this shape for the target in `path`.
 
     dtype: None keeps the small model's
-    random_twin: filler everywhere
     Raises: ValueError for a directory or a shape that cannot be used.
     """
     small = read_config(path)
     check_fit(small, shape, path)
     place = Placement(small, shape)
-    return _inflate(path, place, _target_recipes, dtype, device, random_twin)
+    return _inflate(path, place, _target_recipes, dtype, device)
 
 
 def inflate_head(
@@ -578,7 +571,6 @@ def inflate_head(
     shape: Shape,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
-    random_twin: bool = False,
 ) -> InflatedFiles:
     """Describe a stand-in for the EAGLE-1 or EAGLE-2 head in `path`, for a target of this shape.
 
@@ -591,7 +583,7 @@ def inflate_head(
     place = Placement(small, shape)
     biased = bool(read_json(path / "config.json").get("bias", True))
     recipes_of = partial(_head_recipes, biased=biased)
-    files = _inflate(path, place, recipes_of, dtype, device, random_twin)
+    files = _inflate(path, place, recipes_of, dtype, device)
     return replace(files, config=files.config | {"bias": True})
 
 
@@ -606,7 +598,6 @@ def _inflate(
     recipes_of: Callable[[Placement], dict[str, Recipe]],
     dtype: torch.dtype | None,
     device: str,
-    random_twin: bool,
 ) -> InflatedFiles:
     """Check the small model's files and describe the stand-in."""
     recipes = recipes_of(place)
@@ -634,10 +625,9 @@ def _inflate(
             f"{path}: torch_dtype {place.small.dtype} is not one of {', '.join(DTYPES)}; "
             "use --dtype"
         )
-    kind = "model of random weights" if random_twin else f"function of {path.resolve().name}"
     config = raw | _large_config(place, dtype)
-    config["stand_in"] = f"a {place.shape.name}-shaped {kind}"
-    return InflatedFiles(path, config, files, recipes, sizes, dtype, device, random_twin)
+    config["stand_in"] = f"a {place.shape.name}-shaped function of {path.resolve().name}"
+    return InflatedFiles(path, config, files, recipes, sizes, dtype, device)
 
 
 def _large_config(place: Placement, dtype: torch.dtype) -> dict[str, Any]:
@@ -665,7 +655,7 @@ def target_source(config: GenerateConfig) -> TensorSource:
     path = Path(config.checkpoint)
     shape = Shape.parse(config.inflate)
     dtype = DTYPES.get(config.dtype)
-    return inflate_target(path, shape, dtype, config.device, config.ablated.random_twin)
+    return inflate_target(path, shape, dtype, config.device)
 
 
 def head_config(path: Path) -> ModelConfig:
@@ -687,5 +677,4 @@ def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
     weight = target.norm.weight
     small = head_config(path)
     shape = Shape.parse(config.inflate)
-    twin = config.ablated.random_twin
-    return inflate_head(path, small, shape, weight.dtype, str(weight.device), twin)
+    return inflate_head(path, small, shape, weight.dtype, str(weight.device))

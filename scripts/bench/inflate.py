@@ -53,9 +53,6 @@ class InflateConfig:
         "", "directory to write the head to; default: OUT-eagle, where generate.py finds it"
     )
     dtype: str = option("", "default: the checkpoint's", tuple(DTYPES))
-    random_twin: bool = option(
-        False, "random weights instead of the function: to check what the zeros save"
-    )
     overwrite: bool = option(False, "replace stand-ins that are there already")
 
     def check(self) -> None:
@@ -127,15 +124,14 @@ def run(config: InflateConfig) -> None:
     path = Path(config.checkpoint)
     shape = Shape.parse(config.shape)
     dtype = DTYPES.get(config.dtype)
-    twin = config.random_twin
     target_out = Path(config.out)
-    jobs = [(inflate_target(path, shape, dtype, random_twin=twin), target_out)]
+    jobs = [(inflate_target(path, shape, dtype), target_out)]
     head = _head_path(config)
     if head is not None:
         out = target_out.with_name(target_out.name + "-eagle")
         if config.eagle_out:
             out = Path(config.eagle_out)
-        files = inflate_head(head, head_config(head), shape, dtype, random_twin=twin)
+        files = inflate_head(head, head_config(head), shape, dtype)
         jobs.append((files, out))
     for files, out in jobs:  # before anything is computed
         check(files, out, config.overwrite)

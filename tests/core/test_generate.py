@@ -689,7 +689,6 @@ def test_mistakes_are_one_line(capsys, argv, message):
             {"ablation": {"token_ranks": "x"}},
             "--token_ranks has no effect alone; add --draft_vocab N",
         ),
-        ({"ablation": {"random_twin": True}}, "--random_twin needs a shape"),
         (
             {"ablation": {"sharpness": 2}},
             "ablation must be a dict of children, expand_by, lookahead",

@@ -472,38 +472,6 @@ def test_filler_of_experts_is_dense():
         assert zero_share(files.read(f"model.layers.{layer}.block_sparse_moe.gate.weight")) < 0.01
 
 
-def test_random_twin_of_a_mixture():
-    shape = Shape.parse(EXACT_MIXTRAL)
-    twin = inflate_target(MIXTRAL[0], shape, torch.float32, random_twin=True)
-    assert (
-        max(map(zero_share, (twin.read(name) for name in twin.recipes if "layers.0" in name)))
-        < 0.01
-    )
-    chosen, streams = routes(load_model(MIXTRAL[0], torch.float32, source=twin), some_ids(97, 100))
-    assert all(x.isfinite().all() and (x != 0).all() for x in streams)
-    assert min(len(choice.unique()) for choice in chosen) > 2
-
-
-def test_random_twin_has_no_zeros_and_another_function(pairs):
-    shape = Shape.parse(EXACT_SHORT)
-    path, _ = pairs["demo"]
-    for files in (
-        inflate_target(path, shape, random_twin=True),
-        make_head(shape, torch.bfloat16, random_twin=True),
-    ):
-        assert (
-            max(zero_share(files.read(name)) for name in files.recipes if "layers.0" in name) < 0.01
-        )
-        assert "random weights" in files.config["stand_in"]
-    twin = inflate_target(path, shape, torch.float32, random_twin=True)
-    target = load_model(path, torch.float32, source=twin)
-    ids = some_ids(4096)
-    with torch.no_grad():
-        features = target(ids, torch.arange(ids.shape[1])[None])
-        logits = target.logits(features)
-    assert (features != 0).all() and logits.isfinite().all() and 0.1 < logits.std() < 10
-
-
 def test_tensors_are_the_same_every_time():
     files = inflate_target(TARGET, Shape.parse(EXACT))
     one, other = (f"model.layers.{i}.self_attn.q_proj.weight" for i in (4, 9))
@@ -819,11 +787,6 @@ def test_shape_texts():
     ):
         with pytest.raises(ValueError, match="shape"):
             Shape.parse(text)
-
-
-def test_generate_refuses_a_twin_without_a_shape():
-    with pytest.raises(ValueError, match="--random_twin needs a shape"):
-        load(ablation={"random_twin": True})
 
 
 def test_the_default_model_is_not_inflated():
