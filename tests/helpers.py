@@ -250,7 +250,7 @@ def run_in_interpreter(cases: list[Path], passed: str) -> None:
 
 def check_product_fits(case):
     """A `Case` of compiled_kernels.py has no fault (`fault_of` there): it fits its target, keeps everything in registers,
-    waits where it must, and multiplies on tensor cores unless in fp32.
+    cannot race, and multiplies on tensor cores unless in fp32.
     """
     from compiled_kernels import fault_of, product_source, resources  # needs Triton
 
