@@ -5,7 +5,8 @@
 2. An exception is recorded with its traceback, and the next attempt begins.
 3. Behind every attempt the device is used once. If it is lost, no later call in this process can
    succeed: the process ends with status LOST.
-4. A hang ends the process with all stacks on standard error, also inside a driver's call.
+4. A hang ends the process with all stacks on standard error, also inside a driver's call, and so
+   does SIGTERM, by which a part of a call ends at its limit.
 5. The same command again leaves out the groups that have begun, so it goes on behind them.
 
 This module imports no torch.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import time
 import traceback
@@ -79,14 +81,16 @@ class Attempts:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """End the process with all stacks where the work inside takes too long."""
+        """End the process with all stacks where the work inside takes too long, or at SIGTERM."""
         longest_s = max((row.get("s", 0.0) for row in self.rows), default=0.0)
         limit_s = max(self.limit_s, LONGER * longest_s)
         faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+        faulthandler.register(signal.SIGTERM, file=sys.__stderr__, chain=True)
         try:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(signal.SIGTERM)
 
     def finish(self) -> NoReturn:
         """End the process: status FAILED where an attempt failed, hung, or found a fault."""

@@ -2,7 +2,6 @@
 
     python3 scripts/gpu/cycle_offline.py                       # an H100, every case of `CASES`
     python3 scripts/gpu/cycle_offline.py --gpus 80,89,90,100 --cases int4/60 --json FILE
-    python3 scripts/gpu/cycle_offline.py --prepare    # make the environments of the tests, and end
 
 1. Makes an environment, once: the CUDA build of torch 2.11 with its Triton, in Python 3.12 if it is
    there (6 GB). Builds fake_cuda.c, which answers in place of the CUDA runtime and the driver.
@@ -36,10 +35,9 @@ from cli.parsing import one_line_errors, option, parse
 from scripts.gpu.fake_cuda import GPUS
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
-IMPORTED = ("numpy", "safetensors", "sentencepiece")  # by the project
+ENVIRONMENT = CACHE / "offline"
+PACKAGES = ("torch==2.11.0", "numpy", "safetensors", "sentencepiece")  # of the project
 TESTED = ("pytest", "pytest-xdist", "tokenizers", "gguf", "jinja2", "tqdm")  # by the tests there
-EMIT = ("torch==2.11.0", *IMPORTED, *TESTED)
-TTSEM = ("ttsem[triton]==0.1.0", *IMPORTED)  # brings a torch, a Triton and pytest of its own
 FORMATS = {"bf16": "none/none", "int4": "int4/int4", "bf16+int4": "none/int4"}  # target / head
 TREES = {
     "vanilla": "vanilla",
@@ -53,20 +51,15 @@ TREES = {
     "lookahead": "lookahead",
 }
 CASES = [
-    *("bf16/vanilla", "bf16/chain", "bf16/26", "bf16/60", "bf16/ngram", "bf16+int4/chain"),
-    *("bf16+int4/26", "bf16+int4/60", "bf16+int4/auto", "int4/vanilla", "int4/chain", "int4/26"),
-    *("int4/60", "int4/26/gqa", "int4/26/qwen3", "bf16/26/sampled", "int4/26/rows"),
-    *("bf16/26/eagle3", "bf16/26/mixtral", "int4/26/mixtral", "bf16/5/medusa", "int4/5/medusa"),
-    *("bf16/5/hydra", "bf16/26/block", "bf16/recycling", "bf16/lookahead"),
+    *("bf16/vanilla", "bf16/chain", "bf16/26", "bf16/60", "bf16/ngram", "bf16+int4/26"),
+    *("bf16+int4/auto", "int4/vanilla", "int4/26", "int4/60", "int4/26/gqa", "int4/26/qwen3"),
+    *("bf16/26/sampled", "int4/26/rows", "bf16/26/eagle3", "bf16/26/mixtral", "int4/26/mixtral"),
+    *("int4/5/medusa", "bf16/5/hydra", "bf16/26/block", "bf16/recycling", "bf16/lookahead"),
 ]
 
 
 @dataclass
 class OfflineConfig:
-    env: str = option("", f"folder of the environment; default: {CACHE / 'offline'}")
-    prepare: bool = option(
-        False, "make it, and beside it (ENV-ttsem) that of tests/cases/ttsem_cases.py, and end"
-    )
     gpus: str = option("90", f"compute capabilities: {', '.join(GPUS)}")
     cases: str = option(",".join(CASES), "format and tree of each case, and what it changes")
     steps: bool = option(False, "also print every step, kernel by kernel")
@@ -76,37 +69,24 @@ class OfflineConfig:
 # ------------------------------------------------------------------------------- environment
 
 
-def folders(env: str = "") -> tuple[Path, Path]:
-    """Return the environments' folders: of this script, and of tests/cases/ttsem_cases.py."""
-    folder = Path(env) if env else CACHE / "offline"
-    return folder, folder.with_name(f"{folder.name}-ttsem")
+def environment() -> Path:
+    """Make the virtual environment, unless it is there. Returns: its Python.
 
-
-def environment(folder: Path, packages: Iterable[str], oldest: tuple[int, int] = (3, 10)) -> Path:
-    """Make a virtual environment, unless it is there. Returns: its Python.
-
-    oldest: version of Python that the packages need
-    Raises: ValueError where there is no such Python, or packages cannot be installed.
+    Raises: ValueError where packages cannot be installed.
     """
+    folder = ENVIRONMENT
     python = folder / "bin" / "python"
     if python.exists():
         return python
     if sys.platform != "linux":
         raise ValueError("the CUDA build of torch is for Linux; run this there")
-    check = f"import sys; sys.exit(sys.version_info < {oldest})"
-    bases = []
-    for base in (shutil.which("python3.12"), sys.executable):
-        if base and subprocess.run([base, "-c", check], capture_output=True).returncode == 0:
-            bases.append(base)
-    if not bases:
-        raise ValueError(
-            f"{folder} needs Python {'.'.join(map(str, oldest))}; put python3.12 on the PATH"
-        )
+    base = shutil.which("python3.12") or sys.executable
+    packages = (*PACKAGES, *TESTED)
     print(f"making {folder}: {' '.join(packages)}", file=sys.stderr, flush=True)
     part = folder.with_name(f"{folder.name}.part")  # the folder is complete, or not there at all
     shutil.rmtree(part, ignore_errors=True)
     install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
-    for command in ([bases[0], "-m", "venv", part], [part / "bin" / "python", *install]):
+    for command in ([base, "-m", "venv", part], [part / "bin" / "python", *install]):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -231,12 +211,7 @@ def run(config: OfflineConfig) -> None:
         for name in chosen:
             if name not in known:
                 raise ValueError(f"{flag}: there is no {name}; use {', '.join(known)}")
-    folder, ttsem = folders(config.env)
-    python = environment(folder, EMIT)
-    if config.prepare:
-        other = environment(ttsem, TTSEM, oldest=(3, 12)).parents[1]
-        print(f"{folder} and {other} are there")
-        return
+    python = environment()
     found = {}
     for gpu in gpus:
         found[gpu] = emit(python, gpu, cases)

@@ -542,12 +542,8 @@ def inductor_kernels(recorder: Recorder) -> Iterator[dict[str, Any]]:
         tuner = getattr(PyCodeCache.load(source), re.search(r"def (triton_\w+)\(", source)[1])
         row = {"name": tuner.fn.__name__, "whose": "inductor", "configurations": len(tuner.configs)}
         try:
-            needs = []
-            for config in tuner.configs:
-                kernel = tuner._precompile_config(config).kernel
-                shared = {"shared_bytes": kernel.metadata.shared}
-                needs.append(resources(kernel.asm["cubin"]) | shared)
-            row |= {name: max(need[name] for need in needs) for name in needs[0]}
+            compiled = [tuner._precompile_config(config).kernel for config in tuner.configs]
+            row["shared_bytes"] = max(kernel.metadata.shared for kernel in compiled)
         except Exception as error:  # as above
             row["error"] = reason(error)
         yield row

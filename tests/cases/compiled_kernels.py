@@ -88,7 +88,6 @@ class Resources(NamedTuple):
     local_accesses: int  # instructions that load from or store to local memory
     shared_bytes: int  # per block
     tensor_core: str  # instruction and count, or "none"
-    loop: int  # instructions in the longest loop
     disorder: str  # the first access that could race with another block, or ""
 
 
@@ -314,29 +313,6 @@ def disassemble(kernel: CompiledKernel) -> tuple[str, str]:
     return usage, code
 
 
-def main_loop(code: str) -> list[str]:
-    """Return the instructions of the longest loop: from a label to the last branch back to it.
-
-    Behind the last EXIT lie slow paths of Blackwell's waits, which branch back and are no loops.
-    """
-    code = code[: code.rfind("EXIT")]
-    instructions: list[str] = []
-    labels: dict[str, int] = {}
-    longest: list[str] = []
-    for line in code.splitlines():
-        label = re.match(r"(\.L\w+):", line)
-        if label:
-            labels[label[1]] = len(instructions)
-            continue
-        instruction = re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line)
-        if instruction:
-            instructions.append(instruction[1])
-            branch = re.search(r"\bBRA\b.*`\((\.L\w+)\)", instruction[1])
-            if branch and branch[1] in labels:
-                longest = max(longest, instructions[labels[branch[1]] :], key=len)
-    return longest
-
-
 def disorder_of(ptx: str) -> str:
     """Return the first instruction of a kernel that could race, or "".
 
@@ -381,14 +357,8 @@ def resources(target: str, source: Source) -> Resources:
         local_accesses=count("LDL") + count("STL"),
         shared_bytes=kernel.metadata.shared,
         tensor_core=" ".join(tensor_core) or "none",
-        loop=len(main_loop(code)),
         disorder=disorder_of(kernel.asm["ptx"]),
     )
-
-
-def per_weight(case: Case, loop: int, cut: ProductPlan) -> float:
-    """Return the instructions of all threads in the main loop of a product, per weight."""
-    return loop * 32 * cut.warps / (cut.rows * 1024 // bits_and_group(case.form)[0])
 
 
 def fault_of(case: Case, found: Resources) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -146,6 +147,37 @@ def test_a_lost_device_ends_its_group_only(tmp_path):
     rows = Log(str(log), "").rows
     assert [row["group"] for row in rows if "text" in row] == ["one", "one", "three", "three"]
     assert [row["group"] for row in rows if row.get("lost")] == ["two"]
+
+
+ENDING = """
+import signal
+from scripts.bench.row_log import Log
+from scripts.gpu.attempts import Attempts
+def compiles_for_long():
+    signal.raise_signal(signal.SIGTERM)
+Attempts(Log("", ""), {}, 60, int).run("one", "a", compiles_for_long)
+"""
+
+
+def test_a_part_that_ends_at_its_limit_shows_its_stacks():
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert "in compiles_for_long" in done.stderr, done.stderr
+
+
+def test_both_lengths_run_in_what_the_longer_one_compiled(monkeypatch):
+    lengths = []
+
+    def timed_s(run, new, device):
+        run(new)
+        return new / 100
+
+    monkeypatch.setattr(beside, "timed_s", timed_s)
+    found = beside.rates(lengths.append, beside.BesideConfig(new=20))
+    assert lengths == [20, *[2, 20] * beside.RUNS] and found["warm_s"] == 0.2
+    assert found["tokens_per_s"] == pytest.approx(100)
 
 
 def test_a_slow_machine_has_longer_limits(monkeypatch):
