@@ -4,7 +4,8 @@ The used length changes every cycle; it stays data and never becomes a shape of 
 On a CPU the operator reads the length, which is free there (cpu/attention.cpp); a token's result
 does not depend on the draft tree around it. PyTorch's SDPA serves other dtypes and machines without
 a compiler. On CUDA, where reading the length would stop the host, kernels read it from device
-memory (cuda/attention.py); without Triton the whole capacity is masked.
+memory, and a token's result does not depend on the tree either (cuda/attention.py); without Triton
+the whole capacity is masked.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """CUDA kernel, in Triton: attention of a draft tree, a chain or one token over a long static cache.
 
-1. A block takes up to 64 or 128 rows of one key head: the new tokens times the query heads that
-   share it, so that a key is read once for all of them.
-2. The cache is cut into chunks of slots, one block each (split-K). The prefix length is read from
-   device memory, so that one captured graph serves every length; blocks of unused chunks return.
+1. The end of what a row sees, its last 33 to 96 slots, is the row's *tail*. Blocks of their own
+   read it along the row's path: in the order of the slots that it will have if the path is
+   accepted. So a branch of a tree adds its ancestors as vanilla decoding does, and has its bits.
+2. The slots before the tails are cut into chunks, one block each (split-K), for up to 64 rows of
+   one key head: the new tokens times the query heads that share it. The prefix length is read from
+   device memory, so that one captured graph serves every length; blocks without work return.
 3. A chunk is read 32 or 64 slots at a time, with the running softmax of FlashAttention (arXiv
-   2205.14135). Slots below the prefix's end need no mask; slots beyond the window are not read.
-4. Each chunk writes fp32 sums with their maximum and weight. The block that finishes last adds them
-   in the order of the chunks, so equal runs give equal bits. `plan_attention` has the trade-offs.
+   2205.14135).
+4. Tails and chunks write fp32 sums with their maximum and weight. The block that finishes last adds
+   them in a fixed order, so equal runs give equal bits. `plan_attention` has the trade-offs.
+5. More than 64 tokens, of a prompt, are not split: a block reads all slots, by the mask.
 
 Not here: writes to the cache, sliding windows.
 """
@@ -27,11 +30,13 @@ from ops.cuda.plans import CHUNK, measured_on
 
 SPLITS = 16  # chunks below the prefix's end, of `CHUNK` slots; beyond, chunks double
 SPLIT_TOKENS = 64  # more tokens than these are not split
+TAIL = 32  # slots that a tail has at least: as many as a path may have below its root
+TAIL_ROWS = 2  # whose tails a block reads
 COUNTERS = 2**16  # blocks of rows of a split launch, at most
 
 
 class AttentionPlan(NamedTuple):
-    """The tile of a block of threads. Only `rows` and `warps` depend on the number of rows."""
+    """The tile of a block of threads."""
 
     rows: int  # tokens x query heads of a group
     keys: int  # slots at a time
@@ -40,30 +45,35 @@ class AttentionPlan(NamedTuple):
 
 
 @cache
-def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> AttentionPlan:
+def plan_attention(
+    rows: int, E: int, dtype: torch.dtype, device: Device, split: bool = True
+) -> AttentionPlan:
     """Choose the tile for `rows` rows per key head of width E; no spills up to E = 128.
 
-    A row's bits depend on the slots that it sees and on their contents; not on the number of rows,
-    their masks, the batch, or the prefix's end. Blocks and chunks lie at fixed slots, hidden slots
-    add exact zeros, and sums that a compiler could contract in two ways are written as fused
-    multiply-adds. So a chain is verified with the sums of vanilla decoding. This does not hold for
-    branches of a tree, whose ancestors lie in other slots than after compaction; nor across a
-    prefix of 16 CHUNK 2^i slots, where chunks double; nor between up to 64 tokens and more, which
-    not split. It assumes that tensor cores add zero products exactly, in the same way for both tile
-    heights, as test_gpu.py found on an H200.
+    split: the launch has chunks and tails; all of them have one plan, so one compiled kernel
 
-    Trade-off: for that, a single token fills one row of 64, and chunks do not grow with the batch,
-    whose sums can be more bytes than the keys. CHUNK is measured (plans.py), SPLITS is an
-    estimate. fp32 has no tensor cores and serves tests only.
+    A row's bits depend on the keys and values that it sees, in the order of its path, and on
+    nothing else: not on the number of rows, their masks, the batch, the prefix's end, or the slots
+    in which its ancestors lie. Blocks and chunks lie at fixed slots, tails begin where the row's
+    place in the text says, hidden slots add exact zeros, and sums that a compiler could contract in
+    two ways are written as fused multiply-adds. So trees and chains are verified with the sums of
+    vanilla decoding. This does not hold for paths of more than TAIL tokens below the root, nor
+    across a prefix of 16 CHUNK 2^i slots, where chunks double, nor between up to 64 tokens and
+    more, which are not split. It assumes that a row of a product on tensor cores does not depend on
+    the other rows, and that zeros are added exactly (test_gpu.py).
+
+    Trade-off: a tail is read for one row alone; a single token fills one row of 64; and chunks do
+    not grow with the batch, whose sums can be more bytes than the keys. CHUNK is measured
+    (plans.py), SPLITS is an estimate. fp32 has no tensor cores and serves tests only.
     """
     if dtype == torch.float32:
         wide = E > 64
-        warps = 8 if wide and device.capability != 80 else 4  # the others spill
+        warps = 8 if wide else 4  # four spill
         return AttentionPlan(16, 16 if wide else 32, 1, warps)
     hopper = device.capability >= 90
     width = max(16, triton.next_power_of_2(E))
-    # 16 rows a warp in both heights, so that a row's sums are the same; on Blackwell 128 spill
-    tile = 128 if device.capability == 90 and rows > 64 else 64
+    # a higher tile reads the keys of a prompt less often; on Blackwell 128 spill
+    tile = 128 if device.capability == 90 and rows > 64 and not split else 64
     warps = tile // 16
     if width > 64 and device.capability == 80:
         warps = 8  # four spill
@@ -80,16 +90,22 @@ def plan_attention(rows: int, E: int, dtype: torch.dtype, device: Device) -> Att
     return AttentionPlan(tile, keys, 2, warps)
 
 
-def splits_of(T: int, S: int, W: int, chunk: int = CHUNK) -> int:
-    """Return the largest number of chunks of a cache of S slots, with W of them in the window."""
-    if T > SPLIT_TOKENS:
-        return 1
-    return min(triton.cdiv(S, chunk), SPLITS + triton.cdiv(W, chunk))
+def splits_of(S: int, chunk: int = CHUNK) -> int:
+    """Return the largest number of chunks of a cache of S slots."""
+    return min(triton.cdiv(S, chunk), SPLITS)
 
 
-def constants_of(E: int, chunk: int = CHUNK) -> dict[str, int]:
-    """Return the kernel's constants that follow from E. WIDTH: E padded to a power of two."""
-    return {"E": E, "WIDTH": max(16, triton.next_power_of_2(E)), "CHUNK": chunk, "SPLITS": SPLITS}
+def constants_of(E: int, W: int, chunk: int | None = None) -> dict[str, int]:
+    """Return a kernel's constants that follow from E and, with a chunk's slots, from the window.
+
+    WIDTH and WINDOW: E and W padded to powers of two; all trees and chains have one WINDOW
+    chunk: None: the launch is not split
+    """
+    constants = {"E": E, "WIDTH": max(16, triton.next_power_of_2(E))}
+    if chunk:
+        constants |= {"CHUNK": chunk, "SPLITS": SPLITS, "TAIL": TAIL, "TAIL_ROWS": TAIL_ROWS}
+        constants["WINDOW"] = max(SPLIT_TOKENS, triton.next_power_of_2(W))
+    return constants
 
 
 # ------------------------------------------------------------------------------------------ kernels
@@ -102,6 +118,12 @@ def _chunk(start, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
     while start >= chunk * SPLITS:
         chunk *= 2
     return chunk
+
+
+@triton.jit
+def _tail_start(seen, start, KEYS: tl.constexpr, TAIL: tl.constexpr):
+    """Return where the tail of rows begins that see `seen` slots; never in the window."""
+    return tl.minimum(tl.maximum(seen - 1 - TAIL, 0), start) // KEYS * KEYS
 
 
 @triton.jit
@@ -136,8 +158,8 @@ def _add(scores, v, top, weight, total, SCALE: tl.constexpr):
 @triton.jit
 def _attend(
     q,
-    keys_ptr,
-    values_ptr,
+    k_ptr,
+    v_ptr,
     column,
     mask_ptr,
     t,
@@ -150,33 +172,105 @@ def _attend(
     E: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """Attend to the slots first .. last, KEYS at a time; all rows see those below `start`.
+    """Attend to the slots first .. last, KEYS at a time; with a TAIL, to those before a row's own.
 
-    q: [ROWS, WIDTH]
-    keys, values: pointers to the first KEYS slots, [WIDTH, KEYS] and [KEYS, WIDTH]
+    q: [ROWS, WIDTH]; k, v: pointers to slot 0 of the key head
     column: [WIDTH] bool, False for padding; t: [ROWS] int32, tokens
     Returns: maximum and weight, [ROWS] fp32, and total, [ROWS, WIDTH] fp32, as in `_add`.
     """
     SCALE: tl.constexpr = 1.4426950408889634 / E**0.5  # exponentials are to the base 2
     n = tl.arange(0, KEYS)
+    e = tl.arange(0, q.shape[1])
+    keys_ptr = k_ptr + n[None, :] * E + e[:, None]  # [WIDTH, KEYS]
+    values_ptr = v_ptr + n[:, None] * E + e[None, :]  # [KEYS, WIDTH]
+    shared = start // KEYS * KEYS  # all rows see the blocks below
+    if TAIL:
+        shared = _tail_start(start + 1, start, KEYS, TAIL)
+    shared = tl.minimum(tl.maximum(shared, first), last)
+    end = tl.full((q.shape[0],), 0, tl.int32)  # where each row's tail begins
+    if TAIL and shared < last:
+        w = tl.arange(0, WINDOW)
+        seen = tl.load(
+            mask_ptr + t[:, None] * mask_t + w[None, :] * mask_w, mask=(w < W)[None, :], other=0
+        )
+        end = _tail_start(start + tl.sum(seen.to(tl.int32), 1), start, KEYS, TAIL)
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     weight = tl.full((q.shape[0],), 0.0, tl.float32)
     total = tl.full(q.shape, 0.0, tl.float32)
-    # the end of the blocks that all rows see
-    seen = tl.minimum(tl.maximum(start // KEYS * KEYS, first), last)
-    for at in tl.range(first, seen, KEYS, num_stages=STAGES):
+    for at in tl.range(first, shared, KEYS, num_stages=STAGES):
         k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
         v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, KEYS]
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
-    for at in tl.range(seen, last, KEYS, num_stages=1):
+    for at in tl.range(shared, last, KEYS, num_stages=1):
         inside = at + n < start + W
         k = tl.load(keys_ptr + at * E, mask=inside[None, :] & column[:, None], other=0.0)
         v = tl.load(values_ptr + at * E, mask=inside[:, None] & column[None, :], other=0.0)
-        visible = _visible(mask_ptr, t, at + n - start, W, mask_t, mask_w)
+        if TAIL:
+            visible = (at + n)[None, :] < end[:, None]
+        else:
+            visible = _visible(mask_ptr, t, at + n - start, W, mask_t, mask_w)
         scores = tl.where(visible, tl.dot(q, k, input_precision="ieee"), float("-inf"))
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
+    return top, weight, total
+
+
+@triton.jit
+def _attend_tails(
+    q,
+    k_ptr,
+    v_ptr,
+    column,
+    mask_ptr,
+    live,
+    start,
+    W,
+    mask_w,
+    E: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Attend from rows to their tails, each along its path.
+
+    The slots of the window that a row sees are its path, in ascending order.
+
+    q: [R, WIDTH] fp32; k, v: pointers to slot 0 of the key head; mask: [R, 1] pointers
+    column: [WIDTH] bool, False for padding; live: [R] bool, False beyond the last row
+    Returns: maximum and weight, [R] fp32, and total, [R, WIDTH] fp32, as in `_add`.
+    """
+    SCALE: tl.constexpr = 1.4426950408889634 / E**0.5
+    e = tl.arange(0, q.shape[1])
+    w = tl.arange(0, WINDOW)[None, :]
+    seen = tl.load(mask_ptr + w * mask_w, mask=live[:, None] & (w < W), other=0).to(tl.int32)
+    path = tl.where(seen > 0, tl.cumsum(seen, 1), 0)  # [R, WINDOW], from 1; 0: not on the path
+    end = tl.where(live, start + tl.sum(seen, 1), 0)
+    begin = _tail_start(end, start, KEYS, TAIL)
+    top = tl.full(live.shape, float("-inf"), tl.float32)
+    weight = tl.full(live.shape, 0.0, tl.float32)
+    total = tl.full(q.shape, 0.0, tl.float32)
+    first = tl.min(tl.where(live, begin, start), 0)
+    for at in tl.range(first, tl.max(end, 0), KEYS, num_stages=1):
+        place = at + tl.arange(0, KEYS)  # where the slots lie once the path is accepted
+        here = path[:, None, :] == (place - start + 1)[None, :, None]  # [R, KEYS, WINDOW]
+        ahead = tl.sum(tl.where(here, w[:, None, :], 0), 2)  # [R, KEYS]
+        slot = tl.where(place < start, place, start + ahead)
+        visible = (place >= begin[:, None]) & (place < end[:, None])
+        real = visible[:, :, None] & column[None, None, :]
+        cells = slot[:, :, None] * E + e[None, None, :]
+        k = tl.load(k_ptr + cells, mask=real, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + cells, mask=real, other=0.0).to(tl.float32)
+        scores = tl.where(visible, tl.sum(k * q[:, None, :], 2), float("-inf"))
+        new = tl.maximum(top, tl.max(scores, 1) * SCALE)
+        base = tl.where(new == float("-inf"), 0.0, new)  # a row whose tail begins later
+        p = tl.exp2(tl.fma(scores, SCALE, -base[:, None]))
+        shrink = tl.exp2(top - base)
+        weight = tl.fma(weight, shrink, tl.sum(p, 1))
+        total = tl.fma(total, shrink[:, None], tl.sum(v * p[:, :, None], 1))
+        top = new
     return top, weight, total
 
 
@@ -198,10 +292,10 @@ def is_last(done_ptr, blocks):
 
 
 @triton.jit
-def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr):
-    """Add the chunks in use, first chunk first.
+def _combine(parts_ptr, stats_ptr, size, used, most, live, inside, E: tl.constexpr):
+    """Add the parts in use, first part first.
 
-    parts: [ROWS, WIDTH] pointers, stats: [ROWS] pointers, of the first chunk; size: rows of a chunk
+    parts: [ROWS, WIDTH] pointers, stats: [ROWS] pointers, of the first part; size: rows of a part
     Returns: weight [ROWS] and total [ROWS, WIDTH].
     """
     highest = tl.full(live.shape, float("-inf"), tl.float32)
@@ -219,75 +313,150 @@ def _combine(parts_ptr, stats_ptr, size, used, live, inside, E: tl.constexpr):
             tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg")
             - highest
         )
-        own = tl.load(
-            stats_ptr + (tl.num_programs(2) + i) * size, mask=live, other=0.0, cache_modifier=".cg"
-        )
+        own = tl.load(stats_ptr + (most + i) * size, mask=live, other=0.0, cache_modifier=".cg")
         weight = tl.fma(own, share, weight)
         part = tl.load(parts_ptr + i * size * E, mask=inside, other=0.0, cache_modifier=".cg")
         total = tl.fma(part, share[:, None], total)
     return weight, total
 
 
+@triton.jit
+def _rows(own, head, T, column, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr):
+    """Find rows of a key head, numbered by `own`: [R] int32.
+
+    Returns: their tokens [R], which are below T, their places in [T, H] and [T, H, E], and which
+    of the latter are there: [R] int32, [R] bool, [R] int32, [R, WIDTH] int32, [R, WIDTH] bool.
+    """
+    GROUP: tl.constexpr = H // KV_HEADS
+    token = own // GROUP
+    live = token < T
+    spots = token * H + head * GROUP + own % GROUP
+    cells = spots[:, None] * E + tl.arange(0, column.shape[0])[None, :]
+    return tl.minimum(token, T - 1), live, spots, cells, live[:, None] & column[None, :]
+
+
+@triton.jit(do_not_specialize=["T", "S", "W", "mask_b", "mask_t", "mask_w"])
+def prompt_kernel(
+    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, T, S, W, mask_b, mask_t, mask_w,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend from ROWS rows of a key head to all slots that they see.
+
+    q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, strided
+    Writes: y.
+    """
+    b = tl.program_id(1) // KV_HEADS
+    start = tl.load(start_ptr + b).to(tl.int32)
+    before = b.to(tl.int64) * T * H * E  # of earlier sequences
+    base = tl.program_id(1).to(tl.int64) * S * E
+    e = tl.arange(0, WIDTH)
+    column = (e < E) | (WIDTH == E)
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t, _, _, cells, real = _rows(own, tl.program_id(1) % KV_HEADS, T, column, H, KV_HEADS, E)
+    q = tl.load(q_ptr + before + cells, mask=real, other=0.0)
+    _, weight, total = _attend(
+        q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, t, start, W, 0,
+        start + W, mask_t, mask_w, E, KEYS, STAGES, 0, 0,
+    )  # fmt: skip
+    y = total / weight[:, None]
+    tl.store(y_ptr + before + cells, y.to(y_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _part(
+    start, rows, W, CHUNK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, TAIL: tl.constexpr, TAIL_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Find the work of a block: the programs of the last axis are tails, then chunks.
+
+    rows: of a key head
+    Returns: the part that it writes, 0 for a tail, or -1: there is none; the number of parts; the
+    slots of its chunk, from one to another; the number of chunks in use; and of blocks with work.
+    """
+    tails = tl.cdiv(tl.minimum(rows - tl.program_id(0) * ROWS, ROWS), TAIL_ROWS)
+    most_tails = tl.cdiv(tl.minimum(rows, ROWS), TAIL_ROWS)  # of any block of rows
+    chunk = _chunk(start, CHUNK, SPLITS)
+    end = _tail_start(start + W, start, KEYS, TAIL)
+    used = tl.cdiv(end, chunk)
+    part = tl.program_id(2) - most_tails + 1
+    first = (part - 1) * chunk
+    if part <= 0:
+        part = tl.where(tl.program_id(2) < tails, 0, -1)
+    else:
+        part = tl.where(first < end, part, -1)
+    most = tl.num_programs(2) - most_tails + 1
+    return part, most, first, tl.minimum(first + chunk, end), used, tails + used
+
+
+@triton.jit
+def _write(parts_ptr, stats_ptr, of_weights, top, weight, total, live, real):
+    """Write the results of rows, whose pointers are given."""
+    tl.store(stats_ptr, top, mask=live)
+    tl.store(stats_ptr + of_weights, weight, mask=live)
+    tl.store(parts_ptr, total, mask=real)
+
+
 @triton.jit(do_not_specialize=["T", "S", "W", "mask_b", "mask_t", "mask_w"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr,
     T, S, W, mask_b, mask_t, mask_w, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr,
+    TAIL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Attend from ROWS rows of a key head to a chunk, or to all slots; the last block adds chunks.
+    """Attend from ROWS rows of a key head to a chunk, or from few of them to their tails.
 
     q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, strided
-    parts: with SPLIT, [chunks, B, T, H, E] fp32, not divided by their weights
-    stats: [2, chunks, B, T, H] fp32, maximum and weight
+    parts: [1 + chunks, B, T, H, E] fp32, not divided by their weights, tails first
+    stats: [2, 1 + chunks, B, T, H] fp32, maximum and weight
     done: [blocks of rows, B * KV_HEADS] int32, zeros before and after. Writes: y; used parts, stats
     """
-    GROUP: tl.constexpr = H // KV_HEADS
     b = tl.program_id(1) // KV_HEADS
-    head = tl.program_id(1) % KV_HEADS
-    split = tl.program_id(2)
     start = tl.load(start_ptr + b).to(tl.int32)
-    first = 0
-    last = start + W
-    used = 1
-    if SPLIT:
-        chunk = _chunk(start, CHUNK, SPLITS)
-        used = tl.minimum(tl.cdiv(last, chunk), tl.num_programs(2))
-        first = split * chunk
-        last = tl.minimum(first + chunk, last)
-        if first >= last:
-            return
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t = r // GROUP
-    row = t * H + head * GROUP + r % GROUP  # of the T * H of its sequence
+    part, most, first, last, used, blocks = _part(
+        start, T * H // KV_HEADS, W, CHUNK, SPLITS, ROWS, KEYS, TAIL, TAIL_ROWS
+    )
+    if part < 0:
+        return
     before = b.to(tl.int64) * T * H  # rows of earlier sequences
-    e = tl.arange(0, WIDTH)
-    n = tl.arange(0, KEYS)
-    column = (e < E) | (WIDTH == E)
-    place = row[:, None] * E + e[None, :]
-    inside = (t < T)[:, None] & column[None, :]
-    q = tl.load(q_ptr + before * E + place, mask=inside, other=0.0)
-    base = tl.program_id(1).to(tl.int64) * S * E
-    keys_ptr = k_ptr + base + n[None, :] * E + e[:, None]  # [WIDTH, KEYS]
-    values_ptr = v_ptr + base + n[:, None] * E + e[None, :]  # [KEYS, WIDTH]
+    q_ptr += before * E
+    parts_ptr += before * E
+    stats_ptr += before
     mask_ptr += b.to(tl.int64) * mask_b
-    top, weight, total = _attend(
-        q, keys_ptr, values_ptr, column, mask_ptr, tl.minimum(t, T - 1), start, W, first, last,
-        mask_t, mask_w, E, KEYS, STAGES,
-    )  # fmt: skip
-    if SPLIT:
-        size = (tl.num_programs(1) // KV_HEADS * T * H).to(tl.int64)  # rows of a chunk
-        mine = split * size + before
-        tl.store(stats_ptr + mine + row, top, mask=t < T)
-        tl.store(stats_ptr + tl.num_programs(2) * size + mine + row, weight, mask=t < T)
-        tl.store(parts_ptr + mine * E + place, total, mask=inside)
-        if not is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), used):
-            return
-        weight, total = _combine(
-            parts_ptr + before * E + place, stats_ptr + before + row, size, used, t < T, inside, E
+    base = tl.program_id(1).to(tl.int64) * S * E
+    size = (tl.num_programs(1) // KV_HEADS * T * H).to(tl.int64)  # rows of a part
+    e = tl.arange(0, WIDTH)
+    column = (e < E) | (WIDTH == E)
+    head = tl.program_id(1) % KV_HEADS
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t, live, spots, cells, real = _rows(own, head, T, column, H, KV_HEADS, E)
+    if part == 0:
+        few = tl.program_id(0) * ROWS + tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
+        u, some, few_spots, few_cells, there = _rows(few, head, T, column, H, KV_HEADS, E)
+        x = tl.load(q_ptr + few_cells, mask=there, other=0.0).to(tl.float32)
+        high, share, sums = _attend_tails(
+            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t, some, start, W,
+            mask_w, E, KEYS, WINDOW, TAIL,
+        )  # fmt: skip
+        mine = parts_ptr + few_cells
+        _write(mine, stats_ptr + few_spots, most * size, high, share, sums, some, there)
+    else:
+        q = tl.load(q_ptr + cells, mask=real, other=0.0)
+        top, weight, total = _attend(
+            q, k_ptr + base, v_ptr + base, column, mask_ptr, t, start, W, first, last, mask_t,
+            mask_w, E, KEYS, STAGES, WINDOW, TAIL,
+        )  # fmt: skip
+        stat = stats_ptr + part * size + spots
+        _write(
+            parts_ptr + part * size * E + cells, stat, most * size, top, weight, total, live, real
         )
-    y = total / weight[:, None]
-    tl.store(y_ptr + before * E + place, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), blocks):
+        weights, totals = _combine(
+            parts_ptr + cells, stats_ptr + spots, size, 1 + used, most, live, real, E
+        )
+        y = totals / weights[:, None]
+        tl.store(y_ptr + before * E + cells, y.to(y_ptr.dtype.element_ty), mask=real)
 
 
 # ------------------------------------------------------------------------------------------- launch
@@ -321,38 +490,25 @@ def tree_attention(
     W = mask.shape[2]
     # they are the cache's own buffers
     assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())
-    cut = plan_attention(T * H // kv_heads, E, q.dtype, device)
-    chunk = chunk or measured_on(device.name).chunk
-    splits = splits_of(T, S, W, chunk)
-    blocks = triton.cdiv(T * H // kv_heads, cut.rows)
-    assert splits == 1 or blocks * B * kv_heads <= len(done), (blocks, B, kv_heads)
+    split = T <= SPLIT_TOKENS
+    rows = T * H // kv_heads
+    cut = plan_attention(rows, E, q.dtype, device, split)
+    blocks = triton.cdiv(rows, cut.rows)
     y = torch.empty(B, T, H * E, dtype=q.dtype, device=q.device)
-    parts = y  # not used without splits
-    stats = y
-    if splits > 1:
-        parts = torch.empty(splits, B, T, H, E, dtype=torch.float32, device=q.device)
-        stats = torch.empty(2, splits, B, T, H, dtype=torch.float32, device=q.device)
-    attention_kernel[blocks, B * kv_heads, splits](
-        q.contiguous(),
-        k,
-        v,
-        start,
-        mask,
-        y,
-        parts,
-        stats,
-        done,
-        T,
-        S,
-        W,
-        *mask.stride(),
-        **constants_of(E, chunk),
-        H=H,
-        KV_HEADS=kv_heads,
-        SPLIT=splits > 1,
-        ROWS=cut.rows,
-        KEYS=cut.keys,
-        STAGES=cut.stages,
-        num_warps=cut.warps,
+    tile = {"ROWS": cut.rows, "KEYS": cut.keys, "STAGES": cut.stages, "num_warps": cut.warps}
+    heads = {"H": H, "KV_HEADS": kv_heads}
+    sizes = (T, S, W, *mask.stride())
+    given = (q.contiguous(), k, v, start, mask, y)
+    if not split:
+        prompt_kernel[blocks, B * kv_heads](*given, *sizes, **constants_of(E, W), **heads, **tile)
+        return y
+    assert blocks * B * kv_heads <= len(done), (blocks, B, kv_heads)
+    chunk = chunk or measured_on(device.name).chunk
+    chunks = splits_of(S, chunk)
+    parts = torch.empty(1 + chunks, B, T, H, E, dtype=torch.float32, device=q.device)
+    stats = torch.empty(2, 1 + chunks, B, T, H, dtype=torch.float32, device=q.device)
+    programs = triton.cdiv(min(rows, cut.rows), TAIL_ROWS) + chunks
+    attention_kernel[blocks, B * kv_heads, programs](
+        *given, parts, stats, done, *sizes, **constants_of(E, W, chunk), **heads, **tile
     )
     return y

@@ -8,9 +8,10 @@
    same prompts, twice; the second time counts.
 2. A rung that fails, hangs or loses the device ends alone; the same command goes on behind it
    (attempts.py). Exit status 4: all rungs were tried, and one failed or has a fault.
-3. A fault is a chain whose tokens are not vanilla's where all of our kernels run, since it has
-   vanilla's bits by design. Other differences, a tree's or those from the first rung's vanilla, are
-   faults where the best two scores are further apart than rounding explains (`TIE`).
+3. A fault is a tree or a chain whose tokens are not vanilla's where all of our kernels run, since
+   it has vanilla's bits by design. Other differences, from the first rung's vanilla or where
+   PyTorch replaces a kernel, are faults where the best two scores are further apart than rounding
+   explains (`TIE`).
 4. The last rung is examples/eagle_one_file.py in a process of its own, where that file is there.
 
 The weights are random but for the demo inside: rates and times say something, texts do not.
@@ -198,8 +199,8 @@ def widest_gap(engine: Engine, prompts: list[str], mine: Tokens, other: Tokens) 
 def fault_of(row: dict[str, Any], method: str, plain: set[str]) -> str:
     """Judge the differences of a row; "": none, or near ties."""
     gap = row["gap_to_vanilla"]
-    if method == "chain" and not plain and gap is not None:
-        return f"the chain's tokens are not vanilla's; the best two scores were {gap:.3f} apart"
+    if not plain and gap is not None:
+        return f"the {method}'s tokens are not vanilla's; the best two scores were {gap:.3f} apart"
     for against in ("vanilla", "first"):
         gap = row[f"gap_to_{against}"]
         if gap is not None and gap > TIE:

@@ -163,23 +163,25 @@ def _epilogue(case: Case, y: dict[str, str]) -> tuple[triton.JITFunction, dict, 
 def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.AttentionPlan]:
     """Return attention over splits of a cache, with the plan of its launcher for the target."""
     rows = case.T * case.heads // case.kv_heads
-    plan = ops.cuda.attention.plan_attention(rows, case.E, DTYPES[case.dtype], TARGETS[case.target])
     split = case.T <= ops.cuda.attention.SPLIT_TOKENS
+    sizes = (rows, case.E, DTYPES[case.dtype], TARGETS[case.target], split)
+    plan = ops.cuda.attention.plan_attention(*sizes)
     x = f"*{case.dtype}"
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), x)
     types |= {"start_ptr": "*i64", "mask_ptr": "*i1", "y_ptr": x}
-    types |= dict.fromkeys(("parts_ptr", "stats_ptr"), "*fp32" if split else x)
-    types["done_ptr"] = "*i32"
+    if split:
+        types |= {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "done_ptr": "*i32"}
     types |= dict.fromkeys(("T", "S", "W", "mask_b", "mask_t", "mask_w"), "i32")
-    constants = ops.cuda.attention.constants_of(case.E) | {
+    chunk = ops.cuda.attention.CHUNK if split else None
+    constants = ops.cuda.attention.constants_of(case.E, case.T, chunk) | {
         "H": case.heads,
         "KV_HEADS": case.kv_heads,
-        "SPLIT": split,
         "ROWS": plan.rows,
         "KEYS": plan.keys,
         "STAGES": plan.stages,
     }
-    return Source(ops.cuda.attention.attention_kernel, types, constants, plan.warps), plan
+    kernel = ops.cuda.attention.attention_kernel if split else ops.cuda.attention.prompt_kernel
+    return Source(kernel, types, constants, plan.warps), plan
 
 
 def _add_norm(case: CycleCase) -> Source:

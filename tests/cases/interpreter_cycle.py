@@ -147,6 +147,28 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     assert torch.equal(attend(*others, starts, causal.expand(2, -1, -1))[1:], chain)
 
 
+@pytest.mark.parametrize("heads,start", [("mqa", 250), *slow([("mha", 3), ("gqa", 127)])])
+def test_a_tree_has_the_bits_of_vanilla_decoding(in_order, heads, start):
+    """Nodes of three branches, each alone behind its ancestors, which lie where they are accepted."""
+    parents = [-1, 0, 0, 0, 1, 1, 3, 4, 6, 7, 8, 10]
+    paths = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if node else []), node])
+    q, k, v, _, _ = inputs(heads, [start], 12, 12, 16)
+    mask = torch.zeros(1, 12, 12, dtype=torch.bool)
+    for node, path in enumerate(paths):
+        mask[0, node, path] = True
+    tree = attend(q, k, v, torch.tensor([start]), mask)
+    one = torch.ones(1, 1, 1, dtype=torch.bool)
+    for node in (2, 9, 11):
+        accepted = [x.clone() for x in (k, v)]
+        slots = start + torch.tensor(paths[node])
+        for old, new in zip((k, v), accepted):
+            new[:, :, start : start + len(slots)] = old[:, :, slots]
+        end = torch.tensor([start + len(slots) - 1])
+        assert torch.equal(attend(q[:, [node]], *accepted, end, one), tree[:, [node]]), node
+
+
 # ------------------------------------------------------------------------------------------- rotary
 
 

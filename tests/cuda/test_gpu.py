@@ -79,9 +79,9 @@ test_trees_equal_vanilla[llama_mha-chain-1.0-False]
 test_the_demo_with_grouped_queries_equals_vanilla[0.0]
 test_tree_attention[128-torch.bfloat16-(32, 32)]
 test_tree_attention[128-torch.bfloat16-(32, 8)]
-test_tree_attention[64-torch.bfloat16-(8, 1)]
 test_a_chain_has_the_bits_of_vanilla_decoding[torch.bfloat16-(32, 32)-250]
-test_a_chain_has_the_bits_of_vanilla_decoding[torch.bfloat16-(32, 8)-1000]
+test_a_tree_has_the_bits_of_vanilla_decoding[torch.bfloat16-(32, 32)-250]
+test_a_tree_has_the_bits_of_vanilla_decoding[torch.bfloat16-(32, 8)-1000]
 test_captured_attention_reads_the_length_from_the_device[60]
 test_compaction[torch.bfloat16-32-128]
 test_compiled_and_captured_compaction
@@ -186,6 +186,33 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(dtype, heads, start):
     assert torch.equal(
         ops.attention.tree_attention(q, k, v, starts, causal.expand(2, -1, -1))[1:], chain
     )
+
+
+@pytest.mark.parametrize("start", [0, 50, 250, 1000])
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (28, 4)], ids=str)
+@pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
+def test_a_tree_has_the_bits_of_vanilla_decoding(dtype, heads, start):
+    """Each node has them alone behind its ancestors, which lie where they are accepted."""
+    q, k, v, _, _ = attention_inputs(heads, [start], 60, 60, dtype)
+    generator = torch.Generator().manual_seed(start)
+    paths = [[0]]
+    for node in range(1, 60):
+        parent = torch.randint(max(0, node - 6), node, (1,), generator=generator).item()
+        paths.append([*paths[parent], node])
+    mask = torch.zeros(1, 60, 60, dtype=torch.bool, device="cuda")
+    for node, path in enumerate(paths):
+        mask[0, node, path] = True
+    at = lambda slot: torch.tensor([slot], device="cuda")  # noqa: E731
+    tree = ops.attention.tree_attention(q, k, v, at(start), mask)
+    one = torch.ones(1, 1, 1, dtype=torch.bool, device="cuda")
+    for node in (1, 8, 30, 59):
+        accepted = [x.clone() for x in (k, v)]
+        path = torch.tensor(paths[node], device="cuda")
+        for old, new in zip((k, v), accepted):
+            new[:, :, start : start + len(path)] = old[:, :, start + path]
+        end = at(start + len(path) - 1)
+        alone = ops.attention.tree_attention(q[:, [node]], *accepted, end, one)
+        assert torch.equal(alone, tree[:, [node]]), (node, len(path))
 
 
 @pytest.mark.parametrize("rows", [1, 60])

@@ -88,13 +88,14 @@ def test_a_hang_is_cut_and_the_same_command_goes_on_behind_it(tmp_path):
 
 
 @pytest.mark.parametrize("method,plain,gaps,fault", [
-    ("tree", set(), (0.01, None), ""),
-    ("tree", set(), (0.5, None), "differs from vanilla where the best two scores are 0.500 apart"),
+    ("tree", {"products"}, (0.01, None), ""),
+    ("tree", {"products"}, (0.5, None), "differs from vanilla where the best two scores are 0.500 apart"),
+    ("tree", set(), (0.01, None), "the tree's tokens are not vanilla's; the best two scores were 0.010 apart"),
     ("chain", set(), (0.01, None), "the chain's tokens are not vanilla's; the best two scores were 0.010 apart"),
     ("chain", {"products"}, (0.01, 0.02), ""),
     ("vanilla", set(), (None, 0.2), "differs from first where the best two scores are 0.200 apart"),
 ])  # fmt: skip
-def test_identity_is_judged_by_the_chain_and_a_tree_by_the_gap(method, plain, gaps, fault):
+def test_identity_is_judged_by_tokens_and_beside_pytorch_by_the_gap(method, plain, gaps, fault):
     row = {"gap_to_vanilla": gaps[0], "gap_to_first": gaps[1]}
     assert ladder.fault_of(row, method, plain) == fault
 
