@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# First call on a GPU machine, 450 s: every fault at once, then rates from the safest rung up.
+# First call on a GPU machine, 400 s: every fault at once, then rates from the safest rung up.
 #
 #     bash scripts/gpu/call1.sh                    # on the machine; README.md beside this file
 #     DEVICE=cpu LIMIT=300 bash scripts/gpu/call1.sh       # rehearse on any machine
 #
 # Variables, beside those of parts.sh: BF16, INT4, INT8, the rungs of each (ladder.py); SHAPE, of the
 # stand-in; HANG, a rung that hangs, and HANG_S, seconds until it is ended, to rehearse.
-LIMIT=${LIMIT:-450}
+LIMIT=${LIMIT:-400}
 source "$(dirname "$0")/parts.sh"
 "$PY" scripts/gpu/caches.py --load "$BROUGHT" | tee -a "$OUT/summary.txt"
 
@@ -35,9 +35,9 @@ LADDER=("$PY" scripts/gpu/ladder.py --device "$DEVICE" --json "$OUT/ladder.jsonl
 LADDER+=(--inflate "${SHAPE:-llama2-7b}" --plain "$WRONG")
 [ "$DEVICE" = cpu ] && LADDER+=(--dry_run)
 [ -n "$HANG" ] && LADDER+=(--hang "$HANG" --seconds "${HANG_S:-10}")
-again bf16 "$(paced 165)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-0,1,3,5}"
+again bf16 "$(paced 165)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-3,5}"
 again int4 "$(paced 115)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,5}"
-again int8 "$(paced 60)" "${LADDER[@]}" --quant int8 --rungs "${INT8:-3}"
+again int8 "$(paced 60)" "${LADDER[@]}" --quant int8 --rungs "${INT8:-5}"
 DECISIVE=$FAULTS # another runtime's failure is no fault of ours
 BESIDE=("$PY" scripts/gpu/beside.py --device "$DEVICE" --json "$OUT/beside.jsonl")
 [ "$DEVICE" = cpu ] && BESIDE+=(--small --new 8)

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Second call, 320 s: at once on the warm machine, or after mends on a fresh one with LIMIT=230.
+# Second call, 430 s: at once on the warm machine, or after mends on a fresh one with LIMIT=230.
 #
 #     bash scripts/gpu/call2.sh
 #     PARTS="bf16 int4 profile" BF16=3,5 LIMIT=230 bash scripts/gpu/call2.sh
 #     DEVICE=cpu LIMIT=300 bash scripts/gpu/call2.sh       # rehearse on any machine
 #
-# PARTS, in the order to run them: papers, gptfast, profile, sweep, whole, gptfast-bf16; and on demand
-# bf16, int4, int8 (the ladder again, with the rungs of BF16, INT4, INT8), one-file (its flags:
-# ONE_FILE), gptfast-int8. Other variables: parts.sh.
-LIMIT=${LIMIT:-320}
+# PARTS, in the order to run them: papers, whole, gptfast, profile, gptfast-bf16, gptfast-int8, sweep;
+# and on demand bf16, int4, int8 (the ladder again, with the rungs of BF16, INT4, INT8), one-file (its
+# flags: ONE_FILE). Other variables: parts.sh.
+LIMIT=${LIMIT:-430}
 source "$(dirname "$0")/parts.sh"
 "$PY" scripts/gpu/caches.py --load "$BROUGHT" | tee -a "$OUT/summary.txt"
 
@@ -37,7 +37,7 @@ set_pace $((SECONDS - at - 8))
 GPT_EAGLE_BANDWIDTH=$("$PY" scripts/gpu/table.py "$OUT" --bandwidth)
 export GPT_EAGLE_BANDWIDTH
 
-for name in ${PARTS:-papers gptfast profile sweep whole gptfast-bf16}; do
+for name in ${PARTS:-papers whole gptfast profile gptfast-bf16 gptfast-int8 sweep}; do
     case $name in
     bf16) again bf16 "$(paced 125)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-3,5}" ;;
     int4) again int4 "$(paced 110)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,5}" ;;
@@ -45,7 +45,7 @@ for name in ${PARTS:-papers gptfast profile sweep whole gptfast-bf16}; do
     one-file) again one-file "$(paced 80)" "${LADDER[@]}" --rungs 6 --one_file="$ONE_FILE" ;;
     papers) part papers "$(paced 100)" "${PAPERS[@]}" --replays $REPLAYS --json "$OUT/papers.jsonl" ;;
     gptfast) again gptfast "$(paced 90)" "${BESIDE[@]}" --what gptfast-int4 ;;
-    gptfast-*) again "$name" "$(paced 80)" "${BESIDE[@]}" --what "$name" ;;
+    gptfast-*) again "$name" "$(paced 150)" "${BESIDE[@]}" --what "$name" ;;
     profile) part profile "$(paced 80)" "${PAPERS[@]}" --profile --json "$OUT/profile.jsonl" ;;
     sweep) part sweep "$(paced 100)" "${SWEEP[@]}" ;;
     whole)
@@ -58,6 +58,7 @@ for name in ${PARTS:-papers gptfast profile sweep whole gptfast-bf16}; do
 done
 grep -aE "tokens/s|one cycle of|by [0-9]+ x|note:|^(FAILED|ERROR) |=.* in [0-9.]+s" "$OUT/log.txt" |
     tail -60 | cut -c1-260 | tee -a "$OUT/summary.txt"
+"$PY" scripts/gpu/caches.py --save "$OUT"
 "$PY" scripts/gpu/table.py "$OUT" | tee -a "$OUT/summary.txt"
 say "$((SECONDS - BEGAN)) s; faults:${FAULTS:- none}"
 say "NEXT: copy the results and hand the machine back"
