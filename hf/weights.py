@@ -143,7 +143,10 @@ def load_weights(
         if not storage.quant.is_blocks:
             where = f" of {files.path}" if storage.quant.saved else ""
             inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
-            storage = storage._replace(quant=fit_group(storage.quant, inputs))
+            quant = storage.quant
+            if storage.device == "cpu":
+                quant = in_groups(quant, inputs.values())
+            storage = storage._replace(quant=fit_group(quant, inputs))
     wanted = {theirs for parts in names.values() for theirs in parts}
     if storage.quant is not None and storage.quant.saved and not files.quantized:
         wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
@@ -549,9 +552,6 @@ def load_model(
     check_experts(config, files)
     if quant is not None and quant.is_blocks:
         quant = keep_blocks(files, model, device)
-    if quant is not None and device == "cpu":
-        layers = [m for m in model.modules() if isinstance(m, (nn.Linear, ExpertLinear))]
-        quant = in_groups(quant, [layer.in_features for layer in layers])
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
     if config.tie_embeddings:
