@@ -514,6 +514,15 @@ def groups_of(prompts: list, size: int) -> list[list]:
     return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
+def runtime_of(name: str) -> str:
+    """Return a contestant's name without its way to draft: one runtime on one set of weights."""
+    if name.startswith("ours "):
+        return name.rpartition(" ")[0]
+    for draft in filter(None, DRAFTS):
+        name = name.removesuffix(draft)
+    return name
+
+
 def measure_speed(
     contestants: dict[str, Contestant], groups: list[list[list[int]]], rounds: int
 ) -> dict[str, Any]:
@@ -537,8 +546,10 @@ def measure_speed(
             bar.update()
     bar.close()
     first = next(iter(outcomes.values()))
+    own: dict[str, list[Outcome]] = {}  # of every runtime, its first contestant's
     rows = {}
     for name, done in outcomes.items():
+        plain = own.setdefault(runtime_of(name), done)
         pairs = [pair for a, b in zip(done, first) for pair in zip(a.rows, b.rows, strict=True)]
         rows[name] = {
             "tokens_per_s": Series.quartiles([1 / o.step_s for o in done]),
@@ -546,6 +557,7 @@ def measure_speed(
             "first_s": Series.quartiles([o.first_s for o in done]),
             "tau": statistics.mean(o.tau for o in done),
             "same": statistics.mean(common_prefix(a, b) / len(b) for a, b in pairs),
+            "identical": statistics.mean(a.rows == b.rows for a, b in zip(done, plain)),
             "trees": contestants[name].trees([ran for o in done for ran in o.presets]),
         }
     return rows
@@ -588,10 +600,10 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
 
     yield f"\nTokens per second {counted}: median (quartiles) over runs; ratios within a round\n"
     yield (
-        f"| B | | tokens/s | ratio | tau | {first} | of ceiling | same tokens | logits rms "
-        "| equal argmax |"
+        f"| B | | tokens/s | ratio | tau | {first} | of ceiling | identical | same tokens "
+        "| logits rms | equal argmax |"
     )
-    yield "|" + "---|" * 10
+    yield "|" + "---|" * 11
     rows = [
         (size, name, row) for size, rows in result["speed"].items() for name, row in rows.items()
     ]
@@ -609,6 +621,7 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
             f"{row['tau']:.2f}",
             Series(*row["first_s"]).text(1e3, 0),
             share,
+            f"{100 * row['identical']:.0f} %",
             f"{100 * row['same']:.0f} %",
             f"{near['rms']:.4f}",
             f"{100 * near['same']:.1f} %",

@@ -580,7 +580,7 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
     names = ["ours none", "ours eagle:chain:tree_depth=5", "transformers", "transformers:lookup"]
     assert list(result["speed"]) == ["1"] and list(result["speed"]["1"]) == names
     for name, row in result["speed"]["1"].items():
-        assert row["same"] == 1.0, "greedy in fp32"
+        assert row["same"] == row["identical"] == 1.0, "greedy in fp32"
         assert result["parity"][name]["max"] < 1e-3 < result["parity"]["scale"]["rms"]
         assert row["tokens_per_s"][0] > 0 and row["tau"] >= 1
     assert (
@@ -647,6 +647,24 @@ def test_batches_beside_transformers(tmp_path, monkeypatch, capsys):
     trees = everybody["ours eagle:tree_depth=5"]["trees"]
     assert len(trees) > 1 and sum(tree["cycles"] for tree in trees) >= bench_peers.LEAST_RUNS
     assert "B = 2, ours eagle:tree_depth=5: cycles of each tree: none " in out
+
+
+def test_identical_is_said_of_each_runtime():
+    """A peer's drafts are held against its own plain decoding, also where that is not ours."""
+    texts = {
+        "ours none": [7, 8], "ours int8 none": [7, 9], "ours int8 ngram": [7, 9],
+        "llama.cpp:file": [5, 8], "llama.cpp:file:lookup": [5, 8], "llama.cpp:file:eagle3": [7, 8],
+    }  # fmt: skip
+    lone = {
+        name: bench_peers.Contestant(lambda prompts, row=row: Outcome([row], 0.5, 0.1, 1.0), None, None)
+        for name, row in texts.items()
+    }  # fmt: skip
+    rows = bench_peers.measure_speed(lone, [[[1]]], 1)
+    found = {name: (row["identical"], row["same"]) for name, row in rows.items()}
+    assert found == {
+        "ours none": (1, 1), "ours int8 none": (1, 0.5), "ours int8 ngram": (1, 0.5),
+        "llama.cpp:file": (1, 0), "llama.cpp:file:lookup": (1, 0), "llama.cpp:file:eagle3": (0, 1),
+    }  # fmt: skip
 
 
 def test_batches_in_turn_count_all_time():
