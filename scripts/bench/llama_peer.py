@@ -32,6 +32,8 @@ from session import common_prefix
 
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
 EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)
+# architectures of ours that hand out the inputs of their layers in it; beside others it aborts
+EAGLE3_TARGETS = ("llama", "qwen3", "qwen3moe")
 LOOKUPS = {"lookup": 10, "lookup2": 2}  # tokens drafted: the package's default, its CPU advice
 NEAR_TIE = 0.5  # of logits: 4 times the rms of its own rounding (fidelity.py)
 Drafter = Callable[[np.ndarray], np.ndarray]  # the text so far, [T] int32 -> drafted tokens
@@ -164,6 +166,9 @@ class LlamaCpp:
         self.batch = llama_cpp.llama_batch_init(rows, 0, 1)
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
+        name = ctypes.create_string_buffer(64)
+        llama_cpp.llama_model_meta_val_str(self.model, b"general.architecture", name, len(name))
+        self.architecture = name.value.decode()
 
     def feed(self, tokens: list[int], start: int, every: bool = False) -> np.ndarray:
         """Run tokens at the positions from `start` on, in place of the cached ones.
@@ -231,8 +236,16 @@ class Eagle3:
     """
 
     def __init__(self, target: LlamaCpp, file: Path, threads: int, tokens: int = EAGLE3_TOKENS):
-        """Load a head. tokens: of a chain. Raises: ValueError for a file that is no such head."""
+        """Load a head. tokens: of a chain.
+
+        Raises: ValueError for a file that is no such head, or a target that llama.cpp has none for.
+        """
         api = target.api
+        if target.architecture not in EAGLE3_TARGETS:
+            raise ValueError(
+                f"llama.cpp 0.3.36 runs no EAGLE-3 head beside {target.architecture}, only beside "
+                f"{', '.join(EAGLE3_TARGETS)}; leave this peer out"
+            )
         self.target = target
         self.tokens = tokens
         self.head = LlamaCpp(file, len(target.features) + tokens, threads, target.rows, target)

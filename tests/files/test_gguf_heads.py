@@ -433,6 +433,14 @@ def test_a_peer_takes_the_head_of_ours(files, llama_target, tmp_path):
         LlamaCpp(tmp_path / "no.gguf", 32, 1, 8)
 
 
+def test_a_target_that_llama_cpp_runs_no_head_beside(files, llama_target, monkeypatch):
+    """Its library aborts the process beside Qwen2, whose layers hand out no inputs there."""
+    assert llama_target.architecture == "llama"
+    monkeypatch.setattr(llama_target, "architecture", "qwen2")
+    with pytest.raises(ValueError, match="no EAGLE-3 head beside qwen2, only beside llama, qwen3"):
+        Eagle3(llama_target, files(), 1)
+
+
 @pytest.mark.smollm2
 def test_llama_cpp_drafts_the_bundled_head(smollm2, tmp_path):
     pytest.importorskip("llama_cpp")
