@@ -1,12 +1,16 @@
 """Draw tokens per second as bars, and print the same figures as a Markdown table.
 
     python scripts/bench/plot_speed.py benchmarks/results/speed.json
+    python scripts/bench/plot_speed.py benchmarks/results/heads.json --machine "Zen 4, 2 cores" \\
+        --date 2026-11-26 --peers smollm2-gsm8k.json,smollm2-edit.json
 
-1. The file is a JSON list of rows: model, format, engine, tokens_per_s, machine, date and commit.
-2. The rows of one model, format and machine are a group of bars, in the order of the file. All bars
-   have one scale. Bars of this project are green, those of others grey.
-3. The picture is written beside the file as SVG. The table has a line per group and a column per
-   engine, and names machine, date and commit.
+1. The file is a JSON list of rows: model, format, engine, tokens_per_s, machine, date and commit;
+   also, where several tasks were measured, task, tau and identical (a share). `--peers` writes it
+   from results of peers.py, of a task each.
+2. The rows of one model, format and machine are a group of bars, in the order of the file; a bar is
+   the mean over the tasks. All bars have one scale. Bars of this project are green, others grey.
+3. The picture is written beside the file as SVG. The table has a line per group and task and a
+   column per engine, and names machine, date and commit.
 
 Not here: the measurements (peers.py, papers.py).
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import html
 import json
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +32,16 @@ from cli.parsing import one_line_errors, option, parse, require
 
 TEXTS = ("model", "format", "engine", "machine", "date", "commit")
 OURS = "gpt-eagle"  # engines of this project begin with it
+ENGINES = {  # contestants of peers.py
+    "ours none": "gpt-eagle, no draft",
+    "ours ngram": "gpt-eagle, lookup",
+    "ours eagle:chain:tree_depth=3": "gpt-eagle, head",
+    "ours eagle:auto": "gpt-eagle, auto",
+    "llama.cpp:file": "llama.cpp",
+    "llama.cpp:file:lookup": "llama.cpp, lookup of 10",
+    "llama.cpp:file:lookup2": "llama.cpp, lookup of 2",
+    "llama.cpp:file:eagle3": "llama.cpp, head",
+}
 # of the picture, in pixels
 LABEL = 230  # width of the engines' names
 BAR = 480  # width of the longest bar
@@ -42,6 +57,29 @@ class PlotConfig:
 
     file: str = option("", "JSON list of rows", positional=True)
     out: str = option("", "picture to write; default: the file's name with .svg")
+    peers: str = option("", "results of peers.py, comma-separated, to write the file from")
+    machine: str = option("", "of --peers, in words")
+    date: str = option("", "of --peers")
+
+
+def rows_of(path: Path, machine: str, date: str) -> list[Row]:
+    """Return the rows of a result of peers.py. Raises: ValueError for another file."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        config = result["config"]
+        commit = result["environment"]["commit"]
+        speed = result["speed"]["1"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"cannot read {path}: {error}; name what peers.py --json wrote") from None
+    common = {"model": Path(config["checkpoint"]).stem, "format": "its file"}
+    further = {"task": config["tasks"], "machine": machine, "date": date, "commit": commit}
+    return [
+        common
+        | {"engine": ENGINES.get(name, name), "tokens_per_s": round(row["tokens_per_s"][0], 1)}
+        | {"tau": round(row["tau"], 2), "identical": round(row["identical"], 3)}
+        | further
+        for name, row in speed.items()
+    ]
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -60,32 +98,42 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def grouped(rows: list[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Group rows by model, format and machine, in the order of the file."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+def grouped(rows: list[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
+    """Group rows by model, format, machine and further texts, in the order of the file."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["model"], row["format"], row["machine"]), []).append(row)
+        key = tuple(row.get(name, "") for name in ("model", "format", "machine", *names))
+        groups.setdefault(key, []).append(row)
     return groups
+
+
+def mean_rate(rows: list[Row]) -> float:
+    """Return the mean of the rates, in tokens per second."""
+    return statistics.mean(row["tokens_per_s"] for row in rows)
 
 
 def picture(rows: list[Row]) -> str:
     """Draw the groups below each other, as SVG."""
-    longest = max(row["tokens_per_s"] for row in rows)
+    bars = grouped(rows, "engine")
+    longest = max(map(mean_rate, bars.values()))
     parts = []
     y = 0
-    for (model, form, machine), group in grouped(rows).items():
+    for model, form, machine in grouped(rows):
         title = html.escape(f"{model}, {form}, {machine}: tokens per second")
         parts.append(f'<text x="8" y="{y + 20}" font-weight="bold">{title}</text>')
         y += HEAD
-        for row in group:
-            width = BAR * row["tokens_per_s"] / longest
-            color = "#2a7" if row["engine"].startswith(OURS) else "#bbb"
-            engine = html.escape(row["engine"])
+        for (*group, name), tasks in bars.items():
+            if group != [model, form, machine]:
+                continue
+            rate = mean_rate(tasks)
+            width = BAR * rate / longest
+            color = "#2a7" if name.startswith(OURS) else "#bbb"
+            engine = html.escape(name)
             at = f'y="{y + 14}"'
             parts += [
                 f'<text x="{LABEL - 8}" {at} text-anchor="end">{engine}</text>',
                 f'<rect x="{LABEL}" y="{y}" width="{width:.1f}" height="18" fill="{color}"/>',
-                f'<text x="{LABEL + width + 6:.1f}" {at}>{row["tokens_per_s"]:.0f}</text>',
+                f'<text x="{LABEL + width + 6:.1f}" {at}>{rate:.0f}</text>',
             ]
             y += LINE
         y += LINE // 2
@@ -98,19 +146,41 @@ def picture(rows: list[Row]) -> str:
     return "\n".join([head, ground, *parts, "</svg>"])
 
 
+def cell(row: Row) -> str:
+    """Return the rate of a row, its tokens a pass, and the share of identical outputs below 1."""
+    text = f"{row['tokens_per_s']:.0f}"
+    if "tau" in row:
+        text += f", {row['tau']:.2f}"
+    if row.get("identical", 1) < 1:
+        text += f" ({100 * row['identical']:.0f} % identical)"
+    return text
+
+
 def table(rows: list[Row]) -> str:
     """Return the Markdown table of the groups."""
     engines = list(dict.fromkeys(row["engine"] for row in rows))
+    title = "tokens per second"
+    if any("tau" in row for row in rows):
+        title += ", tokens a pass"
     lines = [
-        f"| tokens per second | {' | '.join(engines)} | machine, date, commit |",
+        f"| {title} | {' | '.join(engines)} | machine, date, commit |",
         "|" + "---|" * (len(engines) + 2),
     ]
-    for (model, form, machine), group in grouped(rows).items():
-        rates = {row["engine"]: f"{row['tokens_per_s']:.0f}" for row in group}
+    for (model, form, machine, task), group in grouped(rows, "task").items():
+        rates = {row["engine"]: cell(row) for row in group}
         cells = " | ".join(rates.get(engine, "") for engine in engines)
         sources = dict.fromkeys(f"{row['date']}, {row['commit']}" for row in group)
-        lines.append(f"| {model}, {form} | {cells} | {machine}, {'; '.join(sources)} |")
+        of = ", ".join(filter(None, (model, form, task)))
+        lines.append(f"| {of} | {cells} | {machine}, {'; '.join(sources)} |")
     return "\n".join(lines)
+
+
+def collect(config: PlotConfig) -> None:
+    """Write the rows of the results of peers.py. Writes: config.file."""
+    files = map(Path, config.peers.split(","))
+    rows = [row for file in files for row in rows_of(file, config.machine, config.date)]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    write_text(config.file, f"[\n{lines}\n]")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -118,6 +188,8 @@ def main(argv: list[str] | None = None) -> None:
     config = parse(PlotConfig, "plot_speed.py", "Draw tokens per second as bars.", argv)
     with one_line_errors("plot_speed.py"):
         path = Path(config.file)
+        if config.peers:
+            collect(config)
         rows = read_rows(path)
         write_text(config.out or str(path.with_suffix(".svg")), picture(rows))
         print(table(rows))
