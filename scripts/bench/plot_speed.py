@@ -118,14 +118,16 @@ def picture(rows: list[Row]) -> str:
     longest = max(map(mean_rate, bars.values()))
     parts = []
     y = 0
-    for model, form, machine in grouped(rows):
-        title = html.escape(f"{model}, {form}, {machine}: tokens per second")
+    for (model, form, machine), group in grouped(rows).items():
+        tasks = len({row.get("task") for row in group})
+        counted = f"tokens per second, mean of {tasks} tasks" if tasks > 1 else "tokens per second"
+        title = html.escape(f"{model}, {form}, {machine}: {counted}")
         parts.append(f'<text x="8" y="{y + 20}" font-weight="bold">{title}</text>')
         y += HEAD
-        for (*group, name), tasks in bars.items():
-            if group != [model, form, machine]:
+        for (*key, name), found in bars.items():
+            if key != [model, form, machine]:
                 continue
-            rate = mean_rate(tasks)
+            rate = mean_rate(found)
             width = BAR * rate / longest
             color = "#2a7" if name.startswith(OURS) else "#bbb"
             engine = html.escape(name)

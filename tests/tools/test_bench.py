@@ -923,7 +923,7 @@ def test_results_of_peers_become_a_table_by_task_and_bars_of_their_means(
     texts = [
         text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
     ]
-    title = "m, its file, Zen 4: tokens per second"
+    title = "m, its file, Zen 4: tokens per second, mean of 2 tasks"
     assert texts == [title, "gpt-eagle, no draft", "100", "llama.cpp, head", "50"]
     command(monkeypatch, plot_speed, str(file))
     assert (tmp_path / "heads.svg").read_text() == svg, "the file holds all that is drawn"
