@@ -142,10 +142,9 @@ def fit(
             return ProductPlan(16, 64, splits, 2, 4)
         return ProductPlan(16, 64, splits, 3, 8)
     older = device.capability < 90
-    if (0 < group < 128) if older else zeros:
-        tokens = min(tokens, 32)  # more accumulators than these spill to memory
-    if 0 < group < 64 and device.capability >= 100:
-        tokens = min(tokens, 32)  # Triton 3.6 and 3.7 compile more to a trap
+    if (0 < group < 128 and device.capability != 90) or (zeros and not older):
+        # more spill, or become a trap (groups of 32 on sm_100, Triton 3.6 and 3.7)
+        tokens = min(tokens, 32)
     warps = 4
     if bits == 16 and older and tokens == 64:
         warps = 8  # four spill
