@@ -137,7 +137,7 @@ REFERENCES = [
     ("compact", ops.compact, "compact_reference", {}),
     ("fused", model.Block, "forward", {}),
     ("norm", ops.norm, "rms_norm_reference", {}),
-    ("products", ops.qmatmul, "w8a8_reference", {"quant": "int8"}),
+    ("products", ops.qmatmul, "grouped_reference", {"quant": "int8"}),
     ("products", ops.qmatmul, "grouped_reference", {"quant": "int4"}),
     ("rotary", ops.rotary, "rotary_reference", {}),
     ("topk", ops.topk, "best_reference", {}),
