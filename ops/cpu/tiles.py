@@ -46,10 +46,13 @@ def fault_of_hardware() -> str:
     Returns: the reason for which the hardware may not be used; the empty string if there is none.
     """
     operands = _operands()
+    ends: tuple[int, ...] = ()
     try:
-        reader, writer = os.pipe()
+        ends = reader, writer = os.pipe()
         pid = os.fork()
     except OSError as error:
+        for end in ends:
+            os.close(end)
         return f"they cannot be checked ({error.strerror})"
     if not pid:
         try:

@@ -385,6 +385,7 @@ def test_nothing_is_checked_where_it_could_change_nothing(monkeypatch, capsys):
 def test_without_another_process_tiles_are_not_used(monkeypatch, capsys):
     Machine(monkeypatch, "emulation")
     monkeypatch.setattr(os, "fork", lambda: os.close(-1))  # it fails
+    before = os.listdir("/proc/self/fd")
     choose()
-    assert tiles_in_use() == "none"
+    assert tiles_in_use() == "none" and len(os.listdir("/proc/self/fd")) == len(before)
     assert "they cannot be checked (Bad file descriptor), so other" in capsys.readouterr().err
