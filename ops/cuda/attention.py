@@ -55,12 +55,14 @@ def plan_attention(
     A row's bits depend on the keys and values that it sees, in the order of its path, and on
     nothing else: not on the number of rows, their masks, the batch, the prefix's end, or the slots
     in which its ancestors lie. Blocks and chunks lie at fixed slots, tails begin where the row's
-    place in the text says, hidden slots add exact zeros, and sums that a compiler could contract in
-    two ways are written as fused multiply-adds. So trees and chains are verified with the sums of
-    vanilla decoding. This does not hold for paths of more than TAIL tokens below the root, nor
-    across a prefix of 16 CHUNK 2^i slots, where chunks double, nor between up to 64 tokens and
-    more, which are not split. It assumes that a row of a product on tensor cores does not depend on
-    the other rows, and that zeros are added exactly (test_gpu.py).
+    place in the text says, hidden slots add exact zeros, and sums of both loops over a chunk are
+    written as fused multiply-adds, since a compiler could contract each loop in its own way. The
+    sums of products in a tail are left to it: Triton 3.6 and 3.7 contract those of both rows alike.
+    So trees and chains are verified with the sums of vanilla decoding. This does not hold for paths
+    of more than TAIL tokens below the root, nor across a prefix of 16 CHUNK 2^i slots, where chunks
+    double, nor between up to 64 tokens and more, which are not split. It assumes that a row of a
+    product on tensor cores does not depend on the other rows, and that zeros are added exactly
+    (test_gpu.py).
 
     Trade-off: a tail is read for one row alone; a single token fills one row of 64; and chunks do
     not grow with the batch, whose sums can be more bytes than the keys. CHUNK is measured
