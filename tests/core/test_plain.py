@@ -153,7 +153,7 @@ REFERENCES = [
 @needs_cpp
 @pytest.mark.parametrize("family, owner, name, options", REFERENCES)
 def test_an_edited_reference_is_what_runs(short_demo, monkeypatch, family, owner, name, options):
-    def edited(*inputs):
+    def edited(*inputs, **more):
         raise RuntimeError("it was edited")
 
     monkeypatch.setattr(owner, name, edited)
@@ -177,7 +177,7 @@ def test_an_edited_reference_of_experts_is_what_runs(monkeypatch):
     set_plain(["experts"])
     assert decoded(engine, PROMPT).history == want
 
-    def edited(*inputs):
+    def edited(*inputs, **more):
         raise RuntimeError("it was edited")
 
     monkeypatch.setattr("ops.experts.experts_linear_reference", edited)
