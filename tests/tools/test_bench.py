@@ -931,11 +931,14 @@ def test_results_of_peers_become_a_table_by_task_and_bars_of_their_means(
     assert f"cannot read {file}: " in said and "name what peers.py --json wrote" in said
 
 
-def test_the_picture_and_the_table_of_the_readme_are_those_of_the_data():
+def test_the_pictures_and_the_table_of_the_readme_are_those_of_the_data():
     results = ROOT / "benchmarks" / "results"
-    rows = plot_speed.read_rows(results / "speed.json")
-    assert (results / "speed.svg").read_text() == plot_speed.picture(rows) + "\n"
-    assert plot_speed.table(rows) in (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    for name in ("gpu", "heads", "speed"):
+        rows = plot_speed.read_rows(results / f"{name}.json")
+        assert (results / f"{name}.svg").read_text() == plot_speed.picture(rows) + "\n"
+        assert name == "speed" or f"benchmarks/results/{name}.svg" in readme
+    assert plot_speed.table(rows) in readme
 
 
 def test_text_cannot_leave_its_place_in_the_page():
