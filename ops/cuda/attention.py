@@ -28,7 +28,7 @@ from torch import Tensor
 from ops.cuda.launch import Device
 from ops.cuda.plans import CHUNK, measured_on
 
-SPLITS = 16  # chunks below the prefix's end, of `CHUNK` slots; beyond, chunks double
+SPLITS = 16  # chunks of `CHUNK` slots; behind them half as many of twice the slots, and so on
 SPLIT_TOKENS = 64  # more tokens than these are not split
 TAIL = 32  # slots that a tail has at least: as many as a path may have below its root
 TAIL_ROWS = 2  # whose tails a block reads
@@ -59,10 +59,9 @@ def plan_attention(
     written as fused multiply-adds, since a compiler could contract each loop in its own way. The
     sums of products in a tail are left to it: Triton 3.6 and 3.7 contract those of both rows alike.
     So trees and chains are verified with the sums of vanilla decoding. This does not hold for paths
-    of more than TAIL tokens below the root, nor across a prefix of 16 CHUNK 2^i slots, where chunks
-    double, nor between up to 64 tokens and more, which are not split. It assumes that a row of a
-    product on tensor cores does not depend on the other rows, and that zeros are added exactly
-    (test_gpu.py).
+    of more than TAIL tokens below the root, nor between up to 64 tokens and more, which are not
+    split. It assumes that a row of a product on tensor cores does not depend on the other rows, and
+    that zeros are added exactly (test_gpu.py).
 
     Trade-off: a tail is read for one row alone; a single token fills one row of 64; and chunks do
     not grow with the batch, whose sums can be more bytes than the keys. CHUNK is measured
@@ -93,8 +92,9 @@ def plan_attention(
 
 
 def splits_of(S: int, chunk: int = CHUNK) -> int:
-    """Return the largest number of chunks of a cache of S slots."""
-    return min(triton.cdiv(S, chunk), SPLITS)
+    """Return the number of chunks of a cache of S slots."""
+    doubled = max(0, triton.cdiv(S, SPLITS * chunk) - 1).bit_length()
+    return doubled * (SPLITS // 2) + triton.cdiv(S, chunk << doubled)
 
 
 def constants_of(E: int, W: int, chunk: int | None = None) -> dict[str, int]:
@@ -114,12 +114,21 @@ def constants_of(E: int, W: int, chunk: int | None = None) -> dict[str, int]:
 
 
 @triton.jit
-def _chunk(start, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
-    """Return the slots of a chunk when the prefix ends at `start`."""
-    chunk = tl.full((), CHUNK, tl.int32)
-    while start >= chunk * SPLITS:
-        chunk *= 2
-    return chunk
+def _chunk(c, end, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the slots of chunk c, from one to another, and the number of chunks before `end`.
+
+    A chunk lies at fixed slots, so that a row's bits do not depend on the prefix's end.
+    """
+    HALF: tl.constexpr = SPLITS // 2
+    doubled = tl.maximum(c // HALF - 1, 0)
+    slots = tl.full((), CHUNK, tl.int32) << doubled
+    first = (c - doubled * HALF) * slots
+    most = tl.full((), CHUNK, tl.int32)
+    used = 0
+    while end > most * SPLITS:
+        most *= 2
+        used += HALF
+    return first, tl.minimum(first + slots, end), used + tl.cdiv(end, most)
 
 
 @triton.jit
@@ -378,17 +387,15 @@ def _part(
     """
     tails = tl.cdiv(tl.minimum(rows - tl.program_id(0) * ROWS, ROWS), TAIL_ROWS)
     most_tails = tl.cdiv(tl.minimum(rows, ROWS), TAIL_ROWS)  # of any block of rows
-    chunk = _chunk(start, CHUNK, SPLITS)
     end = _tail_start(start + W, start, KEYS, TAIL)
-    used = tl.cdiv(end, chunk)
     part = tl.program_id(2) - most_tails + 1
-    first = (part - 1) * chunk
+    first, last, used = _chunk(part - 1, end, CHUNK, SPLITS)
     if part <= 0:
         part = tl.where(tl.program_id(2) < tails, 0, -1)
     else:
         part = tl.where(first < end, part, -1)
     most = tl.num_programs(2) - most_tails + 1
-    return part, most, first, tl.minimum(first + chunk, end), used, tails + used
+    return part, most, first, last, used, tails + used
 
 
 @triton.jit

@@ -99,7 +99,7 @@ def test_many_rows(rows):
 
 @pytest.mark.slow
 def test_chunks_double_where_there_would_be_too_many():
-    check(*inputs("mqa", [4095, 4096, 8300], 2, 200, 16))
+    check(*inputs("mqa", [4095, 4096, 4700, 8300], 2, 200, 16))
 
 
 def test_a_chunk_that_a_row_does_not_see():
@@ -127,7 +127,8 @@ def test_q_by_strides():
 
 
 @pytest.mark.parametrize(
-    "heads,start", [("mqa", 250), *slow([("mha", 0), ("gqa", 30), ("gqa", 500)])]
+    "heads,start",
+    [("mqa", 250), *slow([("mha", 0), ("gqa", 30), ("gqa", 500), ("gqa", 4090), ("gqa", 4150)])],
 )
 def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     """Its rows, one at a time, with the prefix grown up to them; in a batch; and with a window that nobody uses."""

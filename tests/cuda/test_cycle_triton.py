@@ -118,21 +118,15 @@ def test_compiled_all():
 # -------------------------------------------------------------------------------------------- plans
 
 
-def chunk_of(start: int) -> int:
-    """As the kernels double it."""
-    chunk = ops.cuda.attention.CHUNK
-    while start >= chunk * ops.cuda.attention.SPLITS:
-        chunk *= 2
-    return chunk
-
-
 def test_every_slot_has_a_block():
-    """No prefix, however long, needs more chunks than are launched."""
-    for S in (1, 100, 1000, 4096, 5000, 40000):
-        chunks = ops.cuda.attention.splits_of(S)
-        for start in (0, 1, 255, 256, 4095, 4096, 4097, 8191, 8192, 20000, S - 1):
-            if start < S:
-                assert -(-start // chunk_of(start)) <= chunks, (S, start)
+    """As many chunks are launched as the longest prefix takes: 16 of 256 slots, 8 of 512, 8 of 1,024 ..."""
+    CHUNK = ops.cuda.attention.CHUNK
+    ends = [CHUNK * i for i in range(1, 17)]
+    for doubled in range(1, 6):
+        ends += [ends[-1] + (CHUNK << doubled) * i for i in range(1, 9)]
+    for S in (1, 100, 256, 257, 1000, 4095, 4096, 4097, 5000, 8192, 8193, 40000, 131072):
+        want = next(n for n, end in enumerate(ends, 1) if end >= S)
+        assert ops.cuda.attention.splits_of(S) == want, S
 
 
 @pytest.mark.parametrize("target", TARGETS)
