@@ -754,17 +754,17 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
 
+def demo_options(temperature: float, new: int) -> dict:
+    """Options of `load` for the demo on the GPU, in fp32 without rounding to tf32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    sizes = {"temperature": temperature, "max_new_tokens": new}
+    return {"checkpoint": DEMO, "device": "cuda", "dtype": "float32"} | sizes
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
     """The demo has two query heads per key head; the golden models have one."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    options = {
-        "checkpoint": DEMO,
-        "device": "cuda",
-        "dtype": "float32",
-        "temperature": temperature,
-        "max_new_tokens": 64,
-    }
+    options = demo_options(temperature, 64)
     prompts = ["def read_lines(path):", "import os\n", "Question: What is 2 + 3?\nAnswer:"]
     plain = generate(load(draft="none", **options), prompts)
     for tree in ("chain", "dynamic"):
@@ -774,15 +774,7 @@ def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_stop_string_ends_a_turn_as_in_vanilla(temperature):
     """Cycles that run already when the string is found change nothing in the next turn."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    options = {
-        "checkpoint": DEMO,
-        "device": "cuda",
-        "dtype": "float32",
-        "temperature": temperature,
-        "max_new_tokens": 40,
-        "stop": ["re", "s", "("],
-    }
+    options = demo_options(temperature, 40) | {"stop": ["re", "s", "("]}
     prompts = [["def read_lines(path):", "def g(b):\n", "# "], ["class A:", "\n x"]]
     plain = generate(load(draft="none", **options), prompts)
     drafted = generate(load(tree="dynamic", **options), prompts)
