@@ -3,7 +3,7 @@
 // 1. Activations are rounded to int8 with one scale per row and block of k (the weights' group, or BLOCK8). A row has
 //    outliers, numbers far above its root mean square, which would take the precision from all others of their block.
 //    So the scale is that of the others, and an outlier's code has up to 15 bits: the low part lies among the codes,
-//    the high part in a list of the few steps of k that have one.
+//    the high part in a second plane of codes, of which only the few steps of k that have one are read.
 // 2. Weights lie in strips of 32 outputs, one contiguous stream each: superblocks of k, each a header with the scales,
 //    then codes (layout.py, blocks.cpp). The hardware multiplies unsigned by signed bytes, so codes are stored with an
 //    offset; integer sums start at -offset * sum(activations), which takes it out again, exactly. A minimum of a group
@@ -50,22 +50,18 @@ inline Tile tile_of(const Group& group, int64_t t, bool on_amx = false) {
   const int64_t count = count_tiles(group, on_amx), first = group.rows * t / count;
   return {group.first + first, group.rows * (t + 1) / count - first, on_amx};
 }
-struct Outlier {  // a step of a row whose codes are 128 * high larger than those in `codes`
-  int16_t row, step;  // of the tile, of the block
-  int8_t high[4];
-};
 struct Activations {
   int64_t rows, k, block = 0, blocks;
   int32_t offset;  // of the weights' codes
-  bool wide;       // codes of 16 bits, which need no list of outliers: for a step x0, x2, x1, x3
+  bool wide;       // codes of 16 bits, which need no plane of high parts: for a step x0, x2, x1, x3
   Order order;
   std::vector<Tile> tiles;
   std::vector<int8_t, amx::AtLine<int8_t>> codes;  // per tile of T rows: [K / 4, T, 4 or 8] bytes
-  std::vector<float> scales;      // per tile: [blocks, T]
-  std::vector<int32_t> starts;    // per tile: [blocks, T], -offset * sum of the block's codes
-  std::vector<float> sums;        // per tile: [blocks, T], of the block's codes times their scale
-  std::vector<Outlier> outliers;  // per tile: [blocks, block / 4 * T], the first `counts` of a block
-  std::vector<int32_t> counts;    // per tile: [blocks, of T]
+  std::vector<int8_t> highs;       // the same, of outliers: a code is 128 * high larger than that in `codes`
+  std::vector<float> scales;       // per tile: [blocks, T]
+  std::vector<int32_t> starts;     // per tile: [blocks, T], -offset * sum of the block's codes
+  std::vector<float> sums;         // per tile: [blocks, T], of the block's codes times their scale
+  std::vector<uint32_t> outliers;  // per tile: [blocks, T], the steps of a block that have any, a bit each
   static constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
   int64_t amx_from = NEVER;  // rows of a group that goes through AMX tiles
   bool on_amx(const Group& group) const { return group.rows >= amx_from; }
@@ -86,14 +82,14 @@ template <class T> float outlier_above(const T* x, int64_t k) {
 
 struct Rounded {  // a block
   float scale;
-  int32_t sum;  // of the codes
+  int32_t sum;        // of the codes
+  uint32_t outliers;  // the steps that have any, a bit each
 };
 
-// Rounds n numbers, of a block of N, and writes the codes of their steps `height` steps apart. Outliers, above `limit`,
-// are added to a list of `count`, as of `row`, or are part of the WIDE codes.
+// Rounds n numbers, of a block of N, and writes the codes of their steps `height` steps apart. The high parts of
+// outliers, above `limit`, go to a plane of their own, or are part of the WIDE codes.
 template <int N, bool WIDE, class T>
-Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int8_t* to, int16_t row, Outlier* outliers,
-                    int32_t& count) {
+Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int8_t* to, int8_t* highs) {
   T padded[N] = {};
   if (n < N) x = std::copy_n(x, n, padded) - n;
   alignas(64) float numbers[N];
@@ -111,7 +107,7 @@ Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int8_t* 
   std::memcpy(&inlier, &inlier_bits, 4);
   const float unit = most / 128 <= inlier ? inlier : most / 128;  // has the code 127; NaN if there is one
   const float to_code = unit > 1e-30f ? 127.0f / unit : 0.0f;
-  Rounded block{unit / 127.0f, 0};
+  Rounded block{unit / 127.0f, 0, 0};
   alignas(64) int16_t codes[N];
   for (int i = 0; i < N; i++) {
     const float shifted = numbers[i] * to_code + 12582912.0f;  // 1.5 * 2^23: rounds to nearest even into the low bits
@@ -132,18 +128,16 @@ Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int8_t* 
     if (WIDE) std::memcpy(to, wide, 8);
     else std::memcpy(to, low + i, 4);
   }
-  for (int i = 0; splits && i < N; i += 4) {
-    Outlier outlier{row, int16_t(i / 4), {}};
-    std::memcpy(outlier.high, high + i, 4);
-    constexpr int8_t none[4] = {};
-    if (std::memcmp(outlier.high, none, 4)) outliers[count++] = outlier;
+  for (int64_t i = 0; splits && i < n; i += 4, highs += 4 * height) {
+    uint32_t any;
+    std::memcpy(&any, high + i, 4), std::memcpy(highs, high + i, 4);
+    block.outliers |= uint32_t(any != 0) << i / 4;
   }
   return block;
 }
 
 template <class T>
-using Round = Rounded (*)(const T* x, int64_t n, int64_t height, float limit, int8_t* to, int16_t row, Outlier* outliers,
-                          int32_t& count);
+using Round = Rounded (*)(const T* x, int64_t n, int64_t height, float limit, int8_t* to, int8_t* highs);
 
 // Returns the `round_block` of a block size.
 template <bool WIDE, class T> Round<T> round_of(int64_t block) {
@@ -156,9 +150,8 @@ template <class T> void round_rows(Activations& a, const T* x) {
   a.blocks = (a.k + a.block - 1) / a.block;
   a.codes.resize((a.rows * a.k + MOST_BLOCK) / 4 * a.step_bytes());  // AMX reads a row behind the last
   for (auto* numbers : {&a.scales, &a.sums}) numbers->resize(a.rows * a.blocks);
-  a.starts.resize(a.rows * a.blocks);
-  a.outliers.resize(a.wide ? 0 : a.rows * a.blocks * a.block / 4);
-  a.counts.assign(a.rows * a.blocks, 0);
+  a.starts.resize(a.rows * a.blocks), a.outliers.resize(a.rows * a.blocks);
+  a.highs.assign(a.wide ? 0 : a.codes.size(), 0);
   std::vector<Tile>& tiles = a.tiles;
   tiles.clear();
   for (const Group& group : a.order.groups)
@@ -173,11 +166,9 @@ template <class T> void round_rows(Activations& a, const T* x) {
         for (int64_t b = 0; b < a.blocks; b++) {
           const int64_t n = std::min(a.block, a.k - b * a.block), i = first * a.blocks + b * height + m;
           const int64_t at = (first * a.k + b * a.block * height + (on_amx ? a.block : 4) * m) / 4 * a.step_bytes();
-          Outlier* outliers = a.outliers.data() + (first * a.blocks + b * height) * a.block / 4;
-          const Rounded block = round(row + b * a.block, n, on_amx ? 1 : height, limit, &a.codes[at], int16_t(m),
-                                      outliers, a.counts[first * a.blocks + b]);
+          const Rounded block = round(row + b * a.block, n, on_amx ? 1 : height, limit, &a.codes[at], a.highs.data() + at);
           a.scales[i] = block.scale, a.sums[i] = block.scale * float(block.sum);
-          a.starts[i] = -a.offset * block.sum;
+          a.starts[i] = -a.offset * block.sum, a.outliers[i] = block.outliers;
         }
       }
     }
@@ -341,25 +332,31 @@ template <class F, int V> inline void codes_of(const uint8_t* p, int64_t step, I
   }
 }
 
-// sums [M][V] += the dot products of the high parts of a group's outliers, times 128
+// sums [M][V] = the dot products of the high parts of outliers, times 128. steps: those that have any, a bit each;
+// high: [steps, M, 4]
 template <class F, int M, int V>
-inline void add_outliers(const uint8_t* p, const Outlier* outliers, int64_t count, Ints (&sums)[M][V]) {
-  for (const Outlier* outlier = outliers; outlier < outliers + count; outlier++) {
-    Ints w[V], *of_row = sums[M == 1 ? 0 : outlier->row];
-    codes_of<F>(p, outlier->step, w);
-    const Ints high = splat_word(outlier->high);
-    for (int j = 0; j < V; j++) {
-      const Ints zero = splat(0), sum = FOLDS ? fold(zero, products(w[j], high)) : dot<F::SMALL>(zero, w[j], high);
-      of_row[j] = add(of_row[j], times_128(sum));
+[[gnu::always_inline]] inline void outlier_sums(const uint8_t* p, const int8_t* high, uint32_t steps, Ints (&sums)[M][V]) {
+  clear(sums);
+  if (!steps) return;
+  for (; steps; steps &= steps - 1) {
+    const int64_t step = __builtin_ctz(steps);
+    Ints w[V];
+    codes_of<F>(p, step, w);
+    for (int m = 0; m < M; m++) {
+      const Ints xs = splat_word(high + (step * M + m) * 4);
+      for (int j = 0; j < V; j++)
+        sums[m][j] = FOLDS ? fold(sums[m][j], products(w[j], xs)) : dot<F::SMALL>(sums[m][j], w[j], xs);
     }
   }
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < V; j++) sums[m][j] = times_128(sums[m][j]);
 }
 
 // The scales, sums, starts and outliers of a tile's rows, per group of k.
 struct Ends {
   const float *scales, *sums;
-  const int32_t *starts, *counts;
-  const Outlier* outliers;
+  const int32_t* starts;
+  const uint32_t* outliers = nullptr;
 };
 
 // Numbers that a group's sums lack: nothing, its minima, the codes' offset, or zero points. Minima have no offset.
@@ -391,17 +388,14 @@ template <Adds ADDS, int M, int V>
 
 // Adds a group's dot products with a tile's rows, scaled, to `total`.
 template <class F, int M, int V>
-[[gnu::always_inline]] inline void add_group(const uint8_t* p, const int8_t* x, int64_t steps, Adds adds,
-                                             const Panel& panel, int64_t g, const Ends& ends, Floats (&total)[M][V]) {
+[[gnu::always_inline]] inline void add_group(const uint8_t* p, const int8_t* x, const int8_t* high, int64_t steps,
+                                             Adds adds, const Panel& panel, int64_t g, const Ends& ends,
+                                             Floats (&total)[M][V]) {
   Ints sums[M][V];
-  clear(sums);
+  uint32_t outliers = 0;
+  for (int m = 0; m < M; m++) outliers |= ends.outliers[m];
+  outlier_sums<F>(p, high, outliers, sums);
   dots<F, M, V>(p, x, steps, sums);
-  if (*ends.counts) {
-    Ints held[M][V];  // in memory, for rows that are known at run time only
-    std::memcpy(held, sums, sizeof held);
-    add_outliers<F>(p, ends.outliers, *ends.counts, held);
-    std::memcpy(sums, held, sizeof held);
-  }
   switch (adds) {
     case Adds::NOTHING: return scale_sums<Adds::NOTHING>(sums, panel, g, ends, total);
     case Adds::LEAST: return scale_sums<Adds::LEAST>(sums, panel, g, ends, total);
@@ -425,9 +419,9 @@ template <class F, int STEPS, int M, int V>
 [[gnu::noinline]] void tile(const Activations& a, const Layout& layout, Panel& panel, int64_t row, int64_t first,
                             float* sums) {
   const int64_t before = panel.first / a.block, block = row * a.blocks + before * M;
-  const int8_t* x = &a.codes[(row * a.k + panel.first * M) / 4 * STEP<F>];
-  Ends ends{&a.scales[block], &a.sums[block], &a.starts[block], &a.counts[row * a.blocks + before],
-            a.outliers.data() + block * a.block / 4};
+  const int64_t at = (row * a.k + panel.first * M) / 4 * STEP<F>;
+  const int8_t *x = &a.codes[at], *high = a.highs.data() + at;
+  Ends ends{&a.scales[block], &a.sums[block], &a.starts[block], &a.outliers[block]};
   const int64_t size = layout.group, last = panel.last;
   const int64_t share = layout.super_bytes() * size / layout.super * V / NV / panel.tiles;
   const Adds adds = adds_of(layout);
@@ -439,9 +433,9 @@ template <class F, int STEPS, int M, int V>
     const int64_t end = std::min(k + layout.super, last);
     for (p += layout.header_bytes; k < end; k += size, g += STRIP) {
       const int64_t steps = STEPS ? STEPS : std::min(size, end - k) / 4;
-      add_group<F>(p, x, steps, adds, panel, g, ends, total);
-      p += steps * F::STEP_BYTES, x += steps * STEP<F> * M;
-      ends.scales += M, ends.sums += M, ends.starts += M, ends.counts++, ends.outliers += a.block / 4 * M;
+      add_group<F>(p, x, high, steps, adds, panel, g, ends, total);
+      p += steps * F::STEP_BYTES, x += steps * STEP<F> * M, high += steps * STEP<F> * M;
+      ends.scales += M, ends.sums += M, ends.starts += M, ends.outliers += M;
       for (reach += share; ahead < reach; ahead += 64) to_l2(ahead);
     }
   }

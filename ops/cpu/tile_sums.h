@@ -64,6 +64,14 @@ template <class F> void open_codes(const Layout& layout, const Panel& panel, Til
   }
 }
 
+// sums += the dot products of the high parts of a row's outliers, times 128. w: unpacked codes; see `outlier_sums`
+void add_outliers(const uint8_t* w, const int8_t* high, uint32_t steps, Ints (&sums)[NV]) {
+  if (!steps) return;
+  Ints row[1][NV];
+  outlier_sums<Bytes>(w, high, steps, row);
+  for (int j = 0; j < NV; j++) sums[j] = add(sums[j], row[0][j]);
+}
+
 // total [M, 32] += the sums of `count` groups of k with M rows, scaled. sums: from row m on; g: the first group
 template <Adds ADDS, int M>
 [[gnu::always_inline]] inline void scale_rows(const Ints (*sums)[amx::ROWS][NV], int64_t g, int64_t count,
@@ -94,11 +102,10 @@ void scale_tile(const Ints (*sums)[amx::ROWS][NV], int64_t g, int64_t count, con
 void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileScratch& scratch, const Tile& tile,
                 float* acc) {
   const int64_t height = tile.height, groups = (panel.last - panel.first) / a.block;
-  const int64_t before = tile.first * a.blocks + panel.first / a.block, line = a.block / 4 * a.step_bytes();
+  const int64_t line = a.block / 4 * a.step_bytes();
   const int64_t block = tile.first * a.blocks + panel.first / a.block * height;
-  const Ends ends{&a.scales[block], &a.sums[block], &a.starts[block], &a.counts[before],
-                  a.outliers.data() + block * a.block / 4};
-  const int8_t* x = &a.codes[block * line];
+  const Ends ends{&a.scales[block], &a.sums[block], &a.starts[block], &a.outliers[block]};
+  const int8_t *x = &a.codes[block * line], *high = &a.highs[block * line];
   const int64_t share = layout.super_bytes() * a.block / layout.super / panel.tiles;  // bytes to fetch, of a group
   const int64_t chunk = std::min(CHUNK, CHUNK_K / a.block);
   for (int64_t g = 0; g < groups; g += chunk) {
@@ -114,7 +121,9 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileSc
       amx::dot_groups<Unit>(rows, line, codes, a.block, count, (int32_t*)scratch.sums, fetch);
     });
     for (int64_t i = 0; i < count; i++)
-      add_outliers<Bytes>(codes[i], ends.outliers + (g + i) * a.block / 4 * height, ends.counts[g + i], scratch.sums[i]);
+      for (int64_t m = 0; m < height; m++)
+        add_outliers(codes[i], high + ((g + i) * height + m) * line, ends.outliers[(g + i) * height + m],
+                     scratch.sums[i][m]);
     switch (adds_of(layout)) {
       case Adds::NOTHING: scale_tile<Adds::NOTHING>(scratch.sums, g, count, panel, ends, height, fetch, acc); break;
       case Adds::LEAST: scale_tile<Adds::LEAST>(scratch.sums, g, count, panel, ends, height, fetch, acc); break;
