@@ -43,7 +43,9 @@ from ops.library import cuda_products, has_cpu_operators, is_plain, lib
 from ops.linear import empty_product
 
 OUTLIER = 4  # root mean squares of a row above which a magnitude does not set its block's scale
-BLOCK8 = 128  # values of K per activation scale of w8a8; `grouped` takes the weights' group
+FARTHEST = 128  # times an outlier's code is at most those of others; 32 where scales are integers
+FARTHEST_OF_SUPER = 32
+BLOCK8 = 128  # values of K per activation scale of w8a8 and of K types; others take their group
 ZERO_BITS = 511  # of a word of `join_zeros`
 
 lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor")
@@ -192,18 +194,18 @@ def _multiply_plainly(
     return y.view(*x.shape[:-1], n)
 
 
-def round_activations(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def round_activations(x: Tensor, block: int, farthest: int = FARTHEST) -> tuple[Tensor, Tensor]:
     """Round rows to 8 bits block by block; outliers keep up to 15.
 
-    x: [..., K]
+    x: [..., K]; farthest: times an outlier's code may be those of others, a power of 2
     Returns: codes [..., blocks, block] and scales [..., blocks, 1], both fp32; the last block is
-    padded with zeros. Codes are -127 to 127, those of outliers up to 127 * 128.
+    padded with zeros. Codes are -127 to 127, those of outliers up to 127 * `farthest`.
     """
     rms = x.float().pow(2).mean(-1, keepdim=True).sqrt()[..., None]  # [..., 1, 1]
     blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
     magnitudes = blocks.abs()
     inlier = magnitudes.masked_fill(magnitudes > OUTLIER * rms, 0).amax(-1, keepdim=True)
-    unit = torch.maximum(inlier, magnitudes.amax(-1, keepdim=True) / 128)  # has the code 127
+    unit = torch.maximum(inlier, magnitudes.amax(-1, keepdim=True) / farthest)  # has the code 127
     # divided as in cpu/quantized.cpp: with a plain number, 127 / unit is 127 * (1 / unit), which
     # rounds twice
     to_code = torch.where(unit > 1e-30, torch.full_like(unit, 127) / unit, 0)
@@ -232,13 +234,18 @@ def w8a8_reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return (sums * scales).sum(1) * scale
 
 
-def blocks_reference(x: Tensor, weight: Tensor, group: int) -> Tensor:
+def rounding_of_blocks(elements: int) -> tuple[int, int]:
+    """Return `block` and `farthest` of `round_activations`, for file blocks of so many weights."""
+    return (BLOCK8, FARTHEST_OF_SUPER) if elements == 256 else (elements, FARTHEST)
+
+
+def blocks_reference(x: Tensor, weight: Tensor, elements: int) -> Tensor:
     """Compute `blocks` plainly, in fp64.
 
-    x: [M, K]; weight: [N, K], the numbers of the blocks; group: values of K that share a scale
+    x: [M, K]; weight: [N, K], the numbers of the blocks; elements: of a block in the file
     Returns: [M, N] fp64.
     """
-    activations, scales = round_activations(x, group)
+    activations, scales = round_activations(x, *rounding_of_blocks(elements))
     rounded = (activations.double() * scales.double()).flatten(1)
     return rounded @ weight.double().T
 

@@ -90,9 +90,10 @@ inline void to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 // ------------------------------------------------------------------------------------------------ vectors
 // LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations).
 // Where FOLDS, a SMALL one adds two products to either half of acc[i], products are these alone, and fold adds both
-// halves of a sum to acc; one that is not SMALL takes two numbers of 16 bits on either side, even_bytes or odd_bytes of the weights.
-// shifted: bits by LEFT places within words of 16 or 32 bits. words_of: the same bits. low_half, high_half: the bfloat16 in either half of a word. transpose: word j of vector i
-// becomes word i of vector j.
+// halves of a sum to acc, times both halves of a word; one that is not SMALL takes two numbers of 16 bits on either side,
+// even_bytes or odd_bytes of the weights. dot_pairs: acc[i] += two products of 16-bit numbers.
+// shifted: bits by LEFT places within words of 16 or 32 bits. words_of: the same bits. low_half, high_half: the bfloat16
+// in either half of a word. transpose: word j of vector i becomes word i of vector j.
 // For quantized.cpp, by registers: tiles have up to MB rows; those of up to MOST_SUMS vectors of sums take a strip whole;
 // CHAINS sums that do not wait for each other hide the latency of dot, 0 where they need not.
 
@@ -120,7 +121,8 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
 inline Ints products(Ints w, Ints) { return w; }  // these four serve FOLDS only
 inline Ints even_bytes(Ints v) { return v; }
 inline Ints odd_bytes(Ints v) { return v; }
-inline Ints fold(Ints acc, Ints) { return acc; }
+inline Ints fold(Ints acc, Ints, Ints) { return acc; }
+inline Ints dot_pairs(Ints acc, Ints a, Ints b) { return _mm512_dpwssd_epi32(acc, a, b); }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 inline Ints times_128(Ints v) { return _mm512_slli_epi32(v, 7); }
@@ -190,9 +192,8 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
 inline Ints products(Ints w, Ints x) { return _mm256_maddubs_epi16(w, x); }
 inline Ints even_bytes(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi16(255)); }
 inline Ints odd_bytes(Ints v) { return _mm256_srli_epi16(v, 8); }
-inline Ints fold(Ints acc, Ints sums) {
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
-}
+inline Ints dot_pairs(Ints acc, Ints a, Ints b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+inline Ints fold(Ints acc, Ints sums, Ints times) { return dot_pairs(acc, sums, times); }
 inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
 inline Ints times_128(Ints v) { return _mm256_slli_epi32(v, 7); }
@@ -254,9 +255,16 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
 inline Ints products(Ints w, Ints) { return w; }  // these four serve FOLDS only
 inline Ints even_bytes(Ints v) { return v; }
 inline Ints odd_bytes(Ints v) { return v; }
-inline Ints fold(Ints acc, Ints) { return acc; }
-inline Ints add(Ints a, Ints b) { EACH_LANE a.lane[i] += b.lane[i]; return a; }
-inline Ints multiply(Ints a, Ints b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
+inline Ints fold(Ints acc, Ints, Ints) { return acc; }
+inline Ints dot_pairs(Ints acc, Ints a, Ints b) {
+  EACH_LANE for (int h = 0; h < 32; h += 16) acc.lane[i] += int32_t(int16_t(a.lane[i] >> h)) * int16_t(b.lane[i] >> h);
+  return acc;
+}
+inline Ints add(Ints a, Ints b) { EACH_LANE a.lane[i] = int32_t(uint32_t(a.lane[i]) + uint32_t(b.lane[i])); return a; }
+inline Ints multiply(Ints a, Ints b) {
+  EACH_LANE a.lane[i] = int32_t(uint32_t(a.lane[i]) * uint32_t(b.lane[i]));
+  return a;
+}
 inline Ints times_128(Ints v) { EACH_LANE v.lane[i] *= 128; return v; }
 inline Ints mask(Ints v, int32_t bits) { EACH_LANE v.lane[i] &= bits; return v; }
 inline Floats words_of(Ints v) { Floats r; std::memcpy(&r, &v, sizeof r); return r; }
@@ -283,6 +291,10 @@ inline void transpose(Ints (&w)[LANES]) {
 
 #endif
 
+// Returns two numbers of 16 bits in a word.
+constexpr int32_t two_halves(int32_t low, int32_t high) {
+  return int32_t((uint32_t(low) & 0xffff) | uint32_t(high) << 16);
+}
 inline Floats high_half(Ints v) { return words_of(mask(v, -65536)); }
 
 // ------------------------------------------------------------------------------------------- exponentials

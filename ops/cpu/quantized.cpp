@@ -1,13 +1,14 @@
 // Linear layers with weights of 4 or 8 bits for 1 to a few hundred tokens on a CPU, in integer dot products.
 //
-// 1. Activations are rounded to int8 with one scale per row and block of k (the weights' group, or BLOCK8). A row has
-//    outliers, numbers far above its root mean square, which would take the precision from all others of their block.
-//    So the scale is that of the others, and an outlier's code has up to 15 bits: the low part lies among the codes,
-//    the high part in a second plane of codes, of which only the few steps of k that have one are read.
+// 1. Activations are rounded to int8 with one scale per row and block of k: the weights' group, or 128 where that has no
+//    scale in floating point (int8 with a scale per output, K types). A row has outliers, numbers far above its root mean
+//    square, which would take the precision from all others of their block. So the scale is that of the others, and an
+//    outlier's code has up to 15 bits: the low part lies among the codes, the high part in a second plane of codes, of
+//    which only the few steps of k that have one are read.
 // 2. Weights lie in strips of 32 outputs, one contiguous stream each: superblocks of k, each a header with the scales,
 //    then codes (layout.py, blocks.cpp). The hardware multiplies unsigned by signed bytes, so codes are stored with an
 //    offset; integer sums start at -offset * sum(activations), which takes it out again, exactly. A minimum of a group
-//    of weights is multiplied by the sum of its activations, in floating point.
+//    of weights is multiplied by the sum of its activations, in floating point. K types: super_sums.h.
 // 3. Threads share the strips. Within a strip, k is cut into panels that stay in the L1 cache while tiles of up to MB
 //    rows pass over them; a panel's scales become fp32 once. In a mixture, each expert's rows pass over its own strips;
 //    idle experts are not read.
@@ -26,11 +27,13 @@
 namespace quantized {
 namespace {
 
-constexpr int64_t BLOCK8 = 128;  // k per activation scale of the int8 format
-constexpr int64_t MOST_BLOCK = 128;  // of all formats
+constexpr int64_t BLOCK = 128;  // k per activation scale, at most
+constexpr int64_t LEAST_GROUP = 32;  // k per weight scale in floating point
 constexpr int64_t PANEL = 512;   // k per pass over the tokens: 8 or 16 KB of weights
 constexpr int64_t GRAIN = 1 << 16;  // multiply-adds (and bytes) that pay for a thread's wake-up
 constexpr float OUTLIER = 4;    // root mean squares of the row above which a magnitude sets no scale
+constexpr float FARTHEST = 128;  // times an outlier's code is at most those of others
+constexpr float FARTHEST_OF_SUPER = 32;  // the same of integer scales: the sums of a block fit 32 bits
 
 constexpr int NV = STRIP / LANES;  // vectors per strip
 
@@ -57,11 +60,13 @@ struct Activations {
   Order order;
   std::vector<Tile> tiles;
   std::vector<int8_t, amx::AtLine<int8_t>> codes;  // per tile of T rows: [K / 4, T, 4 or 8] bytes
-  std::vector<int8_t> highs;       // the same, of outliers: a code is 128 * high larger than that in `codes`
+  std::vector<int8_t, amx::AtLine<int8_t>> highs;  // the same, of outliers: a code is 128 * high larger than in `codes`
   std::vector<float> scales;       // per tile: [blocks, T]
   std::vector<int32_t> starts;     // per tile: [blocks, T], -offset * sum of the block's codes
   std::vector<float> sums;         // per tile: [blocks, T], of the block's codes times their scale
   std::vector<uint32_t> outliers;  // per tile: [blocks, T], the steps of a block that have any, a bit each
+  int64_t pair;                    // k of two groups of integer scales; 0: there are none
+  std::vector<int32_t> pairs;      // per tile: [blocks, T, 2, BLOCK / pair], two groups' sums of low, and of high codes
   static constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
   int64_t amx_from = NEVER;  // rows of a group that goes through AMX tiles
   bool on_amx(const Group& group) const { return group.rows >= amx_from; }
@@ -86,10 +91,21 @@ struct Rounded {  // a block
   uint32_t outliers;  // the steps that have any, a bit each
 };
 
+// to [N / (2 GROUP)] = the sums of groups of codes, two in a word.
+template <int N, int GROUP> void add_pairs(const int8_t* codes, int32_t* to) {
+  for (int i = 0; i < N; i += 2 * GROUP, to++) {
+    int32_t sums[2] = {};
+    for (int g = 0; g < 2; g++)
+      for (int j = 0; j < GROUP; j++) sums[g] += codes[i + g * GROUP + j];
+    *to = two_halves(sums[0], sums[1]);
+  }
+}
+
 // Rounds n numbers, of a block of N, and writes the codes of their steps `height` steps apart. The high parts of
-// outliers, above `limit`, go to a plane of their own, or are part of the WIDE codes.
+// outliers, above `limit`, go to a plane of their own, or are part of the WIDE codes. pair, pairs: of `Activations`
 template <int N, bool WIDE, class T>
-Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int8_t* to, int8_t* highs) {
+Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int64_t pair, int8_t* to, int8_t* highs,
+                    int32_t* pairs) {
   T padded[N] = {};
   if (n < N) x = std::copy_n(x, n, padded) - n;
   alignas(64) float numbers[N];
@@ -105,7 +121,8 @@ Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int8_t* 
   float most, inlier;
   std::memcpy(&most, &most_bits, 4);
   std::memcpy(&inlier, &inlier_bits, 4);
-  const float unit = most / 128 <= inlier ? inlier : most / 128;  // has the code 127; NaN if there is one
+  const float least = most / (pair ? FARTHEST_OF_SUPER : FARTHEST);
+  const float unit = least <= inlier ? inlier : least;  // has the code 127; NaN if there is one
   const float to_code = unit > 1e-30f ? 127.0f / unit : 0.0f;
   Rounded block{unit / 127.0f, 0, 0};
   alignas(64) int16_t codes[N];
@@ -115,7 +132,7 @@ Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int8_t* 
     std::memcpy(&bits, &shifted, 4);
     codes[i] = int16_t(bits), block.sum += codes[i];
   }
-  alignas(64) int8_t low[N], high[N];
+  alignas(64) int8_t low[N], high[N] = {};
   const bool splits = !WIDE && most > unit;
   for (int i = 0; i < N; i++) low[i] = int8_t(codes[i]);
   if (splits)
@@ -133,25 +150,29 @@ Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int8_t* 
     std::memcpy(&any, high + i, 4), std::memcpy(highs, high + i, 4);
     block.outliers |= uint32_t(any != 0) << i / 4;
   }
+  if (pair == 32) add_pairs<N, 16>(low, pairs), add_pairs<N, 16>(high, pairs + N / 32);
+  if (pair == 64) add_pairs<N, 32>(low, pairs), add_pairs<N, 32>(high, pairs + N / 64);
   return block;
 }
 
 template <class T>
-using Round = Rounded (*)(const T* x, int64_t n, int64_t height, float limit, int8_t* to, int8_t* highs);
+using Round = Rounded (*)(const T* x, int64_t n, int64_t height, float limit, int64_t pair, int8_t* to, int8_t* highs,
+                          int32_t* pairs);
 
 // Returns the `round_block` of a block size.
 template <bool WIDE, class T> Round<T> round_of(int64_t block) {
-  if (block == 16) return round_block<16, WIDE, T>;
   if (block == 32) return round_block<32, WIDE, T>;
   return block == 64 ? round_block<64, WIDE, T> : round_block<128, WIDE, T>;
 }
 
 template <class T> void round_rows(Activations& a, const T* x) {
   a.blocks = (a.k + a.block - 1) / a.block;
-  a.codes.resize((a.rows * a.k + MOST_BLOCK) / 4 * a.step_bytes());  // AMX reads a row behind the last
+  a.codes.resize((a.rows * a.k + BLOCK) / 4 * a.step_bytes());  // AMX reads a row behind the last
   for (auto* numbers : {&a.scales, &a.sums}) numbers->resize(a.rows * a.blocks);
   a.starts.resize(a.rows * a.blocks), a.outliers.resize(a.rows * a.blocks);
   a.highs.assign(a.wide ? 0 : a.codes.size(), 0);
+  const int64_t pairs = a.pair ? 2 * BLOCK / a.pair : 0;  // of a block
+  a.pairs.resize(a.rows * a.blocks * pairs);
   std::vector<Tile>& tiles = a.tiles;
   tiles.clear();
   for (const Group& group : a.order.groups)
@@ -166,7 +187,8 @@ template <class T> void round_rows(Activations& a, const T* x) {
         for (int64_t b = 0; b < a.blocks; b++) {
           const int64_t n = std::min(a.block, a.k - b * a.block), i = first * a.blocks + b * height + m;
           const int64_t at = (first * a.k + b * a.block * height + (on_amx ? a.block : 4) * m) / 4 * a.step_bytes();
-          const Rounded block = round(row + b * a.block, n, on_amx ? 1 : height, limit, &a.codes[at], a.highs.data() + at);
+          const Rounded block = round(row + b * a.block, n, on_amx ? 1 : height, limit, a.pair, &a.codes[at],
+                                      a.highs.data() + at, a.pairs.data() + i * pairs);
           a.scales[i] = block.scale, a.sums[i] = block.scale * float(block.sum);
           a.starts[i] = -a.offset * block.sum, a.outliers[i] = block.outliers;
         }
@@ -183,16 +205,33 @@ struct Panel {
   const uint8_t *ahead, *reach;  // the line behind the panel to fetch next, and the end of what is to be fetched by now
   int64_t tiles;                 // that pass over the panel; each fetches its share
   int64_t first, last;           // k
-  alignas(64) float scale[PANEL / 16 * STRIP];  // per group of k
-  alignas(64) float least[PANEL / 16 * STRIP];  // minima
-  alignas(64) int32_t zero[PANEL / 16 * STRIP];
+  alignas(64) float scale[PANEL / LEAST_GROUP * STRIP];  // per group of k, or superblock of integer scales
+  alignas(64) float least[PANEL / LEAST_GROUP * STRIP];  // minima
+  alignas(64) int32_t zero[PANEL / LEAST_GROUP * STRIP];
+  alignas(64) int32_t times[PANEL / 16 * STRIP];  // integer scales per group; where FOLDS, twice in a word
+  alignas(64) int32_t pairs[PANEL / 32 * STRIP];  // two groups' factors of the sums of their activations' codes
 };
+
+// Reads the float16 numbers of a header, scales [32], and minima [32] if there are any. Returns: what lies behind.
+inline const uint8_t* open_halves(const Layout& layout, const uint8_t* header, float* scale, float* least) {
+  const uint16_t* halves = (const uint16_t*)header;
+  for (int64_t j = 0; j < STRIP; j += LANES) store(scale + j, from_f16(halves + j));
+  if (!layout.has_least) return header + 2 * STRIP;
+  for (int64_t j = 0; j < STRIP; j += LANES) store(least + j, from_f16(halves + STRIP + j));
+  return header + 4 * STRIP;
+}
+
+void open_super(const Layout& layout, const uint8_t* header, int64_t first, Panel& panel);  // super_sums.h
 
 // Reads the headers of a panel. output_scale: of the strip's outputs, where the header has none
 void open_panel(const Layout& layout, const float* output_scale, Panel& panel) {
   const uint8_t* header = panel.weights;
   int64_t g = 0;
-  for (int64_t k = panel.first; k < panel.last; k += layout.super, header += layout.super_bytes())
+  for (int64_t k = panel.first; k < panel.last; k += layout.super, header += layout.super_bytes()) {
+    if (layout.header == Header::SUPER) {
+      open_super(layout, header, k - panel.first, panel);
+      continue;
+    }
     for (int64_t i = 0; i < layout.super && k + i < panel.last; i += layout.group, g += STRIP) {
       float *scale = panel.scale + g, *least = panel.least + g;
       switch (layout.header) {
@@ -210,9 +249,10 @@ void open_panel(const Layout& layout, const float* output_scale, Panel& panel) {
           }
           break;
         default:
-          open_blocks(layout, header, i / layout.group, scale, least);
+          open_halves(layout, header, scale, least);
       }
     }
+  }
 }
 
 // ------------------------------------------------------------------------------------------------- codes
@@ -289,15 +329,20 @@ template <int M, int V> inline void clear(Ints (&sums)[M][V]) {
     for (int j = 0; j < V; j++) sums[m][j] = splat(0);
 }
 
-// Adds N steps, from step S on, to `sums` by sums in 16 bits of FOLD steps each.
+template <int V> inline void ones(Ints (&halves)[V]) {
+  for (Ints& both : halves) both = splat(two_halves(1, 1));
+}
+
+// sums [M][V] += N steps, from step S on, as sums in 16 bits of FOLD steps, times both halves of `times`.
 template <class F, int S, int N, int M, int V>
-[[gnu::always_inline]] inline void fold_steps(const uint8_t* p, const int8_t* x, Ints (&sums)[M][V]) {
+[[gnu::always_inline]] inline void fold_steps(const uint8_t* p, const int8_t* x, const Ints (&times)[V],
+                                              Ints (&sums)[M][V]) {
   constexpr int COUNT = std::min(N, F::FOLD);
   Ints part[1][M][V];
   add_steps<F, S, COUNT, true>(p, x, part);
   for (int m = 0; m < M; m++)
-    for (int j = 0; j < V; j++) sums[m][j] = fold(sums[m][j], part[0][m][j]);
-  if constexpr (N > COUNT) fold_steps<F, S + COUNT, N - COUNT>(p, x, sums);
+    for (int j = 0; j < V; j++) sums[m][j] = fold(sums[m][j], part[0][m][j], times[j]);
+  if constexpr (N > COUNT) fold_steps<F, S + COUNT, N - COUNT>(p, x, times, sums);
 }
 
 // A group of k: sums [M][V] += the dot products of `steps` steps. x: [steps, M, STEP]
@@ -305,9 +350,11 @@ template <class F, int M, int V>
 [[gnu::always_inline]] inline void dots(const uint8_t* p, const int8_t* x, int64_t steps, Ints (&sums)[M][V]) {
   constexpr int64_t BYTES = F::STEP_BYTES, OF_ROWS = STEP<F> * M;
   if constexpr (FOLDS && F::FOLD > 1) {
-    for (; steps >= 8; steps -= 8, p += 8 * BYTES, x += 8 * OF_ROWS) fold_steps<F, 0, 8>(p, x, sums);
-    for (; steps >= 4; steps -= 4, p += 4 * BYTES, x += 4 * OF_ROWS) fold_steps<F, 0, 4>(p, x, sums);
-    for (; steps > 0; steps--, p += BYTES, x += OF_ROWS) fold_steps<F, 0, 1>(p, x, sums);
+    Ints once[V];
+    ones(once);
+    for (; steps >= 8; steps -= 8, p += 8 * BYTES, x += 8 * OF_ROWS) fold_steps<F, 0, 8>(p, x, once, sums);
+    for (; steps >= 4; steps -= 4, p += 4 * BYTES, x += 4 * OF_ROWS) fold_steps<F, 0, 4>(p, x, once, sums);
+    for (; steps > 0; steps--, p += BYTES, x += OF_ROWS) fold_steps<F, 0, 1>(p, x, once, sums);
   } else {
     constexpr int U = M * V * 4 <= CHAINS ? 4 : M * V * 2 <= CHAINS ? 2 : 1;  // they hide the latency of dot
     Ints chains[U][M][V];
@@ -332,12 +379,11 @@ template <class F, int V> inline void codes_of(const uint8_t* p, int64_t step, I
   }
 }
 
-// sums [M][V] = the dot products of the high parts of outliers, times 128. steps: those that have any, a bit each;
-// high: [steps, M, 4]
+// sums [M][V] += the dot products of the high parts of outliers; where FOLDS, times both halves of `times`.
+// steps: those that have any, a bit each; high: [steps, M, 4]
 template <class F, int M, int V>
-[[gnu::always_inline]] inline void outlier_sums(const uint8_t* p, const int8_t* high, uint32_t steps, Ints (&sums)[M][V]) {
-  clear(sums);
-  if (!steps) return;
+[[gnu::always_inline]] inline void add_outliers(const uint8_t* p, const int8_t* high, uint32_t steps,
+                                                const Ints (&times)[V], Ints (&sums)[M][V]) {
   for (; steps; steps &= steps - 1) {
     const int64_t step = __builtin_ctz(steps);
     Ints w[V];
@@ -345,18 +391,30 @@ template <class F, int M, int V>
     for (int m = 0; m < M; m++) {
       const Ints xs = splat_word(high + (step * M + m) * 4);
       for (int j = 0; j < V; j++)
-        sums[m][j] = FOLDS ? fold(sums[m][j], products(w[j], xs)) : dot<F::SMALL>(sums[m][j], w[j], xs);
+        sums[m][j] = FOLDS ? fold(sums[m][j], products(w[j], xs), times[j]) : dot<F::SMALL>(sums[m][j], w[j], xs);
     }
   }
+}
+
+template <int M, int V> [[gnu::always_inline]] inline void raise_sums(Ints (&sums)[M][V]) {
   for (int m = 0; m < M; m++)
     for (int j = 0; j < V; j++) sums[m][j] = times_128(sums[m][j]);
 }
 
-// The scales, sums, starts and outliers of a tile's rows, per group of k.
+// What the rounded numbers of a tile's rows are besides their codes: of a block, with the next rows' behind it.
 struct Ends {
   const float *scales, *sums;
-  const int32_t* starts;
-  const uint32_t* outliers = nullptr;
+  const int32_t *starts, *pairs;
+  const uint32_t* outliers;
+  Ends(const Activations& a, int64_t block)
+      : scales(&a.scales[block]), sums(&a.sums[block]), starts(&a.starts[block]),
+        pairs(a.pair ? &a.pairs[block * 2 * BLOCK / a.pair] : nullptr), outliers(&a.outliers[block]) {}
+  // Returns the steps that have outliers in any of `rows` rows.
+  uint32_t steps(int rows) const {
+    uint32_t any = 0;
+    for (int m = 0; m < rows; m++) any |= outliers[m];
+    return any;
+  }
 };
 
 // Numbers that a group's sums lack: nothing, its minima, the codes' offset, or zero points. Minima have no offset.
@@ -392,9 +450,13 @@ template <class F, int M, int V>
                                              Adds adds, const Panel& panel, int64_t g, const Ends& ends,
                                              Floats (&total)[M][V]) {
   Ints sums[M][V];
-  uint32_t outliers = 0;
-  for (int m = 0; m < M; m++) outliers |= ends.outliers[m];
-  outlier_sums<F>(p, high, outliers, sums);
+  clear(sums);
+  if (const uint32_t outliers = ends.steps(M)) {
+    Ints once[V];
+    ones(once);
+    add_outliers<F>(p, high, outliers, once, sums);
+    raise_sums(sums);
+  }
   dots<F, M, V>(p, x, steps, sums);
   switch (adds) {
     case Adds::NOTHING: return scale_sums<Adds::NOTHING>(sums, panel, g, ends, total);
@@ -418,10 +480,9 @@ template <int M, int V> inline void store_sums(const Floats (&total)[M][V], floa
 template <class F, int STEPS, int M, int V>
 [[gnu::noinline]] void tile(const Activations& a, const Layout& layout, Panel& panel, int64_t row, int64_t first,
                             float* sums) {
-  const int64_t before = panel.first / a.block, block = row * a.blocks + before * M;
   const int64_t at = (row * a.k + panel.first * M) / 4 * STEP<F>;
   const int8_t *x = &a.codes[at], *high = a.highs.data() + at;
-  Ends ends{&a.scales[block], &a.sums[block], &a.starts[block], &a.outliers[block]};
+  Ends ends(a, row * a.blocks + panel.first / a.block * M);
   const int64_t size = layout.group, last = panel.last;
   const int64_t share = layout.super_bytes() * size / layout.super * V / NV / panel.tiles;
   const Adds adds = adds_of(layout);
@@ -443,12 +504,22 @@ template <class F, int STEPS, int M, int V>
   panel.ahead = ahead, panel.reach = reach;
 }
 
-template <class F, int STEPS, int M = MB>
+}  // namespace
+}  // namespace quantized
+
+#include "super_sums.h"  // the same for integer scales
+
+namespace quantized {
+namespace {
+
+template <class F, int STEPS, bool SUPER, int M = MB>
 void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& panel, int64_t row, float* sums) {
   if constexpr (M > 1)
-    if (height < M) return tiles<F, STEPS, M - 1>(height, a, layout, panel, row, sums);
+    if (height < M) return tiles<F, STEPS, SUPER, M - 1>(height, a, layout, panel, row, sums);
   constexpr int V = M * NV <= MOST_SUMS ? NV : 2;
-  for (int64_t first = 0; first < STRIP / V; first += LANES) tile<F, STEPS, M, V>(a, layout, panel, row, first, sums);
+  for (int64_t first = 0; first < STRIP / V; first += LANES)
+    if constexpr (SUPER) super_tile<F, STEPS, M, V>(a, layout, panel, row, first, sums);
+    else tile<F, STEPS, M, V>(a, layout, panel, row, first, sums);
 }
 
 // ------------------------------------------------------------------------------------------------ product
@@ -474,7 +545,7 @@ void begin_strip(const Part& part, const Group& group, int64_t strip, Panel& pan
 }
 
 // acc [rows of the group, 32] = x . w for a strip of a part
-template <class F, int STEPS>
+template <class F, int STEPS, bool SUPER = false>
 void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
   const Activations& a = *part.a;
   const Layout& layout = part.layout;
@@ -488,7 +559,7 @@ void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& pane
     panel.ahead = panel.reach = next, panel.tiles = T;
     for (int64_t t = 0; t < T; t++) {
       const auto [row, height, on_amx] = tile_of(group, t);
-      tiles<F, STEPS>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
+      tiles<F, STEPS, SUPER>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
     }
     panel.weights = next;
   }
@@ -506,15 +577,19 @@ using Sums = void (*)(const Part& part, const Group& group, int64_t strip, Panel
 
 // Returns the `strip_sums` of a layout, or its `tile_sums`.
 Sums sums_of(const Layout& layout, int64_t k, bool on_amx) {
+  const bool super = layout.header == Header::SUPER;
+  if (on_amx && super)
+    return layout.bits == 6 ? super_tile_sums<Halves<2>> : layout.bits == 5 ? super_tile_sums<Halves<1>>
+                                                                            : super_tile_sums<Halves<0>>;
   if (on_amx)
-    return layout.bits == 8 ? tile_sums<Bytes> : layout.bits == 6 ? tile_sums<Halves<2>>
-                          : layout.bits == 5 ? tile_sums<Halves<1>> : tile_sums<Halves<0>>;
+    return layout.bits == 8 ? tile_sums<Bytes> : layout.bits == 5 ? tile_sums<Halves<1>> : tile_sums<Halves<0>>;
   const int64_t steps = k % layout.group ? 0 : layout.group / 4;
   switch (layout.bits) {
     case 4:
-      return steps == 8 ? strip_sums<Halves<0>, 8> : steps == 4 ? strip_sums<Halves<0>, 4> : strip_sums<Halves<0>, 0>;
-    case 5: return strip_sums<Halves<1>, 8>;
-    case 6: return strip_sums<Halves<2>, 4>;
+      if (super) return steps == 8 ? strip_sums<Halves<0>, 8, true> : strip_sums<Halves<0>, 4, true>;
+      return steps == 8 ? strip_sums<Halves<0>, 8> : strip_sums<Halves<0>, 0>;
+    case 5: return super ? strip_sums<Halves<1>, 8, true> : strip_sums<Halves<1>, 8>;
+    case 6: return strip_sums<Halves<2>, 4, true>;
     default: return steps == 8 ? strip_sums<Bytes, 8> : strip_sums<Bytes, 0>;
   }
 }
@@ -564,15 +639,16 @@ at::Tensor multiply(const at::Tensor& x, std::vector<Part>& parts, int64_t n, bo
   for (Activations& a : kept) a.block = 0;
   for (Part& part : parts) {
     const Layout& by = part.layout;
-    const bool in_16_bits = FOLDS && by.bits == 8;
+    const bool in_16_bits = FOLDS && by.bits == 8, super = by.header == Header::SUPER;
+    const int64_t block = super ? BLOCK : by.group, pair = super ? 2 * by.group : 0;
     const int64_t amx_from = in_16_bits ? Activations::NEVER : rows_for_tiles(by, k);
     Activations& a = *std::find_if(kept.begin(), kept.end(), [&](const Activations& of) {
-      return !of.block || (of.block == by.group && of.offset == by.offset && of.wide == in_16_bits &&
+      return !of.block || (of.block == block && of.pair == pair && of.offset == by.offset && of.wide == in_16_bits &&
                             of.amx_from == amx_from);
     });
     part.a = &a;
     if (a.block) continue;  // rounded for a part before
-    a.rows = M, a.k = k, a.block = by.group, a.offset = by.offset, a.wide = in_16_bits;
+    a.rows = M, a.k = k, a.block = block, a.pair = pair, a.offset = by.offset, a.wide = in_16_bits;
     a.amx_from = amx_from;
     group_rows(a.order, expert ? expert->const_data_ptr<int64_t>() : nullptr, experts, M);
     if (narrow) round_rows(a, rows.const_data_ptr<at::BFloat16>());
@@ -606,15 +682,15 @@ at::Tensor grouped(const at::Tensor& x, const at::Tensor& packed, int64_t n, boo
   const bool bytes = packed.scalar_type() == at::kChar;
   const int64_t size = packed.size(-1), header = size % 512, group = (size - header) / (bytes ? STRIP : STRIP / 2);
   const bool words = header == 4 * STRIP;
-  TORCH_CHECK(group && group <= MOST_BLOCK && (words || (header == 2 * STRIP && !bytes)), "weights in groups of ", size,
-              " bytes do not fit; layout.py packs them");
+  const bool fits = group >= LEAST_GROUP && group <= BLOCK && (words || (header == 2 * STRIP && !bytes));
+  TORCH_CHECK(fits, "weights in groups of ", size, " bytes do not fit; layout.py packs them");
   const Layout layout{bytes ? 8 : 4, words ? Header::WORDS : Header::BF16, group, group, words ? 1 : 8, header, false};
   return multiply(x, packed, layout, n, nullptr, wide, 3, expert);
 }
 
 at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
                 const std::optional<at::Tensor>& expert) {
-  const Layout layout{8, Header::OUTPUT, BLOCK8, BLOCK8, 128, 0, false};
+  const Layout layout{8, Header::OUTPUT, BLOCK, BLOCK, 128, 0, false};
   return multiply(x, packed, layout, scale.size(-1), scale.const_data_ptr<float>(), wide, 4, expert);
 }
 

@@ -67,22 +67,6 @@ inline const BlockType& block_type(int64_t id) {
   TORCH_CHECK(false, "there is no block type ", id);
 }
 
-// Reads the scales [32], and the minima [32] if there are any, of group g of a superblock.
-inline void open_blocks(const Layout& layout, const uint8_t* header, int64_t g, float* scale, float* least) {
-  const uint16_t* halves = (const uint16_t*)header;
-  for (int64_t j = 0; j < STRIP; j += LANES) store(scale + j, from_f16(halves + j));
-  if (layout.has_least)
-    for (int64_t j = 0; j < STRIP; j += LANES) store(least + j, from_f16(halves + STRIP + j));
-  if (layout.header == Header::HALF) return;
-  const uint8_t* bytes = header + (layout.has_least ? 4 : 2) * STRIP + g * (layout.has_least ? 2 : 1) * STRIP;
-  if (!layout.has_least) {
-    for (int64_t j = 0; j < STRIP; j++) scale[j] *= float(int8_t(bytes[j]));
-    return;
-  }
-  for (int64_t j = 0; j < STRIP; j++) scale[j] *= float(bytes[j]);
-  for (int64_t j = 0; j < STRIP; j++) least[j] *= -float(bytes[STRIP + j]);
-}
-
 // The parts of a layer of blocks, each of one type: outputs, k, bytes; then for each part its type, its outputs, and
 // where its strips begin (bytes).
 struct BlockTable {

@@ -2,7 +2,8 @@
 //
 // The codes of a panel are unpacked to bytes, then tiles of up to 16 rows pass over it: the integer sums of a few groups
 // of k are stored, outliers are added, and `scale_sums` adds them in floating point as on other processors. The tile
-// unit hides products, not the work in floating point, which bounds groups of 32.
+// unit hides products, not the work in floating point, which bounds groups of 32. Integer scales of K types are
+// multiplied into the weights instead, in two planes of bytes, so that tiles add up a whole block.
 #pragma once
 
 #include "tiles.h"
@@ -18,7 +19,7 @@ constexpr int64_t AHEAD = 12288;   // bytes of weights that are fetched
 int64_t rows_for_tiles(const Layout& layout, int64_t k) {
   const int64_t size = layout.group;
   if (!amx::in_use() || k % size || (size != 16 && size != 32 && size != 64 && size != 128)) return Activations::NEVER;
-  return size >= 64 || (size == 32 && layout.header == Header::SUPER) ? 8 : 12;
+  return size >= 64 ? 8 : 12;
 }
 
 // The configuration of this thread for a group of rows, if they go through tiles.
@@ -27,7 +28,7 @@ class TileShape {
   TileShape(const Part& part, const Group& group) : on(part.a->on_amx(group)) {
     if (!on) return;
     const int64_t count = count_tiles(group, true), tallest = (group.rows + count - 1) / count;
-    amx::with_unit([&](auto unit) { unit.configure(amx::shape_of_groups(tallest, part.layout.group)); });
+    amx::with_unit([&](auto unit) { unit.configure(amx::shape_of_groups(tallest, part.a->block)); });
   }
   ~TileShape() {
     if (on) amx::with_unit([](auto unit) { unit.release(); });
@@ -35,8 +36,8 @@ class TileShape {
   const bool on;
 };
 
-struct TileScratch {  // of a thread: 25 KB
-  alignas(64) uint8_t codes[PANEL * STRIP];
+struct TileScratch {  // of a thread: 41 KB
+  alignas(64) uint8_t codes[2 * PANEL * STRIP];  // one plane, or two for each block
   Ints sums[CHUNK][amx::ROWS][NV];
   const uint8_t* of_group[PANEL / 16];  // the codes of each group of k
 };
@@ -64,12 +65,13 @@ template <class F> void open_codes(const Layout& layout, const Panel& panel, Til
   }
 }
 
-// sums += the dot products of the high parts of a row's outliers, times 128. w: unpacked codes; see `outlier_sums`
-void add_outliers(const uint8_t* w, const int8_t* high, uint32_t steps, Ints (&sums)[NV]) {
+// sums += the dot products of the high parts of a row's outliers, times 128. w: unpacked codes; see `add_outliers`
+void add_row_outliers(const uint8_t* w, const int8_t* high, uint32_t steps, Ints (&sums)[NV]) {
   if (!steps) return;
-  Ints row[1][NV];
-  outlier_sums<Bytes>(w, high, steps, row);
-  for (int j = 0; j < NV; j++) sums[j] = add(sums[j], row[0][j]);
+  Ints row[1][NV], once[NV];
+  clear(row), ones(once);
+  add_outliers<Bytes>(w, high, steps, once, row);
+  for (int j = 0; j < NV; j++) sums[j] = add(sums[j], times_128(row[0][j]));
 }
 
 // total [M, 32] += the sums of `count` groups of k with M rows, scaled. sums: from row m on; g: the first group
@@ -84,7 +86,9 @@ template <Adds ADDS, int M>
     Ints rows[M][NV];
     for (int r = 0; r < M; r++)
       for (int j = 0; j < NV; j++) rows[r][j] = sums[i][m + r][j];
-    scale_sums<ADDS, M, NV>(rows, panel, (g + i) * STRIP, {ends.scales + at, ends.sums + at, ends.starts + at}, total);
+    Ends of_rows = ends;
+    of_rows.scales += at, of_rows.sums += at, of_rows.starts += at;
+    scale_sums<ADDS, M, NV>(rows, panel, (g + i) * STRIP, of_rows, total);
   }
   store_sums(total, acc + m * STRIP);
 }
@@ -104,7 +108,7 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileSc
   const int64_t height = tile.height, groups = (panel.last - panel.first) / a.block;
   const int64_t line = a.block / 4 * a.step_bytes();
   const int64_t block = tile.first * a.blocks + panel.first / a.block * height;
-  const Ends ends{&a.scales[block], &a.sums[block], &a.starts[block], &a.outliers[block]};
+  const Ends ends(a, block);
   const int8_t *x = &a.codes[block * line], *high = &a.highs[block * line];
   const int64_t share = layout.super_bytes() * a.block / layout.super / panel.tiles;  // bytes to fetch, of a group
   const int64_t chunk = std::min(CHUNK, CHUNK_K / a.block);
@@ -122,8 +126,8 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileSc
     });
     for (int64_t i = 0; i < count; i++)
       for (int64_t m = 0; m < height; m++)
-        add_outliers(codes[i], high + ((g + i) * height + m) * line, ends.outliers[(g + i) * height + m],
-                     scratch.sums[i][m]);
+        add_row_outliers(codes[i], high + ((g + i) * height + m) * line, ends.outliers[(g + i) * height + m],
+                         scratch.sums[i][m]);
     switch (adds_of(layout)) {
       case Adds::NOTHING: scale_tile<Adds::NOTHING>(scratch.sums, g, count, panel, ends, height, fetch, acc); break;
       case Adds::LEAST: scale_tile<Adds::LEAST>(scratch.sums, g, count, panel, ends, height, fetch, acc); break;
@@ -133,26 +137,98 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileSc
   }
 }
 
-// As `strip_sums`.
-template <class F>
-void tile_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
+// Calls each(tile, scratch) for a panel's tiles, after open(scratch), panel by panel. As `strip_sums`.
+template <class Open, class Each>
+void each_tile(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc, const Open& open,
+               const Each& each) {
   static thread_local TileScratch scratch;
-  const Activations& a = *part.a;
   const Layout& layout = part.layout;
   const int64_t T = count_tiles(group, true), supers = std::max<int64_t>(1, PANEL / layout.super);
   alignas(64) float output_scale[STRIP] = {};
   begin_strip(part, group, strip, panel, output_scale, acc);
-  for (panel.first = 0; panel.first < a.k; panel.first = panel.last) {
-    panel.last = std::min(a.k, panel.first + supers * layout.super);
+  for (panel.first = 0; panel.first < part.a->k; panel.first = panel.last) {
+    panel.last = std::min(part.a->k, panel.first + supers * layout.super);
     open_panel(layout, output_scale, panel);
-    open_codes<F>(layout, panel, scratch);
+    open(layout, panel, scratch);
     panel.ahead = panel.reach = panel.weights + AHEAD, panel.tiles = T;
     for (int64_t t = 0; t < T; t++) {
       const Tile tile = tile_of(group, t, true);
-      tile_panel(a, layout, panel, scratch, tile, acc + (tile.first - group.first) * STRIP);
+      each(*part.a, layout, panel, scratch, tile, acc + (tile.first - group.first) * STRIP);
     }
     panel.weights += supers * layout.super_bytes();
   }
+}
+
+template <class F>
+void tile_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
+  each_tile(part, group, strip, panel, acc, open_codes<F>, tile_panel);
+}
+
+// ------------------------------------------------------------------------------------- integer scales
+
+// Finds the planes of a panel's blocks: (code - offset) * scale = low + 128 * (high - offset).
+template <class F> void open_planes(const Layout& layout, const Panel& panel, TileScratch& scratch) {
+  constexpr int64_t STEP = Bytes::STEP_BYTES, PLANE = BLOCK / 4 * STEP;
+  const uint8_t* p = panel.weights;
+  const int32_t* times = panel.times;
+  for (int64_t k = 0; k < panel.last - panel.first; k += layout.group, times += STRIP) {
+    if (k % layout.super == 0) p += layout.header_bytes;
+    int16_t scale[STEP];
+    for (int64_t i = 0; i < STEP; i++) scale[i] = int16_t(times[i / 4]);
+    for (int64_t i = k; i < k + layout.group; i += 16, p += 4 * F::STEP_BYTES) {
+      alignas(64) uint8_t codes[4 * STEP];
+      unpack_four<F>(p, codes);
+      uint8_t *low = scratch.codes + i / BLOCK * 2 * PLANE + i % BLOCK / 4 * STEP, *high = low + PLANE;
+      for (int64_t j = 0; j < 4 * STEP; j++) {
+        const int16_t product = int16_t((codes[j] - layout.offset) * scale[j % STEP] + 128 * layout.offset);
+        low[j] = product & 127, high[j] = uint8_t(product >> 7);
+      }
+    }
+  }
+}
+
+// As `tile_panel`.
+void super_tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileScratch& scratch, const Tile& tile,
+                      float* acc) {
+  constexpr int64_t PLANE = BLOCK * STRIP;
+  const int64_t height = tile.height, first = tile.first * a.blocks + panel.first / BLOCK * height;
+  for (int64_t k = 0; k < panel.last - panel.first; k += BLOCK) {
+    const int64_t block = first + k / BLOCK * height;
+    Ends ends(a, block);
+    const uint32_t outliers = ends.steps(height);
+    const int8_t *x = &a.codes[block * BLOCK], *high = &a.highs[block * BLOCK], *rows[] = {x, x, high, high};
+    const uint8_t* planes = scratch.codes + k * 2 * STRIP;
+    const uint8_t* codes[] = {planes, planes + PLANE, planes, planes + PLANE};
+    const int64_t share = layout.super_bytes() * BLOCK / layout.super / panel.tiles, count = outliers ? 4 : 2;
+    const auto fetch = [&] {
+      panel.reach += share / count;
+      for (; panel.ahead < panel.reach; panel.ahead += 64) to_l2(panel.ahead);
+    };
+    amx::with_unit([&]<class Unit>(Unit) {
+      amx::dot_groups<Unit>(rows, BLOCK, codes, BLOCK, count, (int32_t*)scratch.sums, fetch);
+    });
+    for (int64_t m = 0; m < height; m++) {
+      Ints sums[1][NV];
+      for (int j = 0; j < NV; j++) {
+        const auto base_128 = [&](int64_t low, Ints high) {
+          return add(scratch.sums[low][m][j], times_128(add(scratch.sums[low + 1][m][j], high)));
+        };
+        const Ints of_outliers = outliers ? base_128(2, splat(0)) : splat(0);
+        sums[0][j] = base_128(0, add(of_outliers, splat(*ends.starts)));
+      }
+      const int64_t super = k / layout.super * STRIP, pairs = k / a.pair * STRIP;
+      float* to = acc + m * STRIP;
+      if (!layout.has_least) add_block<Adds::NOTHING, 1>(sums, 0, panel, super, pairs, ends, to);
+      else if (a.pair == 64) add_block<Adds::LEAST, BLOCK / 64>(sums, 0, panel, super, pairs, ends, to);
+      else add_block<Adds::LEAST, BLOCK / 32>(sums, 0, panel, super, pairs, ends, to);
+      ends.scales++, ends.starts++, ends.outliers++, ends.pairs += 2 * BLOCK / a.pair;
+    }
+  }
+}
+
+template <class F>
+void super_tile_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
+  each_tile(part, group, strip, panel, acc, open_planes<F>, super_tile_panel);
 }
 
 }  // namespace

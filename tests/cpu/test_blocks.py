@@ -41,7 +41,7 @@ from helpers import (
     set_halves,
 )
 from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
-from ops.qmatmul import blocks_reference, round_activations
+from ops.qmatmul import blocks_reference, round_activations, rounding_of_blocks
 
 MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
@@ -61,6 +61,7 @@ class Case:
 
     def __init__(self, name: str, n: int = N, k: int = K):
         self.kind = BLOCK_KINDS[name]
+        self.block, self.farthest = rounding_of_blocks(self.kind.elements)
         self.blocks = random_blocks(name, n, k)
         self.packed, self.table = packed_blocks(self.blocks)
         content = self.blocks.content.numpy()
@@ -80,18 +81,18 @@ class Case:
         return getattr(torch.ops, namespace).blocks(x, self.packed, self.table, wide)
 
     def reference(self, x: Tensor) -> Tensor:
-        return blocks_reference(x, self.weight, self.kind.group)
+        return blocks_reference(x, self.weight, self.kind.elements)
 
     def rounding(self, x: Tensor) -> Tensor:
         """Most that operator and reference may differ by, [M, N]."""
-        codes, scales = round_activations(x, self.kind.group)
+        codes, scales = round_activations(x, self.block, self.farthest)
         sizes = (codes.abs() * scales).flatten(1).double() @ self.sizes.double().T
         return (2 * x.shape[1] // self.kind.group + 8) * U * sizes
 
     def code_error(self, x: Tensor) -> Tensor:
         """Most that rounding the activations may change, [M, N]."""
-        halves = (0.5 + 2**-8) * rounding_steps(x, self.kind.group)  # [M, B]
-        return halves.repeat_interleave(self.kind.group, 1).double() @ self.weight.double().abs().T
+        halves = (0.5 + 2**-8) * rounding_steps(x, self.block, self.farthest)  # [M, B]
+        return halves.repeat_interleave(self.block, 1).double() @ self.weight.double().abs().T
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -158,6 +159,30 @@ def test_products(name, k):
         assert got.shape == (rows, N) and got.dtype == torch.float32
         assert_within(got, want[:rows], rounding[:rows])
         assert_within(got, exact[:rows], (rounding + codes)[:rows])
+
+
+@pytest.mark.parametrize("name", [n for n, kind in BLOCK_KINDS.items() if kind.elements == 256])
+def test_the_largest_sums_of_integer_scales_fit_32_bits(name):
+    """The largest codes and scales, and a block of activations that holds nothing but outliers."""
+    case = Case(name, k=4096)
+    blocks = case.blocks.content.view(N, -1, case.kind.size)
+    signed = (
+        case.kind.least_at is None
+    )  # of Q3_K and Q6_K: the least codes and scales are the largest
+    blocks[:] = 0 if signed else 255
+    if name == "Q6_K":
+        blocks[..., 192:208] = 0x80  # scales of -128
+    for at in (case.kind.scale_at, case.kind.least_at):
+        if at is not None:
+            set_halves(blocks.numpy(), at, 1)
+    case.packed, _ = packed_blocks(case.blocks)
+    case.weight = widened(name, case.blocks.content.numpy())
+    case.sizes = 2 * case.weight.abs().amax() * torch.ones_like(case.weight)
+    x = torch.zeros(17, 4096)
+    x[:, 128:256] = 127
+    x[1::2] *= -1
+    x[2, 200] = 127 * 33
+    assert_within(case.operator(x), case.reference(x), case.rounding(x))
 
 
 @pytest.mark.parametrize("name", BLOCK_KINDS)

@@ -104,9 +104,9 @@ class Case:
         return steps**2 / 12 @ (self.blocks(self.weight) ** 2).sum(-1).T
 
 
-def rounding_steps(x: Tensor, block: int) -> Tensor:
+def rounding_steps(x: Tensor, block: int, *farthest: int) -> Tensor:
     """The steps of the codes of activations, [M, B]: codes of 8 bits are multiples of 128."""
-    codes, scales = ops.qmatmul.round_activations(x, block)
+    codes, scales = ops.qmatmul.round_activations(x, block, *farthest)
     return (scales * torch.where((codes % 128 == 0).all(-1, keepdim=True), 128, 1)).squeeze(-1)
 
 

@@ -2,7 +2,7 @@
 
 The reference is the same file widened to fp32, which test_gguf.py holds against transformers.
 Weights are equal, bit for bit. Logits differ, as activations are rounded to 8 bits before every
-product: by half a step at most, s = largest / 127 of a group of 16 or 32. For normal numbers the
+product: by half a step at most, s = largest / 127 of a block of 32 or 128. For normal numbers the
 largest of 32 is 2.1 standard deviations, so the error of an activation is 2.1 / 127 / sqrt(12) =
 0.5 % of it, and that of an output as much. Of the residual stream, two layers make four such
 outputs of several products each, bf16 adds 0.2 % a rounding: below 3 % of the logits' spread in
