@@ -612,9 +612,10 @@ at::Tensor grouped(const at::Tensor& x, const at::Tensor& packed, int64_t n, boo
   const bool bytes = packed.scalar_type() == at::kChar;
   const int64_t size = packed.size(-1), header = size % 512, group = (size - header) / (bytes ? STRIP : STRIP / 2);
   const bool words = header == 4 * STRIP;
-  TORCH_CHECK(group && group <= MOST_BLOCK && (words || (header == 2 * STRIP && !bytes)), "weights in groups of ", size,
+  TORCH_CHECK(group && group <= MOST_BLOCK && (words || header == 2 * STRIP), "weights in groups of ", size,
               " bytes do not fit; layout.py packs them");
-  const Layout layout{bytes ? 8 : 4, words ? Header::WORDS : Header::BF16, group, group, words ? 1 : 8, header, false};
+  const int32_t offset = words ? 1 : bytes ? 128 : 8;
+  const Layout layout{bytes ? 8 : 4, words ? Header::WORDS : Header::BF16, group, group, offset, header, false};
   return multiply(x, packed, layout, n, nullptr, wide, 3, expert);
 }
 
