@@ -119,8 +119,8 @@ class QuantLinear(nn.Module):
                 f"{cls.format} groups must be of a multiple of {GROUP_SIZES[0]} inputs; "
                 f"{scale.shape[1]} scales of {codes.shape[1]} inputs make none; use --quant int8"
             )
-        is_plain_int4 = cls.half == 8 and zero is None and scale.dtype == torch.bfloat16
-        if not is_plain_int4 and scale.dtype != torch.int32:
+        is_plain = zero is None and scale.dtype == torch.bfloat16
+        if not is_plain and scale.dtype != torch.int32:
             scale = join_zeros(scale, zero, cls.half)
         return scale.repeat_interleave(group // sizes[-1], 1)
 

@@ -106,6 +106,10 @@ using Floats = __m512;
 inline Ints splat(int32_t v) { return _mm512_set1_epi32(v); }
 inline Floats splat(float v) { return _mm512_set1_ps(v); }
 inline Ints load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Ints load_halves(const uint8_t* p) {  // two loads: from memory, 1.1 times as fast on a Zen 4
+  const Ints low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
+  return _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)(p + 32)), 1);
+}
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 inline void store(int32_t* p, Ints v) { _mm512_storeu_si512(p, v); }
@@ -163,6 +167,7 @@ using Floats = __m256;
 inline Ints splat(int32_t v) { return _mm256_set1_epi32(v); }
 inline Floats splat(float v) { return _mm256_set1_ps(v); }
 inline Ints load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Ints load_halves(const uint8_t* p) { return load(p); }
 inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 inline void store(int32_t* p, Ints v) { _mm256_storeu_si256((__m256i*)p, v); }
@@ -238,6 +243,7 @@ struct Floats {
 inline Ints splat(int32_t v) { Ints r; EACH_LANE r.lane[i] = v; return r; }
 inline Floats splat(float v) { Floats r; EACH_LANE r.lane[i] = v; return r; }
 inline Ints load(const uint8_t* p) { Ints r; std::memcpy(&r, p, sizeof r); return r; }
+inline Ints load_halves(const uint8_t* p) { return load(p); }
 inline Floats load(const float* p) { Floats r; std::memcpy(&r, p, sizeof r); return r; }
 inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 inline void store(int32_t* p, Ints v) { std::memcpy(p, &v, sizeof v); }

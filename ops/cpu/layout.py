@@ -41,18 +41,19 @@ def _with_headers(scale: Tensor, codes: Tensor) -> Tensor:
     return torch.cat(parts, 2).contiguous()
 
 
-def _scales(headers: Tensor, kind: torch.dtype) -> Tensor:
-    """Return the scales of headers, [strips, K/G, bytes] uint8 -> [N, K/G] of `kind`."""
-    scales = headers.contiguous().view(kind).transpose(1, 2)
-    return scales.reshape(-1, headers.shape[1])
+def _without_headers(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert `_with_headers`. packed: [strips, K/G, bytes] uint8; 512 divides the codes' bytes."""
+    header = packed.shape[2] % 512
+    headers, codes = packed.split((header, packed.shape[2] - header), 2)
+    kind = torch.bfloat16 if header == 2 * STRIP else torch.int32
+    scales = headers.contiguous().view(kind).transpose(1, 2)  # [strip, 32, block]
+    return scales.reshape(-1, packed.shape[1]), codes
 
 
 def unpack_int4_strips(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Invert `pack_int4_strips`. Returns: codes [N, K] int8; scale [N, K/G] bf16 or int32."""
-    strips, blocks, size = packed.shape
-    scales, both = packed.split((size % 512, size - size % 512), 2)
-    kind = torch.bfloat16 if size % 512 == 2 * STRIP else torch.int32
-    scale = _scales(scales, kind)
+    strips, blocks = packed.shape[:2]
+    scale, both = _without_headers(packed)
     both = both.reshape(strips, blocks, -1, STRIP // 2, 4)  # [strip, block, step, 16, 4]
     halves = torch.stack((both & 15, both >> 4), 1)  # [strip, half, block, step, 16, 4]
     codes = halves.permute(0, 1, 4, 2, 3, 5).reshape(strips * STRIP, -1).to(torch.int8) - 8
@@ -79,16 +80,15 @@ def unpack_int8_strips(packed: Tensor, n: int) -> Tensor:
 def pack_int8_groups(codes: Tensor, scale: Tensor) -> Tensor:
     """Lay out int8 weights in groups for `grouped`.
 
-    codes: [N, K] int8; scale: [N, K/G] int32 from `ops.qmatmul.join_zeros`; G: 32, 64 or 128
-    Returns: [ceil(N/32), K/G, 128 + 32 G] int8: for each strip and group 32 scales, then the codes
-    as in `pack_int8_strips`. The type tells them from int4.
+    codes: [N, K] int8; scale: as for `pack_int4_strips`
+    Returns: [ceil(N/32), K/G, 64 or 128 + 32 G] int8: for each strip and group 32 scales, then the
+    codes as in `pack_int8_strips`. The type tells them from int4.
     """
     return _with_headers(scale, pack_int8_strips(codes)).view(torch.int8)
 
 
 def unpack_int8_groups(packed: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Invert `pack_int8_groups`. Returns: codes [N, K] int8; scale [N, K/G] int32."""
-    size = packed.shape[2]
-    scales, codes = packed.view(torch.uint8).split((4 * STRIP, size - 4 * STRIP), 2)
+    """Invert `pack_int8_groups`. Returns: codes [N, K] int8; scale [N, K/G] bf16 or int32."""
+    scale, codes = _without_headers(packed.view(torch.uint8))
     strips = codes.reshape(len(packed), -1, STRIP, 4)  # [strip, step, 32, 4]
-    return unpack_int8_strips(strips, n), _scales(scales, torch.int32)[:n].contiguous()
+    return unpack_int8_strips(strips, n), scale[:n].contiguous()

@@ -259,6 +259,7 @@ void open_panel(const Layout& layout, const float* output_scale, Panel& panel) {
 // The codes of a step, 4 values of k. A tile computes V of a strip's NV vectors of outputs: all of them, or vector
 // `first` of both halves, so that it reads a byte of two halves once. Where FOLDS, a sum of dot products takes FOLD
 // steps in 16 bits. S: of the steps at p. Where LINEAR, every step is the first one STEP_BYTES later.
+// FEW: the tile has few rows, whose products wait for memory.
 
 // Returns the first output, behind the tile's first, of its vector j.
 template <int V> constexpr int output_of(int j) { return (j % (V / 2) + j / (V / 2) * (NV / 2)) * LANES; }
@@ -267,7 +268,7 @@ template <int HIGH> struct Halves {  // codes of 4 + HIGH bits
   static constexpr int STEP_BYTES = (4 + HIGH) * STRIP / 2;
   static constexpr int FOLD = 8 >> HIGH;  // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit 16 bits
   static constexpr bool SMALL = true, LINEAR = HIGH == 0;
-  template <int S, int V> static inline void codes(const uint8_t* p, Ints (&w)[V]) {
+  template <int S, bool FEW = false, int V> static inline void codes(const uint8_t* p, Ints (&w)[V]) {
     for (int j = 0; j < V / 2; j++) {
       const uint8_t* at = p + S / 4 * 4 * STEP_BYTES + 4 * output_of<V>(j);
       const Ints both = load(at + S % 4 * 2 * STRIP);
@@ -284,8 +285,11 @@ template <int HIGH> struct Halves {  // codes of 4 + HIGH bits
 struct Bytes {
   static constexpr int STEP_BYTES = 128, FOLD = 1;
   static constexpr bool SMALL = false, LINEAR = true;
-  template <int S, int V> static inline void codes(const uint8_t* p, Ints (&w)[V]) {
-    for (int j = 0; j < V; j++) w[j] = load(p + S * STEP_BYTES + 4 * output_of<V>(j));
+  template <int S, bool FEW = false, int V> static inline void codes(const uint8_t* p, Ints (&w)[V]) {
+    for (int j = 0; j < V; j++) {
+      const uint8_t* at = p + S * STEP_BYTES + 4 * output_of<V>(j);
+      w[j] = FEW ? load_halves(at) : load(at);
+    }
   }
 };
 
@@ -304,7 +308,7 @@ template <class F, int S, int N, bool FIRST, int U, int M, int V>
   Ints(&into)[M][V] = chains[S % U];
   const int8_t* of_step = x + S * STEP<F> * M;
   Ints w[V];
-  F::template codes<S>(p, w);
+  F::template codes<S, M <= 3>(p, w);
   if constexpr (STEP<F> == 4) {
     for (int m = 0; m < M; m++) {
       const Ints xs = splat_word(of_step + 4 * m);
@@ -682,9 +686,10 @@ at::Tensor grouped(const at::Tensor& x, const at::Tensor& packed, int64_t n, boo
   const bool bytes = packed.scalar_type() == at::kChar;
   const int64_t size = packed.size(-1), header = size % 512, group = (size - header) / (bytes ? STRIP : STRIP / 2);
   const bool words = header == 4 * STRIP;
-  const bool fits = group >= LEAST_GROUP && group <= BLOCK && (words || (header == 2 * STRIP && !bytes));
+  const bool fits = group >= LEAST_GROUP && group <= BLOCK && (words || header == 2 * STRIP);
   TORCH_CHECK(fits, "weights in groups of ", size, " bytes do not fit; layout.py packs them");
-  const Layout layout{bytes ? 8 : 4, words ? Header::WORDS : Header::BF16, group, group, words ? 1 : 8, header, false};
+  const int32_t offset = words ? 1 : bytes ? 128 : 8;
+  const Layout layout{bytes ? 8 : 4, words ? Header::WORDS : Header::BF16, group, group, offset, header, false};
   return multiply(x, packed, layout, n, nullptr, wide, 3, expert);
 }
 

@@ -6,7 +6,7 @@
 // same outputs and k: those of step 0, output i, then i + 16, then of step 1. A weight is (code - offset) * scale +
 // least. Headers, each a list of vectors of 32 outputs:
 //   OUTPUT  nothing: one scale per output lies elsewhere (int8)
-//   BF16    scales in bfloat16 (int4)
+//   BF16    scales in bfloat16 (int4, int8 in groups)
 //   WORDS   words of join_zeros, ops/qmatmul.py: scales and zero points (int4 and int8 of others)
 //   HALF    scales, and minima if there are any, in float16 (GGUF's Q4_0 to Q8_0)
 //   SUPER   d, and dmin if there are minima, in float16; then for every group a byte each: the scale is d times the

@@ -40,6 +40,7 @@ KINDS = [
     ("int4", 32),
     ("int4", 64),
     ("int4", 128),
+    ("int8", 64),
     ("int4", 64, "zeros"),
     ("int8", 64, "zeros"),
 ]
@@ -292,9 +293,9 @@ def test_numbers_at_the_edges(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_extreme_codes(kind):
-    """Sums of the largest products: -8 x 127, with zeros -16 x 127, and -127 x 127 in every place.
+    """Sums of the largest products, in every place, times 127.
 
-    Of 8 bits with zeros -255 x 127.
+    -8, with zeros -16; of 8 bits -127, in groups -128, with zeros -255.
     """
     most = -8 if kind[0] == "int4" else -128 if kind[1] else -127
     scale = torch.ones(33) if not kind[1] else torch.ones(33, 256 // kind[1]).bfloat16()

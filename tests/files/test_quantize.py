@@ -162,7 +162,9 @@ def test_int8_in_groups(group):
     parts = Int8Linear.decode(*Int8Linear.encode(WEIGHTS["normal"], group))
     errors = [(w - WEIGHTS["normal"]).square().mean() for w in (parts, whole)]
     assert errors[0] < 0.9 * errors[1]
-    assert torch.equal(Int8Linear(codes, scale).dequantize(), wide)
+    layer = Int8Linear(codes, scale)
+    assert torch.equal(layer.dequantize(), wide)
+    assert layer.packed.shape == (2, 256 // group, 32 * (group + 2))  # scales of 2 bytes
 
 
 @each(QUANTS)
