@@ -365,6 +365,7 @@ class Autosizer:
             self.budget = FIRST_BUDGET if self.best == 0 else 0.0
             self.running = 0
             self.left = HOLD
+        self._price()
 
     def tokens(self, preset: int) -> float:
         """Return the expected tokens per sequence and cycle, the bonus included."""
@@ -411,20 +412,31 @@ class Autosizer:
         if self.left == 0:
             self._learn_noted()
             self._decide()
+            self._price()
         self.left -= 1
-        if expected is None or not any(expected):
+        if expected is None:
             return self.running
-        worth = self.gained / self.spent
         pick = self.running
-        most = self.tokens(pick) - 1 - worth * self.costs[pick]
-        for preset in self.lookups:
-            gain = expected[preset] - worth * self.costs[preset]
+        most = self.gain
+        for preset, price in self.prices:
+            gain = expected[preset] - price
             if gain > most and expected[preset] > 0:
                 pick = preset
                 most = gain
         if pick:
             self.left = min(self.left, HOLD - 1)
         return pick
+
+    def _price(self) -> None:
+        """Set the running preset's gain and the lookups' prices, which hold until a decision.
+
+        Both in tokens: a cycle's price is its time at the average rate, its gain is the accepted
+        tokens beyond that.
+        """
+        worth = self.gained / self.spent
+        running = self.running
+        self.gain = self.tokens(running) - 1 - worth * self.costs[running]
+        self.prices = [(preset, worth * self.costs[preset]) for preset in self.lookups]
 
     def _decide(self) -> None:
         """Set the best preset by expected rate, and the running one: the best or a probe.

@@ -157,15 +157,15 @@ class Idle(Deferred):
         return self.grower.propose(state.found, inputs)
 
     def extend(self, state: DeferredState, update: DrafterUpdate) -> DeferredState:
-        """Keep the features of the last tokens. Writes: the kept features."""
+        """Keep the features of the last tokens. Writes: the kept features; on a CPU, the state."""
         found = self.lookup.extend(state.found, update)
         rows = update.count
         if update.at_root is not None:  # of a prompt only the chunk that completes it waits
             rows = rows * update.at_root
         if on_cpp_device(state.count, "tree"):
-            counts = (rows, state.count, state.passed)
-            count, passed = torch.ops.gpt_eagle.keep_rows(state.features, update.features, *counts)
-            return replace_fields(state, count=count, passed=passed, found=found)
+            kept = (state.features, state.count, state.passed)
+            torch.ops.gpt_eagle.keep_rows(*kept, update.features, rows)
+            return state
         step = torch.arange(update.features.shape[1], device=state.count.device)
         count = rows[:, None]  # [B, 1]
         number = state.count[:, None] + step  # [B, R]

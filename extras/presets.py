@@ -78,10 +78,11 @@ class PresetPolicy(Policy):
         if reads_prompt:
             self.read_prompt = True
             return self.pick_reading(limit)
-        lookup = lookup_of(session.state.drafter_state)
-        if self.read_prompt and lookup is not None:
-            self._expect(session, lookup.expected.tolist())
-        self.read_prompt = False
+        if self.read_prompt:
+            self.read_prompt = False
+            lookup = lookup_of(session.state.drafter_state)
+            if lookup is not None:
+                self._expect(session, lookup.expected.tolist())
         if not self._within_reach(session):
             limit = 0
         return self.pick(limit)
@@ -114,7 +115,9 @@ class PresetPolicy(Policy):
     def _expect(self, session: Session, expected: list[list[float]]) -> None:
         """Set the tokens that the presets can expect: means over the sequences that decode."""
         rows = [row for row, decodes in zip(expected, session.live) if decodes]
-        self.expected = [sum(column) / len(rows) for column in zip(*rows)] or None
+        if len(rows) > 1:
+            rows = [[sum(column) / len(rows) for column in zip(*rows)]]
+        self.expected = rows[0] if rows else None
 
     def finished(self, text: list[int], begin: int) -> None:
         if self.kept is not None and self.warm:

@@ -191,13 +191,8 @@ OPERATORS: dict[str, Callable | None] = {
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": None,
     "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
     "-> (Tensor, Tensor, Tensor)": _place_rows,
-    "keep_rows(Tensor(a!) kept, Tensor features, Tensor count, Tensor waiting, Tensor passed) "
-    "-> (Tensor, Tensor)": (
-        lambda kept, features, count, waiting, passed: (
-            torch.empty_like(waiting),
-            torch.empty_like(passed),
-        )
-    ),
+    "keep_rows(Tensor(a!) kept, Tensor(b!) waiting, Tensor(c!) passed, Tensor features, "
+    "Tensor count) -> ()": (lambda *operands: None),
     "look_up(Tensor text, Tensor pos, Tensor? kept, Tensor(a!) tokens, Tensor(b!) values, "
     "Tensor(c!) parents, Tensor(d!) lengths, Tensor(e!) root, Tensor(f!) outcomes, "
     "Tensor(g!) expected, int least, int longest, int[] sizes) -> ()": (lambda *operands: None),

@@ -284,26 +284,26 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   return {new_pos, new_draws, new_done, count, row_tokens, row_features, facts};
 }
 
-// `Idle.extend` of extras/deferred.py: waiting token i goes to place i % MAX_KEPT. kept: [B, MAX_KEPT + 1, F], written;
-// features: [B, R, F]; count, waiting, passed: [B]. Returns: waiting and passed.
-std::tuple<at::Tensor, at::Tensor> keep_rows(at::Tensor kept, const at::Tensor& features, const at::Tensor& count,
-                                             const at::Tensor& waiting, const at::Tensor& passed) {
+// `Idle.extend` of extras/deferred.py: waiting token i goes to place i % MAX_KEPT. kept: [B, MAX_KEPT + 1, F]; waiting,
+// passed: [B]; features: [B, R, F]; count: [B]. Writes: kept, waiting and passed.
+void keep_rows(at::Tensor kept, at::Tensor waiting, at::Tensor passed, const at::Tensor& features,
+               const at::Tensor& count) {
   TORCH_CHECK(kept.dim() == 3 && features.dim() == 3 && kept.is_contiguous() && kept.size(2) == features.size(2) &&
                   kept.size(0) == features.size(0) && kept.scalar_type() == features.scalar_type(),
               "the rows that wait must be like the new ones");
   const int64_t B = features.size(0), R = features.size(1), places = kept.size(1), room = places - 1;
   const int64_t bytes = features.size(2) * features.element_size();
   const Whole rows(count, {B}, "count"), before(waiting, {B}, "waiting"), by(passed, {B}, "passed");
-  const at::Tensor of = features.contiguous(), more = at::empty_like(waiting), gone = at::empty_like(passed);
+  TORCH_CHECK(waiting.is_contiguous() && passed.is_contiguous(), "waiting and passed must lie in one piece");
+  const at::Tensor of = features.contiguous();
   for (int64_t b = 0; b < B; b++) {
     const int64_t real = within(rows[b], R + 1, "a count");
     TORCH_CHECK(before[b] >= 0 && room > 0, "no row can wait");
     for (int64_t i = std::max<int64_t>(0, real - room); i < real; i++)
       std::memcpy(static_cast<char*>(kept.mutable_data_ptr()) + (b * places + (before[b] + i) % room) * bytes,
                   static_cast<const char*>(of.const_data_ptr()) + (b * R + i) * bytes, bytes);
-    out(more)[b] = before[b] + real, out(gone)[b] = by[b] + R;
+    out(waiting)[b] += real, out(passed)[b] += R;
   }
-  return {more, gone};
 }
 
 // ---------------------------------------------------------------------------------------------------- places

@@ -517,7 +517,7 @@ def test_rows_that_wait(plain, dtype, rows):
         new = DrafterUpdate(whole(9, 3, rows + 1), features, count)
         idle = SimpleNamespace(lookup=RootOnly())
         ours, theirs = (
-            call(Idle.extend, idle, DeferredState((), kept.clone(), *facts), new)
+            call(Idle.extend, idle, DeferredState((), kept.clone(), *map(torch.clone, facts)), new)
             for call in (lambda f, *x: f(*x), plain)
         )
         assert_equal(ours[2:], theirs[2:])
@@ -532,20 +532,24 @@ def test_wrong_rows_that_wait():
         torch.zeros(2, 3, 6),
         (torch.tensor([0, 3]), torch.zeros(2).long()),
     )
-    assert CPP.keep_rows(kept, features, *facts, facts[1])[0].tolist() == [0, 3]
-    count, before = facts
+    count, waiting = facts
+    passed = waiting.clone()
     cases = {
-        "count 4": (kept, features, count + 1, before, before), "count -1": (kept, features, count - 1, before, before),
-        "few counts": (kept, features, count[:1], before, before),
-        "few waiting": (kept, features, count, before[:1], before),
-        "waiting -1": (kept, features, count, before - 1, before),
-        "few passed": (kept, features, count, before, before[:1]),
-        "few kept": (kept[:1], features, count, before, before), "no place": (kept[:, :1], features, count, before, before),
-        "narrow": (kept, features[..., :5], count, before, before),
-        "other type": (kept, features.bfloat16(), count, before, before),
-        "other counts": (kept, features, count.int(), before, before),
+        "count 4": (kept, waiting, passed, features, count + 1), "count -1": (kept, waiting, passed, features, count - 1),
+        "few counts": (kept, waiting, passed, features, count[:1]),
+        "few waiting": (kept, waiting[:1], passed, features, count),
+        "waiting -1": (kept, waiting - 1, passed, features, count),
+        "waiting in pieces": (kept, torch.zeros(4).long()[::2], passed, features, count),
+        "few passed": (kept, waiting, passed[:1], features, count),
+        "few kept": (kept[:1], waiting, passed, features, count), "no place": (kept[:, :1], waiting, passed, features, count),
+        "narrow": (kept, waiting, passed, features[..., :5], count),
+        "other type": (kept, waiting, passed, features.bfloat16(), count),
+        "other counts": (kept, waiting, passed, features, count.int()),
     }  # fmt: skip
     assert not_refused(CPP.keep_rows, cases) == []
+    waiting, passed = torch.tensor([4, 0]), torch.zeros(2).long()
+    CPP.keep_rows(kept, waiting, passed, features, count)
+    assert (waiting.tolist(), passed.tolist()) == ([4, 3], [3, 3])
 
 
 # ------------------------------------------------------------------------------------------- lookup
@@ -690,7 +694,7 @@ def test_what_the_compiler_is_told():
         "rerank": (*columns, ran, None, 4, *text),
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),
-        "keep_rows": (torch.zeros(2, 5, 6), torch.randn(2, 3, 6), torch.tensor([1, 3]), torch.tensor([0, 9]), text.pos),
+        "keep_rows": (torch.zeros(2, 5, 6), torch.tensor([0, 9]), text.pos, torch.randn(2, 3, 6), torch.tensor([1, 3])),
         "lookup": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
         "look_up": (
             *text, torch.tensor([1, -1]), torch.zeros(2, 9).long(), torch.zeros(2, 9), torch.zeros(2, 9).long(),
