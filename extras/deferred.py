@@ -125,10 +125,13 @@ class Deferred(PresetDrafter):
         has_run = (state.own.length > 0) & (state.count > 0)
         again = has_run.long() * self.drafter.keeps_nodes
         kept = state.count.clamp(max=MAX_KEPT)
-        steps = torch.arange(MAX_KEPT + 1, device=again.device)
-        at = (text.pos - kept - again)[:, None] + steps  # [B, MAX_KEPT + 1], indices in the text
+        width = MAX_KEPT
+        if kept.device.type == "cpu":  # nothing is captured: only as many as the longest row has
+            width = max(int((kept + again).max()), 1)
+        steps = torch.arange(width + 1, device=again.device)
+        at = (text.pos - kept - again)[:, None] + steps  # [B, width + 1], indices in the text
         tokens = text.tokens.gather(1, at.clamp(0, text.tokens.shape[1] - 1))
-        places = ((state.count - kept)[:, None] + steps[:MAX_KEPT]) % MAX_KEPT
+        places = ((state.count - kept)[:, None] + steps[:width]) % MAX_KEPT
         index = places[:, :, None].expand(-1, -1, state.features.shape[2])
         # with `again`, features lag a place behind tokens: such drafters read none
         features = state.features.gather(1, index)
