@@ -12,7 +12,6 @@
 #include "common.h"
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/sum.h>
 
 #include <algorithm>
 #include <cmath>
@@ -234,6 +233,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept(
   return {path, length, emitted, moves};
 }
 
+// Returns whether no number has all bits of its exponent set.
+template <class Bits> bool all_finite(const void* data, int64_t count, Bits exponent) {
+  const Bits* x = static_cast<const Bits*>(data);
+  Bits found = 0;
+  for (int64_t i = 0; i < count; i++) found |= (x[i] & exponent) == exponent;
+  return !found;
+}
+
+bool all_finite(const void* data, int64_t count, at::ScalarType type) {
+  if (type == at::kBFloat16) return all_finite<uint16_t>(data, count, 0x7f80);
+  if (type == at::kHalf) return all_finite<uint16_t>(data, count, 0x7c00);
+  TORCH_CHECK(type == at::kFloat, "features must be bfloat16, float16 or float32; they are ", type);
+  return all_finite<uint32_t>(data, count, 0x7f800000);
+}
+
 // `advance` of decode.py. tokens: [B, S+1], written; pos, draws, done, limit: [B]; roots: [B, N], the tree's tokens;
 // path, emitted: [B, D+1]; length: [B]; ends: [E]; features: [B, N, F].
 // Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the report [B, D+5], whose
@@ -277,10 +291,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     const char* from = static_cast<const char*>(of.const_data_ptr()) + b * N * bytes;
     char* to = static_cast<char*>(row_features.mutable_data_ptr()) + b * D * bytes;
     for (int64_t i = 0; i < D; i++) std::memcpy(to + i * bytes, from + within(node[b * D + i], N, "a node") * bytes, bytes);
+    if (!all_finite(to, D * F, features.scalar_type())) fact[D + 2] += 2;
   }
-  const at::Tensor sums = at::sum(row_features, {1, 2}, false, at::kFloat);
-  for (int64_t b = 0; b < B; b++)
-    if (!std::isfinite(sums.const_data_ptr<float>()[b])) out(facts)[b * (D + 5) + D + 2] += 2;
   return {new_pos, new_draws, new_done, count, row_tokens, row_features, facts};
 }
 

@@ -375,6 +375,7 @@ def test_advance(dtype, size, batch):
             pos = whole(8, batch)
             limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
             features = torch.randn(batch, size, 6).to(dtype)
+            features[torch.rand(batch, size) < 0.1, 3] = float("inf")  # which `done` tells
             cycle = SimpleNamespace(
                 drafter=SimpleNamespace(width=2, keeps_nodes=False),
                 eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
