@@ -168,7 +168,7 @@ class Idle(Deferred):
         if on_cpp_device(state.count, "tree"):
             kept = (state.features, state.count, state.passed)
             torch.ops.gpt_eagle.keep_rows(*kept, update.features, rows)
-            return state
+            return state  # the lookup has written its own in place, too
         step = torch.arange(update.features.shape[1], device=state.count.device)
         count = rows[:, None]  # [B, 1]
         number = state.count[:, None] + step  # [B, R]
