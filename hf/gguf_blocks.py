@@ -6,7 +6,7 @@ over the mapped file. Codes of 2 and 3 bits take 4. The parts of a layer, as que
 may be of different types.
 
 Trade-off: activations are rounded, in blocks of 32 or 128, to 8 bits as in llama.cpp, outliers
-to 15.
+to 15 or 13.
 Not here: several ranks, machines without a C++ compiler. There, blocks are widened (hf/gguf.py),
 and on CUDA too, but for Q4_0, which int4 holds exactly (`int4_codes`).
 """

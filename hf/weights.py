@@ -274,7 +274,7 @@ def _check_memory(
         if name not in linear or quant is None or _widens_groups(files, storage):
             need += parameter.numel() * storage.dtype.itemsize
             continue
-        if files.quantized and quant.group_size:  # scales and zero points take words of 4 bytes
+        if files.quantized and quant.group_size:  # scales and zero points: words of 4 bytes at most
             need += parameter.numel() // (2 if quant.format == "int4" else 1)
             need += 4 * parameter.numel() // quant.group_size
             continue

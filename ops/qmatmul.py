@@ -1,9 +1,9 @@
 """Products with quantized weights, x W^T: a function per format and device, for any row count.
 
 CPU (`grouped`, `w8a8`, `blocks`; cpu/quantized.cpp): activations are rounded to 8 bits too,
-outliers to 15, with a scale per row and block of K, and all dot products are in integers. A row's
-result does not depend on the other rows, bit for bit. Without a C++ compiler the references below
-compute the first two, slowly; blocks are widened then.
+outliers to 15 (with K types 13), with a scale per row and block of K, and all dot products are in
+integers. A row's result does not depend on the other rows, bit for bit. Without a C++ compiler the
+references below compute the first two, slowly; blocks are widened then.
 CUDA (`w4a16`, `w8a16`; cuda/qmatmul.py): activations keep 16 bits. Where PyTorch replaces the
 products, the references unpack the weight in every call.
 
@@ -43,8 +43,8 @@ from ops.library import cuda_products, has_cpu_operators, is_plain, lib
 from ops.linear import empty_product
 
 OUTLIER = 4  # root mean squares of a row above which a magnitude does not set its block's scale
-FARTHEST = 128  # times an outlier's code is at most those of others; 32 where scales are integers
-FARTHEST_OF_SUPER = 32
+FARTHEST = 128  # an outlier's code is at most this many times 127
+FARTHEST_OF_SUPER = 32  # the same beside K types, so that integer sums of a block fit 32 bits
 BLOCK8 = 128  # values of K per activation scale of w8a8 and of K types; others take their group
 ZERO_BITS = 511  # of a word of `join_zeros`
 
@@ -197,7 +197,7 @@ def _multiply_plainly(
 def round_activations(x: Tensor, block: int, farthest: int = FARTHEST) -> tuple[Tensor, Tensor]:
     """Round rows to 8 bits block by block; outliers keep up to 15.
 
-    x: [..., K]; farthest: times an outlier's code may be those of others, a power of 2
+    x: [..., K]; farthest: an outlier's code is at most this many times 127, a power of 2
     Returns: codes [..., blocks, block] and scales [..., blocks, 1], both fp32; the last block is
     padded with zeros. Codes are -127 to 127, those of outliers up to 127 * `farthest`.
     """

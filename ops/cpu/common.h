@@ -90,8 +90,8 @@ inline void to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 // ------------------------------------------------------------------------------------------------ vectors
 // LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations).
 // Where FOLDS, a SMALL one adds two products to either half of acc[i], products are these alone, and fold adds both
-// halves of a sum to acc, times both halves of a word; one that is not SMALL takes two numbers of 16 bits on either side,
-// even_bytes or odd_bytes of the weights. dot_pairs: acc[i] += two products of 16-bit numbers.
+// halves of a sum to acc, each times that half of a word; one that is not SMALL takes two numbers of 16 bits on either
+// side, even_bytes or odd_bytes of the weights. dot_pairs: acc[i] += two products of numbers of 16 bits.
 // shifted: bits by LEFT places within words of 16 or 32 bits. words_of: the same bits. low_half, high_half: the bfloat16
 // in either half of a word. transpose: word j of vector i becomes word i of vector j.
 // For quantized.cpp, by registers: tiles have up to MB rows; those of up to MOST_SUMS vectors of sums take a strip whole;
@@ -271,7 +271,7 @@ inline Ints multiply(Ints a, Ints b) {
   EACH_LANE a.lane[i] = int32_t(uint32_t(a.lane[i]) * uint32_t(b.lane[i]));
   return a;
 }
-inline Ints times_128(Ints v) { EACH_LANE v.lane[i] *= 128; return v; }
+inline Ints times_128(Ints v) { return multiply(v, splat(128)); }
 inline Ints mask(Ints v, int32_t bits) { EACH_LANE v.lane[i] &= bits; return v; }
 inline Floats words_of(Ints v) { Floats r; std::memcpy(&r, &v, sizeof r); return r; }
 inline Floats multiply(Floats a, Floats b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }

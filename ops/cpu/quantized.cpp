@@ -4,7 +4,7 @@
 //    scale in floating point (int8 with a scale per output, K types). A row has outliers, numbers far above its root mean
 //    square, which would take the precision from all others of their block. So the scale is that of the others, and an
 //    outlier's code has up to 15 bits: the low part lies among the codes, the high part in a second plane of codes, of
-//    which only the few steps of k that have one are read.
+//    which only the few steps of k that have one are read (on AMX tiles beside K types: all of a block that has one).
 // 2. Weights lie in strips of 32 outputs, one contiguous stream each: superblocks of k, each a header with the scales,
 //    then codes (layout.py, blocks.cpp). The hardware multiplies unsigned by signed bytes, so codes are stored with an
 //    offset; integer sums start at -offset * sum(activations), which takes it out again, exactly. A minimum of a group
@@ -32,8 +32,8 @@ constexpr int64_t LEAST_GROUP = 32;  // k per weight scale in floating point
 constexpr int64_t PANEL = 512;   // k per pass over the tokens: 8 or 16 KB of weights
 constexpr int64_t GRAIN = 1 << 16;  // multiply-adds (and bytes) that pay for a thread's wake-up
 constexpr float OUTLIER = 4;    // root mean squares of the row above which a magnitude sets no scale
-constexpr float FARTHEST = 128;  // times an outlier's code is at most those of others
-constexpr float FARTHEST_OF_SUPER = 32;  // the same of integer scales: the sums of a block fit 32 bits
+constexpr float FARTHEST = 128;  // an outlier's code is at most this many times 127
+constexpr float FARTHEST_OF_SUPER = 32;  // the same beside integer scales: the sums of a block fit 32 bits
 
 constexpr int NV = STRIP / LANES;  // vectors per strip
 
@@ -150,8 +150,10 @@ Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int64_t 
     std::memcpy(&any, high + i, 4), std::memcpy(highs, high + i, 4);
     block.outliers |= uint32_t(any != 0) << i / 4;
   }
-  if (pair == 32) add_pairs<N, 16>(low, pairs), add_pairs<N, 16>(high, pairs + N / 32);
-  if (pair == 64) add_pairs<N, 32>(low, pairs), add_pairs<N, 32>(high, pairs + N / 64);
+  if constexpr (N == BLOCK) {
+    if (pair == 32) add_pairs<N, 16>(low, pairs), add_pairs<N, 16>(high, pairs + N / 32);
+    if (pair == 64) add_pairs<N, 32>(low, pairs), add_pairs<N, 32>(high, pairs + N / 64);
+  }
   return block;
 }
 
@@ -337,7 +339,7 @@ template <int V> inline void ones(Ints (&halves)[V]) {
   for (Ints& both : halves) both = splat(two_halves(1, 1));
 }
 
-// sums [M][V] += N steps, from step S on, as sums in 16 bits of FOLD steps, times both halves of `times`.
+// sums [M][V] += N steps, from step S on, as sums in 16 bits of FOLD steps, each times that half of `times`.
 template <class F, int S, int N, int M, int V>
 [[gnu::always_inline]] inline void fold_steps(const uint8_t* p, const int8_t* x, const Ints (&times)[V],
                                               Ints (&sums)[M][V]) {
@@ -383,7 +385,7 @@ template <class F, int V> inline void codes_of(const uint8_t* p, int64_t step, I
   }
 }
 
-// sums [M][V] += the dot products of the high parts of outliers; where FOLDS, times both halves of `times`.
+// sums [M][V] += the dot products of the high parts of outliers; where FOLDS, times `times` as in `fold_steps`.
 // steps: those that have any, a bit each; high: [steps, M, 4]
 template <class F, int M, int V>
 [[gnu::always_inline]] inline void add_outliers(const uint8_t* p, const int8_t* high, uint32_t steps,
@@ -414,7 +416,7 @@ struct Ends {
       : scales(&a.scales[block]), sums(&a.sums[block]), starts(&a.starts[block]),
         pairs(a.pair ? &a.pairs[block * 2 * BLOCK / a.pair] : nullptr), outliers(&a.outliers[block]) {}
   // Returns the steps that have outliers in any of `rows` rows.
-  uint32_t steps(int rows) const {
+  uint32_t outlier_steps(int rows) const {
     uint32_t any = 0;
     for (int m = 0; m < rows; m++) any |= outliers[m];
     return any;
@@ -455,7 +457,7 @@ template <class F, int M, int V>
                                              Floats (&total)[M][V]) {
   Ints sums[M][V];
   clear(sums);
-  if (const uint32_t outliers = ends.steps(M)) {
+  if (const uint32_t outliers = STEP<F> == 4 ? ends.outlier_steps(M) : 0) {  // wide codes are whole
     Ints once[V];
     ones(once);
     add_outliers<F>(p, high, outliers, once, sums);

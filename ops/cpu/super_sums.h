@@ -32,7 +32,7 @@ void open_super(const Layout& layout, const uint8_t* header, int64_t first, Pane
 }
 
 // sums [M][V] += a group's dot products times its scales. times: of the strip's outputs, from the tile's first on;
-// HIGH: x are the high parts of outliers, which `outliers` have
+// HIGH: x are the high parts of outliers; outliers: the steps that have any, a bit each
 template <class F, int STEPS, bool HIGH, int M, int V>
 [[gnu::always_inline]] inline void add_times(const uint8_t* p, const int8_t* x, uint32_t outliers, const int32_t* times,
                                              Ints (&sums)[M][V]) {
@@ -52,7 +52,7 @@ template <class F, int STEPS, bool HIGH, int M, int V>
 template <Adds ADDS, int PAIRS, int M, int V>
 [[gnu::always_inline]] inline void add_block(const Ints (&sums)[M][V], int32_t offset, const Panel& panel,
                                              int64_t super, int64_t pairs, const Ends& ends, float* total) {
-  const bool split = ends.steps(M);
+  const bool split = ends.outlier_steps(M);
   for (int j = 0; j < V; j++) {
     const int at = output_of<V>(j);
     const Floats scale = load(panel.scale + super + at);
@@ -92,7 +92,7 @@ template <class F, int STEPS, int M, int V>
   const int32_t* times = panel.times + first;
   for (int64_t k = 0; k < size; k += BLOCK) {
     if (k % layout.super == 0) p += layout.header_bytes;
-    const uint32_t outliers = ends.steps(M);
+    const uint32_t outliers = ends.outlier_steps(M);
     Ints of_block[M][V];
     clear(of_block);
     if (outliers) {

@@ -11,11 +11,12 @@
 namespace quantized {
 namespace {
 
-constexpr int64_t CHUNK = 4;       // groups of k, at most, whose sums wait in L1: more leave it
+constexpr int64_t CHUNK = 4;       // groups of k, or planes, at most, whose sums wait in L1: more leave it
 constexpr int64_t CHUNK_K = 256;   // their k, at most
 constexpr int64_t AHEAD = 12288;   // bytes of weights that are fetched
 
-// Returns the rows of a group of rows from which on a prototype of the tiles was faster on an Emerald Rapids.
+// Returns the rows of a group of rows from which on a prototype of the tiles was faster on an Emerald Rapids. It did not
+// have the planes of K types: theirs is an estimate.
 int64_t rows_for_tiles(const Layout& layout, int64_t k) {
   const int64_t size = layout.group;
   if (!amx::in_use() || k % size || (size != 16 && size != 32 && size != 64 && size != 128)) return Activations::NEVER;
@@ -137,7 +138,7 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileSc
   }
 }
 
-// Calls each(tile, scratch) for a panel's tiles, after open(scratch), panel by panel. As `strip_sums`.
+// As `strip_sums`: unpacks each panel by `open`, and calls `each` for the tiles that pass over it.
 template <class Open, class Each>
 void each_tile(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc, const Open& open,
                const Each& each) {
@@ -166,7 +167,7 @@ void tile_sums(const Part& part, const Group& group, int64_t strip, Panel& panel
 
 // ------------------------------------------------------------------------------------- integer scales
 
-// Finds the planes of a panel's blocks: (code - offset) * scale = low + 128 * (high - offset).
+// Unpacks a panel's blocks to planes: (code - offset) * scale = low + 128 * (high - offset).
 template <class F> void open_planes(const Layout& layout, const Panel& panel, TileScratch& scratch) {
   constexpr int64_t STEP = Bytes::STEP_BYTES, PLANE = BLOCK / 4 * STEP;
   const uint8_t* p = panel.weights;
@@ -195,7 +196,7 @@ void super_tile_panel(const Activations& a, const Layout& layout, Panel& panel, 
   for (int64_t k = 0; k < panel.last - panel.first; k += BLOCK) {
     const int64_t block = first + k / BLOCK * height;
     Ends ends(a, block);
-    const uint32_t outliers = ends.steps(height);
+    const uint32_t outliers = ends.outlier_steps(height);
     const int8_t *x = &a.codes[block * BLOCK], *high = &a.highs[block * BLOCK], *rows[] = {x, x, high, high};
     const uint8_t* planes = scratch.codes + k * 2 * STRIP;
     const uint8_t* codes[] = {planes, planes + PLANE, planes, planes + PLANE};

@@ -305,8 +305,9 @@ void keep_rows(at::Tensor kept, at::Tensor waiting, at::Tensor passed, const at:
               "the rows that wait must be like the new ones");
   const int64_t B = features.size(0), R = features.size(1), places = kept.size(1), room = places - 1;
   const int64_t bytes = features.size(2) * features.element_size();
-  const Whole rows(count, {B}, "count"), before(waiting, {B}, "waiting"), by(passed, {B}, "passed");
-  TORCH_CHECK(waiting.is_contiguous() && passed.is_contiguous(), "waiting and passed must lie in one piece");
+  const Whole rows(count, {B}, "count"), before(waiting, {B}, "waiting");
+  TORCH_CHECK(waiting.is_contiguous() && passed.is_contiguous() && passed.sizes() == waiting.sizes() &&
+                  passed.scalar_type() == at::kLong, "waiting and passed must be like each other, in one piece");
   const at::Tensor of = features.contiguous();
   for (int64_t b = 0; b < B; b++) {
     const int64_t real = within(rows[b], R + 1, "a count");

@@ -39,7 +39,7 @@ TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
 TOKENS = 200  # of a prompt, at most
 QUESTIONS = ROOT / "data/eval/questions.jsonl"
 ANSWER_TOKENS = 40
-BLOCK = 32  # activations that share a scale, in most formats of files
+BLOCK = 32  # activations that share a scale beside most types of files; K types: 128
 PRODUCTS = ("wqkv", "wo", "w13", "w2", "lm_head")
 
 

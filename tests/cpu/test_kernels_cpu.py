@@ -367,6 +367,9 @@ def test_operands_that_do_not_fit_are_refused(kind):
             case.packed = torch.zeros(2, 256 // case.group, size, dtype=case.packed.dtype)
             with pytest.raises(RuntimeError, match="do not fit|does not fit"):
                 case.operator(random(2, 256))
+        case.packed = torch.zeros(2, 16, 576 if kind[0] == "int8" else 320, dtype=case.packed.dtype)
+        with pytest.raises(RuntimeError, match="layout.py packs them"):  # groups of 16
+            case.operator(random(2, 256))
     case.packed = case.packed[:1]
     with pytest.raises(RuntimeError, match="does not fit|do not fit"):
         case.operator(random(2, 256))
