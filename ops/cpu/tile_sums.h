@@ -192,6 +192,7 @@ template <class F> void open_planes(const Layout& layout, const Panel& panel, Ti
 void super_tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileScratch& scratch, const Tile& tile,
                       float* acc) {
   constexpr int64_t PLANE = BLOCK * STRIP;
+  static_assert(CHUNK >= 4);  // two planes of codes, times those of the activations
   const int64_t height = tile.height, first = tile.first * a.blocks + panel.first / BLOCK * height;
   for (int64_t k = 0; k < panel.last - panel.first; k += BLOCK) {
     const int64_t block = first + k / BLOCK * height;

@@ -4,9 +4,9 @@ The reference is the same file widened to fp32, which test_gguf.py holds against
 Weights are equal, bit for bit. Logits differ, as activations are rounded to 8 bits before every
 product: by half a step at most, s = largest / 127 of a block of 32 or 128. For normal numbers the
 largest of 32 is 2.1 standard deviations, of 128 2.8, so the error of an activation is at most
-2.8 / 127 / sqrt(12) = 0.6 % of it, and that of an output as much. Of the residual stream, two layers make four such
-outputs of several products each, bf16 adds 0.2 % a rounding: below 3 % of the logits' spread in
-all, and a wrong row, scale or order of rows gives 30 % and more.
+2.8 / 127 / sqrt(12) = 0.6 % of it, and that of an output as much. Of the residual stream, two
+layers make four such outputs of several products each, bf16 adds 0.2 % a rounding: below 3 % of the
+logits' spread in all, and a wrong row, scale or order of rows gives 30 % and more.
 """
 
 from __future__ import annotations
