@@ -53,18 +53,28 @@ inline Tile tile_of(const Group& group, int64_t t, bool on_amx = false) {
   const int64_t count = count_tiles(group, on_amx), first = group.rows * t / count;
   return {group.first + first, group.rows * (t + 1) / count - first, on_amx};
 }
+struct Share {  // rows of a tile that a thread rounds: an AMX tile's lie apart, so several threads share it
+  Tile tile;
+  int64_t first, last;
+};
+struct Outlier {  // a step of a tile's row
+  int32_t block, high;  // high: parts of the four codes
+  uint8_t row, step;    // of the tile, of the block
+};
 struct Activations {
   int64_t rows, k, block = 0, blocks;
   int32_t offset;  // of the weights' codes
   bool wide;       // codes of 16 bits, which need no plane of high parts: for a step x0, x2, x1, x3
   Order order;
-  std::vector<Tile> tiles;
+  std::vector<Share> shares;
   std::vector<int8_t, amx::AtLine<int8_t>> codes;  // per tile of T rows: [K / 4, T, 4 or 8] bytes
   std::vector<int8_t, amx::AtLine<int8_t>> highs;  // the same, of outliers: a code is 128 * high larger than in `codes`
   std::vector<float> scales;       // per tile: [blocks, T]
   std::vector<int32_t> starts;     // per tile: [blocks, T], -offset * sum of the block's codes
   std::vector<float> sums;         // per tile: [blocks, T], of the block's codes times their scale
   std::vector<uint32_t> outliers;  // per tile: [blocks, T], the steps of a block that have any, a bit each
+  std::vector<Outlier> listed;     // of AMX tiles, by block; a tile's begin at [first * k / 4]
+  std::vector<int64_t> list_ends;  // per AMX tile: [blocks + 1] from [first * (blocks + 1)] on, where a block's begin
   int64_t pair;                    // k of two groups of integer scales; 0: there are none
   std::vector<int32_t> pairs;      // per tile: [blocks, T, 2, BLOCK / pair], two groups' sums of low, and of high codes
   static constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
@@ -167,6 +177,20 @@ template <bool WIDE, class T> Round<T> round_of(int64_t block) {
   return block == 64 ? round_block<64, WIDE, T> : round_block<128, WIDE, T>;
 }
 
+// Lists the outliers of an AMX tile.
+void list_outliers(Activations& a, const Tile& tile) {
+  Outlier* to = a.listed.data() + tile.first * a.k / 4;
+  int64_t* ends = &a.list_ends[tile.first * (a.blocks + 1)];
+  *ends = tile.first * a.k / 4;
+  for (int64_t b = 0, i = tile.first * a.blocks; b < a.blocks; b++, *++ends = to - a.listed.data())
+    for (int64_t m = 0; m < tile.height; m++, i++)
+      for (uint32_t steps = a.outliers[i]; steps; steps &= steps - 1, to++) {
+        const int step = __builtin_ctz(steps);
+        *to = {int32_t(b), 0, uint8_t(m), uint8_t(step)};
+        std::memcpy(&to->high, &a.highs[i * a.block + 4 * step], 4);
+      }
+}
+
 template <class T> void round_rows(Activations& a, const T* x) {
   a.blocks = (a.k + a.block - 1) / a.block;
   a.codes.resize((a.rows * a.k + BLOCK) / 4 * a.step_bytes());  // AMX reads a row behind the last
@@ -175,15 +199,21 @@ template <class T> void round_rows(Activations& a, const T* x) {
   a.highs.assign(a.wide ? 0 : a.codes.size(), 0);
   const int64_t pairs = a.pair ? 2 * BLOCK / a.pair : 0;  // of a block
   a.pairs.resize(a.rows * a.blocks * pairs);
-  std::vector<Tile>& tiles = a.tiles;
-  tiles.clear();
+  a.shares.clear();
+  std::vector<Tile> on_tiles;
   for (const Group& group : a.order.groups)
-    for (int64_t t = 0; t < count_tiles(group, a.on_amx(group)); t++) tiles.push_back(tile_of(group, t, a.on_amx(group)));
-  parallel(tiles.size(), std::max<int64_t>(1, GRAIN / 16 / (MB * a.k)), [&](int64_t begin, int64_t end) {
+    for (int64_t t = 0; t < count_tiles(group, a.on_amx(group)); t++) {
+      const Tile tile = tile_of(group, t, a.on_amx(group));
+      if (tile.on_amx) on_tiles.push_back(tile);
+      const int64_t rows = tile.on_amx ? MB : tile.height;
+      for (int64_t m = 0; m < tile.height; m += rows) a.shares.push_back({tile, m, std::min(m + rows, tile.height)});
+    }
+  const int64_t grain = std::max<int64_t>(1, GRAIN / 16 / (MB * a.k));
+  parallel(a.shares.size(), grain, [&](int64_t begin, int64_t end) {
     const Round<T> round = a.wide ? round_of<true, T>(a.block) : round_of<false, T>(a.block);
-    for (int64_t t = begin; t < end; t++) {
-      const auto [first, height, on_amx] = tiles[t];
-      for (int64_t m = 0; m < height; m++) {
+    for (int64_t s = begin; s < end; s++) {
+      const auto [first, height, on_amx] = a.shares[s].tile;
+      for (int64_t m = a.shares[s].first; m < a.shares[s].last; m++) {
         const T* row = x + a.order.row[first + m] * a.k;
         const float limit = outlier_above(row, a.k);
         for (int64_t b = 0; b < a.blocks; b++) {
@@ -196,6 +226,11 @@ template <class T> void round_rows(Activations& a, const T* x) {
         }
       }
     }
+  });
+  if (on_tiles.empty()) return;
+  a.listed.resize(a.rows * a.k / 4), a.list_ends.resize(a.rows * (a.blocks + 1));
+  parallel(on_tiles.size(), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) list_outliers(a, on_tiles[t]);
   });
 }
 

@@ -1,8 +1,8 @@
 // The sums of quantized.cpp on AMX tiles, bit for bit, for groups of some rows. quantized.cpp includes this file.
 //
 // The codes of a panel are unpacked to bytes, then tiles of up to 16 rows pass over it: the integer sums of a few groups
-// of k are stored, outliers are added, and `scale_sums` adds them in floating point as on other processors. The tile
-// unit hides products, not the work in floating point, which bounds groups of 32. Integer scales of K types are
+// of k are stored, the listed outliers are added, and `scale_sums` adds them in floating point as on other processors.
+// The tile unit hides products, not the work in floating point, which bounds groups of 32. Integer scales of K types are
 // multiplied into the weights instead, in two planes of bytes, so that tiles add up a whole block.
 #pragma once
 
@@ -66,13 +66,25 @@ template <class F> void open_codes(const Layout& layout, const Panel& panel, Til
   }
 }
 
-// sums += the dot products of the high parts of a row's outliers, times 128. w: unpacked codes; see `add_outliers`
-void add_row_outliers(const uint8_t* w, const int8_t* high, uint32_t steps, Ints (&sums)[NV]) {
-  if (!steps) return;
-  Ints row[1][NV], once[NV];
-  clear(row), ones(once);
-  add_outliers<Bytes>(w, high, steps, once, row);
-  for (int j = 0; j < NV; j++) sums[j] = add(sums[j], times_128(row[0][j]));
+// sums += 128 times the dot products of the high parts of the outliers in `count` blocks of k. codes, sums: of the
+// blocks, in PLANES each
+template <int PLANES>
+void add_listed(const Activations& a, const Tile& tile, int64_t block, int64_t count, const uint8_t* const* codes,
+                Ints (*sums)[amx::ROWS][NV]) {
+  const int64_t* ends = &a.list_ends[tile.first * (a.blocks + 1) + block];
+  const Outlier *outlier = a.listed.data() + ends[0], *last = a.listed.data() + ends[count];
+  Ints once[NV];
+  ones(once);
+  for (; outlier < last; outlier++)
+    for (int64_t i = (outlier->block - block) * PLANES, end = i + PLANES; i < end; i++) {
+      Ints w[NV], (&sum)[NV] = sums[i][outlier->row];
+      Bytes::codes<0>(codes[i] + outlier->step * Bytes::STEP_BYTES, w);
+      const Ints x = splat(outlier->high);
+      for (int j = 0; j < NV; j++) {
+        const Ints zero = splat(0), four = FOLDS ? fold(zero, products(w[j], x), once[j]) : dot<true>(zero, w[j], x);
+        sum[j] = add(sum[j], times_128(four));
+      }
+    }
 }
 
 // total [M, 32] += the sums of `count` groups of k with M rows, scaled. sums: from row m on; g: the first group
@@ -110,7 +122,7 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileSc
   const int64_t line = a.block / 4 * a.step_bytes();
   const int64_t block = tile.first * a.blocks + panel.first / a.block * height;
   const Ends ends(a, block);
-  const int8_t *x = &a.codes[block * line], *high = &a.highs[block * line];
+  const int8_t* x = &a.codes[block * line];
   const int64_t share = layout.super_bytes() * a.block / layout.super / panel.tiles;  // bytes to fetch, of a group
   const int64_t chunk = std::min(CHUNK, CHUNK_K / a.block);
   for (int64_t g = 0; g < groups; g += chunk) {
@@ -125,10 +137,7 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileSc
     amx::with_unit([&]<class Unit>(Unit) {
       amx::dot_groups<Unit>(rows, line, codes, a.block, count, (int32_t*)scratch.sums, fetch);
     });
-    for (int64_t i = 0; i < count; i++)
-      for (int64_t m = 0; m < height; m++)
-        add_row_outliers(codes[i], high + ((g + i) * height + m) * line, ends.outliers[(g + i) * height + m],
-                         scratch.sums[i][m]);
+    add_listed<1>(a, tile, panel.first / a.block + g, count, codes, scratch.sums);
     switch (adds_of(layout)) {
       case Adds::NOTHING: scale_tile<Adds::NOTHING>(scratch.sums, g, count, panel, ends, height, fetch, acc); break;
       case Adds::LEAST: scale_tile<Adds::LEAST>(scratch.sums, g, count, panel, ends, height, fetch, acc); break;
