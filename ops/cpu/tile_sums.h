@@ -11,9 +11,10 @@
 namespace quantized {
 namespace {
 
-constexpr int64_t CHUNK = 4;       // groups of k, or planes, at most, whose sums wait in L1: more leave it
-constexpr int64_t CHUNK_K = 256;   // their k, at most
-constexpr int64_t AHEAD = 12288;   // bytes of weights that are fetched
+constexpr int64_t TILE_PANEL = 256;  // k that is unpacked at a time
+constexpr int64_t CHUNK = 4;         // groups of k, or planes, at most, whose sums wait in L1: more leave it
+constexpr int64_t CHUNK_K = 256;     // their k, at most
+constexpr int64_t AHEAD = 12288;     // bytes of weights that are fetched
 
 // Returns the rows of a group of rows from which on a prototype of the tiles was faster on an Emerald Rapids. It did not
 // have the planes of K types: theirs is an estimate.
@@ -37,10 +38,10 @@ class TileShape {
   const bool on;
 };
 
-struct TileScratch {  // of a thread: 41 KB
-  alignas(64) uint8_t codes[2 * PANEL * STRIP];  // one plane, or two for each block
+struct TileScratch {  // of a thread: 24 KB
+  alignas(64) uint8_t codes[2 * TILE_PANEL * STRIP];  // one plane, or two for each block
   Ints sums[CHUNK][amx::ROWS][NV];
-  const uint8_t* of_group[PANEL / 16];  // the codes of each group of k
+  const uint8_t* of_group[TILE_PANEL / 16];  // the codes of each group of k
 };
 
 // Unpacks four steps, from step S on, to bytes in the order of `Bytes`.
@@ -153,7 +154,7 @@ void each_tile(const Part& part, const Group& group, int64_t strip, Panel& panel
                const Each& each) {
   static thread_local TileScratch scratch;
   const Layout& layout = part.layout;
-  const int64_t T = count_tiles(group, true), supers = std::max<int64_t>(1, PANEL / layout.super);
+  const int64_t T = count_tiles(group, true), supers = std::max<int64_t>(1, TILE_PANEL / layout.super);
   alignas(64) float output_scale[STRIP] = {};
   begin_strip(part, group, strip, panel, output_scale, acc);
   for (panel.first = 0; panel.first < part.a->k; panel.first = panel.last) {
