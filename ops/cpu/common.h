@@ -87,12 +87,18 @@ inline float widen_half(uint16_t bits) { return c10::Half(bits, c10::Half::from_
 // until memory answers, which bounds a core's bandwidth.
 inline void to_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 
+// Returns two numbers of 16 bits in a word.
+constexpr int32_t two_halves(int32_t low, int32_t high) {
+  return int32_t((uint32_t(low) & 0xffff) | uint32_t(high) << 16);
+}
+
 // ------------------------------------------------------------------------------------------------ vectors
 // LANES numbers at a time. dot: acc[i] += sum of 4 products of unsigned bytes (weights) and signed bytes (activations).
 // Where FOLDS, a SMALL one adds two products to either half of acc[i], products are these alone, and fold adds both
 // halves of a sum to acc, each times that half of a word; one that is not SMALL takes two numbers of 16 bits on either
 // side, even_bytes or odd_bytes of the weights. dot_pairs: acc[i] += two products of numbers of 16 bits.
-// shifted: bits by LEFT places within words of 16 or 32 bits. words_of: the same bits. low_half, high_half: the bfloat16
+// shifted: bits by LEFT places within words of 16 or 32 bits. raised: times 2^BITS. ..._halves: of numbers of 16 bits.
+// choose: the bits of a that `bits` has, and the others of b. words_of: the same bits. low_half, high_half: the bfloat16
 // in either half of a word. transpose: word j of vector i becomes word i of vector j.
 // For quantized.cpp, by registers: tiles have up to MB rows; those of up to MOST_SUMS vectors of sums take a strip whole;
 // CHAINS sums that do not wait for each other hide the latency of dot, 0 where they need not.
@@ -122,15 +128,18 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));  // gcc copies every accumulator around the intrinsic: 2x
   return acc;
 }
-inline Ints products(Ints w, Ints) { return w; }  // these four serve FOLDS only
-inline Ints even_bytes(Ints v) { return v; }
-inline Ints odd_bytes(Ints v) { return v; }
-inline Ints fold(Ints acc, Ints, Ints) { return acc; }
+inline Ints products(Ints w, Ints x) { return _mm512_maddubs_epi16(w, x); }
+inline Ints fold(Ints acc, Ints, Ints) { return acc; }  // serves FOLDS only
+inline Ints even_bytes(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi16(255)); }
+inline Ints odd_bytes(Ints v) { return _mm512_srli_epi16(v, 8); }
 inline Ints dot_pairs(Ints acc, Ints a, Ints b) { return _mm512_dpwssd_epi32(acc, a, b); }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
-inline Ints times_128(Ints v) { return _mm512_slli_epi32(v, 7); }
+template <int BITS> inline Ints raised(Ints v) { return _mm512_slli_epi32(v, BITS); }
+inline Ints multiply_halves(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
+inline Ints add_halves(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
 inline Ints mask(Ints v, int32_t bits) { return _mm512_and_si512(v, splat(bits)); }
+inline Ints choose(int32_t bits, Ints a, Ints b) { return _mm512_ternarylogic_epi32(splat(bits), a, b, 0xca); }
 inline Floats words_of(Ints v) { return _mm512_castsi512_ps(v); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -201,8 +210,13 @@ inline Ints dot_pairs(Ints acc, Ints a, Ints b) { return _mm256_add_epi32(acc, _
 inline Ints fold(Ints acc, Ints sums, Ints times) { return dot_pairs(acc, sums, times); }
 inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
-inline Ints times_128(Ints v) { return _mm256_slli_epi32(v, 7); }
+template <int BITS> inline Ints raised(Ints v) { return _mm256_slli_epi32(v, BITS); }
+inline Ints multiply_halves(Ints a, Ints b) { return _mm256_mullo_epi16(a, b); }
+inline Ints add_halves(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
 inline Ints mask(Ints v, int32_t bits) { return _mm256_and_si256(v, splat(bits)); }
+inline Ints choose(int32_t bits, Ints a, Ints b) {
+  return _mm256_or_si256(mask(a, bits), _mm256_andnot_si256(splat(bits), b));
+}
 inline Floats words_of(Ints v) { return _mm256_castsi256_ps(v); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
@@ -258,10 +272,20 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   EACH_LANE for (int b = 0; b < 32; b += 8) acc.lane[i] += int32_t(uint8_t(w.lane[i] >> b)) * int8_t(x.lane[i] >> b);
   return acc;
 }
-inline Ints products(Ints w, Ints) { return w; }  // these four serve FOLDS only
-inline Ints even_bytes(Ints v) { return v; }
-inline Ints odd_bytes(Ints v) { return v; }
-inline Ints fold(Ints acc, Ints, Ints) { return acc; }
+inline Ints products(Ints w, Ints x) {
+  EACH_LANE {
+    int32_t half[2];
+    for (int h = 0; h < 2; h++) {
+      const uint32_t a = uint32_t(w.lane[i]) >> 16 * h, b = uint32_t(x.lane[i]) >> 16 * h;
+      half[h] = uint8_t(a) * int8_t(b) + uint8_t(a >> 8) * int8_t(b >> 8);
+    }
+    w.lane[i] = two_halves(half[0], half[1]);
+  }
+  return w;
+}
+inline Ints fold(Ints acc, Ints, Ints) { return acc; }  // serves FOLDS only
+inline Ints even_bytes(Ints v) { EACH_LANE v.lane[i] &= 0x00ff00ff; return v; }
+inline Ints odd_bytes(Ints v) { EACH_LANE v.lane[i] = v.lane[i] >> 8 & 0x00ff00ff; return v; }
 inline Ints dot_pairs(Ints acc, Ints a, Ints b) {
   EACH_LANE for (int h = 0; h < 32; h += 16) acc.lane[i] += int32_t(int16_t(a.lane[i] >> h)) * int16_t(b.lane[i] >> h);
   return acc;
@@ -271,8 +295,20 @@ inline Ints multiply(Ints a, Ints b) {
   EACH_LANE a.lane[i] = int32_t(uint32_t(a.lane[i]) * uint32_t(b.lane[i]));
   return a;
 }
-inline Ints times_128(Ints v) { return multiply(v, splat(128)); }
+template <int BITS> inline Ints raised(Ints v) { return multiply(v, splat(1 << BITS)); }
+inline Ints multiply_halves(Ints a, Ints b) {
+  EACH_LANE a.lane[i] = two_halves(int16_t(a.lane[i]) * int16_t(b.lane[i]), (a.lane[i] >> 16) * (b.lane[i] >> 16));
+  return a;
+}
+inline Ints add_halves(Ints a, Ints b) {
+  EACH_LANE a.lane[i] = two_halves(int16_t(a.lane[i]) + int16_t(b.lane[i]), (a.lane[i] >> 16) + (b.lane[i] >> 16));
+  return a;
+}
 inline Ints mask(Ints v, int32_t bits) { EACH_LANE v.lane[i] &= bits; return v; }
+inline Ints choose(int32_t bits, Ints a, Ints b) {
+  EACH_LANE a.lane[i] = (a.lane[i] & bits) | (b.lane[i] & ~bits);
+  return a;
+}
 inline Floats words_of(Ints v) { Floats r; std::memcpy(&r, &v, sizeof r); return r; }
 inline Floats multiply(Floats a, Floats b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { EACH_LANE c.lane[i] += a.lane[i] * b.lane[i]; return c; }
@@ -297,10 +333,6 @@ inline void transpose(Ints (&w)[LANES]) {
 
 #endif
 
-// Returns two numbers of 16 bits in a word.
-constexpr int32_t two_halves(int32_t low, int32_t high) {
-  return int32_t((uint32_t(low) & 0xffff) | uint32_t(high) << 16);
-}
 inline Floats high_half(Ints v) { return words_of(mask(v, -65536)); }
 
 // ------------------------------------------------------------------------------------------- exponentials

@@ -4,7 +4,7 @@
 //    scale in floating point (int8 with a scale per output, K types). A row has outliers, numbers far above its root mean
 //    square, which would take the precision from all others of their block. So the scale is that of the others, and an
 //    outlier's code has up to 15 bits: the low part lies among the codes, the high part in a second plane of codes, of
-//    which only the few steps of k that have one are read (on AMX tiles beside K types: all of a block that has one).
+//    which only the few steps of k that have one are read.
 // 2. Weights lie in strips of 32 outputs, one contiguous stream each: superblocks of k, each a header with the scales,
 //    then codes (layout.py, blocks.cpp). The hardware multiplies unsigned by signed bytes, so codes are stored with an
 //    offset; integer sums start at -offset * sum(activations), which takes it out again, exactly. A minimum of a group
@@ -439,7 +439,7 @@ template <class F, int M, int V>
 
 template <int M, int V> [[gnu::always_inline]] inline void raise_sums(Ints (&sums)[M][V]) {
   for (int m = 0; m < M; m++)
-    for (int j = 0; j < V; j++) sums[m][j] = times_128(sums[m][j]);
+    for (int j = 0; j < V; j++) sums[m][j] = raised<7>(sums[m][j]);
 }
 
 // What the rounded numbers of a tile's rows are besides their codes: of a block, with the next rows' behind it.
@@ -619,9 +619,13 @@ using Sums = void (*)(const Part& part, const Group& group, int64_t strip, Panel
 // Returns the `strip_sums` of a layout, or its `tile_sums`.
 Sums sums_of(const Layout& layout, int64_t k, bool on_amx) {
   const bool super = layout.header == Header::SUPER;
-  if (on_amx && super)
-    return layout.bits == 6 ? super_tile_sums<Halves<2>> : layout.bits == 5 ? super_tile_sums<Halves<1>>
-                                                                            : super_tile_sums<Halves<0>>;
+  if (on_amx && super) {
+    if (layout.bits == 6) return super_tile_sums<Halves<2>, BytesOfProduct, 1>;
+    if (layout.bits == 5) return super_tile_sums<Halves<1>, PartsOfScale, BLOCK / 64>;
+    if (!layout.has_least) return super_tile_sums<Halves<0>, BytesOfProduct, 1>;
+    return layout.group == 32 ? super_tile_sums<Halves<0>, PartsOfScale, BLOCK / 64>
+                              : super_tile_sums<Halves<0>, PartsOfScale, BLOCK / 32>;
+  }
   if (on_amx)
     return layout.bits == 8 ? tile_sums<Bytes> : layout.bits == 5 ? tile_sums<Halves<1>> : tile_sums<Halves<0>>;
   const int64_t steps = k % layout.group ? 0 : layout.group / 4;

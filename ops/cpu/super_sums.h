@@ -65,7 +65,7 @@ template <Adds ADDS, int PAIRS, int M, int V>
       if (ADDS != Adds::NOTHING) {
         if (split) {
           for (int i = 0; i < PAIRS; i++) rest = dot_pairs(rest, by[i], splat(high[i]));
-          rest = times_128(rest);
+          rest = raised<7>(rest);
         }
         for (int i = 0; i < PAIRS; i++) rest = dot_pairs(rest, by[i], splat(low[i]));
       }

@@ -4,6 +4,9 @@
 // of k are stored, the listed outliers are added, and `scale_sums` adds them in floating point as on other processors.
 // The tile unit hides products, not the work in floating point, which bounds groups of 32. Integer scales of K types are
 // multiplied into the weights instead, in two planes of bytes, so that tiles add up a whole block.
+//
+// Unpacked codes, sums and rows must stay in L1 together (at most 24 KB here): where they leave it, stores of codes and
+// fetches of weights wait for each other, and the times of memory and arithmetic add up.
 #pragma once
 
 #include "tiles.h"
@@ -11,13 +14,13 @@
 namespace quantized {
 namespace {
 
-constexpr int64_t TILE_PANEL = 256;  // k that is unpacked at a time
-constexpr int64_t CHUNK = 4;         // groups of k, or planes, at most, whose sums wait in L1: more leave it
-constexpr int64_t CHUNK_K = 256;     // their k, at most
-constexpr int64_t AHEAD = 12288;     // bytes of weights that are fetched
+constexpr int64_t TILE_PANEL = 256;       // k that is unpacked at a time; a block where there are two planes
+constexpr int64_t CHUNK = 4;              // groups of k, or planes, at most, whose sums wait in L1
+constexpr int64_t CHUNK_K = 256;          // their k, at most
+constexpr int64_t PLANE = BLOCK * STRIP;  // bytes of a plane of a block
+constexpr int64_t AHEAD = 12288;          // bytes of weights that are fetched
 
-// Returns the rows of a group of rows from which on a prototype of the tiles was faster on an Emerald Rapids. It did not
-// have the planes of K types: theirs is an estimate.
+// Returns the rows of a group of rows from which on a prototype of the tiles was faster on an Emerald Rapids.
 int64_t rows_for_tiles(const Layout& layout, int64_t k) {
   const int64_t size = layout.group;
   if (!amx::in_use() || k % size || (size != 16 && size != 32 && size != 64 && size != 128)) return Activations::NEVER;
@@ -38,22 +41,28 @@ class TileShape {
   const bool on;
 };
 
-struct TileScratch {  // of a thread: 24 KB
-  alignas(64) uint8_t codes[2 * TILE_PANEL * STRIP];  // one plane, or two for each block
+struct TileScratch {  // of a thread: 16 KB
+  alignas(64) uint8_t codes[TILE_PANEL * STRIP];  // of a panel, or two planes of a block
   Ints sums[CHUNK][amx::ROWS][NV];
   const uint8_t* of_group[TILE_PANEL / 16];  // the codes of each group of k
 };
 
-// Unpacks four steps, from step S on, to bytes in the order of `Bytes`.
-template <class F, int S = 0> void unpack_four(const uint8_t* p, uint8_t* to) {
+// Calls each(step, j, codes) for vector j of four steps, from step S on.
+template <class F, int S = 0, class Each>
+[[gnu::always_inline]] inline void each_of_four(const uint8_t* p, const Each& each) {
   Ints w[NV];
   F::template codes<S>(p, w);
-  for (int j = 0; j < NV; j++) store((int32_t*)(to + S * Bytes::STEP_BYTES + 4 * output_of<NV>(j)), w[j]);
-  if constexpr (S < 3) unpack_four<F, S + 1>(p, to);
+  for (int j = 0; j < NV; j++) each(S, j, w[j]);
+  if constexpr (S < 3) each_of_four<F, S + 1>(p, each);
+}
+
+// Writes vector j of a step, in the order of `Bytes`.
+inline void put_codes(uint8_t* to, int step, int j, Ints codes) {
+  store((int32_t*)(to + step * Bytes::STEP_BYTES + 4 * output_of<NV>(j)), codes);
 }
 
 // Finds the codes of a panel's groups, unpacked.
-template <class F> void open_codes(const Layout& layout, const Panel& panel, TileScratch& scratch) {
+template <class F> void open_codes(const Layout& layout, const Panel& panel, int64_t, TileScratch& scratch) {
   const uint8_t** of_group = scratch.of_group;
   const uint8_t* p = panel.weights;
   uint8_t* to = scratch.codes;
@@ -62,7 +71,10 @@ template <class F> void open_codes(const Layout& layout, const Panel& panel, Til
     for (int64_t i = 0; i < layout.super; i += layout.group) {
       *of_group++ = F::SMALL ? to : p;
       for (int64_t step = 0; step < layout.group / 4; step += 4, p += 4 * F::STEP_BYTES)
-        if (F::SMALL) unpack_four<F>(p, to), to += 4 * Bytes::STEP_BYTES;
+        if (F::SMALL) {
+          each_of_four<F>(p, [&](int step, int j, Ints codes) { put_codes(to, step, j, codes); });
+          to += 4 * Bytes::STEP_BYTES;
+        }
     }
   }
 }
@@ -83,7 +95,7 @@ void add_listed(const Activations& a, const Tile& tile, int64_t block, int64_t c
       const Ints x = splat(outlier->high);
       for (int j = 0; j < NV; j++) {
         const Ints zero = splat(0), four = FOLDS ? fold(zero, products(w[j], x), once[j]) : dot<true>(zero, w[j], x);
-        sum[j] = add(sum[j], times_128(four));
+        sum[j] = add(sum[j], raised<7>(four));
       }
     }
 }
@@ -117,8 +129,8 @@ void scale_tile(const Ints (*sums)[amx::ROWS][NV], int64_t g, int64_t count, con
 }
 
 // A tile's pass over a panel. acc: [height, 32], read and written
-void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileScratch& scratch, const Tile& tile,
-                float* acc) {
+void tile_panel(const Activations& a, const Layout& layout, Panel& panel, int64_t, TileScratch& scratch,
+                const Tile& tile, float* acc) {
   const int64_t height = tile.height, groups = (panel.last - panel.first) / a.block;
   const int64_t line = a.block / 4 * a.step_bytes();
   const int64_t block = tile.first * a.blocks + panel.first / a.block * height;
@@ -148,10 +160,10 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileSc
   }
 }
 
-// As `strip_sums`: unpacks each panel by `open`, and calls `each` for the tiles that pass over it.
+// As `strip_sums`: unpacks each of the parts of a panel by `open`, and calls `each` for the tiles that pass over it.
 template <class Open, class Each>
-void each_tile(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc, const Open& open,
-               const Each& each) {
+void each_tile(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc, int64_t parts,
+               const Open& open, const Each& each) {
   static thread_local TileScratch scratch;
   const Layout& layout = part.layout;
   const int64_t T = count_tiles(group, true), supers = std::max<int64_t>(1, TILE_PANEL / layout.super);
@@ -160,11 +172,13 @@ void each_tile(const Part& part, const Group& group, int64_t strip, Panel& panel
   for (panel.first = 0; panel.first < part.a->k; panel.first = panel.last) {
     panel.last = std::min(part.a->k, panel.first + supers * layout.super);
     open_panel(layout, output_scale, panel);
-    open(layout, panel, scratch);
     panel.ahead = panel.reach = panel.weights + AHEAD, panel.tiles = T;
-    for (int64_t t = 0; t < T; t++) {
-      const Tile tile = tile_of(group, t, true);
-      each(*part.a, layout, panel, scratch, tile, acc + (tile.first - group.first) * STRIP);
+    for (int64_t i = 0; i < parts; i++) {
+      open(layout, panel, i, scratch);
+      for (int64_t t = 0; t < T; t++) {
+        const Tile tile = tile_of(group, t, true);
+        each(*part.a, layout, panel, i, scratch, tile, acc + (tile.first - group.first) * STRIP);
+      }
     }
     panel.weights += supers * layout.super_bytes();
   }
@@ -172,75 +186,112 @@ void each_tile(const Part& part, const Group& group, int64_t strip, Panel& panel
 
 template <class F>
 void tile_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
-  each_tile(part, group, strip, panel, acc, open_codes<F>, tile_panel);
+  each_tile(part, group, strip, panel, acc, 1, open_codes<F>, tile_panel);
 }
 
 // ------------------------------------------------------------------------------------- integer scales
 
-// Unpacks a panel's blocks to planes: (code - offset) * scale = low + 128 * (high - offset).
-template <class F> void open_planes(const Layout& layout, const Panel& panel, TileScratch& scratch) {
-  constexpr int64_t STEP = Bytes::STEP_BYTES, PLANE = BLOCK / 4 * STEP;
-  const uint8_t* p = panel.weights;
-  const int32_t* times = panel.times;
-  for (int64_t k = 0; k < panel.last - panel.first; k += layout.group, times += STRIP) {
-    if (k % layout.super == 0) p += layout.header_bytes;
-    int16_t scale[STEP];
-    for (int64_t i = 0; i < STEP; i++) scale[i] = int16_t(times[i / 4]);
-    for (int64_t i = k; i < k + layout.group; i += 16, p += 4 * F::STEP_BYTES) {
-      alignas(64) uint8_t codes[4 * STEP];
-      unpack_four<F>(p, codes);
-      uint8_t *low = scratch.codes + i / BLOCK * 2 * PLANE + i % BLOCK / 4 * STEP, *high = low + PLANE;
-      for (int64_t j = 0; j < 4 * STEP; j++) {
-        const int16_t product = int16_t((codes[j] - layout.offset) * scale[j % STEP] + 128 * layout.offset);
-        low[j] = product & 127, high[j] = uint8_t(product >> 7);
-      }
+struct InPlanes {
+  Ints low, high;
+};
+
+// Codes times their scale are two planes of bytes, low + (high << RAISED). `of` returns those of vector j.
+// Scales without sign, of 6 bits: a plane is the codes times three of these bits, at most 31 * 7.
+struct PartsOfScale {
+  static constexpr int RAISED = 3;
+  static constexpr Adds ADDS = Adds::LEAST;
+  Ints low[NV], high[NV];
+  void set(int j, Ints scale, int32_t) {
+    low[j] = mask(scale, two_halves(7, 7)), high[j] = mask(shifted<-3>(scale), two_halves(7, 7));
+  }
+  InPlanes of(int j, Ints codes) const {
+    return {multiply_halves(codes, low[j]), multiply_halves(codes, high[j])};
+  }
+};
+
+// Others: (code - offset) * scale + 256 * offset, of 14 bits; `starts` take the last out again.
+struct BytesOfProduct {
+  static constexpr int RAISED = 8;
+  static constexpr Adds ADDS = Adds::NOTHING;
+  Ints even_scale[NV], odd_scale[NV], start[NV];  // of the even bytes, of the odd ones, of both
+  void set(int j, Ints scale, int32_t offset) {
+    even_scale[j] = even_bytes(scale), odd_scale[j] = shifted<8>(even_scale[j]);
+    start[j] = multiply_halves(add_halves(scale, splat(two_halves(-256, -256))), splat(two_halves(-offset, -offset)));
+  }
+  InPlanes of(int j, Ints codes) const {
+    const Ints even = add_halves(products(codes, even_scale[j]), start[j]);
+    const Ints odd = add_halves(products(codes, odd_scale[j]), start[j]);
+    constexpr int32_t EVEN = two_halves(255, 255);
+    return {choose(EVEN, even, shifted<8>(odd)), choose(EVEN, shifted<-8>(even), odd)};
+  }
+};
+
+// Unpacks a block of a superblock to planes.
+template <class F, class Planes>
+void open_planes(const Layout& layout, const Panel& panel, int64_t block, TileScratch& scratch) {
+  const uint8_t* p = panel.weights + layout.header_bytes + block * BLOCK / 4 * F::STEP_BYTES;
+  const int32_t* times = panel.times + block * BLOCK / layout.group * STRIP;
+  uint8_t* low = scratch.codes;
+  Planes planes;
+  for (int64_t k = 0; k < BLOCK; k += layout.group, times += STRIP) {
+    for (int j = 0; j < NV; j++) {
+      const Ints scale = load((const uint8_t*)(times + output_of<NV>(j)));
+      planes.set(j, choose(65535, scale, raised<16>(scale)), layout.offset);
     }
+    for (int64_t i = 0; i < layout.group; i += 16, p += 4 * F::STEP_BYTES, low += 4 * Bytes::STEP_BYTES)
+      each_of_four<F>(p, [&](int step, int j, Ints codes) {
+        const InPlanes of = planes.of(j, codes);
+        put_codes(low, step, j, of.low), put_codes(low + PLANE, step, j, of.high);
+      });
   }
 }
 
-// As `tile_panel`.
-void super_tile_panel(const Activations& a, const Layout& layout, Panel& panel, TileScratch& scratch, const Tile& tile,
-                      float* acc) {
-  constexpr int64_t PLANE = BLOCK * STRIP;
-  static_assert(CHUNK >= 4);  // two planes of codes, times those of the activations
-  const int64_t height = tile.height, first = tile.first * a.blocks + panel.first / BLOCK * height;
-  for (int64_t k = 0; k < panel.last - panel.first; k += BLOCK) {
-    const int64_t block = first + k / BLOCK * height;
-    Ends ends(a, block);
-    const uint32_t outliers = ends.outlier_steps(height);
-    const int8_t *x = &a.codes[block * BLOCK], *high = &a.highs[block * BLOCK], *rows[] = {x, x, high, high};
-    const uint8_t* planes = scratch.codes + k * 2 * STRIP;
-    const uint8_t* codes[] = {planes, planes + PLANE, planes, planes + PLANE};
-    const int64_t share = layout.super_bytes() * BLOCK / layout.super / panel.tiles, count = outliers ? 4 : 2;
-    const auto fetch = [&] {
-      panel.reach += share / count;
-      for (; panel.ahead < panel.reach; panel.ahead += 64) to_l2(panel.ahead);
-    };
-    amx::with_unit([&]<class Unit>(Unit) {
-      amx::dot_groups<Unit>(rows, BLOCK, codes, BLOCK, count, (int32_t*)scratch.sums, fetch);
-    });
-    for (int64_t m = 0; m < height; m++) {
-      Ints sums[1][NV];
-      for (int j = 0; j < NV; j++) {
-        const auto base_128 = [&](int64_t low, Ints high) {
-          return add(scratch.sums[low][m][j], times_128(add(scratch.sums[low + 1][m][j], high)));
-        };
-        const Ints of_outliers = outliers ? base_128(2, splat(0)) : splat(0);
-        sums[0][j] = base_128(0, add(of_outliers, splat(*ends.starts)));
-      }
-      const int64_t super = k / layout.super * STRIP, pairs = k / a.pair * STRIP;
-      float* to = acc + m * STRIP;
-      if (!layout.has_least) add_block<Adds::NOTHING, 1>(sums, 0, panel, super, pairs, ends, to);
-      else if (a.pair == 64) add_block<Adds::LEAST, BLOCK / 64>(sums, 0, panel, super, pairs, ends, to);
-      else add_block<Adds::LEAST, BLOCK / 32>(sums, 0, panel, super, pairs, ends, to);
-      ends.scales++, ends.starts++, ends.outliers++, ends.pairs += 2 * BLOCK / a.pair;
+// total [M, 32] += the sums of a block with M rows, from row m on, scaled. low, high: of its planes; super, pairs: as in
+// `add_block`
+template <class Planes, int PAIRS, int M>
+[[gnu::always_inline]] inline void scale_planes(const Ints (&low)[amx::ROWS][NV], const Ints (&high)[amx::ROWS][NV],
+                                                int64_t m, const Panel& panel, int64_t super, int64_t pairs, Ends ends,
+                                                float* total) {
+  ends.scales += m, ends.starts += m, ends.outliers += m, ends.pairs += m * 2 * PAIRS;
+  Ints sums[M][NV];
+  for (int r = 0; r < M; r++)
+    for (int j = 0; j < NV; j++) {
+      const Ints upper = Planes::ADDS == Adds::LEAST ? high[m + r][j] : add(high[m + r][j], splat(ends.starts[r]));
+      sums[r][j] = add(low[m + r][j], raised<Planes::RAISED>(upper));
     }
-  }
+  add_block<Planes::ADDS, PAIRS>(sums, 0, panel, super, pairs, ends, total + m * STRIP);
 }
 
-template <class F>
+// As `tile_panel`, for a block of a superblock.
+template <class Planes, int PAIRS>
+void super_tile_panel(const Activations& a, const Layout& layout, Panel& panel, int64_t b, TileScratch& scratch,
+                      const Tile& tile, float* acc) {
+  const int64_t height = tile.height, of_k = panel.first / BLOCK + b, block = tile.first * a.blocks + of_k * height;
+  const int64_t fetches = 2 + height / 4, share = layout.super_bytes() * BLOCK / layout.super / panel.tiles;
+  const auto fetch = [&] {
+    panel.reach += (share + fetches - 1) / fetches;
+    for (; panel.ahead < panel.reach; panel.ahead += 64) to_l2(panel.ahead);
+  };
+  const int8_t* x = &a.codes[block * BLOCK];
+  const int8_t* rows[] = {x, x};
+  const uint8_t* planes[] = {scratch.codes, scratch.codes + PLANE};
+  amx::with_unit([&]<class Unit>(Unit) {
+    amx::dot_groups<Unit>(rows, BLOCK, planes, BLOCK, 2, (int32_t*)scratch.sums, fetch);
+  });
+  add_listed<2>(a, tile, of_k, 1, planes, scratch.sums);
+  const Ends ends(a, block);
+  const auto scale = [&]<int M>(std::integral_constant<int, M>, int64_t m) {
+    scale_planes<Planes, PAIRS, M>(scratch.sums[0], scratch.sums[1], m, panel, 0, b * PAIRS * STRIP, ends, acc);
+  };
+  int64_t m = 0;
+  for (; m + 4 <= height; m += 4, fetch()) scale(std::integral_constant<int, 4>{}, m);
+  for (; m < height; m++) scale(std::integral_constant<int, 1>{}, m);
+}
+
+template <class F, class Planes, int PAIRS>
 void super_tile_sums(const Part& part, const Group& group, int64_t strip, Panel& panel, float* acc) {
-  each_tile(part, group, strip, panel, acc, open_planes<F>, super_tile_panel);
+  const int64_t blocks = part.layout.super / BLOCK;
+  each_tile(part, group, strip, panel, acc, blocks, open_planes<F, Planes>, super_tile_panel<Planes, PAIRS>);
 }
 
 }  // namespace
