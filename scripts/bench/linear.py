@@ -8,11 +8,14 @@
    instructions on registers alone. They are measured first and after every shape, and the highest
    count. The least time of a product is max(bytes / bandwidth, multiply-adds / peak).
 2. Every contestant rotates through 200 MB of its own weights, so that it reads memory, not a cache.
+   They lie in huge pages, as a model's do.
 3. A round measures every contestant at every number of tokens once, in an order that rotates, so
    that drift hits all of them. The table shows medians; quartiles over rounds go into the JSON.
+4. With several units, a round measures them one after the other. A unit is named with each cell in
+   which it takes longer than the first one: the median over rounds of the ratio is above 1.0.
 
-torch-bf16 is `F.linear`, bf16 is ops/cpu/linear.cpp, the rest is ops/cpu/quantized.cpp; Q4_1 to
-Q6_K are blocks of a GGUF file.
+torch-bf16 is `F.linear`, bf16 is ops/cpu/linear.cpp, the rest is ops/cpu/quantized.cpp; Q2_K to
+Q8_0 are types of a GGUF file.
 Not here: CUDA (scripts/gpu/kernels.py), whole models (papers.py).
 """
 
@@ -26,7 +29,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -42,6 +47,7 @@ from hf.checkpoint import BLOCKS
 from hf.gguf import TYPES
 from hf.gguf_blocks import Blocks, pack, table_of
 from ops.cpu import build
+from ops.cpu.pages import HugePages
 from ops.qmatmul import PRODUCTS
 from quantize import FORMATS
 from scripts.bench.measure import Series, environment, read_bandwidth
@@ -58,8 +64,9 @@ ROUNDED = {  # name -> format, group size (0: an output's)
     "int4-64": ("int4", 64),
     "int4-128": ("int4", 128),
 }
-FILE_TYPES = {TYPES[number].name: number for number in (3, 8, 12, 14)}  # of GGUF, with its number
+FILE_TYPES = {TYPES[number].name: number for number in (2, 3, 6, 8, 10, 11, 12, 13, 14)}  # GGUF's
 KINDS = (*FLOAT, *ROUNDED, *FILE_TYPES)
+USUAL = (*FLOAT, *ROUNDED, "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 UNITS = ("none", "hardware", "emulation")  # of AMX tiles
 
 
@@ -89,7 +96,7 @@ class LinearConfig:
         "5632x2048,2048x5632,11008x4096,4096x11008", "outputs x inputs, separated by commas"
     )
     tokens: str = option("1,2,4,8,16,26,32,48,64", "rows of the input")
-    kinds: str = option(",".join(KINDS), "contestants")
+    kinds: str = option(",".join(USUAL), f"contestants, among {', '.join(KINDS)}")
     units: str = option(
         "", "units of AMX tiles to compare, as none,hardware; default: the one in use"
     )
@@ -142,8 +149,11 @@ class Contestant:
             else:
                 first = product.pack(*FORMATS[format].encode(weight, group))
         self.bytes = sum(t.nbytes for t in first)
-        copies = max(3, -(-ROTATED_BYTES // self.bytes))
-        self.weights = [first, *(tuple(t.clone() for t in first) for _ in range(copies - 1))]
+        pages = HugePages()
+        self.weights = [
+            tuple(pages.empty(t.shape, t.dtype).copy_(t) for t in first)
+            for _ in range(max(3, -(-ROTATED_BYTES // self.bytes)))
+        ]
 
     def seconds(self, x: Tensor) -> float:
         """Time one call, on weights that no cache holds."""
@@ -212,7 +222,7 @@ def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
     inputs = {m: torch.randn(m, k, dtype=torch.bfloat16) for m in tokens}
     units = config.units.split(",")
     taken: dict[tuple[str, str, int], list[float]] = {
-        (kind, unit, m): [] for kind in contestants for unit in units for m in tokens
+        (kind, unit, m): [] for kind in contestants for m in tokens for unit in units
     }
     order = list(taken)
     for number in tqdm(range(-1, config.rounds), desc=shape, unit="round"):
@@ -235,6 +245,7 @@ def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
                 "tokens": m,
                 "ms": series.median * 1e3,
                 "quartiles_ms": [series.low * 1e3, series.high * 1e3],
+                "of_first_unit": median(map(truediv, seconds, taken[kind, units[0], m])),
                 "gb_per_s": contestants[kind].bytes / series.median / 1e9,
                 "of_m1": of_first,
                 "bytes": contestants[kind].bytes,
@@ -269,6 +280,20 @@ def _print_shape(records: list[dict], ceilings: list[Ceiling]) -> None:
     print(f"\n{title}\n")
     print(table(records, lambda r: f"{r['ms']:.2f} ({r['of_m1']:.2f}; {r['of_ceiling']:.2f})"))
     print("\nGB/s\n\n" + table(records, lambda r: f"{r['gb_per_s']:.1f}"), flush=True)
+    _print_units(records)
+
+
+def _print_units(records: list[dict]) -> None:
+    """Print the time of every unit over that of the first one, and name the cells above 1.0."""
+    first = records[0]["unit"]
+    others = [r for r in records if r["unit"] != first]
+    if not others:
+        return
+    slower = [r for r in others if round(r["of_first_unit"], 2) > 1.0]
+    cells = [f"{r['kind']} at {r['tokens']} rows ({r['of_first_unit']:.2f})" for r in slower]
+    print(f"\nTime over that of unit {first}\n")
+    print(table(others, lambda r: f"{r['of_first_unit']:.2f}"))
+    print(f"\nslower than unit {first}: {', '.join(cells) or 'no cell'}", flush=True)
 
 
 def bench(config: LinearConfig) -> None:
