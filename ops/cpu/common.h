@@ -98,7 +98,7 @@ constexpr int32_t two_halves(int32_t low, int32_t high) {
 // halves of a sum to acc, each times that half of a word; one that is not SMALL takes two numbers of 16 bits on either
 // side, even_bytes or odd_bytes of the weights. dot_pairs: acc[i] += two products of numbers of 16 bits.
 // shifted: bits by LEFT places within words of 16 or 32 bits. raised: times 2^BITS. ..._halves: of numbers of 16 bits.
-// choose: the bits of a that `bits` has, and the others of b. words_of: the same bits. low_half, high_half: the bfloat16
+// choose: the bits of a that `bits` has, and the others of b. join: the same where b has none of `bits`. words_of: the same bits. low_half, high_half: the bfloat16
 // in either half of a word. transpose: word j of vector i becomes word i of vector j.
 // For quantized.cpp, by registers: tiles have up to MB rows; those of up to MOST_SUMS vectors of sums take a strip whole;
 // CHAINS sums that do not wait for each other hide the latency of dot, 0 where they need not.
@@ -140,6 +140,7 @@ inline Ints multiply_halves(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
 inline Ints add_halves(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
 inline Ints mask(Ints v, int32_t bits) { return _mm512_and_si512(v, splat(bits)); }
 inline Ints choose(int32_t bits, Ints a, Ints b) { return _mm512_ternarylogic_epi32(splat(bits), a, b, 0xca); }
+inline Ints join(int32_t bits, Ints a, Ints b) { return choose(bits, a, b); }
 inline Floats words_of(Ints v) { return _mm512_castsi512_ps(v); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -217,6 +218,7 @@ inline Ints mask(Ints v, int32_t bits) { return _mm256_and_si256(v, splat(bits))
 inline Ints choose(int32_t bits, Ints a, Ints b) {
   return _mm256_or_si256(mask(a, bits), _mm256_andnot_si256(splat(bits), b));
 }
+inline Ints join(int32_t bits, Ints a, Ints b) { return _mm256_or_si256(mask(a, bits), b); }
 inline Floats words_of(Ints v) { return _mm256_castsi256_ps(v); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
@@ -309,6 +311,7 @@ inline Ints choose(int32_t bits, Ints a, Ints b) {
   EACH_LANE a.lane[i] = (a.lane[i] & bits) | (b.lane[i] & ~bits);
   return a;
 }
+inline Ints join(int32_t bits, Ints a, Ints b) { return choose(bits, a, b); }
 inline Floats words_of(Ints v) { Floats r; std::memcpy(&r, &v, sizeof r); return r; }
 inline Floats multiply(Floats a, Floats b) { EACH_LANE a.lane[i] *= b.lane[i]; return a; }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { EACH_LANE c.lane[i] += a.lane[i] * b.lane[i]; return c; }

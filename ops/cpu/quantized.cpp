@@ -240,13 +240,16 @@ template <class T> void round_rows(Activations& a, const T* x) {
 struct Panel {
   const uint8_t* weights;        // its first superblock
   const uint8_t *ahead, *reach;  // the line behind the panel to fetch next, and the end of what is to be fetched by now
-  int64_t tiles;                 // that pass over the panel; each fetches its share
+  int64_t shares;                // of what to fetch: one for each tile that passes over the panel
   int64_t first, last;           // k
   alignas(64) float scale[PANEL / LEAST_GROUP * STRIP];  // per group of k, or superblock of integer scales
   alignas(64) float least[PANEL / LEAST_GROUP * STRIP];  // minima
   alignas(64) int32_t zero[PANEL / LEAST_GROUP * STRIP];
   alignas(64) int32_t times[PANEL / 16 * STRIP];  // integer scales per group; where FOLDS, twice in a word
   alignas(64) int32_t pairs[PANEL / 32 * STRIP];  // two groups' factors of the sums of their activations' codes
+  void fetch(int64_t bytes) {
+    for (reach += bytes; ahead < reach; ahead += 64) to_l2(ahead);
+  }
 };
 
 // Reads the float16 numbers of a header, scales [32], and minima [32] if there are any. Returns: what lies behind.
@@ -313,8 +316,8 @@ template <int HIGH> struct Halves {  // codes of 4 + HIGH bits
       if constexpr (HIGH) {
         constexpr int bit = S % 4 * 2 * HIGH, fifth = HIGH == 1 ? 0x10101010 : 0x30303030;
         const Ints high = load(at + (4 + bit / 8) * 2 * STRIP);
-        w[j] = add(w[j], mask(shifted<4 - bit % 8>(high), fifth));
-        w[V / 2 + j] = add(w[V / 2 + j], mask(shifted<4 - HIGH - bit % 8>(high), fifth));
+        w[j] = join(fifth, shifted<4 - bit % 8>(high), w[j]);
+        w[V / 2 + j] = join(fifth, shifted<4 - HIGH - bit % 8>(high), w[V / 2 + j]);
       }
     }
   }
@@ -525,7 +528,7 @@ template <class F, int STEPS, int M, int V>
   const int8_t *x = &a.codes[at], *high = a.highs.data() + at;
   Ends ends(a, row * a.blocks + panel.first / a.block * M);
   const int64_t size = layout.group, last = panel.last;
-  const int64_t share = layout.super_bytes() * size / layout.super * V / NV / panel.tiles;
+  const int64_t share = layout.super_bytes() * size / layout.super * V / NV / panel.shares;
   const Adds adds = adds_of(layout);
   const uint8_t *p = panel.weights + 4 * first, *ahead = panel.ahead, *reach = panel.reach;
   int64_t g = first;
@@ -597,7 +600,7 @@ void strip_sums(const Part& part, const Group& group, int64_t strip, Panel& pane
     panel.last = std::min(a.k, panel.first + supers * layout.super);
     open_panel(layout, output_scale, panel);
     const uint8_t* next = panel.weights + supers * layout.super_bytes();
-    panel.ahead = panel.reach = next, panel.tiles = T;
+    panel.ahead = panel.reach = next, panel.shares = T;
     for (int64_t t = 0; t < T; t++) {
       const auto [row, height, on_amx] = tile_of(group, t);
       tiles<F, STEPS, SUPER>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);

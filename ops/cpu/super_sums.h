@@ -87,7 +87,7 @@ template <class F, int STEPS, int M, int V>
   const int64_t at = row * a.k + panel.first * M, size = panel.last - panel.first;
   const int8_t *x = &a.codes[at], *high = &a.highs[at];
   Ends ends(a, row * a.blocks + panel.first / BLOCK * M);
-  const int64_t share = layout.super_bytes() * BLOCK / layout.super * V / NV / panel.tiles;
+  const int64_t share = layout.super_bytes() * BLOCK / layout.super * V / NV / panel.shares;
   const uint8_t* p = panel.weights + 4 * first;
   const int32_t* times = panel.times + first;
   for (int64_t k = 0; k < size; k += BLOCK) {
@@ -107,7 +107,7 @@ template <class F, int STEPS, int M, int V>
     if (layout.has_least) add_block<Adds::LEAST, PAIRS>(of_block, 0, panel, super, pairs, ends, sums + first);
     else add_block<Adds::START, PAIRS>(of_block, layout.offset, panel, super, pairs, ends, sums + first);
     ends.scales += M, ends.pairs += M * 2 * PAIRS, ends.outliers += M;
-    for (panel.reach += share; panel.ahead < panel.reach; panel.ahead += 64) to_l2(panel.ahead);
+    panel.fetch(share);
   }
 }
 

@@ -20,13 +20,13 @@ constexpr int64_t CHUNK_K = 256;          // their k, at most
 constexpr int64_t PLANE = BLOCK * STRIP;  // bytes of a plane of a block
 constexpr int64_t AHEAD = 12288;          // bytes of weights that are fetched
 
-// Returns the rows of a group of rows from which on tiles were not slower on an Emerald Rapids whose core was shared. On
-// a quiet one they pay from 8 to 12 rows on. int8 waits for memory with up to 16 rows, either way.
+// Returns the rows of a group of rows from which on tiles were not slower on an Emerald Rapids, with one thread and two,
+// also while another program shared the core; then groups of 32 lose up to 1.2 times with fewer. On a quiet core tiles
+// pay from 8 to 12 rows on. A rest of few rows is no faster without a tile of its own, but for 1 row in groups of 32.
 int64_t rows_for_tiles(const Layout& layout, int64_t k) {
   const int64_t size = layout.group;
   if (!amx::in_use() || k % size || (size != 16 && size != 32 && size != 64 && size != 128)) return Activations::NEVER;
-  const bool in_planes = layout.header == Header::SUPER;
-  return layout.bits < 8 && size >= (in_planes ? 32 : 64) ? 12 : 16;
+  return layout.header == Header::SUPER || size >= 64 ? 16 : 24;
 }
 
 // The configuration of this thread for a group of rows, if they go through tiles.
@@ -138,13 +138,12 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, int64_
   const int64_t block = tile.first * a.blocks + panel.first / a.block * height;
   const Ends ends(a, block);
   const int8_t* x = &a.codes[block * line];
-  const int64_t share = layout.super_bytes() * a.block / layout.super / panel.tiles;  // bytes to fetch, of a group
+  const int64_t share = layout.super_bytes() * a.block / layout.super / panel.shares;  // bytes to fetch, of a group
   const int64_t chunk = std::min(CHUNK, CHUNK_K / a.block);
   for (int64_t g = 0; g < groups; g += chunk) {
     const int64_t count = std::min(chunk, groups - g), fetches = count + height / 4;
     const auto fetch = [&] {  // evenly, or memory would be idle meanwhile
-      panel.reach += (share * count + fetches - 1) / fetches;
-      for (; panel.ahead < panel.reach; panel.ahead += 64) to_l2(panel.ahead);
+      panel.fetch((share * count + fetches - 1) / fetches);
     };
     const int8_t* rows[CHUNK];
     for (int64_t i = 0; i < count; i++) rows[i] = x + (g + i) * height * line;
@@ -174,7 +173,8 @@ void each_tile(const Part& part, const Group& group, int64_t strip, Panel& panel
   for (panel.first = 0; panel.first < part.a->k; panel.first = panel.last) {
     panel.last = std::min(part.a->k, panel.first + supers * layout.super);
     open_panel(layout, output_scale, panel);
-    panel.ahead = panel.reach = panel.weights + AHEAD, panel.tiles = T;
+    panel.ahead = panel.reach = panel.weights + AHEAD;
+    panel.shares = T + (layout.header == Header::SUPER);  // unpacking to planes takes as long as a tile
     for (int64_t i = 0; i < parts; i++) {
       open(layout, panel, i, scratch);
       for (int64_t t = 0; t < T; t++) {
@@ -230,9 +230,10 @@ struct BytesOfProduct {
 
 // Unpacks a block of a superblock to planes.
 template <class F, class Planes>
-void open_planes(const Layout& layout, const Panel& panel, int64_t block, TileScratch& scratch) {
+void open_planes(const Layout& layout, Panel& panel, int64_t block, TileScratch& scratch) {
   const uint8_t* p = panel.weights + layout.header_bytes + block * BLOCK / 4 * F::STEP_BYTES;
   const int32_t* times = panel.times + block * BLOCK / layout.group * STRIP;
+  const int64_t share = layout.super_bytes() * layout.group / layout.super / panel.shares;  // to fetch, of a group
   uint8_t* low = scratch.codes;
   Planes planes;
   for (int64_t k = 0; k < BLOCK; k += layout.group, times += STRIP) {
@@ -240,6 +241,7 @@ void open_planes(const Layout& layout, const Panel& panel, int64_t block, TileSc
       const Ints scale = load((const uint8_t*)(times + output_of<NV>(j)));
       planes.set(j, choose(65535, scale, raised<16>(scale)), layout.offset);
     }
+    panel.fetch(share);
     for (int64_t i = 0; i < layout.group; i += 16, p += 4 * F::STEP_BYTES, low += 4 * Bytes::STEP_BYTES)
       each_of_four<F>(p, [&](int step, int j, Ints codes) {
         const InPlanes of = planes.of(j, codes);
@@ -269,10 +271,9 @@ template <class Planes, int PAIRS>
 void super_tile_panel(const Activations& a, const Layout& layout, Panel& panel, int64_t b, TileScratch& scratch,
                       const Tile& tile, float* acc) {
   const int64_t height = tile.height, of_k = panel.first / BLOCK + b, block = tile.first * a.blocks + of_k * height;
-  const int64_t fetches = 2 + height / 4, share = layout.super_bytes() * BLOCK / layout.super / panel.tiles;
+  const int64_t fetches = 2 + height / 4, share = layout.super_bytes() * BLOCK / layout.super / panel.shares;
   const auto fetch = [&] {
-    panel.reach += (share + fetches - 1) / fetches;
-    for (; panel.ahead < panel.reach; panel.ahead += 64) to_l2(panel.ahead);
+    panel.fetch((share + fetches - 1) / fetches);
   };
   const int8_t* x = &a.codes[block * BLOCK];
   const int8_t* rows[] = {x, x};
