@@ -14,6 +14,7 @@ import signal
 import sys
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from ops import switches
 from ops.cpu.layout import pack_int4_strips, pack_int8_strips
 
+INPUTS = 512  # of the matmuls in integers
 LIMIT_S = 10  # of the child, which takes milliseconds; a lock that it inherited may stop it
 
 
@@ -76,7 +78,46 @@ def fault_of_hardware() -> str:
     return faults.get(answer, "a process that used them died or hung")
 
 
-def _operands() -> list[Tensor]:
+class Operands(NamedTuple):
+    """Rows, and weights of 40 outputs in every family of formats."""
+
+    x: Tensor  # [48, 529] bfloat16; those of integers read the first INPUTS columns
+    weight: Tensor  # [40, 529] bfloat16
+    int4: list[Tensor]  # packed, in groups of 32 and of 128
+    int8: Tensor  # packed
+    scale: Tensor  # [40] float32, of int8
+    k_types: list[tuple[Tensor, Tensor]]  # packed blocks and their table, of Q4_K and Q6_K
+
+
+class KType(NamedTuple):
+    """A type of GGUF with integer scales, as strips.h lays out 256 weights of 32 outputs."""
+
+    number: int
+    halves: int  # bytes of float16 numbers, at the begin of the header
+    scales: int  # bytes of integer scales behind them
+    signed: bool
+
+
+Q4_K = KType(number=12, halves=128, scales=512, signed=False)  # scales of 6 bits and minima
+Q6_K = KType(number=14, halves=64, scales=512, signed=True)
+
+
+def _k_weight(kind: KType, n: int, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Make packed blocks of random codes and scales. Returns: them, and their table."""
+    blocks = torch.ops.gpt_eagle.block_bytes
+    size = blocks(kind.number, 32, 256)
+    random = partial(torch.randint, dtype=torch.uint8, device="cpu", generator=generator)
+    packed = random(256, (blocks(kind.number, n, k) // size, size))
+    codes = kind.halves + kind.scales  # where they begin
+    if not kind.signed:
+        packed[:, kind.halves : codes] &= 63
+    numbers = torch.rand(len(packed), kind.halves // 2, generator=generator, device="cpu")
+    packed[:, : kind.halves] = (numbers / 64).half().view(torch.uint8)
+    table = torch.tensor([n, k, packed.numel(), kind.number, n, 0], device="cpu")
+    return packed.flatten(), table
+
+
+def _operands() -> Operands:
     """Make operands of 48 rows, which are three whole tiles, and of more outputs than a strip has.
 
     k of integers holds groups of all sizes; that of bf16 leaves a part of a step behind a panel.
@@ -85,24 +126,32 @@ def _operands() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     # explicit, since a caller may have other defaults: "meta" while it builds a model
     normal = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
-    n, k, k_bf16 = 40, 384, 529
+    n, k, k_bf16 = 40, INPUTS, 529
     x = normal(48, k_bf16)
     weight = normal(n, k_bf16)
     codes = (50 * normal(n, k)).clamp(-128, 127).to(torch.int8)
     scales = normal(n, k // 32).bfloat16()
-    packed = [pack_int4_strips(codes >> 4, scales[:, : k // group]) for group in (32, 128)]
-    integers = [x[:, :k], *packed, pack_int8_strips(codes), scales[:, 0].float()]
-    return [x.bfloat16(), weight.bfloat16(), *integers]
+    return Operands(
+        x=x.bfloat16(),
+        weight=weight.bfloat16(),
+        int4=[pack_int4_strips(codes >> 4, scales[:, : k // group]) for group in (32, 128)],
+        int8=pack_int8_strips(codes),
+        scale=scales[:, 0].float(),
+        k_types=[_k_weight(kind, n, k, generator) for kind in (Q4_K, Q6_K)],
+    )
 
 
-def matmuls(unit: str, operands: list[Tensor]) -> list[Tensor]:
-    """Multiply on a unit, in bf16 and with int4 and int8. Writes: the unit of the operators."""
-    narrow, weight, x, *int4, int8, scale = operands
+def matmuls(unit: str, of: Operands) -> list[Tensor]:
+    """Multiply on a unit, in bf16 and in all families of integers. Writes: the unit in use."""
     operators = torch.ops.gpt_eagle
     operators.use_tiles(unit)
+    n = len(of.weight)
     results = []
     for rows in (1, 33, 48):
-        results.append(operators.linear_bf16(narrow[:rows], weight, None, True))
-        results += [operators.grouped(x[:rows], packed, len(weight), True) for packed in int4]
-        results.append(operators.w8a8(x[:rows], int8, scale, True))
+        x = of.x[:rows]
+        of_integers = x[:, :INPUTS].contiguous()
+        results.append(operators.linear_bf16(x, of.weight, None, True))
+        results += [operators.grouped(of_integers, packed, n, True) for packed in of.int4]
+        results.append(operators.w8a8(of_integers, of.int8, of.scale, True))
+        results += [operators.blocks(of_integers, *weight, True) for weight in of.k_types]
     return results
