@@ -489,7 +489,7 @@ def test_what_a_key_depends_on(trees, tmp_path):
     finally:
         torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remembered, "tiles_in_use", lambda: "hardware")
+        patch.setattr(remembered, "tiles_in_use", lambda: "another unit")
         keys.append(file_of(engine))
         patch.undo()
         for library in ("operators of another version", ""):
