@@ -418,19 +418,15 @@ def test_operands_that_do_not_fit_are_refused():
     assert not not_refused(
         product,
         {
-            "wide": (random(3, 768),),
-            "narrow": (random(3, 256),),
-            "empty": (random(3, 0),),
-            "half": (x.half(),),
-            "double": (x.double(),),
-            "whole": (x.long(),),
+            "wide": (random(3, 768),), "narrow": (random(3, 256),), "empty": (random(3, 0),),
+            "half": (x.half(),), "double": (x.double(),), "whole": (x.long(),),
             "a stack": (x, None, CASE.packed[None]),
             "experts of no stack": (x, torch.zeros(3, dtype=torch.long)),
             "no expert": (x, torch.ones(3, dtype=torch.long), CASE.packed[None]),
             "fewer": (x, torch.zeros(2, dtype=torch.long), CASE.packed[None]),
             "int32": (x, torch.zeros(3, dtype=torch.int32), CASE.packed[None]),
         },
-    )
+    )  # fmt: skip
 
     def packing(content=content, type_id=12, order=None, out=out):
         return OPERATORS.pack_blocks(content, type_id, order, out)

@@ -57,10 +57,7 @@ def decode_all() -> dict[str, list]:
     for name, quant in FORMATS.items():
         target = load_model(Path(DEMO), torch.bfloat16, quant=quant)
         head = load_head(Path(DEMO + "-eagle"), target, quant)
-        drafters = [
-            RootOnly(),
-            *(EagleDrafter(head, target, tree) for tree in TREES.values()),
-        ]
+        drafters = [RootOnly(), *(EagleDrafter(head, target, tree) for tree in TREES.values())]  # fmt: skip
         for compile in (False, True):
             engines = [
                 engine_for(target, drafter, compile=compile, **options) for drafter in drafters
@@ -196,14 +193,11 @@ def why(capsys) -> str:
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        (
-            {"CXX": "/nonexistent/g++"},
-            "no C++ compiler: CXX is /nonexistent/g++",
-        ),  # another one is not what was asked
+        ({"CXX": "/nonexistent/g++"}, "no C++ compiler: CXX is /nonexistent/g++"),  # another one is not what was asked
         ({"CXX": "", "PATH": ""}, "no C++ compiler; install g++ or set CXX"),
         ({"CXX": "/bin/false"}, "/bin/false failed: it gave no reason"),
     ],
-)
+)  # fmt: skip
 def test_why_there_are_no_operators(calls, tmp_path, monkeypatch, capsys, environment, says):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -33,13 +33,10 @@ VANILLA, BASE, LEVEL = (
     6,
 )  # operators of a cycle: without a tree; with one, and for each drafted level of it
 TREES = {
-    "chain 1": StaticTree.chain(1),
-    "chain 3": StaticTree.chain(3),
-    "dynamic 5/3/8": DynamicTree(5, 3, 8),
-    "dynamic 6/4/16": DynamicTree(6, 4, 16),
-    "whole": DynamicTree(3, 3, 9, rerank=False),
-    "static": StaticTree(EAGLE1_PATHS),
-}
+    "chain 1": StaticTree.chain(1), "chain 3": StaticTree.chain(3),
+    "dynamic 5/3/8": DynamicTree(5, 3, 8), "dynamic 6/4/16": DynamicTree(6, 4, 16),
+    "whole": DynamicTree(3, 3, 9, rerank=False), "static": StaticTree(EAGLE1_PATHS),
+}  # fmt: skip
 EAGLES = ("2", "3", "3 normed twice", "3 fed", "3 without aux_layers")  # of HEADS
 RULES = {
     "greedy": {},

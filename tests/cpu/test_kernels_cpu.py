@@ -154,14 +154,11 @@ def layers(dim: int, ffn: int, kv: int, vocab: int) -> list[tuple[int, int]]:
 
 
 MODELS = {
-    "llama2-7b": layers(4096, 11008, 4096, 32000),
-    "llama3-8b": layers(4096, 14336, 1024, 128256),
-    "llama2-13b": layers(5120, 13824, 5120, 32000),
-    "llama2-70b": layers(8192, 28672, 1024, 32000),
-    "llama3-70b": layers(8192, 28672, 1024, 128256),
-    "demo": layers(256, 768, 128, 4096),
+    "llama2-7b": layers(4096, 11008, 4096, 32000), "llama3-8b": layers(4096, 14336, 1024, 128256),
+    "llama2-13b": layers(5120, 13824, 5120, 32000), "llama2-70b": layers(8192, 28672, 1024, 32000),
+    "llama3-70b": layers(8192, 28672, 1024, 128256), "demo": layers(256, 768, 128, 4096),
     "demo head": layers(256, 1536, 128, 4096),
-}
+}  # fmt: skip
 CUT = sorted({(min(n, MOST_ROWS), k) for shapes in MODELS.values() for n, k in shapes})
 
 

@@ -42,14 +42,9 @@ BIASED = ModelConfig(64, 2, 4, 4, 32, 160, 50, qkv_bias=True, o_bias=True, mlp_b
 MIXTURE = ModelConfig(64, 3, 4, 2, 16, 96, 50, n_experts=5, experts_per_token=2)
 QWEN3 = replace(CONFIG, qk_norm=True, norm_eps=1e-6)
 QWEN3_MOE = replace(
-    QWEN3,
-    n_experts=12,
-    experts_per_token=3,
-    expert_dim=32,
-    norm_topk=False,
-    dense_layers=(1,),
+    QWEN3, n_experts=12, experts_per_token=3, expert_dim=32, norm_topk=False, dense_layers=(1,),
     expert_names="qwen",
-)
+)  # fmt: skip
 BF16 = torch.bfloat16
 
 
@@ -214,12 +209,9 @@ def test_aux_layers_in_one_call_are_those_of_the_loop(config, quant):
             rope_angles(target.rope_freq, window.slots),
         )
         return layers(
-            target.embedding(tokens).float(),
-            rope,
-            NoNorm(),
-            empty_cache(replace(config, n_layers=last), 2),
-            window,
-        ).bfloat16()
+            target.embedding(tokens).float(), rope, NoNorm(),
+            empty_cache(replace(config, n_layers=last), 2), window,
+        ).bfloat16()  # fmt: skip
 
     looped, plain = run(aux_layers), run(())
     assert torch.equal(looped, torch.cat((plain, target.embedding(tokens), until(2), until(3)), -1))

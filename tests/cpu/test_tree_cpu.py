@@ -170,21 +170,9 @@ def test_wrong_levels():
     names = ("logits", "sharpness", "ids", "noise", "level", "temperature", "index", "values", "seen", "places", "k",
              "count", "at", "by_value")  # fmt: skip
     good = (
-        z,
-        1.0,
-        ids,
-        noise,
-        0,
-        torch.ones(2),
-        index,
-        values,
-        seen,
-        torch.tensor([[0, 5]]),
-        3,
-        2,
-        (4, 0, 6),
-        True,
-    )
+        z, 1.0, ids, noise, 0, torch.ones(2), index, values, seen, torch.tensor([[0, 5]]), 3, 2,
+        (4, 0, 6), True,
+    )  # fmt: skip
     assert len(CPP.next_level(*good)) == 8
     wrong = {
         "logits": [z[0], z.double(), torch.zeros(2, 2, 2)],
@@ -195,16 +183,11 @@ def test_wrong_levels():
         "index": [index[:1], index[:, :1], index.int()],
         "values": [values[:1], values[:, :1], values.double()],
         "seen": [seen[:1], seen[:, :1], seen[..., :5], seen.int()],
-        "places": [
-            torch.tensor([[0]]),
-            torch.tensor([[0, 6]]),
-            torch.tensor([[-1, 0]]),
-            torch.tensor([[0.0, 1.0]]),
-        ],
+        "places": [torch.tensor([[0]]), torch.tensor([[0, 6]]), torch.tensor([[-1, 0]]), torch.tensor([[0.0, 1.0]])],
         "k": [0, -1, 6],
         "count": [7, -1],
         "at": [(4, 0), (4, 0, 7), (4, 0, -1)],
-    }
+    }  # fmt: skip
     cases = {
         f"{name} {n}": tuple(value if name == own else x for own, x in zip(names, good))
         for name, values in wrong.items()
@@ -283,13 +266,8 @@ def test_wrong_nodes():
     text, pos, ran = whole(9, 2, 4), torch.tensor([1, 3]), [torch.tensor([[0, 1], [2, 0]])]
     names = ("tokens", "values", "parents", "ran", "nodes", "count", "text", "pos")
     good = (
-        *(list(column) for column in zip(*levels)),
-        ran,
-        torch.tensor([[0, 1, 2, 4]]),
-        4,
-        text,
-        pos,
-    )
+        *(list(column) for column in zip(*levels)), ran, torch.tensor([[0, 1, 2, 4]]), 4, text, pos,
+    )  # fmt: skip
     assert len(CPP.rerank(*good)) == 7
     tokens, values, parents = good[:3]
     wrong = {
@@ -408,24 +386,12 @@ def test_advance(dtype, size, batch):
 def test_wrong_advances():
     state = state_of(2, 12, torch.tensor([3, 4]), torch.tensor([9, 9]), torch.zeros(2).bool())
     roots, path, length, emitted = (
-        whole(9, 2, 4),
-        torch.tensor([[0, 1, 3]] * 2),
-        torch.tensor([2, 1]),
-        whole(9, 2, 3),
-    )
+        whole(9, 2, 4), torch.tensor([[0, 1, 3]] * 2), torch.tensor([2, 1]), whole(9, 2, 3),
+    )  # fmt: skip
     names = (
-        "tokens",
-        "pos",
-        "draws",
-        "done",
-        "limit",
-        "roots",
-        "path",
-        "length",
-        "emitted",
-        "ends",
+        "tokens", "pos", "draws", "done", "limit", "roots", "path", "length", "emitted", "ends",
         "features",
-    )
+    )  # fmt: skip
     good = (*state[:5], roots, path, length, emitted, torch.tensor([-1]), torch.zeros(2, 4, 6))
     assert CPP.advance(*good)[3].tolist() == [3, 2]
     wrong = {
@@ -628,12 +594,9 @@ def check_passes(plain, vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: 
 def test_wrong_lookups():
     text, pos = whole(5, 2, 8), torch.tensor([3, 7])
     good = (
-        torch.zeros(2, 4).long(),
-        torch.zeros(2, 4),
-        torch.full((2, 4), -1),
-        whole(5, 2, 2, 3),
+        torch.zeros(2, 4).long(), torch.zeros(2, 4), torch.full((2, 4), -1), whole(5, 2, 2, 3),
         torch.ones(2, 2).long(),
-    )
+    )  # fmt: skip
     texts = {
         "root 8": (text, pos + 1), "root -1": (text, pos - 4), "few roots": (text, pos[:1]), "few texts": (text[:1], pos),
         "other roots": (text, pos.int()), "other text": (text.int(), pos), "flat": (text[0], pos),

@@ -407,13 +407,7 @@ CASED = "".join(  # the letters with two cases, which the file lists, but for Ge
     for i in range(0x10000)
     if unicodedata.category(chr(i)) in ("Lu", "Ll", "Lt") and not 0x10D0 <= i <= 0x10FF
 )
-DEEPSEEK = (
-    r"[\r\n]",
-    rf"\s?[{CASED}]+",
-    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
-    r"\s+$",
-    "[一-龥ࠀ-一가-퟿]+",
-)
+DEEPSEEK = (r"[\r\n]", rf"\s?[{CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+")  # fmt: skip
 
 
 SPLITS = {
@@ -426,17 +420,10 @@ SPLITS = {
     "deepseek-coder": split_by(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK[-1], digits=True),
 }
 MORE = [
-    *LINES,
-    "12345 678 ½²³ ٣٤٥",
-    "  5 6\n\n 7",
-    "It's WE'LL I'm",
-    "e\u0301 é ﬁ",
-    "a\r\n\r\nb \t c",
-    "x" * 40,
-    "camelCaseWord HTTPServer ÀÉî Straße",
-    "Ελληνικά Русский ქართული ᲥᲐᲠᲗᲣᲚᲘ ᏣᎳᎩ Ａｂｃ ﬁn ªº ǅ ʔa",
-    "你好，世界！“quoted” 한국어 ひらがな /path/to\n ",
-]
+    *LINES, "12345 678 ½²³ ٣٤٥", "  5 6\n\n 7", "It's WE'LL I'm", "e\u0301 é ﬁ", "a\r\n\r\nb \t c",
+    "x" * 40, "camelCaseWord HTTPServer ÀÉî Straße",
+    "Ελληνικά Русский ქართული ᲥᲐᲠᲗᲣᲚᲘ ᏣᎳᎩ Ａｂｃ ﬁn ªº ǅ ʔa", "你好，世界！“quoted” 한국어 ひらがな /path/to\n ",
+]  # fmt: skip
 
 
 def train_bpe(name) -> Backend:
@@ -662,24 +649,9 @@ def test_sentencepiece(tmp_path, prefix):
 def sentencepiece_texts(count=1000) -> list[str]:
     """Deterministic texts: words, spaces at every place, the mark of a space itself, and the names of control tokens."""
     parts = [
-        " ",
-        "  ",
-        "   ",
-        "\t",
-        "\n",
-        "▁",
-        "▁▁",
-        "<s>",
-        "</s>",
-        "<unk>",
-        "<0x0A>",
-        "def",
-        "f(x)",
-        "return",
-        "hello",
-        "é",
-        "e\u0301",
-    ]
+        " ", "  ", "   ", "\t", "\n", "▁", "▁▁", "<s>", "</s>", "<unk>", "<0x0A>", "def", "f(x)",
+        "return", "hello", "é", "e\u0301",
+    ]  # fmt: skip
     parts += ["中文", "🙂", "12", "3.14", "\u00a0", "\u3000", "\u200b", "It's"]
     rng = random.Random(0)
     return ["".join(rng.choices(parts, k=rng.randint(1, 12))) for _ in range(count)]
@@ -981,29 +953,17 @@ def test_generate(whole, tmp_path):
 
 def test_the_group_size_that_was_chosen_is_in_the_json(whole, tmp_path):
     argv = [
-        "--checkpoint",
-        str(whole[0]),
-        "--device",
-        "cpu",
-        "--max_new_tokens",
-        "4",
-        "--prompt_ids",
+        "--checkpoint", str(whole[0]), "--device", "cpu", "--max_new_tokens", "4", "--prompt_ids",
         "5,17",
-    ]
+    ]  # fmt: skip
     program.main([*argv, "--quant", "int4", "--json", str(tmp_path / "out.json")])
     assert json.loads((tmp_path / "out.json").read_text())["config"]["group_size"] == 32
 
 
 def test_the_command_line(capsys, whole):
     argv = [
-        "--checkpoint",
-        str(whole[0]),
-        "--device",
-        "cpu",
-        "--max_new_tokens",
-        "4",
-        "--ignore_eos",
-    ]
+        "--checkpoint", str(whole[0]), "--device", "cpu", "--max_new_tokens", "4", "--ignore_eos",
+    ]  # fmt: skip
     program.main([*argv, "--prompt_ids", "5,17"])
     assert "3 tokens, " in capsys.readouterr().out  # after the first, which the prompt gives
 
@@ -1113,12 +1073,9 @@ def test_a_real_files_tokenizer_beside_transformers(smollm2, real_truth):
 @pytest.mark.smollm2
 def test_a_real_file_generates(smollm2):
     options = {
-        "checkpoint": str(smollm2),
-        "device": "cpu",
-        "max_new_tokens": 3,
-        "draft": "none",
+        "checkpoint": str(smollm2), "device": "cpu", "max_new_tokens": 3, "draft": "none",
         "chat": "none",
-    }
+    }  # fmt: skip
     assert "Paris" in generate(load(**options), ["The capital of France is"]).text[0]
     rounded = load(quant="int4", **options)
     assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {

@@ -348,19 +348,11 @@ def random_head(tmp_path_factory) -> str:
         path / "model.safetensors",
     )
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "vocab_size": 96,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 128,
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-    }
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 256,
+        "vocab_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "max_position_embeddings": 128,
+        "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
+    }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
     return str(path)
 
@@ -393,17 +385,9 @@ def test_drafting_changes_no_token(
     path = str(block_file(case))
     files = {"eagle": {"eagle": random_head}, "model": {"draft_checkpoint": path}}
     engine = load(
-        checkpoint=path,
-        device="cpu",
-        draft=draft,
-        temperature=temperature,
-        batch_size=batch,
-        compile=compile,
-        max_new_tokens=24,
-        ignore_eos=True,
-        seed=7,
-        **files.get(draft, {}),
-    )
+        checkpoint=path, device="cpu", draft=draft, temperature=temperature, batch_size=batch,
+        compile=compile, max_new_tokens=24, ignore_eos=True, seed=7, **files.get(draft, {}),
+    )  # fmt: skip
     assert engine.option("quant") == "blocks" and (engine.target.fused is not None) == compile
     result = generate(engine, PROMPTS)
     assert result.tokens == vanilla(case, temperature)
@@ -417,15 +401,9 @@ def test_drafting_changes_no_token(
 def test_compiling_and_batches_change_no_token(block_file, vanilla, case):
     for batch in (1, 2):
         engine = load(
-            checkpoint=str(block_file(case)),
-            device="cpu",
-            compile=True,
-            batch_size=batch,
-            max_new_tokens=24,
-            ignore_eos=True,
-            seed=7,
-            temperature=1.0,
-        )
+            checkpoint=str(block_file(case)), device="cpu", compile=True, batch_size=batch,
+            max_new_tokens=24, ignore_eos=True, seed=7, temperature=1.0,
+        )  # fmt: skip
         assert generate(engine, PROMPTS).tokens == vanilla(case, 1.0)
 
 
@@ -433,15 +411,10 @@ def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_p
     """Its rows of the target's LM head are widened."""
     (tmp_path / "ranks.json").write_text(json.dumps([*range(96)]))
     engine = load(
-        checkpoint=str(block_file(MODEL)),
-        device="cpu",
-        eagle=random_head,
-        draft_vocab=48,
-        ablation={"token_ranks": str(tmp_path / "ranks.json")},
-        max_new_tokens=24,
-        ignore_eos=True,
+        checkpoint=str(block_file(MODEL)), device="cpu", eagle=random_head, draft_vocab=48,
+        ablation={"token_ranks": str(tmp_path / "ranks.json")}, max_new_tokens=24, ignore_eos=True,
         seed=7,
-    )
+    )  # fmt: skip
     assert generate(engine, PROMPTS).tokens == vanilla(MODEL, 0.0)
 
 
@@ -474,15 +447,10 @@ def test_a_file_beside_a_directory(block_file, tmp_path, pair, temperature, comp
     write(floats, metadata_of(model) | BPE_METADATA, gguf_tensors(model), "F16")
     paths = {"file": file, "floats": floats}
     options = {
-        "checkpoint": str(paths.get(target, tmp_path)),
-        "device": "cpu",
-        "dtype": dtype,
-        "temperature": temperature,
-        "compile": compile,
-        "max_new_tokens": 24,
-        "ignore_eos": True,
+        "checkpoint": str(paths.get(target, tmp_path)), "device": "cpu", "dtype": dtype,
+        "temperature": temperature, "compile": compile, "max_new_tokens": 24, "ignore_eos": True,
         "seed": 7,
-    }
+    }  # fmt: skip
     want = generate(load(**options), PROMPTS).tokens
     engine = load(**options, draft="model", draft_checkpoint=str(paths.get(draft, tmp_path)))
     assert engine.option("quant_draft") == form
@@ -535,14 +503,9 @@ def test_few_bits_are_not_rounded_again(block_file, capsys, quant, kind, kept):
 def test_compare(block_file):
     path = str(block_file(MODEL))
     engine = load(
-        checkpoint=path,
-        device="cpu",
-        draft="model",
-        draft_checkpoint=path,
-        max_new_tokens=16,
-        ignore_eos=True,
-        compile=True,
-    )
+        checkpoint=path, device="cpu", draft="model", draft_checkpoint=path, max_new_tokens=16,
+        ignore_eos=True, compile=True,
+    )  # fmt: skip
     result, outcome = compare(Batch(engine, PROMPTS))
     assert outcome["identical"] == 1.0 and result.stats["tau"] > 2
 
@@ -551,22 +514,11 @@ def test_the_command_line(block_file, tmp_path, capsys):
     out = tmp_path / "out.json"
     program.main(
         [
-            "--checkpoint",
-            str(block_file("biases")),
-            "--device",
-            "cpu",
-            "--max_new_tokens",
-            "6",
-            "--draft",
-            "ngram",
-            "--prompt_ids",
-            "5,17",
-            "--compare",
-            "--ignore_eos",
-            "--json",
+            "--checkpoint", str(block_file("biases")), "--device", "cpu", "--max_new_tokens", "6",
+            "--draft", "ngram", "--prompt_ids", "5,17", "--compare", "--ignore_eos", "--json",
             str(out),
         ]
-    )
+    )  # fmt: skip
     found = json.loads(out.read_text())
     assert found["config"]["quant"] == "blocks" and len(found["tokens"][0]) == 6
     assert "weights run as they are in the file (Q4_K, Q6_K)" in capsys.readouterr().err

@@ -72,11 +72,8 @@ def run(head, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     embedding = head.embedding or target().embedding
     kv = KVCache.empty(head.config.model, 1, 32, torch.float32, "cpu")
     lm_head, outs, hidden, T = (
-        head.lm_head or target().lm_head,
-        [],
-        head.project(features),
-        tokens.shape[1],
-    )
+        head.lm_head or target().lm_head, [], head.project(features), tokens.shape[1],
+    )  # fmt: skip
     for begin in (0, T):
         window = causal_window(torch.tensor([begin]), T)
         outs.append(hidden := head(embedding(tokens), hidden, window.slots, kv, window))
@@ -129,12 +126,9 @@ def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
     embedding = {"embed_tokens.weight": target().embedding.weight.detach().clone()}
     shifted = {"use_aux_hidden_state": True, "norm_before_residual": False}
     nemo = renamed(
-        tensors | embedding,
-        "model.layers.0",
-        fc="model.fc",
-        norm="model.norm",
+        tensors | embedding, "model.layers.0", fc="model.fc", norm="model.norm",
         embed_tokens="model.embed_tokens",
-    )
+    )  # fmt: skip
     return {
         "SafeAILab": (config, tensors, True),
         "SpecForge": (
@@ -469,12 +463,9 @@ def test_the_output_is_vanillas(tree, temperature, batch, compile, form):
     """Bit for bit on a CPU in these formats, see test_lossless.py; with --compile, by few operators."""
     model, head = pair(form)
     options = {
-        "batch_size": batch,
-        "max_new_tokens": 32,
-        "ignore_eos": True,
-        "temperature": temperature,
+        "batch_size": batch, "max_new_tokens": 32, "ignore_eos": True, "temperature": temperature,
         "seed": 7,
-    }
+    }  # fmt: skip
     prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54]][:batch]
     plain = decode(engine_for(model, RootOnly(), **options), *prompts)
     drafter = EagleDrafter(head, model, TREES[tree])
@@ -529,16 +520,9 @@ def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
 # ----------------------------------------------------------------------------------------- mistakes
 
 COMMAND = [
-    "--prompt_ids",
-    "5,17,3",
-    "--max_new_tokens",
-    "4",
-    "--ignore_eos",
-    "--device",
-    "cpu",
-    "--tree",
+    "--prompt_ids", "5,17,3", "--max_new_tokens", "4", "--ignore_eos", "--device", "cpu", "--tree",
     "chain",
-]
+]  # fmt: skip
 
 
 def failure(capsys, head: Path, *more: str) -> str:
@@ -553,112 +537,50 @@ def failure(capsys, head: Path, *more: str) -> str:
 
 D2T = official()[1]["d2t"]
 MISTAKES = [  # changes to the config, changes to the tensors, what is said
-    (
-        {IDS: [2, 4, 9]},
-        {},
-        "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8",
-    ),
-    (
-        {"eagle_config": {IDS: [2, 4, 8]}},
-        {},
-        "takes the inputs of the target's layers 3, 5, 9, which",
-    ),
+    ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8"),
+    ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of the target's layers 3, 5, 9, which"),
     ({"target_layer_ids": [-2, 1, 3]}, {}, "takes the inputs of the target's layers -1, 2, 4"),
     ({IDS: [2, 2, 5]}, {}, "takes the inputs of the target's layers 2, 2, 5"),
+    ({IDS: [4, 2, 5]}, {}, "takes the inputs of the target's layers 4, 2, 5, which must ascend from 0 to 8"),
+    ({"fc_norm": True, "use_aux_hidden_state": False}, {}, "fc_norm norms what fc takes, and use_aux_hidden_state is"),
     (
-        {IDS: [4, 2, 5]},
-        {},
-        "takes the inputs of the target's layers 4, 2, 5, which must ascend from 0 to 8",
-    ),
-    (
-        {"fc_norm": True, "use_aux_hidden_state": False},
-        {},
-        "fc_norm norms what fc takes, and use_aux_hidden_state is",
-    ),
-    (
-        {"norm_before_fc": True, "eagle_config": {"use_aux_hidden_state": False}},
-        {},
+        {"norm_before_fc": True, "eagle_config": {"use_aux_hidden_state": False}}, {},
         "norm_before_fc norms what fc takes",
     ),
-    (
-        {"num_hidden_layers": 6000},
-        {},
-        "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?",
-    ),
-    (
-        {"draft_inputs": "token"},
-        {},
-        "the head was trained on token; only feature&shifted can draft here",
-    ),
+    ({"num_hidden_layers": 6000}, {}, "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"),
+    ({"draft_inputs": "token"}, {}, "the head was trained on token; only feature&shifted can draft here"),
     ({}, {"norm.weight": None}, "1 missing weight(s): norm.weight"),
     ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
     ({IDS: 3}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
-    (
-        {IDS: 3, "eagle_config": {IDS: [1, 3, 4]}},
-        {},
-        f"{IDS} must be a list of whole numbers; it is 3",
-    ),
-    (
-        {IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]},
-        {},
-        "the target's layers are named twice, as inputs",
-    ),
+    ({IDS: 3, "eagle_config": {IDS: [1, 3, 4]}}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
+    ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "the target's layers are named twice, as inputs"),
     ({IDS: [2, 4]}, {}, "fc.weight has shape [64, 192], but its config asks for [64, 128]"),
-    (
-        {},
-        {"d2t": D2T + 1},
-        "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t",
-    ),
+    ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
     ({}, {"d2t": D2T - 2}, "d2t reaches the token -1"),
     ({}, {"d2t": torch.cat((D2T[:1], D2T[:1] - 1, D2T[2:]))}, "d2t reaches the token 1 twice"),
     (
-        {},
-        {"d2t": D2T.float()},
+        {}, {"d2t": D2T.float()},
         "d2t must hold draft_vocab_size (80) whole numbers; it is torch.float32 of shape [80]; correct",
     ),
     ({}, {"d2t": D2T[:70].clone()}, "d2t must hold draft_vocab_size (80) whole numbers"),
     ({}, {"d2t": None}, "the weight d2t is missing"),
-    (
-        {"draft_vocab_size": None},
-        {"d2t": torch.tensor(1)},
-        "d2t must hold draft_vocab_size (1) whole numbers",
-    ),
+    ({"draft_vocab_size": None}, {"d2t": torch.tensor(1)}, "d2t must hold draft_vocab_size (1) whole numbers"),
     ({}, {"model.norm.weight": fresh(64)}, "mixes versions: it has tensors of two layouts"),
-    (
-        {"draft_vocab_size": 129},
-        {},
-        "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must",
-    ),
+    ({"draft_vocab_size": 129}, {}, "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must"),
     ({"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
     ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
-    (
-        {"hidden_size": 32, "target_hidden_size": 64},
-        {},
-        "needs its own embed_tokens, fc and lm_head",
-    ),
+    ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
     ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
-    (
-        {},
-        {"layers.0.mlp.up_proj.weight": fresh(112, 64)},
-        "mixes versions: it has tensors of two layouts",
-    ),
-    (
-        {"norm_before_residual": "yes"},
-        {},
-        "norm_before_residual must be true or false; it is 'yes'",
-    ),
+    ({}, {"layers.0.mlp.up_proj.weight": fresh(112, 64)}, "mixes versions: it has tensors of two layouts"),
+    ({"norm_before_residual": "yes"}, {}, "norm_before_residual must be true or false; it is 'yes'"),
     ({"draft_vocab_size": True}, {}, "draft_vocab_size must be a whole number from 1"),
     ({"target_hidden_size": 0}, {}, "target_hidden_size must be a whole number from 1"),
     ({"draft_sharpness": -1.0}, {}, "draft_sharpness must be a number above 0"),
     ({"eagle_config": [1]}, {}, "eagle_config must be an object; it is [1]"),
     ({"transformer_layer_config": {}}, {}, "the key 'hidden_size' is missing"),
     ({}, {"midlayer.hidden_norm.weight": None}, "1 missing weight(s): midlayer.hidden_norm.weight"),
-    (
-        {"norm_output": True, "new": 1},
-        {"mask_hidden": fresh(192)},
-        "1 unexpected weight(s): mask_hidden",
-    ),
-]
+    ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "1 unexpected weight(s): mask_hidden"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes, weights, message", MISTAKES, ids=[m for _, _, m in MISTAKES])
@@ -733,13 +655,9 @@ def test_a_draft_vocabulary_for_a_head_that_drafts_all_tokens(tmp_path):
     head = write(tmp_path / "head", config | {"draft_vocab_size": 128}, held)
     (head / "token_ranks.json").write_text("[5, 17, 3]")
     engine = load(
-        checkpoint=str(TARGET),
-        eagle=str(head),
-        device="cpu",
-        draft_vocab=2,
-        tree="chain",
+        checkpoint=str(TARGET), eagle=str(head), device="cpu", draft_vocab=2, tree="chain",
         compile=False,
-    )
+    )  # fmt: skip
     assert engine.drafter.vocab.ids.tolist() == [5, 17]
 
 

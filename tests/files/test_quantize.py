@@ -571,12 +571,9 @@ def test_misaligned_files_give_the_same_bits(short_demo, tmp_path):
 )
 def test_the_drafts_lm_head(target, draft, own):
     options = {
-        "checkpoint": str(TARGET),
-        "eagle": str(HEAD),
-        "device": "cpu",
-        "ignore_eos": True,
+        "checkpoint": str(TARGET), "eagle": str(HEAD), "device": "cpu", "ignore_eos": True,
         "tree": "dynamic",
-    }
+    }  # fmt: skip
     options |= {"group_size": 32} if "int4" in (target, draft) else {}
     engine = load(quant=target, quant_draft=draft, **options)
     drafter, draft = engine.drafter, draft or target
@@ -771,17 +768,9 @@ def test_quantize_and_generate(capsys, tmp_path):
         total = len(WeightFiles(Path(DEMO + end)).readers)
         assert err.endswith(f"int4: {total} of {total} tensors\n") and "\r" not in err
     ids = [
-        "--prompt",
-        "def f(x):",
-        "--max_new_tokens",
-        "16",
-        "--json",
-        "-",
-        "--device",
-        "cpu",
-        "--tree",
-        "dynamic",
-    ]
+        "--prompt", "def f(x):", "--max_new_tokens", "16", "--json", "-", "--device", "cpu",
+        "--tree", "dynamic",
+    ]  # fmt: skip
     got, _ = run(capsys, main, "--checkpoint", str(tmp_path / "demo"), *ids)
     want, _ = run(capsys, main, "--checkpoint", DEMO, "--quant", "int4", *ids)
     got, want = json.loads(got), json.loads(want)

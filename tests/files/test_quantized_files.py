@@ -93,11 +93,8 @@ def gptq(
     qzeros = pack(zero.T, bits=bits) - (ones if version == 1 else 0)
     groups = torch.arange(inputs, dtype=torch.int32) // (inputs // scale.shape[1])
     parts = {
-        "qweight": pack(codes, bits=bits).T,
-        "qzeros": qzeros,
-        "scales": scale.T,
-        "g_idx": groups,
-    }
+        "qweight": pack(codes, bits=bits).T, "qzeros": qzeros, "scales": scale.T, "g_idx": groups,
+    }  # fmt: skip
     return parts, decoded(codes, scale, zero)
 
 
@@ -170,12 +167,9 @@ def fp8(weight: Tensor, block: int | None, dtype: torch.dtype) -> tuple[Parts, T
 
 def of_gptq(group: int, symmetric: bool = True, version: int = 1, bits: int = 4, **more) -> Layout:
     said = {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group,
-        "sym": symmetric,
+        "quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric,
         "desc_act": False,
-    }
+    }  # fmt: skip
     said["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
     write = partial(gptq, group=group, symmetric=symmetric, version=version, bits=bits)
     return Layout(said | more, write)
@@ -183,12 +177,9 @@ def of_gptq(group: int, symmetric: bool = True, version: int = 1, bits: int = 4,
 
 def of_awq(group: int, **more) -> Layout:
     said = {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": group,
-        "zero_point": True,
+        "quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True,
         "version": "gemm",
-    }
+    }  # fmt: skip
     return Layout(said | {"modules_to_not_convert": None} | more, partial(awq, group=group))
 
 
@@ -218,20 +209,13 @@ def of_fp8(block: int | None, dtype: torch.dtype = torch.bfloat16) -> Layout:
 
 PACKED, FLOAT = "pack-quantized", "float-quantized"
 LAYOUTS = {
-    "gptq": of_gptq(128),
-    "gptq-32": of_gptq(32),
-    "gptq-256": of_gptq(256),
-    "gptq-channel": of_gptq(-1),
-    "gptq-v2": of_gptq(64, version=2),
+    "gptq": of_gptq(128), "gptq-32": of_gptq(32), "gptq-256": of_gptq(256),
+    "gptq-channel": of_gptq(-1), "gptq-v2": of_gptq(64, version=2),
     "gptq-zeros": of_gptq(64, symmetric=False),
-    "gptq-v2-zeros": of_gptq(128, symmetric=False, version=2),
-    "gptq-8": of_gptq(128, bits=8),
-    "gptq-8-channel": of_gptq(-1, bits=8),
-    "gptq-8-zeros": of_gptq(64, symmetric=False, bits=8),
-    "gptq-8-v2-zeros": of_gptq(-1, symmetric=False, version=2, bits=8),
-    "awq": of_awq(128),
-    "awq-64": of_awq(64),
-    "packed-32": of_compressed(PACKED, "group", group_size=32),
+    "gptq-v2-zeros": of_gptq(128, symmetric=False, version=2), "gptq-8": of_gptq(128, bits=8),
+    "gptq-8-channel": of_gptq(-1, bits=8), "gptq-8-zeros": of_gptq(64, symmetric=False, bits=8),
+    "gptq-8-v2-zeros": of_gptq(-1, symmetric=False, version=2, bits=8), "awq": of_awq(128),
+    "awq-64": of_awq(64), "packed-32": of_compressed(PACKED, "group", group_size=32),
     "packed-64": of_compressed(PACKED, "group", group_size=64),
     "packed-128": of_compressed(PACKED, "group", group_size=128),
     "packed-channel": of_compressed(PACKED, "channel"),
@@ -245,10 +229,8 @@ LAYOUTS = {
     "float-tensor": of_compressed(FLOAT, "tensor", 8, "float"),
     "float-channel": of_compressed(FLOAT, "channel", 8, "float"),
     "float-block": of_compressed(FLOAT, "block", 8, "float", block_structure=[128, 128]),
-    "fp8": of_fp8(128),
-    "fp8-fp32": of_fp8(128, torch.float32),
-    "fp8-tensor": of_fp8(None),
-}
+    "fp8": of_fp8(128), "fp8-fp32": of_fp8(128, torch.float32), "fp8-tensor": of_fp8(None),
+}  # fmt: skip
 ZEROS = [name for name in LAYOUTS if "zeros" in name or "awq" in name]
 each_layout = pytest.mark.parametrize("name", LAYOUTS)
 
@@ -419,11 +401,8 @@ def mixtral(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mixtral")
     raw = json.loads((GOLDEN / "models/target_mixtral/config.json").read_text())
     raw |= {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 1,
-        "num_local_experts": 4,
-    }
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_local_experts": 4,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(raw))
     torch.manual_seed(0)
     model = Transformer(config := read_config(folder))
@@ -461,14 +440,9 @@ def test_trees_and_lookup_say_what_vanilla_says(tmp_path, capsys, name):
     assert vanilla.option("quant") == ("int4" if "8" not in name and name != "float" else "int8")
     assert vanilla.option("group_size") == (0 if vanilla.option("quant") == "int8" else 32)
     tree = load(
-        **options,
-        draft="eagle",
-        eagle=str(PAIR[1]),
-        quant_draft="none",
-        tree_depth=3,
-        tree_topk=4,
+        **options, draft="eagle", eagle=str(PAIR[1]), quant_draft="none", tree_depth=3, tree_topk=4,
         tree_size=12,
-    )
+    )  # fmt: skip
     assert generate(tree, prompts).tokens == expected
     result = generate(load(**options, draft="ngram"), prompts)
     assert result.tokens == expected and result.stats["cycles"] > 0
@@ -513,11 +487,8 @@ def test_all_layers_in_one_call(tmp_path, keep):
     weights = write_model(tmp_path / "m", LAYOUTS["packed-zeros" if keep else "gptq"], keep=keep)
     assert len(weights) == (8 * 7 - 7 - 3 - 7 if keep else 8 * 7)
     options = {
-        "checkpoint": str(tmp_path / "m"),
-        "max_new_tokens": 16,
-        "device": "cpu",
-        "draft": "none",
-    }
+        "checkpoint": str(tmp_path / "m"), "max_new_tokens": 16, "device": "cpu", "draft": "none",
+    }  # fmt: skip
     prompt, engine = [[1, 293, 401, 5, 77]], load(**options)
     expected = generate(engine, prompt).tokens
     engine = load(**options, compile=True)
@@ -623,11 +594,8 @@ def test_they_run_in_bfloat16(tmp_path, name):
     file = tmp_path / "m/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "float16"}))
     options = {
-        "checkpoint": str(tmp_path / "m"),
-        "draft": "none",
-        "device": "cpu",
-        "max_new_tokens": 4,
-    }
+        "checkpoint": str(tmp_path / "m"), "draft": "none", "device": "cpu", "max_new_tokens": 4,
+    }  # fmt: skip
     half, other = load(**options), load(**options, dtype="bfloat16")
     assert (half.option("dtype"), other.option("dtype"), other.option("quant")) == (
         "float16",
@@ -978,14 +946,8 @@ def write_random_model(
     raw |= {"num_attention_heads": dim // 64, "num_key_value_heads": dim // 256, "head_dim": 64}
     raw["quantization_config"] = LAYOUTS[name].config
     rows = {
-        "q": dim,
-        "k": dim // 4,
-        "v": dim // 4,
-        "o": dim,
-        "gate": inner,
-        "up": inner,
-        "down": dim,
-    }
+        "q": dim, "k": dim // 4, "v": dim // 4, "o": dim, "gate": inner, "up": inner, "down": dim,
+    }  # fmt: skip
 
     def tensors():
         for end in ("model.embed_tokens", "lm_head"):

@@ -22,24 +22,14 @@ LINES = [
     "[INST] a question [/INST] an answer USER: ASSISTANT: <|x|> </s>",
 ]
 TEXTS = [
-    "hello world",
-    "  two leading spaces, trailing  ",
-    "tabs\tand\nnewlines\n\n\r\n",
-    "emoji 🙂🙃👩‍👩‍👧 and 🇩🇪",
-    "中文 你好世界，混合 text",
-    "ÄÖÜ naïve señor \u0301 combining, ﷺ, \U0001f9ff",
-    "<0x0A> [INST] <|x|> ▁ low line ▁▁",
-    "a",
-    " ",
-    "",
-]
+    "hello world", "  two leading spaces, trailing  ", "tabs\tand\nnewlines\n\n\r\n",
+    "emoji 🙂🙃👩‍👩‍👧 and 🇩🇪", "中文 你好世界，混合 text", "ÄÖÜ naïve señor \u0301 combining, ﷺ, \U0001f9ff",
+    "<0x0A> [INST] <|x|> ▁ low line ▁▁", "a", " ", "",
+]  # fmt: skip
 CONTROLS = [
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>",
-]
+]  # fmt: skip
 
 
 def write(directory, name, value):

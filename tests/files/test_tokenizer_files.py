@@ -29,11 +29,8 @@ NAMES = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
 TEXTS = [
     "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n",
     "<|user|>\nHello <|end|>\n\n<|user|>\n two  spaces \t<|user|>",
-    "a <tool> b<tool>+ \n c <tool><tool>+",
-    "hello</s> there <s>",
-    "hello there",
-    "",
-]
+    "a <tool> b<tool>+ \n c <tool><tool>+", "hello</s> there <s>", "hello there", "",
+]  # fmt: skip
 # a set of files, by its writer -> the files in it
 LAYOUTS = {
     "3": ("model", "map", "added_tokens.json"),
