@@ -298,23 +298,23 @@ def test_wrong_operands():
 HEAD = ModelConfig(64, 2, 4, 2, 16, 96, 50)
 
 
-def eagle3(*aux_layers: int, bias: bool = False, width: int = 64, **flags) -> EagleConfig:
+def of_eagle3(*aux_layers: int, bias: bool = False, width: int = 64, **flags) -> EagleConfig:
     return EagleConfig(HEAD, bias, eagle3=Eagle3(aux_layers, width, 40, **flags))
 
 
 HEADS = {  # every option of a head once off and once on, and together
     "2": EagleConfig(HEAD),
     "2 without a bias": EagleConfig(HEAD, fc_bias=False),
-    "3": eagle3(0, 1),
-    "3 of another width": eagle3(0, 2, 3, bias=True, width=96),
-    "3 normed as a whole": eagle3(0, 1, norm_before_fc=True),
-    "3 normed in parts": eagle3(0, 1, 2, width=96, fc_norm=True),
-    "3 normed twice": eagle3(0, 1, norm_before_fc=True, fc_norm=True),
-    "3 fed": eagle3(1, norm_before_residual=True, last_norm="fed"),
-    "3 without a last norm": eagle3(0, 1, last_norm="none"),
-    "3 with its own embedding": eagle3(0, 1, embedding="e", lm_head=""),
-    "3 without aux_layers": eagle3(),
-    "3 without aux_layers, normed": eagle3(norm_before_residual=True),
+    "3": of_eagle3(0, 1),
+    "3 of another width": of_eagle3(0, 2, 3, bias=True, width=96),
+    "3 normed as a whole": of_eagle3(0, 1, norm_before_fc=True),
+    "3 normed in parts": of_eagle3(0, 1, 2, width=96, fc_norm=True),
+    "3 normed twice": of_eagle3(0, 1, norm_before_fc=True, fc_norm=True),
+    "3 fed": of_eagle3(1, norm_before_residual=True, last_norm="fed"),
+    "3 without a last norm": of_eagle3(0, 1, last_norm="none"),
+    "3 with its own embedding": of_eagle3(0, 1, embedding="e", lm_head=""),
+    "3 without aux_layers": of_eagle3(),
+    "3 without aux_layers, normed": of_eagle3(norm_before_residual=True),
 }
 
 

@@ -885,25 +885,6 @@ def test_quantized_demo_stays_the_demo():
         assert 0 < divergence < most, (name_of(quant), divergence)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc"
-)
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
-    """A random model of 1.1 B parameters: the largest weight is 131 MB in bf16."""
-    from random_model import SHAPES, loading_memory, write_random_model
-
-    shape = SHAPES["1.1b"]
-    write_random_model(tmp_path, shape, torch.bfloat16)
-    peak_bytes, model_bytes = loading_memory(tmp_path, quant)
-    largest_bytes = shape.vocab_size * shape.dim * 2
-    print(
-        f"{quant}: peak {peak_bytes / 1e6:.0f} MB of anonymous memory, model {model_bytes / 1e6:.0f} MB"
-    )
-    assert model_bytes <= peak_bytes <= 1.2 * model_bytes + largest_bytes
-
-
 def test_the_quality_of_a_mixture():
     """Experts are taken apart as linear layers are: the ways that a format runs are close."""
     path = GOLDEN / "models/target_mixtral"
