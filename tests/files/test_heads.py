@@ -8,8 +8,6 @@ import itertools
 import json
 import re
 import shutil
-import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras.stand_in import head_config
 from generate import generate, load, main
-from helpers import GOLDEN, decode, engine_for, golden_target, pairwise, record
+from helpers import GOLDEN, decode, engine_for, golden_target, record
 from hf.checkpoint import Quantization
 from hf.config import resolve_draft
 from hf.heads import Eagle3, EagleConfig, HFEagle3Head, HFNestedConfig, head_names
@@ -370,18 +368,19 @@ def test_a_head_of_another_width(tmp_path):
 # ---------------------------------------------------------------------------------- nothing changes
 
 
-@cache
-def pair(form: str):
-    """Target and head in a format: the recorded ones, which agree often; in int4 the demo and a random head."""
-    if form != "int4":
-        quant = Quantization("int8") if form == "int8" else None
-        model = load_model(TARGET, torch.bfloat16, quant=quant)
-        return model, load_head(HEAD, model, quant)
-    # in these groups the model agrees with the random head now and then
-    model = load_model(Path(DEMO), quant=Quantization("int4", 128))
-    with tempfile.TemporaryDirectory() as folder:
-        head = load_head(random_head(Path(folder, "head")), model, Quantization("int4"))
-    return model, head
+@pytest.mark.parametrize("quant", [None, Quantization("int8")], ids=["bf16", "int8"])
+def test_the_output_is_vanillas_with_few_operators(quant):
+    """Bit for bit on a CPU; test_lossless.py has the trees and temperatures, test_layers_cpu.py every kind of head."""
+    model = load_model(TARGET, torch.bfloat16, quant=quant)
+    head = load_head(HEAD, model, quant)
+    options = {"max_new_tokens": 32, "ignore_eos": True, "temperature": 1.0, "seed": 7}
+    prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54]]
+    plain = decode(engine_for(model, RootOnly(), batch_size=2, **options), *prompts)
+    drafter = EagleDrafter(head, model, DynamicTree(depth=5, topk=8, size=32))
+    drafted = decode(engine_for(model, drafter, batch_size=2, compile=True, **options), *prompts)
+    assert head.fused is not None and model.fused is not None
+    assert drafted.history == plain.history and sum(drafted.stats.accept_lengths) > 7
+    assert all(t in head.vocab.ids for line in drafted.trace for t in line["draft_tokens"])
 
 
 def random_head(path: Path) -> Path:
@@ -402,38 +401,6 @@ def random_head(path: Path) -> Path:
     return write(path, config, tensors)
 
 
-TREES = {
-    "chain": StaticTree.chain(3),
-    "static": StaticTree(((0,), (1,), (0, 0), (1, 0))),
-    "dynamic": DynamicTree(depth=2, topk=3, size=8),
-    "wide": DynamicTree(depth=5, topk=8, size=32),
-}
-
-
-@pairwise(
-    tree=[*TREES],
-    temperature=[0.0, 1.0],
-    batch=[1, 2],
-    compile=[False, True],
-    form=["bf16", "int8", "int4"],
-)
-def test_the_output_is_vanillas(tree, temperature, batch, compile, form):
-    """Bit for bit on a CPU in these formats, see test_lossless.py; with --compile, by few operators."""
-    model, head = pair(form)
-    options = {
-        "batch_size": batch, "max_new_tokens": 32, "ignore_eos": True, "temperature": temperature,
-        "seed": 7,
-    }  # fmt: skip
-    prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54]][:batch]
-    plain = decode(engine_for(model, RootOnly(), **options), *prompts)
-    drafter = EagleDrafter(head, model, TREES[tree])
-    drafted = decode(engine_for(model, drafter, compile=compile, **options), *prompts)
-    assert (head.fused is not None and model.fused is not None) == compile
-    assert drafted.history == plain.history
-    assert sum(drafted.stats.accept_lengths) > (0 if form == "int4" else 7)
-    assert all(t in head.vocab.ids for line in drafted.trace for t in line["draft_tokens"])
-
-
 def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
     """Features and aux_layers of a prefill in pieces, and the head's rows made from them."""
     prompt = [(7 * i + i * i) % 128 for i in range(50)]
@@ -442,7 +409,7 @@ def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
     for chunk in (256, 16):
         monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
         calls = record(monkeypatch, EagleDrafter, "extend")
-        drafter = EagleDrafter(head, model, TREES["chain"])
+        drafter = EagleDrafter(head, model, StaticTree.chain(3))
         session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])
         steps = session.decode_turn([prompt])
         next(steps)
