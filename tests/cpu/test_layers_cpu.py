@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from copy import deepcopy
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -42,14 +43,9 @@ BIASED = ModelConfig(64, 2, 4, 4, 32, 160, 50, qkv_bias=True, o_bias=True, mlp_b
 MIXTURE = ModelConfig(64, 3, 4, 2, 16, 96, 50, n_experts=5, experts_per_token=2)
 QWEN3 = replace(CONFIG, qk_norm=True, norm_eps=1e-6)
 QWEN3_MOE = replace(
-    QWEN3,
-    n_experts=12,
-    experts_per_token=3,
-    expert_dim=32,
-    norm_topk=False,
-    dense_layers=(1,),
+    QWEN3, n_experts=12, experts_per_token=3, expert_dim=32, norm_topk=False, dense_layers=(1,),
     expert_names="qwen",
-)
+)  # fmt: skip
 BF16 = torch.bfloat16
 
 
@@ -67,21 +63,17 @@ def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(1)
     for parameter in module.parameters():
         spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
-        parameter.data = torch.randn(parameter.shape, generator=generator) * spread + (
-            parameter.dim() == 1
-        )
-        parameter.data = parameter.data.to(
-            BF16
-        )  # the frequencies, which are no parameter, stay in fp32
+        noise = torch.randn(parameter.shape, generator=generator) * spread
+        # the frequencies, which are no parameter, stay in fp32
+        parameter.data = (noise + (parameter.dim() == 1)).to(BF16)
     module = module.requires_grad_(False).eval()
     if quant:
         kind = FORMATS.get(quant, Int4Linear)
         for name, linear in list(module.named_modules()):
             if type(linear) is Linear:
-                (codes, scale, *zero), bias = rounded(linear.weight, quant), linear.bias
-                module.set_submodule(
-                    name, kind(codes, scale, None if bias is None else bias.data, False, *zero)
-                )
+                codes, scale, *zero = rounded(linear.weight, quant)
+                bias = None if linear.bias is None else linear.bias.data
+                module.set_submodule(name, kind(codes, scale, bias, False, *zero))
             elif type(linear) is ExpertLinear:
                 parts = (rounded(weight, quant) for weight in linear.weight)
                 module.set_submodule(name, QuantExperts(kind, parts, len(linear.weight)))
@@ -107,9 +99,8 @@ def empty_cache(config: ModelConfig, batch: int) -> KVCache:
 
 def tree_window(start: list[int]) -> Window:
     """Five nodes: the root, two children, and two below the second."""
-    mask = torch.tensor(
-        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 1, 0, 1]]
-    ).bool()
+    seen = [[0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 4]]
+    mask = torch.tensor([[column in row for column in range(5)] for row in seen])
     begin = torch.tensor(start)
     return Window(begin[:, None] + torch.arange(5), begin, mask.expand(len(start), 5, 5))
 
@@ -178,24 +169,21 @@ def test_a_target_and_a_head_decode_by_them(monkeypatch):
     served = []
     for owner, name in ((FusedModel, "__call__"), (FusedHead, "step"), (FusedHead, "extend")):
         real = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda self, *x, real=real: served.append((self, real)) or real(self, *x)
-        )
+        noted = lambda self, *x, real=real: served.append((self, real)) or real(self, *x)  # noqa: E731
+        monkeypatch.setattr(owner, name, noted)
 
     def decoded(drafter, compile=True):
         engine = engine_for(target, drafter, compile=compile, **options)
-        assert (target.fused is not None) == compile and (
-            drafter.layers is None or (head.fused is not None) == compile
-        )
+        assert (target.fused is not None) == compile
+        assert drafter.layers is None or (head.fused is not None) == compile
         return decode(engine, prompt).history
 
     drafter = EagleDrafter(head, target, StaticTree(((0,), (1,), (0, 0), (1, 0))))
     modules = decoded(drafter, compile=False)
     assert not served and decoded(RootOnly(), compile=False) == modules
     assert decoded(RootOnly()) == decoded(drafter) == modules
-    assert {id(self) for self, _ in served} >= {id(target.fused), id(head.fused)} and len(
-        {f for _, f in served}
-    ) == 3
+    assert {id(self) for self, _ in served} >= {id(target.fused), id(head.fused)}
+    assert len({f for _, f in served}) == 3
 
 
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
@@ -209,17 +197,11 @@ def test_aux_layers_in_one_call_are_those_of_the_loop(config, quant):
         return target(tokens, window.slots, empty_cache(config, 2), window, aux_layers=aux_layers)
 
     def until(last: int) -> Tensor:
-        layers, rope = (
-            Layers(list(target.layers)[:last]),
-            rope_angles(target.rope_freq, window.slots),
-        )
-        return layers(
-            target.embedding(tokens).float(),
-            rope,
-            NoNorm(),
-            empty_cache(replace(config, n_layers=last), 2),
-            window,
-        ).bfloat16()
+        layers = Layers(list(target.layers)[:last])
+        rope = rope_angles(target.rope_freq, window.slots)
+        cache = empty_cache(replace(config, n_layers=last), 2)
+        x = target.embedding(tokens).float()
+        return layers(x, rope, NoNorm(), cache, window).bfloat16()
 
     looped, plain = run(aux_layers), run(())
     assert torch.equal(looped, torch.cat((plain, target.embedding(tokens), until(2), until(3)), -1))
@@ -246,9 +228,8 @@ def test_an_engine_takes_the_weights_as_they_are_then():
     """Replaced ones are seen by the next engine that fuses them."""
     target, options = model(), {"max_new_tokens": 12, "ignore_eos": True, "compile": True}
     before = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
-    target.layers[0].ffn.w2.weight = torch.nn.Parameter(
-        -target.layers[0].ffn.w2.weight, requires_grad=False
-    )
+    layer = target.layers[0].ffn.w2
+    layer.weight = torch.nn.Parameter(-layer.weight, requires_grad=False)
     after = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
     want = decode(engine_for(deepcopy(target), RootOnly(), **options), [3, 1, 4]).history
     assert before != after == want
@@ -279,9 +260,8 @@ def test_what_is_left_to_the_modules():
     assert not fits(target.layers)
     target = fused(model())
     tokens = torch.arange(7)[None]
-    assert target(tokens, tokens).isfinite().all(), (
-        "without a cache, as in training, the modules run"
-    )
+    # without a cache, as in training, the modules run
+    assert target(tokens, tokens).isfinite().all()
     target.fuse(False)
     assert target.fused is None
 
@@ -290,25 +270,25 @@ def test_wrong_operands():
     target = fused(model())
     tokens, window = torch.arange(5)[None], tree_window([0])
 
-    def run(
-        tokens=tokens, positions=window.slots, cache=CONFIG, window=window, aux_layers=()
-    ) -> Tensor:
+    def run(tokens=tokens, positions=window.slots, cache=CONFIG, window=window, aux_layers=()):
         return target(tokens, positions, empty_cache(cache, 1), window, aux_layers=aux_layers)
 
     assert run().isfinite().all()
+    wrong = [
+        ({"cache": BIASED}, "the cache is of 2 layers, not of 3"),
+        ({"positions": window.slots[:, :2]}, "a position and a slot per row"),
+    ]
     for token in (-1, 50):
-        with pytest.raises(RuntimeError, match=f"a token must be 0 to 49; it is {token}"):
-            run(tokens.clone().index_fill(1, torch.tensor([2]), token))
+        other = tokens.clone().index_fill(1, torch.tensor([2]), token)
+        wrong.append(({"tokens": other}, f"a token must be 0 to 49; it is {token}"))
     for slot in (-1, 64):
-        with pytest.raises(RuntimeError, match="the cache has 64 slots"):
-            run(window=window._replace(slots=window.slots.clone().fill_(slot)))
-    with pytest.raises(RuntimeError, match="the cache is of 2 layers, not of 3"):
-        run(cache=BIASED)
-    with pytest.raises(RuntimeError, match="a position and a slot per row"):
-        run(positions=window.slots[:, :2])
+        other = window._replace(slots=torch.full_like(window.slots, slot))
+        wrong.append(({"window": other}, "the cache has 64 slots"))
     for aux_layers in ((4,), (1, 0), (-1,)):
-        with pytest.raises(RuntimeError, match="aux_layers must ascend, from 0 to 3"):
-            run(aux_layers=aux_layers)
+        wrong.append(({"aux_layers": aux_layers}, "aux_layers must ascend, from 0 to 3"))
+    for operands, says in wrong:
+        with pytest.raises(RuntimeError, match=says):
+            run(**operands)
     with pytest.raises(RuntimeError, match="13 tensors"):
         torch.ops.gpt_eagle.prepare_layers([tokens] * 13, 4, [96], 0, True, 1e-5)
 
@@ -316,31 +296,25 @@ def test_wrong_operands():
 # -------------------------------------------------------------------------------------------- heads
 
 HEAD = ModelConfig(64, 2, 4, 2, 16, 96, 50)
+
+
+def of_eagle3(*aux_layers: int, bias: bool = False, width: int = 64, **flags) -> EagleConfig:
+    return EagleConfig(HEAD, bias, eagle3=Eagle3(aux_layers, width, 40, **flags))
+
+
 HEADS = {  # every option of a head once off and once on, and together
     "2": EagleConfig(HEAD),
     "2 without a bias": EagleConfig(HEAD, fc_bias=False),
-    "3": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1), 64, 40)),
-    "3 of another width": EagleConfig(HEAD, True, eagle3=Eagle3((0, 2, 3), 96, 40)),
-    "3 normed as a whole": EagleConfig(
-        HEAD, False, eagle3=Eagle3((0, 1), 64, 40, norm_before_fc=True)
-    ),
-    "3 normed in parts": EagleConfig(HEAD, False, eagle3=Eagle3((0, 1, 2), 96, 40, fc_norm=True)),
-    "3 normed twice": EagleConfig(
-        HEAD, False, eagle3=Eagle3((0, 1), 64, 40, norm_before_fc=True, fc_norm=True)
-    ),
-    "3 fed": EagleConfig(
-        HEAD, False, eagle3=Eagle3((1,), 64, 40, norm_before_residual=True, last_norm="fed")
-    ),
-    "3 without a last norm": EagleConfig(
-        HEAD, False, eagle3=Eagle3((0, 1), 64, 40, last_norm="none")
-    ),
-    "3 with its own embedding": EagleConfig(
-        HEAD, False, eagle3=Eagle3((0, 1), 64, 40, embedding="e", lm_head="")
-    ),
-    "3 without aux_layers": EagleConfig(HEAD, False, eagle3=Eagle3((), 64, 40)),
-    "3 without aux_layers, normed": EagleConfig(
-        HEAD, False, eagle3=Eagle3((), 64, 40, norm_before_residual=True)
-    ),
+    "3": of_eagle3(0, 1),
+    "3 of another width": of_eagle3(0, 2, 3, bias=True, width=96),
+    "3 normed as a whole": of_eagle3(0, 1, norm_before_fc=True),
+    "3 normed in parts": of_eagle3(0, 1, 2, width=96, fc_norm=True),
+    "3 normed twice": of_eagle3(0, 1, norm_before_fc=True, fc_norm=True),
+    "3 fed": of_eagle3(1, norm_before_residual=True, last_norm="fed"),
+    "3 without a last norm": of_eagle3(0, 1, last_norm="none"),
+    "3 with its own embedding": of_eagle3(0, 1, embedding="e", lm_head=""),
+    "3 without aux_layers": of_eagle3(),
+    "3 without aux_layers, normed": of_eagle3(norm_before_residual=True),
 }
 
 
@@ -398,9 +372,7 @@ def test_every_option_of_a_head_matters():
     """Were one left out by both, the test above would not see it."""
     outputs = [passes_of(drafter_of(config), 1)[0] for config in HEADS.values()]
     assert all(x.isfinite().all() and x.any() for x in outputs)
-    assert not any(
-        torch.equal(outputs[i], outputs[j]) for i in range(len(outputs)) for j in range(i)
-    )
+    assert not any(torch.equal(one, other) for one, other in combinations(outputs, 2))
 
 
 def test_a_head_refuses_wrong_operands():
@@ -410,44 +382,36 @@ def test_a_head_refuses_wrong_operands():
     tokens, rows = torch.arange(12).view(2, 6), torch.zeros(2, 5, 192, dtype=BF16)
     good = DrafterUpdate(tokens, rows, torch.tensor([5, 0]))
     assert head.extend(state, good)[0].shape == (2, 1, 64)
-    wrong = {
-        "count 6": (state, good._replace(count=torch.tensor([6, 0]))),
-        "count -1": (state, good._replace(count=torch.tensor([0, -1]))),
-        "few counts": (state, good._replace(count=torch.tensor([1]))),
-        "token 50": (state, good._replace(tokens=tokens + 44)),
-        "few tokens": (state, good._replace(tokens=tokens[:, :5])),
-        "few tokens' rows": (state, good._replace(tokens=tokens[:1])),
-        "narrow features": (state, good._replace(features=rows[:, :, :64])),
-        "other dtype": (state, good._replace(features=rows.float())),
-        "slot 21": (state._replace(length=torch.tensor([17, 0])), good),
-        "slot -1": (state._replace(length=torch.tensor([0, -1])), good),
-        "few lengths": (state._replace(length=torch.tensor([0])), good),
-        "few hidden": (state._replace(hidden=state.hidden[:1]), good),
-        "other hidden": (state._replace(hidden=state.hidden.float()), good),
-    }
-    assert not_refused(head.extend, wrong) == []
+    counts = [torch.tensor(count) for count in ([6, 0], [0, -1], [1])]
+    lengths = [torch.tensor(length) for length in ([17, 0], [0, -1], [0])]
+    updates = [good._replace(count=count) for count in counts]
+    updates += [good._replace(tokens=wrong) for wrong in (tokens + 44, tokens[:, :5], tokens[:1])]
+    updates += [good._replace(features=wrong) for wrong in (rows[:, :, :64], rows.float())]
+    states = [state._replace(length=length) for length in lengths]
+    hidden = (state.hidden[:1], state.hidden.float())
+    states += [state._replace(hidden=wrong) for wrong in hidden]
+    cases = [(state, wrong) for wrong in updates] + [(wrong, good) for wrong in states]
+    assert not_refused(head.extend, dict(enumerate(cases))) == []
     seen, start = torch.ones(2, 2, 2).bool(), torch.tensor([3, 0])
     zeros = torch.zeros(2, 2, dtype=torch.long)
     level = Frontier(zeros, tokens[:, :2], zeros, zeros, seen)
     slots = start[:, None] + torch.arange(2)
     window, out = Window(slots, start, seen), torch.zeros(2, 1, 64, dtype=BF16)
-    assert head.step(level, out, slots, state.cache, window).shape == (2, 2, 64)
-    wrong = {
-        "parent 1": (level._replace(parent=level.parent + 1), out, slots, window),
-        "parent -1": (level._replace(parent=level.parent - 1), out, slots, window),
-        "few parents": (level._replace(parent=level.parent[:, :1]), out, slots, window),
-        "token -1": (level._replace(tokens=level.tokens - 10), out, slots, window),
-        "few outputs": (level, out[:1], slots, window),
-        "narrow outputs": (level, out[..., :32], slots, window),
-        "other outputs": (level, out.float(), slots, window),
-        "few positions": (level, out, slots[:, :1], window),
-        "slot 21": (level, out, slots, window._replace(slots=slots + 18)),
-        "few starts": (level, out, slots, window._replace(start=start[:1])),
-        "start -1": (level, out, slots, window._replace(start=start - 1)),
-        "narrow mask": (level, out, slots, window._replace(mask=seen[:, :1])),
-        "window 22": (level, out, slots, window._replace(start=torch.tensor([20, 0]))),
-    }
-    assert not_refused(lambda *inputs: head.step(*inputs[:3], state.cache, inputs[3]), wrong) == []
+
+    def step(level=level, out=out, slots=slots, window=window):
+        return head.step(level, out, slots, state.cache, window)
+
+    assert step().shape == (2, 2, 64)
+    levels = [level._replace(parent=zeros + by) for by in (1, -1)]
+    levels += [level._replace(parent=zeros[:, :1]), level._replace(tokens=level.tokens - 10)]
+    windows = [window._replace(slots=slots + 18), window._replace(mask=seen[:, :1])]
+    starts = (start[:1], start - 1, torch.tensor([20, 0]))
+    windows += [window._replace(start=wrong) for wrong in starts]
+    cases = [(wrong, out, slots, window) for wrong in levels]
+    cases += [(level, wrong, slots, window) for wrong in (out[:1], out[..., :32], out.float())]
+    cases += [(level, out, slots[:, :1], window)]
+    cases += [(level, out, slots, wrong) for wrong in windows]
+    assert not_refused(step, dict(enumerate(cases))) == []
 
 
 # --------------------------------------------------------------------------------------- compaction

@@ -20,9 +20,13 @@ pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU o
 
 
 def key(prompts: list[int], samples: list[int]) -> SamplingTensors:
-    return SamplingTensors(
-        torch.tensor([123456789, 987654321]), torch.tensor(prompts), torch.tensor(samples)
-    )
+    seeds = torch.tensor([123456789, 987654321])
+    return SamplingTensors(seeds, torch.tensor(prompts), torch.tensor(samples))
+
+
+def both(plain, function, *inputs) -> tuple:
+    """By the operators, and in plain operations."""
+    return function(*inputs), plain(function, *inputs)
 
 
 # -------------------------------------------------------------------------------------------- noise
@@ -33,9 +37,7 @@ def key(prompts: list[int], samples: list[int]) -> SamplingTensors:
 def test_noise(plain, vocab, domain):
     """Also of the last draw that there is."""
     keys, first = key([0, 2**31], [5, 1]), torch.tensor([7, 2**30 - 3])
-    ours, theirs = (
-        call(gumbel, keys, first, 3, vocab, domain) for call in (lambda f, *x: f(*x), plain)
-    )
+    ours, theirs = both(plain, gumbel, keys, first, 3, vocab, domain)
     assert ours.shape == (2, 3, vocab) and ours.isfinite().all()
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
 
@@ -43,23 +45,17 @@ def test_noise(plain, vocab, domain):
 def test_the_tail_of_the_noise(plain):
     """The likeliest winners of 5 million are as exact as the others."""
     first = torch.tensor([100])  # of its 100 draws one is 19.2
-    ours, theirs = (
-        call(gumbel, key([3], [0]), first, 100, 50000, 0) for call in (lambda f, *x: f(*x), plain)
-    )
+    ours, theirs = both(plain, gumbel, key([3], [0]), first, 100, 50000, 0)
     assert theirs.max() > 15 and torch.equal(ours.argmax(-1), theirs.argmax(-1))
     torch.testing.assert_close(ours.amax(-1), theirs.amax(-1), atol=0, rtol=1e-6)
 
 
 def test_keys_may_be_shared_by_rows(plain):
-    seed, first = torch.tensor([1, 2]), torch.tensor([1, 3])
-    keys = SamplingTensors(seed, torch.tensor([7]).expand(2), torch.tensor([0, 9, 5])[::2])
-    torch.testing.assert_close(
-        gumbel(keys, first, 2, 40), plain(gumbel, keys, first, 2, 40), atol=2e-6, rtol=1e-6
-    )
-    keys = SamplingTensors(seed, torch.tensor([7]), torch.tensor([5]))
-    torch.testing.assert_close(
-        gumbel(keys, first, 2, 40), plain(gumbel, keys, first, 2, 40), atol=2e-6, rtol=1e-6
-    )
+    seed, first, prompt = torch.tensor([1, 2]), torch.tensor([1, 3]), torch.tensor([7])
+    strided = torch.tensor([0, 9, 5])[::2]
+    for prompts, samples in ((prompt.expand(2), strided), (prompt, torch.tensor([5]))):
+        ours, theirs = both(plain, gumbel, SamplingTensors(seed, prompts, samples), first, 2, 40)
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
 
 
 def test_noise_of_a_row_does_not_depend_on_the_others():
@@ -72,19 +68,10 @@ def test_noise_of_a_row_does_not_depend_on_the_others():
 
 # --------------------------------------------------------------------------------------------- cuts
 
-RULES = [
-    (0, 1.0),  # nothing is cut away
-    (0, 0.5),
-    (0, 0.9),
-    (0, 0.999),
-    (1, 1.0),
-    (5, 1.0),
-    (40, 0.8),
-    (10**6, 0.95),
-    (3000, 1.0),
-    (2500, 0.99),
-    (0, 1e-9),
-]
+RULES = [  # top_k, top_p; the first cuts nothing away
+    (0, 1.0), (0, 0.5), (0, 0.9), (0, 0.999), (1, 1.0), (5, 1.0), (40, 0.8), (10**6, 0.95),
+    (3000, 1.0), (2500, 0.99), (0, 1e-9),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), RULES)
@@ -92,9 +79,8 @@ RULES = [
 def test_cuts(plain, top_k, top_p, spread):
     """The same tokens stay, but for those whose mass lies within rounding of the cut."""
     generator = torch.Generator().manual_seed(int(10 * spread) + top_k)
-    logits = (torch.randn(2, 3, 4099, generator=generator) * spread).round(
-        decimals=2
-    )  # with equal ones
+    noise = torch.randn(2, 3, 4099, generator=generator)
+    logits = (noise * spread).round(decimals=2)  # with equal ones
     logits[0, 1, ::3] = float("-inf")
     rule = Sampling(0.7, top_k, top_p)
     ours, theirs = process(logits, rule), plain(process, logits, rule)
@@ -116,24 +102,18 @@ def within_rounding(z, ours, theirs, top_k, top_p) -> bool:
 
 def test_min_p_alone_and_behind_the_others(plain):
     """To the bit: it compares scores, and adds nothing up."""
-    logits = 4 * torch.randn(2, 3, 4099, generator=torch.Generator().manual_seed(1)).round(
-        decimals=2
-    )
+    noise = torch.randn(2, 3, 4099, generator=torch.Generator().manual_seed(1))
+    logits = 4 * noise.round(decimals=2)
     for rule in (Sampling(0.7, min_p=0.01), Sampling(1.0, 40, min_p=0.2), Sampling(1.0, min_p=1.0)):
         ours = process(logits, rule)
         assert torch.equal(ours, plain(process, logits, rule))
         assert (ours.isfinite().sum(-1) < 99).all() and ours.isfinite().any(-1).all()
 
 
-def test_a_cut_of_equal_tokens_goes_by_their_number():
-    kept = (
-        process(torch.zeros(1, 1, 100), Sampling(1.0, 7, 1.0)).isfinite()[0, 0].nonzero().flatten()
-    )
-    assert kept.tolist() == list(range(7))
-    kept = (
-        process(torch.zeros(1, 1, 100), Sampling(1.0, 0, 0.25)).isfinite()[0, 0].nonzero().flatten()
-    )
-    assert kept.tolist() == list(range(25))
+@pytest.mark.parametrize("top_k, top_p, count", [(7, 1.0, 7), (0, 0.25, 25)])
+def test_a_cut_of_equal_tokens_goes_by_their_number(top_k, top_p, count):
+    kept = process(torch.zeros(1, 1, 100), Sampling(1.0, top_k, top_p)).isfinite()
+    assert kept[0, 0].nonzero().flatten().tolist() == list(range(count))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (40, 0.8), (5, 1.0)])
@@ -178,22 +158,17 @@ def test_rows_of_noise_that_are_not_there_are_refused():
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_do_not_matter(threads):
     scores = torch.randn(1, 40, 5000, generator=torch.Generator().manual_seed(1))
-    wanted = (
-        best(scores),
-        process(scores, Sampling(1.0, 0, 0.9)),
-        gumbel(key([1], [2]), torch.tensor([0]), 9, 5000),
-    )
-    before = torch.get_num_threads()
+
+    def found() -> tuple:
+        noise = gumbel(key([1], [2]), torch.tensor([0]), 9, 5000)
+        return best(scores), process(scores, Sampling(1.0, 0, 0.9)), noise
+
+    wanted, before = found(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = (
-            best(scores),
-            process(scores, Sampling(1.0, 0, 0.9)),
-            gumbel(key([1], [2]), torch.tensor([0]), 9, 5000),
-        )
+        assert all(map(torch.equal, wanted, found()))
     finally:
         torch.set_num_threads(before)
-    assert all(map(torch.equal, wanted, found))
 
 
 # ---------------------------------------------------------------------------------- norm and angles
@@ -231,9 +206,7 @@ def test_norm_keeps_its_gradient():
 def test_angles(plain):
     freq = 1.0 / 10000.0 ** (torch.arange(0, 64, 2) / 64)
     positions = torch.tensor([[0, 1, 17], [4095, 131071, 8191]])
-    for ours, theirs in zip(
-        rope_angles(freq, positions, 1.3), plain(rope_angles, freq, positions, 1.3)
-    ):
+    for ours, theirs in zip(*both(plain, rope_angles, freq, positions, 1.3)):
         assert ours.shape == (2, 3, 1, 64)
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
     for ours, plain_ones in zip(rope_angles(freq, positions, 1.3), rope_angles(freq, positions)):

@@ -20,6 +20,9 @@ from session import Session
 DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
+LISTS_THREADS = pytest.mark.skipif(
+    not os.path.isdir("/proc/self/task"), reason="needs a system that lists a process's threads"
+)
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -44,10 +47,8 @@ def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
         torch.set_num_threads(3)
         for fused, threads in ((object(), 1), (None, 3)):
             engine = SimpleNamespace(captured=False, target=SimpleNamespace(fused=fused))
-            assert (
-                Session.run_step(SimpleNamespace(engine=engine), "", torch.get_num_threads)
-                == threads
-            )
+            session = SimpleNamespace(engine=engine)
+            assert Session.run_step(session, "", torch.get_num_threads) == threads
     finally:
         torch.set_num_threads(1)
 
@@ -63,20 +64,17 @@ def test_cycles_leave_our_loops_the_cores(monkeypatch, compiled, threads):
 
     monkeypatch.setattr("extras.residual.residual_accept", counted)
     options = {"draft": "eagle", "tree": "chain", "accept": "residual", "temperature": 1.0}
+    options |= {"checkpoint": str(DEMO), "head": f"{DEMO}-eagle", "device": "cpu"}
     try:
         torch.set_num_threads(3)
-        engine = load(
-            checkpoint=str(DEMO), head=f"{DEMO}-eagle", compile=compiled, device="cpu", **options
-        )
+        engine = load(compile=compiled, **options)
         generate(engine, ["def f("], max_new_tokens=8)
         assert seen and set(seen) == {threads} and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(1)
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them"
-)
+@LISTS_THREADS
 def test_our_loops_keep_their_threads_where_others_have_one():
     """Nine, where there were fewer: workers are hired, and never leave. Afterwards everything is as it was."""
     x, weight = torch.randn(60, 512).bfloat16(), torch.randn(1000, 512).bfloat16()
@@ -126,9 +124,7 @@ print(min(b[0] for a, b in rounds) / min(a[0] for a, b in rounds))
     assert float(done.stdout) < 8  # a team of four on one processor takes hundreds of times as long
 
 
-@pytest.mark.skipif(
-    not os.path.isdir("/proc/self/task"), reason="needs a system that lists a process's threads"
-)
+@LISTS_THREADS
 def test_loops_of_several_callers():
     """One caller's loop runs on all threads, the others' meanwhile on their own; all are right."""
     shapes = [(9, 128, 8192), (1, 256, 9000), (17, 64, 8500)]

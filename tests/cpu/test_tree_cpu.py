@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,16 @@ def whole(high: int, *shape: int) -> Tensor:
     return torch.randint(high, shape)
 
 
+def assert_refused(operator: Callable, good: dict[str, Any], **wrong: list) -> None:
+    """Whatever one of the operands is replaced by is refused. good: operands by name, in their order"""
+    cases = {
+        f"{name} {n}": tuple((good | {name: value}).values())
+        for name, values in wrong.items()
+        for n, value in enumerate(values)
+    }
+    assert wrong.keys() <= good.keys() and not_refused(operator, cases) == []
+
+
 # --------------------------------------------------------------------------------------- next_level
 
 
@@ -78,10 +90,8 @@ def front_of(batch: int, rows: int, slots: int) -> Frontier:
     """A frontier, some of whose nodes are none; ties among their values."""
     values = -whole(4, batch, rows) / 2
     values[torch.rand(batch, rows) < 0.2] = -INF
-    index, tokens = whole(90, batch, rows), whole(50, batch, rows)
-    return Frontier(
-        index, tokens, whole(3, batch, rows), values, torch.rand(batch, rows, slots) < 0.5
-    )
+    index, tokens, depths = (whole(high, batch, rows) for high in (90, 50, 3))
+    return Frontier(index, tokens, depths, values, torch.rand(batch, rows, slots) < 0.5)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "cut"])
@@ -96,8 +106,8 @@ def test_next_level(vocab, batch, kind):
     noise, slots = torch.randn(batch, 3, vocab), 7
     few = whole(vocab, 4).unique() if vocab > 4 else torch.arange(4)
     fronts = ((None, 1), (1, 1), (3, 3), (3, 1))
-    for (ids, noisy, (rows, scored)), by_value in itertools.product(
-        itertools.product((None, few), (False, True), fronts), (True, False)
+    for ids, noisy, (rows, scored), by_value in itertools.product(
+        (None, few), (False, True), fronts, (True, False)
     ):
         width = vocab if ids is None else len(ids)
         front, above = (None, 1) if rows is None else (front_of(batch, rows, slots), rows)
@@ -105,12 +115,8 @@ def test_next_level(vocab, batch, kind):
         found = Scores(logits_of(kind, batch, scored, width), random.choice((1.0, 0.5, 1.7)), ids)
         if noisy:
             found = found._replace(noise=noise, level=2, temperature=0.3 + torch.rand(batch))
-        for count, places in (
-            (2, None),
-            (above * k, None),
-            (2, torch.tensor([[above * k - 1, 0]])),
-            (0, None),
-        ):
+        last_and_first = torch.tensor([[above * k - 1, 0]])
+        for count, places in ((2, None), (above * k, None), (2, last_and_first), (0, None)):
             count = min(count, above * k, slots - 2)
             places = None if places is None else places[:, :count]
             inputs = found, front, Level(k, count, 11, 2, slots, places, by_value)
@@ -126,22 +132,14 @@ def test_children_that_are_cut_away_are_no_candidates():
     """A row that is sure of one token has one child; the others' value is -inf, and none is chosen before others."""
     z = torch.full((1, 2, 6), -INF)
     z[0, 0, 4], z[0, 1, 0], z[0, 1, 5] = 1.0, 2.0, 2.0
-    front = Frontier(
-        *(torch.tensor([[3, 4]]) for _ in range(3)),
-        torch.zeros(1, 2),
-        torch.zeros(1, 2, 4).bool(),
-    )
+    three = (torch.tensor([[3, 4]]) for _ in range(3))
+    front = Frontier(*three, torch.zeros(1, 2), torch.zeros(1, 2, 4).bool())
     inputs = Scores(z), front, Level(3, 4, 5, 0, 4)
     level, chosen = next_level(*inputs)
     assert_equal((level, chosen), next_level_reference(*inputs))
-    assert (
-        level.tokens[0, 0] == 4
-        and level.tokens[0, 3:5].tolist() == [0, 5]
-        and level.values[0, 0] == 0
-    )
-    assert level.values[0, [1, 2, 5]].tolist() == [-INF] * 3 and chosen.index.tolist() == [
-        [5, 8, 9, 6]
-    ]
+    assert level.tokens[0, [0, 3, 4]].tolist() == [4, 0, 5] and level.values[0, 0] == 0
+    assert level.values[0, [1, 2, 5]].tolist() == [-INF] * 3
+    assert chosen.index.tolist() == [[5, 8, 9, 6]]
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -157,9 +155,8 @@ def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
     finally:
         torch.set_num_threads(1)
     one = lambda x: x[1:2]  # noqa: E731
-    alone = found._replace(
-        logits=one(found.logits), noise=one(found.noise), temperature=one(temperature)
-    )
+    first = {"logits": one(found.logits), "noise": one(found.noise)}
+    alone = found._replace(temperature=one(temperature), **first)
     ours = next_level(alone, Frontier(*map(one, front)), level)
     assert_equal(ours, [one(x) for x in leaves(want)])
 
@@ -167,50 +164,28 @@ def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
 def test_wrong_levels():
     z, noise, ids = torch.zeros(2, 2, 5), torch.zeros(2, 3, 9), torch.arange(5)
     index, values, seen = torch.zeros(2, 2).long(), torch.zeros(2, 2), torch.zeros(2, 2, 6).bool()
-    names = ("logits", "sharpness", "ids", "noise", "level", "temperature", "index", "values", "seen", "places", "k",
-             "count", "at", "by_value")  # fmt: skip
-    good = (
-        z,
-        1.0,
-        ids,
-        noise,
-        0,
-        torch.ones(2),
-        index,
-        values,
-        seen,
-        torch.tensor([[0, 5]]),
-        3,
-        2,
-        (4, 0, 6),
-        True,
+    good = {
+        "logits": z, "sharpness": 1.0, "ids": ids, "noise": noise, "level": 0,
+        "temperature": torch.ones(2), "index": index, "values": values, "seen": seen,
+        "places": torch.tensor([[0, 5]]), "k": 3, "count": 2, "at": (4, 0, 6), "by_value": True,
+    }  # fmt: skip
+    assert len(CPP.next_level(*good.values())) == 8
+    assert_refused(
+        CPP.next_level,
+        good,
+        logits=[z[0], z.double(), torch.zeros(2, 2, 2)],
+        ids=[ids[:4], torch.arange(6), ids + 5, ids - 1, ids.int(), None],
+        noise=[noise[:1], noise[0], noise.double(), noise[..., :4]],
+        level=[3, -1],
+        temperature=[torch.ones(1), torch.ones(2).double(), None],
+        index=[index[:1], index[:, :1], index.int()],
+        values=[values[:1], values[:, :1], values.double()],
+        seen=[seen[:1], seen[:, :1], seen[..., :5], seen.int()],
+        places=[torch.tensor([row]) for row in ([0], [0, 6], [-1, 0], [0.0, 1.0])],
+        k=[0, -1, 6],
+        count=[7, -1],
+        at=[(4, 0), (4, 0, 7), (4, 0, -1)],
     )
-    assert len(CPP.next_level(*good)) == 8
-    wrong = {
-        "logits": [z[0], z.double(), torch.zeros(2, 2, 2)],
-        "ids": [ids[:4], torch.arange(6), ids + 5, ids - 1, ids.int(), None],
-        "noise": [noise[:1], noise[0], noise.double(), noise[..., :4]],
-        "level": [3, -1],
-        "temperature": [torch.ones(1), torch.ones(2).double(), None],
-        "index": [index[:1], index[:, :1], index.int()],
-        "values": [values[:1], values[:, :1], values.double()],
-        "seen": [seen[:1], seen[:, :1], seen[..., :5], seen.int()],
-        "places": [
-            torch.tensor([[0]]),
-            torch.tensor([[0, 6]]),
-            torch.tensor([[-1, 0]]),
-            torch.tensor([[0.0, 1.0]]),
-        ],
-        "k": [0, -1, 6],
-        "count": [7, -1],
-        "at": [(4, 0), (4, 0, 7), (4, 0, -1)],
-    }
-    cases = {
-        f"{name} {n}": tuple(value if name == own else x for own, x in zip(names, good))
-        for name, values in wrong.items()
-        for n, value in enumerate(values)
-    }
-    assert not_refused(CPP.next_level, cases) == []
 
 
 # ------------------------------------------------------------------------------------------- rerank
@@ -251,75 +226,55 @@ def test_rerank(sizes, widths, batch, ties):
         levels, ran = pool_of(batch, sizes, widths, ties)
         total, text = sum(sizes), text_of(batch)
         first = torch.arange(total - total // 2)[None]
-        for nodes in {0, 1, total // 2, min(total, 59), total}:
-            assert_equal(
-                rerank(levels, ran, nodes, 6, text), rerank_reference(levels, ran, nodes, 6, text)
-            )
-        for nodes in (first, first.expand(batch, -1), first.repeat(batch, 1), first[:, :0]):
-            assert_equal(
-                rerank(levels, ran, nodes, 6, text), rerank_reference(levels, ran, nodes, 6, text)
-            )
+        counts = {0, 1, total // 2, min(total, 59), total}
+        chosen = (first, first.expand(batch, -1), first.repeat(batch, 1), first[:, :0])
+        for nodes in (*counts, *chosen):
+            inputs = levels, ran, nodes, 6, text
+            assert_equal(rerank(*inputs), rerank_reference(*inputs))
 
 
 def test_rerank_of_rows_that_choose_different_nodes():
-    levels, ran = (
-        [Candidates(torch.tensor([[4, 5], [6, 0]]), torch.zeros(2, 2), torch.full((2, 2), -1))],
-        [],
-    )
-    nodes, text = (
-        torch.tensor([[1], [0]]),
-        DecodedTokens(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1])),
-    )
-    ours = rerank(levels, ran, nodes, 1, text)
-    assert_equal(ours, rerank_reference(levels, ran, nodes, 1, text))
+    roots = torch.zeros(2, 2), torch.full((2, 2), -1)
+    levels = [Candidates(torch.tensor([[4, 5], [6, 0]]), *roots)]
+    text = DecodedTokens(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1]))
+    inputs = levels, [], torch.tensor([[1], [0]]), 1, text
+    ours = rerank(*inputs)
+    assert_equal(ours, rerank_reference(*inputs))
     assert ours.tokens.tolist() == [[0, 5], [7, 6]]
 
 
 def test_wrong_nodes():
-    levels = [
-        (whole(9, 2, 3), torch.zeros(2, 3), torch.full((2, 3), -1)),
-        (whole(9, 2, 2), torch.zeros(2, 2), whole(3, 2, 2)),
-    ]
-    text, pos, ran = whole(9, 2, 4), torch.tensor([1, 3]), [torch.tensor([[0, 1], [2, 0]])]
-    names = ("tokens", "values", "parents", "ran", "nodes", "count", "text", "pos")
-    good = (
-        *(list(column) for column in zip(*levels)),
-        ran,
-        torch.tensor([[0, 1, 2, 4]]),
-        4,
-        text,
-        pos,
-    )
-    assert len(CPP.rerank(*good)) == 7
-    tokens, values, parents = good[:3]
-    wrong = {
-        "tokens": [tokens[:1], [tokens[0], tokens[1][:1]], [tokens[0][:, :2], tokens[1]], [x.int() for x in tokens]],
-        "values": [values[:1], [values[0][:1], values[1]], [values[0], torch.zeros(2, 3)], [x.double() for x in values]],
-        "parents": [parents[:1], [parents[0], parents[1][:, :1]], [parents[0], parents[1] + 9], [parents[0] - 1, parents[1]],
-                    [parents[0] + 2, parents[1]]],
-        "ran": [[ran[0] + 3], [ran[0] - 2], [ran[0][:1]], [ran[0].int()]],
-        "nodes": [torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1, 2, 5]]), torch.tensor([[-1, 0, 1, 2]]),
-                  torch.tensor([[0, 1, 2, 4]] * 3), torch.tensor([[0.0, 1, 2, 4]])],
-        "count": [5, -1, 6],
-        "text": [text[:1], text[:, :3], text.int()],
-        "pos": [pos + 1, pos - 2, pos[:1], pos.int()],
+    tokens, values = [whole(9, 2, 3), whole(9, 2, 2)], [torch.zeros(2, 3), torch.zeros(2, 2)]
+    parents, ran = [torch.full((2, 3), -1), whole(3, 2, 2)], torch.tensor([[0, 1], [2, 0]])
+    text, pos = whole(9, 2, 4), torch.tensor([1, 3])
+    good = {
+        "tokens": tokens, "values": values, "parents": parents, "ran": [ran],
+        "nodes": torch.tensor([[0, 1, 2, 4]]), "count": 4, "text": text, "pos": pos,
     }  # fmt: skip
-    cases = {
-        f"{name} {n}": tuple(value if name == own else x for own, x in zip(names, good))
-        for name, values in wrong.items()
-        for n, value in enumerate(values)
-    }
-    cases["count 6, the best"] = (*good[:4], None, 6, text, pos)
-    assert not_refused(CPP.rerank, cases) == []
+    assert len(CPP.rerank(*good.values())) == 7
+    assert_refused(
+        CPP.rerank,
+        good,
+        tokens=[tokens[:1], [tokens[0], tokens[1][:1]], [tokens[0][:, :2], tokens[1]], [x.int() for x in tokens]],
+        values=[values[:1], [values[0][:1], values[1]], [values[0], torch.zeros(2, 3)], [x.double() for x in values]],
+        parents=[parents[:1], [parents[0], parents[1][:, :1]], [parents[0], parents[1] + 9],
+                 [parents[0] - 1, parents[1]], [parents[0] + 2, parents[1]]],
+        ran=[[ran + 3], [ran - 2], [ran[:1]], [ran.int()]],
+        nodes=[*(torch.tensor([row]) for row in ([0, 1, 2], [0, 1, 2, 5], [-1, 0, 1, 2], [0.0, 1, 2, 4])),
+               torch.tensor([[0, 1, 2, 4]] * 3)],
+        count=[5, -1, 6],
+        text=[text[:1], text[:, :3], text.int()],
+        pos=[pos + 1, pos - 2, pos[:1], pos.int()],
+    )  # fmt: skip
+    assert_refused(CPP.rerank, good | {"nodes": None}, count=[6])  # the best ones
 
 
 # ------------------------------------------------------------------------------- accept and advance
 
 
 def tree_of(batch: int, size: int, vocab: int = 3):
-    parents = torch.tensor(
-        [[0, *(random.randrange(node) for node in range(1, size))] for _ in range(batch)]
-    )
+    rows = [[0, *map(random.randrange, range(1, size))] for _ in range(batch)]
+    parents = torch.tensor(rows)
     valid = torch.rand(batch, size) < 0.9
     return build_tree(whole(vocab, batch, size), parents, valid | (torch.arange(size) == 0), size)
 
@@ -335,26 +290,22 @@ def test_accept_takes_any_strides():
 
 
 def test_wrong_acceptance():
-    tree = build_tree(
-        torch.arange(8).view(2, 4), torch.tensor([[0, 0, 1, 2]] * 2), torch.ones(2, 4).bool(), 3
-    )
-    tokens, parents, depths, mask, valid = good = tree[:5]
+    parents = torch.tensor([[0, 0, 1, 2]] * 2)
+    tree = build_tree(torch.arange(8).view(2, 4), parents, torch.ones(2, 4).bool(), 3)
     choice = torch.arange(1, 9).view(2, 4)
-    assert CPP.accept(*good, choice, 3)[1].tolist() == [3, 3]
-    cases = {
-        "depth 2": (*good, choice, 2), "depth -1": (*good, choice, -1),
-        "few choices": (*good, choice[:1], 3), "narrow choices": (*good, choice[:, :3], 3),
-        "other choices": (*good, choice.int(), 3),
-        "few parents": (tokens, parents[:1], depths, mask, valid, choice, 3),
-        "parent 4": (tokens, torch.tensor([[0, 4, 1, 2]] * 2), depths, mask, valid, choice, 3),
-        "parent -1": (tokens, torch.tensor([[0, -1, 1, 2]] * 2), depths, mask, valid, choice, 3),
-        "parent behind": (tokens, torch.tensor([[0, 2, 1, 2]] * 2), depths, mask, valid, choice, 3),
-        "few depths": (tokens, parents, depths[:, :3], mask, valid, choice, 3),
-        "depth 9": (tokens, parents, torch.tensor([[0, 9, 2, 3]] * 2), mask, valid, choice, 3),
-        "few valid": (tokens, parents, depths, mask, valid[:1], choice, 3),
-        "other valid": (tokens, parents, depths, mask, valid.int(), choice, 3),
-    }  # fmt: skip
-    assert not_refused(CPP.accept, cases) == []
+    names = ("tokens", "parents", "depths", "mask", "valid", "choice", "depth")
+    good = dict(zip(names, (*tree[:5], choice, 3), strict=True))
+    assert CPP.accept(*good.values())[1].tolist() == [3, 3]
+    parents, depths, valid = good["parents"], good["depths"], good["valid"]
+    assert_refused(
+        CPP.accept,
+        good,
+        depth=[2, -1],
+        choice=[choice[:1], choice[:, :3], choice.int()],
+        parents=[parents[:1], *(torch.tensor([[0, parent, 1, 2]] * 2) for parent in (4, -1, 2))],
+        depths=[depths[:, :3], torch.tensor([[0, 9, 2, 3]] * 2)],
+        valid=[valid[:1], valid.int()],
+    )
 
 
 def state_of(batch: int, length: int, pos: Tensor, limit: Tensor, done: Tensor) -> DecodeState:
@@ -368,86 +319,64 @@ def test_advance(dtype, size, batch):
     """Ends and limits before, inside, at the end of and behind the path, in rows that are done and that are not."""
     random.seed(size), torch.manual_seed(size)
     seen = {"ended": 0, "limited": 0, "done": 0, "whole": 0}
-    for _ in range(4):
-        for _ in range(20):
-            tree = tree_of(batch, size)
-            accepted = accept(tree, whole(3, batch, size), size)
-            pos = whole(8, batch)
-            limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
-            features = torch.randn(batch, size, 6).to(dtype)
-            features[torch.rand(batch, size) < 0.1, 3] = float("inf")  # which `done` tells
-            cycle = SimpleNamespace(
-                drafter=SimpleNamespace(width=2, keeps_nodes=False),
-                eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
-            )
-            old = state_of(batch, 30, pos, limit, done)
-            inputs = tree, accepted, features, cycle
-            ours, theirs = (replace_fields(old, tokens=old.tokens.clone()) for _ in range(2))
-            (ours, *rest), (theirs, *others) = (
-                advance_fused(ours, *inputs),
-                advance(theirs, *inputs),
-            )
-            assert torch.equal(rest[0].text.pos, others[0].text.pos)
-            assert rest[0].text.tokens is ours.tokens and others[0].text.tokens is theirs.tokens
-            rest[0], others[0] = (replace_fields(x[0], text=None) for x in (rest, others))
-            assert_equal(rest, others)
-            assert_equal(ours[1:5], theirs[1:5])
-            assert torch.equal(ours.tokens[:, :-1], theirs.tokens[:, :-1]), (
-                "the last column takes what is cut"
-            )
-            count = rest[0].count
-            seen["done"] += int((done & (count == 0)).sum())
-            seen["limited"] += int(
-                (~done & (count < accepted.length + 1) & (ours.pos == limit)).sum()
-            )
-            seen["ended"] += int((~done & ours.done & (ours.pos < limit)).sum())
-            seen["whole"] += int((~done & ~ours.done & (count == accepted.length + 1)).sum())
+    for _ in range(80):
+        tree = tree_of(batch, size)
+        accepted = accept(tree, whole(3, batch, size), size)
+        pos = whole(8, batch)
+        limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
+        features = torch.randn(batch, size, 6).to(dtype)
+        features[torch.rand(batch, size) < 0.1, 3] = float("inf")  # which `done` tells
+        cycle = SimpleNamespace(
+            drafter=SimpleNamespace(width=2, keeps_nodes=False),
+            eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
+        )
+        old = state_of(batch, 30, pos, limit, done)
+        inputs = tree, accepted, features, cycle
+        ours, theirs = (replace_fields(old, tokens=old.tokens.clone()) for _ in range(2))
+        ours, *rest = advance_fused(ours, *inputs)
+        theirs, *others = advance(theirs, *inputs)
+        assert torch.equal(rest[0].text.pos, others[0].text.pos)
+        assert rest[0].text.tokens is ours.tokens and others[0].text.tokens is theirs.tokens
+        rest[0], others[0] = (replace_fields(x[0], text=None) for x in (rest, others))
+        assert_equal(rest, others)
+        assert_equal(ours[1:5], theirs[1:5])
+        assert torch.equal(ours.tokens[:, :-1], theirs.tokens[:, :-1]), (
+            "the last column takes what is cut"
+        )
+        count = rest[0].count
+        seen["done"] += int((done & (count == 0)).sum())
+        seen["limited"] += int((~done & (count < accepted.length + 1) & (ours.pos == limit)).sum())
+        seen["ended"] += int((~done & ours.done & (ours.pos < limit)).sum())
+        seen["whole"] += int((~done & ~ours.done & (count == accepted.length + 1)).sum())
     assert min(seen.values()) > 1 or (size, seen["limited"]) == (1, 0), seen
 
 
 def test_wrong_advances():
     state = state_of(2, 12, torch.tensor([3, 4]), torch.tensor([9, 9]), torch.zeros(2).bool())
-    roots, path, length, emitted = (
-        whole(9, 2, 4),
-        torch.tensor([[0, 1, 3]] * 2),
-        torch.tensor([2, 1]),
-        whole(9, 2, 3),
-    )
-    names = (
-        "tokens",
-        "pos",
-        "draws",
-        "done",
-        "limit",
-        "roots",
-        "path",
-        "length",
-        "emitted",
-        "ends",
-        "features",
-    )
-    good = (*state[:5], roots, path, length, emitted, torch.tensor([-1]), torch.zeros(2, 4, 6))
-    assert CPP.advance(*good)[3].tolist() == [3, 2]
-    wrong = {
-        "tokens": [state.tokens[:1], state.tokens[:, :6], state.tokens.int()],
-        "pos": [state.pos[:1], state.pos - 4, state.pos + 9, state.pos.int()],
-        "draws": [state.draws[:1]],
-        "done": [state.done[:1], state.done.int()],
-        "limit": [state.limit[:1], state.limit.int()],
-        "roots": [roots[:1], roots.int()],
-        "path": [path + 1, path - 1, path[:1], path[:, :2], path.int()],
-        "length": [length + 1, length - 2, length[:1], length.int()],
-        "emitted": [emitted[:1], emitted[:, :2], emitted.int()],
-        "ends": [torch.tensor([-1.0])],
-        "features": [torch.zeros(1, 4, 6), torch.zeros(2, 3, 6), torch.zeros(2, 4)],
-    }
-    cases = {
-        f"{name} {n}": tuple(value if name == own else x for own, x in zip(names, good))
-        for name, values in wrong.items()
-        for n, value in enumerate(values)
-    }
+    roots, path = whole(9, 2, 4), torch.tensor([[0, 1, 3]] * 2)
+    length, emitted = torch.tensor([2, 1]), whole(9, 2, 3)
+    names = ("tokens", "pos", "draws", "done", "limit")
+    good = dict(zip(names, state[:5])) | {
+        "roots": roots, "path": path, "length": length, "emitted": emitted,
+        "ends": torch.tensor([-1]), "features": torch.zeros(2, 4, 6),
+    }  # fmt: skip
+    assert CPP.advance(*good.values())[3].tolist() == [3, 2]
     before = state.tokens.clone()
-    assert not_refused(CPP.advance, cases) == []
+    assert_refused(
+        CPP.advance,
+        good,
+        tokens=[state.tokens[:1], state.tokens[:, :6], state.tokens.int()],
+        pos=[state.pos[:1], state.pos - 4, state.pos + 9, state.pos.int()],
+        draws=[state.draws[:1]],
+        done=[state.done[:1], state.done.int()],
+        limit=[state.limit[:1], state.limit.int()],
+        roots=[roots[:1], roots.int()],
+        path=[path + 1, path - 1, path[:1], path[:, :2], path.int()],
+        length=[length + 1, length - 2, length[:1], length.int()],
+        emitted=[emitted[:1], emitted[:, :2], emitted.int()],
+        ends=[torch.tensor([-1.0])],
+        features=[torch.zeros(1, 4, 6), torch.zeros(2, 3, 6), torch.zeros(2, 4)],
+    )
     state.tokens.copy_(before)
 
 
@@ -456,12 +385,8 @@ def test_times_behind_a_report(plain):
     ours = timed_report(facts, times)
     assert_equal(ours, plain(timed_report, facts, times))
     assert ours.tolist() == [row + times for row in facts.tolist()]
-    assert (
-        not_refused(
-            CPP.with_times, {"other facts": (facts.int(), times), "flat facts": (facts[0], times)}
-        )
-        == []
-    )
+    good = {"facts": facts, "times": times}
+    assert_refused(CPP.with_times, good, facts=[facts.int(), facts[0]])
 
 
 # --------------------------------------------------------------------------------------------- rows
@@ -483,28 +408,20 @@ def test_places(plain, batch):
     for start in (pos, pos.repeat_interleave(2)[::2]):
         for rows in (1, 7):
             for back in (0, 1, 30):  # no slot is below 0
-                assert_equal(
-                    causal_window(start, rows, back), plain(causal_window, start, rows, back)
-                )
+                inputs = start, rows, back
+                assert_equal(causal_window(*inputs), plain(causal_window, *inputs))
 
 
 def test_wrong_places():
     pos, depths, done = torch.tensor([3, 4]), whole(4, 2, 5), torch.zeros(2).bool()
-    assert len(CPP.place_rows(pos, done, depths, 5, 0, 0)) == 3
-    cases = {
-        "few depths": (pos, done, depths[:1], 5, 0, 0), "narrow depths": (pos, done, depths[:, :4], 5, 0, 0),
-        "flat depths": (pos, done, depths[0], 5, 0, 0), "other depths": (pos, done, depths.int(), 5, 0, 0),
-        "few done": (pos, done[:1], depths, 5, 0, 0), "other done": (pos, done.int(), depths, 5, 0, 0),
-        "other pos": (pos.int(), done, depths, 5, 0, 0), "no rows": (pos, done, None, -1, 0, 0),
-    }  # fmt: skip
-    assert not_refused(CPP.place_rows, cases) == []
-    assert (
-        not_refused(
-            CPP.causal,
-            {"other": (pos.int(), 3, 0), "none": (pos, -1, 0), "two dimensions": (depths, 3, 0)},
-        )
-        == []
-    )
+    good = {"pos": pos, "done": done, "depths": depths, "rows": 5, "slot": 0, "back": 0}
+    assert len(CPP.place_rows(*good.values())) == 3
+    wrong_depths = [depths[:1], depths[:, :4], depths[0], depths.int()]
+    wrong = {"depths": wrong_depths, "done": [done[:1], done.int()], "pos": [pos.int()]}
+    assert_refused(CPP.place_rows, good, **wrong)
+    assert_refused(CPP.place_rows, good | {"depths": None}, rows=[-1])
+    good = {"start": pos, "rows": 3, "back": 0}
+    assert_refused(CPP.causal, good, start=[pos.int(), depths], rows=[-1])
 
 
 @pytest.mark.parametrize("rows", [1, 5, MAX_KEPT, MAX_KEPT + 7])
@@ -522,32 +439,25 @@ def test_rows_that_wait(plain, dtype, rows):
             for call in (lambda f, *x: f(*x), plain)
         )
         assert_equal(ours[2:], theirs[2:])
-        assert torch.equal(ours.features[:, :MAX_KEPT], theirs.features[:, :MAX_KEPT]), (
-            "one place is spare"
-        )
+        # one place is spare
+        assert torch.equal(ours.features[:, :MAX_KEPT], theirs.features[:, :MAX_KEPT])
 
 
 def test_wrong_rows_that_wait():
-    kept, features, facts = (
-        torch.zeros(2, 5, 6),
-        torch.zeros(2, 3, 6),
-        (torch.tensor([0, 3]), torch.zeros(2).long()),
-    )
-    count, waiting = facts
-    passed = waiting.clone()
-    cases = {
-        "count 4": (kept, waiting, passed, features, count + 1), "count -1": (kept, waiting, passed, features, count - 1),
-        "few counts": (kept, waiting, passed, features, count[:1]),
-        "few waiting": (kept, waiting[:1], passed, features, count),
-        "waiting -1": (kept, waiting - 1, passed, features, count),
-        "waiting in pieces": (kept, torch.zeros(4).long()[::2], passed, features, count),
-        "few passed": (kept, waiting, passed[:1], features, count),
-        "few kept": (kept[:1], waiting, passed, features, count), "no place": (kept[:, :1], waiting, passed, features, count),
-        "narrow": (kept, waiting, passed, features[..., :5], count),
-        "other type": (kept, waiting, passed, features.bfloat16(), count),
-        "other counts": (kept, waiting, passed, features, count.int()),
+    kept, features = torch.zeros(2, 5, 6), torch.zeros(2, 3, 6)
+    count, waiting, passed = torch.tensor([0, 3]), torch.zeros(2).long(), torch.zeros(2).long()
+    good = {
+        "kept": kept, "waiting": waiting, "passed": passed, "features": features, "count": count,
     }  # fmt: skip
-    assert not_refused(CPP.keep_rows, cases) == []
+    assert_refused(
+        CPP.keep_rows,
+        good,
+        count=[count + 1, count - 1, count[:1], count.int()],
+        waiting=[waiting[:1], waiting - 1, torch.zeros(4).long()[::2]],
+        passed=[passed[:1]],
+        kept=[kept[:1], kept[:, :1]],
+        features=[features[..., :5], features.bfloat16()],
+    )
     waiting, passed = torch.tensor([4, 0]), torch.zeros(2).long()
     CPP.keep_rows(kept, waiting, passed, features, count)
     assert (waiting.tolist(), passed.tolist()) == ([4, 3], [3, 3])
@@ -592,9 +502,8 @@ def test_what_became_of_lookups(plain, batch):
         (1, 2, 4), (3, 12, 40), ((1, 1, 1), (3, 4, 2), (10, 4, 6))
     ):
         for stored in (False, True):
-            check_passes(
-                plain, vocab, whole(vocab, batch, size), Ngram(tokens, branches, longest), stored
-            )
+            text, ngram = whole(vocab, batch, size), Ngram(tokens, branches, longest)
+            check_passes(plain, vocab, text, ngram, stored)
 
 
 def check_passes(plain, vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: bool) -> None:
@@ -626,59 +535,41 @@ def check_passes(plain, vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: 
 
 
 def test_wrong_lookups():
-    text, pos = whole(5, 2, 8), torch.tensor([3, 7])
-    good = (
-        torch.zeros(2, 4).long(),
-        torch.zeros(2, 4),
-        torch.full((2, 4), -1),
-        whole(5, 2, 2, 3),
-        torch.ones(2, 2).long(),
+    text, pos, kept = whole(5, 2, 8), torch.tensor([3, 7]), torch.tensor([1, -1])
+    wrong = {"text": [text[:1], text.int(), text[0]], "kept": [kept[:1], kept.int()]}
+    wrong["pos"] = [pos + 1, pos - 4, pos[:1], pos.int()]
+    good = {"text": text, "pos": pos, "kept": kept}
+    numbers = {"tokens": 3, "chains": 2, "least": 1, "longest": 3}
+    further = {"kept": [*wrong["kept"], kept[None]], "tokens": [-1], "chains": [-1], "least": [0]}
+    assert_refused(CPP.lookup, good | numbers, **wrong | further)
+    assert_refused(CPP.lookup, good | numbers | {"least": 2}, longest=[1])
+    pool = {
+        "tokens": torch.zeros(2, 4).long(), "values": torch.zeros(2, 4),
+        "parents": torch.full((2, 4), -1), "chains": whole(5, 2, 2, 3),
+        "lengths": torch.ones(2, 2).long(),
+    }  # fmt: skip
+    tokens, values, parents, chains, lengths = pool.values()
+    assert CPP.add_chains(*pool.values())[0].shape == (2, 10)
+    assert_refused(
+        CPP.add_chains,
+        pool,
+        tokens=[tokens[:1], tokens.int()],
+        values=[values[:, :3], values.double()],
+        parents=[parents[:1]],
+        chains=[chains[0], chains[:1]],
+        lengths=[lengths[:1], lengths.int()],
     )
-    texts = {
-        "root 8": (text, pos + 1), "root -1": (text, pos - 4), "few roots": (text, pos[:1]), "few texts": (text[:1], pos),
-        "other roots": (text, pos.int()), "other text": (text.int(), pos), "flat": (text[0], pos),
-    }  # fmt: skip
-    kept = torch.tensor([1, -1])
-    cases = {name: (*case, kept, 3, 2, 1, 3) for name, case in texts.items()}
-    cases |= {
-        "no tokens": (text, pos, kept, -1, 2, 1, 3), "no chains": (text, pos, kept, 3, -1, 1, 3),
-        "no match": (text, pos, kept, 3, 2, 0, 3), "no longest": (text, pos, kept, 3, 2, 2, 1),
-        "no end": (text, pos, kept[:1], 3, 2, 1, 3), "rows": (text, pos, kept[None], 3, 2, 1, 3),
-        "other texts": (text, pos, kept.int(), 3, 2, 1, 3),
-    }  # fmt: skip
-    assert not_refused(CPP.lookup, cases) == []
-    assert CPP.add_chains(*good)[0].shape == (2, 10)
-    wrong = [good[0][:1], good[0].int()], [good[1][:, :3], good[1].double()], [good[2][:1]], [good[3][0], good[3][:1]], [
-        good[4][:1], good[4].int()
-    ]  # fmt: skip
-    cases = {
-        f"operand {n}, {m}": tuple(value if n == own else x for own, x in enumerate(good))
-        for n, values in enumerate(wrong)
-        for m, value in enumerate(values)
-    }
-    assert not_refused(CPP.add_chains, cases) == []
     state = {
-        "tokens": torch.zeros(2, 9).long(), "values": torch.zeros(2, 9), "parents": torch.zeros(2, 9).long(),
-        "lengths": torch.zeros(2, 3).long(), "root": torch.full((2,), -1), "outcomes": torch.ones(2, 4, 3, DEPTHS, 2),
+        "tokens": torch.zeros(2, 9).long(), "values": torch.zeros(2, 9),
+        "parents": torch.zeros(2, 9).long(), "lengths": torch.zeros(2, 3).long(),
+        "root": torch.full((2,), -1), "outcomes": torch.ones(2, 4, 3, DEPTHS, 2),
         "expected": torch.zeros(2, 2),
     }  # fmt: skip
-    good = {"text": text, "pos": pos, "kept": kept} | state
-
-    def operands(**changed) -> tuple:
-        return (*(good | changed).values(), 1, 2, (1, 2))
-
-    cases = {name: operands(text=case[0], pos=case[1]) for name, case in texts.items()}
+    good |= state | {"least": 1, "longest": 2, "sizes": (1, 2)}
     for name, value in state.items():
-        cases[f"few {name}"] = operands(**{name: value[:1]})
-        cases[f"other {name}"] = operands(**{name: value.to(torch.half)})
-        if value.dim() > 1:
-            cases[f"flat {name}"] = operands(**{name: value.flatten()})
-    cases["no end"] = operands(kept=kept[:1])
-    cases["other kept"] = operands(kept=kept.int())
-    cases["no match"] = (*operands()[:-3], 0, 2, (1, 2))
-    assert {len(case) for case in cases.values()} == {13}, "none is refused for its number"
-    assert not_refused(CPP.look_up, cases) == []
-    CPP.look_up(*operands())
+        wrong[name] = [value[:1], value.half(), *([value.flatten()] if value.dim() > 1 else [])]
+    assert_refused(CPP.look_up, good, **wrong, least=[0])
+    CPP.look_up(*good.values())
 
 
 def test_what_the_compiler_is_told():

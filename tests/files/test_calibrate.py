@@ -159,12 +159,10 @@ def tied_demo(folder: Path) -> Path:
     config |= {"tie_word_embeddings": True, "num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
-    few = {
-        name: w
-        for name, w in weights.items()
-        if not name.startswith(("model.layers", "lm_head")) or ".layers.0." in name
-    }
-    save_file(few, folder / "model.safetensors")
+    for name in list(weights):
+        if name.startswith(("model.layers", "lm_head")) and ".layers.0." not in name:
+            del weights[name]
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 

@@ -28,58 +28,63 @@ import quantize
 from generate import generate, load
 from helpers import slow
 from hf.chat import template_text
-from hf.checkpoint import Quantization, WeightFiles
 from hf.config import read_config, read_raw, resolve_draft
 from hf.gguf import STORED, TYPES, GgufFile
 from hf.gguf_header import chat_template_text
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
 from ops.library import has_cpu_operators
-from options import DEMO, GenerateConfig
+from options import GenerateConfig
 from quantize import Int4Linear
 
 Kind = gguf.GGMLQuantizationType
 ROOT = Path(program.__file__).parent
-FLOATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # the package writes these
+OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
+WRITTEN = (
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+)  # by the package; K types it only reads
 IN_BLOCKS = [kind.name for kind in TYPES.values() if kind.name not in STORED]
-K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # these it only reads
+
+
+def rope(kind: str, theta: float = 10000.0, **further) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **further}}
+
+
+LLAMA31 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+QWEN3_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+BETAS = {"beta_fast": 16.0, "beta_slow": 2.0}
 CASES = {
     "mha": ("Llama", {"num_key_value_heads": 4}),
     "gqa": ("Llama", {}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
     "head_dim": ("Llama", {"head_dim": 32}),
     "biases": ("Llama", {"attention_bias": True}),
-    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}}),
-    "llama3": (
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-            }
-        },
-    ),
-    "yarn": (
-        "Llama",
-        {"rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
-        }},
-    ),
-    "yarn, betas": (
-        "Qwen2",
-        {"rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64,
-            "beta_fast": 16.0, "beta_slow": 2.0,
-        }},
-    ),
+    "linear": ("Llama", rope("linear", 5000.0, factor=2.5)),
+    "llama3": ("Llama", rope("llama3", 500000.0, **LLAMA31)),
+    "yarn": ("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "yarn, betas": ("Qwen2", rope("yarn", factor=2.0, original_max_position_embeddings=64, **BETAS)),
     "mistral": ("Mistral", {"sliding_window": 64}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "older mixtral": ("Mixtral", {"num_local_experts": 4}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3moe": ("Qwen3Moe", {
-        "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
-    }),
+    "qwen3moe": ("Qwen3Moe", {"head_dim": 32, **QWEN3_MOE}),
 }  # fmt: skip
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -106,46 +111,41 @@ def hf_model(family="Llama", **options):
     return model
 
 
+def gguf_name(name: str) -> str:
+    """The converter's name of a weight of Hugging Face's, experts and routers excepted."""
+    stem, _, kind = name.rpartition(".")
+    layer = re.match(r"model\.layers\.(\d+)\.(.*)", stem)
+    return f"blk.{layer[1]}.{NAMES[layer[2]]}.{kind}" if layer else f"{NAMES[stem]}.{kind}"
+
+
 def permuted(weight, heads):
     """The permutation of q and k by llama.cpp's converter."""
-    return (
-        weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(weight.shape)
-    )
+    halves = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def gguf_tensors(model, older=False) -> dict[str, np.ndarray]:
+    """older: of a mixture, a tensor per expert."""
     config, tensors = model.config, {}
-    llama = not config.model_type.startswith("qwen")
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, value in model.state_dict().items():
-        stem, _, kind = name.rpartition(".")
-        layer = re.match(r"model\.layers\.(\d+)\.(.*)", stem)
-        block, stem = (f"blk.{layer[1]}.", layer[2]) if layer else ("", stem)
         value = value.numpy()
-        if stem == "lm_head" and config.tie_word_embeddings:
+        block = name.replace("model.layers.", "blk.").partition(".mlp.")[0]
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if "experts" in name:  # [E, 2 F, D] gate and up, or [E, D, F] down
-            parts = (
-                {"ffn_down": value}
-                if "down" in name
-                else dict(zip(("ffn_gate", "ffn_up"), np.split(value, 2, 1)))
-            )
+            parts = {"ffn_down": value}
+            if "down" not in name:
+                parts = dict(zip(("ffn_gate", "ffn_up"), np.split(value, 2, 1)))
             for part, stack in parts.items():
-                if older:
-                    tensors |= {f"{block}{part}.{e}.weight": one for e, one in enumerate(stack)}
-                else:
-                    tensors[f"{block}{part}_exps.weight"] = stack
-            continue
-        if block and ("gate" in stem and "gate_proj" not in stem):
-            tensors[f"{block}ffn_gate_inp.weight"] = value
-            continue
-        heads = {
-            "self_attn.q_proj": config.num_attention_heads,
-            "self_attn.k_proj": config.num_key_value_heads,
-        }
-        value = permuted(value, heads[stem]) if llama and stem in heads else value
-        tensors[f"{block}{NAMES[stem]}.{kind}"] = value
+                each = {f"{block}.{part}.{e}.weight": one for e, one in enumerate(stack)}
+                tensors |= each if older else {f"{block}.{part}_exps.weight": stack}
+        elif name.endswith(".gate.weight"):
+            tensors[f"{block}.ffn_gate_inp.weight"] = value
+        else:
+            turned = heads.get(name.split(".")[-2])
+            llama = not config.model_type.startswith("qwen")
+            tensors[gguf_name(name)] = permuted(value, turned) if llama and turned else value
     return tensors
 
 
@@ -176,46 +176,34 @@ def metadata_of(model) -> dict:
         keys["expert_feed_forward_length"] = c.moe_intermediate_size
     if getattr(c, "sliding_window", None):
         keys["attention.sliding_window"] = c.sliding_window
+    keys = {f"{name}.{key}": value for key, value in keys.items()}
     ids = {
-        "tokenizer.ggml.bos_token_id": c.bos_token_id,
-        "tokenizer.ggml.eos_token_id": c.eos_token_id,
+        f"tokenizer.ggml.{end}_token_id": getattr(c, f"{end}_token_id") for end in ("bos", "eos")
     }
-    return (
-        {"general.architecture": name}
-        | {f"{name}.{key}": value for key, value in keys.items()}
-        | ids
-    )
+    return {"general.architecture": name} | keys | ids
 
 
 def write(path, metadata: dict, tensors: dict, kinds="F32") -> Path:
     """kinds: the type of matrices whose rows fit its blocks, or {name: (type, bytes)}."""
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    add = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+        str: writer.add_string, np.int32: writer.add_int32,
+    }  # fmt: skip
     for key, value in metadata.items():
         if key != "general.architecture":
-            add = {
-                bool: writer.add_bool,
-                int: writer.add_uint32,
-                float: writer.add_float32,
-                str: writer.add_string,
-            }
-            add |= {np.int32: writer.add_int32}
             add.get(type(value), writer.add_array)(key, value)
     for name, value in tensors.items():
-        kind, data = Kind.F32, value
-        if isinstance(value, tuple):
-            kind, data = value
-        elif value.ndim > 1:
+        kind, data = value if isinstance(value, tuple) else (Kind.F32, value)
+        if data is value and value.ndim > 1:
             kind = Kind[kinds]
             data = gguf.quantize(np.ascontiguousarray(value), kind)
-        writer.add_tensor(
-            name, np.ascontiguousarray(data), raw_dtype=None if kind == Kind.F32 else kind
-        )
-    (
-        writer.write_header_to_file(),
-        writer.write_kv_data_to_file(),
-        writer.write_tensors_to_file(),
-        writer.close(),
-    )
+        raw = None if kind == Kind.F32 else kind
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path
 
 
@@ -223,9 +211,8 @@ def write_model(path, model, kinds="F32", extra=None, **options) -> Path:
     tensors = gguf_tensors(model, **options)
     if model.config.rope_parameters["rope_type"] == "llama3":
         plain = 1 / 500000.0 ** (np.arange(0, 16, 2) / 16)
-        tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(
-            np.float32
-        )
+        factors = plain / model.model.rotary_emb.inv_freq.numpy()
+        tensors["rope_freqs.weight"] = factors.astype(np.float32)
     return write(path, metadata_of(model) | (extra or {}), tensors, kinds)
 
 
@@ -235,9 +222,8 @@ def widened(model, kind):
         for p in model.parameters():
             if p.dim() > 1:
                 coded = gguf.quantize(p.numpy(), Kind[kind])
-                p.copy_(
-                    torch.from_numpy(np.array(gguf.dequantize(coded, Kind[kind]))).view(p.shape)
-                )
+                numbers = np.array(gguf.dequantize(coded, Kind[kind]))
+                p.copy_(torch.from_numpy(numbers).view(p.shape))
     return model
 
 
@@ -264,102 +250,60 @@ def test_architectures(tmp_path, case):
     assert_same_logits(model, reference)
     assert model.config.tie_embeddings == (case == "tied") and model.config.dtype == "float32"
     reference.save_pretrained(tmp_path / "hf")
-    for name, value in export_weights(load_model(tmp_path / "hf"), weight_names(model.config), model.config, torch.float32).items():  # fmt: skip
+    ours, theirs = vars(read_config(path)), vars(read_config(tmp_path / "hf"))
+    for name in ours.keys() - {"norm_eps", "rope_theta", "rope_scaling"}:
+        assert ours[name] == theirs[name], name
+    names = weight_names(model.config)
+    weights = export_weights(load_model(tmp_path / "hf"), names, model.config, torch.float32)
+    for name, value in weights.items():
         assert torch.equal(GgufFile(path).read(name), value), name
-    for ours, theirs in zip(*(vars(read_config(p)).items() for p in (path, tmp_path / "hf"))):
-        assert ours == theirs or ours[0] in ("norm_eps", "rope_theta", "rope_scaling"), (
-            ours,
-            theirs,
-        )
 
 
-@pytest.mark.parametrize("kind", FLOATS)
-def test_types(tmp_path, kind):
-    reference = hf_model()
-    path = write_model(tmp_path / "m.gguf", reference, kind)
-    model = load_model(path, torch.float32)
-    assert_same_logits(model, widened(reference, kind))
-    dtype = {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
-    assert load_model(path).embedding.weight.dtype == dtype
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert GgufFile(path).read(name).dtype == (
-        dtype if kind in ("F32", "F16", "BF16") else torch.float32
-    )
+OTHER_FAMILIES = [("Qwen2", "F16"), ("Qwen2", "Q8_0"), ("Mistral", "F16")]
+READ_BY_TRANSFORMERS = [*(("Llama", kind) for kind in WRITTEN), *OTHER_FAMILIES]
 
 
-@pytest.mark.parametrize("kind", K_QUANTS)
-def test_k_quants(tmp_path, kind):
-    """Random blocks mean what the package says."""
-    rng = np.random.default_rng(0)
-    block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
-    sizes = {
-        "num_hidden_layers": 1,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_attention_heads": 8,
-    }
-    model = hf_model(**sizes)
-    tensors, want = gguf_tensors(model), {}
-    for name, value in tensors.items():
-        if value.ndim > 1:
-            data = rng.integers(
-                0, 60, (value.shape[0], value.shape[1] // block * size), np.uint8
-            )  # halves are finite
-            tensors[name], want[name] = (Kind[kind], data), gguf.dequantize(data, Kind[kind])
-    path = write(tmp_path / "m.gguf", metadata_of(model), tensors)
-    files = GgufFile(path)
-    for ours, theirs in (("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v")):
-        got = files.read(f"model.layers.0.{ours}.weight").numpy()
-        assert np.isfinite(got).all() and np.array_equal(got, want[f"blk.0.{theirs}.weight"])
-    got = files.read("model.layers.0.self_attn.q_proj.weight").numpy()
-    assert np.array_equal(permuted(got, 8), want["blk.0.attn_q.weight"])
-    assert (
-        load_model(path, torch.float32)
-        and load_model(path, quant=Quantization("int4")).lm_head.group_size == 64
-    )
-
-
-READ_BY_TRANSFORMERS = [("Llama", kind) for kind in FLOATS[1:]] + [
-    ("Qwen2", "F16"),
-    ("Qwen2", "Q8_0"),
-    ("Mistral", "F16"),
-]
+def read_by_transformers(path: Path):
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    return read(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("family, kind", READ_BY_TRANSFORMERS)
 def test_as_transformers_reads_it(tmp_path, family, kind):
     path = write_model(tmp_path / "m.gguf", hf_model(family), kind)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="m.gguf", dtype=torch.float32
-    )
-    assert_same_logits(load_model(path, torch.float32), reference.eval())
+    assert_same_logits(load_model(path, torch.float32), read_by_transformers(path))
+    dtype = torch.float16 if kind == "F16" else torch.bfloat16
+    assert load_model(path).embedding.weight.dtype == dtype
+    read = GgufFile(path).read("model.layers.1.mlp.down_proj.weight").dtype
+    assert read == (dtype if kind in ("F16", "BF16") else torch.float32)
 
 
-@pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("operator", [pytest.param(True, marks=OPERATORS), False])
 @pytest.mark.parametrize("kind", IN_BLOCKS)
-def test_the_operator_gives_the_packages_bits(tmp_path, monkeypatch, kind):
-    """Blocks of any bytes, with scales that are infinite or no numbers too, for the names with turned rows too."""
+def test_every_tensor_of_every_type_has_the_packages_bits(tmp_path, monkeypatch, kind, operator):
+    """Blocks of any bytes, with scales that are infinite or no numbers too, and with turned rows."""
+    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: operator)
     rng = np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     wide = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     reference = hf_model(**(wide if block == 256 else {}))
-    tensors = gguf_tensors(reference)
+    tensors, want = gguf_tensors(reference), {}
     for name, value in tensors.items():
         if value.ndim > 1:
-            shape = (value.shape[0], value.shape[1] // block * size)
-            tensors[name] = (Kind[kind], rng.integers(0, 256, shape, np.uint8))
-    path = write(tmp_path / "m.gguf", metadata_of(reference), tensors)
-    files = GgufFile(path)
-    fast = {
-        (name, dtype): files.read(name, dtype)
-        for name in files.readers
-        for dtype in (None, torch.bfloat16)
-    }
-    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
-    for (name, dtype), value in fast.items():
-        want = files.read(name).to(dtype or torch.float32)
-        assert value.dtype == (torch.bfloat16 if dtype and value.dim() > 1 else torch.float32)
-        torch.testing.assert_close(value.to(want.dtype), want, rtol=0, atol=0, equal_nan=True)
+            data = rng.integers(0, 256, (len(value), value.shape[1] // block * size), np.uint8)
+            tensors[name], want[name] = (Kind[kind], data), gguf.dequantize(data, Kind[kind])
+    files = GgufFile(write(tmp_path / "m.gguf", metadata_of(reference), tensors))
+    heads = {"attn_q": 4, "attn_k": 2}
+    for name, theirs in zip(files.readers, map(gguf_name, files.readers)):
+        for dtype in (None, torch.bfloat16):
+            got = files.read(name, dtype)
+            matrix = theirs in want
+            rounds = dtype and operator and matrix  # the package's fp32 `load_model` rounds
+            assert got.dtype == (torch.bfloat16 if rounds else torch.float32), name
+            turned = heads.get(theirs.split(".")[-2])
+            got = permuted(got, turned) if turned else got
+            numbers = torch.from_numpy(want[theirs] if matrix else tensors[theirs]).to(got.dtype)
+            torch.testing.assert_close(got, numbers, rtol=0, atol=0, equal_nan=True)
 
 
 def test_large_tensors_are_made_in_pieces(tmp_path, monkeypatch):
@@ -373,14 +317,13 @@ def test_large_tensors_are_made_in_pieces(tmp_path, monkeypatch):
 def test_other_quantities_of_rope_freqs(tmp_path):
     reference = hf_model()
     tensors = gguf_tensors(reference) | {"rope_freqs.weight": np.ones(8, np.float32)}
-    assert_same_logits(
-        load_model(write(tmp_path / "m.gguf", metadata_of(reference), tensors)), reference
-    )
+    path = write(tmp_path / "m.gguf", metadata_of(reference), tensors)
+    assert_same_logits(load_model(path), reference)
     tensors["rope_freqs.weight"][3] = 2
-    with pytest.raises(
-        ValueError, match="rope_freqs.weight is not LLaMA-3.1's scaling; use the original model"
-    ):
-        load_model(write(tmp_path / "n.gguf", metadata_of(reference), tensors))
+    path = write(tmp_path / "n.gguf", metadata_of(reference), tensors)
+    says = "rope_freqs.weight is not LLaMA-3.1's scaling; use the original model"
+    with pytest.raises(ValueError, match=says):
+        load_model(path)
 
 
 # --------------------------------------------------------------------------------------- tokenizers
@@ -407,13 +350,7 @@ CASED = "".join(  # the letters with two cases, which the file lists, but for Ge
     for i in range(0x10000)
     if unicodedata.category(chr(i)) in ("Lu", "Ll", "Lt") and not 0x10D0 <= i <= 0x10FF
 )
-DEEPSEEK = (
-    r"[\r\n]",
-    rf"\s?[{CASED}]+",
-    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
-    r"\s+$",
-    "[一-龥ࠀ-一가-퟿]+",
-)
+DEEPSEEK = (r"[\r\n]", rf"\s?[{CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+")  # fmt: skip
 
 
 SPLITS = {
@@ -426,17 +363,10 @@ SPLITS = {
     "deepseek-coder": split_by(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK[-1], digits=True),
 }
 MORE = [
-    *LINES,
-    "12345 678 ½²³ ٣٤٥",
-    "  5 6\n\n 7",
-    "It's WE'LL I'm",
-    "e\u0301 é ﬁ",
-    "a\r\n\r\nb \t c",
-    "x" * 40,
-    "camelCaseWord HTTPServer ÀÉî Straße",
-    "Ελληνικά Русский ქართული ᲥᲐᲠᲗᲣᲚᲘ ᏣᎳᎩ Ａｂｃ ﬁn ªº ǅ ʔa",
-    "你好，世界！“quoted” 한국어 ひらがな /path/to\n ",
-]
+    *LINES, "12345 678 ½²³ ٣٤٥", "  5 6\n\n 7", "It's WE'LL I'm", "e\u0301 é ﬁ", "a\r\n\r\nb \t c",
+    "x" * 40, "camelCaseWord HTTPServer ÀÉî Straße",
+    "Ελληνικά Русский ქართული ᲥᲐᲠᲗᲣᲚᲘ ᏣᎳᎩ Ａｂｃ ﬁn ªº ǅ ʔa", "你好，世界！“quoted” 한국어 ひらがな /path/to\n ",
+]  # fmt: skip
 
 
 def train_bpe(name) -> Backend:
@@ -445,9 +375,8 @@ def train_bpe(name) -> Backend:
     if name == "qwen2":
         tok.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=450, initial_alphabet=alphabet, special_tokens=CONTROLS, show_progress=False
-    )
+    options = {"special_tokens": CONTROLS, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=450, initial_alphabet=alphabet, **options)
     tok.train_from_iterator(MORE * 4, trainer)
     tok.add_tokens([AddedToken("工具 tool", normalized=False)])
     return tok
@@ -476,26 +405,18 @@ def test_byte_level_bpe(tmp_path, name):
     original = train_bpe(name)
     tok = Tokenizer.load(write(tmp_path / "t.gguf", NAME | bpe_metadata(original, name), {}))
     for text in [*TEXTS, *MORE, "a工具 toolb", "<|im_start|>user\nhi<|im_end|>"]:
-        original.encode_special_tokens = False
-        ids = original.encode(text, add_special_tokens=False).ids
-        assert tok.encode(text, bos=False, special=True) == ids, text
+        for special in (False, True):
+            original.encode_special_tokens = not special
+            ids = original.encode(text, add_special_tokens=False).ids
+            assert tok.encode(text, bos=False, special=special) == ids, text
         assert tok.decode(ids) == original.decode(ids), text
-        original.encode_special_tokens = True
-        assert tok.encode(text, bos=False) == original.encode(text, add_special_tokens=False).ids, (
-            text
-        )
-    assert tok.adds_bos == (name in ("llama-bpe", "tekken")) and (tok.bos_id, tok.eos_ids) == (
-        1,
-        (2,),
-    )
+    assert tok.adds_bos == (name in ("llama-bpe", "tekken"))
+    assert (tok.bos_id, tok.eos_ids) == (1, (2,))
 
 
 def test_bos_and_eos(tmp_path):
-    keys = {
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.ggml.eot_token_id": 5,
-    }
+    ids = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 5}
+    keys = {"tokenizer.ggml.add_bos_token": True} | ids
     path = write_model(tmp_path / "m.gguf", hf_model(), extra=BPE_METADATA | keys)
     tok = Tokenizer.load(path)
     assert tok.encode("a")[0] == 1 and tok.encode("<|im_start|>a", special=True).count(1) == 1
@@ -558,10 +479,19 @@ def test_ends_of_a_text(tmp_path, family, kind):
         assert tok.encode(text, bos=False) != [id] and tok.decode([id]) == ""
 
 
-def test_a_size_of_each_layer(tmp_path):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attention.head_count_kv": [2, 2], "feed_forward_length": [96, 96]},
+        {"attention.sliding_window": 0, "rope.scaling.factor": 0.0, "expert_count": 0},
+    ],
+    ids=["a size of each layer", "zeros that mean none"],
+)
+def test_values_that_change_nothing(tmp_path, keys):
     reference = hf_model()
-    lists = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [96, 96]}
-    path = write_model(tmp_path / "m.gguf", reference, extra=lists)
+    extra = {f"llama.{key}": value for key, value in keys.items()}
+    path = write_model(tmp_path / "m.gguf", reference, extra=extra)
+    assert read_config(path) == read_config(write_model(tmp_path / "n.gguf", reference))
     assert_same_logits(load_model(path), reference)
 
 
@@ -579,36 +509,20 @@ def test_special_ids_beyond_the_vocabulary(capsys, tmp_path):
 @pytest.mark.parametrize("strange", [0, 7, -1])
 def test_a_strange_type_of_token_is_a_normal_one(tmp_path, strange):
     types = [strange if kind == 1 else kind for kind in BPE_METADATA["tokenizer.ggml.token_type"]]
-    files = [NAME | BPE_METADATA, NAME | BPE_METADATA | {"tokenizer.ggml.token_type": types}]
-    plain, ours = (
-        Tokenizer.load(write(tmp_path / f"{n}.gguf", keys, {})) for n, keys in enumerate(files)
-    )
+    changes = {"tokenizer.ggml.token_type": types}
+    plain = Tokenizer.load(write(tmp_path / "m.gguf", NAME | BPE_METADATA, {}))
+    ours = Tokenizer.load(write(tmp_path / "n.gguf", NAME | BPE_METADATA | changes, {}))
     for text in TEXTS:
         assert ours.encode(text, special=True) == plain.encode(text, special=True)
 
 
 @pytest.mark.parametrize("pre", [None, "default", "gpt-2"])
 def test_a_file_that_names_no_pre_tokenizer(capsys, tmp_path, pre):
-    metadata = {k: v for k, v in BPE_METADATA.items() if k != "tokenizer.ggml.pre"}
-    path = write(
-        tmp_path / "t.gguf", NAME | metadata | ({"tokenizer.ggml.pre": pre} if pre else {}), {}
-    )
-    ids = train_bpe("gpt-2").encode(MORE[-1]).ids
-    assert Tokenizer.load(path).encode(MORE[-1]) == ids
+    metadata = NAME | bpe_metadata(train_bpe("gpt-2"), pre)
+    path = write(tmp_path / "t.gguf", metadata, {})
+    assert Tokenizer.load(path).encode(MORE[-1]) == train_bpe("gpt-2").encode(MORE[-1]).ids
     note = f"note: {path} names no pre-tokenizer; GPT-2's is taken\n"
     assert capsys.readouterr().err == ("" if pre == "gpt-2" else note)
-
-
-def test_values_of_zero_that_mean_none(tmp_path):
-    reference = hf_model()
-    zeros = {
-        "llama.attention.sliding_window": 0,
-        "llama.rope.scaling.factor": 0.0,
-        "llama.expert_count": 0,
-    }
-    path = write_model(tmp_path / "m.gguf", reference, extra=zeros)
-    assert read_config(path) == read_config(write_model(tmp_path / "n.gguf", reference))
-    assert_same_logits(load_model(path), reference)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -629,11 +543,8 @@ def test_sentencepiece(tmp_path, prefix):
     if prefix:  # the default
         del metadata["tokenizer.ggml.add_space_prefix"]
     (tmp_path / "added_tokens.json").write_text("{}")
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"added_tokens_decoder": {str(types.index(4)): {"content": "<tool>", "special": False}}}
-        )
-    )
+    added = {str(types.index(4)): {"content": "<tool>", "special": False}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     (tmp_path / "gguf").mkdir()
     ours = Tokenizer.load(write(tmp_path / "gguf" / "t.gguf", NAME | metadata, {}))
     original = Tokenizer.load(tmp_path)
@@ -641,45 +552,26 @@ def test_sentencepiece(tmp_path, prefix):
         for special in (False, True):
             ids = original.encode(text, special=special)
             assert ours.encode(text, special=special) == ids, text
-            assert ours.decode(ids) == original.decode(ids) and ours.decode(
-                ids, True
-            ) == original.decode(ids, True)
+            for continued in (False, True):
+                assert ours.decode(ids, continued) == original.decode(ids, continued)
     for text in sentencepiece_texts():
         assert ours.encode(text, bos=False) == sp.encode(text), text
         assert ours.encode(text, special=True) == original.encode(text, special=True), text
         assert ours.decode(sp.encode(text)) == sp.decode(sp.encode(text)), text
     assert ours.token_bytes() == original.token_bytes() and ours.adds_bos
     assert ours.strips_space == original.strips_space == prefix
-    fast = (
-        transformers.AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file="t.gguf")
-        if prefix
-        else None
-    )
-    for text in [t for t in TEXTS if fast and t.strip() and "▁" not in t and not t.startswith(" ")]:
-        assert ours.encode(text) == fast(text).input_ids, text
+    if prefix:
+        fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file="t.gguf")
+        for text in [t for t in TEXTS if t.strip() and "▁" not in t and not t.startswith(" ")]:
+            assert ours.encode(text) == fast(text).input_ids, text
 
 
 def sentencepiece_texts(count=1000) -> list[str]:
     """Deterministic texts: words, spaces at every place, the mark of a space itself, and the names of control tokens."""
     parts = [
-        " ",
-        "  ",
-        "   ",
-        "\t",
-        "\n",
-        "▁",
-        "▁▁",
-        "<s>",
-        "</s>",
-        "<unk>",
-        "<0x0A>",
-        "def",
-        "f(x)",
-        "return",
-        "hello",
-        "é",
-        "e\u0301",
-    ]
+        " ", "  ", "   ", "\t", "\n", "▁", "▁▁", "<s>", "</s>", "<unk>", "<0x0A>", "def", "f(x)",
+        "return", "hello", "é", "e\u0301",
+    ]  # fmt: skip
     parts += ["中文", "🙂", "12", "3.14", "\u00a0", "\u3000", "\u200b", "It's"]
     rng = random.Random(0)
     return ["".join(rng.choices(parts, k=rng.randint(1, 12))) for _ in range(count)]
@@ -783,7 +675,7 @@ def test_foreign_files(capsys, tmp_path, how):
     assert says in err and "m.gguf" in err, err
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.5, 0.8, 0.999])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.8, 0.999])
 def test_truncated_files(capsys, whole, tmp_path, share):
     content = whole[0].read_bytes()
     (tmp_path / "m.gguf").write_bytes(content[: int(len(content) * share)])
@@ -858,70 +750,68 @@ METADATA = {
 @pytest.mark.parametrize("how", METADATA)
 def test_metadata_that_is_refused(capsys, whole, tmp_path, how):
     spoilt, says = METADATA[how]
-    keys = {
-        k: v for k, v in (metadata_of(whole[1]) | BPE_METADATA | spoilt).items() if v is not None
-    }
+    keys = metadata_of(whole[1]) | BPE_METADATA | spoilt
+    keys = {key: value for key, value in keys.items() if value is not None}
     path = write(tmp_path / "m.gguf", keys, gguf_tensors(whole[1]))
     err = refused(capsys, "--checkpoint", str(path))
     assert re.search(says, err) and "m.gguf" in err, err
 
 
-def test_tensors_that_are_refused(capsys, whole, tmp_path):
-    keys, tensors = metadata_of(whole[1]), gguf_tensors(whole[1])
-    name, shape = "blk.1.ffn_up.weight", (96, 64)
+UP = "blk.1.ffn_up"
+REFUSED_TENSORS = [  # the tensor, a function of its content or None: left out, what the line says
+    ("", lambda w: (Kind.I8, np.zeros(w.shape, np.int8)), f"{UP}.weight has the type I8, which is not one of F32, F16, BF16, Q8_0"),
+    ("", lambda w: (Kind.IQ4_NL, np.zeros((96, 36), np.uint8)), f"{UP}.weight has the type IQ4_NL"),
+    ("model.layers.0.other.weight", lambda w: w, "1 unexpected weight(s): model.layers.0.other.weight"),
+    ("", None, "m.gguf: 1 missing weight(s): model.layers.1.mlp.up_proj.weight; use another file"),
+    (f"{UP}_exps.weight", lambda w: w[:, 0], f"{UP}_exps.weight has the shape [96]; experts are a stack of at most 1024 matrices"),
+    ("", lambda w: w[None], "has shape [96, 64] + [1, 96, 64]"),
+]  # fmt: skip
 
-    def says(changed):
-        return refused(capsys, "--checkpoint", str(write(tmp_path / "m.gguf", keys, changed)))
 
-    i8 = tensors | {name: (Kind.I8, np.zeros(shape, np.int8))}
-    assert f"{name} has the type I8, which is not one of F32, F16, BF16, Q8_0" in says(i8)
-    iq4 = tensors | {name: (Kind.IQ4_NL, np.zeros((96, 36), np.uint8))}
-    assert f"{name} has the type IQ4_NL" in says(iq4)
-    assert "1 unexpected weight(s): model.layers.0.other.weight" in says(
-        tensors | {"model.layers.0.other.weight": tensors[name]}
-    )
-    assert (
-        "m.gguf: 1 missing weight(s): model.layers.1.mlp.up_proj.weight; use another file"
-        in says({k: v for k, v in tensors.items() if k != name})
-    )
-    experts = "blk.1.ffn_up_exps.weight"
-    assert f"{experts} has the shape [96]; experts are a stack of at most 1024 matrices" in says(
-        tensors | {experts: tensors[name][:, 0]}
-    )
-    assert "has shape [96, 64] + [1, 96, 64]" in says(tensors | {name: tensors[name][None]})
-    path = write(tmp_path / "m.gguf", keys, tensors, "Q8_0")
-    content = path.read_bytes()
-    at = content.index(text(name)) + len(text(name)) + 4
-    for sizes, reason in (
-        ((HUGE, 96), "is truncated"),
-        ((63, 96), "is no multiple of 32"),
-        ((0, 96), "is no multiple of"),
-    ):
-        path.write_bytes(content[:at] + struct.pack("<QQ", *sizes) + content[at + 16 :])
-        assert reason in refused(capsys, "--checkpoint", str(path))
-    path.write_bytes(content[: at + 16] + struct.pack("<I", 99) + content[at + 20 :])
-    assert f"{name} has the type 99" in refused(capsys, "--checkpoint", str(path))
+@pytest.mark.parametrize("name, change, says", REFUSED_TENSORS, ids=range(len(REFUSED_TENSORS)))
+def test_tensors_that_are_refused(capsys, whole, tmp_path, name, change, says):
+    tensors, usual = gguf_tensors(whole[1]), f"{UP}.weight"
+    tensors[name or usual] = change and change(tensors[usual])
+    tensors = {key: value for key, value in tensors.items() if value is not None}
+    path = write(tmp_path / "m.gguf", metadata_of(whole[1]), tensors)
+    assert says in refused(capsys, "--checkpoint", str(path))
+
+
+def test_shapes_and_types_that_are_refused(capsys, whole, tmp_path):
+    content, name = whole[0].read_bytes(), text(f"{UP}.weight")
+    at = content.index(name) + len(name) + 4
+    for fields, says in (
+        ((HUGE, 96, 8), "is truncated"), ((63, 96, 8), "is no multiple of 32"),
+        ((0, 96, 8), "is no multiple of"), ((64, 96, 99), f"{UP}.weight has the type 99"),
+    ):  # fmt: skip
+        path = tmp_path / "m.gguf"
+        path.write_bytes(content[:at] + struct.pack("<QQI", *fields) + content[at + 20 :])
+        assert says in refused(capsys, "--checkpoint", str(path))
 
 
 def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
-    path = tmp_path / "no.gguf"
-    assert f"cannot read {path}: No such file or directory; check the path" in refused(
-        capsys, "--checkpoint", str(path)
-    )
+    path = str(tmp_path / "no.gguf")
+    said = f"cannot read {path}: No such file or directory; check the path"
+    assert said in refused(capsys, "--checkpoint", path)
     path = tmp_path / "model.bin"
     path.write_bytes(whole[0].read_bytes())
     said = f"{path} is a GGUF file without its suffix; rename it to model.bin.gguf"
     assert said in refused(capsys, "--checkpoint", str(path))
-    monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
-    assert "needs the package gguf; run: pip install gguf" in refused(
-        capsys, "--checkpoint", str(whole[0])
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.quants, "dequantize", not_implemented)
+        said = "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it"
+        assert said in refused(capsys, "--checkpoint", str(whole[0]), "--dtype", "float32")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    said = "needs the package gguf; run: pip install gguf"
+    assert said in refused(capsys, "--checkpoint", str(whole[0]))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        ValueError, match="needs the package tokenizers; run: pip install tokenizers"
-    ):
+    with pytest.raises(ValueError, match="the package tokenizers; run: pip install tokenizers"):
         Tokenizer.load(whole[0])
+
+
+def not_implemented(*_):
+    raise NotImplementedError("not yet")
 
 
 def test_a_model_is_no_head_and_no_source_of_codes(capsys, whole, tmp_path):
@@ -933,10 +823,8 @@ def test_a_model_is_no_head_and_no_source_of_codes(capsys, whole, tmp_path):
         with pytest.raises(SystemExit):
             quantize.main(argv)
         err = capsys.readouterr().err
-        assert (
-            f"{path} is a GGUF file, which runs in its own bits as it is: python generate.py" in err
-            and err.count("\n") == 1
-        )
+        said = f"{path} is a GGUF file, which runs in its own bits as it is: python generate.py"
+        assert said in err and err.count("\n") == 1
 
 
 # --------------------------------------------------------------------------------------- end to end
@@ -961,71 +849,24 @@ def test_generate(whole, tmp_path):
     want = generate(load(checkpoint=str(tmp_path), **options), [[5, 17, 3]]).tokens
     engine = load(checkpoint=path, **options)
     result = generate(engine, [[5, 17, 3]])
-    assert result.tokens == want and result.text[0] == engine.tokenizer.decode(
-        want[0], continuation=True
-    )
+    assert result.tokens == want and engine.option("group_size") == 0
+    assert result.text[0] == engine.tokenizer.decode(want[0], continuation=True)
     drafted = load(checkpoint=path, draft="model", draft_checkpoint=path, tree="chain", **options)
     result = generate(drafted, [[5, 17, 3]])
     assert result.tokens == want and result.stats["tau"] > 3
     rounded = load(checkpoint=path, quant="int4", **options)
-    assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {
-        32
-    }  # of 64 and 96
-    assert rounded.option("group_size") == 32 and engine.option("group_size") == 0
-    with pytest.raises(
-        ValueError,
-        match="int4 group size 128 does not divide in_features 64 .*; use --group_size 32",
-    ):
+    sizes = {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)}
+    assert sizes == {32} and rounded.option("group_size") == 32  # of 64 and 96
+    says = "int4 group size 128 does not divide in_features 64 .*; use --group_size 32"
+    with pytest.raises(ValueError, match=says):
         load(checkpoint=path, quant="int4", group_size=128, **options)
 
 
 def test_the_group_size_that_was_chosen_is_in_the_json(whole, tmp_path):
-    argv = [
-        "--checkpoint",
-        str(whole[0]),
-        "--device",
-        "cpu",
-        "--max_new_tokens",
-        "4",
-        "--prompt_ids",
-        "5,17",
-    ]
-    program.main([*argv, "--quant", "int4", "--json", str(tmp_path / "out.json")])
-    assert json.loads((tmp_path / "out.json").read_text())["config"]["group_size"] == 32
-
-
-def test_the_command_line(capsys, whole):
-    argv = [
-        "--checkpoint",
-        str(whole[0]),
-        "--device",
-        "cpu",
-        "--max_new_tokens",
-        "4",
-        "--ignore_eos",
-    ]
-    program.main([*argv, "--prompt_ids", "5,17"])
-    assert "3 tokens, " in capsys.readouterr().out  # after the first, which the prompt gives
-
-
-def test_a_type_that_the_package_cannot_read(capsys, whole, monkeypatch):
-    def dequantize(*_):
-        raise NotImplementedError("not yet")
-
-    monkeypatch.setattr(gguf.quants, "dequantize", dequantize)
-    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
-    err = refused(capsys, "--checkpoint", str(whole[0]), "--dtype", "float32")
-    assert (
-        "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it" in err
-    )
-
-
-def test_directories_are_as_before():
-    files = WeightFiles(Path(DEMO))
-    assert (
-        read_raw(Path(DEMO)) == files.config
-        and read_config(Path(DEMO)).n_layers == files.config["num_hidden_layers"]
-    )
+    out = tmp_path / "out.json"
+    argv = f"--checkpoint {whole[0]} --device cpu --max_new_tokens 4 --prompt_ids 5,17"
+    program.main([*argv.split(), "--quant", "int4", "--json", str(out)])
+    assert json.loads(out.read_text())["config"]["group_size"] == 32
 
 
 # -------------------------------------------------------------------------------------- a real file
@@ -1036,9 +877,8 @@ def many_texts(count: int) -> list[str]:
     rng, texts = random.Random(0), [*TEXTS, *MORE]
     for file in sorted((ROOT / "data" / "eval").glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
-            texts += [
-                turn for turn in json.loads(line).get("turns", [])[:1] if len(texts) < count // 2
-            ]
+            if len(texts) < count // 2:
+                texts += json.loads(line).get("turns", [])[:1]
     parts = [
         "def f(x):\n", "\treturn x**2", "    ", "  ", " ", "\n\n", "\r\n", "\t", "# comment", "{'a': [1, 2]}", "!=", "->",
         "🙂", "👩‍👩‍👧", "🇩🇪", "中文", "你好，世界", "日本語のテキスト", "naïve", "Größe", "e\u0301", "ﷺ", "½", "²", "٣٤", "Ⅷ", "1234567890",
@@ -1053,16 +893,13 @@ def many_texts(count: int) -> list[str]:
 @pytest.mark.slow  # transformers takes 20 s to widen the file
 @pytest.mark.smollm2
 def test_a_real_files_logits(smollm2):
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
-    )
+    reference = read_by_transformers(smollm2)
     model = load_model(smollm2, torch.float32)
     state = reference.state_dict()
-    for name, value in export_weights(
-        model, weight_names(model.config), model.config, torch.float32
-    ).items():
+    names = weight_names(model.config)
+    for name, value in export_weights(model, names, model.config, torch.float32).items():
         assert torch.equal(value, state[name]), name
-    assert_same_logits(model, reference.eval())
+    assert_same_logits(model, reference)
 
 
 @pytest.fixture(scope="module")
@@ -1070,9 +907,8 @@ def real_truth(smollm2):
     """SmolLM2's tokenizer.json in words of the tokenizers library: single digits, then GPT-2's words."""
     fields = gguf.GGUFReader(smollm2).fields
     tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
-    truth = Backend(
-        models.BPE({t: i for i, t in enumerate(tokens)}, [tuple(m.split(" ")) for m in merges])
-    )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    truth = Backend(models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
     truth.pre_tokenizer, truth.decoder = SPLITS["smollm"], decoders.ByteLevel()
     truth.add_special_tokens(tokens[:17])
     return truth
@@ -1092,36 +928,3 @@ def test_a_real_files_tokenizer(smollm2, real_truth, count):
     assert ours.vocab_size == 49152 and not ours.adds_bos and ours.eos_ids == (2,)
     # as llama.cpp prints them for this model: <|im_end|>, <|endoftext|>, <reponame>
     assert sorted(read_config(smollm2).eos_ids) == [0, 2, 4]
-
-
-@pytest.mark.slow  # transformers takes ten seconds to read the file
-@pytest.mark.smollm2
-def test_a_real_files_tokenizer_beside_transformers(smollm2, real_truth):
-    """transformers (5.23) reads `smollm` as `gpt-2`. It differs where a digit follows two spaces or is not of ASCII."""
-    theirs = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
-    same = 0
-    for text in many_texts(1000):
-        ids = real_truth.encode(text).ids
-        assert theirs.decode(ids, skip_special_tokens=True) == real_truth.decode(ids), text
-        found = theirs(text).input_ids
-        assert found == ids or re.search(r"\s\s\d|[½²Ⅷ٣٤]", text), text
-        same += found == ids
-    assert same > 800
-
-
-@pytest.mark.slow  # rounds all of its weights; test_smollm2.py runs it as it is
-@pytest.mark.smollm2
-def test_a_real_file_generates(smollm2):
-    options = {
-        "checkpoint": str(smollm2),
-        "device": "cpu",
-        "max_new_tokens": 3,
-        "draft": "none",
-        "chat": "none",
-    }
-    assert "Paris" in generate(load(**options), ["The capital of France is"]).text[0]
-    rounded = load(quant="int4", **options)
-    assert {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)} == {
-        64
-    }  # of 576 and 1536
-    assert "Paris" in generate(rounded, ["The capital of France is"]).text[0]

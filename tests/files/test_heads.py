@@ -8,8 +8,6 @@ import itertools
 import json
 import re
 import shutil
-import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,62 +59,47 @@ def write(path: Path, config: dict, tensors: Tensors, binary: bool = False) -> P
 def renamed(tensors: Tensors, prefix: str, **others: str) -> Tensors:
     """With another prefix of the layer, and of what is named in `others`."""
     names = {"midlayer": prefix, **others}
-    return {
-        names.get(n.split(".")[0], n.split(".")[0]) + n[len(n.split(".")[0]) :]: t
-        for n, t in tensors.items()
-    }
+    parts = {name: name.partition(".") for name in tensors}
+    return {names.get(p[0], p[0]) + p[1] + p[2]: tensors[name] for name, p in parts.items()}
 
 
 def run(head, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Two passes, of true features and of the outputs. Returns: the outputs and the scores of both."""
     embedding = head.embedding or target().embedding
+    lm_head = head.lm_head or target().lm_head
     kv = KVCache.empty(head.config.model, 1, 32, torch.float32, "cpu")
-    lm_head, outs, hidden, T = (
-        head.lm_head or target().lm_head,
-        [],
-        head.project(features),
-        tokens.shape[1],
-    )
-    for begin in (0, T):
-        window = causal_window(torch.tensor([begin]), T)
-        outs.append(hidden := head(embedding(tokens), hidden, window.slots, kv, window))
+    hidden, outs = head.project(features), []
+    for begin in (0, tokens.shape[1]):
+        window = causal_window(torch.tensor([begin]), tokens.shape[1])
+        hidden = head(embedding(tokens), hidden, window.slots, kv, window)
+        outs.append(hidden)
     out = torch.cat(outs, 1)
     return out, lm_head(head.output_norm(out))
 
 
 def inputs(width: int = 64, aux_layers: int = 3) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
-    return torch.randn(1, 6, (1 + aux_layers) * width, generator=g), torch.randint(
-        0, 128, (1, 6), generator=g
-    )
+    features = torch.randn(1, 6, (1 + aux_layers) * width, generator=g)
+    return features, torch.randint(0, 128, (1, 6), generator=g)
 
 
 def notes(capsys, path: Path) -> list[str]:
     """The notes printed about files below a path."""
-    return [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith(f"note: {path}")
-    ]
+    said = capsys.readouterr().err.splitlines()
+    return [line for line in said if line.startswith(f"note: {path}")]
 
 
 # ------------------------------------------------------------------------------------------ layouts
 
 
 def speculators(config: dict, **flags: Any) -> dict:
-    inner = {
-        k: v
-        for k, v in config.items()
-        if k not in ("architectures", "draft_vocab_size", "torch_dtype")
-    }
-    known = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "model_type": "speculators",
-    }
-    return known | {
-        "draft_vocab_size": config["draft_vocab_size"],
-        "transformer_layer_config": inner,
-        **flags,
-    }
+    left_out = ("architectures", "draft_vocab_size", "torch_dtype")
+    inner = {k: v for k, v in config.items() if k not in left_out}
+    return {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "model_type": "speculators", "draft_vocab_size": config["draft_vocab_size"],
+        "transformer_layer_config": inner, **flags,
+    }  # fmt: skip
 
 
 def merged(config: dict, changes: dict) -> dict:
@@ -129,12 +112,9 @@ def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
     embedding = {"embed_tokens.weight": target().embedding.weight.detach().clone()}
     shifted = {"use_aux_hidden_state": True, "norm_before_residual": False}
     nemo = renamed(
-        tensors | embedding,
-        "model.layers.0",
-        fc="model.fc",
-        norm="model.norm",
+        tensors | embedding, "model.layers.0", fc="model.fc", norm="model.norm",
         embed_tokens="model.embed_tokens",
-    )
+    )  # fmt: skip
     return {
         "SafeAILab": (config, tensors, True),
         "SpecForge": (
@@ -160,18 +140,13 @@ def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["SafeAILab", "SpecForge", "vLLM", "speculators", "NeMo", "DeepSpec"]
-)
+@pytest.mark.parametrize("name", layouts())
 def test_every_layout_is_the_same_function(name, tmp_path, capsys):
     config, tensors, binary = layouts()[name]
-    plain, head = (
-        load_head(HEAD, target()),
-        load_head(write(tmp_path / "head", config, tensors, binary), target()),
-    )
-    assert head.aux_layers == plain.aux_layers == (2, 4, 5) and torch.equal(
-        head.vocab.ids, plain.vocab.ids
-    )
+    plain = load_head(HEAD, target())
+    head = load_head(write(tmp_path / "head", config, tensors, binary), target())
+    assert head.aux_layers == plain.aux_layers == (2, 4, 5)
+    assert torch.equal(head.vocab.ids, plain.vocab.ids)
     assert head.embedding is None, "an embedding like the target's is the target's"
     assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
     note = f"note: {tmp_path / 'head'}: norm_output is false; here the output is normed before the LM head only"
@@ -193,19 +168,13 @@ def test_draft_tokens_in_any_order(tmp_path):
     config, tensors = official()
     order = torch.randperm(80, generator=torch.Generator().manual_seed(1))
     ids = (torch.arange(80) + tensors["d2t"])[order]
-    mixed = tensors | {
-        "lm_head.weight": tensors["lm_head.weight"][order],
-        "d2t": ids - torch.arange(80),
-    }
-    write(tmp_path / "mixed", config, mixed)
-    for path in (tmp_path / "mixed", tmp_path / "int8"):
-        plain = load_head(HEAD, target(), Quantization("int8") if path.name == "int8" else None)
-        if path.name == "int8":
-            quantize_directory(tmp_path / "mixed", path, Quantization("int8"))
-        head = load_head(path, target())
-        assert torch.equal(head.vocab.ids, plain.vocab.ids) and head.vocab.ids.tolist() == sorted(
-            ids.tolist()
-        )
+    mixed = {"lm_head.weight": tensors["lm_head.weight"][order], "d2t": ids - torch.arange(80)}
+    write(tmp_path / "mixed", config, tensors | mixed)
+    quantize_directory(tmp_path / "mixed", tmp_path / "int8", Quantization("int8"))
+    for path, quant in ((tmp_path / "mixed", None), (tmp_path / "int8", Quantization("int8"))):
+        plain, head = load_head(HEAD, target(), quant), load_head(path, target())
+        assert torch.equal(head.vocab.ids, plain.vocab.ids)
+        assert head.vocab.ids.tolist() == sorted(ids.tolist())
         assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
 
 
@@ -265,14 +234,12 @@ def reference(
 
     for begin in (0, tokens.shape[1]):
         normed = rms(given, t[p + "hidden_norm.weight"])
-        rows.append(
-            torch.cat((rms(embedding[tokens], t[p + "input_layernorm.weight"]), normed), -1)
-        )
+        embedded = rms(embedding[tokens], t[p + "input_layernorm.weight"])
+        rows.append(torch.cat((embedded, normed), -1))
         x, h = normed if normed_residual else given, torch.cat(rows, 1)
         q, k, v = (heads(h, kind, 0) for kind in "qkv")
-        y = F.scaled_dot_product_attention(
-            q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), is_causal=True
-        )
+        k, v = (y.repeat_interleave(2, 0) for y in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(0, 1).reshape(1, h.shape[1], -1)[:, begin:]
         x = x + F.linear(y, t[p + "self_attn.o_proj.weight"])
         h = rms(x, t[p + "post_attention_layernorm.weight"])
@@ -291,11 +258,8 @@ def fresh(*shape: int) -> Tensor:
     return x * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.3 * x
 
 
-WHOLE = {
-    "lm_head.weight": None,
-    "d2t": None,
-    "t2d": None,
-}  # without: the target's LM head and vocabulary
+# without: the target's LM head and vocabulary
+WHOLE = {"lm_head.weight": None, "d2t": None, "t2d": None}
 QK = {f"midlayer.self_attn.{p}_norm.weight": fresh(16) for p in "qk"}
 FLAGS: dict[str, tuple[dict, dict, dict]] = {  # config, tensors, options of the reference
     "norm_before_residual": ({"norm_before_residual": True}, {}, {"normed_residual": True}),
@@ -342,16 +306,13 @@ FED = {  # config, prefix of the layer, further tensors
 def test_norm_output_true_feeds_the_normed_output_back(name, tmp_path, capsys):
     config, tensors = official()
     changes, prefix, more = FED[name]
-    path = write(
-        tmp_path / "head", config | changes | {"norm_output": True}, renamed(tensors | more, prefix)
-    )
+    config |= changes | {"norm_output": True}
+    path = write(tmp_path / "head", config, renamed(tensors | more, prefix))
     want = reference(tensors | more, *inputs(), normed_residual=False, last="fed")
-    torch.testing.assert_close(
-        run(load_head(path, target()), *inputs()), want, atol=2e-4, rtol=1e-4
-    )
-    assert notes(capsys, tmp_path) == [
-        f"note: {path}: norm_output is true; here the output is fed back, normed"
-    ]
+    got = run(load_head(path, target()), *inputs())
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
+    note = f"note: {path}: norm_output is true; here the output is fed back, normed"
+    assert notes(capsys, tmp_path) == [note]
 
 
 def test_biases_are_those_of_the_weights(tmp_path, capsys):
@@ -369,9 +330,8 @@ def test_biases_are_those_of_the_weights(tmp_path, capsys):
     said = {"attention_bias": True, "mlp_bias": True, "bias": True}
     head = load_head(write(tmp_path / "none", config | said, tensors), target())
     assert not any(name.endswith("bias") for name, _ in head.named_parameters())
-    assert (
-        "without effect here: attention_bias, bias, mlp_bias" in notes(capsys, tmp_path / "none")[0]
-    )
+    (note,) = notes(capsys, tmp_path / "none")
+    assert "without effect here: attention_bias, bias, mlp_bias" in note
 
 
 def test_the_reference_sees_every_flag():
@@ -400,97 +360,45 @@ def test_a_head_of_another_width(tmp_path):
     head = load_head(write(tmp_path / "head", config, cut), target())
     drafter = EagleDrafter(head, target(), DynamicTree(3, 4, 12))
     options = {"max_new_tokens": 20, "ignore_eos": True}
-    drafted, plain = (
-        decode(engine_for(target(), d, **options), [5, 17, 3]) for d in (drafter, RootOnly())
-    )
+    engines = (engine_for(target(), each, **options) for each in (drafter, RootOnly()))
+    drafted, plain = (decode(engine, [5, 17, 3]) for engine in engines)
     assert drafted.history == plain.history
 
 
 # ---------------------------------------------------------------------------------- nothing changes
 
 
-@cache
-def pair(form: str):
-    """Target and head in a format: the recorded ones, which agree often; in int4 the demo and a random head."""
-    if form == "bf16":
-        model = load_model(TARGET, torch.bfloat16)
-        return model, load_head(HEAD, model)
-    if form == "int8":
-        model = load_model(TARGET, torch.bfloat16, quant=Quantization("int8"))
-        return model, load_head(HEAD, model, Quantization("int8"))
-    # in these groups the model agrees with the random head now and then
-    model = load_model(Path(DEMO), quant=Quantization("int4", 128))
-    with tempfile.TemporaryDirectory() as folder:
-        head = load_head(random_head(Path(folder, "head")), model, Quantization("int4"))
-    return model, head
+@pytest.mark.parametrize("quant", [None, Quantization("int8")], ids=["bf16", "int8"])
+def test_the_output_is_vanillas_with_few_operators(quant):
+    """Bit for bit on a CPU; test_lossless.py has the trees and temperatures, test_layers_cpu.py every kind of head."""
+    model = load_model(TARGET, torch.bfloat16, quant=quant)
+    head = load_head(HEAD, model, quant)
+    options = {"max_new_tokens": 32, "ignore_eos": True, "temperature": 1.0, "seed": 7}
+    prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54]]
+    plain = decode(engine_for(model, RootOnly(), batch_size=2, **options), *prompts)
+    drafter = EagleDrafter(head, model, DynamicTree(depth=5, topk=8, size=32))
+    drafted = decode(engine_for(model, drafter, batch_size=2, compile=True, **options), *prompts)
+    assert head.fused is not None and model.fused is not None
+    assert drafted.history == plain.history and sum(drafted.stats.accept_lengths) > 7
+    assert all(t in head.vocab.ids for line in drafted.trace for t in line["draft_tokens"])
 
 
 def random_head(path: Path) -> Path:
     """A head of version 3 for the demo that drafts its 64 most frequent tokens."""
-    config = json.loads(Path(DEMO, "config.json").read_text()) | {
-        "num_hidden_layers": 1,
-        "draft_vocab_size": 64,
-    }
-    ids = torch.tensor(
-        sorted(json.loads(Path(DEMO + "-eagle", "token_ranks.json").read_text())[:64])
-    )
-    shapes = {"q": (256, 512), "k": (128, 512), "v": (128, 512), "o": (256, 256)}
-    tensors = {f"midlayer.self_attn.{p}_proj.weight": fresh(*shape) for p, shape in shapes.items()}
-    tensors |= {f"midlayer.mlp.{p}_proj.weight": fresh(768, 256) for p in ("gate", "up")}
-    tensors |= {
-        f"midlayer.{n}.weight": fresh(256)
-        for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-    }
-    tensors |= {"midlayer.mlp.down_proj.weight": fresh(256, 768), "fc.weight": fresh(256, 3 * 256)}
-    tensors |= {
-        "norm.weight": fresh(256),
-        "lm_head.weight": fresh(64, 256),
-        "d2t": ids - torch.arange(64),
-    }
+    config = json.loads(Path(DEMO, "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "draft_vocab_size": 64}
+    ranks = json.loads(Path(DEMO + "-eagle", "token_ranks.json").read_text())
+    shapes = {
+        "midlayer.self_attn.q_proj": (256, 512), "midlayer.self_attn.k_proj": (128, 512),
+        "midlayer.self_attn.v_proj": (128, 512), "midlayer.self_attn.o_proj": (256, 256),
+        "midlayer.mlp.gate_proj": (768, 256), "midlayer.mlp.up_proj": (768, 256),
+        "midlayer.mlp.down_proj": (256, 768), "midlayer.hidden_norm": (256,),
+        "midlayer.input_layernorm": (256,), "midlayer.post_attention_layernorm": (256,),
+        "fc": (256, 3 * 256), "norm": (256,), "lm_head": (64, 256),
+    }  # fmt: skip
+    tensors = {f"{name}.weight": fresh(*shape) for name, shape in shapes.items()}
+    tensors["d2t"] = torch.tensor(sorted(ranks[:64])) - torch.arange(64)
     return write(path, config, tensors)
-
-
-TREES = {
-    "chain": StaticTree.chain(3),
-    "static": StaticTree(((0,), (1,), (0, 0), (1, 0))),
-    "dynamic": DynamicTree(depth=2, topk=3, size=8),
-    "wide": DynamicTree(depth=5, topk=8, size=32),
-}
-COVER = [  # any two of tree, temperature, batch, compiling and format meet
-    ("chain", 0.0, 1, True, "bf16"), ("chain", 1.0, 2, False, "int8"), ("chain", 1.0, 1, False, "int4"),
-    ("static", 1.0, 2, True, "bf16"), ("static", 0.0, 1, False, "int8"), ("static", 0.0, 2, True, "int4"),
-    ("dynamic", 0.0, 2, False, "bf16"), ("dynamic", 1.0, 1, True, "int8"), ("dynamic", 1.0, 2, False, "int4"),
-    ("wide", 1.0, 1, False, "bf16"), ("wide", 0.0, 2, True, "int8"), ("wide", 0.0, 1, False, "int4"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("tree, temperature, batch, compile, form", COVER)
-def test_the_output_is_vanillas(tree, temperature, batch, compile, form):
-    """Bit for bit on a CPU in these formats, see test_lossless.py; with --compile, by few operators."""
-    model, head = pair(form)
-    options = {
-        "batch_size": batch,
-        "max_new_tokens": 32,
-        "ignore_eos": True,
-        "temperature": temperature,
-        "seed": 7,
-    }
-    prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54]][:batch]
-    plain = decode(engine_for(model, RootOnly(), **options), *prompts)
-    drafter = EagleDrafter(head, model, TREES[tree])
-    drafted = decode(engine_for(model, drafter, compile=compile, **options), *prompts)
-    assert (head.fused is not None and model.fused is not None) == compile
-    assert drafted.history == plain.history
-    assert sum(drafted.stats.accept_lengths) > (0 if form == "int4" else 7)
-    assert all(t in head.vocab.ids for line in drafted.trace for t in line["draft_tokens"])
-
-
-def test_every_pair_of_choices_meets():
-    columns = list(zip(*COVER))
-    for a, b in itertools.combinations(range(len(columns)), 2):
-        met = set(zip(columns[a], columns[b]))
-        missing = set(itertools.product(set(columns[a]), set(columns[b]))) - met
-        assert not missing, missing
 
 
 def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
@@ -501,15 +409,14 @@ def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
     for chunk in (256, 16):
         monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
         calls = record(monkeypatch, EagleDrafter, "extend")
-        drafter = EagleDrafter(head, model, TREES["chain"])
+        drafter = EagleDrafter(head, model, StaticTree.chain(3))
         session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])
         steps = session.decode_turn([prompt])
         next(steps)
         while session.prefilling:
             next(steps)
-        rows.append(
-            (torch.cat([call.args[2].features for call in calls], 1), calls[-1].result.hidden)
-        )
+        features = torch.cat([call.args[2].features for call in calls], 1)
+        rows.append((features, calls[-1].result.hidden))
         assert len(calls) == -(-50 // chunk) and rows[-1][0].shape == (1, 50, 4 * 64)
     for whole, parts in zip(*rows):
         torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
@@ -529,136 +436,66 @@ def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
 # ----------------------------------------------------------------------------------------- mistakes
 
 COMMAND = [
-    "--prompt_ids",
-    "5,17,3",
-    "--max_new_tokens",
-    "4",
-    "--ignore_eos",
-    "--device",
-    "cpu",
-    "--tree",
+    "--prompt_ids", "5,17,3", "--max_new_tokens", "4", "--ignore_eos", "--device", "cpu", "--tree",
     "chain",
-]
+]  # fmt: skip
 
 
 def failure(capsys, head: Path, *more: str) -> str:
     with pytest.raises(SystemExit) as stop:
         main(["--checkpoint", str(TARGET), "--eagle", str(head), *COMMAND, *more])
     out, err = capsys.readouterr()
-    assert (stop.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith(
-        "generate.py: "
-    ), err
+    assert (stop.value.code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("generate.py: "), err
     return err
 
 
 D2T = official()[1]["d2t"]
 MISTAKES = [  # changes to the config, changes to the tensors, what is said
-    (
-        {IDS: [2, 4, 9]},
-        {},
-        "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8",
-    ),
-    (
-        {"eagle_config": {IDS: [2, 4, 8]}},
-        {},
-        "takes the inputs of the target's layers 3, 5, 9, which",
-    ),
+    ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8"),
+    ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of the target's layers 3, 5, 9, which"),
     ({"target_layer_ids": [-2, 1, 3]}, {}, "takes the inputs of the target's layers -1, 2, 4"),
     ({IDS: [2, 2, 5]}, {}, "takes the inputs of the target's layers 2, 2, 5"),
+    ({IDS: [4, 2, 5]}, {}, "takes the inputs of the target's layers 4, 2, 5, which must ascend from 0 to 8"),
+    ({"fc_norm": True, "use_aux_hidden_state": False}, {}, "fc_norm norms what fc takes, and use_aux_hidden_state is"),
     (
-        {IDS: [4, 2, 5]},
-        {},
-        "takes the inputs of the target's layers 4, 2, 5, which must ascend from 0 to 8",
-    ),
-    (
-        {"fc_norm": True, "use_aux_hidden_state": False},
-        {},
-        "fc_norm norms what fc takes, and use_aux_hidden_state is",
-    ),
-    (
-        {"norm_before_fc": True, "eagle_config": {"use_aux_hidden_state": False}},
-        {},
+        {"norm_before_fc": True, "eagle_config": {"use_aux_hidden_state": False}}, {},
         "norm_before_fc norms what fc takes",
     ),
-    (
-        {"num_hidden_layers": 6000},
-        {},
-        "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?",
-    ),
-    (
-        {"draft_inputs": "token"},
-        {},
-        "the head was trained on token; only feature&shifted can draft here",
-    ),
+    ({"num_hidden_layers": 6000}, {}, "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"),
+    ({"draft_inputs": "token"}, {}, "the head was trained on token; only feature&shifted can draft here"),
     ({}, {"norm.weight": None}, "1 missing weight(s): norm.weight"),
     ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
     ({IDS: 3}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
-    (
-        {IDS: 3, "eagle_config": {IDS: [1, 3, 4]}},
-        {},
-        f"{IDS} must be a list of whole numbers; it is 3",
-    ),
-    (
-        {IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]},
-        {},
-        "the target's layers are named twice, as inputs",
-    ),
+    ({IDS: 3, "eagle_config": {IDS: [1, 3, 4]}}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
+    ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "the target's layers are named twice, as inputs"),
     ({IDS: [2, 4]}, {}, "fc.weight has shape [64, 192], but its config asks for [64, 128]"),
-    (
-        {},
-        {"d2t": D2T + 1},
-        "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t",
-    ),
+    ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
     ({}, {"d2t": D2T - 2}, "d2t reaches the token -1"),
     ({}, {"d2t": torch.cat((D2T[:1], D2T[:1] - 1, D2T[2:]))}, "d2t reaches the token 1 twice"),
     (
-        {},
-        {"d2t": D2T.float()},
+        {}, {"d2t": D2T.float()},
         "d2t must hold draft_vocab_size (80) whole numbers; it is torch.float32 of shape [80]; correct",
     ),
     ({}, {"d2t": D2T[:70].clone()}, "d2t must hold draft_vocab_size (80) whole numbers"),
     ({}, {"d2t": None}, "the weight d2t is missing"),
-    (
-        {"draft_vocab_size": None},
-        {"d2t": torch.tensor(1)},
-        "d2t must hold draft_vocab_size (1) whole numbers",
-    ),
+    ({"draft_vocab_size": None}, {"d2t": torch.tensor(1)}, "d2t must hold draft_vocab_size (1) whole numbers"),
     ({}, {"model.norm.weight": fresh(64)}, "mixes versions: it has tensors of two layouts"),
-    (
-        {"draft_vocab_size": 129},
-        {},
-        "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must",
-    ),
+    ({"draft_vocab_size": 129}, {}, "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must"),
     ({"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
     ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
-    (
-        {"hidden_size": 32, "target_hidden_size": 64},
-        {},
-        "needs its own embed_tokens, fc and lm_head",
-    ),
+    ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
     ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
-    (
-        {},
-        {"layers.0.mlp.up_proj.weight": fresh(112, 64)},
-        "mixes versions: it has tensors of two layouts",
-    ),
-    (
-        {"norm_before_residual": "yes"},
-        {},
-        "norm_before_residual must be true or false; it is 'yes'",
-    ),
+    ({}, {"layers.0.mlp.up_proj.weight": fresh(112, 64)}, "mixes versions: it has tensors of two layouts"),
+    ({"norm_before_residual": "yes"}, {}, "norm_before_residual must be true or false; it is 'yes'"),
     ({"draft_vocab_size": True}, {}, "draft_vocab_size must be a whole number from 1"),
     ({"target_hidden_size": 0}, {}, "target_hidden_size must be a whole number from 1"),
     ({"draft_sharpness": -1.0}, {}, "draft_sharpness must be a number above 0"),
     ({"eagle_config": [1]}, {}, "eagle_config must be an object; it is [1]"),
     ({"transformer_layer_config": {}}, {}, "the key 'hidden_size' is missing"),
     ({}, {"midlayer.hidden_norm.weight": None}, "1 missing weight(s): midlayer.hidden_norm.weight"),
-    (
-        {"norm_output": True, "new": 1},
-        {"mask_hidden": fresh(192)},
-        "1 unexpected weight(s): mask_hidden",
-    ),
-]
+    ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "1 unexpected weight(s): mask_hidden"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes, weights, message", MISTAKES, ids=[m for _, _, m in MISTAKES])
@@ -678,23 +515,18 @@ def test_a_model_is_no_head(capsys):
 def test_two_heads_in_a_directory(tmp_path, capsys):
     config, tensors = official()
     older = load_file(GOLDEN / "models/head_eagle12_mha/model.safetensors")
-    said = {"architectures": ["LlamaForCausalLMEagle3"]}
-    assert "mixes versions: an EAGLE-3 config" in failure(
-        capsys, write(tmp_path / "head", config | said, older)
-    )
-    write(tmp_path / "head", config, tensors)
-    torch.save(older, tmp_path / "head" / "pytorch_model.bin")
-    assert "model.safetensors and pytorch_model.bin hold two heads" in failure(
-        capsys, tmp_path / "head"
-    )
-    torch.save(tensors, tmp_path / "head" / "pytorch_model.bin")
-    assert load_head(tmp_path / "head", target()).aux_layers == (2, 4, 5)
-    (tmp_path / "head" / "pytorch_model.bin").write_text(
-        "version https://git-lfs.github.com/spec/v1\n"
-    )
-    assert load_head(tmp_path / "head", target()).aux_layers == (2, 4, 5), (
-        "what cannot be read says nothing"
-    )
+    said, head = {"architectures": ["LlamaForCausalLMEagle3"]}, tmp_path / "head"
+    message = failure(capsys, write(head, config | said, older))
+    assert "mixes versions: an EAGLE-3 config" in message
+    write(head, config, tensors)
+    torch.save(older, head / "pytorch_model.bin")
+    message = failure(capsys, head)
+    assert "model.safetensors and pytorch_model.bin hold two heads" in message
+    torch.save(tensors, head / "pytorch_model.bin")
+    assert load_head(head, target()).aux_layers == (2, 4, 5)
+    # what cannot be read says nothing
+    (head / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert load_head(head, target()).aux_layers == (2, 4, 5)
 
 
 def test_default_layers_of_a_small_target(tmp_path, capsys):
@@ -704,10 +536,8 @@ def test_default_layers_of_a_small_target(tmp_path, capsys):
     small = tmp_path / "small" / "config.json"
     small.write_text(json.dumps(json.loads(small.read_text()) | {"num_hidden_layers": 5}))
     weights = load_file(TARGET / "model.safetensors")
-    save_file(
-        {n: t for n, t in weights.items() if not re.search(r"layers\.[567]\.", n)},
-        small.with_name("model.safetensors"),
-    )
+    few = {n: t for n, t in weights.items() if not re.search(r"layers\.[567]\.", n)}
+    save_file(few, small.with_name("model.safetensors"))
     head = str(write(tmp_path / "head", config, tensors))
     message = failure(capsys, Path(head), "--checkpoint", str(tmp_path / "small"))
     assert "layers 2, 2, 2 (the default, since none are named), which must ascend" in message
@@ -717,12 +547,10 @@ def test_default_layers_of_a_small_target(tmp_path, capsys):
 
 
 def test_what_cannot_go_with_such_a_head(capsys):
-    assert "drafts tokens of its own choice (d2t); drop --draft_vocab" in failure(
-        capsys, HEAD, "--draft_vocab", "5"
-    )
-    with pytest.raises(
-        ValueError, match="--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
-    ):
+    message = failure(capsys, HEAD, "--draft_vocab", "5")
+    assert "drafts tokens of its own choice (d2t); drop --draft_vocab" in message
+    says = "--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
+    with pytest.raises(ValueError, match=says):
         head_config(HEAD)
 
 
@@ -732,26 +560,17 @@ def test_a_draft_vocabulary_for_a_head_that_drafts_all_tokens(tmp_path):
     held = {n: t for n, t in tensors.items() if n != "lm_head.weight"}
     head = write(tmp_path / "head", config | {"draft_vocab_size": 128}, held)
     (head / "token_ranks.json").write_text("[5, 17, 3]")
-    engine = load(
-        checkpoint=str(TARGET),
-        eagle=str(head),
-        device="cpu",
-        draft_vocab=2,
-        tree="chain",
-        compile=False,
-    )
+    options = {"device": "cpu", "tree": "chain", "compile": False}
+    engine = load(checkpoint=str(TARGET), eagle=str(head), draft_vocab=2, **options)
     assert engine.drafter.vocab.ids.tolist() == [5, 17]
 
 
-def test_the_format_of_a_draft_on_a_gpu_is_by_the_sizes_of_its_layer(tmp_path):
-    config, _ = official()
-    for layer, form in (
-        (config | {"intermediate_size": 128}, "int4"),
-        (config | {"intermediate_size": 100}, "none"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(speculators(layer)))
-        options = GenerateConfig(draft="eagle", head=str(tmp_path), device="cuda", dtype="bfloat16")
-        assert resolve_draft(options, TARGET).quant_draft == form
+@pytest.mark.parametrize("width, form", [(128, "int4"), (100, "none")])
+def test_the_format_of_a_draft_on_a_gpu_is_by_the_sizes_of_its_layer(tmp_path, width, form):
+    config = speculators(official()[0] | {"intermediate_size": width})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = GenerateConfig(draft="eagle", head=str(tmp_path), device="cuda", dtype="bfloat16")
+    assert resolve_draft(options, TARGET).quant_draft == form
 
 
 NAMED = {  # version, config, what the note names
@@ -770,44 +589,29 @@ NAMED = {  # version, config, what the note names
 @pytest.mark.parametrize("name", NAMED)
 def test_keys_in_another_place_are_named(name, tmp_path, capsys):
     version, changes, named = NAMED[name]
-    source, of = (
-        (HEAD, target()) if version == 3 else (GOLDEN / "models/head_eagle12_mha", golden_target())
-    )
-    config, tensors = (
-        json.loads((source / "config.json").read_text()),
-        load_file(source / "model.safetensors"),
-    )
+    source = HEAD if version == 3 else GOLDEN / "models/head_eagle12_mha"
+    config = json.loads((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
     head = write(tmp_path / "head", merged(config, changes), tensors)
-    load_head(head, of)
-    assert notes(capsys, tmp_path) == [
-        f"note: {head}: keys of config.json without effect here: {named}"
-    ]
+    load_head(head, target() if version == 3 else golden_target())
+    note = f"note: {head}: keys of config.json without effect here: {named}"
+    assert notes(capsys, tmp_path) == [note]
 
 
 def test_unknown_keys_are_named(tmp_path, capsys):
     config, tensors = official()
-    flags = {
-        "eagle_config": {"use_mtp_layernorm": True, "use_last_layernorm": True},
-        "use_sliding_window": True,
-    }
-    main(
-        [
-            "--checkpoint",
-            str(TARGET),
-            "--eagle",
-            str(write(tmp_path / "h", config | flags | {"new": False}, tensors)),
-        ]
-        + COMMAND
-    )
+    config["eagle_config"] = {"use_mtp_layernorm": True, "use_last_layernorm": True}
+    config |= {"use_sliding_window": True, "new": False}
+    head = write(tmp_path / "h", config, tensors)
+    main(["--checkpoint", str(TARGET), "--eagle", str(head), *COMMAND])
     note = "keys of config.json without effect here: new, use_mtp_layernorm, use_sliding_window"
-    assert notes(capsys, tmp_path) == [f"note: {tmp_path / 'h'}: {note}"]
+    assert notes(capsys, tmp_path) == [f"note: {head}: {note}"]
     older = GOLDEN / "models/head_eagle12_mha"
     load_head(older, golden_target())
     assert not notes(capsys, older), "the official heads have no such keys"
     config = json.loads((older / "config.json").read_text()) | {"residual": "true,norm"}
-    load_head(
-        write(tmp_path / "older", config, load_file(older / "model.safetensors")), golden_target()
-    )
+    tensors = load_file(older / "model.safetensors")
+    load_head(write(tmp_path / "older", config, tensors), golden_target())
     assert "without effect here: residual" in notes(capsys, tmp_path)[0]
 
 
@@ -818,9 +622,8 @@ def test_any_value_is_read_or_refused(tmp_path):
     """A key of the wrong kind is one line that names it; nothing else is ever raised."""
     config, tensors = official()
     head, refused = write(tmp_path / "head", config, tensors), 0
-    for key, value in itertools.product(
-        (*HFEagle3Head.__dataclass_fields__, *HFNestedConfig.__dataclass_fields__), JUNK
-    ):
+    keys = (*HFEagle3Head.__dataclass_fields__, *HFNestedConfig.__dataclass_fields__)
+    for key, value in itertools.product(keys, JUNK):
         (head / "config.json").write_text(json.dumps(config | {key: value}))
         try:
             load_head(head, target())

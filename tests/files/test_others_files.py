@@ -9,26 +9,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from test_gguf import hf_model
 
 from hf.config import MODEL_TYPES, read_config
 from hf.weights import load_model
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral"]
+MIXTURES = {"Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}}
+MIXTURES["Mixtral"] = {"num_local_experts": 4}
 TOKENS = torch.arange(3, 19)[None]
-
-
-def hf_model(family="Llama", **options):
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16,
-    }  # fmt: skip
-    if family == "Qwen3Moe":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    if family == "Mixtral":
-        sizes |= {"num_local_experts": 4}
-    config = getattr(transformers, f"{family}Config")(**sizes | options)
-    return getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
 
 
 def saved(model, path: Path, config=None, tensors=None) -> Path:
@@ -94,7 +83,7 @@ def test_the_layers_saved_alone(tmp_path):
 @pytest.mark.parametrize("value", [..., None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_architectures(tmp_path, family, value):
-    model = hf_model(family)
+    model = hf_model(family, **MIXTURES.get(family, {}))
     path = saved(model, tmp_path, {"architectures": value})
     assert MODEL_TYPES[model.config.model_type] == f"{family}ForCausalLM"
     assert_as_in_transformers(path, model)
@@ -116,8 +105,12 @@ def test_further_tensors(tmp_path, capsys):
     """Zero biases and parts beside the model change nothing; a note names the parts."""
 
     def more(tensors):
-        zeros = {f"model.layers.{i}.self_attn.{p}_proj.bias": torch.zeros(64 if p == "q" else 32) for i in range(2) for p in "qkv"}  # fmt: skip
-        return tensors | zeros | {"vision_tower.x.weight": torch.ones(2), "score.weight": torch.ones(2, 64)}  # fmt: skip
+        for part, outputs in (("q", 64), ("k", 32), ("v", 32)):
+            for layer in range(2):
+                name = f"model.layers.{layer}.self_attn.{part}_proj.bias"
+                tensors[name] = torch.zeros(outputs)
+        others = {"vision_tower.x.weight": torch.ones(2), "score.weight": torch.ones(2, 64)}
+        return tensors | others
 
     path = saved(hf_model(), tmp_path, tensors=more)
     assert_as_in_transformers(path)

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,10 +39,8 @@ from quantize import FORMATS, Int4Linear, Int8Linear, QuantExperts, quantize_dir
 from scripts.bench import quant_quality
 
 ROOT = Path(quantize.__file__).parent
-TARGET, HEAD = (
-    GOLDEN / "models/target_llama_mha",
-    GOLDEN / "models/head_eagle12_mha",
-)  # fp32; dim 64, ffn 160, V 97
+TARGET = GOLDEN / "models/target_llama_mha"  # fp32; dim 64, ffn 160, V 97
+HEAD = GOLDEN / "models/head_eagle12_mha"
 QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in checkpoint.GROUP_SIZES)]
 SMALL = [Quantization("int8"), Quantization("int4", 32)]  # formats that fit the golden pair
 COMPILER = pytest.mark.skipif(
@@ -83,11 +80,19 @@ def errors(weight: Tensor, group: int, codes: Tensor, scale: Tensor) -> Tensor:
     return (weight.double() - wide).square().unflatten(1, (-1, group)).sum(-1)
 
 
+def plain_errors(weight: Tensor, group: int) -> Tensor:
+    """The errors of plain rounding, by the largest of a group."""
+    groups = weight.unflatten(1, (-1, group))
+    scale = groups.abs().amax(-1) / 7
+    codes = (groups / scale[..., None]).round().clamp(-8, 7).flatten(1)
+    return errors(weight, group, codes, scale)
+
+
 WEIGHTS = {
     "normal": random(400, 256),
     "signs": random(64, 256).sign(),  # plain rounding has no error here
-    "huge": random(64, 256)
-    + 1000 * (torch.arange(256) % 32 == 7),  # one value that a group's range is cut for
+    # one value that a group's range is cut for
+    "huge": random(64, 256) + 1000 * (torch.arange(256) % 32 == 7),
     "one-sided": -random(64, 256).abs(),
     "heavy": random(64, 256) ** 5,
     "tiny": random(64, 256) * 1e-12,
@@ -104,40 +109,25 @@ def test_every_format_is_named():
 @pytest.mark.parametrize("group", checkpoint.GROUP_SIZES)
 def test_int4_search_is_never_worse_than_plain_rounding(kind, group):
     """Refitting makes the scale the best of its codes, so that rounding it to bf16 (by at most 2^-8 of itself) adds
-    at most 2^-16 of the group's sum of squares; 1e-6 is for fp32."""
+    at most 2^-16 of the group's sum of squares; 1e-6 is for fp32. On normal numbers it is much better."""
     weight = WEIGHTS[kind]
-    codes, scale = Int4Linear.encode(weight, group)
-    plain = weight.unflatten(1, (-1, group)).abs().amax(-1) / 7
-    plain_codes = (
-        (weight.unflatten(1, (-1, group)) / plain[..., None]).round().clamp(-8, 7).flatten(1)
-    )
-    most = errors(weight, group, plain_codes, plain) + (2**-16 + 1e-6) * weight.square().unflatten(
-        1, (-1, group)
-    ).sum(-1)
-    assert (errors(weight, group, codes, scale) <= most).all()
-
-
-def test_int4_search_is_much_better_on_a_normal_distribution():
-    for group, share in ((32, 0.75), (64, 0.75), (128, 0.75)):
-        weight = WEIGHTS["normal"]
-        plain = weight.unflatten(1, (-1, group)).abs().amax(-1) / 7
-        plain_codes = (weight.unflatten(1, (-1, group)) / plain[..., None]).round().flatten(1)
-        found = errors(weight, group, *Int4Linear.encode(weight, group)).sum()
-        assert found < share * errors(weight, group, plain_codes, plain).sum()
+    plain = plain_errors(weight, group)
+    found = errors(weight, group, *Int4Linear.encode(weight, group))
+    squares = weight.square().unflatten(1, (-1, group)).sum(-1)
+    assert (found <= plain + (2**-16 + 1e-6) * squares).all()
+    assert kind != "normal" or found.sum() < 0.75 * plain.sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @each(QUANTS)
 def test_codes_stay_in_range_and_use_it(quant, dtype):
+    form = FORMATS[quant.format]
     low, high = (-127, 127) if quant.format == "int8" else (-8, 7)
-    for weight in WEIGHTS.values():
-        codes, scale = FORMATS[quant.format].encode(weight.to(dtype), quant.group_size)
+    for kind, weight in WEIGHTS.items():
+        codes, scale = form.encode(weight.to(dtype), quant.group_size)
         assert codes.dtype == torch.int8 and codes.min() >= low and codes.max() <= high
-        assert scale.isfinite().all() and scale.dtype == FORMATS[quant.format].scale_dtype(
-            quant.group_size
-        )
-    codes, _ = FORMATS[quant.format].encode(WEIGHTS["normal"].to(dtype), quant.group_size)
-    assert codes.min() == low and codes.max() == high
+        assert kind != "normal" or (codes.min() == low and codes.max() == high)
+        assert scale.isfinite().all() and scale.dtype == form.scale_dtype(quant.group_size)
 
 
 def test_int8_keeps_the_largest_magnitude_and_rounds_to_the_nearest():
@@ -187,11 +177,8 @@ def test_a_weight_that_is_no_number_stays_none(quant):
 
 def test_nibbles_in_files():
     """Every pair of codes, and the layout that the header promises: the even column low."""
-    codes = (
-        torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8))
-        .to(torch.int8)
-        .reshape(4, 128)
-    )
+    every = torch.arange(-8, 8, dtype=torch.int8)
+    codes = torch.cartesian_prod(every, every).reshape(4, 128)
     stored = Int4Linear.to_file(codes)
     assert stored.dtype == torch.uint8 and stored.shape == Int4Linear.file_shape(codes.shape)
     assert torch.equal(Int4Linear.from_file(stored), codes)
@@ -217,17 +204,6 @@ def products(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("n", [16, 33, 40, 97])
-@each(QUANTS)
-def test_a_layer_unpacks_what_it_packed(quant, n):
-    form, weight = FORMATS[quant.format], random(n, 256)
-    codes, scale = form.encode(weight, quant.group_size)
-    layer = form(codes, scale)
-    for got, want in zip(layer.codes_and_scale(), (codes, scale)):
-        assert got.dtype == want.dtype and torch.equal(got, want)
-    assert torch.equal(layer.dequantize(), form.decode(codes, scale))
-
-
 @pytest.mark.parametrize("n", [33, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @each(QUANTS)
@@ -241,25 +217,6 @@ def test_a_layer_multiplies_with_its_dequantized_weight(products, quant, dtype, 
         # inputs are rounded to int8; measured: up to 0.026
         assert (got - want).abs().max() < 0.03 * want.std()
         assert torch.equal(layer(x[1, 4]), got[1, 4]) or products == "references"
-
-
-@OPERATORS
-@pytest.mark.parametrize("rows", [0, 1, 26])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@each(QUANTS)
-def test_without_a_compiler_the_references_compute_the_same(monkeypatch, quant, dtype, rows):
-    """But for the rounding of a sum over blocks in fp32, and then to the dtype."""
-    bias, x = random(97, seed=2).to(dtype), random(2, rows, 256, seed=1).to(dtype)
-    for wide in (False, True):
-        layer = FORMATS[quant.format].from_float(random(97, 256) / 16, bias, quant.group_size, wide)
-        want = layer(x)
-        with monkeypatch.context() as patch:
-            without_operators(patch)
-            got = layer(x)
-        assert got.dtype == want.dtype and got.shape == want.shape
-        torch.testing.assert_close(
-            got, want, atol=1e-5, rtol=max(1e-5, torch.finfo(want.dtype).eps)
-        )
 
 
 @OPERATORS
@@ -279,14 +236,8 @@ def test_captures_whole_and_gives_the_same_bits(quant, backend):
 
 # -------------------------------------------------------------------------------------- zero points
 
-GRIDS = [
-    (32, 32),
-    (64, 64),
-    (128, 128),
-    (256, 128),
-    (96, 32),
-    (576, 64),
-]  # inputs of a scale; as they are packed
+# inputs of a scale; as they are packed
+GRIDS = [(32, 32), (64, 64), (128, 128), (256, 128), (96, 32), (576, 64)]
 SCALES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
 
@@ -311,13 +262,7 @@ def test_zero_points_and_scales_are_kept_exactly(products, group, packed, dtype)
     codes, scale, zero, weight = foreign(97, k, group, dtype)
     layer = Int4Linear(codes, scale, random(97), zero=zero)
     assert layer.group_size == packed and torch.equal(layer.dequantize(), weight)
-    assert all(
-        map(
-            torch.equal,
-            state(Int4Linear(*layer.codes_and_scale(), layer.bias)).values(),
-            state(layer).values(),
-        )
-    )
+    assert_same_bits(Int4Linear(*layer.codes_and_scale(), layer.bias), layer)
     ids = torch.tensor([5, 96, 0])
     assert torch.equal(layer.rows(ids).dequantize(), weight[ids])
     x = random(26, k, seed=1)
@@ -367,13 +312,11 @@ def test_what_a_zero_point_costs():
         assert sizes[1] == sizes[0] + 2 * scale.numel()
 
 
-def test_groups_that_cannot_be_packed():
-    codes = torch.zeros(3, 144, dtype=torch.int8)
-    for count in (3, 5, 1):
-        with pytest.raises(
-            ValueError, match=f"a multiple of 32 inputs; {count} scales of 144 inputs make none"
-        ):
-            Int4Linear(codes, torch.ones(3, count).half())
+@pytest.mark.parametrize("count", [3, 5, 1])
+def test_groups_that_cannot_be_packed(count):
+    says = f"a multiple of 32 inputs; {count} scales of 144 inputs make none"
+    with pytest.raises(ValueError, match=says):
+        Int4Linear(torch.zeros(3, 144, dtype=torch.int8), torch.ones(3, count).half())
 
 
 # -------------------------------------------------------------------------------------- directories
@@ -386,29 +329,30 @@ def quantized(path: Path, out: Path, quant: Quantization) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(short_demo, tmp_path_factory):
-    """The short demo and its head, written in every format."""
+    """A function: the short demo and its head, written in a format once."""
     folder = tmp_path_factory.mktemp("saved")
-    return {
-        quant: tuple(
-            quantized(Path(f"{short_demo}{end}"), folder / (name_of(quant) + end), quant)
-            for end in ("", "-eagle")
-        )
-        for quant in QUANTS
-    }
+
+    @functools.cache
+    def of(quant: Quantization) -> list[Path]:
+        out = folder / name_of(quant)
+        out.mkdir()
+        paths = [Path(short_demo), Path(f"{short_demo}-eagle")]
+        return [quantized(path, out / path.name, quant) for path in paths]
+
+    return of
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
 @each(QUANTS)
 def test_saved_and_on_load_are_the_same_bits(short_demo, saved, quant, dtype):
-    target_path, head_path = saved[quant]
+    target_path, head_path = saved(quant)
     ours, theirs = load_model(target_path, dtype), load_model(short_demo, dtype, quant=quant)
     assert ours.embedding.weight.dtype == (dtype or torch.bfloat16)
     assert_same_bits(ours, theirs)
     assert_same_bits(load_head(head_path, ours), load_head(Path(DEMO + "-eagle"), theirs, quant))
     linears = [m for m in ours.modules() if isinstance(m, torch.nn.Linear | quantize.QuantLinear)]
-    assert len(linears) == 2 * 4 + 1 and {type(m) for m in linears} == {FORMATS[quant.format]}, (
-        "all of them, no more"
-    )
+    assert len(linears) == 2 * 4 + 1, "all of them, no more"
+    assert {type(m) for m in linears} == {FORMATS[quant.format]}
     assert ours.lm_head.fp32_out and not ours.layers[0].ffn.w2.fp32_out
     ids = torch.arange(40)[None] + 100
     logits = ours.logits(ours(ids, torch.arange(40)[None]))
@@ -419,39 +363,49 @@ def test_saved_and_on_load_are_the_same_bits(short_demo, saved, quant, dtype):
 def test_saved_files_are_as_small_as_they_should_be(short_demo, saved, quant):
     bits = 4 + 16 / quant.group_size if quant.format == "int4" else 8
     raw = WeightFiles(short_demo)
-    numel = sum(raw.read(n).numel() for n in raw.readers if quantize.is_quantized(n, raw.read(n)))
-    rest = sum(raw.read(n).nbytes for n in raw.readers if not quantize.is_quantized(n, raw.read(n)))
-    size = sum(f.stat().st_size for f in saved[quant][0].glob("*.safetensors"))
+    tensors = {name: raw.read(name) for name in raw.readers}
+    rounds = {name: quantize.is_quantized(name, tensor) for name, tensor in tensors.items()}
+    numel = sum(tensor.numel() for name, tensor in tensors.items() if rounds[name])
+    rest = sum(tensor.nbytes for name, tensor in tensors.items() if not rounds[name])
+    out = saved(quant)[0]
+    size = sum(f.stat().st_size for f in out.glob("*.safetensors"))
     assert abs(size - rest - numel * bits / 8) < 0.02 * size
-    assert (saved[quant][0] / "tokenizer.model").read_bytes() == (
-        Path(DEMO) / "tokenizer.model"
-    ).read_bytes()
+    tokenizers = [path / "tokenizer.model" for path in (out, Path(DEMO))]
+    assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
+
+
+def original() -> tuple[dict[str, Tensor], dict]:
+    """Weights and config of the golden target."""
+    return load_file(TARGET / "model.safetensors"), read_json(TARGET / "config.json")
+
+
+def written(folder: Path, weights: dict[str, Tensor], config: dict) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def golden_copy(folder: Path, layout: str) -> Path:
     """The golden target in another layout."""
-    weights, config = (
-        load_file(TARGET / "model.safetensors"),
-        json.loads((TARGET / "config.json").read_text()),
-    )
-    folder.mkdir()
+    weights, config = original()
     if layout.startswith("tied"):
         config["tie_word_embeddings"] = True
         del weights["lm_head.weight"]
         if layout == "tied-repeated":
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    written(folder, weights, config)
     if layout == "bin":
         torch.save(weights, folder / "pytorch_model.bin")
-    elif layout == "sharded":
+    if layout == "sharded":
         names = sorted(weights)
         parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
         for file, own in parts.items():
             save_file({n: weights[n] for n in own}, folder / file)
         index = {n: file for file, own in parts.items() for n in own}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    else:
-        save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    if layout in ("bin", "sharded"):
+        (folder / "model.safetensors").unlink()
     return folder
 
 
@@ -473,9 +427,8 @@ def test_every_layout_can_be_read(tmp_path, quant, layout):
     out = quantized(path, tmp_path / "out", quant)
     ours, theirs = load_model(out), load_model(path, quant=quant)
     assert_same_bits(ours, theirs)
-    assert isinstance(ours.lm_head, FORMATS[quant.format]) and isinstance(
-        ours.embedding, torch.nn.Embedding
-    )
+    assert isinstance(ours.lm_head, FORMATS[quant.format])
+    assert isinstance(ours.embedding, torch.nn.Embedding)
     if layout.startswith("tied"):
         kind = FORMATS[quant.format]
         want = kind.decode(*kind.encode(ours.embedding.weight, ours.lm_head.group_size))
@@ -517,18 +470,12 @@ def test_groups_of_int8_are_rounded_to_outputs_for_cuda():
 
 @each(SMALL)
 def test_a_bias_is_kept(tmp_path, quant):
-    weights, config = (
-        load_file(TARGET / "model.safetensors"),
-        json.loads((TARGET / "config.json").read_text()),
-    )
+    weights, config = original()
     for part in "qkv":
         for layer in range(config["num_hidden_layers"]):
             name = f"model.layers.{layer}.self_attn.{part}_proj."
             weights[name + "bias"] = random(len(weights[name + "weight"]), seed=layer)
-    (tmp_path / "in").mkdir()
-    save_file(weights, tmp_path / "in/model.safetensors")
-    config |= {"architectures": ["Qwen2ForCausalLM"]}
-    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    written(tmp_path / "in", weights, config | {"architectures": ["Qwen2ForCausalLM"]})
     ours = load_model(quantized(tmp_path / "in", tmp_path / "out", quant))
     assert_same_bits(ours, load_model(tmp_path / "in", quant=quant))
     bias = torch.cat([weights[f"model.layers.1.self_attn.{part}_proj.bias"] for part in "qkv"])
@@ -542,12 +489,9 @@ def test_misaligned_files_give_the_same_bits(short_demo, tmp_path):
     """Sums must not depend on where a tensor lies: in a mapped file that is anywhere, in memory on 64 bytes."""
     torch.manual_seed(0)
     weights = load_file(short_demo / "model.safetensors")
-    config = json.loads((short_demo / "config.json").read_text()) | {"torch_dtype": "float32"}
+    config = read_json(short_demo / "config.json") | {"torch_dtype": "float32"}
     weights = {n: w.float() + 1e-3 * torch.randn(w.shape) for n, w in weights.items()}
-    (tmp_path / "in").mkdir()
-    save_file(weights, tmp_path / "in/model.safetensors")
-    (tmp_path / "in/config.json").write_text(json.dumps(config))
-    files = WeightFiles(tmp_path / "in")
+    files = WeightFiles(written(tmp_path / "in", weights, config))
     assert any(files.read(name).data_ptr() % 64 for name in files.readers), "else nothing is tested"
     for quant in QUANTS:
         out = quantized(tmp_path / "in", tmp_path / name_of(quant), quant)
@@ -557,28 +501,16 @@ def test_misaligned_files_give_the_same_bits(short_demo, tmp_path):
 # -------------------------------------------------------------------------------------------- draft
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "own"),
-    [
-        ("none", "int4", True),
-        ("none", "int8", True),
-        ("int8", "int4", True),
-        ("int8", "none", False),
-        ("int4", "none", False),
-        ("int4", "", False),
-        ("none", "", False),
-    ],
-)
-def test_the_drafts_lm_head(target, draft, own):
-    options = {
-        "checkpoint": str(TARGET),
-        "eagle": str(HEAD),
-        "device": "cpu",
-        "ignore_eos": True,
-        "tree": "dynamic",
-    }
-    options |= {"group_size": 32} if "int4" in (target, draft) else {}
-    engine = load(quant=target, quant_draft=draft, **options)
+OWN_LM_HEAD = [("none", "int4"), ("none", "int8"), ("int8", "int4")]  # target, draft
+SHARED_LM_HEAD = [("int8", "none"), ("int4", "none"), ("int4", ""), ("none", "")]
+GOLDEN_PAIR = {"checkpoint": str(TARGET), "eagle": str(HEAD), "device": "cpu", "tree": "dynamic"}
+
+
+@pytest.mark.parametrize("target, draft", OWN_LM_HEAD + SHARED_LM_HEAD)
+def test_the_drafts_lm_head(target, draft):
+    own = (target, draft) in OWN_LM_HEAD
+    options = {"group_size": 32} if "int4" in (target, draft) else {}
+    engine = load(quant=target, quant_draft=draft, ignore_eos=True, **GOLDEN_PAIR, **options)
     drafter, draft = engine.drafter, draft or target
     assert engine.option("quant") == target and engine.option("quant_draft") == draft
     assert (drafter.lm_head is not engine.target.lm_head) == own
@@ -596,8 +528,8 @@ def test_the_drafts_lm_head(target, draft, own):
 def test_a_saved_target_leaves_the_draft_its_group_size(tmp_path):
     """--group_size of --quant_draft int4 is not replaced by what an int8 checkpoint does not have."""
     out = quantized(TARGET, tmp_path / "out", Quantization("int8"))
-    options = {"quant_draft": "int4", "group_size": 32, "device": "cpu", "tree": "dynamic"}
-    engine = load(checkpoint=str(out), eagle=str(HEAD), **options)
+    options = GOLDEN_PAIR | {"checkpoint": str(out)}
+    engine = load(quant_draft="int4", group_size=32, **options)
     assert engine.drafter.head.fc.codes_and_scale()[1].shape == (64, 128 // 32)
     assert engine.option("quant") == "int8"
 
@@ -608,27 +540,20 @@ def test_an_open_group_size_is_64_if_that_fits(tmp_path):
     cases = {(96, 64): 32, (576, 1536): 64, (128, 64): 64, (4096, 11008): 64, (256,): 64}
     for inputs, size in cases.items():
         assert fit_group(open_size, dict(zip("ab", inputs))).group_size == size, inputs
-    with pytest.raises(
-        ValueError, match="int4 group size 32 does not divide in_features 48 of b; use --quant int8"
-    ):
-        fit_group(open_size, {"a": 64, "b": 48})
-    with pytest.raises(
-        ValueError,
-        match="int4 group size 128 does not divide in_features 576 of a; use --group_size 64",
-    ):
-        fit_group(Quantization("int4", 128), {"a": 576})
-    engine = load(
-        checkpoint=str(TARGET), eagle=str(HEAD), quant="int4", device="cpu", tree="dynamic"
-    )
+    for quant, inputs, says in (
+        (open_size, {"a": 64, "b": 48}, "group size 32 does not divide in_features 48 of b; use --quant int8"),
+        (Quantization("int4", 128), {"a": 576}, "group size 128 does not divide in_features 576 of a; use --group_size 64"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"int4 {says}"):
+            fit_group(quant, inputs)
+    engine = load(quant="int4", **GOLDEN_PAIR)
     assert {m.group_size for m in engine.target.modules() if isinstance(m, Int4Linear)} == {32}
     assert engine.drafter.lm_head is engine.target.lm_head  # with any group size
     assert_same_bits(engine.target, load_model(TARGET, quant=Quantization("int4", 32)))
     out = quantized(TARGET, tmp_path / "out", open_size)
     assert saved_quantization(read_json(out / "config.json")).group_size == 32
     assert_same_bits(load_model(out), engine.target)
-    engine = load(
-        checkpoint=str(TARGET), eagle=str(HEAD), quant_draft="int4", device="cpu", tree="dynamic"
-    )
+    engine = load(quant_draft="int4", **GOLDEN_PAIR)
     assert engine.drafter.head.fc.group_size == 32 and engine.drafter.lm_head.group_size == 64
 
 
@@ -640,8 +565,8 @@ def test_saved_directories_load_without_options(tmp_path, quant):
     engine = load(checkpoint=str(target), **options)
     assert engine.option("head") == str(head) and engine.option("draft") == "eagle"
     assert (engine.option("quant"), engine.option("quant_draft")) == (quant.format, quant.format)
-    options |= {"quant": quant.format, "group_size": quant.group_size}
-    on_load = load(checkpoint=str(TARGET), eagle=str(HEAD), **options)
+    asked = {"quant": quant.format, "group_size": quant.group_size}
+    on_load = load(ignore_eos=True, **GOLDEN_PAIR, **asked)
     assert_same_bits(engine.target, on_load.target)
     assert_same_bits(engine.drafter.head, on_load.drafter.head)
     runs = [generate(e, [[5, 17, 3]], max_new_tokens=30).tokens for e in (engine, on_load)]
@@ -650,15 +575,14 @@ def test_saved_directories_load_without_options(tmp_path, quant):
 
 def test_a_saved_head_on_a_float_target(tmp_path):
     head = quantized(HEAD, tmp_path / "head", Quantization("int4", 32))
-    engine = load(checkpoint=str(TARGET), eagle=str(head), device="cpu", tree="dynamic")
+    options = GOLDEN_PAIR | {"eagle": str(head)}
+    engine = load(**options)
     assert (engine.option("quant"), engine.option("quant_draft")) == ("none", "int4")
-    assert isinstance(engine.drafter.lm_head, Int4Linear) and isinstance(
-        engine.target.lm_head, torch.nn.Linear
-    )
+    assert isinstance(engine.drafter.lm_head, Int4Linear)
+    assert isinstance(engine.target.lm_head, torch.nn.Linear)
     saved = engine.drafter.head.fc.dequantize()
     for asked, kind in {"int4": Int4Linear, "int8": Int8Linear, "none": torch.nn.Linear}.items():
-        again = load(checkpoint=str(TARGET), eagle=str(head), quant_draft=asked, tree="dynamic")
-        fc = again.drafter.head.fc
+        fc = load(quant_draft=asked, **options).drafter.head.fc
         assert isinstance(fc, kind)
         weight = fc.weight if asked == "none" else fc.dequantize()
         assert (weight - saved).abs().max() <= (asked == "int8") * saved.abs().max() / 250, asked
@@ -676,17 +600,13 @@ def test_some_rows_are_the_same_codes_and_products(products, quant):
     x = random(7, 256, seed=1).bfloat16()
     got, want = rows(x), whole(x)[:, ids]
     assert got.dtype == want.dtype == torch.float32
-    assert (
-        torch.equal(got, want)
-        if products == "operators"
-        else torch.allclose(got, want, rtol=1e-5, atol=1e-5)
-    )
+    near = 0 if products == "operators" else 1e-5
+    torch.testing.assert_close(got, want, rtol=near, atol=near)
 
 
 def test_lm_head_copy_that_does_not_fit():
-    with pytest.raises(
-        ValueError, match="group size 128 does not divide in_features 64 of .*lm_head"
-    ):
+    says = "group size 128 does not divide in_features 64 of .*lm_head"
+    with pytest.raises(ValueError, match=says):
         draft_lm_head(load_model(TARGET), Quantization("int4", 128))
 
 
@@ -696,11 +616,8 @@ def test_lm_head_in_groups_of_another_size():
     own = target.lm_head
     assert own.group_size == 32 and draft_lm_head(target, Quantization("int4", 32)) is own
     copy = draft_lm_head(target, Quantization("int4", 64))
-    assert (
-        copy.group_size == 64
-        and copy.fp32_out
-        and copy.codes_and_scale()[1].shape == (own.out_features, 1)
-    )
+    assert copy.group_size == 64 and copy.fp32_out
+    assert copy.codes_and_scale()[1].shape == (own.out_features, 1)
     target = load_model(TARGET, quant=Quantization("int8"))
     assert target.lm_head.group_size == 32
     assert draft_lm_head(target, Quantization("int8")) is target.lm_head
@@ -710,17 +627,14 @@ def test_a_disk_too_small_for_the_codes(monkeypatch, tmp_path):
     """Known before anything is written, from the sizes that the files come to."""
     quantize_directory(Path(DEMO), tmp_path / "fits", Quantization("int4"))
     size = sum(f.stat().st_size for f in (tmp_path / "fits").glob("*.safetensors"))
-    for free, fits in ((size - 200_000, False), (size, True)):
-        monkeypatch.setattr(
-            checkpoint.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
-        )
-        with (
-            nullcontext()
-            if fits
-            else pytest.raises(ValueError, match=r"needs 0.0 GB, and .* free; make room")
-        ):
-            quantize_directory(Path(DEMO), tmp_path / "out", Quantization("int4"))
-        assert (tmp_path / "out").exists() == fits and not (tmp_path / "out.tmp").exists()
+    disk = SimpleNamespace(free=size - 200_000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: disk)
+    with pytest.raises(ValueError, match=r"needs 0.0 GB, and .* free; make room"):
+        quantize_directory(Path(DEMO), tmp_path / "out", Quantization("int4"))
+    assert [path.name for path in tmp_path.iterdir()] == ["fits"]
+    disk.free = size
+    quantize_directory(Path(DEMO), tmp_path / "out", Quantization("int4"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fits", "out"]
 
 
 # ------------------------------------------------------------------------------------ command lines
@@ -759,36 +673,23 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):
 
 def test_quantize_and_generate(capsys, tmp_path):
     for end in ("", "-eagle"):
-        out, err = run(
-            capsys, quantize.main, "--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}")
-        )
+        argv = ("--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}"))
+        out, err = run(capsys, quantize.main, *argv)
         told = f"--checkpoint MODEL --head {tmp_path / 'demo-eagle'}"
         if not end:
             told = f"--checkpoint {tmp_path / 'demo'} --head {DEMO}-eagle"
-        assert f"python generate.py {told} --prompt" in out
-        if not end:
             advised = shlex.split(out.partition("run: python generate.py ")[2])
+        assert f"python generate.py {told} --prompt" in out
         total = len(WeightFiles(Path(DEMO + end)).readers)
         assert err.endswith(f"int4: {total} of {total} tensors\n") and "\r" not in err
-    ids = [
-        "--prompt",
-        "def f(x):",
-        "--max_new_tokens",
-        "16",
-        "--json",
-        "-",
-        "--device",
-        "cpu",
-        "--tree",
-        "dynamic",
-    ]
+    ids = ["--max_new_tokens", "16", "--json", "-", "--device", "cpu", "--tree", "dynamic"]
+    ids += ["--prompt", "def f(x):"]
     got, _ = run(capsys, main, "--checkpoint", str(tmp_path / "demo"), *ids)
     want, _ = run(capsys, main, "--checkpoint", DEMO, "--quant", "int4", *ids)
     got, want = json.loads(got), json.loads(want)
     assert got["tokens"] == want["tokens"]
-    assert {k: got["config"][k] for k in ("quant", "quant_draft", "group_size", "draft")} == {
-        "quant": "int4", "quant_draft": "int4", "group_size": 64, "draft": "eagle"
-    }  # fmt: skip
+    want = {"quant": "int4", "quant_draft": "int4", "group_size": 64, "draft": "eagle"}
+    assert got["config"].items() >= want.items()
     shutil.rmtree(tmp_path / "demo-eagle")
     out, _ = run(capsys, main, *advised, "--max_new_tokens", "2", "--json", "-", "--device", "cpu")
     config = json.loads(out)["config"]
@@ -843,9 +744,8 @@ def test_what_is_there_is_kept_unless_told_otherwise(capsys, tmp_path):
     argv = (*BASE, "--out", str(out), "--group_size", "32")
     assert "exists; give --overwrite" in failure(capsys, quantize.main, *argv)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == before
-    assert "quantized already (int8)" in failure(
-        capsys, quantize.main, "--checkpoint", str(out), "--out", f"{out}-2"
-    )
+    again = ("--checkpoint", str(out), "--out", f"{out}-2")
+    assert "quantized already (int8)" in failure(capsys, quantize.main, *again)
     run(capsys, quantize.main, *argv, "--overwrite")
     assert saved_quantization(read_json(out / "config.json")).format == "int4"
     assert isinstance(load_model(out).lm_head, Int4Linear)
@@ -855,26 +755,28 @@ def test_what_is_there_is_kept_unless_told_otherwise(capsys, tmp_path):
 def spoil(out: Path, how: str) -> None:
     """Damage a quantized directory (int4, groups of 32)."""
     file, config = next(out.glob("*.safetensors")), out / "config.json"
-    raw, q = json.loads(config.read_text()), "model.layers.1.self_attn.q_proj.weight"
-    weights = load_file(file)
-    said = raw["quantization_config"]
-    if how == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
-        return
+    index = out / "model.safetensors.index.json"
+    raw, q = read_json(config), "model.layers.1.self_attn.q_proj.weight"
+    weights, names = load_file(file), read_json(index)
     if how == "scale":
-        del weights[scale_name(q)]
-        index = json.loads((out / "model.safetensors.index.json").read_text())
-        del index["weight_map"][scale_name(q)]
-        (out / "model.safetensors.index.json").write_text(json.dumps(index))
+        del weights[scale_name(q)], names["weight_map"][scale_name(q)]
     elif how == "columns":
         weights[q] = weights[q][:, :-1].contiguous()
     elif how == "not marked":
         del raw["quantization_config"]
-    else:
-        said |= {"format": {"format": "int3"}, "list": {"format": [4]}, "group": {"group_size": 64},
-                 "size": {"group_size": 48}, "other": {"quant_method": "hqq"}}[how]  # fmt: skip
+    elif how in SAID:
+        raw["quantization_config"] |= SAID[how]
     save_file(weights, file)
     config.write_text(json.dumps(raw))
+    index.write_text(json.dumps(names))
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+
+
+SAID = {
+    "format": {"format": "int3"}, "list": {"format": [4]}, "group": {"group_size": 64},
+    "size": {"group_size": 48}, "other": {"quant_method": "hqq"},
+}  # fmt: skip
 
 
 SPOILT = {
@@ -946,9 +848,7 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
 
 
 @OPERATORS
-@pytest.mark.parametrize(
-    "environment", [{"CXX": "/nonexistent"}, {"CXX": "", "PATH": ""}], ids=["CXX", "PATH"]
-)
+@pytest.mark.parametrize("environment", [{"CXX": "/nonexistent"}, {"CXX": "", "PATH": ""}], ids=str)
 @each(SMALL)
 def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, quant, environment):
     """One line says so, and the loop gives the tokens that the operators give."""
@@ -968,20 +868,6 @@ def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, 
     assert tokens[0] == tokens[1] and len(tokens[0]) == 12
 
 
-@OPERATORS
-def test_without_a_compiler_a_model_is_close(monkeypatch):
-    """Attention and norms round too, and then an activation now and then to another code."""
-    ids, positions = torch.arange(40)[None] + 100, torch.arange(40)[None]
-    for quant in (Quantization("int8"), Quantization("int4", 32)):
-        model = load_model(Path(DEMO), quant=quant)
-        own = model.logits(model(ids, positions))
-        with monkeypatch.context() as patch:
-            without_operators(patch)
-            other = model.logits(model(ids, positions))
-        assert not torch.equal(own, other) and (own - other).abs().mean() < 0.05 * own.std()
-        assert (own.argmax(-1) == other.argmax(-1)).float().mean() > 0.9
-
-
 # ---------------------------------------------------------------------------------- quality, memory
 
 
@@ -999,25 +885,6 @@ def test_quantized_demo_stays_the_demo():
         assert 0 < divergence < most, (name_of(quant), divergence)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc"
-)
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
-    """A random model of 1.1 B parameters: the largest weight is 131 MB in bf16."""
-    from random_model import SHAPES, loading_memory, write_random_model
-
-    shape = SHAPES["1.1b"]
-    write_random_model(tmp_path, shape, torch.bfloat16)
-    peak_bytes, model_bytes = loading_memory(tmp_path, quant)
-    largest_bytes = shape.vocab_size * shape.dim * 2
-    print(
-        f"{quant}: peak {peak_bytes / 1e6:.0f} MB of anonymous memory, model {model_bytes / 1e6:.0f} MB"
-    )
-    assert model_bytes <= peak_bytes <= 1.2 * model_bytes + largest_bytes
-
-
 def test_the_quality_of_a_mixture():
     """Experts are taken apart as linear layers are: the ways that a format runs are close."""
     path = GOLDEN / "models/target_mixtral"
@@ -1028,9 +895,8 @@ def test_the_quality_of_a_mixture():
     for runs in ("int8 activations", "16-bit activations"):
         model, bits = quant_quality.build(path, quant_quality.Row("int8", 0, runs))
         assert 8.4 < bits < 8.6
-        assert any(isinstance(m, QuantExperts) for m in model.modules()) == (
-            runs == "int8 activations"
-        )
+        has_experts = any(isinstance(m, QuantExperts) for m in model.modules())
+        assert has_experts == (runs == "int8 activations")
         kl[runs] = quant_quality.compare(reference, model, texts)[1]
     assert 0 < kl["16-bit activations"] < kl["int8 activations"] < 1e-3
     kind, weight = FORMATS["int4"], torch.randn(2, 32, 64)
@@ -1045,11 +911,8 @@ def test_a_gpu_rounds_a_7b_layer_in_few_steps(form, monkeypatch):
     """The same codes, in fewer and larger parts: some 200 operators each, 350 of whose parts a layer of 7B has."""
     weight, kind, parts = torch.randn(300, 4096), FORMATS[form], []
     want, whole = kind.encode(weight, 128), kind.encode_rows
-    monkeypatch.setattr(
-        kind,
-        "encode_rows",
-        staticmethod(lambda part, *out: parts.append(len(part)) or whole(part, *out)),
-    )
+    counted = lambda part, *out: parts.append(len(part)) or whole(part, *out)  # noqa: E731
+    monkeypatch.setattr(kind, "encode_rows", staticmethod(counted))
     monkeypatch.setitem(quantize.AT_ONCE, "cpu", quantize.AT_ONCE["cuda"])
     got = kind.encode(weight, 128)
     assert all(map(torch.equal, got, want)) and parts == [300]

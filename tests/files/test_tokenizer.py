@@ -1,11 +1,11 @@
 """Tokenizers against sentencepiece, tokenizers and transformers on files trained here."""
 
-import builtins
 import contextlib
 import io
 import json
 import random
 import re
+import sys
 import threading
 
 import pytest
@@ -22,24 +22,14 @@ LINES = [
     "[INST] a question [/INST] an answer USER: ASSISTANT: <|x|> </s>",
 ]
 TEXTS = [
-    "hello world",
-    "  two leading spaces, trailing  ",
-    "tabs\tand\nnewlines\n\n\r\n",
-    "emoji 🙂🙃👩‍👩‍👧 and 🇩🇪",
-    "中文 你好世界，混合 text",
-    "ÄÖÜ naïve señor \u0301 combining, ﷺ, \U0001f9ff",
-    "<0x0A> [INST] <|x|> ▁ low line ▁▁",
-    "a",
-    " ",
-    "",
-]
+    "hello world", "  two leading spaces, trailing  ", "tabs\tand\nnewlines\n\n\r\n",
+    "emoji 🙂🙃👩‍👩‍👧 and 🇩🇪", "中文 你好世界，混合 text", "ÄÖÜ naïve señor \u0301 combining, ﷺ, \U0001f9ff",
+    "<0x0A> [INST] <|x|> ▁ low line ▁▁", "a", " ", "",
+]  # fmt: skip
 CONTROLS = [
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>",
-]
+]  # fmt: skip
 
 
 def write(directory, name, value):
@@ -70,16 +60,14 @@ def build_json(directory, specials=CONTROLS, bos=True):
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tok.train_from_iterator(
-        LINES * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    tok.train_from_iterator(LINES * 4, trainer)
     tok.add_special_tokens(specials)
     tok.add_tokens([AddedToken("工具 tool", normalized=False)])
     if bos:
-        pair = [(specials[0], tok.token_to_id(specials[0]))]
-        tok.post_processor = processors.TemplateProcessing(
-            single=f"{specials[0]} $A", special_tokens=pair
-        )
+        first, template = specials[0], processors.TemplateProcessing
+        pair = [(first, tok.token_to_id(first))]
+        tok.post_processor = template(single=f"{first} $A", special_tokens=pair)
     tok.save(str(directory / "tokenizer.json"))
     return directory
 
@@ -134,16 +122,12 @@ def test_control_tokens_are_parsed_on_request_only(tokenizer):
     controls = [name for name, token in tokenizer._added.items() if token.control]
     assert len(controls) >= 3
     for control in controls:
-        text = f"one {control}two{control}"
-        plain, parsed = (
-            tokenizer.encode(text, bos=False),
-            tokenizer.encode(text, bos=False, special=True),
-        )
+        text, its_id = f"one {control}two{control}", tokenizer.id_of(control)
+        plain = tokenizer.encode(text, bos=False)
+        parsed = tokenizer.encode(text, bos=False, special=True)
         assert not set(plain) & tokenizer._hidden, control
         assert tokenizer.decode(plain) == text
-        assert parsed.count(tokenizer.id_of(control)) == 2 and parsed[-1] == tokenizer.id_of(
-            control
-        )
+        assert parsed.count(its_id) == 2 and parsed[-1] == its_id
         assert re.sub(" +", " ", tokenizer.decode(parsed)) in ("one two", "one  two")
 
 
@@ -215,30 +199,25 @@ def squeeze(text):  # libraries differ in how many U+FFFD stand for a broken seq
 
 
 def test_sentencepiece_parity(sp_dir):
-    sp, tok = (
-        spm.SentencePieceProcessor(model_file=str(sp_dir / "tokenizer.model")),
-        Tokenizer.load(sp_dir),
-    )
-    space, rng = sp.piece_to_id("<0x20>"), random.Random(1)
+    sp = spm.SentencePieceProcessor(model_file=str(sp_dir / "tokenizer.model"))
+    tok, space, rng = Tokenizer.load(sp_dir), sp.piece_to_id("<0x20>"), random.Random(1)
     for text in TEXTS:
         assert tok.encode(text) == [sp.bos_id(), *sp.encode(text)]
     for _ in range(300):
-        ids = [
-            rng.randrange(3, len(sp)) for _ in range(30)
-        ]  # control pieces do not cut a character in ours
+        # control pieces do not cut a character in ours
+        ids = [rng.randrange(3, len(sp)) for _ in range(30)]
         if ids[0] != space:
             assert squeeze(tok.decode(ids)) == squeeze(sp.decode(ids)), ids
 
 
+EXTRACTORS = "transformers.tokenization_utils_sentencepiece"
 MIXED = ["hello <s>there", "<s>hello</s><s>there</s>", "</s>", "hello</s> there", "<s><s> a <unk>b"]
 
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_legacy_parity_with_transformers(tmp_path, prefix):
     """A space after every control token, as the official runs have it: transformers' sentencepiece classes."""
-    backend = pytest.importorskip(
-        "transformers.tokenization_utils_sentencepiece"
-    ).SentencePieceBackend
+    backend = pytest.importorskip(EXTRACTORS).SentencePieceBackend
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     train_sp(tmp_path, add_dummy_prefix=prefix)
     reference = backend(vocab_file=str(tmp_path / "tokenizer.model"), legacy=True, **names)
@@ -253,9 +232,8 @@ def test_legacy_parity_with_transformers(tmp_path, prefix):
 @pytest.mark.parametrize("legacy", [True, False])
 def test_parity_with_llama_tokenizer(sp_dir, tmp_path, legacy):
     llama = pytest.importorskip("transformers").LlamaTokenizer
-    from transformers.tokenization_utils_sentencepiece import SentencePieceExtractor
-
-    vocab, _, merges = SentencePieceExtractor(str(sp_dir / "tokenizer.model")).extract()
+    extractor = pytest.importorskip(EXTRACTORS).SentencePieceExtractor
+    vocab, _, merges = extractor(str(sp_dir / "tokenizer.model")).extract()
     reference = llama(vocab=vocab, merges=merges, legacy=legacy)
     tok = Tokenizer.load(with_files(sp_dir, tmp_path, tokenizer_config__json={"legacy": legacy}))
     for text in MIXED + TEXTS:
@@ -276,49 +254,11 @@ def test_json_parity_with_transformers(json_dir):
         assert ids == reference(text, add_special_tokens=False).input_ids, text
         if not text.startswith(CONTROLS[0]):
             assert tok.encode(text, special=True) == reference(text).input_ids, text
-    rng, options = (
-        random.Random(2),
-        {"skip_special_tokens": True, "clean_up_tokenization_spaces": False},
-    )
+    rng = random.Random(2)
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     for _ in range(300):
         ids = [rng.randrange(tok.vocab_size) for _ in range(30)]
         assert tok.decode(ids) == reference.decode(ids, **options)
-
-
-@pytest.mark.parametrize("style", ["LLaMA-2", "Metaspace"])
-def test_sentencepiece_style_json(sp_dir, tmp_path, style):
-    """A `tokenizer.json` converted from a sentencepiece model gives the ids and texts of that model."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
-
-    extractor = pytest.importorskip(
-        "transformers.tokenization_utils_sentencepiece"
-    ).SentencePieceExtractor
-    vocab, _, merges = extractor(str(sp_dir / "tokenizer.model")).extract()
-    tok = Backend(
-        models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token="<unk>")
-    )
-    strip = decoders.Strip(content=" ", left=1)
-    tok.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-    )
-    if style == "LLaMA-2":
-        tok.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-    else:
-        tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tok.save(str(tmp_path / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
-    converted = Tokenizer.load(write(tmp_path, "tokenizer_config.json", config))
-    original = Tokenizer.load(sp_dir)
-    assert (converted.bos_id, converted.eos_ids) == (1, (2,))
-    for text in TEXTS:
-        if text and not (style == "Metaspace" and text.startswith(" ")):
-            ids = original.encode(text)
-            assert converted.encode(text) == ids, text
-            assert converted.decode(ids) == original.decode(ids)
-            assert converted.decode(ids) == tok.decode(ids[1:])  # <s> is plain vocabulary to `tok`
 
 
 # ------------------------------------------------------------------------------ configuration files
@@ -347,10 +287,8 @@ def test_added_tokens_of_a_sentencepiece_model(sp_dir, tmp_path):
 @pytest.mark.parametrize("kind", ["sp_dir", "json_dir"])
 @pytest.mark.parametrize("add", [True, False, None])
 def test_add_bos_token(request, tmp_path, kind, add):
-    config = {"add_bos_token": add}
-    tok = Tokenizer.load(
-        with_files(request.getfixturevalue(kind), tmp_path, tokenizer_config__json=config)
-    )
+    files = {"tokenizer_config__json": {"add_bos_token": add}}
+    tok = Tokenizer.load(with_files(request.getfixturevalue(kind), tmp_path, **files))
     assert (tok.encode("a")[0] == tok.bos_id) == (add is not False)
 
 
@@ -382,9 +320,8 @@ def test_tokenizer_json_comes_first(sp_dir, tmp_path, capsys):
     build_json(with_files(sp_dir, tmp_path))
     assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.JsonTokenizer)
     assert capsys.readouterr().err == ""
-    write(
-        tmp_path, "tokenizer.model", "IQ== 0\nIg== 1\nIw== 2\n"
-    )  # tiktoken's format, as LLaMA-3's
+    # tiktoken's format, as LLaMA-3's
+    write(tmp_path, "tokenizer.model", "IQ== 0\nIg== 1\nIw== 2\n")
     assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.JsonTokenizer)
     assert capsys.readouterr().err == ""
     write(with_files(sp_dir, tmp_path), "tokenizer.json", "version https://git-lfs")
@@ -402,13 +339,15 @@ def one_line(caught):
     return str(caught.value)
 
 
+def assert_refused(path, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        Tokenizer.load(path)
+    one_line(caught)
+
+
 def test_no_tokenizer(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(
-            ValueError, match="neither tokenizer.model nor tokenizer.json.*--prompt_ids"
-        ) as caught:
-            Tokenizer.load(path)
-        one_line(caught)
+        assert_refused(path, "neither tokenizer.model nor tokenizer.json.*--prompt_ids")
 
 
 @pytest.mark.parametrize(
@@ -416,23 +355,16 @@ def test_no_tokenizer(tmp_path):
 )
 def test_corrupt_sentencepiece_model(sp_dir, tmp_path, content):
     model = (sp_dir / "tokenizer.model").read_bytes()
-    (tmp_path / "tokenizer.model").write_bytes(
-        model[: len(model) // 2] if content is None else content
-    )
-    with pytest.raises(
-        ValueError, match="tokenizer.model is not a sentencepiece model.*--prompt_ids"
-    ) as caught:
-        Tokenizer.load(tmp_path)
-    one_line(caught)
+    cut = model[: len(model) // 2]
+    (tmp_path / "tokenizer.model").write_bytes(cut if content is None else content)
+    assert_refused(tmp_path, "tokenizer.model is not a sentencepiece model.*--prompt_ids")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', None])
 def test_corrupt_tokenizer_json(json_dir, tmp_path, content):
     whole = (json_dir / "tokenizer.json").read_text(encoding="utf-8")
     write(tmp_path, "tokenizer.json", whole[: len(whole) // 2] if content is None else content)
-    with pytest.raises(ValueError, match="tokenizer.json is corrupt") as caught:
-        Tokenizer.load(tmp_path)
-    one_line(caught)
+    assert_refused(tmp_path, "tokenizer.json is corrupt")
 
 
 def test_unknown_decoder(tmp_path):
@@ -444,25 +376,12 @@ def test_unknown_decoder(tmp_path):
         backend = Backend.from_file(str(file))
         backend.decoder = decoder
         backend.save(str(file))
-        with pytest.raises(
-            ValueError, match="decoder must be ByteLevel.*not (WordPiece|none)"
-        ) as caught:
-            Tokenizer.load(tmp_path)
-        one_line(caught)
+        assert_refused(tmp_path, "decoder must be ByteLevel.*not (WordPiece|none)")
 
 
 def test_missing_package(json_dir, monkeypatch):
-    original = builtins.__import__
-
-    def no_tokenizers(name, *args, **kwargs):
-        if name == "tokenizers":
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_tokenizers)
-    with pytest.raises(ValueError, match="pip install tokenizers") as caught:
-        Tokenizer.load(json_dir)
-    one_line(caught)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert_refused(json_dir, "pip install tokenizers")
 
 
 @pytest.mark.parametrize(
@@ -477,9 +396,7 @@ def test_missing_package(json_dir, monkeypatch):
     ],
 )
 def test_malformed_configuration(sp_dir, tmp_path, name, content):
-    with pytest.raises(ValueError, match=str(tmp_path)) as caught:
-        Tokenizer.load(with_files(sp_dir, tmp_path, **{name: content}))
-    one_line(caught)
+    assert_refused(with_files(sp_dir, tmp_path, **{name: content}), str(tmp_path))
 
 
 def test_other_threads_keep_their_standard_error(json_dir, monkeypatch):

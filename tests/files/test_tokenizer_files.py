@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from test_tokenizer import TEXTS as PLAIN
 from test_tokenizer import train_sp, write
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -29,11 +30,8 @@ NAMES = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
 TEXTS = [
     "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n",
     "<|user|>\nHello <|end|>\n\n<|user|>\n two  spaces \t<|user|>",
-    "a <tool> b<tool>+ \n c <tool><tool>+",
-    "hello</s> there <s>",
-    "hello there",
-    "",
-]
+    "a <tool> b<tool>+ \n c <tool><tool>+", "hello</s> there <s>", "hello there", "",
+]  # fmt: skip
 # a set of files, by its writer -> the files in it
 LAYOUTS = {
     "3": ("model", "map", "added_tokens.json"),
@@ -57,9 +55,8 @@ def base(tmp_path_factory) -> Path:
 def convert(base: Path, legacy: bool, prefix: bool = True) -> Backend:
     """The base model as transformers converts it."""
     vocab, _, merges = SentencePieceExtractor(str(base / "tokenizer.model")).extract()
-    tok = Backend(
-        models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token="<unk>")
-    )
+    options = {"fuse_unk": True, "byte_fallback": True, "unk_token": "<unk>"}
+    tok = Backend(models.BPE(vocab=vocab, merges=merges, **options))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tok.decoder = decoders.Sequence(steps + [decoders.Strip(content=" ", left=1)] * prefix)
     if legacy:
@@ -123,7 +120,7 @@ def test_every_layout(capsys, tmp_path, base, layout, legacy):
     end = reference.token_to_id("<|im_end|>")
     assert (ours.bos_id, ours.eos_ids, ours.adds_bos) == (1, (end,), True)
     assert ours.vocab_size == reference.get_vocab_size()
-    for text in TEXTS:
+    for text in [*TEXTS, *(text for text in PLAIN if not text.startswith(" "))]:
         reference.encode_special_tokens = False
         expected = reference.encode(text).ids
         assert ours.encode(text, special=True) == expected, text
@@ -136,14 +133,13 @@ def test_every_layout(capsys, tmp_path, base, layout, legacy):
 @pytest.mark.parametrize("wanted, legacy", [(False, False), (True, False), (False, True)])
 def test_add_prefix_space(tmp_path, base, files, wanted, legacy):
     vocab, _, merges = SentencePieceExtractor(str(base / "tokenizer.model")).extract()
-    reference = transformers.LlamaTokenizer(
-        vocab=vocab, merges=merges, legacy=legacy, add_prefix_space=wanted
-    )
+    config = {"add_prefix_space": wanted, "legacy": legacy}
+    reference = transformers.LlamaTokenizer(vocab=vocab, merges=merges, **config)
     if "model" in files:
         (tmp_path / "tokenizer.model").write_bytes((base / "tokenizer.model").read_bytes())
     if "json" in files:  # the file has it the other way
         convert(base, legacy, prefix=not wanted).save(str(tmp_path / "tokenizer.json"))
-    write(tmp_path, "tokenizer_config.json", {"add_prefix_space": wanted, "legacy": legacy})
+    write(tmp_path, "tokenizer_config.json", config)
     ours = Tokenizer.load(tmp_path)
     for text in ["hello", "hello<s>there", "<s>hello"]:
         ids = reference(text, add_special_tokens=False).input_ids
