@@ -10,7 +10,6 @@
 # flags: ONE_FILE). Other variables: parts.sh.
 LIMIT=${LIMIT:-430}
 source "$(dirname "$0")/parts.sh"
-"$PY" scripts/gpu/caches.py --load "$BROUGHT" | tee -a "$OUT/summary.txt"
 
 TREE=eagle:dynamic:tree_depth=6:tree_topk=8:tree_size=32
 PAPERS=("$PY" scripts/bench/papers.py --device "$DEVICE" --dtype bfloat16 --compile --tasks demo)
@@ -58,7 +57,7 @@ for name in ${PARTS:-papers whole gptfast profile gptfast-bf16 gptfast-int8 swee
 done
 grep -aE "tokens/s|one cycle of|by [0-9]+ x|note:|^(FAILED|ERROR) |=.* in [0-9.]+s" "$OUT/log.txt" |
     tail -60 | cut -c1-260 | tee -a "$OUT/summary.txt"
-"$PY" scripts/gpu/caches.py --save "$OUT"
+pack
 "$PY" scripts/gpu/table.py "$OUT" | tee -a "$OUT/summary.txt"
 say "$((SECONDS - BEGAN)) s; faults:${FAULTS:- none}"
 say "NEXT: copy the results and hand the machine back"

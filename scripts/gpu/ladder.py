@@ -93,15 +93,13 @@ class LadderConfig:
     one_file: str = option("", "flags of the one-file example; without them it is left out")
     json: str = option("ladder.jsonl", "file to append to; the rungs in it are not climbed again")
     dry_run: bool = option(False, "on a CPU: the demo itself, one prompt, 8 tokens")
-    hang: str = option("", "number of a rung that hangs, to rehearse")
 
     def check(self) -> None:
         """Check the options. Raises: ValueError for a value that cannot work."""
-        for flag, value in (("--rungs", self.rungs), ("--hang", self.hang)):
-            known = all(number in map(str, range(len(NAMES))) for number in value.split(","))
-            if value and not known:
-                rule = f"{flag} takes numbers from 0 to {len(NAMES) - 1}, as 0,3"
-                raise ValueError(f"{rule}; it is {value!r}")
+        known = {str(number) for number in range(len(NAMES))}
+        if self.rungs and not known.issuperset(self.rungs.split(",")):
+            rule = f"--rungs takes numbers from 0 to {len(NAMES) - 1}, as 0,3"
+            raise ValueError(f"{rule}; it is {self.rungs!r}")
         for family in filter(None, self.plain.split(",")):
             if family not in FAMILIES:
                 raise ValueError(f"--plain: there is no {family}; use of {', '.join(FAMILIES)}")
@@ -242,8 +240,6 @@ class Climb:
     def measure(self, name: str, method: str, vanilla: Tokens) -> dict[str, Any]:
         """Decode by one method. vanilla: the rung's tokens; []: not decoded yet"""
         rung = RUNGS[name]
-        if self.config.hang == str(NAMES.index(name)):
-            time.sleep(2**20)
         set_plain(self.plain)
         engine = self.loaded(method)
         set_rung(rung, self.plain, self.config.device)
