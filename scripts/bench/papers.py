@@ -17,8 +17,8 @@
    `none`. Prefill and compilation are apart.
 4. `--json` gets one line per task and method, once measured; report.py makes tables and plots of
    it alone. The same command resumes a killed run: finished rounds of its task are in FILE.part.
-5. `--profile` lists the kernels of one cycle of each method, and `--replays` repeats one cycle from
-   the same state (profile_cycle.py). A method that fails is named at the end; the others go on.
+5. `--replays` repeats one cycle of each method from the same state (replays.py). A method that
+   fails is named at the end; the others go on.
 
 tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of
 drafted tokens accepted after n accepted ones. Without `none` there is no speedup, and large batches
@@ -63,7 +63,7 @@ from scripts.bench.measure import (
     shown_path,
     with_config,
 )
-from scripts.bench.profile_cycle import look_closer
+from scripts.bench.replays import compare_replays
 from scripts.bench.report import write_report
 from scripts.bench.row_log import Log
 from scripts.bench.tasks import conversations
@@ -83,7 +83,6 @@ MATRIX = (
     "report",
     "plots",
     "table",
-    "profile",
     "replays",
 )
 
@@ -133,7 +132,6 @@ class BenchConfig:
     report: str = option("", "measure nothing; make tables and plots of such a file")
     plots: str = option("", "directory to write plots to")
     table: str = option("", "file to write the Markdown tables to")
-    profile: bool = option(False, "also list the kernels of one cycle of every method")
     replays: int = option(
         0, "cycles of every method from one state, whose results are compared", least=0
     )
@@ -660,11 +658,11 @@ def _measure(bench: Bench, units: list[Unit], bar: tqdm) -> None:
         for unit in mine:
             measure_unit(bench, unit, engines, bar)
         prompt = bench.tasks[mine[0].task][0]
-        for name, engine in engines.items():
-            look = partial(
-                look_closer, name, engine, first_ids(engine, prompt), bench.config.profile
-            )
-            bench.attempt(name, partial(look, bench.config.replays))
+        replays = bench.config.replays
+        if replays:
+            for name, engine in engines.items():
+                compare = partial(compare_replays, name, engine, first_ids(engine, prompt))
+                bench.attempt(name, partial(compare, replays))
         torch.compiler.reset()  # else the next setting's steps would first try these graphs
 
 

@@ -18,6 +18,8 @@ LADDER=("$PY" scripts/gpu/ladder.py --device "$DEVICE" --json "$OUT/ladder.jsonl
 BESIDE=("$PY" scripts/gpu/beside.py --device "$DEVICE" --json "$OUT/beside.jsonl")
 BESIDE+=(--gpt_fast "$BROUGHT/gpt-fast")
 SWEEP=("$PY" scripts/gpu/sweep.py --out "$OUT" --formats int4,bf16 --seconds "${SWEEP_S:-60}")
+PROFILE=("$PY" generate.py --device "$DEVICE" --checkpoint checkpoints/demo --prompt "def f(x):")
+PROFILE+=(--dtype bfloat16 --compile --quant int4 --draft none --ignore_eos -n 16)
 REPLAYS=200
 if [ "$DEVICE" = cpu ]; then
     PAPERS+=(--limit 1 --max_new_tokens 8 --options ignore_eos)
@@ -27,6 +29,7 @@ if [ "$DEVICE" = cpu ]; then
     REPLAYS=2
 else
     PAPERS+=(--limit 3 --options inflate=llama2-7b,ignore_eos)
+    PROFILE+=(--inflate llama2-7b)
 fi
 # the GPU's bandwidth is measured once, and handed on
 at=$SECONDS
@@ -45,7 +48,7 @@ for name in ${PARTS:-papers whole gptfast profile gptfast-bf16 gptfast-int8 swee
     papers) part papers "$(paced 100)" "${PAPERS[@]}" --replays $REPLAYS --json "$OUT/papers.jsonl" ;;
     gptfast) again gptfast "$(paced 90)" "${BESIDE[@]}" --what gptfast-int4 ;;
     gptfast-*) again "$name" "$(paced 150)" "${BESIDE[@]}" --what "$name" ;;
-    profile) part profile "$(paced 80)" "${PAPERS[@]}" --profile --json "$OUT/profile.jsonl" ;;
+    profile) part profile "$(paced 80)" "${PROFILE[@]}" --profile "$OUT/trace.json" ;;
     sweep) part sweep "$(paced 100)" "${SWEEP[@]}" ;;
     whole)
         part whole "$(paced 90)" env TORCHINDUCTOR_COMPILE_THREADS=1 "$PY" -m pytest -v -m smoke \
