@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ops.cuda.layout
@@ -54,6 +55,14 @@ from sampling import Sampling, SamplingMode, SamplingTensors
 from session import Session
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def trimmed_head(head: str | Path, out: Path, ids: Tensor) -> str:
+    """Write a copy of a head of EAGLE-1 that drafts only some tokens, in ascending order. Returns: its path."""
+    shutil.copytree(head, out)
+    held = load_file(out / "model.safetensors")
+    save_file(held | {"d2t": ids - torch.arange(len(ids))}, out / "model.safetensors")
+    return str(out)
 
 
 # ------------------------------------------------------------------------------------------ engines

@@ -43,11 +43,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import bundled_head, check_outputs, is_gguf, parse_json, read_text
+from cli.io import bundled_head, check_outputs, is_gguf
 from cli.methods import HEAD_KINDS
 from cli.parsing import one_line_errors, option, parse
 from decode import Engine
-from extras.draft_vocab import RANKS
 from generate import Batch, Turn, encode, first_ids, load
 from hf.chat import NO_TEMPLATE
 from hf.checkpoint import WeightFiles
@@ -265,22 +264,17 @@ def methods_of_file(path: Path, setting: Setting) -> list[str]:
     if kind == "model":
         rules = ("", ":residual") if setting.temperature else ("",)
         return [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]
-    return [f"{kind}:{tree}:{head_options(path)}" for tree in OF_KIND[kind]]
+    return [f"{kind}:{tree}:{head_option(path)}" for tree in OF_KIND[kind]]
 
 
-def head_options(path: Path) -> str:
-    """Return the pieces of a method that name a head and, where it has ranks, its draft vocabulary.
+def head_option(path: Path) -> str:
+    """Return the piece of a method that names a head.
 
     Raises: ValueError for a name that a method cannot hold.
     """
     if set(":,") & set(str(path)):
         raise ValueError(f"the head {path}: a method is divided by : and ,; give it another name")
-    ranks = path / RANKS
-    added = ""
-    if ranks.is_file():
-        listed = parse_json(read_text(ranks), str(ranks))
-        added = f":draft_vocab={len(listed)}"
-    return f"head={path}{added}"
+    return f"head={path}"
 
 
 def method_config(method: str, setting: Setting, config: BenchConfig) -> GenerateConfig:

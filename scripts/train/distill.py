@@ -51,11 +51,6 @@ class DistillConfig(TrainOptions):
 
     losses = {"entropy 0": 1.0}  # the divergence
 
-    def check(self) -> None:
-        """Check the options. Raises: ValueError for one without effect, too."""
-        super().check()
-        require(not self.draft_vocab, "--draft_vocab is of heads; a draft model scores all tokens")
-
 
 @dataclass(frozen=True)
 class DraftConfig:

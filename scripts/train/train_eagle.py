@@ -90,9 +90,6 @@ class TrainOptions:
     warmup: int = option(2000, "steps")
     weight_decay: float = option(0.01, "AdamW")
     clip: float = option(0.5, "gradient norm")
-    draft_vocab: int = option(
-        0, "tokens that it drafts, the most frequent; 0: all, or 32000 for version 3", least=0
-    )
     features: str = option(
         "", "file that keeps the target's features, also for later runs on the same data"
     )
@@ -134,6 +131,9 @@ class TrainConfig(TrainOptions):
     """Options of training an EAGLE head."""
 
     version: int = option(1, "of the head: 1, which is 2 as well, or 3", (1, 3))
+    draft_vocab: int = option(
+        0, "tokens that it drafts, the most frequent; 0: all, or 32000 for version 3", least=0
+    )
     noise: float = option(0.1, "features get U(-noise, noise)")
     feature_weight: float = option(1.0, "of SmoothL1 between features")
     token_weight: float = option(0.1, "of the soft cross-entropy")

@@ -38,7 +38,7 @@ from test_tp import check_close, options_of, run_ranks
 import generate as program
 import ops.library
 from generate import Batch, compare, generate, load
-from helpers import BLOCK_KINDS, gguf_blocks, pairwise, set_halves
+from helpers import BLOCK_KINDS, gguf_blocks, pairwise, set_halves, trimmed_head
 from hf.checkpoint import BLOCKS, Quantization
 from hf.gguf import GgufFile
 from hf.gguf_blocks import (
@@ -431,13 +431,10 @@ def test_compiling_and_batches_change_no_token(block_file, vanilla, case):
 
 def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_path):
     """Its rows of the target's LM head are widened."""
-    (tmp_path / "ranks.json").write_text(json.dumps([*range(96)]))
     engine = load(
         checkpoint=str(block_file(MODEL)),
         device="cpu",
-        eagle=random_head,
-        draft_vocab=48,
-        ablation={"token_ranks": str(tmp_path / "ranks.json")},
+        eagle=trimmed_head(random_head, tmp_path / "head", torch.arange(48)),
         max_new_tokens=24,
         ignore_eos=True,
         seed=7,
