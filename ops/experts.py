@@ -65,7 +65,7 @@ def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
     x: [P, K]
     weight: [E, N, K], one matrix per expert
     routing: from `route`
-    Returns: [P, N] in x's dtype. Gradients are in scripts/train/experts_gradient.py.
+    Returns: [P, N] in x's dtype, without gradients.
     """
     return torch.ops.gpt_eagle.experts_linear(x, weight, routing)
 

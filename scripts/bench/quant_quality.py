@@ -43,7 +43,7 @@ from hf.fetch import fetched
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from model import ExpertLinear, Linear, LMHead, Transformer
-from options import DEFAULT, DEMO, GROUP_SIZES, ROOT
+from options import DEFAULT, DEMO, GROUP_SIZES
 from quantize import FORMATS, QuantExperts, QuantLinear
 from scripts.bench.measure import environment, shown_path
 
@@ -108,11 +108,11 @@ def read_texts(config: QualityConfig) -> dict[str, list[str]]:
             ) from None
     if Path(config.checkpoint or DEMO).resolve() != Path(DEMO).resolve():
         raise ValueError("--text is missing; only the demo has held-out text of its own")
-    from scripts.train.train_demo import TrainConfig, read_python, read_sums
+    from scripts.train.demo_data import read_python, read_sums
 
     return {
         "python": read_python()["held_out"],
-        "sums": read_sums(ROOT / TrainConfig.sums)["held_out"],
+        "sums": read_sums()["held_out"],
     }
 
 

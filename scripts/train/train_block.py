@@ -28,7 +28,7 @@ from extras.block_draft import BlockHead
 from hf.block_heads import BlockConfig, block_names
 from hf.weights import export_weights
 from model import DTYPES, Transformer
-from scripts.train import train_demo
+from scripts.train import training
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
 from scripts.train.losses import ScaledLinear, plain_copy
 from scripts.train.train_eagle import (
@@ -163,7 +163,7 @@ def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
     config = head.config
     names = block_names(config)
     tensors = export_weights(plain_copy(head), names, config.model, DTYPES[dtype])
-    train_demo.write_checkpoint(out, tensors, keys_of(config, dtype), info)
+    training.write_checkpoint(out, tensors, keys_of(config, dtype), info)
 
 
 def keys_of(config: BlockConfig, dtype: str) -> dict:
@@ -172,7 +172,7 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
         "mask_token_id": config.mask_token,
         "target_layer_ids": [layer - 1 for layer in config.aux_layers],
     }
-    keys = train_demo.shape_keys(config.model) | {
+    keys = training.shape_keys(config.model) | {
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * config.model.n_layers,
         "block_size": config.block_size,

@@ -157,10 +157,19 @@ def test_a_trimmed_lm_head_is_smaller():
 @pytest.mark.parametrize("quant", ["none", "int4"])
 def test_the_demo_with_a_quarter_of_its_vocabulary(quant, tmp_path):
     kept = torch.arange(1024) + 2
-    options = {"checkpoint": DEMO, "quant": quant, "dtype": "float32", "device": "cpu", "max_new_tokens": 24}
+    options = {
+        "checkpoint": DEMO,
+        "quant": quant,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_new_tokens": 24,
+    }
     prompt, taus = ["def read_lines(path):"], []
     vanilla = generate(load(draft="none", **options), prompt)
-    for head, size in ((DEMO + "-eagle", 4096), (trimmed_head(DEMO + "-eagle", tmp_path / "head", kept), 1024)):
+    for head, size in (
+        (DEMO + "-eagle", 4096),
+        (trimmed_head(DEMO + "-eagle", tmp_path / "head", kept), 1024),
+    ):
         engine = load(head=head, tree="dynamic", **options)
         assert engine.drafter.lm_head.out_features == size == engine.drafter.vocab.drafted
         result = generate(engine, prompt)
