@@ -4,7 +4,7 @@
    Python files and 400 sums are held out, chosen by hash, so the split depends on no order.
 2. Documents are `<s> text </s>`. Some top-level Python definitions start with `<s>` as well, so
    that a model also learns prompts that begin in the middle of a module.
-Not here: the training of the demo itself (scripts/train/train_demo.py at commit f4d2069).
+Not here: the training of the demo itself (scripts/train/train_demo at commit f4d2069).
 """
 
 from __future__ import annotations

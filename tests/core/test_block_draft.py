@@ -442,7 +442,7 @@ def new_tokens(engine) -> tuple[list[list[int]], float]:
 )
 def test_tokens_are_vanillas(kind, tree, temperature, batch):
     """In fp32 on a CPU without a near tie. The drafter predicts well enough for the test to mean anything."""
-    head, _, _ = trained(kind)
+    head, _ = trained(kind)
     target = golden_target(TARGET)
     head.embedding = target.embedding
     made = SparkDrafter if kind == "dspark" else BlockDrafter
