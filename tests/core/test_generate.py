@@ -548,7 +548,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
         assert there == f.metadata["flag"], f.name
     flags = [f.name for f in fields(GenerateConfig) if f.metadata["flag"]]
     grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
-    assert len(flags) == 47 and sorted(grouped) == sorted(flags)
+    assert len(flags) == 46 and sorted(grouped) == sorted(flags)
     assert text.index("\nrare:") > text.index("\nsampling:") > text.index("--checkpoint ")
 
 
