@@ -317,7 +317,7 @@ def test_compiled_kernels_travel(tmp_path):
     (beside, ["--what", "vllm"], "beside.py: --what: there is no vllm; use of transformers"),
     (beside, ["--what", "gptfast-int4", "--gpt_fast", "nowhere"], "beside.py: --gpt_fast: nowhere has no model.py, quantize.py, generate.py, LICENSE; copy them"),
     (beside, [], "beside.py: --device cuda: there is no CUDA device; use --device cpu --small"),
-    (probe, ["--probe", "facts,fast"], "probe.py: --probe: there is no fast; use facts, compiling"),
+    (probe, ["--probe", "facts,fast"], "probe.py: --probe: there is no fast; use facts, capture"),
     (probe, ["--probe", "families", "--device", "cpu"], "probe.py: --probe families checks kernels of CUDA"),
     (table, ["nowhere"], "table.py: there is no folder 'nowhere'; name that of the results"),
 ])  # fmt: skip
