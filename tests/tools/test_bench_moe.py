@@ -61,5 +61,5 @@ def test_a_benchmark_of_a_mixture(pair, monkeypatch, tmp_path):
     bench.write_report(rows, str(tmp_path / "table.md"), str(tmp_path / "plots"))
     assert (
         "identical" in (tmp_path / "table.md").read_text()
-        and (tmp_path / "plots/speedup.png").is_file()
+        and (tmp_path / "plots/calibration.png").is_file()
     )
