@@ -6,8 +6,8 @@
 #     DEVICE=cpu LIMIT=300 bash scripts/gpu/call2.sh       # rehearse on any machine
 #
 # PARTS, in the order to run them: papers, whole, gptfast, profile, gptfast-bf16, gptfast-int8, sweep;
-# and on demand bf16, int4, int8 (the ladder again, with the rungs of BF16, INT4, INT8), one-file (its
-# flags: ONE_FILE). Other variables: parts.sh.
+# and on demand bf16, int4, int8 (the ladder again, with the rungs of BF16, INT4, INT8). Other
+# variables: parts.sh.
 LIMIT=${LIMIT:-430}
 source "$(dirname "$0")/parts.sh"
 
@@ -44,7 +44,6 @@ for name in ${PARTS:-papers whole gptfast profile gptfast-bf16 gptfast-int8 swee
     bf16) again bf16 "$(paced 125)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-3,5}" ;;
     int4) again int4 "$(paced 110)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,5}" ;;
     int8) again int8 "$(paced 80)" "${LADDER[@]}" --quant int8 --rungs "${INT8:-3,5}" ;;
-    one-file) again one-file "$(paced 80)" "${LADDER[@]}" --rungs 6 --one_file="$ONE_FILE" ;;
     papers) part papers "$(paced 100)" "${PAPERS[@]}" --replays $REPLAYS --json "$OUT/papers.jsonl" ;;
     gptfast) again gptfast "$(paced 90)" "${BESIDE[@]}" --what gptfast-int4 ;;
     gptfast-*) again "$name" "$(paced 150)" "${BESIDE[@]}" --what "$name" ;;
