@@ -88,7 +88,6 @@ def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     if is_plain("experts"):
         return experts_linear_reference(x, weight, expert)
-    # a weight is not contiguous in a backward pass
     if weight.is_contiguous() and has_linear_kernel(x, weight, "experts"):
         return torch.ops.gpt_eagle.linear_bf16(x, weight, None, False, expert)
     y = x.new_empty(x.shape[0], weight.shape[1])

@@ -50,6 +50,7 @@ from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
+from ops.library import lib
 from options import DEMO, GenerateConfig, pick_device
 from scripts.train import demo_data, training
 from scripts.train import losses as head_training
@@ -721,6 +722,11 @@ def ready(config: TrainOptions, method: Method | None = None) -> Ready:
 def is_narrow(config: TrainOptions) -> bool:
     """Return whether products are in `dtype`; otherwise they are in fp32."""
     return config.dtype != "float32" and training.multiplies_bf16(config.device)
+
+
+# a mixture's features are computed under autocast, too, which knows torch's own operators only
+for _device in ("cpu", "cuda"):
+    torch.library.register_autocast("gpt_eagle::experts_linear", _device, torch.bfloat16, lib=lib)
 
 
 def autocast(config: TrainOptions) -> torch.autocast:
