@@ -274,21 +274,17 @@ def load_drafter(
     """Load `--draft eagle`. Raises: ValueError for a head or a tree that does not fit.
 
     source: tensors that replace the head's files
-    options: vocab and graft, as for `TreeDrafter`
+    options: graft, as for `TreeDrafter`
     """
     path = Path(config.head)
     source = source or head_files(path, config.quant_draft)
     quant = saved_quantization(source.config, path)
     quant = quant or Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant, source)
-    if head.lm_head:
-        owner = head
-        vocab = None  # its LM head has no rows for other tokens
+    if head.lm_head:  # it has no rows for other tokens
+        lm_head = draft_lm_head(head, quant)
     else:
-        owner = target
-        vocab = head.vocab
-    vocab = options.get("vocab", vocab)
-    lm_head = draft_lm_head(owner, quant, vocab.ids if vocab else None)
+        lm_head = draft_lm_head(target, quant, head.vocab.ids if head.vocab else None)
     options["children"] = config.child_rule
     return EagleDrafter(head, target, config.draft_tree, lm_head, **options)
 

@@ -18,14 +18,8 @@ import gc
 import os
 import signal
 
-
-def end_quietly(*_: Any) -> None:
-    """End on Ctrl-C where nothing can be lost, without a traceback."""
-    os._exit(130)  # as a shell reports it
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, end_quietly)  # until the command runs
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
     gc.disable()  # a collection would visit torch's 180,000 objects, which stay
 
 import json
@@ -556,4 +550,4 @@ if __name__ == "__main__":
         with ranks.report_from_rank_0("generate.py"):
             main(command=COMMAND)
     finally:
-        signal.signal(signal.SIGINT, end_quietly)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

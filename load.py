@@ -282,8 +282,8 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     count = ranks.this_rank().world_size
     fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
     require(count == 1 or entry.many_ranks, fault)
-    added = config.inflate or config.draft_vocab
-    module = import_module(entry.extended if entry.extended and added else entry.module)
+    extended = config.inflate and entry.extended
+    module = import_module(entry.extended if extended else entry.module)
     method = module.load_method(target, config, tokenizer)
     if config.child_rule == "sampled" and entry.residual:
         from extras.residual import sample_children

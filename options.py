@@ -34,7 +34,6 @@ from cli.option_rules import (
     STORE,
     TEXT,
     TREE,
-    TRIMMED,
     only_with,
 )
 from cli.parsing import check_kinds, check_ranges, option, require
@@ -74,9 +73,6 @@ class Sampling(NamedTuple):
 class Ablation:
     """Settings of experiments, which scripts/bench/papers.py takes as pieces of a method."""
 
-    token_ranks: str = option(
-        "", "token ids by frequency, for draft_vocab", needs=(DRAFT, HEAD, TRIMMED)
-    )
     lookahead: str = option(
         "",
         "window, n-gram and guesses, W-N-G; default: 5-4-5",
@@ -118,7 +114,7 @@ GROUPS = {
         "show_drafts", "verbose", "compare", "json", "results", "trace", "profile",
     ),
     "rare": (
-        "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "draft_vocab", "quant_draft",
+        "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "quant_draft",
         "accept", "prompt_ids", "ignore_eos", "group_size", "dtype", "plain", "inflate",
     ),
 }  # fmt: skip
@@ -152,12 +148,6 @@ class GenerateConfig:
         "with -eagle, or with another --draft behind it, if it exists",
         needs=(DRAFT, HEAD),
         alias="eagle",
-    )
-    draft_vocab: int = option(
-        0,
-        "the head drafts only this many tokens, the first of its token_ranks.json; 0: all",
-        needs=(DRAFT, HEAD),
-        least=0,
     )
     draft_checkpoint: str = option(
         "",

@@ -15,7 +15,7 @@ class Entry(NamedTuple):
     """A way to draft: its module, and the options that it takes."""
 
     module: str
-    extended: str = ""  # the module that loads it with --inflate or --draft_vocab, if another
+    extended: str = ""  # the module that loads it with --inflate, if another
     head: bool = False  # it reads a trained head
     # values of --tree, its default first; (): it has trees of its own
     trees: tuple[str, ...] = ("auto", "dynamic", "static", "chain")

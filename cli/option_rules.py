@@ -59,7 +59,6 @@ INFLATABLE = Need(
     "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one",
     lambda o: o.checkpoint != type(o).checkpoint,
 )
-TRIMMED = Need("has no effect alone; add --draft_vocab N", lambda o: o.draft_vocab > 0)
 TEXT = Need(
     "renders text; it cannot go with --prompt_ids",
     lambda o: o.prompt_ids is None or o.chat == "none",

@@ -2,22 +2,16 @@
 
 `import torch` takes seconds. `read_command` reads the command line and the prompts before it, so
 that --help and mistakes are answered at once. `with_text` reads a checkpoint's tokenizer and chat
-template while another thread has the system load torch's libraries. That is a fifth of the import
-and needs no Python, but the import itself would let no other Python run meanwhile.
+template, whose mistakes are answered before it too.
 Not here: the import (generate.py), the weights (load.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import os
 import random
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from cli.parsing import one_line_errors, parse_given
@@ -52,35 +46,13 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
 
 
 def with_text(command: Command) -> Command:
-    """Read the text side of the checkpoint beside torch's libraries. Exit with 2 on a mistake."""
+    """Read the text side of the checkpoint. Exit with status 2 on a mistake."""
     config, prompts, _, to_end = command
     with one_line_errors("generate.py"):
         from hf.chat import read_text_files
         from hf.fetch import fetched
 
-        path = fetched(config.checkpoint)
-        # the system loads one library at a time, so those that are used meanwhile come first
-        with suppress(ImportError):  # the reader of a file says which package it needs
-            importlib.import_module("markupsafe")  # a part of jinja2
-            importlib.import_module("tokenizers").models.BPE()  # the first use waits for loading
-        threading.Thread(target=_load_libraries).start()
-        text = read_text_files(path, config)
+        text = read_text_files(fetched(config.checkpoint), config)
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
         return Command(config, prompts, text, to_end)
-
-
-def _load_libraries() -> None:
-    """Load torch's libraries in torch's order, but for those that need Python; on Linux, for CPUs.
-
-    With CUDA torch looks for further libraries first.
-    """
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
-        return  # the import says so
-    folder = Path(found.origin).parent / "lib"
-    cpu = folder / "libtorch_cpu.so"
-    if cpu.exists() and not (folder / "libtorch_cuda.so").exists():
-        load = ctypes.CDLL(None).dlopen  # lets Python run meanwhile, as ctypes.CDLL(cpu) does not
-        load(bytes(folder / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL | os.RTLD_NOW)
-        load(bytes(cpu), os.RTLD_NOW)

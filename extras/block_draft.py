@@ -29,7 +29,7 @@ from eagle_draft import is_same_embedding
 from extras.level_draft import LevelDrafter, head_options, tree_of
 from hf.block_heads import BlockConfig, block_names, read_block_head
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
-from hf.heads import draft_lm_head, head_files, rows_of
+from hf.heads import draft_lm_head, head_files
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from model import Linear, RMSNorm, Transformer, rope_angles, rope_frequencies
@@ -119,7 +119,7 @@ class BlockDrafter(LevelDrafter):
         """Attach a head to a target.
 
         lm_head: default: the head's own, else the target's
-        options: children, sharpness and vocab, as for `TreeDrafter`
+        options: children and sharpness, as for `TreeDrafter`
         """
         super().__init__(target, tree, **{"sharpness": head.config.sharpness} | options)
         assert self.tree.depth <= head.config.levels, (self.tree.depth, head.config)
@@ -188,11 +188,7 @@ class SparkDrafter(BlockDrafter):
 
     def __init__(self, *inputs: Any, **options: Any):
         super().__init__(*inputs, **options)
-        self.bias_of = None
-        if self.head.config.markov_rank:
-            self.bias_of = self.head.markov_w2
-            if self.vocab.ids is not None:
-                self.bias_of = rows_of(self.bias_of, self.vocab.ids)
+        self.bias_of = self.head.markov_w2 if self.head.config.markov_rank else None
 
     def root_output(self, state: BlockState, inputs: DraftInputs) -> tuple[SparkLevels, Tensor]:
         hidden = self.run_block(state, inputs)
@@ -250,13 +246,13 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
 def load_drafter(target: Transformer, config: GenerateConfig) -> BlockDrafter:
     """Load `--draft block`. Raises: ValueError for a head or a tree that does not fit."""
     path = Path(config.head)
-    quant, vocab, options = head_options(target, config)
+    quant, options = head_options(target, config)
     head = load_head(path, target, quant)
     tree = tree_of(config, head.config.levels, path)
     model = head if head.lm_head else target
-    lm_head = draft_lm_head(model, quant, vocab.ids if vocab else None)
+    lm_head = draft_lm_head(model, quant)
     kind = SparkDrafter if head.config.markov_rank or head.config.confidence else BlockDrafter
-    return kind(head, target, tree, lm_head, vocab=vocab, **options)
+    return kind(head, target, tree, lm_head, **options)
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:

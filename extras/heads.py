@@ -1,4 +1,4 @@
-"""EAGLE heads with additions: --inflate, --draft_vocab and --draft eagle+ngram."""
+"""EAGLE heads with additions: --inflate and --draft eagle+ngram."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         from extras.stand_in import head_source
 
         added["source"] = head_source(config, target)
-    if config.draft_vocab:
-        from extras.draft_vocab import vocab_from
-
-        added["vocab"] = vocab_from(config, target)
     if entry_of(config).looks_up:
         kept = texts_for(config, target, tokenizer)
         added["graft"] = Ngram.from_config(config, kept)

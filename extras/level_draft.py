@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from cli.parsing import require
 from draft_tree import DynamicTree, StaticTree
-from drafters import DraftInputs, DraftVocab, TreeDrafter
+from drafters import DraftInputs, TreeDrafter
 from hf.checkpoint import Quantization
-from hf.heads import draft_lm_head, rows_of
+from hf.heads import draft_lm_head
 from kv_cache import Window
 from model import Transformer
 from ops.tree import Frontier
@@ -55,35 +55,22 @@ class LevelDrafter(TreeDrafter):
 
 def head_options(
     target: Transformer, config: GenerateConfig
-) -> tuple[Quantization | None, DraftVocab | None, dict[str, Any]]:
-    """Return the format of a head, the tokens that it drafts, and further options of its drafter.
+) -> tuple[Quantization | None, dict[str, Any]]:
+    """Return the format of a head, and further options of its drafter.
 
     Raises: ValueError for options that a head of this kind does not have.
     """
     fault = f"--inflate takes EAGLE heads, and {config.head} is one of {config.draft}"
     require(not config.inflate, f"{fault}; name another --head")
-    vocab = None
-    if config.draft_vocab:
-        from extras.draft_vocab import vocab_from
-
-        vocab = vocab_from(config, target)
     options: dict[str, Any] = {"children": config.child_rule}
-    return Quantization.of(config.quant_draft, config.group_size), vocab, options
+    return Quantization.of(config.quant_draft, config.group_size), options
 
 
 def score_with(
-    heads: nn.Module, target: Transformer, quant: Quantization | None, vocab: DraftVocab | None
+    heads: nn.Module, target: Transformer, quant: Quantization | None
 ) -> nn.Module | None:
-    """Return the LM head of heads that have none; keep the rows of `vocab` in their own.
-
-    Writes: `heads.lm_heads`.
-    """
-    ids = vocab.ids if vocab else None
-    if not heads.config.own_lm_heads:
-        return draft_lm_head(target, quant, ids)
-    if ids is not None:
-        heads.lm_heads = nn.ModuleList(rows_of(one, ids) for one in heads.lm_heads)
-    return None
+    """Return the LM head of heads that have none; None for the others."""
+    return None if heads.config.own_lm_heads else draft_lm_head(target, quant)
 
 
 def tree_of(config: GenerateConfig, levels: int, path: Path) -> DynamicTree | StaticTree:

@@ -91,7 +91,7 @@ class MedusaDrafter(LevelDrafter):
         """Attach heads to a target.
 
         lm_head: of heads without their own; default: the target's
-        options: children, sharpness and vocab, as for `TreeDrafter`
+        options: children and sharpness, as for `TreeDrafter`
         """
         super().__init__(target, tree, **{"sharpness": heads.config.sharpness} | options)
         self.heads = heads
@@ -136,11 +136,11 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
 def load_drafter(target: Transformer, config: GenerateConfig) -> MedusaDrafter:
     """Load `--draft medusa`. Raises: ValueError for heads or a tree that do not fit."""
     path = Path(config.head)
-    quant, vocab, options = head_options(target, config)
+    quant, options = head_options(target, config)
     heads = load_heads(path, target, quant)
     tree = tree_of(config, heads.config.heads, path)
-    lm_head = score_with(heads, target, quant, vocab)
-    return MedusaDrafter(heads, target, tree, lm_head, vocab=vocab, **options)
+    lm_head = score_with(heads, target, quant)
+    return MedusaDrafter(heads, target, tree, lm_head, **options)
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:

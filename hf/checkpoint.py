@@ -59,7 +59,6 @@ COPIED = (
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
-    "token_ranks.json",
 )
 
 

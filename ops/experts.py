@@ -65,7 +65,7 @@ def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
     x: [P, K]
     weight: [E, N, K], one matrix per expert
     routing: from `route`
-    Returns: [P, N] in x's dtype. Gradients are in scripts/train/experts_gradient.py.
+    Returns: [P, N] in x's dtype, without gradients.
     """
     return torch.ops.gpt_eagle.experts_linear(x, weight, routing)
 
@@ -88,7 +88,6 @@ def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     if is_plain("experts"):
         return experts_linear_reference(x, weight, expert)
-    # a weight is not contiguous in a backward pass
     if weight.is_contiguous() and has_linear_kernel(x, weight, "experts"):
         return torch.ops.gpt_eagle.linear_bf16(x, weight, None, False, expert)
     y = x.new_empty(x.shape[0], weight.shape[1])

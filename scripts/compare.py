@@ -79,8 +79,8 @@ class CompareConfig:
         for path in map(Path, self.heads.split(",") if self.heads else ()):
             if not is_gguf(path):
                 check_directory(path)
-            pieces = papers.head_options(path)
-            methods += [f"{method}:{pieces}" for method in OF_KIND[head_kind(path)]]
+            named = papers.head_option(path)
+            methods += [f"{method}:{named}" for method in OF_KIND[head_kind(path)]]
         return papers.BenchConfig(
             checkpoint=self.checkpoint,
             tasks=tasks,

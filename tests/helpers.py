@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ops.cuda.layout
@@ -42,18 +43,45 @@ from extras.presets import PresetPolicy, pick_and_rank
 from extras.recycling_draft import RANKS, RecyclingDrafter
 from extras.residual import sample_children
 from hf.gguf_blocks import Blocks, pack, table_of
-from hf.weights import load_model
+from hf.weights import export_weights, load_model, weight_names
 from load import accept_rule
-from model import Transformer
+from model import ModelConfig, Transformer
 from ops.library import has_cpu_operators
 from ops.norm import rms_norm_reference
 from ops.rotary import HeadNorms
 from ops.tree import Candidates
 from options import GenerateConfig
 from sampling import Sampling, SamplingMode, SamplingTensors
+from scripts.train import training
 from session import Session
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def trimmed_head(head: str | Path, out: Path, ids: Tensor) -> str:
+    """Write a copy of a head of EAGLE-1 that drafts only some tokens, in ascending order. Returns: its path."""
+    shutil.copytree(head, out)
+    held = load_file(out / "model.safetensors")
+    save_file(held | {"d2t": ids - torch.arange(len(ids))}, out / "model.safetensors")
+    return str(out)
+
+
+def write_random_llama(out: Path, **shape: int) -> Transformer:
+    """Write a LLaMA of two layers with random weights for the demo's tokens, or with experts a Mixtral."""
+    torch.manual_seed(0)
+    c = ModelConfig(64, 2, 2, 1, 32, 64, vocab_size=4096, max_context=2048, **shape)
+    model = Transformer(c)
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=0.02)
+    kind = "Mixtral" if c.n_experts else "Llama"
+    keys = {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower()}
+    keys |= {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    if c.n_experts:
+        keys |= {"num_local_experts": c.n_experts, "num_experts_per_tok": c.experts_per_token}
+    tensors = export_weights(model, weight_names(c), c, torch.bfloat16)
+    training.write_checkpoint(out, tensors, keys | training.shape_keys(c), {})
+    return model
 
 
 # ------------------------------------------------------------------------------------------ engines

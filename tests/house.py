@@ -20,7 +20,7 @@ EAGLE = ("decode.py", "draft_tree.py", "ops/tree.py", "drafters.py", "eagle_draf
 # words that belong to an extra
 EXTRA = re.compile(
     r"(?i)\bauto\b|autosize|auto_trees|grammar|look(ed)?_?(up|s up)|ngram|defer|residual|logprob|log-prob|recycl|medusa"
-    r"|hydra|lookahead|\brest\b\"|rest_draft|datastore|kept|stand_in|stand-in|inflate|draft_store|draft_vocab|extras"
+    r"|hydra|lookahead|\brest\b\"|rest_draft|datastore|kept|stand_in|stand-in|inflate|draft_store|extras"
 )
 # measure: (text, aim)
 AIMS = {

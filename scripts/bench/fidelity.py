@@ -1,23 +1,31 @@
-"""The fidelity of a runtime: how close its logits lie to the function of the file's own weights.
+"""The fidelity of every weight format: how close its logits lie to those of the file's own weights.
+
+    python scripts/bench/fidelity.py --parts            # the default model, every format
+    python scripts/bench/fidelity.py --questions        # right answers by format
+    python scripts/bench/fidelity.py --checkpoint DIR --text some.txt --also DIR-GPTQ,DIR-FP8
 
 1. The reference is the checkpoint's weights in fp32, with PyTorch's operators. Every other row is
    loaded as a user loads it, and reads a whole prompt in one pass over a cache. llama.cpp reads the
-   same GGUF file, where its Python package is installed.
+   same GGUF file, where its Python package is installed. `--also` adds directories that others
+   quantized.
 2. Logits are centred, as a constant changes no choice. `rms` is the root mean square of the
    difference, `best` the share of positions with the same best token, `KL` the mean of
    KL(reference || row) in nats, `ppl` the perplexity of the prompts themselves.
-3. `parts` rounds one thing at a time in the fp32 model, as the formats round it, and so tells where
-   an error comes from.
-4. `questions` counts right answers of greedy decoding with the model's own chat template.
+3. `--parts` rounds one thing at a time in the fp32 model, as the formats round it, and so tells
+   where an error comes from.
+4. `--questions` counts right answers of greedy decoding with the model's own chat template.
 
-Prompts: the first turns of bundled texts, up to TOKENS each, all positions.
+Prompts: the first turns of bundled texts, or pieces of `--text`, up to TOKENS each, all positions.
+Not here: the change of tau (papers.py, as `--methods eagle:dynamic:quant_draft=int4`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,15 +33,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.io import is_gguf
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+from cli.io import check_outputs, is_gguf, write_text
+from cli.parsing import one_line_errors, option, parse
 from generate import generate
+from hf.config import read_config
+from hf.fetch import fetched
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from load import load
 from model import Linear, RMSNorm, Transformer
 from ops.qmatmul import round_activations
-from options import ROOT, GenerateConfig
+from options import DEFAULT, ROOT, GenerateConfig
+from scripts.bench.measure import environment, shown_path
 
 TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
 TOKENS = 200  # of a prompt, at most
@@ -41,6 +55,24 @@ QUESTIONS = ROOT / "data/eval/questions.jsonl"
 ANSWER_TOKENS = 40
 BLOCK = 32  # activations that share a scale beside most types of files; K types: 128
 PRODUCTS = ("wqkv", "wo", "w13", "w2", "lm_head")
+
+
+@dataclass(frozen=True)
+class FidelityConfig:
+    """Options. Units and effects are in the help texts."""
+
+    checkpoint: str = option(
+        DEFAULT, "the model: a Hugging Face directory in 16 bits, or a GGUF file"
+    )
+    also: str = option("", "quantized directories of the same model, separated by commas")
+    text: str = option("", "text files, separated by commas; default: bundled prompts")
+    prompts: int = option(2, "prompts of each bundled text, or pieces of each file", least=1)
+    parts: bool = option(False, "also round one part of the fp32 model at a time")
+    questions: bool = option(
+        False, "count the right answers to simple questions by format, and nothing else"
+    )
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
+    json: str = option("", "write the results to this file")
 
 
 class Found(NamedTuple):
@@ -52,9 +84,23 @@ class Found(NamedTuple):
     ppl: float
 
 
-def read_prompts(tokenizer: Tokenizer, each: int) -> list[list[int]]:
-    """Return the ids of `each` prompts of every task."""
+def read_prompts(tokenizer: Tokenizer, each: int, text: str) -> list[list[int]]:
+    """Return the ids of `each` prompts of every task, or pieces of every file.
+
+    text: names of files, or ""; Raises: ValueError for one that cannot be read or is too short.
+    """
     prompts = []
+    for name in text.split(",") if text else ():
+        try:
+            ids = tokenizer.encode(Path(name).read_text(encoding="utf-8"), bos=True)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--text: cannot read {name} ({type(error).__name__})") from None
+        if len(ids) < TOKENS:
+            raise ValueError(f"--text: {name} has {len(ids)} tokens; give it {TOKENS} or more")
+        ends = range(TOKENS, len(ids) + 1, TOKENS)
+        prompts += [ids[end - TOKENS : end] for end in ends[:each]]
+    if text:
+        return prompts
     for task in TASKS:
         lines = (ROOT / f"data/eval/{task}.jsonl").read_text(encoding="utf-8").splitlines()
         texts = [json.loads(line)["turns"][0] for line in lines[5 : 5 + each]]
@@ -103,30 +149,41 @@ def compare_logits(reference: list[Tensor], found: list[Tensor], prompts: list[l
 # ------------------------------------------------------------------------------------------ formats
 
 
-def formats(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the formats of a checkpoint: names, and the options that give them."""
+def formats(path: Path, also: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the formats of a checkpoint: names, and the options that give them.
+
+    Raises: ValueError for a directory of `also` that is of another model.
+    """
+    own = {"checkpoint": str(path)}
     if is_gguf(path):
-        yield "the file's own bits", {}
-    yield "bfloat16", {"dtype": "bfloat16"}
+        yield "the file's own bits", own
+    yield "bfloat16", own | {"dtype": "bfloat16"}
     for quant in ("int8", "int4"):
-        yield f"--quant {quant}", {"quant": quant}
+        yield f"--quant {quant}", own | {"quant": quant}
+    for each in filter(None, also.split(",")):
+        sizes = [read_config(of).vocab_size for of in (Path(each), path)]
+        if sizes[0] != sizes[1]:
+            tokens = f"has {sizes[0]} tokens and {path} has {sizes[1]}"
+            raise ValueError(f"--also {each} {tokens}; name a copy of it")
+        yield Path(each).resolve().name, {"checkpoint": each}
 
 
 @torch.inference_mode()
-def fidelity(path: Path, each: int, parts: bool) -> list[dict]:
+def fidelity(path: Path, config: FidelityConfig) -> list[dict]:
     """Measure every format, llama.cpp where it can run, and the parts. Returns: a record a row."""
-    prompts = read_prompts(Tokenizer.load(path), each)
+    prompts = read_prompts(Tokenizer.load(path), config.prompts, config.text)
+    rows_to_load = list(formats(path, config.also))
     model = load_model(path, torch.float32)
     reference = logits_of(model, prompts)
     rows: dict[str, Found] = {}
-    if parts:
+    if config.parts:
         for name, patch in tqdm(list(roundings(model)), unit="part"):
             undo = patch()
             rows[name] = compare_logits(reference, logits_of(model, prompts), prompts)
             undo()
     del model
-    for name, options in tqdm(list(formats(path)), unit="format"):
-        engine = load(checkpoint=str(path), draft="none", compile=True, **options)
+    for name, options in tqdm(rows_to_load, unit="format"):
+        engine = load(draft="none", compile=True, **options)
         rows[name] = compare_logits(reference, logits_of(engine.target, prompts), prompts)
     if is_gguf(path):
         try:
@@ -224,13 +281,12 @@ def is_right(text: str, accepted: list[str]) -> bool:
     return any(re.search(rf"(?<!\w){re.escape(a.lower())}(?!\w)", found) for a in accepted)
 
 
-def questions(path: Path) -> list[dict]:
+def questions(path: Path, also: str) -> list[dict]:
     """Count the right answers of every format. Returns: a record a row."""
     lines = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
     records = []
-    for name, options in formats(path):
+    for name, options in formats(path, also):
         config = GenerateConfig(
-            checkpoint=str(path),
             draft="none",
             compile=True,
             chat="",
@@ -251,3 +307,33 @@ def questions_table(records: list[dict]) -> Iterator[str]:
     yield "|---|---|"
     for r in records:
         yield f"| {r['row']} | {r['right']} of {r['of']} |"
+
+
+def run(config: FidelityConfig) -> None:
+    """Measure and print everything."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    path = fetched(config.checkpoint)
+    machine = environment("cpu")
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    document = {"environment": machine, "checkpoint": shown_path(str(path))}
+    if config.questions:
+        document["questions"] = questions(path, config.also)
+        print("\n".join(questions_table(document["questions"])))
+    else:
+        document["fidelity"] = fidelity(path, config)
+        print("\n".join(fidelity_table(document["fidelity"])))
+    if config.json:
+        write_text(config.json, json.dumps(document))
+
+
+def main() -> None:
+    """Run the command line."""
+    config = parse(FidelityConfig, "fidelity.py", __doc__)
+    with one_line_errors("fidelity.py"):
+        check_outputs({"--json": config.json})
+        run(config)
+
+
+if __name__ == "__main__":
+    main()

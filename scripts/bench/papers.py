@@ -17,8 +17,8 @@
    `none`. Prefill and compilation are apart.
 4. `--json` gets one line per task and method, once measured; report.py makes tables and plots of
    it alone. The same command resumes a killed run: finished rounds of its task are in FILE.part.
-5. `--profile` lists the kernels of one cycle of each method, and `--replays` repeats one cycle from
-   the same state (profile_cycle.py). A method that fails is named at the end; the others go on.
+5. `--replays` repeats one cycle of each method from the same state (replays.py). A method that
+   fails is named at the end; the others go on.
 
 tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of
 drafted tokens accepted after n accepted ones. Without `none` there is no speedup, and large batches
@@ -43,11 +43,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import bundled_head, check_outputs, is_gguf, parse_json, read_text
+from cli.io import bundled_head, check_outputs, is_gguf
 from cli.methods import HEAD_KINDS
 from cli.parsing import one_line_errors, option, parse
 from decode import Engine
-from extras.draft_vocab import RANKS
 from generate import Batch, Turn, encode, first_ids, load
 from hf.chat import NO_TEMPLATE
 from hf.checkpoint import WeightFiles
@@ -63,7 +62,7 @@ from scripts.bench.measure import (
     shown_path,
     with_config,
 )
-from scripts.bench.profile_cycle import look_closer
+from scripts.bench.replays import compare_replays
 from scripts.bench.report import write_report
 from scripts.bench.row_log import Log
 from scripts.bench.tasks import conversations
@@ -83,7 +82,6 @@ MATRIX = (
     "report",
     "plots",
     "table",
-    "profile",
     "replays",
 )
 
@@ -133,7 +131,6 @@ class BenchConfig:
     report: str = option("", "measure nothing; make tables and plots of such a file")
     plots: str = option("", "directory to write plots to")
     table: str = option("", "file to write the Markdown tables to")
-    profile: bool = option(False, "also list the kernels of one cycle of every method")
     replays: int = option(
         0, "cycles of every method from one state, whose results are compared", least=0
     )
@@ -267,22 +264,17 @@ def methods_of_file(path: Path, setting: Setting) -> list[str]:
     if kind == "model":
         rules = ("", ":residual") if setting.temperature else ("",)
         return [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]
-    return [f"{kind}:{tree}:{head_options(path)}" for tree in OF_KIND[kind]]
+    return [f"{kind}:{tree}:{head_option(path)}" for tree in OF_KIND[kind]]
 
 
-def head_options(path: Path) -> str:
-    """Return the pieces of a method that name a head and, where it has ranks, its draft vocabulary.
+def head_option(path: Path) -> str:
+    """Return the piece of a method that names a head.
 
     Raises: ValueError for a name that a method cannot hold.
     """
     if set(":,") & set(str(path)):
         raise ValueError(f"the head {path}: a method is divided by : and ,; give it another name")
-    ranks = path / RANKS
-    added = ""
-    if ranks.is_file():
-        listed = parse_json(read_text(ranks), str(ranks))
-        added = f":draft_vocab={len(listed)}"
-    return f"head={path}{added}"
+    return f"head={path}"
 
 
 def method_config(method: str, setting: Setting, config: BenchConfig) -> GenerateConfig:
@@ -660,11 +652,11 @@ def _measure(bench: Bench, units: list[Unit], bar: tqdm) -> None:
         for unit in mine:
             measure_unit(bench, unit, engines, bar)
         prompt = bench.tasks[mine[0].task][0]
-        for name, engine in engines.items():
-            look = partial(
-                look_closer, name, engine, first_ids(engine, prompt), bench.config.profile
-            )
-            bench.attempt(name, partial(look, bench.config.replays))
+        replays = bench.config.replays
+        if replays:
+            for name, engine in engines.items():
+                compare = partial(compare_replays, name, engine, first_ids(engine, prompt))
+                bench.attempt(name, partial(compare, replays))
         torch.compiler.reset()  # else the next setting's steps would first try these graphs
 
 

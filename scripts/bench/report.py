@@ -3,9 +3,8 @@
 1. `tables`: Markdown; a table per temperature, batch size and quantization; a row per task and
    method, and the mean over tasks as in the papers; a line that explains each method's speedup.
    Spreads are quartiles over prompts, errors of tau standard errors over prompts.
-2. `plots`: speedup by task; acceptance by depth; calibration of the draft's confidence (EAGLE-2
-   Figure 6). Panels are temperatures, batch sizes and quantizations. All but the first plot add up
-   tasks.
+2. `plots`: acceptance by depth; calibration of the draft's confidence (EAGLE-2 Figure 6). Panels
+   are temperatures, batch sizes and quantizations. Plots add up tasks.
 
 Not here: measuring.
 """
@@ -184,26 +183,6 @@ def spread(row: dict, name: str, digits: int) -> str:
 # -------------------------------------------------------------------------------------------- plots
 
 
-def draw_speedup(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
-    """Draw the speedup by task, with quartiles."""
-    methods = {name: mine for name, mine in panel.methods.items() if name != "none"}
-    width = 0.8 / max(len(methods), 1)
-    for i, (name, mine) in enumerate(methods.items()):
-        rows = [row for row in mine if row["speedup"]]
-        shift = (i - (len(methods) - 1) / 2) * width
-        x = [panel.tasks.index(row["task"]) + shift for row in rows]
-        y = [row["speedup"] for row in rows]
-        off = [
-            [abs(row["speedup"] - row["speedup_quartiles"][side]) for row in rows]
-            for side in (0, 1)
-        ]
-        bars = {"yerr": off, "ecolor": "#333333", "capsize": 2}
-        axis.bar(x, y, width * 0.92, color=colors[name], label=name, **bars)
-    axis.axhline(1, color="#333333", lw=1, ls="--")
-    axis.set_xticks(range(len(panel.tasks)), panel.tasks)
-    axis.set(ylabel="speedup over vanilla decoding")
-
-
 def total_histogram(rows: list[dict]) -> list[int]:
     """Count verifications by accepted length, over tasks."""
     totals = [0] * max(len(row["histogram"]) for row in rows)
@@ -251,7 +230,6 @@ def draw_calibration(axis: Any, panel: Panel, colors: dict[str, str]) -> None:
 
 
 DRAWINGS: dict[str, Callable[[Any, Panel, dict[str, str]], None]] = {
-    "speedup": draw_speedup,
     "acceptance-by-depth": draw_depth,
     "calibration": draw_calibration,
 }
@@ -273,10 +251,7 @@ def plots(rows: list[dict], folder: Path) -> None:
     columns = min(len(every), 2)
     lines = -(-len(every) // columns)
     for name, draw in DRAWINGS.items():
-        width = 6.5  # inches
-        if name == "speedup":
-            width = max(6.5, 1.3 * len(every[0].tasks) + 2)
-        size = (width * columns, 4.2 * lines)
+        size = (6.5 * columns, 4.2 * lines)  # inches
         figure, axes = plt.subplots(
             lines, columns, figsize=size, squeeze=False, layout="constrained"
         )
@@ -290,7 +265,7 @@ def plots(rows: list[dict], folder: Path) -> None:
         handles, labels = axes.flat[0].get_legend_handles_labels()
         labels = [re.sub(r"=[^:]*/", "=", label) for label in labels]  # names without their folders
         longest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches
-        fit = max(1, min(3, int(width * columns / longest)))
+        fit = max(1, min(3, int(6.5 * columns / longest)))
         figure.legend(handles, labels, loc="outside lower center", ncols=fit, frameon=False)
         replace_file(folder / f"{name}.png", partial(figure.savefig, dpi=110, format="png"))
         plt.close(figure)

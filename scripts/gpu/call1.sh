@@ -5,10 +5,9 @@
 #     DEVICE=cpu LIMIT=300 bash scripts/gpu/call1.sh       # rehearse on any machine
 #
 # Variables, beside those of parts.sh: BF16, INT4, INT8, the rungs of each (ladder.py); SHAPE, of the
-# stand-in; HANG, a rung that hangs, and HANG_S, seconds until it is ended, to rehearse.
+# stand-in.
 LIMIT=${LIMIT:-400}
 source "$(dirname "$0")/parts.sh"
-"$PY" scripts/gpu/caches.py --load "$BROUGHT" | tee -a "$OUT/summary.txt"
 
 # ------------------------------------------------------------------ faults
 PROBES=facts,capture,clock,families
@@ -34,7 +33,6 @@ WRONG=$("$PY" scripts/gpu/table.py "$OUT" --wrong)
 LADDER=("$PY" scripts/gpu/ladder.py --device "$DEVICE" --json "$OUT/ladder.jsonl")
 LADDER+=(--inflate "${SHAPE:-llama2-7b}" --plain "$WRONG")
 [ "$DEVICE" = cpu ] && LADDER+=(--dry_run)
-[ -n "$HANG" ] && LADDER+=(--hang "$HANG" --seconds "${HANG_S:-10}")
 again bf16 "$(paced 165)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-3,5}"
 again int4 "$(paced 115)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,5}"
 again int8 "$(paced 60)" "${LADDER[@]}" --quant int8 --rungs "${INT8:-5}"
@@ -44,7 +42,7 @@ BESIDE=("$PY" scripts/gpu/beside.py --device "$DEVICE" --json "$OUT/beside.jsonl
 again transformers "$(paced 60)" "${BESIDE[@]}" --what transformers
 
 # ------------------------------------------------------------------ the end
-"$PY" scripts/gpu/caches.py --save "$OUT"
+pack
 "$PY" scripts/gpu/table.py "$OUT" | tee -a "$OUT/summary.txt"
 say "$((SECONDS - BEGAN)) s; faults:${FAULTS:- none}"
 if [ -z "$DECISIVE" ]; then

@@ -12,7 +12,6 @@
    it has vanilla's bits by design. Other differences, from the first rung's vanilla or where
    PyTorch replaces a kernel, are faults where the best two scores are further apart than rounding
    explains (`TIE`).
-4. The last rung is examples/eagle_one_file.py in a process of its own, where that file is there.
 
 The weights are random but for the demo inside: rates and times say something, texts do not.
 """
@@ -21,8 +20,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -40,7 +37,7 @@ from decode import Engine, with_cycles
 from generate import Batch, first_ids, load
 from load import warm_up, with_draft
 from ops.library import FAMILIES, PLAIN, set_plain
-from options import DEMO, ROOT, GenerateConfig, pick_device
+from options import DEMO, GenerateConfig, pick_device
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 
@@ -53,7 +50,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 PROMPTS = ["def read_lines(path):", "import os\n", "Question: What is 2 + 3?\nAnswer:"]
 TIE = 0.05  # scores that are closer may change places by rounding in 16 bits
-ONE_FILE = ROOT / "examples" / "eagle_one_file.py"
 
 
 class Rung(NamedTuple):
@@ -73,8 +69,7 @@ RUNGS: dict[str, Rung] = {
     "compiled, not captured": Rung((), inductor=True, graphs=False),
     "compiled": Rung((), inductor=True, graphs=True),
 }
-EXAMPLE = "one-file example"
-NAMES = [*RUNGS, EXAMPLE]
+NAMES = [*RUNGS]
 
 
 @dataclass(frozen=True)
@@ -90,18 +85,15 @@ class LadderConfig:
     tokens: int = option(128, "new ones of each prompt", least=1)
     seconds: float = option(75.0, "for one method of a rung, then the process is ended", least=1)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
-    one_file: str = option("", "flags of the one-file example; without them it is left out")
     json: str = option("ladder.jsonl", "file to append to; the rungs in it are not climbed again")
     dry_run: bool = option(False, "on a CPU: the demo itself, one prompt, 8 tokens")
-    hang: str = option("", "number of a rung that hangs, to rehearse")
 
     def check(self) -> None:
         """Check the options. Raises: ValueError for a value that cannot work."""
-        for flag, value in (("--rungs", self.rungs), ("--hang", self.hang)):
-            known = all(number in map(str, range(len(NAMES))) for number in value.split(","))
-            if value and not known:
-                rule = f"{flag} takes numbers from 0 to {len(NAMES) - 1}, as 0,3"
-                raise ValueError(f"{rule}; it is {value!r}")
+        known = {str(number) for number in range(len(NAMES))}
+        if self.rungs and not known.issuperset(self.rungs.split(",")):
+            rule = f"--rungs takes numbers from 0 to {len(NAMES) - 1}, as 0,3"
+            raise ValueError(f"{rule}; it is {self.rungs!r}")
         for family in filter(None, self.plain.split(",")):
             if family not in FAMILIES:
                 raise ValueError(f"--plain: there is no {family}; use of {', '.join(FAMILIES)}")
@@ -109,21 +101,9 @@ class LadderConfig:
     @property
     def chosen(self) -> list[str]:
         """The names of the rungs to climb."""
-        names = NAMES
-        if self.rungs:
-            names = [NAMES[int(number)] for number in self.rungs.split(",")]
-        return [name for name in names if name != EXAMPLE or self.runs_example()]
-
-    def runs_example(self) -> bool:
-        """Check that the example can run; print the reason where it cannot."""
-        reason = ""
-        if not ONE_FILE.is_file():
-            reason = f"{ONE_FILE.name} is not here"
-        elif not self.one_file:
-            reason = "--one_file has no flags for it"
-        if reason:
-            print(f"note: {reason}; the rung of the one-file example is left out", file=sys.stderr)
-        return not reason
+        if not self.rungs:
+            return NAMES
+        return [NAMES[int(number)] for number in self.rungs.split(",")]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -242,8 +222,6 @@ class Climb:
     def measure(self, name: str, method: str, vanilla: Tokens) -> dict[str, Any]:
         """Decode by one method. vanilla: the rung's tokens; []: not decoded yet"""
         rung = RUNGS[name]
-        if self.config.hang == str(NAMES.index(name)):
-            time.sleep(2**20)
         set_plain(self.plain)
         engine = self.loaded(method)
         set_rung(rung, self.plain, self.config.device)
@@ -269,16 +247,6 @@ class Climb:
         return self.engines[method]
 
 
-def one_file_example(flags: str, seconds: float) -> dict[str, Any]:
-    """Run the example. Raises: RuntimeError with its last lines where it fails."""
-    command = [sys.executable, str(ONE_FILE), *shlex.split(flags)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-    said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-    if done.returncode:
-        raise RuntimeError(f"exit status {done.returncode}\n{said}")
-    return {"text": said}
-
-
 def ladder(config: LadderConfig) -> None:
     """Climb. Exits with a status of attempts.py."""
     config.check()
@@ -289,16 +257,11 @@ def ladder(config: LadderConfig) -> None:
     log = Log(config.json, "--json")
     attempts = Attempts(log, label, config.seconds, use_device)
     left = attempts.left(config.chosen)
-    rungs = [name for name in left if name != EXAMPLE]
-    if rungs:
+    if left:
         climb = Climb(config, attempts)
-        for name in rungs:
+        for name in left:
             climb.rung(name)
         set_plain(climb.plain)
-    if EXAMPLE in left:
-        # its limit is shorter than the one of this process
-        example = partial(one_file_example, config.one_file, 0.9 * config.seconds)
-        attempts.run(EXAMPLE, "example", example)
     attempts.finish()
 
 

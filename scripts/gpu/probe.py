@@ -3,10 +3,8 @@
     python3 scripts/gpu/probe.py --probe facts,capture,families --json probes.jsonl
 
 facts      Versions, nvidia-smi, and a C compiler and Python.h for Triton's launchers.
-compiling  A compiled step that changes a record (torch 2.11 lost its fields).
 capture    A step captured as a graph and replayed.
 clock      The device's clock.
-boundary   The time of an empty kernel in a graph of 500: the gap from one kernel to the next.
 bandwidth  Bytes per second that a GPU reads (scripts/bench/measure.py).
 families   Each family of our kernels on small shapes against its reference (families.py).
 
@@ -19,7 +17,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -28,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,21 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from cli.parsing import one_line_errors, option, parse
 from ops.library import has_triton
 from options import pick_device
-from runtime import WARM_UPS, Replay, compiled, copy_into, device_time, replace_fields
+from runtime import WARM_UPS, Replay, copy_into, device_time
 from scripts.bench import measure
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 from scripts.gpu.families import CHECKS, check_family
-from scripts.gpu.kernels import graph_times_s
-
-BOUNDARIES = 500  # kernels in the graph
-
-
-class Pair(NamedTuple):
-    """A record that a step changes."""
-
-    kept: Tensor
-    replaced: Tensor
 
 
 def lines_of(*command: str) -> list[str]:
@@ -91,15 +78,6 @@ def facts(device: str) -> dict[str, Any]:
     return found
 
 
-def compiling(device: str) -> dict[str, Any]:
-    """Compile a step."""
-    step = compiled(lambda pair: replace_fields(pair, replaced=pair.replaced * 2 + 1))
-    x = torch.arange(5.0, device=device)
-    kept, replaced = step(Pair(x, x))
-    assert torch.equal(kept, x) and torch.equal(replaced, x * 2 + 1), (kept, replaced)
-    return {"text": "a compiled step is right"}
-
-
 def capture(device: str) -> dict[str, Any]:
     """Replay a step over its own buffer."""
     x = torch.zeros(3, device=device)
@@ -118,22 +96,6 @@ def capture(device: str) -> dict[str, Any]:
     return {"text": "a captured step is right"}
 
 
-def boundary(device: str) -> dict[str, Any]:
-    """Time graphs of kernels that do nothing, and of the smallest of torch's."""
-    import triton
-
-    @triton.jit
-    def empty_kernel(x):
-        pass
-
-    x = torch.zeros(1, device=device)
-    empty = partial(empty_kernel[(1,)], x, num_warps=1)
-    found = {}
-    for name, call in {"empty": empty, "fill": partial(x.fill_, 1.0)}.items():
-        found[name] = 1e6 * statistics.median(graph_times_s([call] * BOUNDARIES, 20))
-    return found | {"text": ", ".join(f"{name} {us:.2f} us" for name, us in found.items())}
-
-
 def bandwidth(device: str) -> dict[str, Any]:
     """Read a large buffer."""
     read = measure.read_bandwidth(device, 5)
@@ -147,9 +109,7 @@ def clock(device: str) -> dict[str, Any]:
     return {"text": "the device's clock runs"}
 
 
-PROBES = {
-    probe.__name__: probe for probe in (facts, compiling, capture, clock, boundary, bandwidth)
-}
+PROBES = {probe.__name__: probe for probe in (facts, capture, clock, bandwidth)}
 FAMILY = "family "  # in front of its name, in the log
 
 

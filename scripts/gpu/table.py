@@ -103,9 +103,6 @@ def table(folder: Path) -> Iterator[str]:
     for row in ladder:
         if "tokens_per_s" in row:
             yield line(cells(row))
-    for row in ladder:
-        if "text" in row:
-            yield f"{row['group']}: {row['text'].splitlines()[-1]}"
     for row in rows_of(folder, "beside.jsonl"):
         if "tokens_per_s" in row:
             yield f"{row['name']}: {row['tokens_per_s']:.1f} tokens/s"

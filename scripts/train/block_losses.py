@@ -13,43 +13,23 @@ its losses on distributions and its confidence.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters import DraftVocab
 from extras.block_draft import BlockHead
-from hf.heads import rows_of
 from model import Attention, Transformer
 from ops.rotary import rope_angles, rotary
 from scripts.train.acceptance import Drafted
-from scripts.train.head_losses import columns_of
 
 
-class Scored(NamedTuple):
-    """The LM head of a block drafter, and the tokens that it scores."""
-
-    embedding: nn.Module
-    lm_head: nn.Module
-    vocab: DraftVocab
-    columns: Tensor  # [V] int64, the column of a token; -1: never drafted
-
-    @staticmethod
-    def of(target: Transformer, vocab: DraftVocab) -> Scored:
-        """Take the target's embedding, and the rows of its LM head for `vocab`."""
-        rows = target.lm_head if vocab.ids is None else rows_of(target.lm_head, vocab.ids)
-        columns = columns_of(vocab, target.norm.weight.device)
-        return Scored(target.embedding, rows, vocab, columns)
-
-    def logits(self, head: BlockHead, hidden: Tensor, before: Tensor) -> Tensor:
-        """Score levels. hidden: [..., F]; before: [...] int64, the tokens before."""
-        z = self.lm_head(hidden).float()
-        if head.config.markov_rank:
-            weight = self.vocab.columns(head.markov_w2.weight.T)  # [rank, Vd]
-            z = z + (head.markov_w1(before) @ weight).float()
-        return z
+def logits_of(head: BlockHead, target: Transformer, hidden: Tensor, before: Tensor) -> Tensor:
+    """Score levels. hidden: [..., F]; before: [...] int64, the tokens before; -> [..., V]"""
+    z = target.lm_head(hidden).float()
+    if head.config.markov_rank:
+        z = z + head.markov_w2(head.markov_w1(before)).float()
+    return z
 
 
 def pick_anchors(mask: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -98,7 +78,9 @@ def visible(anchors: Tensor, T: int, size: int, causal: bool) -> Tensor:
     return torch.cat((before, own.expand(len(anchors), -1, -1)), 2)
 
 
-def run_blocks(head: BlockHead, scored: Scored, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def run_blocks(
+    head: BlockHead, target: Transformer, batch: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
     """Run the blocks at some anchors.
 
     batch: tokens [B, T]; target features [B, T, (1 + aux) F]; anchors [B, A]
@@ -116,7 +98,7 @@ def run_blocks(head: BlockHead, scored: Scored, batch: tuple[Tensor, Tensor, Ten
     block = torch.full_like(places, config.mask_token)
     block[..., 0] = tokens.gather(1, anchors)
     with torch.no_grad():
-        x = scored.embedding(block.flatten(1)).to(context)  # [B, A size, F]
+        x = target.embedding(block.flatten(1)).to(context)  # [B, A size, F]
 
     # as Block.forward, with the attention above
     def block_of(layer, x, h, after, rope, kv, window):
@@ -128,7 +110,7 @@ def run_blocks(head: BlockHead, scored: Scored, batch: tuple[Tensor, Tensor, Ten
 
 
 def block_losses(
-    head: BlockHead, scored: Scored, batch: tuple[Tensor, Tensor, Tensor], anchors: Tensor
+    head: BlockHead, target: Transformer, batch: tuple[Tensor, Tensor, Tensor], anchors: Tensor
 ) -> tuple[Tensor, ...]:
     """Return the mean cross-entropy of every level (nats), over the anchors where it counts.
 
@@ -137,25 +119,24 @@ def block_losses(
     """
     tokens, mask, features = batch
     levels = head.config.levels
-    hidden = run_blocks(head, scored, (tokens, features, anchors))  # [B, A, D, F]
+    hidden = run_blocks(head, target, (tokens, features, anchors))  # [B, A, D, F]
     places = anchors[:, :, None] + torch.arange(1, levels + 1, device=tokens.device)  # [B, A, D]
     inside = places < tokens.shape[1]
     places = places.clamp(max=tokens.shape[1] - 1).flatten(1)
     marked = mask.gather(1, places).view_as(inside) & inside
     truth = tokens.gather(1, places).view_as(inside)
     before = torch.cat((tokens.gather(1, anchors)[:, :, None], truth[..., :-1]), 2)
-    label = scored.columns[truth]
-    counts = marked.long().cumprod(2).bool() & (label >= 0)
+    counts = marked.long().cumprod(2).bool()
     losses = []
     for level in range(levels):
         rows = counts[..., level]  # only these reach the LM head
-        z = scored.logits(head, hidden[:, :, level][rows], before[..., level][rows])
-        total = F.cross_entropy(z, label[..., level][rows], reduction="sum")
+        z = logits_of(head, target, hidden[:, :, level][rows], before[..., level][rows])
+        total = F.cross_entropy(z, truth[..., level][rows], reduction="sum")
         losses.append(total / rows.sum().clamp(min=1))
     return tuple(losses)
 
 
-def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor, scored: Scored) -> Drafted:
+def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor) -> Drafted:
     """Draft a chain from every position of a sequence, as `acceptance.chains`.
 
     A bias reads the true tokens: a level counts only behind levels that drafted them.
@@ -167,11 +148,11 @@ def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor, scored: S
     levels = head.config.levels
     roots = steps[1 : max(T - levels, 1)]  # [R]
     batch = (tokens, features.to(head.norm.weight.dtype), roots[None])
-    hidden = run_blocks(head, scored, batch)[0]  # [R, D, F]
+    hidden = run_blocks(head, target, batch)[0]  # [R, D, F]
     ok = []
     logits = []
     for level in range(levels):
-        z = scored.logits(head, hidden[:, level], tokens[0, roots + level])
+        z = logits_of(head, target, hidden[:, level], tokens[0, roots + level])
         logits.append(z)
-        ok.append(scored.vocab.tokens(z.argmax(-1)) == tokens[0, roots + level + 1])
-    return Drafted(torch.stack(ok, 1), logits, features, scored.vocab)
+        ok.append(z.argmax(-1) == tokens[0, roots + level + 1])
+    return Drafted(torch.stack(ok, 1), logits, features, DraftVocab(target.config.vocab_size))

@@ -30,7 +30,7 @@ from hf.config import read_raw
 from hf.weights import export_weights, weight_names
 from model import DTYPES, ModelConfig, Transformer
 from quantize import QuantLinear
-from scripts.train import train_demo
+from scripts.train import training
 from scripts.train.acceptance import ALPHAS, Drafted
 from scripts.train.train_eagle import Method, TrainOptions, run
 
@@ -50,11 +50,6 @@ class DistillConfig(TrainOptions):
     )
 
     losses = {"entropy 0": 1.0}  # the divergence
-
-    def check(self) -> None:
-        """Check the options. Raises: ValueError for one without effect, too."""
-        super().check()
-        require(not self.draft_vocab, "--draft_vocab is of heads; a draft model scores all tokens")
 
 
 @dataclass(frozen=True)
@@ -78,6 +73,7 @@ class DraftModel(nn.Module):
         require(layers < c.n_layers, fault)
         packed = any(isinstance(module, QuantLinear) for module in target.modules())
         require(not packed, "--checkpoint is quantized; distil from the floats that it was made of")
+        require(not c.n_experts, "--checkpoint is a mixture of experts; distil from a dense model")
         self.config = DraftConfig(replace(c, n_layers=layers))
         self.layers = copy.deepcopy(target.layers[:layers])
         self.norm = copy.deepcopy(target.norm)
@@ -154,7 +150,7 @@ def save(model: DraftModel, target: Transformer, config: DistillConfig, info: di
     }
     if "layer_types" in keys:
         keys["layer_types"] = keys["layer_types"][: c.n_layers]
-    train_demo.write_checkpoint(out, tensors, keys, info)
+    training.write_checkpoint(out, tensors, keys, info)
 
 
 def method_of(config: DistillConfig) -> Method:

@@ -13,8 +13,6 @@ Sources: Medusa (arXiv 2401.10774), 2.2.1; Hydra (arXiv 2402.05109), 4.1; the of
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ from torch import Tensor, nn
 from drafters import DraftVocab
 from extras.hydra_draft import HydraHeads
 from extras.medusa_draft import MedusaHeads
-from hf.heads import rows_of
 from model import Transformer
 from scripts.train.acceptance import Drafted
 
@@ -60,28 +57,9 @@ def hydra_levels(
 LEVELS = {"medusa": medusa_levels, "hydra": hydra_levels}
 
 
-def columns_of(vocab: DraftVocab, device: torch.device) -> Tensor:
-    """Return the column of each token, [V] int64; -1 for tokens that are never drafted."""
-    return vocab.spread(torch.arange(1.0, vocab.drafted + 1, device=device)).long() - 1
-
-
-class Scored(NamedTuple):
-    """The LM heads of all levels, and the tokens that they score."""
-
-    lm_heads: list[nn.Module]
-    of_target: nn.Module
-    vocab: DraftVocab
-    columns: Tensor  # [V] int64, the column of a token; -1 for tokens that are never drafted
-
-    @staticmethod
-    def of(heads: MedusaHeads | HydraHeads, target: Transformer, vocab: DraftVocab) -> Scored:
-        """vocab: of heads that score with the target's LM head; the others score all tokens"""
-        rows = target.lm_head
-        if vocab.ids is not None:
-            rows = rows_of(rows, vocab.ids)
-        columns = columns_of(vocab, target.norm.weight.device)
-        own = list(heads.lm_heads) or [rows] * heads.config.heads
-        return Scored(own, rows, vocab, columns)
+def lm_heads_of(heads: MedusaHeads | HydraHeads, target: Transformer) -> list[nn.Module]:
+    """Return the LM head of every level: its own, or the target's."""
+    return list(heads.lm_heads) or [target.lm_head] * heads.config.heads
 
 
 def level_losses(
@@ -89,24 +67,21 @@ def level_losses(
     heads: MedusaHeads | HydraHeads,
     target: Transformer,
     batch: tuple[Tensor, Tensor, Tensor],
-    scored: Scored,
 ) -> tuple[Tensor, ...]:
     """Return the mean cross-entropy of every level (nats).
 
     batch: tokens [B, T]; mask [B, T] bool; target features [B, T, F]
     """
     tokens, mask, features = batch
+    lm_heads = lm_heads_of(heads, target)
     losses = []
     for i, x in enumerate(LEVELS[method](heads, target, tokens, features)):
-        labels = scored.columns[tokens[:, 2 + i :]]  # [B, T - 2 - i]
-        counts = mask[:, 2 + i :]
-        if method == "medusa":
-            counts = counts & (labels >= 0)
-        z = scored.lm_heads[i](x[counts]).float()  # [M, Vd]
-        truth = labels[counts]  # [M]
+        counts = mask[:, 2 + i :]  # [B, T - 2 - i]
+        z = lm_heads[i](x[counts]).float()  # [M, V]
+        truth = tokens[:, 2 + i :][counts]  # [M]
         if method == "hydra":
             with torch.no_grad():
-                truth = scored.of_target(features[:, 1 + i : -1][counts]).float().softmax(-1)
+                truth = target.lm_head(features[:, 1 + i : -1][counts]).float().softmax(-1)
         total = F.cross_entropy(z, truth, reduction="sum")
         losses.append(total / counts.sum().clamp(min=1))
     return tuple(losses)
@@ -118,7 +93,6 @@ def draft_levels(
     heads: MedusaHeads | HydraHeads,
     target: Transformer,
     tokens: Tensor,
-    scored: Scored,
 ) -> Drafted:
     """Draft chains from every position of a sequence, as `acceptance.chains`.
 
@@ -128,11 +102,12 @@ def draft_levels(
     T = tokens.shape[1]
     features = target(tokens, torch.arange(T, device=tokens.device)[None])
     inputs = features.to(next(heads.parameters()).dtype)
+    lm_heads = lm_heads_of(heads, target)
     ok = []
     logits = []
     R = max(T - 1 - heads.config.heads, 0)  # starts with a truth for the entire chain
     for i, x in enumerate(LEVELS[method](heads, target, tokens, inputs)):
-        z = scored.lm_heads[i](x[0, :R].to(features.dtype)).float()  # [R, Vd]
+        z = lm_heads[i](x[0, :R].to(features.dtype)).float()  # [R, V]
         logits.append(z)
-        ok.append(scored.vocab.tokens(z.argmax(-1)) == tokens[0, 2 + i : 2 + i + R])
-    return Drafted(torch.stack(ok, 1), logits, features, scored.vocab)
+        ok.append(z.argmax(-1) == tokens[0, 2 + i : 2 + i + R])
+    return Drafted(torch.stack(ok, 1), logits, features, DraftVocab(target.config.vocab_size))

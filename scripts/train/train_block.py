@@ -12,7 +12,6 @@ as the target's, and a level's loss is a mean over the blocks that reach it.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -24,16 +23,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import write_text
 from cli.parsing import option, require
 from extras.block_draft import BlockHead
-from extras.draft_vocab import RANKS
 from hf.block_heads import BlockConfig, block_names
 from hf.weights import export_weights
 from model import DTYPES, Transformer
-from scripts.train import train_demo
-from scripts.train.acceptance import Drafted
-from scripts.train.block_losses import Scored, block_losses, draft_blocks, pick_anchors
+from scripts.train import training
+from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
 from scripts.train.losses import ScaledLinear, plain_copy
 from scripts.train.train_eagle import (
     Example,
@@ -43,7 +39,7 @@ from scripts.train.train_eagle import (
     batches,
     run,
 )
-from scripts.train.train_heads import ranked_vocab, scale_of
+from scripts.train.train_heads import scale_of
 
 TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
 
@@ -90,103 +86,76 @@ def tapped_layers(layers: int) -> tuple[int, ...]:
     return tuple(sorted(inputs))
 
 
-class BlockTraining:
-    """The parts of training that depend on the kind of head, as `train_eagle.Method` has them."""
-
-    def __init__(self, config: BlockTrainConfig):
-        self.config = config
-        self.ranks: list[int] = []  # the draft vocabulary, by frequency
-        self.scored: Scored | None = None  # known when the head is
-
-    @property
-    def method(self) -> Method:
-        """The parts by name."""
-        return Method(self.make_head, self.prepare, self.losses_of, self.draft, self.save_head)
-
-    def make_head(
-        self, config: BlockTrainConfig, target: Transformer, examples: list[Example]
-    ) -> BlockHead:
-        """Make a drafter, whose mask is the rarest token of the data.
-
-        examples: their marked tokens choose the draft vocabulary
-        Writes: the vocabulary and its ranks.
-        """
-        c = target.config
-        every = torch.tensor([i for e in examples for i in e.ids])
-        counts = every.bincount(minlength=c.vocab_size)
-        rarest = c.vocab_size - 1 - int(counts.flip(0).argmin())  # of equally rare ones the last
-        model = replace(
-            c,
-            n_layers=config.layers,
-            ffn_dim=config.ffn_dim or c.ffn_dim,
-            qkv_bias=False,
-            o_bias=False,
-            mlp_bias=False,
-            qk_norm=True,
-            n_experts=0,
-            experts_per_token=0,
-            rope_scaling=None,
-            tie_embeddings=False,
+def make_head(config: BlockTrainConfig, target: Transformer, examples: list[Example]) -> BlockHead:
+    """Make a drafter, whose mask is the rarest token of the data."""
+    c = target.config
+    every = torch.tensor([i for e in examples for i in e.ids])
+    counts = every.bincount(minlength=c.vocab_size)
+    rarest = c.vocab_size - 1 - int(counts.flip(0).argmin())  # of equally rare ones the last
+    model = replace(
+        c,
+        n_layers=config.layers,
+        ffn_dim=config.ffn_dim or c.ffn_dim,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        n_experts=0,
+        experts_per_token=0,
+        rope_scaling=None,
+        tie_embeddings=False,
+    )
+    head = BlockHead(
+        BlockConfig(
+            model,
+            aux_layers=tapped_layers(c.n_layers),
+            block_size=config.block_size,
+            mask_token=rarest,
+            causal=config.causal,
+            predicts_next=config.markov_rank > 0,
+            markov_rank=config.markov_rank,
         )
-        head = BlockHead(
-            BlockConfig(
-                model,
-                aux_layers=tapped_layers(c.n_layers),
-                block_size=config.block_size,
-                mask_token=rarest,
-                causal=config.causal,
-                predicts_next=config.markov_rank > 0,
-                markov_rank=config.markov_rank,
-            )
-        )
-        with torch.no_grad():
-            head.norm.weight.copy_(target.norm.weight)
-            if config.markov_rank:
-                head.markov_w1.weight.normal_(std=0.02)
-        vocab, self.ranks = ranked_vocab(config, target, examples)
-        head = head.to(target.norm.weight.device)
-        self.scored = Scored.of(target, vocab)
-        return head
+    )
+    with torch.no_grad():
+        head.norm.weight.copy_(target.norm.weight)
+        if config.markov_rank:
+            head.markov_w1.weight.normal_(std=0.02)
+    return head.to(target.norm.weight.device)
 
-    @torch.no_grad()
-    def prepare(
-        self,
-        config: BlockTrainConfig,
-        target: Transformer,
-        head: BlockHead,
-        examples: list[Example],
-        features: Features,
-    ) -> None:
-        """Train `fc` over inputs of equal scale. Writes: head.fc."""
-        tokens, _, number = next(batches(examples, config, 0))
-        taps = features.of(tokens.to(config.device), number)[..., target.config.dim :].float()
-        scale = scale_of(taps)
-        head.fc.weight /= scale
-        head.fc = ScaledLinear(head.fc, scale)
 
-    def losses_of(
-        self, config: BlockTrainConfig, head: BlockHead, target: Transformer
-    ) -> Callable[..., tuple[Tensor, ...]]:
-        """Return a function of a batch and the step's number -> `config.losses`."""
-        generator = torch.Generator(config.device)
+@torch.no_grad()
+def prepare(
+    config: BlockTrainConfig,
+    target: Transformer,
+    head: BlockHead,
+    examples: list[Example],
+    features: Features,
+) -> None:
+    """Train `fc` over inputs of equal scale. Writes: head.fc."""
+    tokens, _, number = next(batches(examples, config, 0))
+    taps = features.of(tokens.to(config.device), number)[..., target.config.dim :].float()
+    scale = scale_of(taps)
+    head.fc.weight /= scale
+    head.fc = ScaledLinear(head.fc, scale)
 
-        def losses(batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
-            generator.manual_seed(config.seed * 1_000_003 + step)  # the same in a resumed run
-            anchors = pick_anchors(batch[1], config.anchors, generator)
-            return block_losses(head, self.scored, batch[:3], anchors)
 
-        return losses
+def losses_of(
+    config: BlockTrainConfig, head: BlockHead, target: Transformer
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function of a batch and the step's number -> `config.losses`."""
+    generator = torch.Generator(config.device)
 
-    def draft(self, head: BlockHead, target: Transformer, tokens: Tensor) -> Drafted:
-        """Draft chains from every position of a sequence. tokens: [1, T]"""
-        return draft_blocks(head, target, tokens, self.scored)
+    def losses(batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
+        generator.manual_seed(config.seed * 1_000_003 + step)  # the same in a resumed run
+        anchors = pick_anchors(batch[1], config.anchors, generator)
+        return block_losses(head, target, batch[:3], anchors)
 
-    def save_head(self, head: BlockHead, config: BlockTrainConfig, info: dict) -> None:
-        """Write the official layout and, with a draft vocabulary, its ranks."""
-        out = Path(config.out)
-        write_files(head, out, config.dtype, info)
-        if self.ranks:
-            write_text(str(out / RANKS), json.dumps(self.ranks))
+    return losses
+
+
+def save_head(head: BlockHead, config: BlockTrainConfig, info: dict) -> None:
+    """Write the official layout."""
+    write_files(head, Path(config.out), config.dtype, info)
 
 
 def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
@@ -194,7 +163,7 @@ def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
     config = head.config
     names = block_names(config)
     tensors = export_weights(plain_copy(head), names, config.model, DTYPES[dtype])
-    train_demo.write_checkpoint(out, tensors, keys_of(config, dtype), info)
+    training.write_checkpoint(out, tensors, keys_of(config, dtype), info)
 
 
 def keys_of(config: BlockConfig, dtype: str) -> dict:
@@ -203,7 +172,7 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
         "mask_token_id": config.mask_token,
         "target_layer_ids": [layer - 1 for layer in config.aux_layers],
     }
-    keys = train_demo.shape_keys(config.model) | {
+    keys = training.shape_keys(config.model) | {
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * config.model.n_layers,
         "block_size": config.block_size,
@@ -227,7 +196,8 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
 
 
 def main() -> None:
-    run(BlockTrainConfig, "train_block.py", __doc__, lambda config: BlockTraining(config).method)
+    method = Method(make_head, prepare, losses_of, draft_blocks, save_head)
+    run(BlockTrainConfig, "train_block.py", __doc__, lambda config: method)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 Our flags are in benchmarks/TRAINING.md.
 
 1. Data: dialogues (`turns` and `answers`, as generate_answers.py writes them, or ShareGPT's
-   `conversations`), texts (`text`), or `demo`, the corpus of train_demo.py. The loss counts the
+   `conversations`), texts (`text`), or `demo`, the corpus of demo_data.py. The loss counts the
    answers of dialogues and all of a text.
 2. The frozen target computes the features of each batch. With `--features` they go to a file, for
    later epochs and runs, which take the same batches in another order.
@@ -50,9 +50,10 @@ from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names, rows_of
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
-from options import DEMO, ROOT, GenerateConfig, pick_device
+from ops.library import lib
+from options import DEMO, GenerateConfig, pick_device
+from scripts.train import demo_data, training
 from scripts.train import losses as head_training
-from scripts.train import train_demo
 from scripts.train.acceptance import ALPHAS, Drafted, chains, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
 from session import Session, common_prefix
@@ -90,9 +91,6 @@ class TrainOptions:
     warmup: int = option(2000, "steps")
     weight_decay: float = option(0.01, "AdamW")
     clip: float = option(0.5, "gradient norm")
-    draft_vocab: int = option(
-        0, "tokens that it drafts, the most frequent; 0: all, or 32000 for version 3", least=0
-    )
     features: str = option(
         "", "file that keeps the target's features, also for later runs on the same data"
     )
@@ -122,7 +120,7 @@ class TrainOptions:
         """
         fault = "--cpu_s does not know the time before a --resume; drop one of them"
         require(not (self.cpu_s and self.resume), fault)
-        train_demo.resume_file(Path(self.out), self.resume)
+        training.resume_file(Path(self.out), self.resume)
         for name in self.data.split(",") if self.data != "demo" else ():
             require(Path(name).is_file(), f"--data: there is no file {name}; name another")
         if self.features:
@@ -134,6 +132,9 @@ class TrainConfig(TrainOptions):
     """Options of training an EAGLE head."""
 
     version: int = option(1, "of the head: 1, which is 2 as well, or 3", (1, 3))
+    draft_vocab: int = option(
+        0, "tokens that it drafts, the most frequent; 0: all, or 32000 for version 3", least=0
+    )
     noise: float = option(0.1, "features get U(-noise, noise)")
     feature_weight: float = option(1.0, "of SmoothL1 between features")
     token_weight: float = option(0.1, "of the soft cross-entropy")
@@ -213,7 +214,7 @@ class Dialogue(NamedTuple):
     @property
     def held_out(self) -> bool:
         name = self.turns[0] if self.turns else self.answers[0][:200]
-        return train_demo.held_out(name, 0.05)
+        return demo_data.held_out(name, 0.05)
 
 
 class Example(NamedTuple):
@@ -332,23 +333,23 @@ def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list
 
 
 def _demo_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list[list[int]]]:
-    python = train_demo.read_python()
-    sums = train_demo.read_sums(ROOT / train_demo.TrainConfig.sums)
+    python = demo_data.read_python()
+    sums = demo_data.read_sums()
 
     def encode(text: str) -> list[int]:
         return engine.tokenizer.encode(text, bos=False)
 
     examples = []
     for part in (python, sums):
-        for ids in train_demo.encode_documents(part["train"], encode, 0.25):
+        for ids in demo_data.encode_documents(part["train"], encode, 0.25):
             examples.append(Example(ids, [True] * len(ids)))
-    documents = train_demo.encode_documents(python["held_out"], encode, 0.0)
+    documents = demo_data.encode_documents(python["held_out"], encode, 0.0)
     documents = [ids for ids in documents if len(ids) > 400]
     half = config.eval_prompts // 2
     prompts = []
     for i in range(half):
         begin = 150 * (1 + i // len(documents))
-        prompts.append([train_demo.BOS, *documents[i % len(documents)][begin:][:96]])
+        prompts.append([demo_data.BOS, *documents[i % len(documents)][begin:][:96]])
     for text in sums["held_out"][:half]:
         prompts.append(engine.tokenizer.encode(text.split("\nAnswer:")[0] + "\nAnswer:"))
     return examples, prompts
@@ -526,7 +527,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     )
     tensors |= head_training.vocab_layout(head)
     keys = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    keys |= train_demo.shape_keys(c) | {
+    keys |= training.shape_keys(c) | {
         "bos_token_id": c.bos_id,
         "eos_token_id": next(iter(c.eos_ids), None),
         "torch_dtype": config.dtype,
@@ -539,7 +540,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
         keys["draft_inputs"] = DRAFT_INPUTS
     if c.qkv_bias:
         keys["qkv_bias"] = True
-    train_demo.write_checkpoint(out, tensors, keys, info)
+    training.write_checkpoint(out, tensors, keys, info)
 
 
 def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
@@ -720,7 +721,12 @@ def ready(config: TrainOptions, method: Method | None = None) -> Ready:
 
 def is_narrow(config: TrainOptions) -> bool:
     """Return whether products are in `dtype`; otherwise they are in fp32."""
-    return config.dtype != "float32" and train_demo.multiplies_bf16(config.device)
+    return config.dtype != "float32" and training.multiplies_bf16(config.device)
+
+
+# a mixture's features are computed under autocast, too, which knows torch's own operators only
+for _device in ("cpu", "cuda"):
+    torch.library.register_autocast("gpt_eagle::experts_linear", _device, torch.bfloat16, lib=lib)
 
 
 def autocast(config: TrainOptions) -> torch.autocast:
@@ -754,10 +760,10 @@ class Steps:
     def __init__(self, config: TrainOptions, made: Ready):
         self.config = config
         self.made = made
-        self.optimizers = train_demo.make_optimizers(
+        self.optimizers = training.make_optimizers(
             made.head, config, lambda name: not name.startswith("lm_head")
         )
-        self.schedule = train_demo.Schedule(self.optimizers, config.steps, config.warmup)
+        self.schedule = training.Schedule(self.optimizers, config.steps, config.warmup)
         self.weights = torch.tensor(list(config.losses.values()), device=config.device)
 
     def run(self, step: int, position: float, batch: tuple[Tensor, Tensor, int]) -> Tensor:
@@ -777,7 +783,7 @@ class Steps:
             best = self.made.features.best(features, number)
             found = torch.stack(self.made.losses((tokens, mask, features, best), step))
         head = self.made.head
-        train_demo.update(head, self.optimizers, (found * self.weights).sum(), self.config.clip)
+        training.update(head, self.optimizers, (found * self.weights).sum(), self.config.clip)
         return found.detach()
 
 
@@ -903,13 +909,13 @@ def train(
     they are over, whatever `config.steps`, which is then the unit of the schedule
     """
     made = made or ready(config)
-    state_file = train_demo.resume_file(Path(config.out), config.resume)
+    state_file = training.resume_file(Path(config.out), config.resume)
     head = made.head
     steps = Steps(config, made)
     info = {"config": asdict(config), "parameters": count_parameters(head), "curve": []}
-    place = train_demo.Place(0, 0.0, [])
+    place = training.Place(0, 0.0, [])
     if config.resume:
-        place = train_demo.load_state(state_file, head, steps.optimizers, config.device)
+        place = training.load_state(state_file, head, steps.optimizers, config.device)
     done, position, info["curve"] = place
     best = BestHead(config)
     best.begin(made, info)
@@ -943,8 +949,8 @@ def train(
             position = config.steps
             finish(made, best, info)
         elif crosses(before, position, config.eval_every / SAVES):
-            place = train_demo.Place(done, position, info["curve"])
-            train_demo.save_state(state_file, head, steps.optimizers, place)
+            place = training.Place(done, position, info["curve"])
+            training.save_state(state_file, head, steps.optimizers, place)
         if evaluates:
             if ended or improved:
                 write_files(made, config, info)

@@ -27,8 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from cli.io import replace_file, write_text
 from cli.parsing import option, require
-from drafters import DraftVocab
-from extras.draft_vocab import RANKS
 from extras.hydra_draft import HydraHeads
 from extras.medusa_draft import MedusaHeads
 from hf.token_heads import TokenHeads, hydra_names, medusa_names
@@ -37,7 +35,7 @@ from model import DTYPES, Linear, ModelConfig, Transformer
 from quantize import QuantLinear
 from scripts.train.acceptance import Drafted
 from scripts.train.feature_cache import Features
-from scripts.train.head_losses import Scored, draft_levels, level_losses
+from scripts.train.head_losses import draft_levels, level_losses
 from scripts.train.losses import ScaledLinear, plain_copy
 from scripts.train.train_eagle import (
     Example,
@@ -67,8 +65,6 @@ class HeadConfig(TrainOptions):
         super().check()
         fault = "--prefix_attention belongs to --method hydra; drop it"
         require(self.method == "hydra" or not self.prefix_attention, fault)
-        fault = "--draft_vocab is of heads that share the target's LM head; drop --lm_heads own"
-        require(self.lm_heads == "target" or not self.draft_vocab, fault)
 
     @property
     def losses(self) -> dict[str, float]:
@@ -81,8 +77,6 @@ class TokenTraining:
 
     def __init__(self, config: HeadConfig):
         self.config = config
-        self.ranks: list[int] = []  # the draft vocabulary, by frequency
-        self.scored: Scored | None = None  # known when the heads are
         self.layer: ModelConfig | None = None  # of the target
 
     def make_head(
@@ -90,9 +84,7 @@ class TokenTraining:
     ) -> MedusaHeads | HydraHeads:
         """Make heads whose first outputs are the feature itself, normed behind a prefix layer.
 
-        examples: their marked tokens choose the draft vocabulary
         Raises: ValueError for a prefix layer beside a mixture of experts.
-        Writes: the vocabulary.
         """
         c = target.config
         fault = "--prefix_attention makes a layer of the target's shape, which has no experts"
@@ -103,11 +95,8 @@ class TokenTraining:
         kind = MedusaHeads if config.method == "medusa" else HydraHeads
         heads = kind(shape)
         start_as_identity(heads, target)
-        vocab, self.ranks = ranked_vocab(config, target, examples)
-        heads = heads.to(target.norm.weight.device)
         self.layer = c
-        self.scored = Scored.of(heads, target, vocab)
-        return heads
+        return heads.to(target.norm.weight.device)
 
     @torch.no_grad()
     def prepare(
@@ -139,37 +128,19 @@ class TokenTraining:
         """Return a function of a batch and the step's number -> `config.losses`."""
 
         def losses(batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
-            return level_losses(config.method, heads, target, batch[:3], self.scored)
+            return level_losses(config.method, heads, target, batch[:3])
 
         return losses
 
     def draft(self, heads: nn.Module, target: Transformer, tokens: Tensor) -> Drafted:
         """Draft chains from every position of a sequence. tokens: [1, T]"""
-        return draft_levels(self.config.method, heads, target, tokens, self.scored)
+        return draft_levels(self.config.method, heads, target, tokens)
 
     def save_head(self, heads: nn.Module, config: HeadConfig, info: dict) -> None:
-        """Write the official layout and, with a draft vocabulary, its ranks."""
+        """Write the official layout."""
         out = Path(config.out)
         write_heads(out, plain_copy(heads), self.layer, config.dtype)
         write_text(str(out / "training.json"), json.dumps(info, indent=1))
-        if self.ranks:
-            write_text(str(out / RANKS), json.dumps(self.ranks))
-
-
-def ranked_vocab(
-    config: TrainOptions, target: Transformer, examples: list[Example]
-) -> tuple[DraftVocab, list[int]]:
-    """Return the draft vocabulary, and its tokens by their frequency among the marked ones.
-
-    Without `--draft_vocab` it is the target's, and the list is empty.
-    """
-    size = target.config.vocab_size
-    if not config.draft_vocab:
-        return DraftVocab(size), []
-    marked = [i for e in examples for i, trained in zip(e.ids, e.mask) if trained]
-    counts = torch.tensor(marked).bincount(minlength=size)
-    order = counts.sort(descending=True, stable=True).indices[: config.draft_vocab]
-    return DraftVocab(size, order.sort().values.to(config.device)), order.tolist()
 
 
 def scale_of(x: Tensor) -> Tensor:

@@ -418,7 +418,6 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
 
     for changes in (
         {"quant_draft": "int4"},
-        {"draft_vocab": 7},
         {"ablation": {"no_rerank": True}},
     ):
         assert results(**changes) == results() and results(**changes, accept="residual") != results(

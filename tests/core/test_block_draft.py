@@ -23,7 +23,7 @@ import quantize
 import sampling
 from decode import with_cycles
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftVocab, RootOnly
+from drafters import DrafterUpdate, DraftInputs, RootOnly
 from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
 from extras.level_draft import tree_of
 from extras.residual import sample_children
@@ -33,8 +33,8 @@ from hf.checkpoint import Quantization
 from load import load
 from options import GenerateConfig
 from runtime import Policy
-from scripts.train.block_losses import Scored, block_losses, draft_blocks, pick_anchors
-from scripts.train.train_block import BlockTrainConfig, BlockTraining, tapped_layers, write_files
+from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
+from scripts.train.train_block import BlockTrainConfig, make_head, tapped_layers, write_files
 
 TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
 TAPS = [0, 1, 3, 4, 6]
@@ -304,8 +304,8 @@ def test_trees_are_the_best_prefixes(temperature, tmp_path):
 
 
 @functools.cache
-def trained(kind: str) -> tuple[BlockHead, list[float], BlockTraining]:
-    """A drafter that has learnt the texts of `vanilla`, its first and last losses, and its training."""
+def trained(kind: str) -> tuple[BlockHead, list[float]]:
+    """A drafter that has learnt the texts of `vanilla`, and its first and last losses."""
     torch.manual_seed(0)
     target = golden_target(TARGET)
     texts = vanilla(0.0) + vanilla(1.0)
@@ -313,9 +313,8 @@ def trained(kind: str) -> tuple[BlockHead, list[float], BlockTraining]:
     config = BlockTrainConfig(
         block_size=6, causal=kind == "jetspec", markov_rank=32 * (kind == "dspark"), ffn_dim=96
     )
-    training = BlockTraining(config)
     examples = [SimpleNamespace(ids=text, mask=[True] * len(text)) for text in texts]
-    head = training.make_head(config, target, examples)
+    head = make_head(config, target, examples)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     steps = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
     with torch.no_grad():
@@ -327,12 +326,12 @@ def trained(kind: str) -> tuple[BlockHead, list[float], BlockTraining]:
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = 8e-3 * (1 - step / STEPS)
         anchors = pick_anchors(mask, 16, generator)
-        losses = torch.stack(block_losses(head, training.scored, (tokens, mask, features), anchors))
+        losses = torch.stack(block_losses(head, target, (tokens, mask, features), anchors))
         optimizer.zero_grad()
         (losses * shares).sum().backward()
         optimizer.step()
         curve.append(losses.detach())
-    return head.requires_grad_(False), [curve[0], curve[-1]], training
+    return head.requires_grad_(False), [curve[0], curve[-1]]
 
 
 @functools.cache
@@ -352,17 +351,17 @@ def trained_dir(path: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_training_learns_every_level(kind):
-    _, (first, last), _ = trained(kind)
+    _, (first, last) = trained(kind)
     assert (last < first - 0.2).all(), (first, last)
 
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
     """The scores of `draft_blocks` and the loss are what the drafter, read from its files, computes at each root."""
-    head, _, training = trained(kind)
+    head, _ = trained(kind)
     target = golden_target(TARGET)
     text = torch.tensor([vanilla(1.0)[1][:20]])
-    drafted = draft_blocks(head, target, text, training.scored)
+    drafted = draft_blocks(head, target, text)
     levels = head.config.levels
     made = SparkDrafter if kind == "dspark" else BlockDrafter
     path = trained_dir(tmp_path / "head", kind)
@@ -387,32 +386,26 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
             assert drafted.ok[root - 1, level] == (z.argmax() == truth)
             sums[level] += F.cross_entropy(z, truth)
     batch = (text, torch.ones_like(text, dtype=torch.bool), features)
-    losses = torch.stack(block_losses(head, training.scored, batch, anchors))
+    losses = torch.stack(block_losses(head, target, batch, anchors))
     assert (losses - sums / 2).abs().max() < 1e-3
 
 
 def test_only_marked_tokens_count():
-    """A level counts while all tokens up to it are marked, inside the text and in the draft vocabulary."""
-    head, _, _ = trained("dflash")
+    """A level counts while all tokens up to it are marked, inside the text."""
+    head, _ = trained("dflash")
     target = golden_target(TARGET)
     text = torch.tensor([vanilla(1.0)[0][:16]])
     features = target(text, torch.arange(16)[None], aux_layers=head.aux_layers)
     mask = torch.ones_like(text, dtype=torch.bool)
     mask[0, 6] = False
-    every = Scored.of(target, DraftVocab(128))
-    cut = block_losses(head, every, (text, mask, features), torch.tensor([[3, 12]]))
+    cut = block_losses(head, target, (text, mask, features), torch.tensor([[3, 12]]))
     parts = [
-        block_losses(head, every, (text, mask | True, features), torch.tensor([[a]]))
+        block_losses(head, target, (text, mask | True, features), torch.tensor([[a]]))
         for a in (3, 12)
     ]
     want = [(parts[0][i] + parts[1][i]) / 2 for i in range(2)]  # then 6 is unmarked
     want += [parts[1][2], torch.tensor(0.0), torch.tensor(0.0)]  # then the text ends
     assert torch.allclose(torch.stack(cut), torch.stack(want), atol=1e-5)
-    few = DraftVocab(128, torch.tensor([t for t in range(128) if t != int(text[0, 4])]))
-    without = block_losses(
-        head, Scored.of(target, few), (text, mask, features), torch.tensor([[3]])
-    )
-    assert without[0] == 0 and without[1] > 0
     generator = torch.Generator().manual_seed(1)
     anchors = pick_anchors(mask, 14, generator)
     assert anchors.tolist() == [[a for a in range(15) if a != 5]]  # 5 is before the unmarked token
@@ -449,7 +442,7 @@ def new_tokens(engine) -> tuple[list[list[int]], float]:
 )
 def test_tokens_are_vanillas(kind, tree, temperature, batch):
     """In fp32 on a CPU without a near tie. The drafter predicts well enough for the test to mean anything."""
-    head, _, _ = trained(kind)
+    head, _ = trained(kind)
     target = golden_target(TARGET)
     head.embedding = target.embedding
     made = SparkDrafter if kind == "dspark" else BlockDrafter

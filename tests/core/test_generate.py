@@ -548,7 +548,7 @@ def test_every_field_has_a_flag_and_a_help_text(capsys):
         assert there == f.metadata["flag"], f.name
     flags = [f.name for f in fields(GenerateConfig) if f.metadata["flag"]]
     grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
-    assert len(flags) == 47 and sorted(grouped) == sorted(flags)
+    assert len(flags) == 46 and sorted(grouped) == sorted(flags)
     assert text.index("\nrare:") > text.index("\nsampling:") > text.index("--checkpoint ")
 
 
@@ -634,15 +634,6 @@ def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--tree_size", "9"], "--tree_size belongs to --tree dynamic"),
         ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--eagle", HEAD], "--head does nothing with --draft model"),
         ([*IDS, "--draft", "ngram", "--eagle", HEAD], "--head does nothing with --draft ngram"),
-        ([*IDS, "--eagle", HEAD, "--draft_vocab", "-1"], "--draft_vocab must be at least 0; it is -1"),
-        ([*IDS, "--eagle", HEAD, "--draft_vocab", "98"], "--draft_vocab must be at most the 97 tokens of the vocabulary; it is 98; lower it"),
-        ([*IDS, "--eagle", HEAD, "--draft_vocab", "9"], f"there is no {HEAD}/token_ranks.json; make it: python scripts/train/rank_tokens.py --checkpoint {TARGET} --data FILES --out {HEAD}/token_ranks.json"),
-        ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "9", "--tree_topk", "10"], "a node cannot have 10 ranked children of 9 tokens; lower the rank (--tree_topk) or raise --draft_vocab"),
-        ([*ON_DEMO, "--prompt", "a", "--draft_vocab", "3", "--tree", "static"], "a node cannot have 4 ranked children of 3 tokens"),
-        ([*IDS, "--draft_vocab", "9"], "--draft_vocab does nothing with --draft ngram"),
-        ([*IDS, "--draft", "none", "--draft_vocab", "9"], "--draft_vocab needs a draft"),
-        ([*IDS, "--draft", "model", "--draft_checkpoint", TARGET, "--draft_vocab", "9"], "--draft_vocab does nothing with --draft model"),
-        ([*IDS, "--draft", "ngram", "--draft_vocab", "9"], "--draft_vocab does nothing with --draft ngram"),
         ([*IDS, "--draft", "ngram", "--tree", "chain"], "--tree does nothing with --draft ngram"),
         ([*IDS, "--draft", "ngram", "--tree_size", "9"], "--tree_size does nothing with --draft ngram"),
         ([*IDS, "--draft", "eagle+ngram"], "--draft eagle+ngram needs a head"),
@@ -685,10 +676,6 @@ def test_mistakes_are_one_line(capsys, argv, message):
             "does not read the target's noise",
         ),
         ({"ablation": {"children": "topk"}}, "--children has no effect at temperature 0"),
-        (
-            {"ablation": {"token_ranks": "x"}},
-            "--token_ranks has no effect alone; add --draft_vocab N",
-        ),
         (
             {"ablation": {"sharpness": 2}},
             "ablation must be a dict of children, expand_by, lookahead",

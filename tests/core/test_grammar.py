@@ -20,7 +20,7 @@ from decode import PREFILL_CHUNK, with_cycles  # noqa: E402
 from extras.autosize import Autosizer, TreeShape, unknown  # noqa: E402
 from extras.grammar import MOST_BYTES, STYLE, Grammar, SessionGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
-from helpers import Scripted, record, slow  # noqa: E402
+from helpers import Scripted, record, slow, trimmed_head  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from session import Session  # noqa: E402
@@ -50,7 +50,7 @@ DRAFTS = {
     "static": {"tree": "static"},
     "chain": {"tree": "chain", "tree_depth": 3},
     "eagle+ngram": {"draft": "eagle+ngram"},
-    "vocab": {"tree": "dynamic", "draft_vocab": 256},
+    "vocab": {"tree": "dynamic"},  # of a head that drafts some tokens
     "model": {"draft": "model", "draft_checkpoint": DEMO, "tree_depth": 3},
     "model tree": {"draft": "model", "draft_checkpoint": DEMO, "tree": "dynamic"},
 }
@@ -64,6 +64,12 @@ class InTurn(Scripted):
     def pick(self, limit):
         self.turn += 1
         return self.turn % (min(limit, 5) + 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _head_of_some_tokens(tmp_path_factory):
+    path = tmp_path_factory.mktemp("heads") / "head"
+    DRAFTS["vocab"]["head"] = trimmed_head(DEMO + "-eagle", path, torch.arange(256) + 2)
 
 
 def engine_of(draft: str = "dynamic", **options):

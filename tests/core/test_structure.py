@@ -14,7 +14,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import torch
 
 import decode
 import generate
@@ -351,21 +350,3 @@ def test_tokenizer_and_template_are_read_before_torch_is_imported():
     assert "has no chat template" in run.stderr
     run = run_without(("torch", "numpy", "safetensors"), ["--checkpoint", DEMO])
     assert run.returncode == 2 and "torch is not installed" in run.stderr
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or torch.version.cuda is not None, reason="for Linux and CPUs"
-)
-def test_the_libraries_of_torch_load_without_torch():
-    code = """
-import sys
-from pathlib import Path
-from cli.start import _load_libraries
-_load_libraries()
-assert "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
-assert "torch" not in sys.modules
-import torch
-print(torch.ones(3).sum().item())
-"""
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout == "3.0\n" and not run.stderr

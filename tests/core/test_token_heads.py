@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import sampling
 from cli.parsing import parse
 from cli.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftVocab, RootOnly
+from drafters import DrafterUpdate, DraftInputs, RootOnly
 from eagle_draft import EagleState
 from extras import hydra_draft, medusa_draft
 from extras.residual import sample_children
@@ -37,13 +38,12 @@ from helpers import (
 )
 from hf.checkpoint import Quantization, WeightFiles
 from hf.head_kinds import head_kind
-from load import load_method
 from options import GenerateConfig
 from quantize import quantize_directory
 from sampling import Sampling, SamplingTensors
 from scripts.train import train_eagle
 from scripts.train.acceptance import evaluate, fit_sharpness
-from scripts.train.head_losses import Scored, draft_levels, level_losses
+from scripts.train.head_losses import draft_levels, level_losses
 from scripts.train.train_eagle import ready, train
 from scripts.train.train_heads import HeadConfig, method_of, write_heads
 
@@ -495,7 +495,6 @@ def test_wrong_options_are_one_line(official):
         ({"head": medusa, "eagle": medusa}, "eagle is another name of head; give one of them"),
         ({"head": medusa, "tree_depth": 5}, "drafts 4 levels, and the tree has 5; lower --tree_depth"),
         ({"draft": "medusa"}, "name its directory with --head"),
-        ({"head": medusa, "draft_vocab": 9}, "token_ranks.json"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             load(checkpoint=str(TARGET), device="cpu", **options)
@@ -511,28 +510,6 @@ def test_two_heads_on_a_command_line_are_refused(first, second, capsys):
         assert stop.value.code == 2 and capsys.readouterr().err == f"generate.py: {message}\n"
     found = parse(GenerateConfig, "generate.py", "", [f"--{first}=a", f"--{first}=b"])
     assert found.head == "b"
-
-
-def test_a_draft_vocabulary_keeps_rows_and_biases(official, tmp_path):
-    (tmp_path / "ranks.json").write_text(json.dumps([50, 3, 8, 96]))
-    target = golden_target()
-    for kind in ("medusa 2", "hydra"):
-        options = GenerateConfig(
-            checkpoint=str(TARGET), draft=kind.rstrip(" 2"), head=str(official[kind][1]), draft_vocab=3, device="cpu",
-            ablation={"token_ranks": str(tmp_path / "ranks.json")}, quant_draft="none", tree="chain",
-        )  # fmt: skip
-        drafter = load_method(target, options, None).presets[-1]
-        untrimmed = GenerateConfig(**{**vars(options), "draft_vocab": 0, "ablation": None})
-        whole = load_method(target, untrimmed, None).presets[-1]
-        out = torch.randn(1, D if kind == "medusa 2" else 1, 128 if kind == "hydra" else 64)
-        if kind == "medusa 2":
-            assert torch.allclose(
-                drafter.lm_head(out), whole.lm_head(out)[..., [3, 8, 50]], atol=1e-6
-            )
-        else:
-            assert torch.allclose(
-                drafter.logits(out), whole.logits(out)[..., [3, 8, 50]], atol=1e-6
-            )
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -568,11 +545,9 @@ def test_losses_are_the_official_ones_and_heads_learn(official, kind):
     tokens = torch.randint(97, (2, 14), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(14) > torch.tensor([[4], [20]])  # the second row does not count
     features = torch.stack([features_of(row) for row in tokens.tolist()])
-    every = target.config.vocab_size
-    scored = Scored.of(heads, target, DraftVocab(every))
     method = head_kind(folder)
     batch = (tokens, mask, features)
-    found = level_losses(method, heads, target, batch, scored)
+    found = level_losses(method, heads, target, batch)
     want = rows_of_losses(kind, module, tokens[0].tolist(), mask[0].tolist(), features[0])
     assert torch.stack(found).tolist() == pytest.approx(want, abs=2e-5)
     weights = list(HeadConfig(method=method).losses.values())
@@ -581,9 +556,9 @@ def test_losses_are_the_official_ones_and_heads_learn(official, kind):
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
     for _ in range(6):
         optimizer.zero_grad()
-        sum(level_losses(method, heads, target, batch, scored)).backward()
+        sum(level_losses(method, heads, target, batch)).backward()
         optimizer.step()
-    after = level_losses(method, heads, target, batch, scored)
+    after = level_losses(method, heads, target, batch)
     assert all(a < b for a, b in zip(after, found)) and torch.equal(target.lm_head.weight, before)
 
 
@@ -593,14 +568,11 @@ def test_alpha_is_that_of_the_decode_loops_chains(official, kind):
     folder = official[kind][1]
     target, method = golden_target(), head_kind(folder)
     drafter = drafter_of(folder, StaticTree.chain(D))
-    scored = Scored.of(drafter.heads, target, DraftVocab(97))
     history = decode(
         engine_for(target, RootOnly(), max_new_tokens=60, ignore_eos=True), PROMPTS[0]
     ).history[0]
 
-    def draft(heads, target, tokens):
-        return draft_levels(method, heads, target, tokens, scored)
-
+    draft = partial(draft_levels, method)
     drafted = draft(drafter.heads, target, torch.tensor([history]))
     ok = drafted.ok.long().cumprod(1)
     R = len(ok)
@@ -628,7 +600,7 @@ def test_alpha_is_that_of_the_decode_loops_chains(official, kind):
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
-    """From the target's own texts to files that `--head` takes, with a draft vocabulary or a prefix layer."""
+    """From the target's own texts to files that `--head` takes, of Hydra with a prefix layer."""
     target = golden_target()
     prompts = [[5 + i, 17, 3] for i in range(8)]
     sampled = decode(
@@ -643,7 +615,7 @@ def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
     config = HeadConfig(
         checkpoint=str(TARGET), method=method, prefix_attention=method == "hydra", heads=2, steps=16, warmup=2,
         batch_size=4, seq_len=48, lr=1e-2, eval_every=8, dtype="float32", device="cpu", out=str(tmp_path),
-        draft_vocab=80 if method == "medusa" else 0, weight_decay=0.0,
+        weight_decay=0.0,
     )  # fmt: skip
     train(config, ready(config, method_of(config)))
     first, last = json.loads((tmp_path / "training.json").read_text())["curve"]
@@ -652,8 +624,7 @@ def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
     made = drafter_of(tmp_path, StaticTree.chain(2)).heads.config
     assert (made.heads, made.own_lm_heads, bool(made.prefix)) == (2, False, method == "hydra")
     options = {"checkpoint": str(TARGET), "head": str(tmp_path), "device": "cpu", "tree": "chain"}
-    engine = load(draft_vocab=config.draft_vocab, max_new_tokens=20, **options)
-    assert engine.drafter.vocab.drafted == (config.draft_vocab or 97)
+    engine = load(max_new_tokens=20, **options)
     assert generate(engine, [prompts[0]]).stats["tau"] >= 1
 
 

@@ -38,7 +38,7 @@ from test_tp import check_close, options_of, run_ranks
 import generate as program
 import ops.library
 from generate import Batch, compare, generate, load
-from helpers import BLOCK_KINDS, gguf_blocks, pairwise, set_halves
+from helpers import BLOCK_KINDS, gguf_blocks, pairwise, set_halves, trimmed_head
 from hf.checkpoint import BLOCKS, Quantization
 from hf.gguf import GgufFile
 from hf.gguf_blocks import (
@@ -383,10 +383,8 @@ def test_compiling_and_batches_change_no_token(block_file, vanilla, case):
 
 def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_path):
     """Its rows of the target's LM head are widened."""
-    ranks = tmp_path / "ranks.json"
-    ranks.write_text(json.dumps([*range(96)]))
-    options = {"draft_vocab": 48, "ablation": {"token_ranks": str(ranks)}, **DECODING}
-    engine = load(checkpoint=str(block_file(MODEL)), eagle=random_head, **options)
+    head = trimmed_head(random_head, tmp_path / "head", torch.arange(48))
+    engine = load(checkpoint=str(block_file(MODEL)), eagle=head, **DECODING)
     assert generate(engine, PROMPTS).tokens == vanilla(MODEL, 0.0)
 
 

@@ -395,7 +395,7 @@ def small_json(r: random.Random, folder: Path) -> Case:
 
 def number_flag(r: random.Random, folder: Path) -> Case:
     flags = ["max_new_tokens", "temperature", "top_k", "top_p", "seed", "num_samples", "batch_size", "context",
-             "tree_depth", "tree_topk", "tree_size", "draft_vocab", "group_size"]  # fmt: skip
+             "tree_depth", "tree_topk", "tree_size", "group_size"]  # fmt: skip
     flag = r.choice(flags)
     value = r.choice(["-1", "0", "1e3", "nan", "inf", "-inf", "1e400", "", "x", "0x10", "٣", "2147483648", str(2**62),
                       str(2**63), str(2**64), "9" * 30, "9" * 5000, "1" + "0" * 9, "100000", "1000000"])  # fmt: skip

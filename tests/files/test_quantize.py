@@ -36,7 +36,6 @@ from ops.cpu import build
 from ops.qmatmul import grouped_reference
 from options import DEMO
 from quantize import FORMATS, Int4Linear, Int8Linear, QuantExperts, quantize_directory
-from scripts.bench import quant_quality
 
 ROOT = Path(quantize.__file__).parent
 TARGET = GOLDEN / "models/target_llama_mha"  # fp32; dim 64, ffn 160, V 97
@@ -885,25 +884,6 @@ def test_quantized_demo_stays_the_demo():
         assert 0 < divergence < most, (name_of(quant), divergence)
 
 
-def test_the_quality_of_a_mixture():
-    """Experts are taken apart as linear layers are: the ways that a format runs are close."""
-    path = GOLDEN / "models/target_mixtral"
-    quant_quality.check_models(path, [])
-    reference, _ = quant_quality.build(path, quant_quality.Row("", 0, "reference"))
-    texts = [torch.randint(0, 97, (4, 32), generator=torch.Generator().manual_seed(0))]
-    kl = {}
-    for runs in ("int8 activations", "16-bit activations"):
-        model, bits = quant_quality.build(path, quant_quality.Row("int8", 0, runs))
-        assert 8.4 < bits < 8.6
-        has_experts = any(isinstance(m, QuantExperts) for m in model.modules())
-        assert has_experts == (runs == "int8 activations")
-        kl[runs] = quant_quality.compare(reference, model, texts)[1]
-    assert 0 < kl["16-bit activations"] < kl["int8 activations"] < 1e-3
-    kind, weight = FORMATS["int4"], torch.randn(2, 32, 64)
-    experts = QuantExperts(kind, (kind.encode(one, 32) for one in weight), 2)
-    quant_quality.round_plainly(experts, weight, 32)
-    want = [kind.decode(*quant_quality.plain_int4(one, 32)) for one in weight]
-    assert torch.equal(experts.dequantize(), torch.stack(want))
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

@@ -27,13 +27,11 @@ from helpers import GOLDEN, slow
 from hf.checkpoint import Quantization, WeightFiles, write_checkpoint
 from hf.config import read_config
 from hf.gptq_awq import QuantizedFiles
-from hf.tokenizer import Tokenizer
 from hf.weights import Storage, _Loading, export_weights, load_model, weight_names
 from model import Transformer
 from ops.library import has_cpu_operators
 from options import DEMO
 from quantize import Int8Linear, QuantExperts, QuantLinear
-from scripts.bench import quant_quality
 
 OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="the C++ operators need a compiler")
 
@@ -755,37 +753,6 @@ def test_older_files_say_it_in_a_file_of_its_own(originals, tmp_path, name, file
     assert engines[1].option("quant") == "int4"
     tokens = [generate(engine, [[5, 6, 7]], max_new_tokens=8).tokens for engine in engines]
     assert tokens[0] == tokens[1]
-
-
-# ------------------------------------------------------------------------------------------ quality
-
-
-def test_its_quality_beside_its_parents(tmp_path):
-    """The rows that `--also` of scripts/bench/quant_quality.py adds to the table."""
-    path, demo = tmp_path / "m", Path(DEMO)
-    write_model(path, LAYOUTS["awq-64"])
-    own = [row for row in quant_quality.rows([str(path)]) if row.path]
-    assert [row.runs for row in own] == ["int8 activations", "16-bit activations"]
-    quant_quality.check_models(demo, [row.path for row in own])
-    for checkpoint, also, says in (
-        (demo, [DEMO], "--also quantized ones; .* is not quantized"),
-        (path, [], "--checkpoint takes a model in 16 bits, .* is quantized"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            quant_quality.check_models(checkpoint, also)
-    lines = "with open(path) as file:\n        return file.read().splitlines()"
-    text = [f"def read_lines(path):\n    {lines}\n"] * 8
-    config = quant_quality.QualityConfig(seq_len=64, sequences=2)
-    texts = quant_quality.batches(text, Tokenizer.load(demo), config)
-    reference, _ = quant_quality.build(demo, quant_quality.Row("", 0, "reference"))
-    exact, none, all_equal = quant_quality.compare(reference, reference, texts)
-    assert none == 0 and all_equal == 1
-    for row in own:
-        model, bits = quant_quality.build(demo, row)
-        perplexity, divergence, agreement = quant_quality.compare(reference, model, texts)
-        said = (row, divergence, agreement)
-        assert 4.4 < bits < 4.6 and 0 < divergence < 0.2 and agreement > 0.8, said
-        assert abs(perplexity / exact - 1) < 0.2
 
 
 # ------------------------------------------------------------------------------------------- memory

@@ -86,9 +86,7 @@ def test_training_writes_a_draft_model(kind, texts, tmp_path, monkeypatch):
         )
 
 
-def test_wrong_options_are_one_line(tmp_path):
-    with pytest.raises(ValueError, match="--draft_vocab is of heads; a draft model scores all"):
-        configured(tmp_path, draft_vocab=50).check()
+def test_as_many_layers_as_the_target_are_refused():
     count = golden_target().config.n_layers
     with pytest.raises(ValueError, match=f"--layers must be fewer than the target's {count}; it"):
         distill.DraftModel(golden_target(), count)

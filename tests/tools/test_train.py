@@ -25,7 +25,7 @@ from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from options import DEMO
-from scripts.train import distill, train_block, train_demo, train_eagle, train_heads
+from scripts.train import demo_data, distill, train_block, train_eagle, train_heads, training
 from scripts.train.acceptance import Chains, evaluate
 from scripts.train.losses import Recipe, unrolled_losses
 from scripts.train.train_eagle import Dialogue, TrainConfig, batches, to_example
@@ -156,7 +156,7 @@ def test_only_a_checkpoint_without_a_template_has_none(tmp_path):
 
 def test_of_few_dialogues_one_is_held_out(tmp_path, monkeypatch):
     """The hash may choose none of them, and then there would be nothing to evaluate with."""
-    monkeypatch.setattr(train_demo, "held_out", lambda name, share: False)
+    monkeypatch.setattr(demo_data, "held_out", lambda name, share: False)
     (tmp_path / "three.jsonl").write_text("".join(f'{{"text": "Text {i}."}}\n' for i in range(3)))
     engine = SimpleNamespace(tokenizer=Tokenizer.load(train_eagle.Path(DEMO)), template=None)
     config = TrainConfig(data=str(tmp_path / "three.jsonl"))
@@ -179,14 +179,14 @@ def test_resume_gives_the_same_head_and_the_official_layout(tmp_path, monkeypatc
     """Killed after a saved step and resumed, training ends where an unbroken run ends."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
     python, sums = (
-        train_demo.read_python(),
-        train_demo.read_sums(train_eagle.ROOT / train_demo.TrainConfig.sums),
+        demo_data.read_python(),
+        demo_data.read_sums(),
     )
     python, sums = ({part: texts[:40] for part, texts in data.items()} for data in (python, sums))
     monkeypatch.setattr(
-        train_demo, "read_python", lambda: python
+        demo_data, "read_python", lambda: python
     )  # all of them take 12 s to encode and lay out
-    monkeypatch.setattr(train_demo, "read_sums", lambda file: sums)
+    monkeypatch.setattr(demo_data, "read_sums", lambda: sums)
     monkeypatch.setattr(train_eagle, "OWN_TOKENS", 40)
     common = {
         "data": "demo", "steps": 4, "batch_size": 2, "seq_len": 64, "lr": 1e-3, "warmup": 1, "eval_every": 2,
@@ -289,13 +289,6 @@ def test_chains_with_a_target_of_another_dtype():
     assert ok.shape[1] == train_eagle.ALPHAS and logits[0].dtype == torch.float32
 
 
-def test_nothing_to_resume_is_one_line(tmp_path):
-    for train in (train_eagle.train, train_demo.train):
-        config = train_eagle.TrainConfig if train is train_eagle.train else train_demo.TrainConfig
-        with pytest.raises(ValueError, match="holds no unfinished run"):
-            train(config(out=str(tmp_path), resume=True, device="cpu"))
-
-
 @pytest.mark.parametrize("program", [train_eagle, train_heads, train_block, distill])
 @pytest.mark.parametrize(
     "flags, message",
@@ -363,7 +356,7 @@ def test_muon_in_fp32_is_torchs(shape):
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, *shape, generator=generator)
     ends = []
-    for kind in (torch.optim.Muon, train_demo.Fp32Muon):
+    for kind in (torch.optim.Muon, training.Fp32Muon):
         p = torch.nn.Parameter(start.clone())
         optimizer = kind([p], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
         for gradient in gradients:
@@ -372,14 +365,3 @@ def test_muon_in_fp32_is_torchs(shape):
         ends.append(p.detach())
     update = (ends[0] - start).abs().max()
     assert update > 0.1 and (ends[0] - ends[1]).abs().max() < 0.02 * update
-
-
-def test_stream_seeks_to_where_it_was():
-    documents = [list(range(i, i + 37)) for i in range(30)]
-    whole = train_demo.Stream(documents, 0)
-    whole.seek(0, 64)
-    batches = [whole.take(2, 32) if i % 2 else whole.take(1, 64) for i in range(60)]
-    for steps in (1, 16, 17, 34, 50):
-        again = train_demo.Stream(documents, 0)
-        again.seek(steps, 64)
-        assert torch.equal(again.take(*batches[steps][:, 1:].shape), batches[steps])

@@ -315,9 +315,9 @@ def test_training_ends_with_its_time(quick, tmp_path, monkeypatch):
     """The steps are those that the time has; of the batches, the first ones are trained on."""
     monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
     rates = []
-    schedule = train_eagle.train_demo.Schedule.set
+    schedule = train_eagle.training.Schedule.set
     monkeypatch.setattr(
-        train_eagle.train_demo.Schedule,
+        train_eagle.training.Schedule,
         "set",
         lambda self, at: (rates.append(at), schedule(self, at)),
     )
@@ -393,16 +393,16 @@ def test_training_ends_when_tau_no_longer_rises(
     config = TrainConfig(
         **COMMON | {"out": str(tmp_path), "steps": 10, "eval_every": 2, "patience": patience}
     )
-    save_state = train_eagle.train_demo.save_state
+    save_state = train_eagle.training.save_state
 
     def killing(file, head, optimizers, place):
         save_state(file, head, optimizers, place)
         if place.step == 6:
-            monkeypatch.setattr(train_eagle.train_demo, "save_state", save_state)
+            monkeypatch.setattr(train_eagle.training, "save_state", save_state)
             raise KeyboardInterrupt
 
     if killed:
-        monkeypatch.setattr(train_eagle.train_demo, "save_state", killing)
+        monkeypatch.setattr(train_eagle.training, "save_state", killing)
         with pytest.raises(KeyboardInterrupt):
             train_eagle.train(config)
         assert len(seen) == 3

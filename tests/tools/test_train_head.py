@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from generate import generate, load
+from helpers import write_random_llama
 from hf.checkpoint import Quantization
-from model import Transformer
 from options import DEMO
 from quantize import quantize_directory
 from scripts import train_head
 from scripts.bench import measure as bench_measure
-from scripts.train import generate_answers, plan, train_demo, train_eagle
+from scripts.train import demo_data, generate_answers, plan, train_eagle
 from scripts.train.generate_answers import AnswerConfig, Run
 from scripts.train.plan import STAGES, Costs, make_plan, plan_text
 
@@ -30,12 +30,8 @@ PLAN = {
 
 def tiny_model(folder: Path, kind: str) -> Path:
     """A random LLaMA of two layers with the demo's tokenizer. kind: bfloat16, or int4 in its file"""
-    torch.manual_seed(0)
-    config = train_demo.TrainConfig(dim=64, n_layers=2, ffn_dim=64, out=str(folder / "plain"))
     (folder / "plain").mkdir()
-    target = Transformer(config.model())
-    train_demo.init_weights(target)
-    train_demo.save_checkpoint(target, config, {})
+    write_random_llama(folder / "plain")
     shutil.copy(Path(DEMO, "tokenizer.model"), folder / "plain")
     (folder / "plain" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model.\n")
     if kind == "bfloat16":
@@ -64,10 +60,10 @@ def small(tmp_path, monkeypatch):
     tasks = [{"id": i, "task": "tiny", "turns": [f"Say {i}."]} for i in range(2)]
     (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    monkeypatch.setattr(generate_answers.train_demo, "read_python", lambda: {"train": [MODULE]})
+    monkeypatch.setattr(generate_answers.demo_data, "read_python", lambda: {"train": [MODULE]})
     for name in ("tasks", "long_texts"):
         monkeypatch.setattr(generate_answers.task_prompts, name, lambda *words: [])
-    monkeypatch.setattr(train_demo, "held_out", lambda name, share: name.endswith("1?"))
+    monkeypatch.setattr(demo_data, "held_out", lambda name, share: name.endswith("1?"))
     monkeypatch.setattr(train_eagle, "OWN_TOKENS", 24)
     size = {"answer_tokens": 8, "batch_size": 4, "eval": str(tmp_path / "tiny.jsonl")}
 
