@@ -244,8 +244,8 @@ def test_options_in_sentences_exist(monkeypatch, capsys):
         known |= set(re.findall(r"(?<!\w)--\w+", capsys.readouterr().out))
     for page in pages():
         text = BLOCK.sub("", page.read_text(encoding="utf-8"))
-        named = [flag for span in SPAN.findall(text) for flag in re.findall(r"^--\w+| --\w+", span)]
-        for flag in {flag.strip() for flag in named} - known - {"--set"}:
+        fragments = [span for span in SPAN.findall(text) if span.startswith("--")]
+        for flag in set(re.findall(r"(?<!\S)--\w+", " ".join(fragments))) - known - {"--set"}:
             with pytest.raises(SystemExit):  # an old spelling, which no help shows
                 read_command([flag])
             fault = capsys.readouterr().err
