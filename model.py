@@ -2,8 +2,9 @@
 
 1. `Transformer.forward` turns tokens into features (the hidden state after the final norm).
    `Transformer.logits` applies the LM head to the features that need it.
-2. These modules are the code that runs, with one exception: with --compile on a CPU in bf16,
-   `Transformer.fused` runs a pass over a cache in one C++ call (ops/cpu/layers.cpp).
+2. These modules are the code that runs, with one exception: with --compile on a CPU,
+   `Transformer.fused` runs a pass over a cache in one C++ call (ops/cpu/layers.cpp), with weights
+   in bf16, int8, int4 or GGUF blocks.
 3. RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are
    computed per call, once for all layers. That keeps positions unlimited and costs less than 1 % of
    a step.

@@ -11,8 +11,7 @@
    empty file is begun; any other that is no store of this vocabulary is refused.
 
 Kept texts change the speed and never a token. Trade-off: a lookup scans all of them, 30 to 90 us a
-cycle on a CPU for 16,384 tokens, where 65,536 took up to 360 (benchmarks/RESULTS.md,
-lookups and auto).
+cycle on a CPU for 16,384 tokens, where 65,536 took up to 360.
 """
 
 from __future__ import annotations

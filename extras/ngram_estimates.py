@@ -6,8 +6,7 @@ or not the tree had room for them; older outcomes fade. `estimate` multiplies th
 path, so that the sum over a tree's nodes is the number of accepted tokens that it can expect. On a
 CPU both are done by the C++ operator `look_up`.
 Counted on recorded answers, a size picked for every pass by such estimates is worth more than any
-further source of candidates (benchmarks/RESULTS.md, lookups and auto). Each sequence of a batch
-learns alone.
+further source of candidates. Each sequence of a batch learns alone.
 Not here: the search (ngram_draft.py), the choice of a size (autosize.py).
 """
 

@@ -3,7 +3,7 @@
 Where /sys/kernel/mm/transparent_hugepage/enabled is `madvise`, Linux gives huge pages to programs
 that request them, and neither glibc nor PyTorch does. Vanilla decoding of SmolLM2 gains 1 to 9 %
 in int4, up to 4 % in int8, and in 16 bits 2 % on a Zen 3, 10 % on a Zen 4
-(benchmarks/RESULTS.md, limits of the CPU operators).
+(benchmarks/RESULTS.md, smaller questions).
 
 Trade-off: the system takes .3 to .9 s longer to find 1 GB of them. Weights that share a region are
 freed together. Not here: models below 64 MB, experts, copies of LM heads, caches.

@@ -199,6 +199,11 @@ def bench(config: StartConfig) -> None:
     print(json.dumps({"environment": machine, "rows": rows}))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command line."""
     with one_line_errors("start.py"):
         bench(parse(StartConfig, "start.py", __doc__))
+
+
+if __name__ == "__main__":
+    main()

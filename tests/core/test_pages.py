@@ -1,0 +1,287 @@
+"""Commands in the pages: the program of each reads it by its own parser, and nothing runs.
+
+A page may write a path or a name as a word in capitals (DIR, HEAD, FILE.gguf); only values that a
+parser checks have to be real. Lines that continue, variables of the same page (`$train --steps 9`),
+the first round of a loop and several commands in one line are read as a shell would.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+import cli.parsing
+from cli.start import read_command
+from options import ROOT, GenerateConfig
+
+CODE = (".py", ".sh", ".cpp", ".h")
+FOLDERS = ("benchmarks", "data", "docs", "heads", "scripts", "tests")
+# variables of other programs, which pages set before a command
+OF_OTHERS = {"TRITON_INTERPRET", "PYTORCH_NO_CUDA_MEMORY_CACHING"}
+# an option may name files that a page's reader has and this checkout has not
+NO_FILE = re.compile(r"no such (file|directory)|there is no directory|cannot read")
+WORKED = {"echo", "e4m3"}  # values that exist after the worked changes of docs/CONTRIBUTING.md
+# to come: delete these two with their uses
+SETTINGS = any("rare" in f.metadata for f in fields(GenerateConfig))
+FIDELITY = "--questions" in (ROOT / "scripts" / "bench" / "fidelity.py").read_text(encoding="utf-8")
+NO_PARSER = ("tests/house.py", "tests/c")  # they run as they are, or by pytest
+
+
+class Parsed(Exception):  # noqa: N818
+    """Ends a program once its command line is read; holds the options."""
+
+
+class Command(NamedTuple):
+    """A command of a page. `str` of it names the test."""
+
+    page: str
+    variables: tuple[str, ...]  # set before it
+    words: tuple[str, ...]  # the program's path in the project, then its arguments
+
+    def __str__(self) -> str:
+        return f"{self.page}: {' '.join(self.words)}"
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *(file for each in FOLDERS for file in (ROOT / each).rglob("*.md"))]
+
+
+def code() -> list[Path]:
+    folders = ("cli", "extras", "hf", "ops", "parallel", "scripts", "server", "tests", "examples")
+    files = [*ROOT.glob("*.py"), *(file for each in folders for file in (ROOT / each).rglob("*"))]
+    return [file for file in files if file.suffix in CODE]
+
+
+# -------------------------------------------------------------------------------- reading the pages
+
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`")
+
+
+def snippets(text: str) -> Iterator[list[str]]:
+    """Yield the lines of every code block, and every inline code as one line."""
+    for kind, block in BLOCK.findall(text):
+        if kind != "diff":
+            joined = re.sub(r"\\\n\s*", " ", block)
+            yield [line.strip().removeprefix("$ ") for line in joined.splitlines()]
+    for span in SPAN.findall(BLOCK.sub("", text)):
+        yield [" ".join(span.split())]
+
+
+def shell_commands(lines: list[str], values: dict[str, str]) -> Iterator[list[str]]:
+    """Yield the words of every command.
+
+    values: of the page's variables, which take their places. Writes: `values`.
+    """
+    for line in lines:
+        values |= re.findall(r"\bfor (\w+) in (\S+)", line)
+        assigned = re.fullmatch(r"(\w+)=(\"[^\"]*\"|\S+)", line)
+        for name, value in values.items():
+            line = re.sub(rf"\${name}\b", value, line)
+        if assigned:
+            values[assigned[1]] = line.partition("=")[2].strip('"')
+        elif re.search(r"\bpython3?\b|\w\.py\b|\btorchrun\b|\.sh\b", line):
+            reader = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+            reader.whitespace_split = True
+            words: list[str] = []
+            for word in [*reader, ";"]:
+                if set(word) <= set(";&|"):
+                    yield words
+                    words = []
+                elif word not in ("do", "done"):
+                    words.append(word)
+
+
+def program_of(words: list[str]) -> int:
+    """Return the place of the program's file in a command of ours; -1 in other commands."""
+    if words and words[0] in ("torchrun", "python", "python3", "bash"):
+        files = [place for place, word in enumerate(words) if re.search(r"\w\.(py|sh)$", word)]
+        return files[0] if files else -1
+    if len(words) > 1 and re.fullmatch(r"[\w/]+\.py", words[0]):
+        return 0  # `papers.py --report FILE` in a sentence
+    return -1
+
+
+def commands() -> list[Command]:
+    """Return every command of the pages that runs a file of this project."""
+    short = {file.name: file.relative_to(ROOT) for file in code()}
+    found = []
+    for page in pages():
+        name = str(page.relative_to(ROOT))
+        values: dict[str, str] = {}
+        for lines in snippets(page.read_text(encoding="utf-8")):
+            for words in shell_commands(lines, values):
+                variables = []
+                while words and re.match(r"\w+=", words[0]):
+                    variables.append(words.pop(0).partition("=")[0])
+                place = program_of(words)
+                if place < 0:
+                    continue
+                program = words[place]
+                if "/" not in program and not (ROOT / program).is_file():
+                    program = str(short.get(program, program))
+                if not WORKED & set(words):
+                    found.append(Command(name, tuple(variables), (program, *words[place + 1 :])))
+    return sorted(set(found))
+
+
+# -------------------------------------------------------------------------- the programs' own parsers
+
+
+def module_of(program: str) -> ModuleType:
+    return importlib.import_module(program.removesuffix(".py").replace("/", "."))
+
+
+def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
+    """Return the options that a program reads from a command line. It ends there."""
+    read = cli.parsing.parse_given
+
+    def stop(*values: Any) -> None:
+        raise Parsed(values[0])
+
+    if program == "generate.py":
+        with pytest.raises(Parsed) as parsed:
+            read_command(argv, stop)
+    else:
+        module = module_of(program)
+        patch.setattr(cli.parsing, "parse_given", lambda *values: stop(read(*values)[0]))
+        patch.setattr(sys, "argv", [program, *argv])
+        with pytest.raises(Parsed) as parsed:
+            module.main()
+        patch.undo()
+    return parsed.value.args[0]
+
+
+def check_methods(options: Any) -> None:
+    """Check the methods of papers.py or peers.py, which hold options of generate.py."""
+    from scripts.bench.papers import Setting, method_config
+
+    temperatures = getattr(options, "temperatures", "0").split(",")
+    setting = Setting("none", 1.0 if temperatures[-1] == "T" else float(temperatures[-1]), 1)
+    for method in options.methods.split(","):
+        if method != "all":
+            check_files_aside(lambda method=method: method_config(method, setting, options))
+
+
+def check_files_aside(check: Any) -> None:
+    """Check values, but for files that this checkout has not."""
+    try:
+        check()
+    except ValueError as error:
+        assert NO_FILE.search(str(error)), error
+
+
+def check_command(command: Command, patch: pytest.MonkeyPatch) -> None:
+    program, *argv = command.words
+    assert (ROOT / program).is_file(), program
+    if program.endswith(".py") and not program.startswith(NO_PARSER):
+        options = options_of(program, argv, patch)
+        if program == "generate.py":
+            check_files_aside(options.check)
+        if hasattr(options, "methods"):
+            check_methods(options)
+
+
+@pytest.mark.parametrize("command", commands(), ids=str)
+def test_a_command_of_a_page_can_be_typed(command, monkeypatch, capsys):
+    if not SETTINGS and {"--set", "--tree"} & set(command.words):
+        pytest.skip("the page has the new spelling of an option")
+    if not FIDELITY and command.words[0] == "scripts/bench/fidelity.py":
+        pytest.skip("the page has the new name of a program")
+    try:
+        check_command(command, monkeypatch)
+    except SystemExit as stop:
+        assert stop.code == 0, capsys.readouterr().err  # 0: --help
+
+
+def test_pages_have_commands():
+    """The search for them finds what it is to find, so that the test above is not empty."""
+    found = {command.words[0] for command in commands()}
+    assert {"generate.py", "quantize.py", "scripts/bench/papers.py", "scripts/serve.py"} <= found
+    lines = ['train="python a.py --x 1"', "A=1 $train --y 'b c' && python3 d.py | tee e  # f"]
+    assert [words for words in shell_commands(lines, {}) if words] == [
+        ["A=1", "python", "a.py", "--x", "1", "--y", "b c"],
+        ["python3", "d.py"],
+        ["tee", "e"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate.py", "--no_such_option", "1"],
+        ["generate.py", "--quant", "int5"],
+        ["quantize.py", "--out"],
+        ["scripts/bench/papers.py", "--methods", "none,eagle:ngram_tokens=6"],
+        ["scripts/bench/peers.py", "--options", "no_such_option=1"],
+        ["scripts/serve.py", "--no_such_option"],
+        ["scripts/train/train_eagle.py", "--steps", "many"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_cannot_be_typed_is_found(words, monkeypatch):
+    with pytest.raises(SystemExit):
+        check_command(Command("", (), tuple(words)), monkeypatch)
+
+
+# --------------------------------------------------------------------------------- options, variables
+
+
+def test_options_in_sentences_exist(monkeypatch, capsys):
+    programs = {command.words[0] for command in commands()}
+    known = set()
+    for program in programs:
+        if not program.endswith(".py") or program.startswith(NO_PARSER):
+            continue
+        if not FIDELITY and program == "scripts/bench/fidelity.py":
+            continue
+        with pytest.raises(SystemExit):
+            options_of(program, ["--help"], monkeypatch)
+        monkeypatch.undo()
+        known |= set(re.findall(r"(?<!\w)--\w+", capsys.readouterr().out))
+    for page in pages():
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        fragments = [span for span in SPAN.findall(text) if span.startswith("--")]
+        for flag in set(re.findall(r"(?<!\S)--\w+", " ".join(fragments))) - known - {"--set"}:
+            with suppress(SystemExit):  # an old spelling, which no help shows, may lack its value
+                read_command([flag])
+            fault = capsys.readouterr().err
+            assert "unrecognized" not in fault, (page.name, flag)
+
+
+def test_the_settings_are_listed():
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    rare = [f.name for f in fields(GenerateConfig) if f.metadata.get("rare")]
+    assert not [name for name in rare if f"`{name}`" not in page]
+
+
+def test_variables_in_pages_exist():
+    text = "\n".join(file.read_text(encoding="utf-8") for file in code())
+    variable = re.compile(r"\bGPT_EAGLE_[A-Z]+")
+    known = set(variable.findall(text))
+    for page in pages():
+        named = set(variable.findall(page.read_text(encoding="utf-8")))
+        assert named <= known, (page.name, named - known)
+    for command in commands():
+        for name in set(command.variables) - OF_OTHERS:
+            assert re.search(rf"\b{name}\b", text), command
+
+
+def test_names_in_the_pages_on_the_code_exist():
+    """The two pages that follow a request and a weight name classes and functions."""
+    text = "\n".join(file.read_text(encoding="utf-8") for file in code())
+    for page in (ROOT / "docs").glob("life-of-*.md"):
+        spans = SPAN.findall(page.read_text(encoding="utf-8"))
+        names = [span.rpartition(".")[2] for span in spans if re.fullmatch(r"[\w.]+", span)]
+        assert len(names) > 20
+        assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
