@@ -187,7 +187,7 @@ class TreeDrafter(Drafter):
         if tree.width > self.vocab.drafted:
             raise ValueError(
                 f"a node cannot have {tree.width} ranked children of {self.vocab.drafted} tokens; "
-                "lower the rank (--tree_topk) or raise --draft_vocab"
+                "lower the rank (CHILDREN of --tree) or raise draft_vocab"
             )
 
     def _set_tree(self, tree: DynamicTree | StaticTree) -> None:

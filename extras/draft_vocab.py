@@ -1,7 +1,7 @@
-"""`--draft_vocab COUNT`: a draft head that can draft only the most frequent tokens.
+"""`--set draft_vocab=COUNT`: a draft head that can draft only the most frequent tokens.
 
     python scripts/train/rank_tokens.py --checkpoint DIR --data FILES --out HEAD/token_ranks.json
-    python generate.py --checkpoint DIR --eagle HEAD --draft_vocab 32768
+    python generate.py --checkpoint DIR --eagle HEAD --set draft_vocab=32768
 
 The first command runs once per tokenizer.
 1. `vocab_from` reads a list of token ids by frequency. It sorts the first Vd by id, because the
@@ -35,7 +35,7 @@ RANKS = "token_ranks.json"  # beside a head's weights
 
 
 def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
-    """Return the tokens that `--draft_vocab` and `token_ranks` select.
+    """Return the tokens that `draft_vocab` and `token_ranks` select.
 
     Raises: ValueError for a head with a draft vocabulary of its own, more tokens than the target
     has, or a list that is missing, too short or of another vocabulary.
@@ -47,24 +47,25 @@ def vocab_from(config: GenerateConfig, target: Transformer) -> DraftVocab:
     files = HeadFiles(head, head_files(head, "none"))
     has_vocab = config.draft.startswith("eagle") and "d2t" in files.readers
     if has_vocab and draft_vocab(files, read_head(files, target.config), device):
-        raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop --draft_vocab")
+        raise ValueError(f"{head} drafts tokens of its own choice (d2t); drop draft_vocab")
     if count > size:
         raise ValueError(
-            f"--draft_vocab must be at most the {size} tokens of the vocabulary; "
+            f"--set draft_vocab must be at most the {size} tokens of the vocabulary; "
             f"it is {count}; lower it"
         )
-    path = Path(config.ablated.token_ranks or head / RANKS)
+    path = Path(config.token_ranks or head / RANKS)
     if not path.is_file():
         script = "python scripts/train/rank_tokens.py"
         command = f"{script} --checkpoint {config.checkpoint} --data FILES --out {path}"
         raise ValueError(
-            "--draft_vocab needs the tokens in order of frequency; "
+            "--set draft_vocab needs the tokens in order of frequency; "
             f"there is no {path}; make it: {command}"
         )
     ids = read_ranks(path, size)
     if count > len(ids):
         raise ValueError(
-            f"--draft_vocab {count} is more than the {len(ids)} tokens that {path} ranks; lower it"
+            f"--set draft_vocab={count} is more than the {len(ids)} tokens that {path} ranks; "
+            "lower it"
         )
     return DraftVocab(size, torch.tensor(sorted(ids[:count]), device=device))
 

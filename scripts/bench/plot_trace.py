@@ -1,6 +1,6 @@
 """Show the draft trees of a run as one HTML page: drafted and accepted tokens, cycle by cycle.
 
-    python generate.py --prompt "def read_lines(path):" --trace trace.jsonl
+    python generate.py --prompt "def read_lines(path):" --set trace=trace.jsonl
     python scripts/bench/plot_trace.py trace.jsonl --out trace.html
     python scripts/bench/plot_trace.py trace.jsonl --out tree.svg --cycle 12
 
@@ -44,7 +44,7 @@ LISTS = ("draft_tokens", "parents", "depths", "path", "emitted")
 class PlotConfig:
     """Options."""
 
-    trace: str = option("", "what generate.py --trace wrote", positional=True)
+    trace: str = option("", "what generate.py --set trace wrote", positional=True)
     out: str = option("", "page or picture to write; default: the trace's name with .html or .svg")
     cycle: int = option(
         0,
@@ -58,7 +58,7 @@ def trace_fault(row: dict) -> str:
     """Return the fault of a line of a trace, or ""."""
     lists = all(isinstance(row.get(name), list) for name in LISTS)
     if not lists or not all(isinstance(row.get(name), int) for name in ("row", "pos", "root")):
-        return "it is no line of generate.py --trace"
+        return "it is no line of generate.py --set trace"
     nodes = len(row["draft_tokens"])
     values = row.get("values", [None] * nodes)
     if not nodes == len(row["parents"]) == len(row["depths"]) == len(values):

@@ -8,7 +8,7 @@
    their order, each with the gap before it.
 3. `--replays` repeats a cycle from one state: every result must have the same bits.
 
-Not here: speed (papers.py); `generate.py --profile FILE` writes a trace of whole runs for a viewer.
+Not here: speed (papers.py); a trace of whole runs for a viewer (`generate.py --set profile=FILE`).
 """
 
 from __future__ import annotations

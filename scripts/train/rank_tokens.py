@@ -2,7 +2,7 @@
 
     python scripts/train/rank_tokens.py --checkpoint DIR --data FILES --out HEAD/token_ranks.json
     python scripts/train/rank_tokens.py                  # the demo's, from its training text
-    python generate.py --checkpoint DIR --eagle HEAD --draft_vocab 32768    # uses the list
+    python generate.py --checkpoint DIR --eagle HEAD --set draft_vocab=32768    # uses the list
 
 Data are texts like those that the model will write, in the forms of scripts/train/train_eagle.py,
 or plain text files. Of dialogues only the answers count, because only they are drafted. Rank no
