@@ -161,11 +161,11 @@ def kept_of_8(path: Path, count: int) -> DraftVocab:
     """The draft vocabulary that a list gives for a target of 8 tokens."""
     target = Transformer(ModelConfig(4, 1, 1, 1, 4, 4, vocab_size=8))
     head = path.parent
-    ablation = None if path.name == RANKS else {"token_ranks": str(path)}
+    ranks = "" if path.name == RANKS else str(path)
     (head / "config.json").write_text("{}")
     save_file({"fc.weight": torch.zeros(4, 8)}, head / "model.safetensors")
     return vocab_from(
-        GenerateConfig(head=str(path.parent), ablation=ablation, draft_vocab=count), target
+        GenerateConfig(head=str(path.parent), token_ranks=ranks, draft_vocab=count), target
     )
 
 
@@ -183,7 +183,7 @@ def test_the_most_frequent_are_kept_in_the_order_of_their_ids(tmp_path):
     [
         (
             "[7, 0, 3]",
-            "--draft_vocab 4 is more than the 3 tokens that .*ranks.json ranks; lower it",
+            "--set draft_vocab=4 is more than the 3 tokens that .*ranks.json ranks; lower it",
         ),
         ("[7, 0, 3, 8]", r"ranks the token 8, the target has 0..7; use ranks of its own tokenizer"),
         ("[7, 0, 3, -1]", r"ranks the token -1, the target has 0..7"),
@@ -253,7 +253,7 @@ def test_a_stand_in_uses_the_small_models_list():
     runs = [generate(engine, ["def read_lines(path):"]) for engine in (small, large)]
     assert runs[0].tokens == runs[1].tokens and runs[1].stats["tau"] > 2
     with pytest.raises(
-        ValueError, match="--draft_vocab 4100 is more than the 4096 tokens that .* ranks"
+        ValueError, match="--set draft_vocab=4100 is more than the 4096 tokens that .* ranks"
     ):
         load(inflate=shape, **options | {"draft_vocab": 4100})
 

@@ -326,8 +326,8 @@ def run_without(modules: tuple[str, ...], argv: list[str]) -> subprocess.Complet
     [
         (["--help"], 0, ""),
         (["--temperature", "warm"], 2, "invalid float value: 'warm'"),
-        (["--tree_size", "99"], 2, "--tree_size must be 2 to 64"),
-        (["--tree_topk", "2", "--tree_depth", "1", "--tree_size", "9"], 2, "needs 8 candidates"),
+        (["--tree", "dynamic:,,99"], 2, "must be at most 64; it is 99"),
+        (["--tree", "dynamic:1,2,9"], 2, "needs 8 candidates"),
         (["--device", "tpu"], 2, "--device must be cpu or cuda; it is tpu"),
         (["--checkpoint", "nowhere"], 2, "no such directory: nowhere"),
         (["--prompt_file", "nowhere"], 2, "cannot read nowhere"),

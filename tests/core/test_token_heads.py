@@ -493,7 +493,7 @@ def test_wrong_options_are_one_line(official):
     for options, message in (
         ({"draft": "hydra", "head": medusa}, "--draft hydra needs a head of its own kind"),
         ({"head": medusa, "eagle": medusa}, "eagle is another name of head; give one of them"),
-        ({"head": medusa, "tree_depth": 5}, "drafts 4 levels, and the tree has 5; lower --tree_depth"),
+        ({"head": medusa, "tree_depth": 5}, "drafts 4 levels, and the tree has 5; lower LEVELS of --tree"),
         ({"draft": "medusa"}, "name its directory with --head"),
         ({"head": medusa, "draft_vocab": 9}, "token_ranks.json"),
     ):  # fmt: skip
@@ -519,10 +519,10 @@ def test_a_draft_vocabulary_keeps_rows_and_biases(official, tmp_path):
     for kind in ("medusa 2", "hydra"):
         options = GenerateConfig(
             checkpoint=str(TARGET), draft=kind.rstrip(" 2"), head=str(official[kind][1]), draft_vocab=3, device="cpu",
-            ablation={"token_ranks": str(tmp_path / "ranks.json")}, quant_draft="none", tree="chain",
+            token_ranks=str(tmp_path / "ranks.json"), quant_draft="none", tree="chain",
         )  # fmt: skip
         drafter = load_method(target, options, None).presets[-1]
-        untrimmed = GenerateConfig(**{**vars(options), "draft_vocab": 0, "ablation": None})
+        untrimmed = GenerateConfig(**{**vars(options), "draft_vocab": 0, "token_ranks": ""})
         whole = load_method(target, untrimmed, None).presets[-1]
         out = torch.randn(1, D if kind == "medusa 2" else 1, 128 if kind == "hydra" else 64)
         if kind == "medusa 2":

@@ -246,7 +246,7 @@ def test_blocks_are_the_default(block_file, capsys):
     engine = load(checkpoint=path, device="cpu")
     kinds = "Q3_K, Q4_1, Q4_K, Q5_0, Q8_0"
     assert engine.option("quant") == "blocks" and engine.option("dtype") == "bfloat16"
-    note = f"note: weights run as they are in the file ({kinds}); --dtype bfloat16 converts them\n"
+    note = f"note: weights run as they are in the file ({kinds}); --set dtype=bfloat16 converts them\n"
     assert capsys.readouterr().err == note
     assert {type(layer.attention.wqkv) for layer in engine.target.layers} == {BlockLinear}
 
@@ -437,7 +437,7 @@ def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_p
         device="cpu",
         eagle=random_head,
         draft_vocab=48,
-        ablation={"token_ranks": str(tmp_path / "ranks.json")},
+        token_ranks=str(tmp_path / "ranks.json"),
         max_new_tokens=24,
         ignore_eos=True,
         seed=7,
@@ -559,10 +559,9 @@ def test_the_command_line(block_file, tmp_path, capsys):
             "6",
             "--draft",
             "ngram",
-            "--prompt_ids",
-            "5,17",
+            "--set", "prompt_ids=5,17",
             "--compare",
-            "--ignore_eos",
+            "--set", "ignore_eos=true",
             "--json",
             str(out),
         ]
@@ -629,7 +628,7 @@ def test_wrong_files_of_a_draft_model(capsys, block_file, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--dtype", "float32"), ("--quant", "int8", "--dtype", "float32")],
+    [(), ("--set", "dtype=float32"), ("--quant", "int8", "--set", "dtype=float32")],
     ids=str,
 )
 def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monkeypatch, options):
@@ -688,7 +687,7 @@ def test_tensors_that_are_refused(capsys, tmp_path):
     assert "m.gguf: model.layers.1.self_attn.q_proj.weight + " in err and "has shape" in err
     err = says({name: np.zeros((64, 256), np.float32)})
     assert (
-        "self_attn.k_proj.weight is not, and they are one layer here; use --dtype bfloat16" in err
+        "self_attn.k_proj.weight is not, and they are one layer here; use --set dtype=bfloat16" in err
     )
     load(checkpoint=str(path), device="cpu", dtype="bfloat16")
     assert "the file's Q4_K weights are converted to bfloat16" in capsys.readouterr().err
@@ -713,6 +712,6 @@ def test_experts_of_several_types(capsys, tmp_path):
     tensors["blk.1.ffn_up.2.weight"] = (Kind.Q5_K, other)
     err = refused(capsys, "--checkpoint", str(write(path, metadata, tensors)))
     assert re.search(
-        r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --dtype", err
+        r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --set dtype", err
     )
     assert load_model(path, torch.bfloat16)

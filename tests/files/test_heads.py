@@ -529,11 +529,10 @@ def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
 # ----------------------------------------------------------------------------------------- mistakes
 
 COMMAND = [
-    "--prompt_ids",
-    "5,17,3",
+    "--set", "prompt_ids=5,17,3",
     "--max_new_tokens",
     "4",
-    "--ignore_eos",
+    "--set", "ignore_eos=true",
     "--device",
     "cpu",
     "--tree",
@@ -717,11 +716,11 @@ def test_default_layers_of_a_small_target(tmp_path, capsys):
 
 
 def test_what_cannot_go_with_such_a_head(capsys):
-    assert "drafts tokens of its own choice (d2t); drop --draft_vocab" in failure(
-        capsys, HEAD, "--draft_vocab", "5"
+    assert "drafts tokens of its own choice (d2t); drop draft_vocab" in failure(
+        capsys, HEAD, "--set", "draft_vocab=5"
     )
     with pytest.raises(
-        ValueError, match="--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
+        ValueError, match="--set inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
     ):
         head_config(HEAD)
 

@@ -51,8 +51,8 @@ DENSE, MOE, HEAD = (
     MODELS / name for name in ("target_llama_mha", "target_mixtral", "head_eagle12_mha")
 )
 TARGET3, HEAD3 = MODELS / "target_llama31_gqa8", MODELS / "head_eagle3"
-CHAIN = ("--tree", "chain", "--tree_depth", "2")
-IDS = ["--prompt_ids", "5,17,3", "--max_new_tokens", "3", "--device", "cpu"]
+CHAIN = ("--tree", "chain:2")
+IDS = ["--set", "prompt_ids=5,17,3", "--max_new_tokens", "3", "--device", "cpu"]
 TEXT = [
     "--prompt",
     "def read_lines(path):",
@@ -909,7 +909,7 @@ def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(hf.tokenizer, "SPLIT_S", 0.05)
     with pytest.raises(
         ValueError,
-        match="tokenizer.json .*it takes more than .* to split the text.*; use --prompt_ids",
+        match="tokenizer.json .*it takes more than .* to split the text.*; use --set prompt_ids",
     ):
         tokenizer.encode("a" * 250)
 
@@ -930,7 +930,7 @@ def test_texts_that_are_none(capfd):
         capfd, "--checkpoint", DEMO, "--prompt_file", "/dev/zero", *TEXT[2:]
     )
     assert "--json has a character" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--json", "a\0b")
-    assert "File name too long" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--trace", "x" * 254)
+    assert "File name too long" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--set", "trace=" + "x" * 254)
     engine = generate.load(checkpoint=str(DENSE), device="cpu", draft="none")
     with pytest.raises(ValueError, match="takes a list of prompts"):
         generate.generate(engine, "a text")

@@ -405,7 +405,7 @@ def one_line(caught):
 def test_no_tokenizer(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(
-            ValueError, match="neither tokenizer.model nor tokenizer.json.*--prompt_ids"
+            ValueError, match="neither tokenizer.model nor tokenizer.json.*--set prompt_ids"
         ) as caught:
             Tokenizer.load(path)
         one_line(caught)
@@ -420,7 +420,7 @@ def test_corrupt_sentencepiece_model(sp_dir, tmp_path, content):
         model[: len(model) // 2] if content is None else content
     )
     with pytest.raises(
-        ValueError, match="tokenizer.model is not a sentencepiece model.*--prompt_ids"
+        ValueError, match="tokenizer.model is not a sentencepiece model.*--set prompt_ids"
     ) as caught:
         Tokenizer.load(tmp_path)
     one_line(caught)
