@@ -410,7 +410,7 @@ class GenerateConfig:
 
     @property
     def child_rule(self) -> str:
-        """The rule by which children are picked: the one asked for, or that of `--accept`."""
+        """The rule by which children are picked: the one asked for, or that of `accept`."""
         if self.children:
             return self.children
         if self.accept != "residual":
