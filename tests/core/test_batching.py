@@ -325,7 +325,8 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
             *BASE,
             "--prompt_file",
             str(prompts),
-            "--set", f"results={file}",
+            "--set",
+            f"results={file}",
             "--json",
             str(tmp_path / "j"),
         ]
@@ -386,7 +387,8 @@ def test_a_single_prompt_that_is_done_prints_the_summary_alone(capsys, tmp_path)
         "def f(",
         "--max_new_tokens",
         "3",
-        "--set", f"results={tmp_path / 'r.jsonl'}",
+        "--set",
+        f"results={tmp_path / 'r.jsonl'}",
     ]
     main([*argv, "--set", "num_samples=2"])
     assert "sequences take" in capsys.readouterr().err

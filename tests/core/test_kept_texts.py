@@ -214,7 +214,9 @@ def test_a_store_on_the_command_line(draft, tmp_path, capsys):
     file = tmp_path / "store"
     told = []
     for _ in range(2):
-        generate.main([*COMMAND, "--set", "verbose=true", "--draft", *draft, "--set", f"draft_store={file}"])
+        generate.main(
+            [*COMMAND, "--set", "verbose=true", "--draft", *draft, "--set", f"draft_store={file}"]
+        )
         gc.collect()
         told.append(capsys.readouterr().out.splitlines())
     store = json.loads(file.read_text())

@@ -272,7 +272,16 @@ def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
 
 def test_the_flag_end_to_end(short_demo, capsys):
     """In fp32, where products are PyTorch's anyway, the tokens are the same with and without."""
-    argv = ["--checkpoint", str(short_demo), "--device", "cpu", "--set", "dtype=float32", "--json", "-"]
+    argv = [
+        "--checkpoint",
+        str(short_demo),
+        "--device",
+        "cpu",
+        "--set",
+        "dtype=float32",
+        "--json",
+        "-",
+    ]
     argv += ["--set", "prompt_ids=5,17,3", "--max_new_tokens", "12", "--compile"]
     generate.main(argv)
     want = capsys.readouterr()

@@ -398,7 +398,10 @@ def test_traced_steps_give_the_same_tokens(monkeypatch, make):
 
 FAULTS = [
     ({"draft": "recycling", "tree": "dynamic"}, "takes --tree auto or static; it is dynamic"),
-    ({"draft": "recycling", "tree_depth": 3}, "belongs to dynamic trees and chains, not to a static one"),
+    (
+        {"draft": "recycling", "tree_depth": 3},
+        "belongs to dynamic trees and chains, not to a static one",
+    ),
     ({"draft": "recycling", "head": DEMO}, "--head does nothing with --draft recycling"),
     (
         {"draft": "recycling", "accept": "residual", "temperature": 1.0},
@@ -425,7 +428,7 @@ FAULTS = [
     ({"draft": "ngram", "datastore": "x"}, "--set datastore belongs to --draft rest; add that"),
     (
         {"draft": "recycling", "lookahead": "5-4-5"},
-        "--lookahead belongs to --draft lookahead",
+        "--set lookahead belongs to --draft lookahead",
     ),
 ]
 
@@ -440,5 +443,7 @@ def test_mistakes_are_one_line(options, fault):
 def test_a_rank_beyond_the_matrix(tmp_path):
     file = tmp_path / "tree.json"
     file.write_text(json.dumps([[rank] for rank in range(RANKS + 1)]))
-    with pytest.raises(ValueError, match="8 successors of a token, and the file of --tree has the rank 8"):
+    with pytest.raises(
+        ValueError, match="8 successors of a token, and the file of --tree has the rank 8"
+    ):
         load(checkpoint=DEMO, device="cpu", draft="recycling", tree_file=str(file))

@@ -625,7 +625,8 @@ def test_torchrun(tmp_path):
         *CLI,
         "--json",
         str(tmp_path / "out.json"),
-        "--set", f"trace={tmp_path / 'trace.jsonl'}",
+        "--set",
+        f"trace={tmp_path / 'trace.jsonl'}",
         "--compare",
     ]
     done = torchrun(*argv)

@@ -987,7 +987,8 @@ def test_the_group_size_that_was_chosen_is_in_the_json(whole, tmp_path):
         "cpu",
         "--max_new_tokens",
         "4",
-        "--set", "prompt_ids=5,17",
+        "--set",
+        "prompt_ids=5,17",
     ]
     program.main([*argv, "--quant", "int4", "--json", str(tmp_path / "out.json")])
     assert json.loads((tmp_path / "out.json").read_text())["config"]["group_size"] == 32
@@ -1001,7 +1002,8 @@ def test_the_command_line(capsys, whole):
         "cpu",
         "--max_new_tokens",
         "4",
-        "--set", "ignore_eos=true",
+        "--set",
+        "ignore_eos=true",
     ]
     program.main([*argv, "--set", "prompt_ids=5,17"])
     assert "3 tokens, " in capsys.readouterr().out  # after the first, which the prompt gives

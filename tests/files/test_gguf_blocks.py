@@ -246,7 +246,9 @@ def test_blocks_are_the_default(block_file, capsys):
     engine = load(checkpoint=path, device="cpu")
     kinds = "Q3_K, Q4_1, Q4_K, Q5_0, Q8_0"
     assert engine.option("quant") == "blocks" and engine.option("dtype") == "bfloat16"
-    note = f"note: weights run as they are in the file ({kinds}); --set dtype=bfloat16 converts them\n"
+    note = (
+        f"note: weights run as they are in the file ({kinds}); --set dtype=bfloat16 converts them\n"
+    )
     assert capsys.readouterr().err == note
     assert {type(layer.attention.wqkv) for layer in engine.target.layers} == {BlockLinear}
 
@@ -559,9 +561,11 @@ def test_the_command_line(block_file, tmp_path, capsys):
             "6",
             "--draft",
             "ngram",
-            "--set", "prompt_ids=5,17",
+            "--set",
+            "prompt_ids=5,17",
             "--compare",
-            "--set", "ignore_eos=true",
+            "--set",
+            "ignore_eos=true",
             "--json",
             str(out),
         ]
@@ -687,7 +691,8 @@ def test_tensors_that_are_refused(capsys, tmp_path):
     assert "m.gguf: model.layers.1.self_attn.q_proj.weight + " in err and "has shape" in err
     err = says({name: np.zeros((64, 256), np.float32)})
     assert (
-        "self_attn.k_proj.weight is not, and they are one layer here; use --set dtype=bfloat16" in err
+        "self_attn.k_proj.weight is not, and they are one layer here; use --set dtype=bfloat16"
+        in err
     )
     load(checkpoint=str(path), device="cpu", dtype="bfloat16")
     assert "the file's Q4_K weights are converted to bfloat16" in capsys.readouterr().err

@@ -529,10 +529,12 @@ def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
 # ----------------------------------------------------------------------------------------- mistakes
 
 COMMAND = [
-    "--set", "prompt_ids=5,17,3",
+    "--set",
+    "prompt_ids=5,17,3",
     "--max_new_tokens",
     "4",
-    "--set", "ignore_eos=true",
+    "--set",
+    "ignore_eos=true",
     "--device",
     "cpu",
     "--tree",

@@ -930,7 +930,9 @@ def test_texts_that_are_none(capfd):
         capfd, "--checkpoint", DEMO, "--prompt_file", "/dev/zero", *TEXT[2:]
     )
     assert "--json has a character" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--json", "a\0b")
-    assert "File name too long" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--set", "trace=" + "x" * 254)
+    assert "File name too long" in refused(
+        capfd, "--checkpoint", DEMO, *TEXT, "--set", "trace=" + "x" * 254
+    )
     engine = generate.load(checkpoint=str(DENSE), device="cpu", draft="none")
     with pytest.raises(ValueError, match="takes a list of prompts"):
         generate.generate(engine, "a text")

@@ -894,7 +894,9 @@ SPOILT = {
 def test_directories_that_cannot_be_loaded(capsys, tmp_path, how):
     out = quantized(TARGET, tmp_path / "out", Quantization("int4", 32))
     spoil(out, how)
-    err = failure(capsys, main, "--checkpoint", str(out), "--set", "prompt_ids=5,17", "--device", "cpu")
+    err = failure(
+        capsys, main, "--checkpoint", str(out), "--set", "prompt_ids=5,17", "--device", "cpu"
+    )
     assert re.search(SPOILT[how], err), err
 
 

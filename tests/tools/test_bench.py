@@ -388,8 +388,11 @@ def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
         (["--heads", "nowhere"], "--heads must be a directory, and goes with --methods all; it is"),
         (["--methods", "none,telepathy"], "argument --draft: invalid choice: 'telepathy'"),
         (["--methods", "eagle:ring"], "--methods: eagle:ring: ring is no tree"),
-        (["--methods", "eagle:static:tree_size=9"], "NODES of --tree (tree_size) belongs to --tree dynamic"),
-        (["--methods", "eagle:dynamic:topk"], "--children has no effect at temperature 0"),
+        (
+            ["--methods", "eagle:static:tree_size=9"],
+            "NODES of --tree (tree_size) belongs to --tree dynamic",
+        ),
+        (["--methods", "eagle:dynamic:topk"], "--set children has no effect at temperature 0"),
         (["--options", "speed=9"], "unrecognized arguments: --speed=9"),
         (["--temperatures", "warm"], "must be lists of numbers"),
         (
