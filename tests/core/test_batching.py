@@ -352,14 +352,8 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
         and file.read_bytes() == before
     )
     for name in ("json", "trace"):
-        refused(
-            capsys,
-            "would hold only what this run decodes",
-            *BASE,
-            *again,
-            name,
-            str(tmp_path / "k"),
-        )
+        more = ("--set", f"{name}={tmp_path / 'k'}")
+        refused(capsys, f"{name} would hold only what this run decodes", *BASE, *again, *more)
     with file.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         refused(capsys, "another run writes", *BASE, *again)

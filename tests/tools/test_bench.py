@@ -393,7 +393,7 @@ def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
             "NODES of --tree (tree_size) belongs to --tree dynamic",
         ),
         (["--methods", "eagle:dynamic:topk"], "--set children has no effect at temperature 0"),
-        (["--options", "speed=9"], "unrecognized arguments: --speed=9"),
+        (["--options", "speed=9"], "--set: there is no option speed"),
         (["--temperatures", "warm"], "must be lists of numbers"),
         (
             ["--tasks", "riddles"],
@@ -968,7 +968,7 @@ def test_text_cannot_leave_its_place_in_the_page():
         ({"path": [2, 3], "emitted": [2, 3, 9]}, "line 2: path must lead from the root"),
         ({"emitted": [1]}, "line 2: emitted must hold"),
         ({"depths": [1]}, "line 2: draft_tokens, parents, depths and values must be equally long"),
-        ({"root": None}, "line 2: it is no line of generate.py --trace"),
+        ({"root": None}, "line 2: it is no line of generate.py --set trace"),
     ],
 )
 def test_a_malformed_trace_names_its_line(tmp_path, capsys, monkeypatch, change, message):
