@@ -37,7 +37,7 @@ from cli.option_rules import (
     TRIMMED,
     only_with,
 )
-from cli.parsing import check_kinds, check_ranges, flag_of, option, require
+from cli.parsing import check_kinds, check_ranges, flag_of, option, require, setting
 from cli.tree_paths import (
     EAGLE1_PATHS,
     MAX_NODES,
@@ -123,9 +123,7 @@ class GenerateConfig:
         alias="eagle",
     )
     draft_checkpoint: str = option(
-        "",
-        "the model of --draft model: a directory or a GGUF file",
-        needs=(only_with("model"),),
+        "", "the model of --draft model: a directory or a GGUF file", needs=(only_with("model"),)
     )
     tree: str = option(
         "",
@@ -201,30 +199,27 @@ class GenerateConfig:
     json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
 
     # what --tree stands for
-    tree_file: str = option("", "the file of --tree", rare=True, needs=(SIZED,), spelled="--tree")
-    tree_depth: int = option(
+    tree_file: str = setting("", "the file of --tree", needs=(SIZED,), spelled="--tree")
+    tree_depth: int = setting(
         0,
         "LEVELS of --tree (auto: at most); default: 6, or as many as the head has",
-        rare=True,
         needs=(LEVELS,),
         least=1,
         most=MAX_NODES - 1,
         spelled="LEVELS of --tree (tree_depth)",
     )
-    tree_topk: int = option(
+    tree_topk: int = setting(
         0,
         "CHILDREN of --tree, per node, and nodes expanded per level (auto: at most); default: 10, "
         "on a CPU 4, in bf16 on AMX tiles 8",
-        rare=True,
         needs=(GROWS, GROWN),
         least=1,
         spelled="CHILDREN of --tree (tree_topk)",
     )
-    tree_size: int = option(
+    tree_size: int = setting(
         0,
         "NODES of --tree, verified ones, root included (auto: at most); default: 60, with int4 on "
         "CUDA 32, on a CPU 16, in bf16 on AMX tiles 32",
-        rare=True,
         needs=(SIZED, GROWN),
         least=2,
         most=MAX_NODES,
@@ -232,128 +227,100 @@ class GenerateConfig:
     )
 
     # of single runs
-    prompt_ids: str | None = option(
-        None, "token ids to continue, as 5,17,3; needs no tokenizer", rare=True
+    prompt_ids: str | None = setting(None, "token ids to continue, as 5,17,3; needs no tokenizer")
+    num_samples: int = setting(
+        1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6
     )
-    num_samples: int = option(
-        1, "continuations per prompt", rare=True, needs=(NOT_CHAT,), least=1, most=10**6
+    ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
+    show_drafts: bool = setting(
+        False, "colour the tokens that were drafted and accepted", needs=(INTERACTIVE,)
     )
-    ignore_eos: bool = option(False, "go on after an end-of-sequence token", rare=True)
-    show_drafts: bool = option(
-        False,
-        "colour the tokens that were drafted and accepted",
-        rare=True,
-        needs=(INTERACTIVE,),
-    )
-    verbose: bool = option(False, "print seconds, memory and trees at the end, too", rare=True)
-    results: str = option(
+    verbose: bool = setting(False, "print seconds, memory and trees at the end, too")
+    results: str = setting(
         "",
         "write every conversation to this JSONL file when it ends; the same command resumes a "
         "run that was stopped",
-        rare=True,
         needs=(NOT_CHAT, ONCE),
     )
-    trace: str = option(
-        "",
-        "write one JSON line per cycle and sequence; - is standard output",
-        rare=True,
-        needs=(NOT_CHAT,),
+    trace: str = setting(
+        "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
     )
-    profile: str = option(
-        "", "write a profiler trace (chrome://tracing)", rare=True, needs=(NOT_CHAT,)
-    )
+    profile: str = setting("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
 
     # of the model
-    dtype: str = option(
+    dtype: str = setting(
         "",
         "number type of weights and activations; default: the checkpoint's",
         ("float32", "bfloat16", "float16"),
-        rare=True,
     )
-    group_size: int = option(
+    group_size: int = setting(
         0,
         "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
-        rare=True,
         needs=(INT4,),
     )
-    threads: int = option(0, "CPU threads; 0: as many as cores", rare=True, least=0, short="t")
-    plain: bool = option(
+    threads: int = setting(0, "CPU threads; 0: as many as cores", least=0, short="t")
+    plain: bool = setting(
         False,
         "run PyTorch in place of our operators, from now on in this process: slow, and what one "
         "edits in model.py and ops/ is what runs",
-        rare=True,
     )
-    inflate: str = option(
+    inflate: str = setting(
         "",
         "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
-        rare=True,
         needs=(INFLATABLE,),
     )
 
     # of the draft
-    quant_draft: str = option(
+    quant_draft: str = setting(
         "",
         "round the draft's weights; default: as its files in 8 or 4 bits, else as the target; "
         "beside a 16-bit target int8 on a CPU, on CUDA int4 for a head",
         ("none", *FORMAT_NAMES),
-        rare=True,
         needs=(GROWS,),
     )
-    draft_vocab: int = option(
+    draft_vocab: int = setting(
         0,
         "the head drafts only this many tokens, the first of its token_ranks.json; 0: all",
-        rare=True,
         needs=(HEAD,),
         least=0,
     )
-    token_ranks: str = option(
-        "", "token ids by frequency, for draft_vocab", rare=True, needs=(HEAD, TRIMMED)
-    )
-    draft_store: str = option(
+    token_ranks: str = setting("", "token ids by frequency, for draft_vocab", needs=(HEAD, TRIMMED))
+    draft_store: str = setting(
         "",
         "file that stores finished texts, so that later runs draft from them too",
-        rare=True,
         needs=(STORE,),
     )
-    datastore: str = option(
-        "",
-        "texts of --draft rest, from scripts/build_datastore.py",
-        rare=True,
-        needs=(only_with("rest"),),
+    datastore: str = setting(
+        "", "texts of --draft rest, from scripts/build_datastore.py", needs=(only_with("rest"),)
     )
-    lookahead: str = option(
+    lookahead: str = setting(
         "",
         "window, n-gram and guesses of --draft lookahead, W-N-G; default: 5-4-5",
-        rare=True,
         needs=(only_with("lookahead"),),
     )
-    accept: str = option(
+    accept: str = setting(
         "exact",
         "exact: the same tokens as vanilla; residual: the papers' rule",
         ("exact", "residual"),
-        rare=True,
         needs=(RULE, SAMPLED, FIXED),
     )
-    children: str = option(
+    children: str = setting(
         "",
         "how children are picked when sampling: top-k of the head's logits, top-k with the shared "
         "noise, or sampled without replacement; default: noise, and with accept=residual sampled "
         "(topk on dynamic trees)",
         ("topk", "noise", "sampled"),
-        rare=True,
         needs=(GROWS, SAMPLED),
     )
-    expand_by: str = option(
+    expand_by: str = setting(
         "value",
         "score that picks the nodes to expand (EAGLE-2 Table 3)",
         ("value", "confidence"),
-        rare=True,
         needs=(DYNAMIC,),
     )
-    no_rerank: bool = option(
+    no_rerank: bool = setting(
         False,
         "verify the first levels whole instead of the best nodes (EAGLE-2 Table 3)",
-        rare=True,
         needs=(DYNAMIC,),
     )
 

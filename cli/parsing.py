@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, field, fields
+from functools import partial
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
@@ -79,6 +80,9 @@ def option(
         **extra,
     }
     return field(default=default, metadata=metadata)
+
+
+setting = partial(option, rare=True)  # for `--set`
 
 
 def flag_of(f: Field) -> str:

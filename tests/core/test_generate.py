@@ -460,11 +460,15 @@ def test_a_tree_file_is_used(capsys, tmp_path):
     assert json.loads((tmp_path / "t").read_text().splitlines()[0])["parents"] == [0, 0, 1]
 
 
-def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(monkeypatch):
+def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(monkeypatch, tmp_path):
     assert Path(DEMO, "config.json").is_file() and Path(DEMO + "-eagle", "config.json").is_file()
     assert read_prompts(GenerateConfig()) == [["What is the capital of Italy?"]]
-    monkeypatch.chdir(Path(DEMO).parents[1])
-    for name in (DEMO, "checkpoints/demo", "checkpoints/demo/"):
+    (tmp_path / "link").symlink_to(DEMO)
+    for folder, name in (
+        (ROOT, DEMO), (ROOT, "checkpoints/demo"), (ROOT, "checkpoints/demo/"),
+        (ROOT, str(tmp_path / "link")), (tmp_path / "link", "."),
+    ):  # fmt: skip
+        monkeypatch.chdir(folder)
         assert read_prompts(GenerateConfig(checkpoint=name)) == [[PROMPT]]
     monkeypatch.chdir(Path(DEMO).parent)
     with pytest.raises(ValueError, match="no prompt"):
