@@ -228,7 +228,7 @@ class _OldFlag(argparse.Action):
         option_name = self.option_strings[0].removeprefix("--")
         value = "true" if self.nargs == 0 else values
         spelling = str(self.const).format(name=option_name, value=value)
-        print(f"note: {name} is now {spelling}", file=sys.stderr)
+        print(one_line(f"note: {name} is now {spelling}"), file=sys.stderr)
         namespace.set = [*getattr(namespace, "set", []), f"{option_name}={value}"]
 
 
