@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cli.tree_paths import chain_paths, check_candidates
-from ops.library import on_cpp_device
+from ops.library import on_cpp_device, tiles_in_use
 from ops.tree import DraftTree, Level, ancestors, rerank
 
 
@@ -260,3 +260,19 @@ class StaticTree:
     def ranks(self, level: int) -> int:
         """Return the number of children that are drafted for a node of a level."""
         return 1 + max(path[-1] for path in self.levels[level + 1])
+
+
+def usual_topk_and_size(on_cuda: bool, quant: str, dtype: str) -> tuple[int, int]:
+    """Return the top-k and the nodes that a dynamic tree has where no others are asked for.
+
+    quant, dtype: the options (options.py)
+    """
+    if not on_cuda:
+        if quant == "none" and dtype == "bfloat16" and tiles_in_use() != "none":
+            # 32 rows take 1.4 times as long as one, measured for a matmul of 4096x4096
+            return 8, 32
+        # matmuls are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
+        return 4, 16
+    # an estimate: from 33 rows on, unpacking takes longer than reading int4 weights
+    size = 32 if quant == "int4" else 60
+    return 10, size

@@ -187,7 +187,7 @@ class TreeDrafter(Drafter):
         if tree.width > self.vocab.drafted:
             raise ValueError(
                 f"a node cannot have {tree.width} ranked children of {self.vocab.drafted} tokens; "
-                "lower the rank (--tree_topk)"
+                "lower the rank (CHILDREN of --tree)"
             )
 
     def _set_tree(self, tree: DynamicTree | StaticTree) -> None:

@@ -490,7 +490,7 @@ def telling_kept(results: Any, count: int) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = "nothing is kept; --results FILE keeps every finished conversation"
+        kept = "nothing is kept; --set results=FILE keeps every finished conversation"
         if results is not None:
             kept = f"{results.path} keeps the finished conversations; the same command goes on"
         if count > 1:

@@ -236,7 +236,7 @@ def _note_attention(target: Transformer) -> None:
     if width % 16:
         print(f"note: attention with heads of width {width} {theirs}", file=sys.stderr)
     elif weight.dtype == DTYPES["float16"]:
-        print(f"note: attention in float16 {theirs}; use --dtype bfloat16", file=sys.stderr)
+        print(f"note: attention in float16 {theirs}; use --set dtype=bfloat16", file=sys.stderr)
 
 
 def _without_head(config: GenerateConfig) -> str:

@@ -1,8 +1,8 @@
 """Every option of generate.py, once: its default, help text, flag, and condition to have an effect.
 
 `GenerateConfig.check` refuses values and combinations that cannot work, so that Python callers and
-the command line get the same messages. `Ablation` has the settings of experiments, which the
-command line does not show.
+the command line get the same messages. The options that only measurements need come last; the
+command line sets them by `--set name=value`.
 No torch is imported, so that a mistake is reported before it is.
 Not here: reading a command line (cli/parsing.py); reading prompts (cli/prompts.py).
 """
@@ -12,14 +12,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cli.io import can_name_file, check_directory, check_outputs
 from cli.methods import DRAFTERS, entry_of, has_extras
 from cli.option_rules import (
     CHAT,
-    DRAFT,
+    DYNAMIC,
+    FIXED,
     GROWN,
+    GROWS,
     HEAD,
     INFLATABLE,
     INT4,
@@ -27,23 +29,23 @@ from cli.option_rules import (
     LEVELS,
     NOT_CHAT,
     ONCE,
-    ONE_SIZE,
     RULE,
     SAMPLED,
     SIZED,
     STORE,
     TEXT,
-    TREE,
     only_with,
 )
-from cli.parsing import check_kinds, check_ranges, option, require
+from cli.parsing import check_kinds, check_ranges, flag_of, option, require, setting
 from cli.tree_paths import (
     EAGLE1_PATHS,
     MAX_NODES,
     MEDUSA_PATHS,
+    SHAPES,
     candidates,
     chain_paths,
     check_candidates,
+    parse_tree,
     read_tree,
 )
 from ops import switches
@@ -69,54 +71,18 @@ class Sampling(NamedTuple):
     min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """Settings of experiments, which scripts/bench/papers.py takes as pieces of a method."""
-
-    lookahead: str = option(
-        "",
-        "window, n-gram and guesses, W-N-G; default: 5-4-5",
-        needs=(DRAFT, only_with("lookahead")),
-    )
-    expand_by: str = option(
-        "value",
-        "score that picks the nodes to expand (EAGLE-2 Table 3)",
-        ("value", "confidence"),
-        needs=(DRAFT, TREE, GROWN, ONE_SIZE),
-    )
-    no_rerank: bool = option(
-        False,
-        "verify the first levels whole instead of the best nodes (EAGLE-2 Table 3)",
-        needs=(DRAFT, TREE, GROWN, ONE_SIZE),
-    )
-    children: str = option(
-        "",
-        "how children are picked when sampling: top-k of the head's logits, top-k with the shared "
-        "noise, or sampled without replacement; default: noise, and with --accept residual "
-        "sampled (topk on dynamic trees)",
-        ("topk", "noise", "sampled"),
-        needs=(DRAFT, TREE, SAMPLED),
-    )
-
-
-# titles of the help and their options, the rare ones last
+# titles of the help and their options
 GROUPS = {
-    "the model": ("checkpoint", "quant", "context", "device", "threads", "compile"),
+    "the model": ("checkpoint", "quant", "context", "device", "compile"),
     "the text": (
         "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "stop",
-        "grammar", "batch_size", "num_samples",
+        "grammar", "batch_size",
     ),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
     "drafting (the text is the same with any of it)": (
-        "draft", "head", "draft_checkpoint", "datastore", "draft_store",
+        "draft", "head", "draft_checkpoint", "tree",
     ),
-    "what is shown and written": (
-        "show_drafts", "verbose", "compare", "json", "results", "trace", "profile",
-    ),
-    "rare": (
-        "tree", "tree_file", "tree_depth", "tree_topk", "tree_size", "quant_draft",
-        "accept", "prompt_ids", "ignore_eos", "group_size", "dtype", "plain", "inflate",
-    ),
+    "what is shown and written": ("compare", "json"),
 }  # fmt: skip
 
 
@@ -131,10 +97,16 @@ class GenerateConfig:
         "the target: a Hugging Face directory or a GGUF file; the default is fetched once (93 MB)",
         short="m",
     )
-    inflate: str = option(
-        "",
-        "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
-        needs=(INFLATABLE,),
+    quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
+    context: int = option(
+        0,
+        "KV capacity in tokens; 0: what the model was trained for, at most 4096",
+        least=0,
+        short="c",
+    )
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    compile: bool = option(
+        False, "run the steps of a cycle as C++ operators; on CUDA, compiled and captured"
     )
     draft: str = option(
         "",
@@ -146,61 +118,24 @@ class GenerateConfig:
         "",
         "a trained head of any kind, a directory or a GGUF file; default: the checkpoint's name "
         "with -eagle, or with another --draft behind it, if it exists",
-        needs=(DRAFT, HEAD),
+        needs=(HEAD,),
         alias="eagle",
     )
     draft_checkpoint: str = option(
-        "",
-        "the model of --draft model: a directory or a GGUF file",
-        needs=(DRAFT, only_with("model")),
-    )
-    datastore: str = option(
-        "",
-        "texts of --draft rest, from scripts/build_datastore.py",
-        needs=(DRAFT, only_with("rest")),
-    )
-    draft_store: str = option(
-        "",
-        "file that stores finished texts, so that later runs draft from them too",
-        needs=(DRAFT, STORE),
+        "", "the model of --draft model: a directory or a GGUF file", needs=(only_with("model"),)
     )
     tree: str = option(
         "",
-        "shape of the draft tree; auto picks the fastest of several, and none, while decoding, "
-        "and stores what it learns in ~/.cache/gpt-eagle/trees; default: auto for a head, chain "
-        "for a draft model, dynamic where only that can do what is asked for and with torchrun; "
-        "without the folder extras/ dynamic on CUDA, chain on a CPU",
-        ("auto", "dynamic", "static", "chain"),
-        needs=(DRAFT, SIZED),
-    )
-    tree_file: str = option(
-        "", "static tree: JSON list of rank paths, as [[0], [1], [0, 0]]", needs=(DRAFT, SIZED)
-    )
-    tree_depth: int = option(
-        0,
-        "drafted levels (dynamic, chain; auto: at most); default: 6, or as many as the head has",
-        needs=(DRAFT, TREE, LEVELS),
-        least=1,
-    )
-    tree_topk: int = option(
-        0,
-        "children per node, and nodes expanded per level (dynamic; auto: at most); "
-        "default: 10, on a CPU 4, in bf16 on AMX tiles 8",
-        needs=(DRAFT, TREE, GROWN),
-        least=1,
-    )
-    tree_size: int = option(
-        0,
-        "verified nodes, root included (dynamic; auto: at most); default: 60, with int4 on CUDA "
-        "32, on a CPU 16, in bf16 on AMX tiles 32",
-        needs=(DRAFT, SIZED, GROWN),
-        least=2,
-    )
-    accept: str = option(
-        "exact",
-        "exact: the same tokens as vanilla; residual: the papers' rule",
-        ("exact", "residual"),
-        needs=(DRAFT, RULE, SAMPLED, ONE_SIZE),
+        "shape of the draft tree: auto, chain:3, dynamic:6,8,32 (levels, children of a node, nodes "
+        "in all; what is left out has its default), static, or a JSON list of rank paths, as "
+        "[[0], [1], [0, 0]], in a file. auto, which takes such numbers as bounds, picks the "
+        "fastest of several, and none, while decoding, and stores what it learns in "
+        "~/.cache/gpt-eagle/trees; default: auto for a head, chain for a draft model, dynamic "
+        "where only that can do what is asked for and with torchrun; without the folder extras/ "
+        "dynamic on CUDA, chain on a CPU",
+        tuple(SHAPES),
+        needs=(SIZED,),
+        parts=parse_tree,
     )
     prompt: str | None = option(
         None,
@@ -210,11 +145,7 @@ class GenerateConfig:
     prompt_file: str = option(
         "", "prompts: a text file, or JSONL with `turns`; - for standard input"
     )
-    prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     interactive: bool = option(False, "chat on the terminal")
-    show_drafts: bool = option(
-        False, "colour the tokens that were drafted and accepted", needs=(INTERACTIVE,)
-    )
     chat: str | None = option(
         None,
         "chat template: the built-in one named, or none for plain continuation; default, and "
@@ -241,6 +172,7 @@ class GenerateConfig:
     stop: tuple[str, ...] = option(
         (), "text that ends an answer and is left out; it may be given several times"
     )
+    batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
     top_p: float = option(
@@ -258,62 +190,131 @@ class GenerateConfig:
         least=0,
         most=2**64 - 1,
     )
-    ignore_eos: bool = option(False, "go on after an end-of-sequence token")
-    num_samples: int = option(1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6)
-    batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
-    context: int = option(
-        0,
-        "KV capacity in tokens; 0: what the model was trained for, at most 4096",
-        least=0,
-        short="c",
-    )
-    quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
-    group_size: int = option(
-        0,
-        "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
-        needs=(INT4,),
-    )
-    quant_draft: str = option(
-        "",
-        "the same for the draft; default: as its files in 8 or 4 bits, else as the target; beside "
-        "a 16-bit target int8 on a CPU, on CUDA int4 for a head",
-        ("none", *FORMAT_NAMES),
-        needs=(DRAFT, TREE),
-    )
-    compile: bool = option(
-        False, "run the steps of a cycle as C++ operators; on CUDA, compiled and captured"
-    )
-    plain: bool = option(
-        False,
-        "run PyTorch in place of our operators, from now on in this process: slow, and what one "
-        "edits in model.py and ops/ is what runs",
-    )
-    threads: int = option(0, "CPU threads; 0: as many as cores", least=0, short="t")
-    device: str = option("", "cpu or cuda; default: cuda if there is one")
-    dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
-    verbose: bool = option(False, "print seconds, memory and trees at the end, too")
     compare: bool = option(
         False,
         "also decode without drafting, check that the tokens agree, print the speedup",
         needs=(NOT_CHAT,),
     )
     json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
-    results: str = option(
+
+    # what --tree stands for
+    tree_file: str = setting("", "the file of --tree", needs=(SIZED,), spelled="--tree")
+    tree_depth: int = setting(
+        0,
+        "LEVELS of --tree (auto: at most); default: 6, or as many as the head has",
+        needs=(LEVELS,),
+        least=1,
+        most=MAX_NODES - 1,
+        spelled="LEVELS of --tree (tree_depth)",
+    )
+    tree_topk: int = setting(
+        0,
+        "CHILDREN of --tree, per node, and nodes expanded per level (auto: at most); default: 10, "
+        "on a CPU 4, in bf16 on AMX tiles 8",
+        needs=(GROWS, GROWN),
+        least=1,
+        spelled="CHILDREN of --tree (tree_topk)",
+    )
+    tree_size: int = setting(
+        0,
+        "NODES of --tree, verified ones, root included (auto: at most); default: 60, with int4 on "
+        "CUDA 32, on a CPU 16, in bf16 on AMX tiles 32",
+        needs=(SIZED, GROWN),
+        least=2,
+        most=MAX_NODES,
+        spelled="NODES of --tree (tree_size)",
+    )
+
+    # of single runs
+    prompt_ids: str | None = setting(None, "token ids to continue, as 5,17,3; needs no tokenizer")
+    num_samples: int = setting(
+        1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6
+    )
+    ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
+    show_drafts: bool = setting(
+        False, "colour the tokens that were drafted and accepted", needs=(INTERACTIVE,)
+    )
+    verbose: bool = setting(False, "print seconds, memory and trees at the end, too")
+    results: str = setting(
         "",
         "write every conversation to this JSONL file when it ends; the same command resumes a "
         "run that was stopped",
         needs=(NOT_CHAT, ONCE),
     )
-    trace: str = option(
+    trace: str = setting(
         "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
     )
-    profile: str = option("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
-    ablation: dict | None = option(None, "settings of `Ablation` by name", flag=False)
+    profile: str = setting("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
 
-    @property
-    def ablated(self) -> Ablation:
-        """The settings of experiments."""
-        return Ablation(**(self.ablation or {}))
+    # of the model
+    dtype: str = setting(
+        "",
+        "number type of weights and activations; default: the checkpoint's",
+        ("float32", "bfloat16", "float16"),
+    )
+    group_size: int = setting(
+        0,
+        "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
+        needs=(INT4,),
+    )
+    threads: int = setting(0, "CPU threads; 0: as many as cores", least=0, short="t")
+    plain: bool = setting(
+        False,
+        "run PyTorch in place of our operators, from now on in this process: slow, and what one "
+        "edits in model.py and ops/ is what runs",
+    )
+    inflate: str = setting(
+        "",
+        "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
+        needs=(INFLATABLE,),
+    )
+
+    # of the draft
+    quant_draft: str = setting(
+        "",
+        "round the draft's weights; default: as its files in 8 or 4 bits, else as the target; "
+        "beside a 16-bit target int8 on a CPU, on CUDA int4 for a head",
+        ("none", *FORMAT_NAMES),
+        needs=(GROWS,),
+    )
+    draft_store: str = setting(
+        "",
+        "file that stores finished texts, so that later runs draft from them too",
+        needs=(STORE,),
+    )
+    datastore: str = setting(
+        "", "texts of --draft rest, from scripts/build_datastore.py", needs=(only_with("rest"),)
+    )
+    lookahead: str = setting(
+        "",
+        "window, n-gram and guesses of --draft lookahead, W-N-G; default: 5-4-5",
+        needs=(only_with("lookahead"),),
+    )
+    accept: str = setting(
+        "exact",
+        "exact: the same tokens as vanilla; residual: the papers' rule",
+        ("exact", "residual"),
+        needs=(RULE, SAMPLED, FIXED),
+    )
+    children: str = setting(
+        "",
+        "how children are picked when sampling: top-k of the head's logits, top-k with the shared "
+        "noise, or sampled without replacement; default: noise, and with accept=residual sampled "
+        "(topk on dynamic trees)",
+        ("topk", "noise", "sampled"),
+        needs=(GROWS, SAMPLED),
+    )
+    expand_by: str = setting(
+        "value",
+        "score that picks the nodes to expand (EAGLE-2 Table 3)",
+        ("value", "confidence"),
+        needs=(DYNAMIC,),
+    )
+    no_rerank: bool = setting(
+        False,
+        "verify the first levels whole instead of the best nodes (EAGLE-2 Table 3)",
+        needs=(DYNAMIC,),
+    )
 
     @property
     def sampling(self) -> Sampling:
@@ -328,9 +329,7 @@ class GenerateConfig:
         if self.tree:
             return self.tree
         default = (*entry_of(self).trees, "auto")[0]
-        only_dynamic = (
-            self.ablated.expand_by != "value" or self.ablated.no_rerank or self.accept != "exact"
-        )
+        only_dynamic = self.expand_by != "value" or self.no_rerank or self.accept != "exact"
         if default == "auto" and only_dynamic:
             return "dynamic"
         if default == "auto" and not has_extras():
@@ -341,7 +340,7 @@ class GenerateConfig:
 
     @property
     def static_paths(self) -> tuple[tuple[int, ...], ...]:
-        """The rank paths of a chain or a static tree. Raises: ValueError for --tree_file."""
+        """The rank paths of a chain or a static tree. Raises: ValueError for a file."""
         if self.tree_shape == "chain":
             return chain_paths(self.tree_depth or DEPTH)
         if self.tree_file:
@@ -354,7 +353,7 @@ class GenerateConfig:
 
         Raises: ValueError for a tree that cannot be.
         """
-        from draft_tree import DynamicTree, StaticTree  # imports torch
+        from draft_tree import DynamicTree, StaticTree, usual_topk_and_size  # imports torch
 
         if self.tree_shape in ("chain", "static"):
             return StaticTree(self.static_paths)
@@ -362,31 +361,17 @@ class GenerateConfig:
         topk = self.tree_topk
         size = self.tree_size
         if not topk or not size:
-            default_topk, default_size = self._default_topk_and_size()
+            on_cuda = (self.device or pick_device("")).startswith("cuda")
+            default_topk, default_size = usual_topk_and_size(on_cuda, self.quant, self.dtype)
             topk = topk or default_topk
             size = size or min(default_size, 1 + candidates(depth, topk))
-        return DynamicTree(depth, topk, size, self.ablated.expand_by, not self.ablated.no_rerank)
-
-    def _default_topk_and_size(self) -> tuple[int, int]:
-        device = self.device or pick_device("")
-        if not device.startswith("cuda"):
-            from ops.library import tiles_in_use  # imports torch
-
-            in_bf16 = self.quant == "none" and self.dtype == "bfloat16"
-            if in_bf16 and tiles_in_use() != "none":
-                # 32 rows take 1.4 times as long as one, measured for a matmul of 4096x4096
-                return 8, 32
-            # matmuls are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
-            return 4, 16
-        # an estimate: from 33 rows on, unpacking takes longer than reading int4 weights
-        size = 32 if self.quant == "int4" else 60
-        return 10, size
+        return DynamicTree(depth, topk, size, self.expand_by, not self.no_rerank)
 
     @property
     def child_rule(self) -> str:
-        """The rule by which children are picked: the one asked for, or that of `--accept`."""
-        if self.ablated.children:
-            return self.ablated.children
+        """The rule by which children are picked: the one asked for, or that of `accept`."""
+        if self.children:
+            return self.children
         if self.accept != "residual":
             return "noise"
         return "topk" if GROWN.met(self) else "sampled"
@@ -410,32 +395,25 @@ class GenerateConfig:
 
     def check_needs(self) -> None:
         """Check that every option has an effect. Raises: ValueError for one that has none."""
-        for options in (self, self.ablated):
-            for f in fields(options):
-                if getattr(options, f.name) != f.default:
-                    for need in f.metadata["needs"]:
-                        require(need.met(self), f"--{f.name} {need.text.format(self)}")
+        for f in fields(self):
+            if getattr(self, f.name) != f.default:
+                for need in f.metadata["needs"]:
+                    require(need.met(self), f"{flag_of(f)} {need.text.format(self)}")
 
     def _check_names(self) -> None:
         check_kinds(self)
-        if self.ablation is not None:
-            known = {f.name for f in fields(Ablation)}
-            fault = f"ablation must be a dict of {', '.join(sorted(known))}; it is {self.ablation}"
-            require(isinstance(self.ablation, dict) and set(self.ablation) <= known, fault)
-            check_kinds(self.ablated)
-        for name, value in vars(self).items():
-            if isinstance(value, str) and name not in ("prompt", "system"):
-                fault = f"--{name} has a character that no name can have: {value!a}; drop it"
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, str) and f.name not in ("prompt", "system"):
+                fault = f"{flag_of(f)} has a character that no name can have: {value!a}; drop it"
                 require(can_name_file(value), fault)
 
     def _check_values(self) -> None:
-        size_fault = f"--tree_size must be 2 to {MAX_NODES}, root included; it is {self.tree_size}"
-        require(self.tree_size <= MAX_NODES, size_fault)
-        depth_fault = f"--tree_depth must be below {MAX_NODES}; it is {self.tree_depth}"
-        require(self.tree_depth < MAX_NODES, depth_fault)
         device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
         require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
-        group_fault = f"--group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
+        group_fault = (
+            f"--set group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
+        )
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
@@ -446,49 +424,48 @@ class GenerateConfig:
             if name and not name.lower().endswith(".gguf"):
                 check_directory(Path(name))
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
-        given = [f"--{s}" for s in sources if getattr(self, s) not in (None, False, "")]
+        given = [flag for flag, value in self._flags(sources) if value not in (None, False, "")]
         require(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
         has_text = self.prompt is None or self.prompt.strip() != ""
         require(has_text, "--prompt is empty; give it some text")
-        results_fault = "--results is read again by the next run; name a file instead of -"
-        require(self.results != "-", results_fault)
-        store_fault = "--draft_store is read again by the next run; name a file instead of -"
-        require(self.draft_store != "-", store_fault)
+        for flag, value in self._flags(("results", "draft_store")):
+            fault = f"{flag} is read again by the next run; name a file instead of -"
+            require(value != "-", fault)
         outputs = ("draft_store", "json", "results", "trace", "profile")
-        check_outputs({f"--{name}": getattr(self, name) for name in outputs})
+        check_outputs(dict(self._flags(outputs)))
+
+    def _flags(self, names: tuple[str, ...]) -> list[tuple[str, Any]]:
+        """Return options as a user writes them, and their values."""
+        return [(flag_of(f), getattr(self, f.name)) for f in fields(self) if f.name in names]
 
     def _check_tree(self) -> None:
-        file_fault = f"--tree_file is a static tree, not {self.tree}"
+        file_fault = f"--tree {self.tree_file} is a static tree, not {self.tree}"
         require(not self.tree_file or self.tree in ("", "static"), file_fault)
-        if self.draft == "eagle+ngram":
-            require(
-                self.tree_shape == "dynamic" and not self.ablated.no_rerank,
-                "--draft eagle+ngram grafts onto a re-ranked dynamic tree; "
-                "drop the other tree's flag",
-            )
+        graft_fault = "--draft eagle+ngram grafts onto a re-ranked tree; drop --set no_rerank"
+        require(self.draft != "eagle+ngram" or not self.no_rerank, graft_fault)
         takes = entry_of(self).trees or (self.tree_shape,)
         fault = f"--draft {self.draft} takes --tree {' or '.join(takes)}; it is {self.tree_shape}"
         require(self.tree_shape in takes, fault)
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
             check_candidates(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
-        lossy_fault = "--children sampled would make a dynamic tree lossy; use --tree static"
-        require(not grown or self.ablated.children != "sampled", lossy_fault)
+        lossy_fault = "--set children=sampled would make a dynamic tree lossy; use --tree static"
+        require(not grown or self.children != "sampled", lossy_fault)
 
     def _check_residual(self) -> None:
         grown = GROWN.met(self)
         rule = "topk" if grown else "sampled"
-        noise_fault = "--accept residual needs a draft that does not read the target's noise"
-        require(self.ablated.children != "noise", f"{noise_fault}; use --children {rule}")
+        noise_fault = "--set accept=residual needs a draft that does not read the target's noise"
+        require(self.children != "noise", f"{noise_fault}; use children={rule}")
         if grown:
             return
-        rule_fault = "--accept residual samples the children of static trees; drop --children topk"
-        require(self.ablated.children != "topk", rule_fault)
+        rule_fault = "accept=residual samples the children of static trees; drop children=topk"
+        require(self.children != "topk", rule_fault)
         paths = self.static_paths
         for path in sorted(paths):  # the rule takes the k-th child for the k-th draw
             complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
             gap = f"ranks without gaps; before {path} another is missing: add it"
-            require(complete, f"--accept residual needs {gap}")
+            require(complete, f"--set accept=residual needs {gap}")
 
 
 def pick_device(name: str) -> str:

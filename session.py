@@ -116,7 +116,7 @@ class Reader:
 
 
 class Trace(Reader):
-    """The lines of --trace: one per cycle and sequence."""
+    """The lines of `trace`: one per cycle and sequence."""
 
     def __init__(self):
         self.lines: list[dict[str, Any]] = []

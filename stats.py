@@ -1,7 +1,7 @@
 """Measurements of a run: acceptance, tokens, seconds and memory.
 
 `summary` makes the `stats` of `--json`, `stats_line` the last line of a run, `trace_row` a line of
-`--trace`. `free_bytes` and `check_memory` compare a plan with the memory that is free.
+`trace`. `free_bytes` and `check_memory` compare a plan with the memory that is free.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "") -> s
 
 
 def _details(stats: dict[str, Any]) -> str:
-    """Return the line of --verbose."""
+    """Return the line of `verbose`."""
     compiled = ""
     if stats["compile_s"]:  # on CUDA
         compiled = f"compile {stats['compile_s']:.1f} s, "
@@ -209,7 +209,7 @@ def _most_used(table: list[dict[str, Any]]) -> str:
 
 
 def trace_row(tree_trace: list[list], seq: int, result: Any) -> dict[str, Any]:
-    """Return one line of `--trace`.
+    """Return one line of `trace`.
 
     tree_trace: of all sequences, the tree's tokens, parents and depths, the accepted path, and the
     nodes' values if there are any (a padded node's is null)
@@ -340,7 +340,7 @@ def sequence_memory(engine: Any) -> str:
     }
     if engine.config.compare:
         plan["those without a draft"] = target_cache
-    remedy = "lower --batch_size, --context or --tree_topk"
+    remedy = "lower --batch_size, --context or CHILDREN of --tree"
     return check_memory(plan, str(weight.device), remedy, engine.config.batch_size)
 
 

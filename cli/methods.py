@@ -15,21 +15,21 @@ class Entry(NamedTuple):
     """A way to draft: its module, and the options that it takes."""
 
     module: str
-    extended: str = ""  # the module that loads it with --inflate, if another
+    extended: str = ""  # the module that loads it with inflate, if another
     head: bool = False  # it reads a trained head
     # values of --tree, its default first; (): it has trees of its own
     trees: tuple[str, ...] = ("auto", "dynamic", "static", "chain")
     grows: bool = True  # it grows trees from scores of its own, so that it takes their options
     looks_up: bool = False  # it searches texts
     keeps_texts: bool = False  # it drafts from past requests, too
-    resizes: bool = False  # its static trees have --tree_size nodes
-    residual: bool = True  # it takes --accept residual
+    resizes: bool = False  # its static trees have tree_size nodes
+    residual: bool = True  # it takes accept=residual
     many_ranks: bool = True  # it runs under torchrun
     source: str = "head"  # of drafts, for a person
 
 
 DRAFTERS = {
-    "none": Entry("drafters"),
+    "none": Entry("drafters", trees=(), grows=False, residual=False),
     "eagle": Entry("eagle_draft", extended="extras.heads", head=True),
     "medusa": Entry("extras.medusa_draft", head=True),
     "hydra": Entry("extras.hydra_draft", head=True),
@@ -97,12 +97,13 @@ def slower_choices(config: Any) -> list[str]:
     """
     draft = config.draft
     of_head = draft in HEAD_KINDS
+    residual = config.accept == "residual"
     large = config.tree_size == 0 or config.tree_size >= 16
     found = {
         "--draft lookahead": ("no drafting", draft == "lookahead"),
         "--tree static": ("no drafting", config.tree == "static" and of_head and draft != "block"),
         "--tree dynamic": ("a chain", config.tree == "dynamic" and of_head and large),
-        "--accept residual": ("the exact rule", config.accept == "residual" and draft != "ngram"),
+        "--set accept=residual": ("the exact rule", residual and draft != "ngram"),
     }
     return [f"{choice} was slower than {than}" for choice, (than, true) in found.items() if true]
 

@@ -1,4 +1,4 @@
-"""Conditions for an option of generate.py to have an effect.
+"""Conditions for an option of generate.py to have the effect that it is asked for.
 
 An option names its conditions (`needs`), and `GenerateConfig.check_needs` reports the first that a
 given option does not meet. This module needs no torch.
@@ -15,7 +15,7 @@ from cli.methods import entry_of
 class Need(NamedTuple):
     """A condition for an option to have an effect."""
 
-    text: str  # follows the flag's name in the message; {0} is the options
+    text: str  # follows the option's name in the message; {0} is the options
     met: Callable[[Any], bool]  # of the options, a GenerateConfig
 
 
@@ -24,47 +24,57 @@ def only_with(draft: str) -> Need:
     return Need(f"belongs to --draft {draft}; add that", lambda o: o.draft == draft)
 
 
-DRAFT = Need("needs a draft; there is none, or --draft none", lambda o: o.draft != "none")
+# the draft
 HEAD = Need("does nothing with --draft {0.draft}; drop it", lambda o: entry_of(o).head)
 STORE = Need(  # under the residual rule the drafts of past requests would change the tokens
-    "belongs to lookups and recycling with --accept exact; use --draft ngram",
+    "belongs to lookups and recycling with accept=exact; use --draft ngram",
     lambda o: (
         o.accept == "exact"
         and (entry_of(o).keeps_texts or (o.tree_shape == "auto" and entry_of(o).grows))
     ),
 )
-SIZED = Need(
-    "does nothing with --draft {0.draft}, which picks its trees itself; drop it",
-    lambda o: entry_of(o).trees != (),
-)
-TREE = Need(SIZED.text, lambda o: entry_of(o).grows)
-GROWN = Need(
-    "belongs to --tree dynamic and auto; drop it",
-    lambda o: o.tree_shape in ("dynamic", "auto") or (entry_of(o).resizes and not o.tree_file),
-)
-RULE = Need(
-    "belongs to heads, draft models and --draft ngram; drop it", lambda o: entry_of(o).residual
-)
-LEVELS = Need(
-    "belongs to dynamic trees and chains, not to a static one; drop it",
-    lambda o: o.tree_shape != "static",
-)
-ONE_SIZE = Need(
-    "needs a tree of one size; --tree auto changes it: use --tree dynamic",
-    lambda o: o.tree != "auto",
-)
-SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
-INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
 INFLATABLE = Need(
     "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one",
     lambda o: o.checkpoint != type(o).checkpoint,
 )
+INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
+
+# the tree
+SIZED = Need(
+    "does nothing with --draft {0.draft}, which has no choice of trees; drop it",
+    lambda o: entry_of(o).trees != (),
+)
+GROWS = Need(SIZED.text, lambda o: entry_of(o).grows)
+LEVELS = Need(
+    "belongs to dynamic trees and chains, not to a static one; drop it",
+    lambda o: entry_of(o).grows and o.tree_shape != "static",
+)
+GROWN = Need(
+    "belongs to --tree dynamic and auto; drop it",
+    lambda o: o.tree_shape in ("dynamic", "auto") or (entry_of(o).resizes and not o.tree_file),
+)
+DYNAMIC = Need(
+    "needs a tree of one size that grows from scores; use --tree dynamic",
+    lambda o: entry_of(o).grows and o.tree_shape == "dynamic",
+)
+
+# the tokens
+SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
+RULE = Need(
+    "belongs to heads, draft models and --draft ngram; drop it", lambda o: entry_of(o).residual
+)
+FIXED = Need(  # the residual rule's tokens follow the tree, and --tree auto goes by a clock
+    "needs a tree of one size; --tree auto changes it: use --tree dynamic",
+    lambda o: o.tree != "auto",
+)
+
+# the run
 TEXT = Need(
-    "renders text; it cannot go with --prompt_ids",
+    "renders text; it cannot go with prompt_ids",
     lambda o: o.prompt_ids is None or o.chat == "none",
 )
 CHAT = Need(
-    "belongs to a chat template; drop --chat none or --prompt_ids",
+    "belongs to a chat template; drop --chat none or prompt_ids",
     lambda o: o.chat != "none" and o.prompt_ids is None,
 )
 ONCE = Need("cannot go with --compare, which decodes everything twice", lambda o: not o.compare)

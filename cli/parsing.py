@@ -1,6 +1,7 @@
 """The command line: a dataclass field is an option with a flag, a help text and a range.
 
 `parse` reads a command line into a dataclass of options, for generate.py and scripts/.
+An option that only measurements need has no flag of its own: `--set name=value` sets it.
 `one_line_errors` reports a user's mistake as one line and exit status 2.
 This module imports no torch, so that a mistake is reported before torch is imported.
 Not here: the options of generate.py (options.py).
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, field, fields
+from functools import partial
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
@@ -26,6 +28,20 @@ from cli.io import one_line
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
 PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy")  # that nothing runs without
+# flags of the last release, which still work (`_OldFlag`): what is written now
+OLD = dict.fromkeys(
+    (
+        "accept", "datastore", "draft_store", "dtype", "group_size", "ignore_eos",
+        "inflate", "num_samples", "plain", "profile", "prompt_ids", "quant_draft", "results",
+        "show_drafts", "threads", "trace", "verbose",
+    ),
+    "--set {name}={value}",
+) | {
+    "tree_file": "--tree {value}",
+    "tree_depth": "--tree auto:{value}, chain:{value} or dynamic:{value}",
+    "tree_topk": "--tree auto:,{value} or dynamic:,{value}",
+    "tree_size": "--tree auto:,,{value} or dynamic:,,{value}",
+}  # fmt: skip
 MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
 
 
@@ -37,6 +53,7 @@ def option(
     least: int | None = None,
     most: int = MOST,
     flag: bool = True,
+    rare: bool = False,
     alias: str = "",
     short: str = "",
     **extra: Any,
@@ -44,8 +61,11 @@ def option(
     """Make a dataclass field that is also a flag, unless `flag` is False.
 
     least, most: the range of a number
+    rare: the command line has `--set name=value` in place of a flag
     alias: another name of it, on the command line and in Python
     short: a letter for the command line, as llama.cpp has it
+    extra: `spelled`, the option's name in messages; `parts`, a function that returns the options
+        that a text stands for, by name
     """
     metadata = {
         "help": help,
@@ -54,6 +74,7 @@ def option(
         "least": least,
         "most": most,
         "flag": flag,
+        "rare": rare,
         "alias": alias,
         "short": short,
         **extra,
@@ -61,10 +82,20 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+setting = partial(option, rare=True)  # for `--set`
+
+
+def flag_of(f: Field) -> str:
+    """Return an option's name as messages have it: what a user writes."""
+    usual = f"--set {f.name}" if f.metadata["rare"] else f"--{f.name}"
+    return f.metadata.get("spelled", usual)
+
+
 def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
     """Return values by the fields' names, where some are given by an alias.
 
-    A path becomes a text, and one text or a list of them a tuple where a field takes several.
+    A path becomes a text, and one text or a list of them a tuple where a field takes several. A
+    text that stands for several options becomes these.
 
     Raises: ValueError for a field that is given twice, and for one that is not there.
     """
@@ -78,6 +109,11 @@ def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
             value = named[f.name]
             if isinstance(value, (str, list)):
                 named[f.name] = (value,) if isinstance(value, str) else tuple(value)
+        if "parts" in f.metadata and isinstance(named.get(f.name), str):
+            parts = f.metadata["parts"](named.pop(f.name))
+            for name in parts.keys() & named.keys():
+                raise ValueError(f"--{f.name} has {name} already; give it once")
+            named |= parts
     known = [f.name for f in fields(options)]
     for name in named.keys() - set(known):
         raise ValueError(f"there is no option {name}{did_you_mean(name, known)}")
@@ -108,16 +144,17 @@ def check_kinds(options: Any) -> None:
     for f in fields(options):
         value = getattr(options, f.name)
         choices = f.metadata["choices"]
-        if f.type in ("int", "float", "dict | None"):
+        if f.type in ("int", "float"):
             continue
         if f.type == "bool":
-            require(isinstance(value, bool), f"--{f.name} must be True or False; it is {value!r}")
+            fault = f"{flag_of(f)} must be True or False; it is {value!r}"
+            require(isinstance(value, bool), fault)
         elif f.type == SEVERAL:
             texts = isinstance(value, tuple) and all(isinstance(t, str) and t for t in value)
-            require(texts, f"--{f.name} must be texts that are not empty; it is {value!r}")
+            require(texts, f"{flag_of(f)} must be texts that are not empty; it is {value!r}")
         elif value != f.default:
-            require(isinstance(value, str), f"--{f.name} must be a text; it is {value!r}")
-            known = f"--{f.name} must be one of {', '.join(choices or ())}; it is {value!r}"
+            require(isinstance(value, str), f"{flag_of(f)} must be a text; it is {value!r}")
+            known = f"{flag_of(f)} must be one of {', '.join(choices or ())}; it is {value!r}"
             require(not choices or value in choices, known)
 
 
@@ -133,12 +170,12 @@ def _check_range(f: Field, value: Any, given: bool = False) -> None:
         kind = "number"
     is_number = isinstance(value, number) and not isinstance(value, bool)
     is_number = is_number and value == value  # not a NaN
-    require(is_number, f"--{f.name} must be a {kind}; it is {value!r}")
+    require(is_number, f"{flag_of(f)} must be a {kind}; it is {value!r}")
     require(
         least is None or value >= least or (value == f.default and not given),
-        f"--{f.name} must be at least {least}; it is {value}",
+        f"{flag_of(f)} must be at least {least}; it is {value}",
     )
-    require(value <= most, f"--{f.name} must be at most {most}; it is {value}")
+    require(value <= most, f"{flag_of(f)} must be at most {most}; it is {value}")
 
 
 def require(holds: bool, message: str) -> None:
@@ -180,6 +217,19 @@ class _OneName(argparse.Action):
             parser.error(f"{name} is another name of {self.given}; give one of them")
         self.given = name or ""
         setattr(namespace, self.dest, values)
+
+
+class _OldFlag(argparse.Action):
+    """Take the flag of an option that is now written otherwise, and say how. For one release."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
+    ) -> None:
+        option_name = self.option_strings[0].removeprefix("--")
+        value = "true" if self.nargs == 0 else values
+        spelling = str(self.const).format(name=option_name, value=value)
+        print(one_line(f"note: {name} is now {spelling}"), file=sys.stderr)
+        namespace.set = [*getattr(namespace, "set", []), f"{option_name}={value}"]
 
 
 def fail(program: str, message: str) -> NoReturn:
@@ -224,17 +274,53 @@ def parse_given(
         groups |= dict.fromkeys(names, parser.add_argument_group(title))
     for f in fields(options):
         assert f.default is not MISSING, f.name
-        if f.metadata["flag"]:
+        if f.metadata["flag"] and not f.metadata["rare"]:
             _add_argument(groups.get(f.name, parser), f)
     if not any(f.name == "version" for f in fields(options)):
         parser.add_argument("--version", action="version", version=f"gpt-eagle {VERSION}")
-    given = by_names(options, vars(parser.parse_args([_with_underscores(word) for word in argv])))
-    made = options(**given)
+    _add_settings(parser, options)
+    values = vars(parser.parse_args([_with_underscores(word) for word in argv]))
     with one_line_errors(program):
+        set_by_name = read_settings(options, values.pop("set", []))
+        given = by_names(options, values | set_by_name)
+        made = options(**given)
         for f in fields(options):
             if f.name in given and f.type in ("int", "float"):
                 _check_range(f, given[f.name], given=True)
     return made, set(given)
+
+
+def read_settings(options: type, texts: list[str]) -> dict[str, Any]:
+    """Return the values of `--set name=value`, by the names of options.
+
+    A value that is no number or truth value, where one is needed, stays a text for the checks.
+
+    Raises: ValueError for a text without a value, and for a name that is not there.
+    """
+    known = {f.name: f for f in fields(options) if f.metadata["flag"]}
+    known |= {f.metadata["alias"]: f for f in known.values() if f.metadata["alias"]}
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.replace("-", "_")
+        require(equals != "", f"--set takes name=value, as seed=1; it is {text!r}")
+        if name not in known:
+            rare = ", ".join(sorted(name for name, f in known.items() if f.metadata["rare"]))
+            hint = did_you_mean(name, known)
+            raise ValueError(
+                f"--set: there is no option {name}{hint}; it takes any flag and {rare}"
+            )
+        values[name] = _value_of(known[name], value)
+    return values
+
+
+def _value_of(f: Field, text: str) -> Any:
+    if f.type == "bool":
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if f.type in ("int", "float"):
+        with suppress(ValueError):
+            return int(text) if f.type == "int" else float(text)
+    return text
 
 
 def _with_underscores(word: str) -> str:
@@ -272,6 +358,8 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     else:
         arguments["type"] = {"int": int, "float": float}.get(str(f.type), str)
         arguments["choices"] = f.metadata["choices"]
+    if "parts" in f.metadata:  # which checks the text
+        arguments |= {"choices": None, "metavar": "|".join(f.metadata["choices"])}
     if f.type == SEVERAL:
         arguments |= {"action": "append", "metavar": "TEXT"}
     if f.metadata.get("optional"):
@@ -289,6 +377,26 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     parser.add_argument(*names, **arguments)
     if f.metadata.get("bare"):  # it may stand without its flag, too
         parser.add_argument(f.name, nargs="?", help=argparse.SUPPRESS)
+
+
+def _add_settings(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add `--set`, where there are rare options, and the flags that such options once had."""
+    rare = {f.name: f for f in fields(options) if f.metadata["rare"] and f.metadata["flag"]}
+    if not rare:
+        return
+    help = (
+        "an option without a flag, as dtype=float32; benchmarks/README.md lists them; it may be "
+        "given several times"
+    )
+    group = parser.add_argument_group("for measurements")
+    group.add_argument("--set", action="append", metavar="NAME=VALUE", help=help)
+    for name in OLD.keys() & rare.keys():
+        f = rare[name]
+        names = [f"--{name}", f"-{f.metadata['short']}"] if f.metadata["short"] else [f"--{name}"]
+        arguments: dict[str, Any] = {"action": _OldFlag, "dest": "set", "const": OLD[name]}
+        if f.type == "bool":
+            arguments["nargs"] = 0
+        parser.add_argument(*names, help=argparse.SUPPRESS, **arguments)
 
 
 def _drop_output() -> None:
@@ -322,7 +430,7 @@ def one_line_errors(program: str) -> Iterator[None]:
             raise
         # the bytes wanted, the device's, the free ones
         told = ". ".join(str(error).split(". ")[:3])
-        remedy = "lower --batch_size, --context or --tree_size, or use --quant int4"
+        remedy = "lower --batch_size, --context or NODES of --tree, or use --quant int4"
         fail(program, f"{told}; {remedy}")
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]

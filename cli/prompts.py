@@ -74,7 +74,7 @@ def read_grammar(config: GenerateConfig) -> str | dict | None:
 def _parse_ids(text: str) -> list[int]:
     parts = text.replace(" ", "").split(",")
     if not all(re.fullmatch(r"-?\d+", part) for part in parts):
-        raise ValueError(f"--prompt_ids must be numbers like 5,17,3; it is {text!r}")
+        raise ValueError(f"--set prompt_ids must be numbers like 5,17,3; it is {text!r}")
     return [int(part) for part in parts]
 
 
@@ -83,7 +83,7 @@ def _default_prompt(checkpoint: str) -> str:
         if os.path.realpath(path) == os.path.realpath(checkpoint):
             return prompt
     raise ValueError(
-        "no prompt; give one with --prompt, --prompt_file, --prompt_ids or --interactive"
+        "no prompt; give one with --prompt, --prompt_file, --interactive or --set prompt_ids=IDS"
     )
 
 
@@ -190,4 +190,4 @@ def with_options(
 def check_sampled(config: GenerateConfig) -> None:
     """Check that a prompt is sampled where that is needed. Raises: ValueError."""
     sampled = config.accept == "exact" or config.temperature > 0
-    require(sampled, "temperature must be above 0 with --accept residual; raise it")
+    require(sampled, "temperature must be above 0 with accept=residual; raise it")

@@ -1,4 +1,4 @@
-"""`--results FILE.jsonl`: one line per finished conversation; the next run decodes the rest.
+"""`--set results=FILE.jsonl`: one line per finished conversation; the next run decodes the rest.
 
 A line holds `run`, `prompt` and `sample` (numbers from 0), `id` or `question_id` where the prompt's
 row has it, its `turns`, and per turn `tokens`, `text`, `finish_reason` and `prompt_tokens`, as in
@@ -26,7 +26,7 @@ from decode import Engine
 
 # start of every line
 BEGIN = '{"run": "'
-# options that decide the tokens with --accept exact
+# options that decide the tokens with accept=exact
 DECIDES = (
     "inflate", "chat", "system", "temperature", "top_k", "top_p", "min_p",
     "seed", "ignore_eos", "max_new_tokens", "stop", "quant", "group_size", "dtype", "accept",
@@ -64,8 +64,8 @@ class Results:
             for name in ("json", "trace"):
                 if getattr(config, name) and self.done:
                     raise ValueError(
-                        f"--{name} would hold only what this run decodes; "
-                        "drop it, or name another --results"
+                        f"{name} would hold only what this run decodes; "
+                        "drop it, or name another file for results"
                     )
         except ValueError:
             self.lock.close()
@@ -76,7 +76,7 @@ class Results:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(
-                f"--results: another run writes {self.path}; wait for it, or name another file"
+                f"--set results: another run writes {self.path}; wait for it, or name another file"
             ) from None
 
     def _read(self) -> None:
@@ -85,10 +85,10 @@ class Results:
         complete, _, rest = text.rpartition("\n")
         lines = complete.split("\n") if complete else []
         for number, line in enumerate(lines, 1):
-            self.done.add(self._key(line, f"--results: {self.path} line {number}"))
+            self.done.add(self._key(line, f"--set results: {self.path} line {number}"))
         if not rest.startswith(BEGIN[: len(rest)]):
             raise ValueError(
-                f"--results: {self.path} ends with what no run has written; name another file"
+                f"--set results: {self.path} ends with what no run has written; name another file"
             )
         if rest:
             os.truncate(self.path, len(text.encode()) - len(rest.encode()))
@@ -134,7 +134,7 @@ class Results:
                 file.write(text)
         except OSError as error:
             raise ValueError(
-                f"--results: cannot write {self.path}: {error.strerror}; name another file"
+                f"--set results: cannot write {self.path}: {error.strerror}; name another file"
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""Draft trees as options: sizes and rank paths, checked without torch.
+"""Draft trees as options: `--tree`, sizes and rank paths, checked without torch.
 
 A rank path names a node of a static tree: (0, 2) is the third best child of the best child of the
 root. The shapes that are made of them are in draft_tree.py.
@@ -6,11 +6,40 @@ root. The shapes that are made of them are in draft_tree.py.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from cli.io import parse_json, read_named
 
 MAX_NODES = 64  # ancestor bits of a node fit one int64
+# shapes of --tree, and how many of the numbers LEVELS,CHILDREN,NODES each may have behind it
+SHAPES = {"auto": 3, "dynamic": 3, "chain": 1, "static": 0}
+NUMBERS = ("tree_depth", "tree_topk", "tree_size")
+
+
+def parse_tree(text: str) -> dict[str, Any]:
+    """Return the options that a value of `--tree` stands for, by name.
+
+    A number that is left out has its default. A text that names no shape is the path of a file.
+
+    Raises: ValueError for another form.
+    """
+    shape, colon, rest = text.partition(":")
+    numbers = rest.split(",") if colon else []
+    valid = not colon or any(numbers)
+    valid = valid and all(re.fullmatch(r"[0-9]{0,9}", number) for number in numbers)
+    if valid and len(numbers) <= SHAPES.get(shape, -1):
+        options = {name: int(number) for name, number in zip(NUMBERS, numbers) if number}
+        return {"tree": shape} | options
+    if text == "":
+        return {"tree": ""}
+    if shape not in SHAPES and Path(text).exists():
+        return {"tree_file": text}
+    raise ValueError(
+        "--tree takes auto, chain, dynamic, static, numbers behind the first three, as chain:3 or "
+        f"dynamic:6,8,32 (LEVELS,CHILDREN,NODES), or a JSON file; {text} is none of them"
+    )
 
 
 def candidates(depth: int, topk: int) -> int:
@@ -25,7 +54,7 @@ def check_candidates(depth: int, topk: int, size: int) -> None:
         raise ValueError(
             f"a tree of {size} nodes needs {size - 1} candidates; "
             f"depth {depth} and top-k {topk} give {count} (K + (D-1) K^2); "
-            "lower --tree_size or raise --tree_topk"
+            "lower NODES of --tree or raise its CHILDREN"
         )
 
 
@@ -53,23 +82,23 @@ MEDUSA_PATHS = tuple(tuple(map(int, path)) for path in MEDUSA_MC_SIM_7B.split())
 
 def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
     """Read a JSON list of rank paths. Raises: ValueError with the fault of the list."""
-    raw = parse_json(read_named(file, "--tree_file"), f"--tree_file: {file}")
+    raw = parse_json(read_named(file, "--tree"), f"--tree: {file}")
     if not isinstance(raw, list) or not raw or not all(map(_is_path, raw)):
         raise ValueError(
-            f"--tree_file: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]"
+            f"--tree: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]"
         )
     paths = {tuple(path) for path in raw}
     for path in sorted(paths):
         if len(path) > 1 and path[:-1] not in paths:
             raise ValueError(
-                f"--tree_file: {file} has the path {list(path)} "
+                f"--tree: {file} has the path {list(path)} "
                 f"without its parent {list(path[:-1])}; add it"
             )
     if len(paths) != len(raw):
-        raise ValueError(f"--tree_file: {file} lists a path twice")
+        raise ValueError(f"--tree: {file} lists a path twice")
     if len(paths) + 1 > MAX_NODES:
         raise ValueError(
-            f"--tree_file: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}"
+            f"--tree: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}"
         )
     return tuple(paths)
 

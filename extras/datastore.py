@@ -35,7 +35,7 @@ class Datastore:
         vocabulary: `extras.kept_texts.vocabulary_of` the target's tokenizer; size: V
         Raises: ValueError for a file that is no datastore of this vocabulary.
         """
-        self.name = f"--datastore: {file}"
+        self.name = f"--set datastore: {file}"
         self.size = size
         require(file.is_file(), f"{self.name} is no file; {REMEDY}")
         with read_untrusted(file, REMEDY, "is no datastore, or is cut short"):

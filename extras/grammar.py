@@ -56,7 +56,7 @@ class Grammar:
             raise ValueError("a grammar needs llguidance; run: pip install llguidance") from None
         config = engine.config
         exact = config.accept == "exact" and not config.ignore_eos
-        require(exact, "a grammar cannot go with --ignore_eos or --accept residual; drop that")
+        require(exact, "a grammar cannot go with ignore_eos or accept=residual; drop that")
         fault = "a grammar needs a model with a tokenizer and an end of sequence; use another"
         require(engine.tokenizer is not None and engine.eos_ids != (), fault)
         text = source if isinstance(source, str) else json.dumps(without_formats(source))

@@ -1,4 +1,4 @@
-"""EAGLE heads with additions: --inflate and --draft eagle+ngram."""
+"""EAGLE heads with additions: inflate and --draft eagle+ngram."""
 
 from __future__ import annotations
 

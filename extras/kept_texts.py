@@ -6,7 +6,7 @@
    make way for new ones, so that all fit CAPACITY tokens. Later texts win among equal matches.
 3. `tokens` has them in a buffer of fixed size and address, for all sequences of a batch. It changes
    between requests only: a decode cycle copies nothing to the device.
-4. `keep_in` reads a file (--draft_store) and replaces it when the process ends, readable by its
+4. `keep_in` reads a file (draft_store) and replaces it when the process ends, readable by its
    owner alone. Of two processes the last one to end wins, and its file is complete. A missing or
    empty file is begun; any other that is no store of this vocabulary is refused.
 
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from cli.io import folder_lock, parse_json, read_named, replace_file
 from cli.methods import entry_of
+from cli.option_rules import STORE
 from cli.parsing import require
 from model import Transformer
 from options import GenerateConfig
@@ -114,17 +115,16 @@ class KeptTexts:
 def texts_for(
     config: GenerateConfig, target: Transformer, tokenizer: Any, successors: Tensor | None = None
 ) -> KeptTexts | None:
-    """Make what is kept of past requests, --draft_store included; None where none is used.
+    """Make what is kept of past requests, draft_store included; None where none is used.
 
     successors: as for `KeptTexts`
-    Raises: ValueError for --draft_store with another drafter, and for a file that is no store.
+    Raises: ValueError for draft_store with another drafter, and for a file that is no store.
     """
     entry = entry_of(config)
     beside = entry.head and config.tree_shape == "auto" and config.device == "cpu"
     # under the residual rule the drafts of past requests would change the tokens
     keeps = (entry.keeps_texts or beside) and config.accept == "exact"
-    fault = "--draft_store belongs to lookups and recycling with --accept exact; use --draft ngram"
-    require(keeps or not config.draft_store, fault)
+    require(keeps or not config.draft_store, f"--set draft_store {STORE.text}")
     if not keeps:
         return None
     kept = KeptTexts(target.norm.weight.device, successors=successors)
@@ -147,11 +147,11 @@ def _read(file: Path, vocabulary: str, size: int) -> tuple[list[list[int]], list
 
     Returns: texts; tokens, each with its successors behind it.
     """
-    where = f"--draft_store: {file}"
+    where = f"--set draft_store: {file}"
     other = "delete it or name another file"
     fault = f"{where} has more than the {MOST_BYTES} bytes of any store; {other}"
     require(file.stat().st_size <= MOST_BYTES, fault)
-    content = read_named(file, "--draft_store")
+    content = read_named(file, "--set draft_store")
     try:
         value = parse_json(content, where)
     except ValueError:
@@ -200,4 +200,4 @@ def _write(
     except OSError as error:
         with suppress(OSError, ValueError, AttributeError):  # standard error may be closed by now
             reason = error.strerror or error
-            print(f"note: --draft_store: cannot write {file}: {reason}", file=sys.stderr)
+            print(f"note: --set draft_store: cannot write {file}: {reason}", file=sys.stderr)

@@ -60,7 +60,7 @@ def head_options(
 
     Raises: ValueError for options that a head of this kind does not have.
     """
-    fault = f"--inflate takes EAGLE heads, and {config.head} is one of {config.draft}"
+    fault = f"--set inflate takes EAGLE heads, and {config.head} is one of {config.draft}"
     require(not config.inflate, f"{fault}; name another --head")
     options: dict[str, Any] = {"children": config.child_rule}
     return Quantization.of(config.quant_draft, config.group_size), options
@@ -85,5 +85,5 @@ def tree_of(config: GenerateConfig, levels: int, path: Path) -> DynamicTree | St
     if config.tree_shape == "static" and not config.tree_file:
         tree = StaticTree(tuple(path for path in MEDUSA_PATHS if len(path) <= levels))
     fault = f"{path} drafts {levels} levels, and the tree has {tree.depth}"
-    require(tree.depth <= levels, f"{fault}; lower --tree_depth, or cut --tree_file")
+    require(tree.depth <= levels, f"{fault}; lower LEVELS of --tree, or cut its file")
     return tree

@@ -78,7 +78,7 @@ class LookaheadDrafter(Drafter):
     @staticmethod
     def from_config(config: GenerateConfig, device: torch.device) -> LookaheadDrafter:
         """Read the option. Raises: ValueError."""
-        text = config.ablated.lookahead or "-".join(map(str, SIZES))
+        text = config.lookahead or "-".join(map(str, SIZES))
         numbers = text.split("-")
         right = len(numbers) == 3 and all(number.strip().isdecimal() for number in numbers)
         require(right, f"--lookahead is three numbers, W-N-G, as 5-4-5; it is {text}")

@@ -8,7 +8,7 @@
    over two tokens fills that gap.
 4. Past the draft model's own context nothing is drafted, and the preset without a tree goes on.
 
-With `--accept residual`, a chain is speculative sampling as published: draw from q, accept with
+With `accept=residual`, a chain is speculative sampling as published: draw from q, accept with
 min(1, p/q). Sources: Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318).
 Trade-off: the cache has the target's capacity, so that every slot of a step exists. Slots past the
 draft model's context are written and never used. LM heads may be padded to different sizes, as
@@ -209,8 +209,8 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     elif not saved_quantization(read_raw(path)):
         quant = Quantization.of(config.quant_draft, config.group_size)
         if quant and config.quant_draft != config.quant:
-            rounded = f"{path} is rounded to {quant.format}; --quant_draft none leaves it as it is"
-            print(f"note: the draft model {rounded}", file=sys.stderr)
+            rounded = f"the draft model {path} is rounded to {quant.format}"
+            print(f"note: {rounded}; --set quant_draft=none leaves it as it is", file=sys.stderr)
     model = load_model(path, dtype, str(weight.device), quant)
     return ModelDrafter(
         model,

@@ -83,7 +83,7 @@ class Ngram:
         if self.size >= size:
             raise ValueError(
                 f"{self.size - 1} looked-up tokens do not fit a tree of {size} nodes; "
-                "raise --tree_size"
+                "raise NODES of --tree"
             )
 
     def add(self, pool: Candidates, text: DecodedTokens) -> Candidates:

@@ -5,7 +5,7 @@
 2. A tree of fixed shape grows from the root, level by level: child r of a node is successor r of
    its token. Where a token has never been verified, its children are no nodes.
 3. The matrix belongs to the model: it serves all sequences of a batch and later requests, and
-   --draft_store keeps it between runs. A further request changes the speed and never a token.
+   draft_store keeps it between runs. A further request changes the speed and never a token.
 
 It needs no model and no search. `--tree auto` picks among trees of several sizes, and none, by
 their measured speed; `--tree static` verifies one, by default the paper's 80 nodes cut to 64.
@@ -142,8 +142,8 @@ def drafter_of(config: GenerateConfig, matrix: Tensor) -> RecyclingDrafter:
             tree = config.draft_tree
         if tree.width > RANKS:
             raise ValueError(
-                f"--draft recycling stores {RANKS} successors of a token, and --tree_file has the "
-                f"rank {tree.width - 1}; lower it"
+                f"--draft recycling stores {RANKS} successors of a token, and the file of --tree "
+                f"has the rank {tree.width - 1}; lower it"
             )
         return RecyclingDrafter(tree, matrix)
     usual = SIZES[matrix.device.type]

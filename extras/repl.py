@@ -4,7 +4,7 @@
 2. With readline a line has a history and keys to edit it, and pasted lines are one turn. Lines
    between two \"\"\" are one turn, too.
 3. An answer goes on to its end, unless --max_new_tokens is given; a cut is said. Tokens that were
-   drafted and accepted are coloured by their source, on a terminal, with `--show_drafts`.
+   drafted and accepted are coloured by their source, on a terminal, with `show_drafts`.
 4. When the history no longer fits the context, the oldest turns are dropped and a note is printed.
 
 Ctrl-C ends an answer and not the conversation; the cached part of the answer stays. At the prompt a

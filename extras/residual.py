@@ -1,4 +1,4 @@
-"""`--accept residual`: the papers' acceptance rule, exact in distribution and not token by token.
+"""`accept=residual`: the papers' acceptance rule, exact in distribution and not token by token.
 
 A drafted token x is accepted with probability min(1, p(x) / q(x)). After a rejection p becomes
 norm(max(0, p - q)). On a chain this is standard speculative sampling.

@@ -94,7 +94,7 @@ class RestDrafter(PresetDrafter):
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Make `--draft rest`. Raises: ValueError on CUDA, and for a file that is no datastore."""
-    require(config.datastore, "--draft rest needs --datastore; name its file")
+    require(config.datastore, "--draft rest needs its texts; add --set datastore=FILE")
     on_cpu = config.device.startswith("cpu")
     require(on_cpu, "--draft rest searches on the host; use --device cpu, or another --draft")
     size = target.config.vocab_size

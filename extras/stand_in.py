@@ -623,7 +623,7 @@ def _inflate(
     if dtype is None:
         raise ValueError(
             f"{path}: torch_dtype {place.small.dtype} is not one of {', '.join(DTYPES)}; "
-            "use --dtype"
+            "use --set dtype"
         )
     config = raw | _large_config(place, dtype)
     config["stand_in"] = f"a {place.shape.name}-shaped function of {path.resolve().name}"
@@ -651,7 +651,7 @@ def _large_config(place: Placement, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def target_source(config: GenerateConfig) -> TensorSource:
-    """Return the tensors of the target under `--inflate`."""
+    """Return the tensors of the target under `--set inflate`."""
     path = Path(config.checkpoint)
     shape = Shape.parse(config.inflate)
     dtype = DTYPES.get(config.dtype)
@@ -665,14 +665,14 @@ def head_config(path: Path) -> ModelConfig:
     """
     if version_of(WeightFiles(path).readers) == 3:
         raise ValueError(
-            f"--inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; "
+            f"--set inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; "
             "name another --head"
         )
     return EagleConfig.from_dir(path).model
 
 
 def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
-    """Return the tensors of the head under `--inflate`."""
+    """Return the tensors of the head under `--set inflate`."""
     path = Path(config.head)
     weight = target.norm.weight
     small = head_config(path)

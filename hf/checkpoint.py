@@ -76,7 +76,7 @@ class Quantization:
 
     @staticmethod
     def of(format: str, group_size: int) -> Quantization | None:
-        """Return the value of `--quant` or `--quant_draft`; None for `none`."""
+        """Return the value of `--quant` or `quant_draft`; None for `none`."""
         if format == "none":
             return None
         return Quantization(format, group_size if format == "int4" else 0)
@@ -175,7 +175,7 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
         group = group or min(largest, OPEN_GROUP)
     for weight, n in inputs.items():
         if group and n % group:
-            remedy = f"--group_size {largest}" if fits else "--quant int8"
+            remedy = f"group_size={largest}" if fits else "--quant int8"
             if quant.saved:
                 remedy = "another checkpoint"
             raise ValueError(

@@ -518,7 +518,7 @@ def _head_of(config: GenerateConfig, path: Path) -> str:
 
 
 def _draft_format(config: GenerateConfig, path: Path, in_blocks: bool) -> str:
-    """Return the draft's number format: of its files, or of `--quant_draft`, or the target's.
+    """Return the draft's number format: of its files, or of `quant_draft`, or the target's.
 
     in_blocks: its file is a GGUF file whose blocks can stay
     """
@@ -527,7 +527,7 @@ def _draft_format(config: GenerateConfig, path: Path, in_blocks: bool) -> str:
     asked = config.quant_draft
     if saved is not None:
         if asked not in ("", saved.format) and not config.draft.startswith("eagle"):
-            raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant_draft")
+            raise ValueError(f"{path} is quantized already ({saved.format}); drop quant_draft")
         return asked or saved.format
     if asked:
         return asked

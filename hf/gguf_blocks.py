@@ -37,7 +37,7 @@ def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
     """Check whether a checkpoint's weights stay in the file's own blocks, or their codes on CUDA.
 
     config: `dtype` as the user gave it
-    Returns: True for a GGUF file on one device, unless --dtype is given.
+    Returns: True for a GGUF file on one device, unless dtype is given.
     """
     as_stored = is_gguf(path) and not config.dtype and not config.inflate
     if not as_stored or this_rank().world_size > 1:

@@ -141,9 +141,9 @@ def read_bpe(metadata: Metadata) -> Any:
     except Exception as error:  # the package raises nothing more specific
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{metadata.path}: the tokenizer's merges are broken ({reason}); use --prompt_ids"
+            f"{metadata.path}: the tokenizer's merges are broken ({reason}); use --set prompt_ids"
         ) from None
-    with read_untrusted(metadata.path, "use --prompt_ids"):
+    with read_untrusted(metadata.path, "use --set prompt_ids"):
         tokenizer = Tokenizer(model)
         tokenizer.pre_tokenizer = _pre_tokenizer(split)
         tokenizer.decoder = decoders.ByteLevel()
@@ -170,7 +170,7 @@ def _split(metadata: Metadata) -> str | tuple[str, ...]:
     if name not in SPLITS:
         known = ", ".join(SPLITS)
         raise ValueError(
-            f"{metadata.path}: the pre-tokenizer {name} is not one of {known}; use --prompt_ids"
+            f"{metadata.path}: the pre-tokenizer {name} is not one of {known}; use --set prompt_ids"
         )
     return SPLITS[name]
 
@@ -200,7 +200,7 @@ def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, int]]:
     kind = metadata.read("tokenizer.ggml.model", str)
     if kind != "llama":
         raise ValueError(
-            f"{metadata.path}: the tokenizer {kind} is not one of gpt2, llama; use --prompt_ids"
+            f"{metadata.path}: the tokenizer {kind} is not one of gpt2, llama; use --set prompt_ids"
         )
     tokens, types = _tokens(metadata)
     scores = metadata.read("tokenizer.ggml.scores", list)

@@ -244,7 +244,7 @@ def _quantized_by_others(
             )
         if codes and rest:
             files.read(rest[0])  # one in codes that lacks its scale is refused for that
-            remedy = "--dtype bfloat16" if is_gguf(files.path) else "another checkpoint"
+            remedy = "--set dtype=bfloat16" if is_gguf(files.path) else "another checkpoint"
             raise ValueError(
                 f"{files.path}: {codes[0]} is quantized and {rest[0]} is not, "
                 f"and they are one layer here; use {remedy}"
@@ -377,7 +377,7 @@ class _Loading:
         if not all(torch.equal(table, other) for other in tables):
             raise ValueError(
                 f"{self.files.path}: the experts of {names[0]} and others are of several types; "
-                "use --dtype bfloat16"
+                "use --set dtype=bfloat16"
             )
         size = torch.Size((len(stack), int(table[2])))
         packed = (
@@ -535,7 +535,8 @@ def load_model(
     if dtype is None:
         if config.dtype not in DTYPES:
             raise ValueError(
-                f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; use --dtype"
+                f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; "
+                "name one by --set dtype=NAME"
             )
         dtype = DTYPES[config.dtype]
     if saved is not None and quant is not None:
@@ -607,10 +608,10 @@ def block_note(files: TensorSource, storage: Storage) -> str:
     if quant.saved and not quant.is_blocks:
         return (
             f"layers in Q4_0 run as int4, with the same values; {kinds} weights are converted to "
-            f"{dtype}; --dtype {dtype} converts all"
+            f"{dtype}; --set dtype={dtype} converts all"
         )
     if quant.is_blocks:
-        return f"weights run as they are in the file ({kinds}); --dtype {dtype} converts them"
+        return f"weights run as they are in the file ({kinds}); --set dtype={dtype} converts them"
     return (
         f"the file's {kinds} weights are rounded a second time, to {quant.format}; "
         "without --quant they run as they are"

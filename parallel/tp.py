@@ -150,7 +150,7 @@ def check_parts(
     """Check that so many ranks can have equal parts of a model. Raises: ValueError.
 
     group: inputs that share a scale, and must be on one rank
-    smaller: whether --group_size can change it
+    smaller: whether group_size can change it
     """
     inputs = split_inputs(config)
     kv_heads = config.n_kv_heads
@@ -174,7 +174,7 @@ def check_parts(
     remedy = f"make it {' or '.join(str(n) for n in numbers)}"
     smaller_group = gcd(group, *(size // world for size in inputs))
     if smaller and smaller_group >= 32 and fits(world, smaller_group):
-        remedy += f", or use --group_size {smaller_group}"
+        remedy += f", or use group_size={smaller_group}"
     raise ValueError(f"{path}: {rule}; it is {world}: {remedy}")
 
 

@@ -139,7 +139,12 @@ def command(config: CompareConfig, bench: papers.BenchConfig, method: str) -> st
     words = ["python", "generate.py"]
     for f in fields(GenerateConfig):
         value = getattr(chosen, f.name)
-        if value == f.default:
+        if f.name == "tree" and chosen.tree_depth:
+            value = f"{value}:{chosen.tree_depth}"
+        if value == f.default or f.name == "tree_depth":  # a part of --tree
+            continue
+        if f.metadata["rare"]:
+            words += ["--set", f"{f.name}={value}"]
             continue
         words.append(f"--{f.name}")
         if f.type != "bool" and value != "":  # a bare --chat is the model's own template

@@ -17,7 +17,7 @@ Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no cap
 counters in Prometheus' text form. `draft: false` in a request decodes without drafting.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
 Lookups search the texts of all clients: no text changes, but its speed tells whether another began
-alike, and --draft_store keeps them on disk.
+alike, and draft_store keeps them on disk.
 Not here: TLS. The default address is reached from this machine alone; with another --host give an
 --api_key, and put a proxy before it.
 """
@@ -185,7 +185,7 @@ class Server:
                 job.left = True
 
     def _note(self, request: Request, reply: Reply) -> None:
-        """Print a line for an answered request, with --verbose."""
+        """Print a line for an answered request, with verbose."""
         if not self.config.verbose:
             return
         drafts = reply.drafts

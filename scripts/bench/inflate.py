@@ -9,7 +9,7 @@
    holds one shard at most. The stand-in's name in `config.json` appears in everything printed.
 2. hf/checkpoint.py writes the directory atomically. Start a killed run again.
 
-The result is a Hugging Face directory. Without the disk: `generate.py --inflate SHAPE`.
+The result is a Hugging Face directory. Without the disk: `generate.py --set inflate=SHAPE`.
 Not here: the maths and the uses of a stand-in (extras/stand_in.py).
 """
 

@@ -78,7 +78,7 @@ class Series(NamedTuple):
 def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     """Return an engine over the same target with other options of drafting, sampling and batching.
 
-    config: checked, with the engine's checkpoint, device and context, and --dtype as it was given
+    config: checked, with the engine's checkpoint, device and context, and dtype as it was given
     Returns: the engine, warmed up. Raises: ValueError for a draft that does not fit.
     """
     if engine.option("quant") != "none":  # as it was loaded

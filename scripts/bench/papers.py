@@ -51,7 +51,7 @@ from generate import Batch, Turn, encode, first_ids, load
 from hf.chat import NO_TEMPLATE
 from hf.checkpoint import WeightFiles
 from hf.head_kinds import gguf_head_kind, head_kind
-from options import DEMO, Ablation, GenerateConfig, pick_device
+from options import DEMO, GenerateConfig, pick_device
 from scripts.bench.measure import (
     Series,
     draft_options,
@@ -293,7 +293,7 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
         f"--batch_size={setting.batch_size}",
     ]
     if config.dtype:
-        argv.append(f"--dtype={config.dtype}")
+        argv.append(f"--set=dtype={config.dtype}")
     if setting.quant != "none":
         argv.append(f"--quant={setting.quant}")
     named = any(piece.startswith(("head=", "eagle=")) for piece in pieces)
@@ -302,27 +302,27 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
     if config.compile:
         argv.append("--compile")
     argv.append(f"--chat={NO_TEMPLATE if config.chat is None else config.chat}")
-    argv += [f"--{one}" for one in config.options.split(",") if one]
-    argv += [_flag(method, piece) for piece in pieces]
-    names = tuple(f"--{f.name}" for f in fields(Ablation))
-    of_ablation = [flag for flag in argv if flag.partition("=")[0] in names]
-    chosen = parse(GenerateConfig, "papers.py", "", [x for x in argv if x not in of_ablation])
-    if of_ablation:
-        ablation = parse(Ablation, "papers.py", "", of_ablation)
-        chosen = replace(chosen, ablation=asdict(ablation))
+    argv += [f"--set={_setting(one)}" for one in config.options.split(",") if one]
+    argv += [f"--set={_piece(method, piece)}" for piece in pieces]
+    chosen = parse(GenerateConfig, "papers.py", "", argv)
     chosen.check()
     return chosen
 
 
-def _flag(method: str, piece: str) -> str:
-    """Return a piece of a method as a flag of GenerateConfig."""
+def _setting(text: str) -> str:
+    """Return name=value for it, or for the name of an option that is true or false."""
+    return text if "=" in text else f"{text}=true"
+
+
+def _piece(method: str, piece: str) -> str:
+    """Return a piece of a method as name=value, an option of GenerateConfig."""
     if "=" in piece:
-        return f"--{piece}"
-    for f in (*fields(GenerateConfig), *fields(Ablation)):
+        return piece
+    for f in fields(GenerateConfig):
         if f.name in ("tree", "children", "accept") and piece in f.metadata["choices"]:
-            return f"--{f.name}={piece}"
+            return f"{f.name}={piece}"
         if f.type == "bool" and f.name == piece:
-            return f"--{piece}"
+            return _setting(piece)
     raise ValueError(
         f"--methods: {method}: {piece} is no tree, no way to pick children and no option of "
         "generate.py; use for example eagle:dynamic:topk:tree_size=30"

@@ -45,7 +45,7 @@ class DistillConfig(TrainOptions):
     divergence: str = option(
         "forward",
         "between the target's p and the draft's q: forward is KL(p, q), reverse KL(q, p), tv the "
-        "total variation, which is the share of drafts that --accept residual rejects",
+        "total variation, which is the share of drafts that accept=residual rejects",
         DIVERGENCES,
     )
 

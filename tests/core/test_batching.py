@@ -325,8 +325,8 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
             *BASE,
             "--prompt_file",
             str(prompts),
-            "--results",
-            str(file),
+            "--set",
+            f"results={file}",
             "--json",
             str(tmp_path / "j"),
         ]
@@ -343,7 +343,7 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
         assert [x for row in rows for x in row[name]] == whole[name]
     # again: nothing is left to do; other options, or another prompt, are refused
     before = file.read_bytes()
-    again = ["--prompt_file", str(prompts), "--results", str(file)]
+    again = ["--prompt_file", str(prompts), "--set", f"results={file}"]
     main([*BASE, *again])
     out, err = capsys.readouterr()
     assert (
@@ -351,15 +351,9 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
         and out.startswith("0 tokens, ")
         and file.read_bytes() == before
     )
-    for name in ("--json", "--trace"):
-        refused(
-            capsys,
-            "would hold only what this run decodes",
-            *BASE,
-            *again,
-            name,
-            str(tmp_path / "k"),
-        )
+    for name in ("json", "trace"):
+        more = ("--set", f"{name}={tmp_path / 'k'}")
+        refused(capsys, f"{name} would hold only what this run decodes", *BASE, *again, *more)
     with file.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         refused(capsys, "another run writes", *BASE, *again)
@@ -376,7 +370,7 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     refused(capsys, "line 1", *BASE, *again)
     assert file.read_text() == "some\nnotes"
     refused(capsys, "cannot go with --compare", *BASE, *again, "--compare")
-    refused(capsys, "name a file instead of -", *BASE, *again[:2], "--results", "-")
+    refused(capsys, "name a file instead of -", *BASE, *again[:2], "--set", "results=-")
 
 
 def test_a_single_prompt_that_is_done_prints_the_summary_alone(capsys, tmp_path):
@@ -387,10 +381,10 @@ def test_a_single_prompt_that_is_done_prints_the_summary_alone(capsys, tmp_path)
         "def f(",
         "--max_new_tokens",
         "3",
-        "--results",
-        str(tmp_path / "r.jsonl"),
+        "--set",
+        f"results={tmp_path / 'r.jsonl'}",
     ]
-    main([*argv, "--num_samples", "2"])
+    main([*argv, "--set", "num_samples=2"])
     assert "sequences take" in capsys.readouterr().err
     main(argv)
     out, err = capsys.readouterr()
@@ -418,7 +412,7 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
 
     for changes in (
         {"quant_draft": "int4"},
-        {"ablation": {"no_rerank": True}},
+        {"no_rerank": True},
     ):
         assert results(**changes) == results() and results(**changes, accept="residual") != results(
             accept="residual"

@@ -630,11 +630,11 @@ def test_tree_file(tmp_path):
     ],
 )
 def test_tree_file_errors(tmp_path, text, message):
-    with pytest.raises(ValueError, match="--tree_file: .*" + message):
+    with pytest.raises(ValueError, match="--tree: .*" + message):
         read_tree(saved(tmp_path, text))
 
 
 def test_missing_tree_file(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(ValueError, match=f"--tree_file: cannot read {path}"):
+        with pytest.raises(ValueError, match=f"--tree: cannot read {path}"):
             read_tree(path)

@@ -339,10 +339,10 @@ def test_a_grammar_that_allows_nothing_at_some_point(draft):
 
 
 def test_engines_that_follow_no_grammar():
-    with pytest.raises(ValueError, match="--ignore_eos or --accept residual"):
+    with pytest.raises(ValueError, match="ignore_eos or accept=residual"):
         generate(engine_of(ignore_eos=True), [PROMPT], grammar=LARK)
     sampled = {"accept": "residual", "temperature": 1.0, "tree": "dynamic"}
-    with pytest.raises(ValueError, match="--ignore_eos or --accept residual"):
+    with pytest.raises(ValueError, match="ignore_eos or accept=residual"):
         generate(engine_of(**sampled), [PROMPT], grammar=LARK)
     with pytest.raises(ValueError, match="tokenizer"):
         generate(replace(engine_of(), tokenizer=None), [[5, 17]], grammar=LARK)
@@ -395,7 +395,7 @@ def test_one_dead_end_among_prompts_loses_no_result(tmp_path, capsys):
     files["dead.lark"].write_text(DEAD)
     files["p.jsonl"].write_text('{"turns": ["x"]}\n{"turns": ["y"]}\n')
     argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(files["dead.lark"])]
-    argv += ["--prompt_file", str(files["p.jsonl"]), "--results", str(files["r.jsonl"])]
+    argv += ["--prompt_file", str(files["p.jsonl"]), "--set", f"results={files['r.jsonl']}"]
     for _ in range(2):  # a second run has nothing to decode
         with pytest.raises(SystemExit) as stop:
             program.main([*argv, "--json", str(files["o.json"])])

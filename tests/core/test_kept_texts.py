@@ -173,7 +173,7 @@ def test_a_store_that_cannot_be_written_is_a_note(tmp_path, capsys):
     folder.rmdir()
     del kept
     note = capsys.readouterr().err
-    assert note.startswith("note: --draft_store: cannot write") and note.count("\n") == 1
+    assert note.startswith("note: --set draft_store: cannot write") and note.count("\n") == 1
 
 
 GOOD = {"vocabulary": VOCABULARY, "texts": [[1, 2], [3]], "successors": [[4, 5]]}
@@ -202,7 +202,7 @@ def test_files_that_are_no_store_are_refused_and_stay(tmp_path):
         before = file.read_bytes()
         with pytest.raises(ValueError, match=fault) as caught:
             opened(file)
-        assert str(caught.value).startswith("--draft_store: ") and "\n" not in str(caught.value)
+        assert str(caught.value).startswith("--set draft_store: ") and "\n" not in str(caught.value)
         assert file.read_bytes() == before, name
 
 
@@ -214,7 +214,9 @@ def test_a_store_on_the_command_line(draft, tmp_path, capsys):
     file = tmp_path / "store"
     told = []
     for _ in range(2):
-        generate.main([*COMMAND, "--verbose", "--draft", *draft, "--draft_store", str(file)])
+        generate.main(
+            [*COMMAND, "--set", "verbose=true", "--draft", *draft, "--set", f"draft_store={file}"]
+        )
         gc.collect()
         told.append(capsys.readouterr().out.splitlines())
     store = json.loads(file.read_text())
@@ -226,13 +228,13 @@ def test_a_store_on_the_command_line(draft, tmp_path, capsys):
 
 
 def test_stores_that_the_command_line_refuses(tmp_path, capsys):
-    store = ("--draft_store", str(tmp_path / "store"))
+    store = ("--set", f"draft_store={tmp_path / 'store'}")
     faults = {
-        ("--draft", "none"): "--draft_store needs a draft",
+        ("--draft", "none"): "draft_store belongs to lookups",
         ("--draft", "eagle", "--tree", "chain"): "use --draft ngram",
-        ("--draft", "ngram", "--temperature", "1", "--accept", "residual"): "--accept exact",
-        ("--draft", "ngram", "--draft_store", str(tmp_path)): "is a directory",
-        ("--draft", "ngram", "--draft_store", "-"): "name a file instead of -",
+        ("--draft", "ngram", "--temperature", "1", "--set", "accept=residual"): "accept=exact",
+        ("--draft", "ngram", "--set", f"draft_store={tmp_path}"): "is a directory",
+        ("--draft", "ngram", "--set", "draft_store=-"): "name a file instead of -",
     }
     for flags, fault in faults.items():
         with pytest.raises(SystemExit) as stop:

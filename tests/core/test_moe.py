@@ -446,7 +446,7 @@ def run_inflate(argv):
 
 def commands(directory, out):
     """Every command that reads a checkpoint."""
-    yield main, ("--checkpoint", directory, "--prompt_ids", "1,2")
+    yield main, ("--checkpoint", directory, "--set", "prompt_ids=1,2")
     shape = ("--shape", "mixtral-tiny,n_experts=4")
     yield run_inflate, ("--checkpoint", directory, *shape, "--out", out)
 
@@ -463,7 +463,7 @@ def commands(directory, out):
 ])  # fmt: skip
 def test_a_wrong_config_is_one_line_and_status_2(mixtral, tmp_path, capsys, change, words):
     out = changed(mixtral, tmp_path / "bad", change)
-    assert words in told(capsys, main, "--checkpoint", out, "--prompt_ids", "1,2")
+    assert words in told(capsys, main, "--checkpoint", out, "--set", "prompt_ids=1,2")
 
 
 @pytest.mark.parametrize("change, words", [
@@ -482,7 +482,7 @@ def test_a_wrong_config_is_one_line_and_status_2(mixtral, tmp_path, capsys, chan
 ])  # fmt: skip
 def test_a_wrong_config_of_a_qwen_is_one_line_and_status_2(qwen, tmp_path, capsys, change, words):
     out = changed(qwen, tmp_path / "bad", change)
-    assert words in told(capsys, main, "--checkpoint", out, "--prompt_ids", "1,2")
+    assert words in told(capsys, main, "--checkpoint", out, "--set", "prompt_ids=1,2")
 
 
 def test_a_missing_shard_is_one_line_and_status_2(mixtral, tmp_path, capsys):
@@ -517,7 +517,7 @@ def test_files_count_and_not_the_index(mixtral, tmp_path):
 
 def test_a_group_that_does_not_divide_an_experts_width(mixtral):
     message = refused(mixtral, quant=Quantization("int4", 64))
-    assert "ffn.w2.weight" in message and "96" in message and "--group_size 32" in message
+    assert "ffn.w2.weight" in message and "96" in message and "group_size=32" in message
 
 
 WATCH = """

@@ -75,7 +75,7 @@ def test_float16_that_overflows(tmp_path):
     path = saved(made, tmp_path)
     assert len(generate(load(**options(path, draft="none")), [PROMPT]).tokens[0]) == 12
     engine = load(**options(path, dtype="float16", draft="none"))
-    said = "layer 1 .of 0 to 2.: float16 ends at 65504; use --dtype bfloat16 or float32$"
+    said = "layer 1 .of 0 to 2.: float16 ends at 65504; use --set dtype=bfloat16 or float32$"
     with pytest.raises(ValueError, match=said):
         generate(engine, [PROMPT])
 

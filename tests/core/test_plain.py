@@ -272,11 +272,20 @@ def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
 
 def test_the_flag_end_to_end(short_demo, capsys):
     """In fp32, where products are PyTorch's anyway, the tokens are the same with and without."""
-    argv = ["--checkpoint", str(short_demo), "--device", "cpu", "--dtype", "float32", "--json", "-"]
-    argv += ["--prompt_ids", "5,17,3", "--max_new_tokens", "12", "--compile"]
+    argv = [
+        "--checkpoint",
+        str(short_demo),
+        "--device",
+        "cpu",
+        "--set",
+        "dtype=float32",
+        "--json",
+        "-",
+    ]
+    argv += ["--set", "prompt_ids=5,17,3", "--max_new_tokens", "12", "--compile"]
     generate.main(argv)
     want = capsys.readouterr()
-    generate.main([*argv, "--plain"])
+    generate.main([*argv, "--set", "plain=true"])
     got = capsys.readouterr()
     texts = [text.out.split('"tokens": ')[1].split("]")[0] for text in (want, got)]
     assert texts[0] == texts[1]

@@ -398,34 +398,37 @@ def test_traced_steps_give_the_same_tokens(monkeypatch, make):
 
 FAULTS = [
     ({"draft": "recycling", "tree": "dynamic"}, "takes --tree auto or static; it is dynamic"),
-    ({"draft": "recycling", "tree_depth": 3}, "--tree_depth does nothing with --draft recycling"),
+    (
+        {"draft": "recycling", "tree_depth": 3},
+        "belongs to dynamic trees and chains, not to a static one",
+    ),
     ({"draft": "recycling", "head": DEMO}, "--head does nothing with --draft recycling"),
     (
         {"draft": "recycling", "accept": "residual", "temperature": 1.0},
-        "--accept belongs to heads, draft models and --draft ngram",
+        "--set accept belongs to heads, draft models and --draft ngram",
     ),
     (
-        {"draft": "lookahead", "ablation": {"lookahead": "5-4"}},
+        {"draft": "lookahead", "lookahead": "5-4"},
         "is three numbers, W-N-G, as 5-4-5; it is 5-4",
     ),
     (
-        {"draft": "lookahead", "ablation": {"lookahead": "5,4,5"}},
+        {"draft": "lookahead", "lookahead": "5,4,5"},
         "is three numbers, W-N-G, as 5-4-5; it is",
     ),
     (
-        {"draft": "lookahead", "ablation": {"lookahead": "15-5-15"}},
+        {"draft": "lookahead", "lookahead": "15-5-15"},
         "makes .* = 120 nodes, and a tree has 64",
     ),
     (
-        {"draft": "lookahead", "ablation": {"lookahead": "0-5-1"}},
+        {"draft": "lookahead", "lookahead": "0-5-1"},
         "must be W > 0, N > 1 and G > 0; correct it",
     ),
-    ({"draft": "lookahead", "tree_size": 9}, "--tree_size does nothing with --draft lookahead"),
-    ({"draft": "rest"}, "--draft rest needs --datastore; name its file"),
-    ({"draft": "ngram", "datastore": "x"}, "--datastore belongs to --draft rest; add that"),
+    ({"draft": "lookahead", "tree_size": 9}, ".tree_size. does nothing with --draft lookahead"),
+    ({"draft": "rest"}, "--draft rest needs its texts; add --set datastore=FILE"),
+    ({"draft": "ngram", "datastore": "x"}, "--set datastore belongs to --draft rest; add that"),
     (
-        {"draft": "recycling", "ablation": {"lookahead": "5-4-5"}},
-        "--lookahead belongs to --draft lookahead",
+        {"draft": "recycling", "lookahead": "5-4-5"},
+        "--set lookahead belongs to --draft lookahead",
     ),
 ]
 
@@ -440,5 +443,7 @@ def test_mistakes_are_one_line(options, fault):
 def test_a_rank_beyond_the_matrix(tmp_path):
     file = tmp_path / "tree.json"
     file.write_text(json.dumps([[rank] for rank in range(RANKS + 1)]))
-    with pytest.raises(ValueError, match="8 successors of a token, and --tree_file has the rank 8"):
+    with pytest.raises(
+        ValueError, match="8 successors of a token, and the file of --tree has the rank 8"
+    ):
         load(checkpoint=DEMO, device="cpu", draft="recycling", tree_file=str(file))

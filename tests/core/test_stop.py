@@ -90,12 +90,12 @@ def test_a_chat_stops_and_goes_on(capsys, monkeypatch):
                 *argv,
                 *draft,
                 "--interactive",
+                "--max_new_tokens",
+                "40",
                 "--stop",
                 "re",
                 "--stop",
                 "s",
-                "--max_new_tokens",
-                "40",
             ]
         )
         out = capsys.readouterr().out

@@ -493,7 +493,7 @@ def test_wrong_options_are_one_line(official):
     for options, message in (
         ({"draft": "hydra", "head": medusa}, "--draft hydra needs a head of its own kind"),
         ({"head": medusa, "eagle": medusa}, "eagle is another name of head; give one of them"),
-        ({"head": medusa, "tree_depth": 5}, "drafts 4 levels, and the tree has 5; lower --tree_depth"),
+        ({"head": medusa, "tree_depth": 5}, "drafts 4 levels, and the tree has 5; lower LEVELS of --tree"),
         ({"draft": "medusa"}, "name its directory with --head"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

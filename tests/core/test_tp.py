@@ -293,12 +293,12 @@ def test_what_ranks_refuse(quick):
     path = quick.cases[4]["large groups"]["checkpoint"]
     assert found == {
         "large groups": f"{path}: the number of ranks must divide 4 heads and 256 columns of the feed-forward in whole "
-        "groups of 64, and divide 2 KV heads or be a multiple of them; it is 4: make it 1 or 2, or use --group_size 32",
+        "groups of 64, and divide 2 KV heads or be a multiple of them; it is 4: make it 1 or 2, or use group_size=32",
         "other trees": "all ranks need the same tree_depth; it is 6 on rank 0 and 5 on rank 1: start them alike",
         "queue": "--prompt_file /dev/null cannot go with torchrun: all ranks read it: use a file",
         "auto": "--tree auto cannot go with torchrun: it goes by the ranks' clocks, which differ: use --tree dynamic",
-        "results": "--results cannot go with torchrun: one process may read and write it: use --json",
-        "store": "--draft_store cannot go with torchrun: one process may read and write it: start one",
+        "results": "--set results cannot go with torchrun: one process may read and write it: use --json",
+        "store": "--set draft_store cannot go with torchrun: one process may read and write it: start one",
         "interactive": "--interactive cannot go with torchrun: there is one keyboard: use --prompt_file with turns",
     }
 
@@ -397,7 +397,7 @@ def test_groups_that_ranks_do_not_divide(tmp_path, joined):
     quantize_directory(path, tmp_path / "saved", Quantization("int4", 64))
     rule = "2 heads and 192 columns of the feed-forward in whole groups of 64, and .*; it is 2: make it 1"
     for file, quant, remedy in (
-        (path, Quantization("int4", 64), ", or use --group_size 32"),
+        (path, Quantization("int4", 64), ", or use group_size=32"),
         (tmp_path / "saved", None, ""),
     ):
         with pytest.raises(ValueError, match=rf"{rule}{remedy}$"):
@@ -625,8 +625,8 @@ def test_torchrun(tmp_path):
         *CLI,
         "--json",
         str(tmp_path / "out.json"),
-        "--trace",
-        str(tmp_path / "trace.jsonl"),
+        "--set",
+        f"trace={tmp_path / 'trace.jsonl'}",
         "--compare",
     ]
     done = torchrun(*argv)

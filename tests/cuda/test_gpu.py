@@ -872,8 +872,8 @@ def test_two_gpus_decode_what_one_does(tmp_path, compile):
         options = [
             "--device",
             "cuda",
-            "--dtype",
-            "float32",
+            "--set",
+            "dtype=float32",
             "--temperature",
             "1",
             "--tree",

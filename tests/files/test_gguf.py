@@ -578,7 +578,7 @@ def sentencepiece_texts(count=1000) -> list[str]:
 
 
 SPOILT_TOKENIZERS = {
-    "pre": ({"tokenizer.ggml.pre": "jais"}, "the pre-tokenizer jais is not one of gpt-2, .*; use --prompt_ids"),
+    "pre": ({"tokenizer.ggml.pre": "jais"}, "the pre-tokenizer jais is not one of gpt-2, .*; use --set prompt_ids"),
     "kind": ({"tokenizer.ggml.model": "bert"}, "the tokenizer bert is not one of gpt2, llama"),
     "no tokens": ({"tokenizer.ggml.tokens": "x"}, "tokenizer.ggml.tokens must be a list, not 'x'"),
     "numbers": ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokenizer.ggml.tokens must be a list of texts"),
@@ -588,7 +588,7 @@ SPOILT_TOKENIZERS = {
     "scores": ({"tokenizer.ggml.model": "llama"}, "the metadata tokenizer.ggml.scores is missing"),
     "no unknown": (
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0] * len(BPE_METADATA["tokenizer.ggml.tokens"])},
-        "holds no sentencepiece model .*; use --prompt_ids",
+        "holds no sentencepiece model .*; use --set prompt_ids",
     ),
     "short scores": ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0]}, "must be a number per token"),
 }  # fmt: skip
@@ -658,7 +658,7 @@ def refused(capsys, *argv: str, notes: int = 0) -> str:
     """The error of the command line: one line behind the notes, with status 2, within seconds."""
     began = time.perf_counter()
     with pytest.raises(SystemExit) as stop:
-        program.main([*argv, "--prompt_ids", "5,17", "--device", "cpu"])
+        program.main([*argv, "--set", "prompt_ids=5,17", "--device", "cpu"])
     out, err = capsys.readouterr()
     *before, error = err.splitlines()
     assert stop.value.code == 2 and out == "" and len(before) == notes, err
@@ -817,7 +817,7 @@ def not_implemented(*_):
 def test_a_model_is_no_head_and_no_source_of_codes(capsys, whole, tmp_path):
     path = str(whole[0])
     err = refused(capsys, "--checkpoint", path, "--eagle", path, notes=1)
-    assert err.startswith("note: weights run as they are in the file (Q8_0); --dtype bfloat16")
+    assert err.startswith("note: weights run as they are in the file (Q8_0); --set dtype=bfloat16")
     assert f"{path} holds a model, and no head; use --draft model --draft_checkpoint" in err
     for argv in ([path], ["--checkpoint", path, "--out", str(tmp_path / "out")]):
         with pytest.raises(SystemExit):
@@ -857,14 +857,14 @@ def test_generate(whole, tmp_path):
     rounded = load(checkpoint=path, quant="int4", **options)
     sizes = {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)}
     assert sizes == {32} and rounded.option("group_size") == 32  # of 64 and 96
-    says = "int4 group size 128 does not divide in_features 64 .*; use --group_size 32"
+    says = "int4 group size 128 does not divide in_features 64 .*; use group_size=32"
     with pytest.raises(ValueError, match=says):
         load(checkpoint=path, quant="int4", group_size=128, **options)
 
 
 def test_the_group_size_that_was_chosen_is_in_the_json(whole, tmp_path):
     out = tmp_path / "out.json"
-    argv = f"--checkpoint {whole[0]} --device cpu --max_new_tokens 4 --prompt_ids 5,17"
+    argv = f"--checkpoint {whole[0]} --device cpu --max_new_tokens 4 --set prompt_ids=5,17"
     program.main([*argv.split(), "--quant", "int4", "--json", str(out)])
     assert json.loads(out.read_text())["config"]["group_size"] == 32
 

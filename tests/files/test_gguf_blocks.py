@@ -245,7 +245,9 @@ def test_blocks_are_the_default(block_file, capsys):
     engine = load(checkpoint=path, device="cpu")
     kinds = "Q3_K, Q4_1, Q4_K, Q5_0, Q8_0"
     assert engine.option("quant") == "blocks" and engine.option("dtype") == "bfloat16"
-    note = f"note: weights run as they are in the file ({kinds}); --dtype bfloat16 converts them\n"
+    note = (
+        f"note: weights run as they are in the file ({kinds}); --set dtype=bfloat16 converts them\n"
+    )
     assert capsys.readouterr().err == note
     assert {type(layer.attention.wqkv) for layer in engine.target.layers} == {BlockLinear}
 
@@ -476,7 +478,7 @@ def test_compare(block_file):
 
 def test_the_command_line(block_file, tmp_path, capsys):
     out = tmp_path / "out.json"
-    argv = "--device cpu --max_new_tokens 6 --draft ngram --prompt_ids 5,17 --compare --ignore_eos"
+    argv = "--device cpu --max_new_tokens 6 --draft ngram --set prompt_ids=5,17 --compare --set ignore_eos=true"
     program.main(["--checkpoint", str(block_file("biases")), "--json", str(out), *argv.split()])
     found = json.loads(out.read_text())
     assert found["config"]["quant"] == "blocks" and len(found["tokens"][0]) == 6
@@ -528,7 +530,7 @@ def test_wrong_files_of_a_draft_model(capsys, block_file, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--dtype", "float32"), ("--quant", "int8", "--dtype", "float32")],
+    [(), ("--set", "dtype=float32"), ("--quant", "int8", "--set", "dtype=float32")],
     ids=str,
 )
 def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monkeypatch, options):
@@ -575,7 +577,7 @@ def test_tensors_that_are_refused(capsys, tmp_path):
         ((kind, content[None]), f"m.gguf: {name} has shape [1, 64, 256], which is no matrix here; use another file"),
         ((kind, content[:32]), "m.gguf: model.layers.1.self_attn.q_proj.weight + "),
         (None, "m.gguf: 1 missing weight(s): model.layers.1.self_attn.k_proj.weight; use another file"),
-        (np.zeros((64, 256), np.float32), "self_attn.k_proj.weight is not, and they are one layer here; use --dtype bfloat16"),
+        (np.zeros((64, 256), np.float32), "self_attn.k_proj.weight is not, and they are one layer here; use --set dtype=bfloat16"),
     ):  # fmt: skip
         held = tensors | {name: changed}
         held = {key: value for key, value in held.items() if value is not None}
@@ -598,6 +600,6 @@ def test_experts_of_several_types(capsys, tmp_path):
     other = gguf_blocks("Q5_K", 512, 256, 1 / 16)
     tensors["blk.1.ffn_up.2.weight"] = (Kind.Q5_K, other)
     err = refused(capsys, "--checkpoint", str(write(path, metadata, tensors)))
-    said = r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --dtype"
+    said = r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --set dtype"
     assert re.search(said, err), err
     assert load_model(path, torch.bfloat16)

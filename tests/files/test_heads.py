@@ -443,7 +443,7 @@ def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
 # ----------------------------------------------------------------------------------------- mistakes
 
 COMMAND = [
-    "--prompt_ids", "5,17,3", "--max_new_tokens", "4", "--ignore_eos", "--device", "cpu", "--tree",
+    "--set", "prompt_ids=5,17,3", "--max_new_tokens", "4", "--set", "ignore_eos=true", "--device", "cpu", "--tree",
     "chain",
 ]  # fmt: skip
 
@@ -554,7 +554,7 @@ def test_default_layers_of_a_small_target(tmp_path, capsys):
 
 
 def test_what_cannot_go_with_such_a_head(capsys):
-    says = "--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
+    says = "--set inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
     with pytest.raises(ValueError, match=says):
         head_config(HEAD)
 

@@ -23,7 +23,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ from hf.config import config_from, read_config
 from hf.fields import FLAG, integer, key, positive, read_fields
 from hf.tokenizer import Tokenizer
 from hf.untrusted import limited_memory, load_pickle, read_untrusted, silence_stderr
-from options import DEMO
+from options import DEMO, GenerateConfig
 
 LIMIT_S = 5  # of the processor, for one case; most take 20 ms
 HANG_S = 60  # of the clock, on a busy machine
@@ -51,8 +51,9 @@ DENSE, MOE, HEAD = (
     MODELS / name for name in ("target_llama_mha", "target_mixtral", "head_eagle12_mha")
 )
 TARGET3, HEAD3 = MODELS / "target_llama31_gqa8", MODELS / "head_eagle3"
-CHAIN = ("--tree", "chain", "--tree_depth", "2")
-IDS = ["--prompt_ids", "5,17,3", "--max_new_tokens", "3", "--device", "cpu"]
+RARE = {f.name for f in fields(GenerateConfig) if f.metadata["rare"]}
+CHAIN = ("--tree", "chain:2")
+IDS = ["--set", "prompt_ids=5,17,3", "--max_new_tokens", "3", "--device", "cpu"]
 TEXT = [
     "--prompt",
     "def read_lines(path):",
@@ -393,6 +394,11 @@ def small_json(r: random.Random, folder: Path) -> Case:
     return Case(f"{name} = {said(content)}", ["--checkpoint", str(path), *TEXT])
 
 
+def words(name: str, value: str) -> list[str]:
+    """An option on the command line."""
+    return ["--set", f"{name}={value}"] if name in RARE else [f"--{name}={value}"]
+
+
 def number_flag(r: random.Random, folder: Path) -> Case:
     flags = ["max_new_tokens", "temperature", "top_k", "top_p", "seed", "num_samples", "batch_size", "context",
              "tree_depth", "tree_topk", "tree_size", "group_size"]  # fmt: skip
@@ -405,13 +411,13 @@ def number_flag(r: random.Random, folder: Path) -> Case:
     more += ["--quant", "int4"] if flag == "group_size" else []
     head = ["--eagle", str(HEAD), *(["--tree", "dynamic"] if "tree" in flag else [])]
     argv = ids(
-        DENSE, *(head if flag.startswith(("tree", "draft")) else ()), *more, f"--{flag}", value
+        DENSE, *(head if flag.startswith(("tree", "draft")) else ()), *more, *words(flag, value)
     )
     return Case(f"--{flag} {said(value)}", argv)
 
 
 def text_flag(r: random.Random, folder: Path) -> Case:
-    flag = r.choice(["checkpoint", "eagle", "draft_checkpoint", "tree_file", "prompt", "prompt_file", "prompt_ids", "system",
+    flag = r.choice(["checkpoint", "eagle", "draft_checkpoint", "tree", "prompt", "prompt_file", "prompt_ids", "system",
                      "chat", "device", "json", "trace", "profile", "inflate", "quant", "dtype"])  # fmt: skip
     value = r.choice(["", "\0", "a\0b", "x" * 300, "x" * 100_000, "\ud800", "caf\udce9", "a\nb\nc", "/", ".", "~", "/dev/full",
                       "/proc/self/mem", str(folder), "/dev/null/x", "\x1b[31m", "-", "5" * 5000, "1," * 1000, "3,-3", ","])  # fmt: skip
@@ -420,12 +426,12 @@ def text_flag(r: random.Random, folder: Path) -> Case:
     base = ["--checkpoint", DEMO, *TEXT]
     if flag in ("prompt_file", "prompt_ids"):
         base = ["--checkpoint", DEMO, *TEXT[2:]]
-    if flag in ("eagle", "tree_file"):
+    if flag in ("eagle", "tree"):
         base = base[:-2]
     if flag == "draft_checkpoint":
         base = [*base[:-2], "--draft", "model"]
     base += ["--chat", "llama2"] if flag == "system" else []
-    return Case(f"--{flag} {said(value)}", [*base, f"--{flag}={value}"])
+    return Case(f"--{flag} {said(value)}", [*base, *words(flag, value)])
 
 
 def safetensors_file(r: random.Random, folder: Path) -> Case:
@@ -909,7 +915,7 @@ def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(hf.tokenizer, "SPLIT_S", 0.05)
     with pytest.raises(
         ValueError,
-        match="tokenizer.json .*it takes more than .* to split the text.*; use --prompt_ids",
+        match="tokenizer.json .*it takes more than .* to split the text.*; use --set prompt_ids",
     ):
         tokenizer.encode("a" * 250)
 
@@ -930,7 +936,9 @@ def test_texts_that_are_none(capfd):
         capfd, "--checkpoint", DEMO, "--prompt_file", "/dev/zero", *TEXT[2:]
     )
     assert "--json has a character" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--json", "a\0b")
-    assert "File name too long" in refused(capfd, "--checkpoint", DEMO, *TEXT, "--trace", "x" * 254)
+    assert "File name too long" in refused(
+        capfd, "--checkpoint", DEMO, *TEXT, "--set", "trace=" + "x" * 254
+    )
     engine = generate.load(checkpoint=str(DENSE), device="cpu", draft="none")
     with pytest.raises(ValueError, match="takes a list of prompts"):
         generate.generate(engine, "a text")

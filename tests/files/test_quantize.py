@@ -541,7 +541,7 @@ def test_an_open_group_size_is_64_if_that_fits(tmp_path):
         assert fit_group(open_size, dict(zip("ab", inputs))).group_size == size, inputs
     for quant, inputs, says in (
         (open_size, {"a": 64, "b": 48}, "group size 32 does not divide in_features 48 of b; use --quant int8"),
-        (Quantization("int4", 128), {"a": 576}, "group size 128 does not divide in_features 576 of a; use --group_size 64"),
+        (Quantization("int4", 128), {"a": 576}, "group size 128 does not divide in_features 576 of a; use group_size=64"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"int4 {says}"):
             fit_group(quant, inputs)
@@ -697,8 +697,8 @@ def test_quantize_and_generate(capsys, tmp_path):
 
 BASE = ("--checkpoint", str(TARGET))
 QUANTIZE_MISTAKES = {
-    "group": ([*BASE, "--out", "OUT", "--group_size", "128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use --group_size 32"),
-    "group64": ([*BASE, "--out", "OUT", "--group_size", "64"], "group size 64 does not divide in_features 160 of .*down_proj.*use --group_size 32"),
+    "group": ([*BASE, "--out", "OUT", "--group_size", "128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use group_size=32"),
+    "group64": ([*BASE, "--out", "OUT", "--group_size", "64"], "group size 64 does not divide in_features 160 of .*down_proj.*use group_size=32"),
     "size": ([*BASE, "--out", "OUT", "--group_size", "48"], "--quant: the group size must be one of 32, 64, 128; it is 48"),
     "group of int8": ([*BASE, "--out", "OUT", "--quant", "int8", "--group_size", "32"], "--group_size belongs to int4; leave it out"),
     "format": ([*BASE, "--out", "OUT", "--quant", "int3"], "invalid choice: 'int3'"),
@@ -795,23 +795,25 @@ SPOILT = {
 def test_directories_that_cannot_be_loaded(capsys, tmp_path, how):
     out = quantized(TARGET, tmp_path / "out", Quantization("int4", 32))
     spoil(out, how)
-    err = failure(capsys, main, "--checkpoint", str(out), "--prompt_ids", "5,17", "--device", "cpu")
+    err = failure(
+        capsys, main, "--checkpoint", str(out), "--set", "prompt_ids=5,17", "--device", "cpu"
+    )
     assert re.search(SPOILT[how], err), err
 
 
-IDS = ("--prompt_ids", "5,17", "--device", "cpu")
+IDS = ("--set", "prompt_ids=5,17", "--device", "cpu")
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--quant", "int4", "--group_size", "128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use --group_size 32"),
-        (["--quant", "int4", "--group_size", "64"], "does not divide in_features 160 of layers.0.ffn.w2.weight; use --group_size 32"),
-        (["--group_size", "32"], "--group_size belongs to int4; add --quant int4"),
-        (["--quant", "int4", "--group_size", "16"], "--group_size must be one of"),
+        (["--quant", "int4", "--set", "group_size=128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use group_size=32"),
+        (["--quant", "int4", "--set", "group_size=64"], "does not divide in_features 160 of layers.0.ffn.w2.weight; use group_size=32"),
+        (["--set", "group_size=32"], "--set group_size belongs to int4; add --quant int4"),
+        (["--quant", "int4", "--set", "group_size=16"], "--set group_size must be one of"),
         (["--quant", "int2"], "invalid choice"),
-        (["--quant_draft", "int4", "--draft", "none"], "--quant_draft needs a draft"),
-        (["--quant_draft", "int4", "--group_size", "64", "--eagle", str(HEAD)], "64 does not divide in_features 160 of layers.0.ffn.w2"),
+        (["--set", "quant_draft=int4", "--draft", "none"], "--set quant_draft does nothing with --draft none"),
+        (["--set", "quant_draft=int4", "--set", "group_size=64", "--eagle", str(HEAD)], "64 does not divide in_features 160 of layers.0.ffn.w2"),
     ],
 )  # fmt: skip
 def test_mistakes_of_generate(capsys, argv, says):
@@ -851,9 +853,9 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
 @each(SMALL)
 def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, quant, environment):
     """One line says so, and the loop gives the tokens that the operators give."""
-    argv = ["--checkpoint", str(TARGET), "--eagle", str(HEAD), "--quant", quant.format, "--json", "-", "--ignore_eos",
-            "--prompt_ids", "5,17,3,40", "--max_new_tokens", "12", "--device", "cpu", "--tree", "dynamic"]  # fmt: skip
-    argv += ["--group_size", "32"] if quant.format == "int4" else []
+    argv = ["--checkpoint", str(TARGET), "--eagle", str(HEAD), "--quant", quant.format, "--json", "-", "--set", "ignore_eos=true",
+            "--set", "prompt_ids=5,17,3,40", "--max_new_tokens", "12", "--device", "cpu", "--tree", "dynamic"]  # fmt: skip
+    argv += ["--set", "group_size=32"] if quant.format == "int4" else []
     want, _ = run(capsys, main, *argv)
     for name, value in (environment | {"XDG_CACHE_HOME": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)

@@ -704,7 +704,7 @@ def failure(capsys, *argv: str) -> str:
     """The line of a mistake, at status 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        main([*argv, "--prompt_ids", "5,17", "--device", "cpu", "--max_new_tokens", "2"])
+        main([*argv, "--set", "prompt_ids=5,17", "--device", "cpu", "--max_new_tokens", "2"])
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and out == "" and err.count("\n") == 1, err
     return err

@@ -347,7 +347,7 @@ def assert_refused(path, says):
 
 def test_no_tokenizer(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
-        assert_refused(path, "neither tokenizer.model nor tokenizer.json.*--prompt_ids")
+        assert_refused(path, "neither tokenizer.model nor tokenizer.json.*--set prompt_ids")
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_corrupt_sentencepiece_model(sp_dir, tmp_path, content):
     model = (sp_dir / "tokenizer.model").read_bytes()
     cut = model[: len(model) // 2]
     (tmp_path / "tokenizer.model").write_bytes(cut if content is None else content)
-    assert_refused(tmp_path, "tokenizer.model is not a sentencepiece model.*--prompt_ids")
+    assert_refused(tmp_path, "tokenizer.model is not a sentencepiece model.*--set prompt_ids")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', None])

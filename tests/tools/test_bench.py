@@ -344,7 +344,7 @@ def test_methods_become_options():
     )
     assert got.top_p == 0.9 and got.ignore_eos
     got = method_config("eagle:dynamic:topk:tree_size=30:no_rerank", setting, config)
-    assert (got.tree, got.ablated.children, got.tree_size, got.ablated.no_rerank) == (
+    assert (got.tree, got.children, got.tree_size, got.no_rerank) == (
         "dynamic",
         "topk",
         30,
@@ -397,9 +397,12 @@ def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
         (["--heads", "nowhere"], "--heads must be a directory, and goes with --methods all; it is"),
         (["--methods", "none,telepathy"], "argument --draft: invalid choice: 'telepathy'"),
         (["--methods", "eagle:ring"], "--methods: eagle:ring: ring is no tree"),
-        (["--methods", "eagle:static:tree_size=9"], "--tree_size belongs to --tree dynamic"),
-        (["--methods", "eagle:dynamic:topk"], "--children has no effect at temperature 0"),
-        (["--options", "speed=9"], "unrecognized arguments: --speed=9"),
+        (
+            ["--methods", "eagle:static:tree_size=9"],
+            "NODES of --tree (tree_size) belongs to --tree dynamic",
+        ),
+        (["--methods", "eagle:dynamic:topk"], "--set children has no effect at temperature 0"),
+        (["--options", "speed=9"], "--set: there is no option speed"),
         (["--temperatures", "warm"], "must be lists of numbers"),
         (
             ["--tasks", "riddles"],

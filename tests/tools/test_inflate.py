@@ -533,8 +533,8 @@ def test_everything_printed_names_the_stand_in(pairs, capsys, tmp_path):
     argv = [
         "--checkpoint",
         str(pairs["demo"][0]),
-        "--inflate",
-        SMALL,
+        "--set",
+        f"inflate={SMALL}",
         "--prompt",
         PROMPT,
         "--max_new_tokens",
@@ -727,7 +727,7 @@ def test_a_dense_model_and_a_mixture_do_not_become_each_other(
     )
     assert re.search(says, error)
     with pytest.raises(SystemExit) as stop:
-        main(["--checkpoint", str(path), "--inflate", shape, "--prompt_ids", "1,2"])
+        main(["--checkpoint", str(path), "--set", f"inflate={shape}", "--set", "prompt_ids=1,2"])
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and re.search(says, err)
     assert not list(tmp_path.iterdir())
@@ -792,7 +792,7 @@ def test_shape_texts():
 def test_the_default_model_is_not_inflated():
     with pytest.raises(
         ValueError,
-        match="--inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo",
+        match="--set inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo",
     ):
         load(inflate=EXACT)
 

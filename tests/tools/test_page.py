@@ -29,7 +29,7 @@ def running():
     with pytest.MonkeyPatch.context() as patch:
         drafts = {"policy": PresetPolicy()}
         patch.setattr(serve, "load_engine", lambda config: replace(load_engine(config), **drafts))
-        running = Running("--temperature", "0", "--ignore_eos")
+        running = Running("--temperature", "0", "--set", "ignore_eos=true")
     yield running
     running.close()
 

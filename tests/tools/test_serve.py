@@ -35,7 +35,7 @@ from server import parameters, replies, transport  # noqa: E402
 from server.batcher import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
-TREE = ["--tree", "auto", "--tree_depth", "4", "--tree_topk", "4", "--tree_size", "12"]
+TREE = ["--tree", "auto:4,4,12"]
 SERVE = str(Path(__file__).resolve().parents[2] / "scripts" / "serve.py")
 ARGV = [
     "--checkpoint",
@@ -730,7 +730,9 @@ def test_ipv6():
 def test_ctrl_c_ends_it(tmp_path):
     """Among answers that no load brings to their end before: 2,000 tokens each, more than fit."""
     server = subprocess.Popen(
-        [sys.executable, SERVE, *ARGV, "--ignore_eos"], stderr=subprocess.PIPE, text=True
+        [sys.executable, SERVE, *ARGV, "--set", "ignore_eos=true"],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     line = next(line for line in server.stderr if "http" in line)  # or it has ended
     port = int(line.partition("/v1")[0].rpartition(":")[2])

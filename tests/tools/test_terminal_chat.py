@@ -65,7 +65,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal():
-    talk = Terminal([*DEMO, "--show_drafts"])
+    talk = Terminal([*DEMO, "--set", "show_drafts=true"])
     talk.read_to("> $")
     yield talk
     # before readline reads, a terminal would turn the end of the input into a NUL
@@ -117,7 +117,7 @@ def test_retry_load_and_stop(terminal, tmp_path):
 
 
 def test_no_colours_where_they_are_unwanted():
-    talk = Terminal([*DEMO, "--show_drafts"], NO_COLOR="1")
+    talk = Terminal([*DEMO, "--set", "show_drafts=true"], NO_COLOR="1")
     talk.read_to("Ctrl-D to leave")
     talk.type("def a():\r")
     screen = talk.read_to("tokens/s")

@@ -1,0 +1,395 @@
+"""Options: flags, `--set`, forms of `--tree`, old spellings, and every user's mistake as one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure, program
+
+from cli import parsing
+from cli.parsing import OLD, parse
+from cli.tree_paths import parse_tree
+from generate import generate, load, main
+from options import DEMO, ROOT, GenerateConfig
+from server.parameters import ServeConfig
+
+FLAGS = [f for f in fields(GenerateConfig) if not f.metadata["rare"]]
+RARE = [f for f in fields(GenerateConfig) if f.metadata["rare"]]
+IDS = f"--checkpoint {TARGET} --set"
+WITH_HEAD = f"{OF_IDS} --eagle {HEAD}"
+OF_MODEL = f"{OF_IDS} --draft model --draft_checkpoint"
+
+
+def read(line: str, options: type = GenerateConfig) -> GenerateConfig:
+    return parse(options, "generate.py", "", shlex.split(line))
+
+
+# -------------------------------------------------------------------------------------------- forms
+
+
+def test_the_help_has_every_flag_and_the_page_every_setting(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    shown = " ".join(text.split())
+    for f in fields(GenerateConfig):
+        there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
+        assert there != f.metadata["rare"], f.name
+    assert "--set NAME=VALUE" in shown
+    grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
+    assert len(FLAGS) == 25 and sorted(grouped) == sorted(f.name for f in FLAGS)
+    places = [text.index(part) for part in ("--checkpoint ", "\nsampling:", "\nfor measurements:")]
+    assert places == sorted(places)
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert {f.name for f in RARE} <= set(re.findall(r"`(\w+)`", page))
+
+
+@pytest.mark.parametrize(
+    "text, options",
+    [
+        ("", {"tree": ""}),
+        ("auto", {"tree": "auto"}),
+        ("auto:6", {"tree": "auto", "tree_depth": 6}),
+        ("auto:6,8,32", {"tree": "auto", "tree_depth": 6, "tree_topk": 8, "tree_size": 32}),
+        ("chain:3", {"tree": "chain", "tree_depth": 3}),
+        ("dynamic:,8", {"tree": "dynamic", "tree_topk": 8}),
+        ("dynamic:6,,32", {"tree": "dynamic", "tree_depth": 6, "tree_size": 32}),
+        ("static", {"tree": "static"}),
+        (HEAD + "/config.json", {"tree_file": HEAD + "/config.json"}),
+    ],
+)
+def test_a_tree_is_one_text(text, options):
+    """From the command line and from Python."""
+    assert parse_tree(text) == options
+    config = read(f"--tree '{text}'")
+    assert config == read(f"--set tree='{text}'") == GenerateConfig(**options)
+    assert parsing.by_names(GenerateConfig, {"tree": text}) == options
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["large", "nowhere.json", "chain:", "chain:,", "chain:a", "chain:-1", "chain: 3", "chain:3,4", "static:3", "auto:1,2,3,4",
+     "dynamic:²", "dynamic:" + "9" * 5000, "chain;3", "Chain:3", ":3"],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_other_texts_are_no_tree(capsys, text):
+    said = failure(capsys, f"{WITH_HEAD} --tree '{text}'")
+    assert "--tree takes auto, chain, dynamic, static, numbers behind the first three" in said
+    assert "is none of them" in said
+
+
+def test_a_number_of_a_tree_is_given_once(capsys):
+    with pytest.raises(SystemExit):
+        read("--tree chain:3 --set tree_depth=4")
+    assert "--tree has tree_depth already; give it once" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--tree has tree_size already"):
+        load(DEMO, tree="dynamic:,,8", tree_size=9)
+
+
+def test_settings_have_the_types_of_their_fields():
+    config = read(
+        "--set ignore_eos=true --set verbose=False --set num-samples=3 --set=dtype=float32 --set temperature=0.5 "
+        "--set stop=a --set results=a=b --set prompt_ids=5,17 --set eagle=there"
+    )  # fmt: skip
+    want = {"ignore_eos": True, "verbose": False, "num_samples": 3, "dtype": "float32", "temperature": 0.5,
+            "stop": ("a",), "results": "a=b", "prompt_ids": "5,17", "head": "there"}  # fmt: skip
+    assert config == GenerateConfig(**want)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("dtype", "--set takes name=value, as seed=1; it is 'dtype'"),
+        ("dtyp=float32", "--set: there is no option dtyp; did you mean dtype?; it takes any flag and accept, children, "),
+        ("dtype=int3", "--set dtype must be one of float32, bfloat16, float16; it is 'int3'"),
+        ("threads=many", "--set threads must be a whole number; it is 'many'"),
+        ("threads=1.5", "--set threads must be a whole number; it is '1.5'"),
+        ("threads=-1", "--set threads must be at least 0; it is -1"),
+        ("num_samples=0", "--set num_samples must be at least 1; it is 0"),
+        ("verbose=yes", "--set verbose must be True or False; it is 'yes'"),
+        ("top_p=much", "--top_p must be a number; it is 'much'"),
+        ("top_p=nan", "--top_p must be a number; it is nan"),
+        ("trace=a\\x00".replace("\\x00", "\0"), "--set trace has a character that no name can have"),
+    ],
+    ids=lambda text: text[:20].replace("\0", "0"),
+)  # fmt: skip
+def test_settings_are_checked_as_flags_are(capsys, text, message):
+    assert message in failure(capsys, f"{OF_IDS} --set {text}")
+
+
+def test_mistakes_in_the_form_are_told_before_torch_is_imported(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for line in ("--tree chain:a", "--set dtyp=float32", "--set dtype=int3", "--tree chain:0"):
+        done = program(line, env=env, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "torch" not in done.stderr
+
+
+def test_a_server_has_no_options_of_a_single_run(capsys):
+    assert read("--set draft_store=x --tree chain:3", ServeConfig).draft_store == "x"
+    for line in ("--set trace=x", "--set prompt=x", "--trace x"):
+        with pytest.raises(SystemExit):
+            read(line, ServeConfig)
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+# -------------------------------------------------------- old spellings, to be deleted with parsing.OLD
+
+VALUES = {"accept": "residual", "dtype": "float32", "quant_draft": "int8"}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_old_spelling_works_and_says_the_new_one(capsys, name):
+    field = next(f for f in fields(GenerateConfig) if f.name == name)
+    if field.type == "bool":
+        lines, value, said = [f"--{name}"], True, f"--set {name}=true"
+    else:
+        value = "3" if field.type == "int" else "there"
+        value = VALUES.get(name, value)
+        lines = [f"--{name} {value}", f"--{name}={value}", f"--{name.replace('_', '-')} {value}"]
+        said = f"--set {name}={value}"
+        value = int(value) if field.type == "int" else value
+    told = {
+        "tree_file": "--tree there", "tree_depth": "--tree auto:3, chain:3 or dynamic:3",
+        "tree_topk": "--tree auto:,3 or dynamic:,3", "tree_size": "--tree auto:,,3 or dynamic:,,3",
+    }  # fmt: skip
+    for line in lines:
+        assert read(line) == GenerateConfig(**{name: value})
+        assert capsys.readouterr().err == f"note: --{name} is now {told.get(name, said)}\n"
+
+
+def test_every_flag_of_the_last_release_is_there(capsys):
+    """Those of its --help; -t, which llama.cpp has, too."""
+    last = """checkpoint inflate draft head draft_checkpoint datastore draft_store tree tree_file
+        tree_depth tree_topk tree_size accept prompt prompt_file prompt_ids interactive show_drafts chat system
+        grammar max_new_tokens stop temperature top_k top_p min_p seed ignore_eos num_samples batch_size context
+        quant group_size quant_draft compile plain threads device dtype verbose compare json results trace profile"""
+    assert set(shlex.split(last)) == set(OLD) | {f.name for f in FLAGS}
+    assert read("-t3").threads == 3
+    assert capsys.readouterr().err == "note: -t is now --set threads=3\n"
+
+
+# ----------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--checkpoint no/such/dir --prompt a", "no such directory: no/such/dir"),
+        ("--checkpoint meta-llama/Llama-2-7b-hf --prompt a", "python scripts/download.py meta-llama/Llama-2-7b-hf"),
+        (f"--checkpoint {TARGET} --prompt a", "--set prompt_ids"),  # no tokenizer
+        (f"{OF_IDS} --prompt a", "prompts come from one place; --prompt and --set prompt_ids were given"),
+        ("--prompt ''", "--prompt is empty"),
+        ("--prompt '  '", "--prompt is empty"),
+        (f"--checkpoint {TARGET}", "no prompt"),
+        ("--prompt_file nowhere.txt", "cannot read nowhere.txt"),
+        (f"{IDS} prompt_ids=5,97", "0..96"),
+        (f"{IDS} prompt_ids=-1", "0..96"),
+        (f"{IDS} prompt_ids=5,x", "numbers like 5,17,3"),
+        (f"{IDS} prompt_ids=", "numbers like 5,17,3"),
+        (f"{IDS} prompt_ids=--5", "numbers like 5,17,3"),
+        (f"{OF_IDS} --context 4", "prompt has 4 tokens, the context holds 4"),
+        (f"{OF_IDS} --context 100000", "beyond the model's 512"),
+        (f"{OF_IDS} --max_new_tokens 0", "--max_new_tokens must be at least 1"),
+        (f"{OF_IDS} --max_new_tokens many", "--max_new_tokens"),
+        (f"{OF_IDS} --batch_size -2", "--batch_size must be at least 1; it is -2"),
+        (f"{OF_IDS} --temperature -1", "--temperature"),
+        (f"{OF_IDS} --top_p 0", "--top_p"),
+        (f"{OF_IDS} --top_p 0.9", "--top_p has no effect at temperature 0"),
+        (f"{OF_IDS} --top_k -1", "--top_k"),
+        (f"{OF_IDS} --seed -1", "--seed"),
+        (f"{OF_IDS} --device tpu", "--device must be cpu or cuda; it is tpu"),
+        (f"{OF_IDS} --no_such_flag", "--no_such_flag"),
+        (f"{OF_IDS} --draft oracle", "--draft"),
+        (f"{OF_IDS} --draft eagle", "name its directory with --head"),
+        (f"{OF_IDS} --draft none --eagle {HEAD}", "--head does nothing with --draft none"),
+        (f"{OF_IDS} --draft ngram --eagle {HEAD}", "--head does nothing with --draft ngram"),
+        (f"{OF_IDS} --eagle nowhere", "no such directory: nowhere"),
+        (f"{WITH_HEAD} --tree dynamic:0", "LEVELS of --tree (tree_depth) must be at least 1; it is 0"),
+        (f"{WITH_HEAD} --tree dynamic:,0", "CHILDREN of --tree (tree_topk) must be at least 1; it is 0"),
+        (f"{WITH_HEAD} --tree dynamic:,,0", "NODES of --tree (tree_size) must be at least 2; it is 0"),
+        (f"{WITH_HEAD} --tree dynamic:,,65", "NODES of --tree (tree_size) must be at most 64; it is 65"),
+        (f"{WITH_HEAD} --tree chain:64", "LEVELS of --tree (tree_depth) must be at most 63; it is 64"),
+        (f"{WITH_HEAD} --tree dynamic:1,4,9", "lower NODES of --tree"),
+        (f"{WITH_HEAD} --tree static --set tree_topk=3", "CHILDREN of --tree (tree_topk) belongs to --tree dynamic"),
+        (f"{WITH_HEAD} --tree static --set tree_depth=3", "LEVELS of --tree (tree_depth) belongs to dynamic trees and chains"),
+        (f"{WITH_HEAD} --set tree_file=nowhere.json", "cannot read nowhere.json"),
+        (f"{WITH_HEAD} --tree chain --set tree_file=x", "--tree x is a static tree, not chain"),
+        (f"{OF_IDS} --draft model", "--draft model needs --draft_checkpoint"),
+        (f"{OF_IDS} --draft_checkpoint {TARGET}", "--draft_checkpoint belongs to --draft model"),
+        (f"{OF_IDS} --draft none --draft_checkpoint {TARGET}", "--draft_checkpoint belongs to --draft model"),
+        (f"{OF_MODEL} nowhere", "no such directory: nowhere"),
+        (f"{OF_MODEL} {DEMO}", "vocab_size is 97 in"),
+        (f"{OF_MODEL} {HEAD}", "holds a head of the kind eagle, and no draft model; use --head"),
+        (f"{OF_MODEL} {TARGET} --set tree_size=9", "NODES of --tree (tree_size) belongs to --tree dynamic"),
+        (f"{OF_MODEL} {TARGET} --eagle {HEAD}", "--head does nothing with --draft model"),
+        (f"{OF_IDS} --draft none --tree chain", "--tree does nothing with --draft none"),
+        (f"{OF_IDS} --draft ngram --tree chain", "--tree does nothing with --draft ngram"),
+        (f"{OF_IDS} --draft ngram --set tree_size=9", "NODES of --tree (tree_size) does nothing with --draft ngram"),
+        (f"{OF_IDS} --tree static", "--tree does nothing with --draft ngram, which has no choice of trees; drop it"),
+        (f"{OF_IDS} --draft none --set tree_file=x", "--tree does nothing with --draft none"),
+        (f"{OF_IDS} --draft eagle+ngram", "--draft eagle+ngram needs a head"),
+        (f"{WITH_HEAD} --draft eagle+ngram --tree chain", "--draft eagle+ngram takes --tree dynamic; it is chain"),
+        (f"{WITH_HEAD} --draft eagle+ngram --set tree_size=5", "do not fit a tree"),
+        ("--set inflate=tiny-0.5b", "--set inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one"),
+        ("--interactive --batch_size 2", "--batch_size cannot go with --interactive"),
+        ("--interactive --set trace=t", "--set trace cannot go with --interactive"),
+        (f"{OF_IDS} --set show_drafts=true", "--set show_drafts belongs to --interactive; add that"),
+        (f"{OF_IDS} --json .", "is a directory"),
+        (f"{OF_IDS} --json a.txt --set trace=./a.txt", "--json and --set trace both write a.txt; name another file for one"),
+        (f"{OF_IDS} --json no/such/dir/out.json", "cannot write no/such/dir/out.json; there is no directory"),
+        (f"{ON_DEMO} --chat --prompt a", "--chat NAME"),
+        (f"{ON_DEMO} --chat alpaca --prompt a", "alpaca"),
+        (f"{OF_IDS} --chat vicuna", "prompt_ids"),
+        (f"{ON_DEMO} --prompt a --system b", "demo has none; add --chat NAME with one of llama3"),
+        (f"{OF_IDS} --system b", "--system belongs to a chat template; drop --chat none or prompt_ids"),
+        (f"{ON_DEMO} --prompt a --chat mistral --system b", "mistral has no place for a system message; drop --system"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(capsys, line, message):
+    assert message in failure(capsys, line)
+
+
+SAMPLED = {"temperature": 1.0}
+RESIDUAL = {"accept": "residual", "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"children": "sampled"} | SAMPLED, "--set children=sampled would make a dynamic tree lossy; use --tree static"),
+        ({"children": "sampled"} | RESIDUAL, "lossy; use --tree static"),
+        ({"children": "noise"} | RESIDUAL, "does not read the target's noise"),
+        ({"children": "topk", "tree": "static"} | RESIDUAL, "drop children=topk"),
+        ({"children": "topk"}, "--set children has no effect at temperature 0"),
+        ({"children": "best"}, "--set children must be one of topk, noise, sampled"),
+        ({"sharpness": 2}, "there is no option sharpness"),
+        ({"no_rerank": 1}, "--set no_rerank must be True or False; it is 1"),
+        ({"draft": "eagle+ngram", "no_rerank": True}, "grafts onto a re-ranked tree"),
+        ({"draft": "none", "no_rerank": True}, "--set no_rerank needs a tree of one size"),
+        ({"tree": "auto", "no_rerank": True}, "--set no_rerank needs a tree of one size"),
+        ({"tree": "auto", "expand_by": "confidence"}, "--set expand_by needs a tree of one size"),
+        ({"tree": "chain", "expand_by": "confidence"}, "--set expand_by needs a tree of one size"),
+        ({"tree": "auto"} | RESIDUAL, "--set accept needs a tree of one size; --tree auto changes it"),
+        ({"accept": "residual"}, "--set accept has no effect at temperature 0"),
+        ({"draft": "none"} | RESIDUAL, "--set accept belongs to heads, draft models and --draft ngram"),
+        ({"dtype": "int8"}, "--set dtype must be one of float32, bfloat16, float16; it is 'int8'"),
+        ({"quant": "int3"}, "--quant must be one of none, int8, int4; it is 'int3'"),
+        ({"tree": "large"}, "--tree takes auto, chain, dynamic, static"),
+        ({"tree": 5}, "--tree must be a text; it is 5"),
+        ({"eagle": 5}, "--head must be a text; it is 5"),
+        ({"compile": "yes"}, "--compile must be True or False; it is 'yes'"),
+        ({"tree_size": float("nan")}, "NODES of --tree (tree_size) must be a whole number; it is nan"),
+        ({"top_p": float("nan")}, "--top_p must be a number; it is nan"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work(settings, message):
+    """From Python."""
+    if settings.get("draft") == "none":
+        settings |= {"eagle": ""}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(**{"checkpoint": TARGET, "eagle": HEAD, "device": "cpu"} | settings)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["a", 5], [5, "a"], [None], [True, 5]], ids=repr)
+def test_a_prompt_of_another_kind(prompt):
+    engine = load(checkpoint=Path(TARGET), eagle="", device="cpu")
+    with pytest.raises(ValueError, match="a prompt is a text, a list of texts or a list of token"):
+        generate(engine, [prompt])
+
+
+def test_a_grammar_from_a_pipe_is_one_line(capsys, tmp_path):
+    """It is read more than once: a second time there is nothing left."""
+    os.mkfifo(tmp_path / "pipe")
+    said = failure(capsys, f"{ON_DEMO} --prompt a --grammar {tmp_path}/pipe")
+    assert "--grammar is read more than once, and" in said and "name a file" in said
+
+
+def test_a_full_gpu_is_one_line(capsys):
+    """As torch words it, with the bytes that were asked for and those that are free."""
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9.50 GiB of "
+        "which 1.20 GiB is free. Including non-PyTorch memory, this process has 8.3 GiB in use."
+    )
+    with pytest.raises(SystemExit) as raised, parsing.one_line_errors("generate.py"):
+        raise error
+    told = capsys.readouterr().err
+    assert raised.value.code == 2 and told.count("\n") == 1
+    assert "allocate 2.00 GiB" in told and "of which 1.20 GiB is free; lower --batch_size" in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_a_device(capsys):
+    assert "no CUDA device" in failure(capsys, f"{OF_IDS} --device cuda")
+
+
+def test_an_output_without_permission_is_refused_first(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    assert "no permission" in failure(capsys, f"{OF_IDS} --json {tmp_path}/out.json")
+
+
+# ------------------------------------------------------------------------------------- damaged files
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkpoint and a head to damage."""
+    for name, source in (("target", TARGET), ("head", HEAD)):
+        shutil.copytree(source, tmp_path / name)
+    return tmp_path
+
+
+def edited(**changes):
+    return lambda text: json.dumps(json.loads(text) | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "file, damage, message",
+    [
+        ("target/model.safetensors", lambda whole: whole[: len(whole) // 2], "corrupt, truncated"),
+        ("target/config.json", lambda text: text[:-5], "is not valid JSON"),
+        ("target/config.json", edited(architectures=["GPTNeoXForCausalLM"]), "GPTNeoXForCausalLM is not supported"),
+        ("head/config.json", edited(draft_inputs="token"), "the head was trained on token"),
+        ("head/config.json", edited(hidden_size=32), "hidden_size is 32"),
+        ("head/config.json", edited(vocab_size=32), "vocab_size is 32"),
+    ],
+)  # fmt: skip
+def test_damaged_files(capsys, copy, file, damage, message):
+    whole = (copy / file).read_bytes()
+    (copy / file).write_bytes(damage(whole))
+    assert message in failure(capsys, f"{OF_IDS} --checkpoint {copy}/target --eagle {copy}/head")
+
+
+def test_tensors_of_two_heads(capsys, copy):
+    file = copy / "head" / "model.safetensors"
+    save_file({**load_file(file), "midlayer.hidden_norm.weight": torch.ones(64)}, file)
+    assert "mixes versions" in failure(capsys, f"{OF_IDS} --eagle {copy}/head")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[[0], [0, 0]", "not valid JSON"),
+        ("[]", "list of rank paths"),
+        ('{"a": 1}', "list of rank paths"),
+        ("[[0], [-1]]", "list of rank paths"),
+        ("[[0], [1, 0]]", "without its parent [1]"),
+        ("[[0], [0]]", "twice"),
+        (json.dumps([[i] for i in range(64)]), "at most 63"),
+        ("[[97]]", "98 ranked children of 97 tokens"),
+    ],
+)
+def test_malformed_tree_files(capsys, tmp_path, text, message):
+    (tmp_path / "tree.json").write_text(text)
+    assert message in failure(capsys, f"{WITH_HEAD} --tree {tmp_path}/tree.json")
