@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -177,7 +178,7 @@ def test_parts_end_in_time_are_tried_again_and_named(tmp_path):
         "LIMIT=1; part late 9 true; echo $FAULTS; set_pace 50; paced 10; set_pace 1; paced 10",
     )
     lines = said.splitlines()
-    assert lines[0] in ("== slow: 5 s, exit status 124", "== slow: 6 s, exit status 124")
+    assert re.fullmatch("== slow: [0-9]+ s, exit status 124", lines[0])
     assert [line.split(" s, ")[1] for line in lines[1:5]] == [
         f"exit status {status}" for status in (1, 4, 0, 1)
     ]
