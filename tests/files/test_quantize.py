@@ -1009,12 +1009,11 @@ def test_quantized_demo_stays_the_demo():
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_quantizing_while_loading_needs_little_memory(tmp_path, quant):
     """A random model of 1.1 B parameters: the largest weight is 131 MB in bf16."""
-    from random_model import SHAPES, loading_memory, write_random_model
+    from random_model import SHAPE, loading_memory, write_random_model
 
-    shape = SHAPES["1.1b"]
-    write_random_model(tmp_path, shape, torch.bfloat16)
+    write_random_model(tmp_path, SHAPE, torch.bfloat16)
     peak_bytes, model_bytes = loading_memory(tmp_path, quant)
-    largest_bytes = shape.vocab_size * shape.dim * 2
+    largest_bytes = SHAPE.vocab_size * SHAPE.dim * 2
     print(
         f"{quant}: peak {peak_bytes / 1e6:.0f} MB of anonymous memory, model {model_bytes / 1e6:.0f} MB"
     )
