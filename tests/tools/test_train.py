@@ -25,7 +25,7 @@ from options import DEMO
 from scripts.train import distill, train_block, train_demo, train_eagle, train_heads
 from scripts.train.acceptance import Chains, evaluate
 from scripts.train.losses import Recipe, unrolled_losses
-from scripts.train.train_eagle import Dialogue, TrainConfig, batches, to_example
+from scripts.train.train_eagle import Dialogue, TrainConfig, to_example
 
 
 def official_losses(head):
@@ -115,16 +115,6 @@ def test_only_a_checkpoint_without_a_template_has_none(tmp_path):
     (copy / "chat_template.jinja").write_text("{% broken")
     with pytest.raises(ValueError, match="its chat template"):
         train_eagle.make_engine(config, target)
-
-
-def test_batches_resume_where_they_were():
-    examples = [train_eagle.Example(list(range(i, i + 50)), [True] * 50) for i in range(20)]
-    config = TrainConfig(batch_size=2, seq_len=32)
-    feed = batches(examples, config, 0)
-    whole = [next(feed)[0] for _ in range(30)]
-    again = batches(examples, config, 17)
-    assert torch.equal(whole[17], next(again)[0]) and torch.equal(whole[18], next(again)[0])
-    assert not torch.equal(whole[0], whole[15])
 
 
 @pytest.mark.parametrize("changes", [{"fc_bias": False}, {"n_layers": 2}, {"qkv_bias": True}])

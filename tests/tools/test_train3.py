@@ -282,26 +282,6 @@ def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, quick):
     assert {i for row in drafted.trace for i in row["draft_tokens"]} <= set(kept.tolist())
 
 
-def test_training_ends_with_its_time(quick, tmp_path, monkeypatch):
-    """The steps are those that the time has; of the batches, the first ones are trained on."""
-    rates = []
-    schedule = train_eagle.train_demo.Schedule.set
-    monkeypatch.setattr(
-        train_eagle.train_demo.Schedule,
-        "set",
-        lambda self, at: (rates.append(at), schedule(self, at)),
-    )
-    config = TrainConfig(
-        out=str(tmp_path), features=str(tmp_path / "kept"), epoch_batches=3,
-        **COMMON | {"steps": 100, "eval_every": 50},
-    )  # fmt: skip
-    left = [90, 70, 50, 30, 30, 10, 0]  # after every step, and after the evaluation at 30
-    train_eagle.train(config, left_s=iter(left).__next__)
-    assert rates == pytest.approx([0, *(100 * (90 - s) / 90 for s in (*left[:4], 10))], abs=1)
-    info = json.loads((tmp_path / "training.json").read_text())
-    assert [row["step"] for row in info["curve"]] == [4, 6] and info["config"]["steps"] == 6
-
-
 @pytest.mark.parametrize(
     ("taus", "patience", "steps", "best"),
     [
