@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from decode import Engine
 from eagle_draft import EagleHead, load_head
 from extras.stand_in import (
     SHAPES,
@@ -36,7 +35,6 @@ from model import ModelConfig, Transformer
 from ops.cpu.build import load_operators
 from options import DEMO
 from scripts.bench import inflate as script
-from scripts.bench.measure import with_config
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
 GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")
@@ -231,51 +229,26 @@ def test_filler_is_dense():
 # ----------------------------------------------------------------------------------------- decoding
 
 
-@pytest.fixture(scope="module")
-def engines() -> list[Engine]:
-    """The demo and its stand-in."""
-    plain = {"checkpoint": DEMO, "device": "cpu", "dtype": "float32", "tree": "dynamic"}
-    return [load(**plain), load(**plain, inflate=EXACT)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 1.0, "seed": 3, "tree": "dynamic"},
-        *slow([{"tree": "dynamic"}, {"tree": "chain", "tree_depth": 4}]),
-    ],
-)
-def test_decoding_gives_the_same_tokens(engines, options):
-    small, large = (
-        with_config(engine, replace(engine.config, max_new_tokens=20, **options))
-        for engine in engines
-    )
-    assert large.target.config.dim == 1024 and large.option("draft") == "eagle"
-    a, b = generate(small, [PROMPT]), generate(large, [PROMPT])
-    assert a.tokens == b.tokens and a.text == b.text
-    assert a.stats["accept_lengths"] == b.stats["accept_lengths"]
-    assert b.stats["stand_in"] == f"a {EXACT}-shaped function of demo" and "stand_in" not in a.stats
-
-
-@pytest.mark.parametrize(
-    "options", [{"tree": "dynamic"}, *slow([{"temperature": 1.0, "seed": 3, "tree": "static"}])]
-)
-def test_a_mixture_decodes_the_same_tokens(options):
-    options |= {
-        "checkpoint": str(MIXTRAL[0]),
-        "eagle": str(MIXTRAL[1]),
-        "dtype": "float32",
-        "device": "cpu",
-    }
+@pytest.mark.parametrize("path, shape, options", [
+    (TARGET, EXACT, {"temperature": 1.0, "seed": 3, "tree": "dynamic"}),
+    (MIXTRAL[0], EXACT_MIXTRAL, {"tree": "dynamic"}),
+    *slow([
+        (TARGET, EXACT, {"tree": "dynamic"}), (TARGET, EXACT, {"tree": "chain", "tree_depth": 4}),
+        (MIXTRAL[0], EXACT_MIXTRAL, {"temperature": 1.0, "seed": 3, "tree": "static"}),
+    ]),
+])  # fmt: skip
+def test_decoding_gives_the_same_tokens(path, shape, options):
+    head = HEAD if path == TARGET else MIXTRAL[1]
+    options |= {"checkpoint": str(path), "head": str(head), "dtype": "float32", "device": "cpu"}
     options |= {"max_new_tokens": 24, "ignore_eos": True}
     prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90]]
-    a, b = (
-        generate(load(**options), prompts),
-        generate(load(inflate=EXACT_MIXTRAL, **options), prompts),
-    )
-    assert a.tokens == b.tokens and a.stats["tau"] > 1.3
+    large = load(inflate=shape, **options)
+    assert large.target.config.dim > read_config(path).dim and large.option("draft") == "eagle"
+    a, b = generate(load(**options), prompts), generate(large, prompts)
+    assert a.tokens == b.tokens and a.text == b.text and a.stats["tau"] > 1.3
     assert a.stats["accept_lengths"] == b.stats["accept_lengths"]
-    assert b.stats["stand_in"] == f"a {EXACT_MIXTRAL}-shaped function of target_mixtral"
+    assert b.stats["stand_in"] == f"a {shape}-shaped function of {path.name}"
+    assert "stand_in" not in a.stats
 
 
 def test_everything_printed_names_the_stand_in(pairs, capsys, tmp_path):
@@ -371,51 +344,39 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path_factory, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "billions"), [
-    ("tiny-0.5b", 0.54), ("tiny-1b", 1.12), ("llama2-7b", 6.74), ("llama2-13b", 13.02), ("llama2-70b", 68.98),
-    ("llama3-8b", 8.03), ("llama3-70b", 70.55),
-])  # fmt: skip
-def test_named_shapes_fit_the_demo(name, billions):
-    files, head = inflate_target(TARGET, SHAPES[name]), make_head(SHAPES[name], torch.bfloat16)
-    config = read_config(TARGET, files.config)
-    assert set(files.recipes) == {
-        theirs for parts in weight_names(config).values() for theirs in parts
-    }
-    assert sum(math.prod(r.size) for r in files.recipes.values()) / 1e9 == pytest.approx(
-        billions, abs=0.006
-    )
-    assert head.recipes["fc.weight"].size == (config.dim, 2 * config.dim)
-    norm = files.read("model.norm.weight")  # the constant's amplifier: finite in every dtype
-    assert (
-        norm.isfinite().all()
-        and replace(files, dtype=torch.float16).read("model.norm.weight").isfinite().all()
-    )
-
-
-@pytest.mark.parametrize(("name", "billions"), [("mixtral-tiny", 2.985), ("mixtral-8x7b", 46.70)])
-def test_named_mixtures_fit_eight_experts(tmp_path, name, billions):
+@pytest.fixture(scope="module")
+def eight_experts(tmp_path_factory) -> Path:
+    """A random mixture of 8 experts, as the named ones have."""
+    path = tmp_path_factory.mktemp("mixture")
     config = MixtralConfig(
         vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
     )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(tmp_path)
-    files, head = (
-        inflate_target(tmp_path, SHAPES[name]),
-        make_head(SHAPES[name], torch.bfloat16, MIXTRAL[1]),
-    )
-    model = read_config(tmp_path, files.config)
-    assert set(files.recipes) == {
-        theirs for parts in weight_names(model).values() for theirs in parts
-    }
-    assert sum(math.prod(r.size) for r in files.recipes.values()) / 1e9 == pytest.approx(
-        billions, abs=0.006
-    )
-    assert head.recipes["layers.0.mlp.down_proj.weight"].size == (model.dim, model.ffn_dim), (
-        "a head's layer is dense"
-    )
-    assert math.log2(SHAPES[name].dim / 256) % 2 == 0 and SHAPES[name].head_dim == 4 * 32, (
-        "exact for the demo's sizes"
-    )
+    MixtralForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("name", "billions"), [
+    ("tiny-0.5b", 0.54), ("tiny-1b", 1.12), ("llama2-7b", 6.74), ("llama2-13b", 13.02), ("llama2-70b", 68.98),
+    ("llama3-8b", 8.03), ("llama3-70b", 70.55), ("mixtral-tiny", 2.985), ("mixtral-8x7b", 46.70),
+])  # fmt: skip
+def test_named_shapes_have_their_tensors(eight_experts, name, billions):
+    shape, is_mixture = SHAPES[name], name.startswith("mixtral")
+    target, head = (eight_experts, MIXTRAL[1]) if is_mixture else (TARGET, HEAD)
+    files, head_files = inflate_target(target, shape), make_head(shape, torch.bfloat16, head)
+    config = read_config(target, files.config)
+    theirs = {name for parts in weight_names(config).values() for name in parts}
+    assert set(files.recipes) == theirs
+    parameters = sum(math.prod(recipe.size) for recipe in files.recipes.values())
+    assert parameters / 1e9 == pytest.approx(billions, abs=0.006)
+    # a head's layer is dense
+    width = head_files.recipes["layers.0.mlp.down_proj.weight"].size
+    assert width == (config.dim, config.ffn_dim)
+    for dtype in (torch.float32, torch.float16):  # the constant's amplifier is finite
+        norm = replace(files, dtype=dtype).read("model.norm.weight")
+        assert norm.isfinite().all()
+    if is_mixture:  # exact for the demo's sizes
+        assert math.log2(shape.dim / 256) % 2 == 0 and shape.head_dim == 4 * 32
 
 
 def test_what_is_there_is_kept(monkeypatch, capsys, tmp_path):
