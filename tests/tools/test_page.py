@@ -113,12 +113,6 @@ def test_events_have_trees_where_they_are_asked_for(running):
     assert "trees" not in next(iter(running.complete(**options))).choices[0].drafted
 
 
-def test_a_limit_beyond_the_context_is_clamped(running):
-    for name in ("max_tokens", "max_completion_tokens"):
-        asked = running.server.reader.read({"prompt": PROMPT, name: 10**6}, False)
-        assert asked.most == running.engine.context
-
-
 def get(port: int, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request(method, path, headers=headers)

@@ -549,30 +549,6 @@ def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
     running.close()
 
 
-def test_who_leaves_in_the_middle_of_a_body_is_no_traceback(running, monkeypatch):
-    logged, left = [], threading.Event()
-    monkeypatch.setattr(
-        logging.getLogger("uvicorn.error"), "error", lambda *said, **_: logged.append(said)
-    )
-    read = transport._at_most
-
-    async def at_most(*given):
-        try:
-            return await read(*given)
-        finally:
-            left.set()
-
-    monkeypatch.setattr(transport, "_at_most", at_most)
-    with socket.create_connection(("127.0.0.1", running.port)) as client:
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        )
-        client.sendall(head.encode() + b'Content-Length: 99\r\n\r\n{"prompt"')
-        time.sleep(0.2)
-    assert left.wait(30) and running.complete(max_tokens=1).usage.completion_tokens == 1
-    assert not logged
-
-
 def test_who_does_not_go_on_is_dropped(running, monkeypatch):
     """One that sends nothing, half a head, or half a body."""
     monkeypatch.setattr(transport, "READ_S", 0.3)
