@@ -23,9 +23,8 @@ import sys
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -564,8 +563,14 @@ def quantize_directory(
         write_checkpoint(out, encoded(files, quant, device, moments), raw, path, overwrite)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
+def main(
+    argv: list[str] | None = None,
+    moments_of: Callable[[Path], Iterator[Moments]] | None = None,
+) -> None:
+    """Run the command line.
+
+    moments_of: that of hf/calibrate.py, for int4; None: every input counts the same
+    """
     config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
 
     with one_line_errors("quantize.py"):
@@ -583,9 +588,8 @@ def main(argv: list[str] | None = None) -> None:
         device = pick_device(config.device)
         path = Path(config.checkpoint)
         moments = ()
-        if config.quant == "int4":
-            # above this module: it runs models that may have these formats
-            moments = import_module("hf.calibrate").moments_of(path)
+        if config.quant == "int4" and moments_of:
+            moments = moments_of(path)
         quantize_directory(path, out, quant, device, config.overwrite, moments)
         size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
         head = bundled_head(Path(config.checkpoint))
@@ -599,5 +603,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # the program alone needs it: it stands above this module, and runs models of these formats
+    from hf.calibrate import moments_of
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()
+    main(moments_of=moments_of)

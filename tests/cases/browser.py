@@ -40,20 +40,10 @@ class Browser:
         self.receive, answers = os.pipe()
         flags = "--headless=new --no-sandbox --disable-gpu --remote-debugging-pipe --no-first-run"
         flags += f" --disable-dev-shm-usage --hide-scrollbars --user-data-dir={folder}"
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                AS_3_AND_4,
-                str(commands),
-                str(answers),
-                chromium(),
-                *flags.split(),
-            ],
-            pass_fds=(commands, answers),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        start = [sys.executable, "-c", AS_3_AND_4, str(commands), str(answers), chromium()]
+        ends = {"pass_fds": (commands, answers), "stdout": subprocess.DEVNULL}
+        command = [*start, *flags.split()]
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, **ends)
         os.close(commands)
         os.close(answers)
         self.held = b""
@@ -62,9 +52,8 @@ class Browser:
         self.hosts: set[str] = set()  # that the page asked something of
         self.errors: list[str] = []  # of the page's scripts
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
-            "sessionId"
-        ]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
         self.size(width, height)

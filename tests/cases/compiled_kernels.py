@@ -91,6 +91,33 @@ class Resources(NamedTuple):
     disorder: str  # the first access that could race with another block, or ""
 
 
+# types of the kernels' arguments; other pointers are to the type of x, other numbers are i32
+TYPES = {
+    "*i64": "start slots addresses path chosen above number parents depths expert keys index tokens ranked order",
+    "*i32": "done lists",
+    "*i16": "packed",
+    "*i1": "mask seen sees",
+    "*fp32": "squares parts stats cos sin values scores total best",
+}  # fmt: skip
+TYPE_OF = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names.split()}
+TYPE_OF |= {"eps": "fp32", "sharpness": "fp32"}
+
+
+def source(
+    kernel: triton.JITFunction,
+    dtype: str,
+    constants: dict[str, object],
+    warps: int = 4,
+    multiples: tuple[str, ...] = (),
+    **types: str,
+) -> Source:
+    """Return a kernel with the types of its arguments. types: where they are others"""
+    names = [name for name in kernel.arg_names if name not in constants]
+    usual = {name: f"*{dtype}" if name.endswith("_ptr") else "i32" for name in names}
+    known = {name: kind for name, kind in (TYPE_OF | types).items() if name in usual}
+    return Source(kernel, usual | known, constants, warps, multiples)
+
+
 def bits_and_group(form: str) -> tuple[int, int]:
     """Return the bits of a stored weight, and the number of weights that share a scale or 0."""
     if form == "float":
@@ -117,47 +144,31 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
         "ROWS": plan.rows,
         "STAGES": plan.stages,
     }
-    x = {"x_ptr": f"*{case.dtype}"}
-    y = {"y_ptr": "*fp32" if plan.splits > 1 else f"*{case.dtype}"}
-    scale = {}
-    if bits < 16:
-        scale["scale_ptr"] = "*fp32" if bits == 8 or zeros else "*i32"
-    sizes = {"N": "i32", "K": "i32"}
-    multiples = ("N", "K") if case.N % 16 == 0 else ("K",)
+    types = {"packed_ptr": f"*{case.dtype}" if bits == 16 else "*i16"}
+    types["weight_ptr"] = types["packed_ptr"] if case.experts else f"*{case.dtype}"
+    types["scale_ptr"] = "*fp32" if bits == 8 or zeros else "*i32"
+    if plan.splits > 1 and case.epilogue in ("none", "swiglu"):
+        types["y_ptr"] = "*fp32"
     if bits == 16:
         constants["scale_ptr"] = None
-    weight_type = f"*{case.dtype}" if bits == 16 else "*i16"
-    if not case.experts:
-        weight = {"packed_ptr": weight_type}
-        types = x | weight | scale | {"M": "i32"} | sizes
-        kernel, more, further = _epilogue(case, y)
-        return Source(kernel, types | more, constants | further, plan.warps, multiples), plan
-    weight = {"weight_ptr": weight_type}
-    types = x | weight | scale | {"lists_ptr": "*i32"} | y | {"P": "i32"} | sizes
-    constants["EXPERTS"] = case.experts
-    return Source(ops.cuda.experts.experts_kernel, types, constants, plan.warps, multiples), plan
+    kernel, more = _epilogue(case)
+    multiples = ("N", "K") if case.N % 16 == 0 else ("K",)
+    return source(kernel, case.dtype, constants | more, plan.warps, multiples, **types), plan
 
 
-def _epilogue(case: Case, y: dict[str, str]) -> tuple[triton.JITFunction, dict, dict]:
-    """Return the kernel, the types and the constants of a product with its epilogue."""
-    x = f"*{case.dtype}"
-    squares = {"squares_ptr": "*fp32"}
+def _epilogue(case: Case) -> tuple[triton.JITFunction, dict[str, object]]:
+    """Return the kernel of a product with its epilogue, and its constants."""
     parts = {"PARTS": triton.next_power_of_2(case.K // 64)}
+    if case.experts:
+        return ops.cuda.experts.experts_kernel, {"EXPERTS": case.experts}
     if case.epilogue == "add":
-        types = dict.fromkeys(("stream_ptr", "weight_ptr", "sum_ptr", "y_ptr"), x) | squares
-        types |= {"parts_ptr": "*fp32", "done_ptr": "*i32", "stride": "i32", "eps": "fp32"}
-        return ops.cuda.epilogues.add_product_kernel, types, {}
+        return ops.cuda.epilogues.add_product_kernel, {}
     if case.epilogue == "rotary":  # of heads of 128, normed: the most work
-        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr"), x) | squares
-        types |= {"parts_ptr": "*fp32", "done_ptr": "*i32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-        types |= {"slots_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(("F", "T", "S"), "i32")
         heads = ops.cuda.rotary.constants_of(case.N // 128 - 16, 8, 128)
-        return ops.cuda.epilogues.rotary_product_kernel, types, parts | heads
+        return ops.cuda.epilogues.rotary_product_kernel, parts | heads
     gated = case.epilogue == "swiglu"
-    more = squares if gated else {}
     absent = parts if gated else {"squares_ptr": None, "PARTS": 0}
-    types = y | {"F": "i32"} | more
-    return ops.cuda.qmatmul.matmul_kernel, types, {"GATED": gated} | absent
+    return ops.cuda.qmatmul.matmul_kernel, {"GATED": gated} | absent
 
 
 def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.AttentionPlan]:
@@ -166,12 +177,6 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
     split = case.T <= ops.cuda.attention.SPLIT_TOKENS
     sizes = (rows, case.E, DTYPES[case.dtype], TARGETS[case.target], split)
     plan = ops.cuda.attention.plan_attention(*sizes)
-    x = f"*{case.dtype}"
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), x)
-    types |= {"start_ptr": "*i64", "mask_ptr": "*i1", "y_ptr": x}
-    if split:
-        types |= {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "done_ptr": "*i32"}
-    types |= dict.fromkeys(("T", "S", "W", "mask_b", "mask_t", "mask_w"), "i32")
     chunk = ops.cuda.attention.CHUNK if split else None
     constants = ops.cuda.attention.constants_of(case.E, case.T, chunk) | {
         "H": case.heads,
@@ -181,88 +186,62 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
         "STAGES": plan.stages,
     }
     kernel = ops.cuda.attention.attention_kernel if split else ops.cuda.attention.prompt_kernel
-    return Source(kernel, types, constants, plan.warps), plan
+    return source(kernel, case.dtype, constants, plan.warps), plan
 
 
 def _add_norm(case: CycleCase) -> Source:
     width = case.heads * case.E
-    x = f"*{case.dtype}"
-    types = dict.fromkeys(("x_ptr", "delta_ptr", "weight_ptr", "sum_ptr", "y_ptr"), x)
-    types |= {"F": "i32", "eps": "fp32"}
-    constants = {"WIDTH": triton.next_power_of_2(width)}
     kernel = ops.cuda.norm.add_norm_kernel
     if case.kernel == "add_unscaled":
-        types["squares_ptr"] = "*fp32"
         kernel = ops.cuda.epilogues.add_unscaled_kernel
-    return Source(kernel, types, constants, ops.cuda.norm.warps_of(width), ("F",))
+    constants = {"WIDTH": triton.next_power_of_2(width)}
+    return source(kernel, case.dtype, constants, ops.cuda.norm.warps_of(width), ("F",))
 
 
 def _rotary(case: CycleCase) -> Source:
-    x = f"*{case.dtype}"
-    types = {"qkv_ptr": x, "cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
-    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), x)
-    types |= {"eps": "fp32", "T": "i32", "S": "i32"}
     constants = ops.cuda.rotary.constants_of(case.heads, case.kv_heads, case.E)
     constants |= {"HEADS": ops.cuda.rotary.HEADS}
-    weights = ("q_norm_ptr", "k_norm_ptr")
-    if case.kernel == "normed_rotary":
-        types |= dict.fromkeys(weights, x)
-    else:
-        constants |= dict.fromkeys(weights)
-    return Source(ops.cuda.rotary.rotary_cache_kernel, types, constants, 4)
+    if case.kernel == "rotary":
+        constants |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr"))
+    return source(ops.cuda.rotary.rotary_cache_kernel, case.dtype, constants)
 
 
 def _compact(case: CycleCase) -> Source:
     plan = ops.cuda.compact.plan_compact(case.T, case.E * DTYPES[case.dtype].itemsize)
-    types = dict.fromkeys(("addresses_ptr", "start_ptr", "path_ptr"), "*i64")
-    types |= {"S": "i32", "steps": "i32"}
     constants = {"WORDS": plan.words, "WIDTH": plan.width, "STEPS": plan.steps}
-    return Source(ops.cuda.compact.compact_kernel, types, constants, plan.warps)
+    return source(ops.cuda.compact.compact_kernel, case.dtype, constants, plan.warps)
 
 
 def _best_nodes(case: CycleCase) -> Source:  # of a pool of case.V candidates
-    types = {"values_ptr": "*fp32", "chosen_ptr": "*i64", "P": "i32", "count": "i32"}
     constants = {"POOL": triton.next_power_of_2(case.V)}
-    return Source(ops.cuda.tree.best_nodes_kernel, types, constants, 4)
+    return source(ops.cuda.tree.best_nodes_kernel, case.dtype, constants)
 
 
 def _relate(case: CycleCase) -> Source:  # of case.T nodes
-    names = ("chosen_ptr", "above_ptr", "number_ptr", "parents_ptr", "depths_ptr")
-    types = dict.fromkeys(names, "*i64") | {"mask_ptr": "*i1", "P": "i32", "N": "i32"}
     constants = ops.cuda.tree.tiles_of_tree(case.V, case.T, 6)
-    return Source(ops.cuda.tree.relate_kernel, types, constants, 8)
+    return source(ops.cuda.tree.relate_kernel, case.dtype, constants, 8)
 
 
 def _lists(case: CycleCase) -> Source:
-    types = {"expert_ptr": "*i64", "lists_ptr": "*i32", "P": "i32"}
     constants = {"EXPERTS": case.experts, "BLOCK": ops.cuda.experts.LISTED}
-    return Source(ops.cuda.experts.lists_kernel, types, constants, 4)
+    return source(ops.cuda.experts.lists_kernel, case.dtype, constants)
 
 
 def _block(case: CycleCase) -> Source:
-    types = {"scores_ptr": "*fp32", "keys_ptr": "*i64", "stats_ptr": "*fp32"}
-    types |= {"V": "i32", "k": "i32", "sharpness": "fp32"}
-    constants = {"BLOCK": ops.cuda.topk.BLOCK}
-    return Source(ops.cuda.topk.block_kernel, types, constants, 4)
+    return source(ops.cuda.topk.block_kernel, case.dtype, {"BLOCK": ops.cuda.topk.BLOCK})
 
 
 def _row(case: CycleCase) -> Source:
-    types = {"keys_ptr": "*i64", "stats_ptr": "*fp32", "values_ptr": "*fp32", "index_ptr": "*i64"}
-    types |= {"total_ptr": "*fp32", "blocks": "i32", "k": "i32"}
     blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
     constants = {"BLOCKS": triton.next_power_of_2(blocks)}
-    return Source(ops.cuda.topk.row_kernel, types, constants, 1)
+    return source(ops.cuda.topk.row_kernel, case.dtype, constants, 1)
 
 
 def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
-    types = {"keys_ptr": "*i64", "stats_ptr": "*fp32", "above_ptr": "*fp32", "seen_ptr": "*i1"}
-    types |= {"tokens_ptr": "*i64", "values_ptr": "*fp32", "ranked_ptr": "*i64"}
-    types |= {"order_ptr": "*i64", "best_ptr": "*fp32", "sees_ptr": "*i1"}
-    types |= dict.fromkeys(("R", "blocks", "k", "count", "slot", "W"), "i32")
     blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
     constants = {"ids_ptr": None, "places_ptr": None, "BY_VALUE": True}
     constants |= ops.cuda.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k)
-    return Source(ops.cuda.topk.level_kernel, types, constants, 4)
+    return source(ops.cuda.topk.level_kernel, case.dtype, constants, above_ptr="*fp32")
 
 
 CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {

@@ -68,38 +68,22 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 # ---------------------------------------------------------------------------------------- attention
 
 
-SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]
-FEW = [("gqa", 10, 50), ("mqa", 7, 7), ("mqa", 1, 1)]
-MORE = [(heads, *shape) for heads in HEADS for shape in SHAPES if (heads, *shape) not in FEW]
+LENGTHS = [37, 300, 256, 0]  # in one chunk, in two, at the edge of one, and an empty prefix
+SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]  # rows, window
 
 
-@pytest.mark.parametrize("heads,rows,window", [*FEW, *slow(MORE)])
-def test_attention(heads, rows, window):
-    """Rows of different lengths: in one chunk, in two, at the edge of one, and an empty prefix."""
-    check(*inputs(heads, [37, 300, 256, 0], rows, window))
-
-
-@pytest.mark.parametrize("E", [24, *slow([16, 64, 80, 128])])
-def test_head_widths(E):
-    check(*inputs("gqa", [270, 33], 7, 9, E))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model,E", [("SmolLM2-135M", 64), ("Qwen3-0.6B", 128)])
-def test_attention_of_models(model, E):
-    """With a tree, in two chunks and in one."""
-    check(*inputs(model, [270, 33], 26, 26, E))
-
-
-@pytest.mark.parametrize("rows", slow([64, 65, 70]))
-def test_many_rows(rows):
-    """Several tiles; split up to 64 rows."""
-    check(*inputs("gqa", [290], rows, rows, 16))
-
-
-@pytest.mark.slow
-def test_chunks_double_where_there_would_be_too_many():
-    check(*inputs("mqa", [4095, 4096, 4700, 8300], 2, 200, 16))
+@pytest.mark.parametrize("heads,starts,rows,window,E", [
+    ("gqa", LENGTHS, 10, 50, 32), ("mqa", LENGTHS, 7, 7, 32), ("mqa", LENGTHS, 1, 1, 32), ("gqa", [270, 33], 7, 9, 24),
+    *slow([
+        *((heads, LENGTHS, *shape, 32) for heads in HEADS for shape in SHAPES),
+        *(("gqa", [270, 33], 7, 9, E) for E in (16, 64, 80, 128)),
+        *((model, [270, 33], 26, 26, E) for model, E in (("SmolLM2-135M", 64), ("Qwen3-0.6B", 128))),
+        *(("gqa", [290], rows, rows, 16) for rows in (64, 65, 70)),  # several tiles; split up to 64 rows
+        ("mqa", [4095, 4096, 4700, 8300], 2, 200, 16),  # chunks double where there would be too many
+    ]),
+])  # fmt: skip
+def test_attention(heads, starts, rows, window, E):
+    check(*inputs(heads, starts, rows, window, E))
 
 
 def test_a_chunk_that_a_row_does_not_see():
@@ -110,20 +94,15 @@ def test_a_chunk_that_a_row_does_not_see():
 
 
 @pytest.mark.slow
-def test_masks_by_strides():
+def test_q_and_masks_by_strides():
     """A mask that is shared by the batch has stride 0; others may be transposed."""
-    q, k, v, start, _ = inputs("gqa", [270, 3], 7, 7)
+    q, k, v, start, mask = inputs("gqa", [270, 3], 7, 7)
+    check(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, start, mask)
     for mask in (
         torch.ones(7, 7).tril().bool().expand(2, 7, 7),
         torch.ones(2, 7, 7).triu().bool().transpose(1, 2),
     ):
         check(q, k, v, start, mask)
-
-
-@pytest.mark.slow
-def test_q_by_strides():
-    q, k, v, start, mask = inputs("gqa", [270, 3], 7, 7)
-    check(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, start, mask)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +161,8 @@ def test_rotary_cache(heads, E, normed):
     (H, kv_heads), (B, T, S) = HEADS[heads], (2, 3, 11)
     qkv = torch.randn(B, T, H + 2 * kv_heads, E)
     norms = (*(1 + torch.randn(2, E) / 4), 0.1) if normed else None
-    slots, rope = (
-        torch.tensor([[0, 5, 2], [10, 1, 4]]),
-        rope_angles(torch.rand(E // 2), torch.randint(0, 4000, (B, T))),
-    )
+    slots = torch.tensor([[0, 5, 2], [10, 1, 4]])
+    rope = rope_angles(torch.rand(E // 2), torch.randint(0, 4000, (B, T)))
     cache = torch.randn(2, B, kv_heads, S, E)
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
     given = norms or (None, None, 0.0)
@@ -319,17 +296,13 @@ def test_related_nodes(monkeypatch, B, P, N, chain):
     """Nodes chosen with all their parents: chains and random trees, numbered in several pieces."""
     monkeypatch.setattr(ops.cuda.tree, "MOST", 128)
     chosen = torch.stack([torch.randperm(P)[: N - 1].sort().values for _ in range(B)])
-    above = (
-        (torch.rand(B, N - 1) * torch.arange(1, N)).long()
-        if not chain
-        else torch.arange(N - 1).expand(B, -1)
-    )
+    above = torch.arange(N - 1).expand(B, -1)
+    if not chain:
+        above = (torch.rand(B, N - 1) * torch.arange(1, N)).long()
     nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
     parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
-    got, want = (
-        ops.cuda.tree.relate(chosen, parents, N - 1),
-        relate_reference(chosen, parents, N - 1),
-    )
+    got = ops.cuda.tree.relate(chosen, parents, N - 1)
+    want = relate_reference(chosen, parents, N - 1)
     assert all(map(torch.equal, got, want)) and (not chain or want[2].max() == N - 1)
 
 
@@ -367,11 +340,7 @@ PATHS = {
     "overlapping": [[0, 2, 4, 6, 8], [0, 1, 3, 4, 8], [0, 4, 5, 6, 7]],
     "of all lengths": [[0, 3, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6], [0, 2, 3, 5, 6, 7, 8]],
     "backwards and repeated": [[3, 2, 1, 0], [8, 8, 8, 8], [1, 2, 3, 0]],
-    "long": [
-        list(range(9)) + list(range(9, 33)),
-        [0, *range(2, 9), 8, *range(9, 33)],
-        list(range(33)),
-    ],
+    "long": [list(range(33)), [0, *range(2, 9), 8, *range(9, 33)], list(range(33))],
 }
 
 

@@ -18,51 +18,9 @@ from hf.weights import load_model
 from options import ROOT
 
 SAMPLE_S = 0.001  # between two looks at the memory of a process that loads
-SHAPES = {  # parameters, embedding and LM head included
-    shape.name: shape
-    for shape in (
-        Shape(
-            "tiny",
-            dim=128,
-            n_layers=2,
-            n_heads=4,
-            n_kv_heads=2,
-            head_dim=32,
-            ffn_dim=256,
-            vocab_size=512,
-        ),  # 0.4 M
-        Shape(
-            "0.5b",
-            dim=1536,
-            n_layers=16,
-            n_heads=24,
-            n_kv_heads=8,
-            head_dim=64,
-            ffn_dim=4096,
-            vocab_size=32000,
-        ),
-        Shape(
-            "0.8b",
-            dim=2048,
-            n_layers=16,
-            n_heads=32,
-            n_kv_heads=8,
-            head_dim=64,
-            ffn_dim=5632,
-            vocab_size=32000,
-        ),
-        Shape(
-            "1.1b",
-            dim=2048,
-            n_layers=22,
-            n_heads=32,
-            n_kv_heads=4,
-            head_dim=64,
-            ffn_dim=5632,
-            vocab_size=32000,
-        ),
-    )
-}
+SHAPE = Shape(  # of 1.1 billion parameters, embedding and LM head included
+    "1.1b", dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, ffn_dim=5632, vocab_size=32000
+)  # fmt: skip
 
 
 def write_random_model(

@@ -39,16 +39,9 @@ def check(case: CycleCase) -> None:
     assert found.tensor_core.split()[0] == (instruction if on_tensor_cores else "none"), found
 
 
-# test_compiled_all takes every target with and without groups
-@pytest.mark.parametrize(
-    "target,kv_heads", [("90", 8), *slow([("80", 32), ("86", 8), ("89", 32), ("90", 32)])]
-)
-def test_compiled(target, kv_heads):
-    check(CycleCase(target, "attention", T=60, kv_heads=kv_heads))
-
-
-# one of each kernel; the slow ones are other shapes of it
+# one of each kernel; the slow ones are shapes that test_compiled_all has not
 @pytest.mark.parametrize("case", [
+    CycleCase("90", "attention", kv_heads=8),
     CycleCase("90", "add_norm", "fp16"),
     CycleCase("90", "normed_rotary", "fp16", E=80),  # Qwen3's
     CycleCase("90", "add_unscaled"),
@@ -59,30 +52,19 @@ def test_compiled(target, kv_heads):
     *slow([
         CycleCase("80", "attention", heads=28, kv_heads=4),  # groups of 7, Qwen2's
         CycleCase("80", "rotary", "fp16", E=80),
-        CycleCase("80", "block"),
         CycleCase("90", "attention", heads=28, kv_heads=4),
         CycleCase("80", "attention", "fp16", E=80),
         CycleCase("90", "attention", "fp16", E=80),  # a width that is padded
-        CycleCase("86", "attention", E=64, heads=32, kv_heads=4),
-        CycleCase("90", "attention", T=256),
-        CycleCase("86", "attention", "fp32"),
-        CycleCase("90", "attention", "fp32", T=1),
-        CycleCase("80", "add_norm"),
         CycleCase("90", "rotary", kv_heads=8),
-        CycleCase("80", "normed_rotary", kv_heads=8),
         CycleCase("90", "compact", "fp32", E=256, T=64),  # the most
         CycleCase("80", "compact", E=16, T=1),
         CycleCase("86", "compact", E=80, T=7),
-        CycleCase("89", "compact", "fp16", T=7),
-        CycleCase("90", "block"),
-        CycleCase("80", "row"),
         CycleCase("80", "level", V=32000),
-        CycleCase("90", "level"),
         CycleCase("90", "best_nodes", V=ops.cuda.tree.MOST),
         CycleCase("80", "relate", V=510, T=26),
     ]),
 ])  # fmt: skip
-def test_compiled_variants(case):
+def test_compiled(case):
     check(case)
 
 
@@ -147,9 +129,5 @@ def test_the_rows_of_a_level_fit_a_tile():
     for V, R, rows in ((2049, 10, 16), (32000, 10, 16), (256 * 1024, 64, 16), (10**7, 64, 1)):
         blocks = triton.cdiv(V, ops.cuda.topk.BLOCK)
         tiles = ops.cuda.topk.tiles_of_level(R, blocks, 10, 7, 50)
-        assert (
-            tiles["ROWS"] == rows
-            and tiles["BLOCKS"] >= blocks
-            and tiles["FRONT"] == 8
-            and tiles["SLOTS"] == 64
-        )
+        assert (tiles["ROWS"], tiles["FRONT"], tiles["SLOTS"]) == (rows, 8, 64)
+        assert tiles["BLOCKS"] >= blocks

@@ -66,9 +66,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
-LIMIT_S = (
-    180  # of a test, among several processes; the longest compile a dozen kernels or three steps
-)
+# of a test, among several processes; the longest compile a dozen kernels or three steps
+LIMIT_S = 180
 SMOKE = """
 test_captured_cycles_equal_vanilla_and_never_wait[1-0.0]
 test_captured_cycles_equal_vanilla_and_never_wait[2-1.0]
@@ -222,9 +221,7 @@ def test_captured_attention_reads_the_length_from_the_device(rows):
     for length in (0, 100, 777, 2000):
         start.fill_(length)
         want[length] = ops.attention.tree_attention(q, k, v, start, mask)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = ops.attention.tree_attention(q, k, v, start, mask)
+    graph, y = captured(lambda: ops.attention.tree_attention(q, k, v, start, mask))
     for length in (*want, *reversed(want)) * 5:
         y.fill_(float("nan"))
         start.fill_(length)
@@ -273,10 +270,8 @@ def test_compaction(dtype, kv_heads, E):
     for batch in (1, 2):
         cache = filled_cache(kv_heads, E, batch, 700, dtype)
         for steps in (1, 2, 7, 33, 64) * 10:
-            start, path = (
-                torch.randint(700 - 64, (batch,), device="cuda"),
-                random_paths(batch, steps, 64),
-            )
+            start = torch.randint(700 - 64, (batch,), device="cuda")
+            path = random_paths(batch, steps, 64)
             want = compact_by_reference(cache, start, path)
             ops.compact.compact([*cache.k, *cache.v], cache.addresses, start, path)
             assert same_buffers(cache, want), (batch, steps)
@@ -294,10 +289,8 @@ def test_rows_may_move_in_a_circle():
 def test_compiled_and_captured_compaction():
     """One launch for all layers; the path and the length are read from the device, and no buffer is copied."""
     cache = filled_cache(8, 128, 2, 300, torch.bfloat16, layers=32)
-    start, path = (
-        torch.zeros(2, dtype=torch.long, device="cuda"),
-        torch.arange(7, device="cuda").repeat(2, 1),
-    )
+    start = torch.zeros(2, dtype=torch.long, device="cuda")
+    path = torch.arange(7, device="cuda").repeat(2, 1)
     step = torch.compile(cache.compact, fullgraph=True, dynamic=False)
     for _ in range(2):
         step(start, path)
@@ -305,15 +298,10 @@ def test_compiled_and_captured_compaction():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step(start, path)
         torch.cuda.synchronize()
-    launched = [
-        event.key
-        for event in profile.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    cuda = torch.autograd.DeviceType.CUDA
+    launched = [event.key for event in profile.key_averages() if event.device_type == cuda]
     assert launched == ["compact_kernel"], launched
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(start, path)
+    graph, _ = captured(lambda: step(start, path))
     for starts in ([0, 236], [7, 100], [100, 7]):
         start.copy_(torch.tensor(starts))
         path.copy_(random_paths(2, 7, 60))
@@ -333,11 +321,9 @@ def test_topk_logsumexp(poisoned, V, k):
     values, index, total = ops.topk.topk_logsumexp(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want[..., :k])
-    assert (
-        torch.equal(index, order[..., :k])
-        if k <= 64
-        else torch.equal(scores.gather(-1, index), values)
-    )
+    if k <= 64:
+        assert torch.equal(index, order[..., :k])
+    assert torch.equal(scores.gather(-1, index), values)
     torch.testing.assert_close(
         total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6
     )
@@ -377,16 +363,28 @@ def test_nodes_of_a_tree(poisoned, P, N):
     above = (torch.rand(2, N - 1, device="cuda") * torch.arange(1, N, device="cuda")).long()
     nodes = torch.cat((torch.full((2, 1), -1, device="cuda"), chosen), 1).gather(1, above)
     parents = torch.randint(-1, P, (2, P), device="cuda").scatter(1, chosen, nodes)
-    got, want = (
-        ops.tree.relate(chosen, parents, N - 1),
-        ops.tree.relate_reference(chosen, parents, N - 1),
-    )
-    assert all(map(torch.equal, got, want))
+    got = ops.tree.relate(chosen, parents, N - 1)
+    assert all(map(torch.equal, got, ops.tree.relate_reference(chosen, parents, N - 1)))
 
 
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
 # relative error of a product's norm: rounding the result to bf16 or fp16 alone gives 1.7e-3 or 2e-4
 ERRORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
+
+
+def check_product(got, want, dtype, case):
+    """A product beside its reference in fp32."""
+    assert got.dtype == dtype and got.shape == want.shape
+    error = (got.float() - want).norm() / want.norm()
+    assert error < ERRORS[dtype], (case, float(error))
+
+
+def captured(step):
+    """Capture a call. Returns: its graph and its result."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result
 
 
 @pytest.mark.parametrize("N,K", [(70, 384), (4095, 1024), (4096, 11008)])
@@ -397,10 +395,7 @@ def test_quantized_product(poisoned, form, dtype, N, K):
     weights = quantized(form, N, K, "cuda")
     for rows in (1, 5, 16, 26, 32, 60, 64, 65, 200):
         x = torch.randn(rows, K, device="cuda").to(dtype)
-        got, want = weights.operator(x), weights.reference(x.float())
-        assert got.dtype == dtype and got.shape == want.shape
-        error = (got.float() - want).norm() / want.norm()
-        assert error < ERRORS[dtype], (rows, float(error))
+        check_product(weights.operator(x), weights.reference(x.float()), dtype, rows)
 
 
 @pytest.mark.parametrize("N,K", [(4096, 4096), (12288, 4096), (4096, 11008)])
@@ -419,14 +414,11 @@ def test_a_row_has_the_same_bits_beside_any_others(form, dtype, N, K):
 @pytest.mark.parametrize("rows", [1, 26, 60])
 @pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
 def test_a_captured_product_is_equal_100_times(form, rows):
-    weights = quantized(
-        form, 4096, 4096, "cuda"
-    )  # split: partial sums are added by a second kernel
+    # split: partial sums are added by a second kernel
+    weights = quantized(form, 4096, 4096, "cuda")
     x = torch.randn(rows, 4096, device="cuda").bfloat16()
     want = weights.operator(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = weights.operator(x)
+    graph, y = captured(lambda: weights.operator(x))
     for _ in range(100):
         y.fill_(float("nan"))
         graph.replay()
@@ -448,11 +440,8 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     cached, scores in fp32: beside the references; each row of them alone; and a hundred replays with the same bits."""
     options, close = {"device": "cuda", "dtype": torch.bfloat16}, {"rtol": 2e-2, "atol": 2e-2}
     narrow, wide = quantized(form, 4096, 4096, "cuda"), quantized(form, 8192, 4096, "cuda")
-    x, stream, scale = (
-        torch.randn(1, rows, 4096, **options),
-        torch.randn(1, rows, 4096, **options),
-        torch.rand(4096, **options),
-    )
+    x, stream = torch.randn(2, 1, rows, 4096, **options)
+    scale = torch.rand(4096, **options)
     slots = torch.arange(rows, device="cuda")[None]
     rope = ops.rotary.rope_angles(torch.rand(64, device="cuda"), slots * 9)
     caches = torch.zeros(2, 1, 8, rows, 128, **options)
@@ -495,9 +484,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     last = slice(rows - 1, rows)
     assert all(torch.equal(one, whole[:, last]) for one, whole in zip(layer(last), got))
     assert torch.equal(caches, cached)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = [layer() for _ in range(4)]
+    graph, replayed = captured(lambda: [layer() for _ in range(4)])
     for _ in range(100):
         graph.replay()
         assert all(map(torch.equal, sum(replayed, ()), got * 4))
@@ -519,9 +506,8 @@ def test_rotary_cache(heads, normed):
     want = ops.rotary.rotary_cache_plainly(
         with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots
     )
-    near = (
-        0.1 if normed else 0.02
-    )  # of the largest values: an ulp that the norm was rounded otherwise
+    # of the largest values: an ulp that the norm was rounded otherwise
+    near = 0.1 if normed else 0.02
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=near, rtol=1e-2)
     assert share_that_differs([got, ours[0]], [want, theirs[0]]) < 0.01
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
@@ -563,13 +549,8 @@ def test_product_with_experts(poisoned, form, dtype, N, K):
     for name, spread in ROUTINGS.items():
         expert = torch.tensor(spread, device="cuda")
         x = torch.randn(len(expert), K, device="cuda").to(dtype)
-        got, want = (
-            weights.operator(x, ops.experts.route(expert, 8)),
-            weights.reference(x.float(), expert),
-        )
-        assert got.dtype == dtype and got.shape == want.shape
-        error = (got.float() - want).norm() / want.norm()
-        assert error < ERRORS[dtype], (name, float(error))
+        got = weights.operator(x, ops.experts.route(expert, 8))
+        check_product(got, weights.reference(x.float(), expert), dtype, name)
 
 
 @pytest.mark.parametrize("form", ["float", "int8", "int4-128", "int4-64-zeros"])
@@ -579,15 +560,10 @@ def test_eight_of_128_experts(poisoned, form):
     for tokens in (1, 7, 60, 256):
         expert = torch.rand(tokens, 128, device="cuda").topk(8).indices.flatten()
         x = torch.randn(len(expert), 384, device="cuda").bfloat16()
-        got, want = (
-            weights.operator(x, ops.experts.route(expert, 128)),
-            weights.reference(x.float(), expert),
-        )
-        error = (got.float() - want).norm() / want.norm()
-        assert error < ERRORS[torch.bfloat16], (tokens, float(error))
-        assert torch.equal(weights.operator(x[:8], ops.experts.route(expert[:8], 128)), got[:8]), (
-            tokens
-        )
+        got = weights.operator(x, ops.experts.route(expert, 128))
+        check_product(got, weights.reference(x.float(), expert), torch.bfloat16, tokens)
+        alone = weights.operator(x[:8], ops.experts.route(expert[:8], 128))
+        assert torch.equal(alone, got[:8]), tokens
 
 
 @pytest.mark.parametrize("N,K", [(4096, 1792), (3584, 4096)])
@@ -639,9 +615,7 @@ def test_captured_experts_follow_the_routing(format, rows):
     inputs.append(inputs[0][:, :1].expand(1, rows, 512))  # all rows with the same two experts
     want = [layer(x) for x in inputs]
     x = inputs[0].clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer(x)
+    graph, y = captured(lambda: layer(x))
     for _ in range(10):
         for source, expected in zip(inputs, want):
             y.fill_(float("nan"))
@@ -672,6 +646,12 @@ def test_noise_is_the_same_on_both_devices():
     assert torch.equal(*rows)
 
 
+def golden_config(temperature: float, **options) -> GenerateConfig:
+    """Options on the golden models, whose prompts and answers are ids."""
+    same = {"device": "cuda", "ignore_eos": True, "seed": 7}
+    return GenerateConfig(temperature=temperature, **same, **options)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
@@ -679,22 +659,13 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    options = {
-        "device": "cuda",
-        "temperature": temperature,
-        "batch_size": batch,
-        "max_new_tokens": 100,
-    }
-    config = GenerateConfig(**options, ignore_eos=True, seed=7)
+    config = golden_config(temperature, max_new_tokens=100, batch_size=batch)
     vanilla = with_cycles(Engine(config, target, (RootOnly(),), 256, ()))
     drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20)), target)
-    engine = warm_up(
-        with_cycles(
-            Engine(
-                replace(config, compile=True), target, drafter.presets, 256, (), policy=AutoTrees()
-            )
-        )
-    )
+    config = replace(config, compile=True)
+    policy = AutoTrees()
+    drafted = Engine(config, target, drafter.presets, 256, (), policy=policy)
+    engine = warm_up(with_cycles(drafted))
     assert engine.captured and isinstance(engine.policy.sizer, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
@@ -726,31 +697,24 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_model(GOLDEN / f"models/target_{model}", torch.float32, "cuda")
     head = load_head(GOLDEN / f"models/head_eagle12_{model.removeprefix('llama_')}", target)
-    config = GenerateConfig(
-        device="cuda",
-        temperature=temperature,
-        max_new_tokens=60,
-        batch_size=2,
-        ignore_eos=True,
-        seed=7,
-    )
+    config = golden_config(temperature, max_new_tokens=60, batch_size=2)
     vanilla = with_cycles(Engine(config, target, (RootOnly(),), 256, ()))
     drafter = EagleDrafter(head, target, TREES[tree])
     drafted = with_cycles(Engine(replace(config, compile=compiled), target, (drafter,), 256, ()))
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
 
-def demo_options(temperature: float, new: int) -> dict:
-    """Options of `load` for the demo on the GPU, in fp32 without rounding to tf32."""
+def exact_options(temperature: float, new: int, checkpoint: str = DEMO) -> dict:
+    """Options of `load` on the GPU, in fp32 without rounding to tf32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     sizes = {"temperature": temperature, "max_new_tokens": new}
-    return {"checkpoint": DEMO, "device": "cuda", "dtype": "float32"} | sizes
+    return {"checkpoint": checkpoint, "device": "cuda", "dtype": "float32"} | sizes
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
     """The demo has two query heads per key head; the golden models have one."""
-    options = demo_options(temperature, 64)
+    options = exact_options(temperature, 64)
     prompts = ["def read_lines(path):", "import os\n", "Question: What is 2 + 3?\nAnswer:"]
     plain = generate(load(draft="none", **options), prompts)
     for tree in ("chain", "dynamic"):
@@ -760,7 +724,7 @@ def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_stop_string_ends_a_turn_as_in_vanilla(temperature):
     """Cycles that run already when the string is found change nothing in the next turn."""
-    options = demo_options(temperature, 40) | {"stop": ["re", "s", "("]}
+    options = exact_options(temperature, 40) | {"stop": ["re", "s", "("]}
     prompts = [["def read_lines(path):", "def g(b):\n", "# "], ["class A:", "\n x"]]
     plain = generate(load(draft="none", **options), prompts)
     drafted = generate(load(tree="dynamic", **options), prompts)
@@ -769,19 +733,12 @@ def test_a_stop_string_ends_a_turn_as_in_vanilla(temperature):
 
 
 def test_a_head_in_a_gguf_file_equals_vanilla(tmp_path):
-    torch.backends.cuda.matmul.allow_tf32 = False
     target = str(GOLDEN / "models/target_llama_mha")
     write_drafter(tmp_path / "head", "eagle3")
     head = str(tmp_path / "head.gguf")
     files = ["--checkpoint", target, "--head", str(tmp_path / "head"), "--out", head]
     export_head.main([*files, "--type", "f16"])
-    options = {
-        "checkpoint": target,
-        "device": "cuda",
-        "dtype": "float32",
-        "max_new_tokens": 24,
-        "ignore_eos": True,
-    }
+    options = exact_options(0.0, 24, target) | {"ignore_eos": True}
     plain = generate(load(draft="none", **options), PROMPTS[:1])
     drafted = load(head=head, tree="dynamic", **options)
     assert generate(drafted, PROMPTS[:1]).tokens == plain.tokens
@@ -791,30 +748,12 @@ def test_a_head_in_a_gguf_file_equals_vanilla(tmp_path):
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra", "hydra++", "dflash", "jetspec"])
 def test_trained_drafters_equal_vanilla(kind, temperature, tmp_path):
     """Files on disk, compiled and captured, in fp32; Medusa and Hydra with LM heads of their own."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     write_drafter(tmp_path / kind, kind)
-    options = {
-        "checkpoint": str(GOLDEN / "models/target_llama_mha"),
-        "device": "cuda",
-        "dtype": "float32",
-        "temperature": temperature,
-        "max_new_tokens": 24,
-        "ignore_eos": True,
-    }
+    target = str(GOLDEN / "models/target_llama_mha")
+    options = exact_options(temperature, 24, target) | {"ignore_eos": True}
     plain = generate(load(draft="none", **options), PROMPTS[:1])
     drafted = load(head=str(tmp_path / kind), tree="dynamic", compile=True, **options)
     assert generate(drafted, PROMPTS[:1]).tokens == plain.tokens
-
-
-def golden_config(temperature: float, max_new_tokens: int) -> GenerateConfig:
-    return GenerateConfig(
-        device="cuda",
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=7,
-        draft="none",
-        ignore_eos=True,
-    )
 
 
 def golden_engines(config: GenerateConfig, context: int, **changes) -> tuple[Engine, Engine]:
@@ -832,7 +771,7 @@ def golden_engines(config: GenerateConfig, context: int, **changes) -> tuple[Eng
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_that_take_one_prompt_after_the_other(compiled, temperature):
     """Prompts of one pass and of several are cached by graphs of each row, while the other rows decode."""
-    config = golden_config(temperature, max_new_tokens=30)
+    config = golden_config(temperature, max_new_tokens=30, draft="none")
     prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 137 * k % 400)] for k in range(1, 9)]
     vanilla, drafted = golden_engines(config, 512, compile=compiled, batch_size=3)
     want = generate(vanilla, prompts).tokens
@@ -844,7 +783,7 @@ def test_rows_that_take_one_prompt_after_the_other(compiled, temperature):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_four_rows_that_come_and_go(compiled, temperature):
     """As a server drives a session: one row is released in the middle of its text, others take the next prompt."""
-    config = golden_config(temperature, max_new_tokens=40)
+    config = golden_config(temperature, max_new_tokens=40, draft="none")
     prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 37 * k % 60)] for k in range(1, 8)]
     vanilla, drafted = golden_engines(config, 256, compile=compiled, batch_size=4)
     want = generate(vanilla, prompts).tokens
@@ -869,28 +808,11 @@ def test_two_gpus_decode_what_one_does(tmp_path, compile):
     """The demo in fp32, sampled, with NCCL's collectives in the graphs."""
     runs = []
     for number, start in enumerate(([], ["-m", "torch.distributed.run", "--nproc_per_node", "2"])):
-        options = [
-            "--device",
-            "cuda",
-            "--set",
-            "dtype=float32",
-            "--temperature",
-            "1",
-            "--tree",
-            "dynamic",
-            *compile,
-        ]
         out = tmp_path / f"{number}.json"
-        command = [
-            sys.executable,
-            *start,
-            "generate.py",
-            "--checkpoint",
-            DEMO,
-            "--json",
-            str(out),
-            *options,
-        ]
+        command = [sys.executable, *start, "generate.py", "--checkpoint", DEMO, *compile]
+        command += (
+            f"--json {out} --device cuda --set dtype=float32 --temperature 1 --tree dynamic".split()
+        )
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0 and "not captured" not in done.stderr, done.stderr
         runs.append(json.loads(out.read_text())["tokens"])

@@ -2,7 +2,7 @@
 
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 
@@ -69,19 +69,6 @@ def test_a_dry_run_climbs_every_rung_and_hides_no_failure(tmp_path, monkeypatch,
     assert "HUNG" not in printed
 
 
-@pytest.mark.parametrize("method,plain,gaps,fault", [
-    ("tree", {"products"}, (0.01, None), ""),
-    ("tree", {"products"}, (0.5, None), "differs from vanilla where the best two scores are 0.500 apart"),
-    ("tree", set(), (0.01, None), "the tree's tokens are not vanilla's; the best two scores were 0.010 apart"),
-    ("chain", set(), (0.01, None), "the chain's tokens are not vanilla's; the best two scores were 0.010 apart"),
-    ("chain", {"products"}, (0.01, 0.02), ""),
-    ("vanilla", set(), (None, 0.2), "differs from first where the best two scores are 0.200 apart"),
-])  # fmt: skip
-def test_identity_is_judged_by_tokens_and_beside_pytorch_by_the_gap(method, plain, gaps, fault):
-    row = {"gap_to_vanilla": gaps[0], "gap_to_first": gaps[1]}
-    assert ladder.fault_of(row, method, plain) == fault
-
-
 def test_the_gap_is_that_of_the_first_different_token(tmp_path):
     """Scores of the target itself, behind the tokens of the other decoding."""
     config = ladder.LadderConfig(device="cpu", inflate="none", dry_run=True, tokens=4)
@@ -119,12 +106,8 @@ tries.finish()
 
 def test_a_lost_device_ends_its_group_only(tmp_path):
     log = tmp_path / "log.jsonl"
-    command = [
-        sys.executable,
-        "-c",
-        LOSING.replace("lost.append(1) if", "lost.append(1) or {} if"),
-        str(log),
-    ]
+    code = LOSING.replace("lost.append(1) if", "lost.append(1) or {} if")
+    command = [sys.executable, "-c", code, str(log)]
     statuses = [subprocess.run(command, cwd=ROOT, capture_output=True).returncode for _ in range(2)]
     assert statuses == [attempts.LOST, attempts.FAILED]
     rows = Log(str(log), "").rows
@@ -156,49 +139,6 @@ def test_a_hang_is_cut_and_the_same_command_goes_on_behind_it(tmp_path):
     assert "Timeout" in first.stderr and "in hangs" in first.stderr
     assert second.returncode == attempts.FAILED and "'group': 'two'" in second.stdout
     assert "HUNG or died: one, a; its stacks are in log.txt" in table.table(tmp_path)
-
-
-ENDING = """
-import signal
-from scripts.bench.row_log import Log
-from scripts.gpu.attempts import Attempts
-def compiles_for_long():
-    signal.raise_signal(signal.SIGTERM)
-Attempts(Log("", ""), {}, 60, int).run("one", "a", compiles_for_long)
-"""
-
-
-def test_a_part_that_ends_at_its_limit_shows_its_stacks():
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == -signal.SIGTERM
-    assert "in compiles_for_long" in done.stderr, done.stderr
-
-
-def test_both_lengths_run_in_what_the_longer_one_compiled(monkeypatch):
-    lengths = []
-
-    def timed_s(run, new, device):
-        run(new)
-        return new / 100
-
-    monkeypatch.setattr(beside, "timed_s", timed_s)
-    found = beside.rates(lengths.append, beside.BesideConfig(new=20))
-    assert lengths == [20, *[2, 20] * beside.RUNS] and found["warm_s"] == 0.2
-    assert found["tokens_per_s"] == pytest.approx(100)
-
-
-def test_a_slow_machine_has_longer_limits(monkeypatch):
-    """A limit grows with the longest attempt, so that a machine three times as slow is no hang."""
-    limits = []
-    monkeypatch.setattr(
-        attempts.faulthandler, "dump_traceback_later", lambda s, **_: limits.append(s)
-    )
-    tries = attempts.Attempts(Log("", ""), {}, 10.0, int)
-    tries.log.rows.append({"group": "a", "name": "a", "s": 50.0})
-    tries.run("b", "b", dict)
-    assert limits == [150.0]
 
 
 def test_a_family_of_kernels_that_fails_hides_no_other(tmp_path, monkeypatch):
@@ -246,7 +186,7 @@ def test_parts_end_in_time_are_tried_again_and_named(tmp_path):
         "LIMIT=1; part late 9 true; echo $FAULTS; set_pace 50; paced 10; set_pace 1; paced 10",
     )
     lines = said.splitlines()
-    assert lines[0] in ("== slow: 5 s, exit status 124", "== slow: 6 s, exit status 124")
+    assert re.fullmatch("== slow: [0-9]+ s, exit status 124", lines[0])
     assert [line.split(" s, ")[1] for line in lines[1:5]] == [
         f"exit status {status}" for status in (1, 4, 0, 1)
     ]

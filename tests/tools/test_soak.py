@@ -25,7 +25,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 from generate import generate, load  # noqa: E402
-from options import DEFAULT, DEMO  # noqa: E402
+from options import DEMO  # noqa: E402
 
 CLIENTS = 8
 OPTIONS = {"checkpoint": DEMO, "device": "cpu", "compile": True}
@@ -195,41 +195,3 @@ def test_many_requests(count):
     answered = soak.seen["whole"] + soak.seen["streamed"] + soak.seen["cancelled"]
     assert answered <= ended <= answered + soak.seen["unread"]
     assert count < 1000 or sizes[-1] - sizes[2] < GROWTH, sizes
-
-
-def first_token(port: int, messages: list[dict[str, str]]) -> tuple[float, str]:
-    """Seconds to the first text of a chat's answer, and the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    body = {"messages": messages, "temperature": 0, "max_tokens": 40, "stream": True}
-    began = time.perf_counter()
-    head = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), head)
-    seconds = 0.0
-    text = ""
-    for line in connection.getresponse():
-        if line.startswith(b"data: {"):
-            text += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
-            seconds = seconds or (text and time.perf_counter() - began)
-    connection.close()
-    return seconds, text
-
-
-@pytest.mark.slow
-@pytest.mark.smollm2
-def test_a_second_turn_begins_sooner(smollm2):
-    """As long as it is, it reads only its own part; so does another conversation with the system prompt."""
-    rules = " ".join(f"Rule {number}: answer in plain words." for number in range(80))
-    with server(DEFAULT) as (process, port):
-        first_token(port, [{"role": "user", "content": "Hello"}])
-        print(f"\n{'first':>8} {'second':>8} {'other':>8}  seconds to the first token")
-        ratios = []
-        for number in range(5):
-            system = {"role": "system", "content": f"Number {number}. {rules}"}
-            turn = {"role": "user", "content": "What is a river?"}
-            first, text = first_token(port, [system, turn])
-            more = [{"role": "assistant", "content": text}, {"role": "user", "content": "A lake?"}]
-            second, _ = first_token(port, [system, turn, *more])
-            other, _ = first_token(port, [system, {"role": "user", "content": "Who are you?"}])
-            print(f"{first:8.3f} {second:8.3f} {other:8.3f}", flush=True)
-            ratios += [second / first, other / first]
-    assert sorted(ratios)[len(ratios) // 2] < 0.5

@@ -140,13 +140,6 @@ CASES = [
     (QWEN, "so:\n```python\nf({'a': 1})\n```\nend", "so:\n```python\nf({'a': 1})\n```\nend", []),
     (QWEN, '```json\n{"name": "other", "arguments": {}}\n```', '```json\n{"name": "other", "arguments": {}}\n```', []),
     (LLAMA, "a ``` b `` c", "a ``` b `` c", []), (MISTRAL, '```json\n{"name": "now"', '```json\n{"name": "now"', []),
-    (QWEN, f"```json\n{ONE}\n```", "", [FOUND]), (LLAMA, f"```\n{TWO}\n```\n", "", [("now", "{}")]),
-    (QWEN, f"I will ask:\n\n```json\n{TWO}\n```\nand wait.", "I will ask:and wait.", [("now", "{}")]),
-    (LLAMA, f"I will ask:\n```json\n[{FLAT}, {TWO}]\n``", "I will ask:", [("now", '{"a": [1]}'), ("now", "{}")]),
-    (QWEN, f"<tool_call>\n```json\n{ONE}\n```\n</tool_call>", "", [FOUND]),
-    (QWEN, "so:\n```python\nf({'a': 1})\n```\nend", "so:\n```python\nf({'a': 1})\n```\nend", []),
-    (QWEN, '```json\n{"name": "other", "arguments": {}}\n```', '```json\n{"name": "other", "arguments": {}}\n```', []),
-    (LLAMA, "a ``` b `` c", "a ``` b `` c", []), (MISTRAL, '```json\n{"name": "now"', '```json\n{"name": "now"', []),
     (MISTRAL, f"[TOOL_CALLS] [{TWO}, {ONE}]", "", [("now", "{}"), FOUND]), (MISTRAL, "Yes [1]", "Yes [1]", []),
 ]  # fmt: skip
 

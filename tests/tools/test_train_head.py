@@ -264,61 +264,6 @@ def test_every_stage_takes_its_share_on_a_machine_of_any_speed(small, monkeypatc
     assert sum(job.state["seconds"].values()) == pytest.approx(3600, rel=0.05)
 
 
-def test_opening_is_no_batch_of_features(small, monkeypatch):
-    """The target takes long to load, and every batch of features fits all the same."""
-    monkeypatch.setattr(train_head, "time", FakeTime())
-    (small / "run").mkdir()
-    job = job_of(small)
-    job.tick("answers", done=True)
-
-    def ready(config):
-        train_head.time.now += 400
-
-    def fill_features(config, made, over):
-        for number in range(15):
-            train_head.time.now += 30
-            if over():
-                return number + 1
-        return 15
-
-    monkeypatch.setattr(train_eagle, "ready", ready)
-    monkeypatch.setattr(train_eagle, "fill_features", fill_features)
-    monkeypatch.setattr(train_eagle, "train", lambda config, made, left_s: None)
-    job.state["plan"]["recipe"] = "HASS"
-    train_head.train(job)
-    assert job.state["batches"] == 15 and job.state["seconds"]["features"] == 450
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_log_has_a_line_every_five_minutes(small, monkeypatch, capsys, terminal):
-    """A terminal has a bar; a run in the background would be silent for hours."""
-    monkeypatch.setattr(train_head, "time", FakeTime())
-    (small / "run").mkdir()
-    job = job_of(small)
-    monkeypatch.setattr(train_head.sys.stderr, "isatty", lambda: terminal)
-    for _ in range(11):
-        train_head.time.now += 60
-        job.over("answers")
-    lines = ["answers: 0.08 of 0.25 hours", "answers: 0.17 of 0.25 hours"]
-    assert capsys.readouterr().out.splitlines() == ([] if terminal else lines)
-
-
-def test_later_stages_share_the_rest(small, monkeypatch):
-    """A machine that is slower during the answers only, or for one long part, is no overrun."""
-    monkeypatch.setattr(train_head, "time", FakeTime())
-    (small / "run").mkdir()
-    job = job_of(small)
-    train_head.time.now += 2000
-    assert job.over("answers")
-    job.tick("answers", done=True)
-    assert [job.allowed_s(s) for s in STAGES[1:]] == pytest.approx(
-        [1600 / 6, 1600 * 4 / 6, 1600 / 6]
-    )
-    job.state["seconds"]["features"] = 1800
-    job.tick("features", done=True)
-    assert job.allowed_s("training") == 0 and job.over("training")
-
-
 # ----------------------------------------------------------------------------------------- mistakes
 
 
