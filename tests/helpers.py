@@ -11,9 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,17 +29,11 @@ import ops.experts
 import ops.linear
 import ops.qmatmul
 import sampling
-from decode import Cycle, Engine, pick_tokens, with_cycles
+from decode import Cycle, Engine, with_cycles
 from draft_tree import DecodedTokens, StaticTree
-from drafters import Drafter, Method, RootOnly, TreeDrafter
+from drafters import Drafter, Method, TreeDrafter
 from eagle_draft import EagleHead, load_head
 from extras.autosize import AutoTrees
-from extras.deferred import Deferred
-from extras.lookahead_draft import LookaheadDrafter
-from extras.model_draft import ModelDrafter
-from extras.ngram_draft import NgramDrafter
-from extras.presets import PresetPolicy, pick_and_rank
-from extras.recycling_draft import RANKS, RecyclingDrafter
 from extras.residual import sample_children
 from hf.gguf_blocks import Blocks, pack, table_of
 from hf.weights import load_model
@@ -64,48 +58,17 @@ def engine_for(
 ) -> Engine:
     """An engine on the CPU from a model and a drafter in memory; its sessions keep their trace.
 
-    method: replaces that of `method_of`
+    It is warm, and no clock counts.
+    method: replaces the drafter's own
     options: fields of GenerateConfig; end-of-sequence ids are the target's own
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
-    method = method or method_of(drafter)
-    return with_cycles(
-        Engine(
-            config,
-            target,
-            method.presets,
-            context,
-            target.config.eos_ids,
-            method.pick_tokens or pick_tokens,
-            accept_rule(config),
-            method.policy,
-        )
-    )
-
-
-def method_of(drafter: Drafter) -> Method:
-    """A drafter of the tests as its module's `load_method` returns it; warm, and no clock counts."""
-    presets = getattr(drafter, "presets", (drafter,))
-    policy, pick = PresetPolicy(), None
-    if isinstance(drafter, NgramDrafter):
-        policy = AutoTrees(drafter, drafter.ngram.kept)
-    elif isinstance(drafter, Deferred):
-        lookup = drafter.lookup if isinstance(drafter.lookup, NgramDrafter) else None
-        policy = AutoTrees(lookup, lookup and lookup.ngram.kept)
-    elif isinstance(drafter, RecyclingDrafter):
-        pick = partial(pick_and_rank, ranks=RANKS)
-    elif isinstance(drafter, LookaheadDrafter):
-        pick = pick_and_rank
-    elif isinstance(drafter, ModelDrafter) and drafter.shorter:
-        presets = (RootOnly(), drafter)
-    elif isinstance(drafter, TreeDrafter) and drafter.graft:
-        policy.kept = drafter.graft.kept
-    inner = getattr(drafter, "drafter", drafter)
-    if isinstance(inner, ModelDrafter) and inner.shorter:
-        policy.reach = inner.model.config.max_context
+    engine = Engine(config, target, (), context, target.config.eos_ids)
+    engine = engine.with_method(method or drafter.method())
+    policy = copy(engine.policy)
     policy.warm = True
-    return Method(presets, policy=policy, pick_tokens=pick)
+    return with_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
 
 
 class Scripted(AutoTrees):
