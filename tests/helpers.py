@@ -193,16 +193,7 @@ def pairwise(every: tuple[str, ...] = (), **values):
 
 def run_in_interpreter(cases: list[Path], passed: str) -> None:
     """Run files in a process in which Triton interprets its kernels. passed: pattern of how many must pass."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n0",
-        "-p",
-        "no:cacheprovider",
-        *cases,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *cases]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=env

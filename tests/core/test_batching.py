@@ -416,11 +416,7 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
         )
         return Results(engine, [["a"]]).facts
 
-    for changes in (
-        {"quant_draft": "int4"},
-        {"draft_vocab": 7},
-        {"ablation": {"no_rerank": True}},
-    ):
+    for changes in ({"quant_draft": "int4"}, {"draft_vocab": 7}, {"ablation": {"no_rerank": True}}):
         assert results(**changes) == results() and results(**changes, accept="residual") != results(
             accept="residual"
         )

@@ -493,10 +493,7 @@ def test_compiled_as_on_cuda(traced, tmp_path):
 
 @pytest.mark.parametrize(
     "kind, formats, tree",
-    [
-        ("dflash", {"quant": "int8"}, "auto"),
-        ("dspark", {"quant_draft": "int4"}, "dynamic"),
-    ],
+    [("dflash", {"quant": "int8"}, "auto"), ("dspark", {"quant_draft": "int4"}, "dynamic")],
 )
 def test_quantized_and_in_cpp_the_tokens_are_vanillas(kind, formats, tree, tmp_path):
     """Loaded from files, which say that it is a block drafter; the block in one C++ call."""

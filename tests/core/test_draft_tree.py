@@ -498,10 +498,7 @@ def test_graft():
 @pytest.mark.usefixtures("traced")
 def test_traced_growth():
     tokens, scores = random_levels(random.Random(6), 3, 3, 3, cut=0.2)
-    for shape in (
-        DynamicTree(3, 3, 10),
-        StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))),
-    ):
+    for shape in (DynamicTree(3, 3, 10), StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0)))):
 
         def outputs(frontier, slot, out):
             return out[:, :1].expand(-1, frontier.tokens.shape[1], -1)

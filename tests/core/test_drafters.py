@@ -533,7 +533,6 @@ def test_a_grafted_tree_keeps_its_size_and_holds_the_continuation(temperature):
 
 def test_grafted_sizes_that_do_not_fit():
     with pytest.raises(
-        ValueError,
-        match="40 looked-up tokens do not fit a tree of 20 nodes; raise --tree_size",
+        ValueError, match="40 looked-up tokens do not fit a tree of 20 nodes; raise --tree_size"
     ):
         EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), graft=Ngram())

@@ -15,26 +15,33 @@ import functools
 import itertools
 import json
 import operator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
+import safetensors.numpy as numpy_files
 import torch
 
 import ops.cpu.build
 import sampling
+from cli import methods
 from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine, with_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
+from drafter_files import write_drafter
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from eagle_draft import EagleDrafter
 from extras.auto_trees import with_smaller_trees
+from extras.kept_texts import vocabulary_of
 from extras.lookahead_draft import LookaheadDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.recycling_draft import RecyclingDrafter, empty_matrix, recycling_paths
 from generate import generate, load
 from helpers import (
+    GOLDEN,
     InTurn,
     chi_square,
     compiled_as_on_cuda,
@@ -51,9 +58,11 @@ from helpers import (
 )
 from hf.heads import draft_lm_head
 from model import ModelConfig, Router, Transformer, rope_frequencies
+from ops.library import set_plain
 from options import DEMO
 from runtime import compiled, tensors_of
 from sampling import Sampling
+from scripts.build_datastore import suffix_array
 from session import Session
 
 MARGIN = 1e-4
@@ -196,34 +205,126 @@ def tau_of(session: Session) -> float:
     return sum(lengths) / len(lengths) + 1
 
 
-# every drafter with every target, temperature and batch; every tree with each of these
-SETTINGS = {"model": ["llama", "mixtral"], "temperature": [0.0, 1.0], "batch": [1, 2]}
+# ------------------------------------------------------------ the matrix: every drafter, every mode
+
+TARGETS = {"dense": "models/target_llama_mha", "mixture": "models/target_mixtral"}
+KINDS = {  # a drafter -> its --draft
+    "eagle": "eagle", "eagle3": "eagle", "medusa": "medusa", "medusa 2": "medusa", "hydra": "hydra", "hydra shared": "hydra",
+    "hydra++": "hydra", "dflash": "block", "jetspec": "block", "dspark": "block", "model": "model", "ngram": "ngram",
+    "eagle+ngram": "eagle+ngram", "recycling": "recycling", "lookahead": "lookahead", "rest": "rest",
+}  # fmt: skip
+FORMATS = {
+    "fp32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quant": "int8"},
+    "int4": {"dtype": "bfloat16", "quant": "int4"},
+}
+
+MODES = [*itertools.product(FORMATS, ("C++", "compiled")), ("fp32", "plain")]
+LEAST_TAU = {"eagle": 1.2, "eagle+ngram": 1.4, "model": 2.0, "rest": 1.2}
+SETTINGS = [*itertools.product(TARGETS, (0.0, 1.0), (1, 2))]  # target, temperature, batch
 
 
-@pairwise(tree=["chain", "static", "dynamic", "small"], **SETTINGS, every=tuple(SETTINGS))
-def test_trees_equal_vanilla(model, tree, temperature, batch):
-    tau = tau_of(check(tree, batch, model=model, temperature=temperature, seed=7))
-    assert tau > 1.3, "the drafts must be good enough for the test to mean anything"
+def matrix() -> Iterator[tuple]:
+    """The cases of the test below. Hydra++ has no head for a mixture of experts."""
+    for d, (kind, draft) in enumerate(KINDS.items()):
+        trees = methods.DRAFTERS[draft].trees or ("",)
+        for m, mode in enumerate(MODES):
+            (form, operators), tree = mode, trees[(m // 2 + d) % len(trees)]
+            model, *sampled = SETTINGS[(m + d) % len(SETTINGS)]
+            if kind == "hydra++":
+                model = "dense"
+            if form == "int4" and model == "mixture":  # its experts are too small for a group
+                yield kind, tree, "bf16", operators, model, *sampled
+                model = "dense"
+            yield kind, tree, form, operators, model, *sampled
 
 
-@pairwise(tree=["chain", "static", "small"], **SETTINGS, every=tuple(SETTINGS))
-def test_draft_models_equal_vanilla(model, tree, temperature, batch):
-    assert tau_of(check(f"model:{tree}", batch, model=model, temperature=temperature, seed=7)) > 1.3
+def loaded(model: str, form: str, temperature: float, batch: int, **options) -> Engine:
+    """A golden target as the command line loads it; its answers have a trace."""
+    common = {"device": "cpu", "max_new_tokens": 24, "ignore_eos": True, "trace": "-", "seed": 7}
+    common |= {"temperature": temperature, "batch_size": batch, **FORMATS[form]}
+    return load(checkpoint=str(GOLDEN / TARGETS[model]), **common, **options)
+
+
+@functools.cache
+def vanilla_of(model: str, form: str, temperature: float) -> tuple[Engine, list[list[int]]]:
+    """Vanilla's engine, which is not compiled, and its tokens of both prompts."""
+    engine = loaded(model, form, temperature, 2, draft="none")
+    return engine, generate(engine, PROMPTS).tokens
+
+
+@pytest.fixture(scope="module")
+def files_of(tmp_path_factory):
+    """A function of a drafter and a target that returns the options with the drafter's files; it writes them."""
+    root = tmp_path_factory.mktemp("drafters")
+
+    @functools.cache
+    def options(kind: str, model: str) -> dict[str, str]:
+        path = root / f"{kind} {model}"
+        if kind in ("ngram", "recycling", "lookahead"):
+            return {}
+        if kind == "rest":
+            write_datastore(
+                path, [text for T in (0.0, 1.0) for text in vanilla_of(model, "fp32", T)[1]]
+            )
+            return {"datastore": str(path)}
+        if kind in ("eagle", "eagle+ngram"):
+            head = {"dense": "models/head_eagle12_mha", "mixture": "models/head_eagle12_mixtral"}
+            return {"head": str(GOLDEN / head[model])}
+        write_drafter(path, kind, TARGETS[model])
+        return {"draft_checkpoint" if kind == "model" else "head": str(path)}
+
+    return options
+
+
+def write_datastore(file: Path, texts: list[list[int]]) -> None:
+    """Write a datastore as scripts/build_datastore.py does, of tokens without a tokenizer."""
+    tokens = numpy.array([token for text in texts for token in [*text, -1]], numpy.int32)
+    arrays = {"tokens": tokens, "order": suffix_array(tokens)}
+    numpy_files.save_file(arrays, file, {"vocabulary": vocabulary_of(None, 97)})
+
+
+@pytest.fixture
+def switch():
+    """`set_plain`, undone in the end."""
+    yield set_plain
+    set_plain(())
+
+
+@pytest.mark.parametrize("kind, tree, form, operators, model, temperature, batch", [*matrix()])
+def test_every_drafter_gives_vanillas_tokens(
+    files_of, switch, kind, tree, form, operators, model, temperature, batch
+):
+    """Each drafter in each format, with C++ operators, compiled and with plain ones, and with each target, temperature
+    and batch; not the full product.
+
+    Over the drafters, each format meets each tree and each setting. Presets run in turn where the clock would choose.
+    In fp32 the rule has its margin, elsewhere the tokens are equal. Drafters of random weights may miss all.
+    """
+    vanilla, want = vanilla_of(model, form, temperature)
+    if operators == "plain":
+        switch(["all"])
+    options = {"draft": KINDS[kind], "tree": tree, "compile": operators == "compiled"}
+    engine = loaded(model, form, temperature, batch, **options, **files_of(kind, model))
+    if len(engine.presets) > 1:
+        engine = replace(engine, policy=InTurn())
+    found = generate(engine, PROMPTS[:batch])
+    for row, (prompt, got) in enumerate(zip(PROMPTS, found.tokens)):
+        if form == "fp32":
+            assert_same(vanilla, prompt, got, want[row], (row, 0))
+        else:
+            assert got == want[row]
+    assert any(line["draft_tokens"] for line in found.trace)
+    assert found.stats["tau"] > LEAST_TAU.get(kind, 0)
 
 
 @pairwise(
-    name=["ngram", "eagle+ngram", "recycling", "lookahead"], **SETTINGS, every=("name", *SETTINGS)
+    tree=["chain", "static", "dynamic", "small"],
+    model=["llama", "mixtral"],
+    temperature=[0.0, 1.0],
+    batch=[1, 2],
 )
-def test_lookup_equals_vanilla(model, name, temperature, batch):
-    session = check(name, batch, model=model, temperature=temperature, seed=7)
-    assert any(line["draft_tokens"] for line in session.trace)
-    if name != "eagle+ngram":  # the mixture's sampled tokens do not repeat
-        assert (model == "mixtral" and temperature > 0) or tau_of(session) > 1.01
-    else:
-        assert tau_of(session) > 1.3
-
-
-@pairwise(tree=["chain", "static", "dynamic", "small"], **SETTINGS)
 def test_trimmed_heads_equal_vanilla(model, tree, temperature, batch):
     """Tokens that are not kept are emitted and never drafted."""
     session = check(f"trimmed:{tree}", batch, model=model, temperature=temperature, seed=7)
@@ -546,12 +647,7 @@ def test_prompt_of_one_token_and_token_zero():
     for prompt in ([0], [96]):
         plain = decode(engine_for(target, RootOnly(), max_new_tokens=30, ignore_eos=True), prompt)
         tree = decode(
-            engine_for(
-                target,
-                drafter_for(TREES["dynamic"]),
-                max_new_tokens=30,
-                ignore_eos=True,
-            ),
+            engine_for(target, drafter_for(TREES["dynamic"]), max_new_tokens=30, ignore_eos=True),
             prompt,
         )
         assert plain.history == tree.history
@@ -564,11 +660,7 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
     for chunk in (256, 64, 7):
         monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
         engine = engine_for(
-            target,
-            drafter_for(TREES["dynamic"]),
-            max_new_tokens=20,
-            batch_size=2,
-            ignore_eos=True,
+            target, drafter_for(TREES["dynamic"]), max_new_tokens=20, batch_size=2, ignore_eos=True
         )
         runs.append(decode(engine, prompt, PROMPTS[0]))
     assert runs[0].history == runs[1].history == runs[2].history
