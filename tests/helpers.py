@@ -109,7 +109,17 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:
     """Decode one turn of the prompts, row by row, to the end. Row i reads the noise of prompt i."""
-    session = Session(engine, [(i, 0) for i in range(len(prompts))])
+    return in_turn(Session(engine, [(i, 0) for i in range(len(prompts))]), *prompts)
+
+
+def golden_run(drafter: Drafter, *prompts: list[int], **options: Any) -> Session:
+    """Decode prompts with the golden target and a drafter, past any end of sequence."""
+    options = {"ignore_eos": True, "batch_size": len(prompts), **options}
+    return decode(engine_for(golden_target(), drafter, **options), *prompts)
+
+
+def in_turn(session: Session, *prompts: list[int] | None) -> Session:
+    """Decode a turn of each prompt to its end; a row without a prompt is idle. Returns: the session."""
     for _ in session.decode_turn(list(prompts)):
         pass
     return session
