@@ -256,14 +256,14 @@ def files_of(tmp_path_factory):
     @functools.cache
     def options(kind: str, model: str) -> dict[str, str]:
         path = root / f"{kind} {model}"
-        if kind in ("ngram", "recycling", "lookahead"):
-            return {}
         if kind == "rest":
             greedy, sampled = (vanilla_of(model, "fp32", T)[1] for T in (0.0, 1.0))
             write_datastore(path, greedy + sampled)
             return {"datastore": str(path)}
         if kind in ("eagle", "eagle+ngram"):
             return {"head": str(GOLDEN / MODELS[model][1])}
+        if KINDS[kind] not in (*methods.HEAD_KINDS, "model"):
+            return {}
         write_drafter(path, kind, MODELS[model][0])
         return {"draft_checkpoint" if kind == "model" else "head": str(path)}
 
