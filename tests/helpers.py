@@ -48,6 +48,8 @@ from sampling import Sampling, SamplingMode, SamplingTensors
 from session import Session
 
 GOLDEN = Path(__file__).parent / "golden"
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]  # a prompt that repeats itself
 
 
 # ------------------------------------------------------------------------------------------ engines
@@ -422,6 +424,19 @@ def order_of(tree: StaticTree) -> list[tuple[int, ...]]:
 def text_with(root: Tensor) -> DecodedTokens:
     """A text in which `root`, [B] int64, was decided last, between other tokens."""
     return DecodedTokens(torch.stack((root + 1, root, root + 2), 1), torch.ones_like(root))
+
+
+def token_paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    """The tokens from below the root to every node but the root, from those of the nodes."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+def drafted_paths(line: dict) -> list[tuple[int, ...]]:
+    """`token_paths` of the tree of a line of the trace."""
+    return token_paths([0, *line["draft_tokens"]], [0, *line["parents"]])
 
 
 def parents_of(tree: StaticTree) -> list[int]:

@@ -28,7 +28,15 @@ from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
 from extras.level_draft import tree_of
 from extras.residual import sample_children
 from generate import generate, load
-from helpers import GOLDEN, compiled_as_on_cuda, decode, engine_for, golden_target
+from helpers import (
+    GOLDEN,
+    PROMPTS,
+    compiled_as_on_cuda,
+    decode,
+    engine_for,
+    golden_target,
+    token_paths,
+)
 from hf.block_heads import BlockConfig
 from hf.checkpoint import Quantization
 from options import GenerateConfig
@@ -52,7 +60,6 @@ KEYS = {  # kind -> further keys of config.json
 }
 STEPS = 32  # of training
 SETTINGS = {"max_new_tokens": 50, "ignore_eos": True, "seed": 7}
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 STARTS = (7, 9, 13)  # roots of the recorded drafts
 LEVELS = 5
 
@@ -248,14 +255,6 @@ def best_prefixes(log_q: torch.Tensor, count: int) -> dict[tuple[int, ...], floa
     return found
 
 
-def paths_of(tree) -> dict[tuple[int, ...], float]:
-    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-    paths = [()]
-    for node in range(1, len(tokens)):
-        paths.append((*paths[parents[node]], tokens[node]))
-    return dict(zip(paths[1:], tree.values[0, 1:].tolist()))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_trees_are_the_best_prefixes(temperature, tmp_path):
     """As DDTree's heap finds them; when sampling, of the scores with the noise of the target's own draws."""
@@ -272,7 +271,9 @@ def test_trees_are_the_best_prefixes(temperature, tmp_path):
         if temperature:
             z = temperature * (z / temperature + noise[0, :LEVELS])
         want = best_prefixes(z.log_softmax(-1), tree.size - 1)
-        got = paths_of(drafter.propose(state, DraftInputs(noise, inputs.text, rule)))
+        found = drafter.propose(state, DraftInputs(noise, inputs.text, rule))
+        paths = token_paths(found.tokens[0].tolist(), found.parents[0].tolist())
+        got = dict(zip(paths, found.values[0, 1:].tolist()))
         assert got.keys() == want.keys()
         assert max(abs(got[path] - value) for path, value in want.items()) < 1e-3
 
@@ -416,10 +417,8 @@ def test_a_trained_drafter_predicts(kind, tmp_path):
     assert engine.drafter.head.fused is not None
     found = generate(engine, PROMPTS)
     assert found.stats["tau"] > 1.2
-    assert (
-        found.tokens
-        == generate(load(draft="none", **options | {"quant_draft": ""}), PROMPTS).tokens
-    )
+    plain = load(draft="none", **options | {"quant_draft": ""})
+    assert found.tokens == generate(plain, PROMPTS).tokens
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

@@ -40,6 +40,8 @@ from extras.ngram_draft import Ngram, NgramDrafter
 from generate import generate, load
 from helpers import (
     GOLDEN,
+    LOOP,
+    PROMPTS,
     InTurn,
     chi_square,
     compiled_as_on_cuda,
@@ -71,7 +73,6 @@ MODELS = {  # target and head
     "mixtral": ("models/target_mixtral", "models/head_eagle12_mixtral"),
     "eagle3": ("models/target_llama31_gqa8", "models/head_eagle3"),
 }
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {
     "chain": StaticTree.chain(5),
     "short chain": StaticTree.chain(2),
@@ -431,9 +432,6 @@ def test_qwen3_trees_equal_vanilla(dtype):
         assert got == want
     assert_same(vanilla, PROMPTS[0], got, want)
     assert tau_of(tree) > 1.3
-
-
-LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
 
 
 # with the C++ operators switched off the steps are, but for the kernels themselves, those of CUDA

@@ -27,6 +27,7 @@ from extras.residual import sample_children
 from generate import generate, load
 from helpers import (
     GOLDEN,
+    PROMPTS,
     compiled_as_on_cuda,
     decode,
     engine_for,
@@ -34,6 +35,7 @@ from helpers import (
     golden_target,
     order_of,
     slow,
+    token_paths,
 )
 from hf.checkpoint import Quantization, WeightFiles
 from hf.head_kinds import head_kind
@@ -48,7 +50,6 @@ from scripts.train.train_eagle import ready, train
 from scripts.train.train_heads import HeadConfig, method_of, write_heads
 
 TARGET = GOLDEN / "models/target_llama_mha"
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 D = 4
 KINDS = ("medusa", "medusa 2", "hydra", "hydra++")
 # ------------------------------------------------------------------------------- the official code
@@ -244,14 +245,6 @@ def plain_tree(scores, noise, temperature: float, root: int, tree, sharpness: fl
     return {path for _, path in heapq.nlargest(tree.size - 1, pool)}
 
 
-def paths_of(tree) -> set[tuple[int, ...]]:
-    """The token paths of a drafted tree."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens[0, 1:].tolist(), tree.parents[0, 1:].tolist()):
-        paths.append((*paths[parent], token))
-    return set(paths[1:])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_are_those_of_the_official_heads(official, kind):
     """Features, chunk by chunk, then a tree, as a plain search with the official forward finds it."""
@@ -277,7 +270,8 @@ def test_trees_are_those_of_the_official_heads(official, kind):
             root = DraftInputs(noise, text, rule if temperature else None)
             found = drafter.propose(state, root)
             want = plain_tree(scores, noise[0], temperature, 44, tree, 1.5)
-            assert paths_of(found) == want and bool(found.valid.all())
+            paths = token_paths(found.tokens[0].tolist(), found.parents[0].tolist())
+            assert set(paths) == want and bool(found.valid.all())
 
 
 TREES = {
