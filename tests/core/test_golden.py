@@ -27,6 +27,7 @@ from helpers import (
     golden_case,
     golden_floats,
     golden_head,
+    golden_run,
     golden_target,
     record,
     with_children,
@@ -34,11 +35,8 @@ from helpers import (
 from hf.checkpoint import WeightFiles
 
 GREEDY = [
-    "eagle2_mha_k4_d3_t12",
-    "eagle1_static26_mha",
-    "eagle1_chain5_mha_alpha",
-    "eagle3_gqa_k8_d4_t32",
-]
+    "eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha", "eagle3_gqa_k8_d4_t32",
+]  # fmt: skip
 SAMPLED = ["eagle2_mha_k4_d3_t12_temp1", "eagle1_static26_mha_temp1"]
 MIXTRAL = "eagle2_mixtral_k4_d3_t12"
 TOLERANCE = 1e-4  # fp32 against fp32; typical differences are 3e-6
@@ -293,9 +291,8 @@ def test_n_alpha(run, monkeypatch):
     alpha, tried = [0] * 5, [0] * 5
     for cycle in session.trace:
         a = cycle["accept_length"]
-        entries = sum(
-            token != 0 for token in (cycle["root"], *cycle["draft_tokens"])
-        )  # 0 is their padding
+        drafted = (cycle["root"], *cycle["draft_tokens"])
+        entries = sum(token != 0 for token in drafted)  # 0 is their padding
         for i in range(5):
             alpha[i] += i < a
             tried[i] += i <= a and i < entries
@@ -320,57 +317,51 @@ def test_part_of_a_static_tree():
     whole = [p for depth in range(1, 5) for p in itertools.product(*map(range, widths[:depth]))]
     # of the root's children only the second has grandchildren: official code misplaces such trees
     part = [(0,), (1,), (2,), (1, 1), (2, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1, 0)]
-    target, drafted = golden_target(), []
+    drafted = []
     for tree in (StaticTree(tuple(whole)), StaticTree(tuple(part))):
-        drafter = EagleDrafter(golden_head(), target, tree)
-        session = decode(
-            engine_for(target, drafter, max_new_tokens=3, ignore_eos=True),
-            golden_case(GREEDY[1])["runs"][0]["prompt"],
-        )
-        drafted.append(
-            dict(
-                zip(sorted(tree.paths, key=lambda p: (len(p), p)), session.trace[0]["draft_tokens"])
-            )
-        )
+        drafter = EagleDrafter(golden_head(), golden_target(), tree)
+        prompt = golden_case(GREEDY[1])["runs"][0]["prompt"]
+        session = golden_run(drafter, prompt, max_new_tokens=3)
+        paths = sorted(tree.paths, key=lambda p: (len(p), p))
+        drafted.append(dict(zip(paths, session.trace[0]["draft_tokens"])))
     assert drafted[1].items() <= drafted[0].items()
 
 
 # ------------------------------------------------------------------- the comparisons above can fail
 
 
-def wrong_level_position(monkeypatch):
-    forward = eagle_draft.EagleHead.forward
-
+def wrong_level_position(forward):
     def shifted(self, embedded, features, positions, cache, window):  # levels of the tree only
-        return forward(
-            self, embedded, features, positions + (positions is not window.slots), cache, window
-        )
+        positions = positions + (positions is not window.slots)
+        return forward(self, embedded, features, positions, cache, window)
 
-    monkeypatch.setattr(eagle_draft.EagleHead, "forward", shifted)
-
-
-def swapped_inputs(monkeypatch):
-    forward = eagle_draft.EagleHead.forward
-    swapped = lambda self, embedded, features, *rest: forward(self, features, embedded, *rest)  # noqa: E731
-    monkeypatch.setattr(eagle_draft.EagleHead, "forward", swapped)
+    return shifted
 
 
-def slots_as_positions(monkeypatch):
-    forward = model.Transformer.forward
+def swapped_inputs(forward):
+    return lambda self, embedded, features, *rest: forward(self, features, embedded, *rest)
 
+
+def slots_as_positions(forward):
     def wrong(self, tokens, positions, cache, window, *options, **aux_layers):
         return forward(self, tokens, window.slots, cache, window, *options, **aux_layers)
 
-    monkeypatch.setattr(model.Transformer, "forward", wrong)
+    return wrong
 
 
-def late_features(monkeypatch):
-    extend = EagleDrafter.extend
-
+def late_features(extend):
     def late(self, state, rows):
         return extend(self, state, rows._replace(features=rows.features.roll(1, dims=1)))
 
-    monkeypatch.setattr(EagleDrafter, "extend", late)
+    return late
+
+
+DEFECTS = {  # where a function is replaced
+    wrong_level_position: (eagle_draft.EagleHead, "forward"),
+    swapped_inputs: (eagle_draft.EagleHead, "forward"),
+    slots_as_positions: (model.Transformer, "forward"),
+    late_features: (EagleDrafter, "extend"),
+}
 
 
 def check_noticed(case, monkeypatch, drafter=None):
@@ -385,11 +376,10 @@ def check_noticed(case, monkeypatch, drafter=None):
 
 
 @pytest.mark.parametrize("name", [GREEDY[0], GREEDY[3]])
-@pytest.mark.parametrize(
-    "defect", [wrong_level_position, swapped_inputs, late_features, slots_as_positions]
-)
+@pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_noticed(defect, name, monkeypatch):
-    defect(monkeypatch)
+    owner, function = DEFECTS[defect]
+    monkeypatch.setattr(owner, function, defect(getattr(owner, function)))
     check_noticed(golden_case(name), monkeypatch)
 
 
