@@ -514,12 +514,12 @@ class Scripted(Drafter):
         return build_tree(tokens, parents, torch.ones_like(tokens).bool(), self.depth)
 
 
-def scripted_run(script, depth=4, host_lag=None, eos_ids=(), **options):
+def scripted_run(script, depth=4, eos_ids=(), **options):
     """Returns: the session, what its cycles gave, the new tokens."""
     prompt = PROMPTS[0]
     drafter = Scripted(script, depth, len(prompt))
     engine = engine_for(golden_target(), drafter, **{"ignore_eos": not eos_ids, **options})
-    session = Session(with_cycles(replace(engine, eos_ids=eos_ids)), [(0, 0)], host_lag)
+    session = Session(with_cycles(replace(engine, eos_ids=eos_ids)), [(0, 0)])
     cycles = list(session.decode_turn([prompt]))
     return session, cycles, new_tokens(session, 0, prompt)
 
@@ -578,15 +578,6 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
         session = golden_run(make("dynamic"), prompt, PROMPTS[0], max_new_tokens=20)
         runs.append((session.history, session.stats.accept_lengths))
     assert runs[0] == runs[1] == runs[2]
-
-
-def test_a_late_host_changes_nothing(truth):
-    for host_lag in (0, 1, 3):
-        session, cycles, new = scripted_run(truth, max_new_tokens=13, host_lag=host_lag)
-        assert new == truth[:13]
-        assert session.stats.accept_lengths == [4, 4, 4]
-        assert len(session.trace) == 3
-        assert int(session.state.pos[0]) == len(PROMPTS[0]) + 12
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
