@@ -215,9 +215,8 @@ FORMATS = {
 }
 MODES = [*itertools.product(FORMATS, ("C++", "compiled")), ("fp32", "plain")]
 LEAST_TAU = {"eagle": 1.2, "eagle+ngram": 1.4, "model": 2.0, "rest": 1.2}
-SETTINGS = [
-    *itertools.product(("llama", "mixtral"), (0.0, 1.0), (1, 2))
-]  # target, temperature, batch
+# target, temperature, batch
+SETTINGS = [*itertools.product(("llama", "mixtral"), (0.0, 1.0), (1, 2))]
 
 
 def matrix() -> Iterator[tuple]:
