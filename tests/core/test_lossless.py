@@ -214,7 +214,9 @@ FORMATS = {
     "int4": {"dtype": "bfloat16", "quant": "int4"},
 }
 MODES = [*itertools.product(FORMATS, ("C++", "compiled")), ("fp32", "plain")]
-LEAST_TAU = {"eagle": 1.2, "eagle+ngram": 1.4, "model": 2.0, "rest": 1.2}
+LEAST_TAU = {  # of those whose drafts hit in every case
+    "eagle": 1.2, "eagle+ngram": 1.4, "model": 2.0, "rest": 1.2, "hydra": 1.0, "jetspec": 1.0, "dspark": 1.0,
+}  # fmt: skip
 # target, temperature, batch
 SETTINGS = [*itertools.product(("llama", "mixtral"), (0.0, 1.0), (1, 2))]
 
@@ -292,7 +294,7 @@ def test_every_drafter_gives_vanillas_tokens(
     and batch; not the full product.
 
     Over the drafters, each format meets each tree and each setting. Presets run in turn where the clock would choose.
-    In fp32 the rule has its margin, elsewhere the tokens are equal. Drafters of random weights may miss all.
+    In fp32 the rule has its margin, elsewhere the tokens are equal. New drafters and lookups may miss all.
     """
     vanilla, want = vanilla_of(model, form, temperature)
     if operators == "plain":
