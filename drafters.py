@@ -73,11 +73,7 @@ class Drafter:
 
     def method(self) -> Method:
         """Return the way to draft with this drafter."""
-        return Method((self,), self.resolved_options())
-
-    def resolved_options(self) -> dict[str, Any]:
-        """Return the options that were used, under their names, for the record."""
-        return {}
+        return Method((self,))
 
     def fuse(self, enable: bool) -> None:
         """Run its passes in one C++ call each, where the model allows that."""
@@ -249,6 +245,9 @@ class TreeDrafter(Drafter):
         Scores that all nodes of a level share may be returned once: [B, 1, Vd].
         """
         return self.logits(out)
+
+    def method(self) -> Method:
+        return Method((self,), self.resolved_options())
 
     def resolved_options(self) -> dict[str, Any]:
         tree = self.tree

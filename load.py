@@ -307,7 +307,7 @@ def undrafted(engine: Engine) -> Engine:
     if ranks.this_rank().world_size > 1:
         from parallel import tp
 
-        method = method._replace(pick_tokens=tp.pick_tokens)
+        method = Method((RootOnly(),), pick_tokens=tp.pick_tokens)
     plain = engine.with_method(method)
     return warm_up(with_cycles(replace(plain, config=config, accept_rule=None)))
 

@@ -32,4 +32,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         added["graft"] = Ngram.from_config(config, kept)
         policy = PresetPolicy(kept)
     drafter = load_drafter(target, config, **added)
-    return drafter.method()._replace(policy=policy)
+    return Method((drafter,), drafter.resolved_options(), policy)

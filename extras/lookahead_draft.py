@@ -89,7 +89,7 @@ class LookaheadDrafter(Drafter):
         return {"lookahead": "-".join(map(str, self.sizes)), "tree_size": self.size}
 
     def method(self) -> Method:
-        return super().method()._replace(pick_tokens=pick_and_rank)
+        return Method((self,), self.resolved_options(), pick_tokens=pick_and_rank)
 
     def init(self, batch: int, slots: int) -> Lookahead:
         W, N, _ = self.sizes
