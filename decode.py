@@ -26,7 +26,7 @@ from torch import Tensor
 
 import sampling
 from draft_tree import Accepted, DecodedTokens, DraftTree, accept, accept_fused
-from drafters import Drafter, DrafterUpdate, DraftInputs
+from drafters import Drafter, DrafterUpdate, DraftInputs, Method
 from kv_cache import KVCache, Window, causal_window, place_tokens
 from model import Block, Transformer, call_block
 from ops import switches
@@ -112,6 +112,15 @@ class Engine:
     def option(self, name: str) -> Any:
         """Return the value of an option: as loading chose it, else as the user asked."""
         return self.resolved.get(name, getattr(self.config, name))
+
+    def with_method(self, method: Method) -> Engine:
+        """Return an engine that drafts in another way. Its cycles are still to be made."""
+        return replace(
+            self,
+            presets=method.presets,
+            pick_tokens=method.pick_tokens or pick_tokens,
+            policy=method.policy,
+        )
 
     @property
     def slots(self) -> int:

@@ -3,13 +3,13 @@
 A drafter reads the tokens that the target has confirmed (`extend`) and proposes a tree (`propose`),
 both as steps with static shapes over a state of its own, a NamedTuple of tensors. Here:
 - `Drafter`, the protocol of the loop, and `RootOnly`, which proposes nothing: vanilla decoding;
-- `Method`, everything that a way to draft brings;
+- `Method`, everything that a way to draft brings (`Drafter.method`, `decode.Engine.with_method`);
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
 The host picks one before every cycle (`runtime.Policy`); a wrong pick costs only time.
-To add a method: subclass one of the drafters, write a `load_method` that returns a `Method`, and
-add its module to `DRAFTERS` (cli/methods.py).
+To add a method: subclass one of the drafters, write a `load_method` that returns its `method()`,
+and add its module to `DRAFTERS` (cli/methods.py).
 """
 
 from __future__ import annotations
@@ -71,6 +71,10 @@ class Drafter:
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs are appended to the features
     layers: Layers | None = None  # its transformer layers
 
+    def method(self) -> Method:
+        """Return the way to draft with this drafter."""
+        return Method((self,))
+
     def fuse(self, enable: bool) -> None:
         """Run its passes in one C++ call each, where the model allows that."""
 
@@ -116,7 +120,7 @@ class Method(NamedTuple):
 
 def load_method(target: Transformer, config: Any, tokenizer: Any) -> Method:
     """Return `--draft none`."""
-    return Method((RootOnly(),))
+    return RootOnly().method()
 
 
 # ------------------------------------------------------------------------------------ grown trees
@@ -160,6 +164,7 @@ class TreeDrafter(Drafter):
 
     levels: int = MAX_NODES  # that it can draft
     keeps_nodes: bool = False  # nodes that ran while drafting stay in its cache when accepted
+    reach: int | None = None  # positions that it can read; None: all
 
     def __init__(
         self,
@@ -240,6 +245,9 @@ class TreeDrafter(Drafter):
         Scores that all nodes of a level share may be returned once: [B, 1, Vd].
         """
         return self.logits(out)
+
+    def method(self) -> Method:
+        return Method((self,), self.resolved_options())
 
     def resolved_options(self) -> dict[str, Any]:
         tree = self.tree

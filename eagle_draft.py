@@ -291,5 +291,4 @@ def load_drafter(
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Load `--draft eagle`, as `load_drafter`. Raises: ValueError."""
-    drafter = load_drafter(target, config)
-    return Method((drafter,), drafter.resolved_options())
+    return load_drafter(target, config).method()

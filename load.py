@@ -22,7 +22,7 @@ import torch
 from cli.methods import entry_of, has_extras, slower_choices
 from cli.parsing import by_names, require
 from cli.prompts import read_grammar
-from decode import Engine, pick_tokens, with_cycles
+from decode import Engine, with_cycles
 from drafters import Method, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
@@ -31,7 +31,6 @@ from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
     WARM_UPS,
-    Policy,
     copy_into,
     say_what_compiles,
     set_cuda_device,
@@ -139,12 +138,9 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
 
         config = replace(config, group_size=int4_group(target))
     return replace(
-        engine,
+        engine.with_method(method),
         config=asked,
-        presets=method.presets,
-        pick_tokens=method.pick_tokens or pick_tokens,
         accept_rule=accept_rule(asked),
-        policy=method.policy,
         resolved=_changes(asked, config) | {"context": engine.context} | method.resolved,
     )
 
@@ -307,20 +303,13 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
 def undrafted(engine: Engine) -> Engine:
     """Return an engine that decodes as this one does, without a draft."""
     config = replace(engine.config, accept="exact", trace="", compare=False)
-    pick = pick_tokens
+    method = RootOnly().method()
     if ranks.this_rank().world_size > 1:
         from parallel import tp
 
-        pick = tp.pick_tokens
-    plain = replace(
-        engine,
-        config=config,
-        presets=(RootOnly(),),
-        pick_tokens=pick,
-        accept_rule=None,
-        policy=Policy(),
-    )
-    return warm_up(with_cycles(plain))
+        method = Method((RootOnly(),), pick_tokens=tp.pick_tokens)
+    plain = engine.with_method(method)
+    return warm_up(with_cycles(replace(plain, config=config, accept_rule=None)))
 
 
 def warm_up(engine: Engine) -> Engine:

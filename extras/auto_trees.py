@@ -28,9 +28,18 @@ SHAPES = (
 )
 
 
+class AutoDrafter(Deferred):
+    """The largest tree, with the presets that a policy picks from by the clock."""
+
+    def method(self) -> Method:
+        lookup = self.lookup if isinstance(self.lookup, NgramDrafter) else None
+        policy = AutoTrees(lookup, lookup and lookup.kept, self.drafter.reach)
+        return Method(self.presets, self.resolved_options(), policy)
+
+
 def with_smaller_trees(
     drafter: TreeDrafter, target: Transformer, lookup: NgramDrafter | None = None
-) -> Deferred:
+) -> AutoDrafter:
     """Return the drafter with presets: its tree is the largest, no tree the smallest.
 
     lookup: an `NgramDrafter` whose trees are presets, too; for drafters that may skip tokens
@@ -48,7 +57,7 @@ def with_smaller_trees(
         shapes.append(shape)
         tree = StaticTree.chain(shape.depth) if shape.topk == 1 else DynamicTree(*shape)
         presets.append(Deferred(drafter.with_tree(tree), target, lookup=lookup))
-    return Deferred(drafter, target, presets, lookup=lookup)
+    return AutoDrafter(drafter, target, presets, lookup=lookup)
 
 
 def cut(shape: TreeShape, levels: int) -> TreeShape:
@@ -69,7 +78,4 @@ def with_trees(
     lookup = None
     if kept is not None:
         lookup = NgramDrafter(Ngram(kept=kept))
-    drafter = with_smaller_trees(method.presets[-1], target, lookup)
-    reach = getattr(method.policy, "reach", None)
-    policy = AutoTrees(lookup, kept, reach)
-    return Method(drafter.presets, drafter.resolved_options(), policy)
+    return with_smaller_trees(method.presets[-1], target, lookup).method()

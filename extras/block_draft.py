@@ -257,5 +257,4 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> BlockDrafter:
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Load `--draft block`, as `load_drafter`. Raises: ValueError."""
-    drafter = load_drafter(target, config)
-    return Method((drafter,), drafter.resolved_options())
+    return load_drafter(target, config).method()

@@ -63,7 +63,7 @@ class Datastore:
         if longest == 0:
             return self.order[:0]
         least = last[:longest]
-        first = bisect_left(range(after + 1), least, key=lambda i: self.before(int(self.order[i])))
+        first = bisect_left(range(after), least, key=lambda i: self.before(int(self.order[i])))
 
         def begin(i: int) -> list[int]:
             return self.before(int(self.order[i]), longest)

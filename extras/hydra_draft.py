@@ -193,5 +193,4 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> HydraDrafter:
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Load `--draft hydra`, as `load_drafter`. Raises: ValueError."""
-    drafter = load_drafter(target, config)
-    return Method((drafter,), drafter.resolved_options())
+    return load_drafter(target, config).method()

@@ -88,6 +88,9 @@ class LookaheadDrafter(Drafter):
     def resolved_options(self) -> dict[str, Any]:
         return {"lookahead": "-".join(map(str, self.sizes)), "tree_size": self.size}
 
+    def method(self) -> Method:
+        return Method((self,), self.resolved_options(), pick_tokens=pick_and_rank)
+
     def init(self, batch: int, slots: int) -> Lookahead:
         W, N, _ = self.sizes
         window = self.parents.new_zeros(batch, N - 1, W)
@@ -145,5 +148,4 @@ class LookaheadDrafter(Drafter):
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Make `--draft lookahead`. Raises: ValueError for sizes that do not fit."""
-    drafter = LookaheadDrafter.from_config(config, target.norm.weight.device)
-    return Method((drafter,), drafter.resolved_options(), pick_tokens=pick_and_rank)
+    return LookaheadDrafter.from_config(config, target.norm.weight.device).method()

@@ -145,5 +145,4 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> MedusaDrafter:
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Load `--draft medusa`, as `load_drafter`. Raises: ValueError."""
-    drafter = load_drafter(target, config)
-    return Method((drafter,), drafter.resolved_options())
+    return load_drafter(target, config).method()

@@ -82,7 +82,14 @@ class ModelDrafter(TreeDrafter):
         super().__init__(target, tree, **options)
         self.model = model
         self.layers = model.layers
-        self.shorter = model.config.max_context < target.config.max_context
+        if model.config.max_context < target.config.max_context:
+            self.reach = model.config.max_context
+
+    def method(self) -> Method:
+        """Return the way to draft: past the draft model's own context, no tree is drafted."""
+        if self.reach is None:
+            return super().method()
+        return Method((RootOnly(), self), self.resolved_options(), PresetPolicy(reach=self.reach))
 
     def fuse(self, enable: bool) -> None:
         """Run each pass of the model in one C++ call, where that is supported."""
@@ -117,10 +124,10 @@ class ModelDrafter(TreeDrafter):
         Writes: cache slots from length - 1 on.
         """
         tree = super().propose(state, inputs)
-        if not self.shorter:
+        if self.reach is None:
             return tree
         # a node is valid if the model could read its parent
-        inside = inputs.text.pos[:, None] + tree.depths <= self.model.config.max_context  # [B, N]
+        inside = inputs.text.pos[:, None] + tree.depths <= self.reach  # [B, N]
         return replace_fields(tree, valid=tree.valid & (inside | (tree.depths == 0)))
 
     def root_output(self, state: ModelState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
@@ -221,12 +228,5 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
-    """Load `--draft model`: past the draft model's own context, no tree is drafted.
-
-    Raises: ValueError for a draft model or a tree that does not fit.
-    """
-    drafter = load_drafter(target, config)
-    if not drafter.shorter:
-        return Method((drafter,), drafter.resolved_options())
-    policy = PresetPolicy(reach=drafter.model.config.max_context)
-    return Method((RootOnly(), drafter), drafter.resolved_options(), policy)
+    """Load `--draft model`, as `load_drafter`. Raises: ValueError."""
+    return load_drafter(target, config).method()

@@ -212,6 +212,9 @@ class NgramDrafter(PresetDrafter):
         other._set_size(size)
         return other
 
+    def method(self) -> Method:
+        return Method(self.presets, self.resolved_options(), AutoTrees(self, self.kept))
+
     def resolved_options(self) -> dict[str, Any]:
         return self.ngram.resolved_options()
 
@@ -257,6 +260,4 @@ class NgramDrafter(PresetDrafter):
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Make `--draft ngram`. Raises: ValueError for a store that does not fit."""
     kept = texts_for(config, target, tokenizer)
-    drafter = NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device)
-    policy = AutoTrees(drafter, kept)
-    return Method(drafter.presets, drafter.resolved_options(), policy)
+    return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device).method()

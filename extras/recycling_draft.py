@@ -27,7 +27,7 @@ from cli.tree_paths import MAX_NODES
 from draft_tree import DraftTree, StaticTree, root_tree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.autosize import AutoTrees
-from extras.kept_texts import texts_for
+from extras.kept_texts import KeptTexts, texts_for
 from extras.presets import PresetDrafter, PresetPolicy, pick_and_rank
 from model import Transformer
 from ops.tree import ancestors
@@ -61,6 +61,8 @@ def recycling_paths(size: int) -> tuple[tuple[int, ...], ...]:
 class RecyclingDrafter(PresetDrafter):
     """Proposes a static tree over the matrix of successors."""
 
+    kept: KeptTexts | None = None  # takes the texts of past requests
+
     def __init__(self, tree: StaticTree, matrix: Tensor):
         """matrix: [V + 1, RANKS] int64, from `empty_matrix`"""
         self.matrix = matrix
@@ -82,6 +84,11 @@ class RecyclingDrafter(PresetDrafter):
             )
             for level in tree.levels[1:]
         ]
+
+    def method(self) -> Method:
+        policy = AutoTrees(kept=self.kept) if self.smaller else PresetPolicy(self.kept)
+        pick = partial(pick_and_rank, ranks=RANKS)
+        return Method(self.presets, self.resolved_options(), policy, pick)
 
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}
@@ -125,13 +132,10 @@ def empty_matrix(vocab_size: int, device: torch.device | str) -> Tensor:
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Make `--draft recycling`. Raises: ValueError for a tree or a store that does not fit."""
     matrix = empty_matrix(target.config.vocab_size, target.norm.weight.device)
-    kept = None
-    if config.draft_store:
-        kept = texts_for(config, target, tokenizer, matrix)
     drafter = drafter_of(config, matrix)
-    policy = AutoTrees(kept=kept) if drafter.smaller else PresetPolicy(kept)
-    pick = partial(pick_and_rank, ranks=RANKS)
-    return Method(drafter.presets, drafter.resolved_options(), policy, pick)
+    if config.draft_store:
+        drafter.kept = texts_for(config, target, tokenizer, matrix)
+    return drafter.method()
 
 
 def drafter_of(config: GenerateConfig, matrix: Tensor) -> RecyclingDrafter:

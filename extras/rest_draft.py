@@ -68,6 +68,10 @@ class RestDrafter(PresetDrafter):
         self.depth = min(LENGTH, size - 1)
         self.width = size - 1
 
+    def method(self) -> Method:
+        policy = AutoTrees() if self.smaller else Policy()
+        return Method(self.presets, self.resolved_options(), policy)
+
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}
 
@@ -101,8 +105,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     drafter = drafter_of(
         config, Datastore(Path(config.datastore), vocabulary_of(tokenizer, size), size)
     )
-    policy = AutoTrees() if drafter.smaller else Policy()
-    return Method(drafter.presets, drafter.resolved_options(), policy)
+    return drafter.method()
 
 
 def drafter_of(config: GenerateConfig, store: Datastore) -> RestDrafter:

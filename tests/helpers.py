@@ -12,9 +12,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,17 +30,11 @@ import ops.experts
 import ops.linear
 import ops.qmatmul
 import sampling
-from decode import Cycle, Engine, pick_tokens, with_cycles
+from decode import Cycle, Engine, with_cycles
 from draft_tree import DecodedTokens, StaticTree
-from drafters import Drafter, Method, RootOnly, TreeDrafter
+from drafters import Drafter, Method, TreeDrafter
 from eagle_draft import EagleHead, load_head
 from extras.autosize import AutoTrees
-from extras.deferred import Deferred
-from extras.lookahead_draft import LookaheadDrafter
-from extras.model_draft import ModelDrafter
-from extras.ngram_draft import NgramDrafter
-from extras.presets import PresetPolicy, pick_and_rank
-from extras.recycling_draft import RANKS, RecyclingDrafter
 from extras.residual import sample_children
 from hf.gguf_blocks import Blocks, pack, table_of
 from hf.weights import export_weights, load_model, weight_names
@@ -56,6 +50,8 @@ from scripts.train import training
 from session import Session
 
 GOLDEN = Path(__file__).parent / "golden"
+PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]  # a prompt that repeats itself
 
 
 def trimmed_head(head: str | Path, out: Path, ids: Tensor) -> str:
@@ -92,48 +88,17 @@ def engine_for(
 ) -> Engine:
     """An engine on the CPU from a model and a drafter in memory; its sessions keep their trace.
 
-    method: replaces that of `method_of`
+    It is warm, and no clock counts.
+    method: replaces the drafter's own
     options: fields of GenerateConfig; end-of-sequence ids are the target's own
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
-    method = method or method_of(drafter)
-    return with_cycles(
-        Engine(
-            config,
-            target,
-            method.presets,
-            context,
-            target.config.eos_ids,
-            method.pick_tokens or pick_tokens,
-            accept_rule(config),
-            method.policy,
-        )
-    )
-
-
-def method_of(drafter: Drafter) -> Method:
-    """A drafter of the tests as its module's `load_method` returns it; warm, and no clock counts."""
-    presets = getattr(drafter, "presets", (drafter,))
-    policy, pick = PresetPolicy(), None
-    if isinstance(drafter, NgramDrafter):
-        policy = AutoTrees(drafter, drafter.ngram.kept)
-    elif isinstance(drafter, Deferred):
-        lookup = drafter.lookup if isinstance(drafter.lookup, NgramDrafter) else None
-        policy = AutoTrees(lookup, lookup and lookup.ngram.kept)
-    elif isinstance(drafter, RecyclingDrafter):
-        pick = partial(pick_and_rank, ranks=RANKS)
-    elif isinstance(drafter, LookaheadDrafter):
-        pick = pick_and_rank
-    elif isinstance(drafter, ModelDrafter) and drafter.shorter:
-        presets = (RootOnly(), drafter)
-    elif isinstance(drafter, TreeDrafter) and drafter.graft:
-        policy.kept = drafter.graft.kept
-    inner = getattr(drafter, "drafter", drafter)
-    if isinstance(inner, ModelDrafter) and inner.shorter:
-        policy.reach = inner.model.config.max_context
+    engine = Engine(config, target, (), context, target.config.eos_ids)
+    engine = engine.with_method(method or drafter.method())
+    policy = copy(engine.policy)
     policy.warm = True
-    return Method(presets, policy=policy, pick_tokens=pick)
+    return with_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
 
 
 class Scripted(AutoTrees):
@@ -174,7 +139,17 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:
     """Decode one turn of the prompts, row by row, to the end. Row i reads the noise of prompt i."""
-    session = Session(engine, [(i, 0) for i in range(len(prompts))])
+    return in_turn(Session(engine, [(i, 0) for i in range(len(prompts))]), *prompts)
+
+
+def golden_run(drafter: Drafter, *prompts: list[int], **options: Any) -> Session:
+    """Decode prompts with the golden target and a drafter, past any end of sequence."""
+    options = {"ignore_eos": True, "batch_size": len(prompts), **options}
+    return decode(engine_for(golden_target(), drafter, **options), *prompts)
+
+
+def in_turn(session: Session, *prompts: list[int] | None) -> Session:
+    """Decode a turn of each prompt to its end; a row without a prompt is idle. Returns: the session."""
     for _ in session.decode_turn(list(prompts)):
         pass
     return session
@@ -258,16 +233,7 @@ def pairwise(every: tuple[str, ...] = (), **values):
 
 def run_in_interpreter(cases: list[Path], passed: str) -> None:
     """Run files in a process in which Triton interprets its kernels. passed: pattern of how many must pass."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n0",
-        "-p",
-        "no:cacheprovider",
-        *cases,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *cases]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=env
@@ -486,6 +452,19 @@ def order_of(tree: StaticTree) -> list[tuple[int, ...]]:
 def text_with(root: Tensor) -> DecodedTokens:
     """A text in which `root`, [B] int64, was decided last, between other tokens."""
     return DecodedTokens(torch.stack((root + 1, root, root + 2), 1), torch.ones_like(root))
+
+
+def token_paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    """The tokens from below the root to every node but the root, from those of the nodes."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+def drafted_paths(line: dict) -> list[tuple[int, ...]]:
+    """`token_paths` of the tree of a line of the trace."""
+    return token_paths([0, *line["draft_tokens"]], [0, *line["parents"]])
 
 
 def parents_of(tree: StaticTree) -> list[int]:

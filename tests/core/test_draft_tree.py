@@ -74,27 +74,12 @@ def random_trees(rng, batch, size, vocab):
     return tokens, parents, valid, choice
 
 
-def tree_from(tokens, parents, valid=None):
-    """A tree of one row."""
-    valid = [True] * len(tokens) if valid is None else valid
-    return build_tree(*(torch.tensor([x]) for x in (tokens, parents, valid)), depth=len(tokens))
-
-
 def accepted_by_both(tree, choice, depth):
     """The path accepted by plain operators. The C++ operator, where built, gives the same bits."""
     accepted = accept(tree, choice, depth)
     if has_cpu_operators():
         assert all(map(torch.equal, accept_fused(tree, choice, depth), accepted))
     return accepted
-
-
-def accepted_row(tokens, parents, choice, valid=None, depth=4):
-    """Returns: path and emitted tokens of one row, cut to their length."""
-    accepted = accepted_by_both(tree_from(tokens, parents, valid), torch.tensor([choice]), depth)
-    end = accepted.length.item() + 1
-    assert accepted.path.shape == accepted.emitted.shape == (1, depth + 1)
-    assert not accepted.path[0, end:].any()
-    return accepted.path[0, :end].tolist(), accepted.emitted[0, :end].tolist()
 
 
 # ---------------------------------------------------------------------------------------- structure
@@ -106,11 +91,7 @@ def test_build_tree(size):
     tokens, parents, valid, _ = random_trees(rng, 20, size, 5)
     depth = max(len(ancestors(row, node)) for row in parents for node in range(size)) - 1
     tree = build_tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), depth)
-    assert (
-        tree.tokens.tolist() == tokens
-        and tree.valid.tolist() == valid
-        and tree.parents.tolist() == parents
-    )
+    assert [x.tolist() for x in (tree.tokens, tree.valid, tree.parents)] == [tokens, valid, parents]
     for b, row in enumerate(parents):
         for node in range(size):
             line = ancestors(row, node)
@@ -128,10 +109,8 @@ def test_a_chain_of_64():
 
 def test_root_tree():
     tree = root_tree(text_with(torch.tensor([7, 0])))
-    assert tree.tokens.tolist() == [[7], [0]] and tree.parents.tolist() == tree.depths.tolist() == [
-        [0],
-        [0],
-    ]
+    assert tree.tokens.tolist() == [[7], [0]]
+    assert tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
     assert tree.mask.all() and tree.valid.all() and tree.extra is None
 
 
@@ -168,52 +147,32 @@ def test_accept(size, vocab):
     assert len(lengths) > 2 or size < 7  # the trees were not all rejected
 
 
-def test_accept_only_the_root():
-    assert accepted_row([5], [0], [3], depth=0) == ([0], [3])
-    assert accepted_row([5], [0], [0], depth=3) == ([0], [0])
+# tokens, parents and validity of the nodes; the target's choice after each -> the accepted path
+BY_HAND = {
+    "only the root": ([5], [0], [1], [3], [0]),
+    "nothing: node 3 matches, its parent does not": ([1, 2, 3, 4], [0, 0, 0, 1], [1] * 4, [9, 4, 9, 9], [0]),
+    "everything": ([1, 2, 3, 4], [0, 0, 1, 2], [1] * 4, [2, 3, 4, 8], [0, 1, 2, 3]),
+    "an invalid first node": ([1, 2, 3, 4], [0, 0, 1, 2], [1, 0, 1, 1], [2, 3, 4, 8], [0]),
+    "an invalid node inside": ([1, 2, 3, 4], [0, 0, 1, 2], [1, 1, 0, 1], [2, 3, 4, 8], [0, 1]),
+    "padding with the token of a real node behind it": ([1, 2, 2], [0, 0, 0], [1, 0, 1], [2, 5, 6], [0, 2]),
+    "of equal siblings the lowest": ([1, 3, 2, 2, 2], [0] * 5, [1] * 5, [2, 9, 7, 8, 6], [0, 2]),
+    "the deepest path, below the second of equal siblings": ([1, 2, 2, 5], [0, 0, 0, 2], [1] * 4, [2, 5, 5, 6], [0, 2, 3]),
+    "token 0": ([0, 0, 0], [0, 0, 1], [1] * 3, [0, 0, 0], [0, 1, 2]),
+    "token 0, not chosen": ([0, 0, 0], [0, 0, 1], [1] * 3, [1, 0, 0], [0]),
+}  # fmt: skip
 
 
-def test_accept_nothing():
-    assert accepted_row([1, 2, 3, 4], [0, 0, 0, 1], [9, 4, 9, 9]) == (
-        [0],
-        [9],
-    )  # node 3 matches, its parent not
-
-
-def test_accept_everything():
-    assert accepted_row([1, 2, 3, 4], [0, 0, 1, 2], [2, 3, 4, 8]) == ([0, 1, 2, 3], [2, 3, 4, 8])
-
-
-def test_invalid_nodes_are_never_accepted():
-    tokens, parents, choice = [1, 2, 3, 4], [0, 0, 1, 2], [2, 3, 4, 8]
-    assert accepted_row(tokens, parents, choice, [True, False, True, True]) == ([0], [2])
-    assert accepted_row(tokens, parents, choice, [True, True, False, True]) == ([0, 1], [2, 3])
-    # padding shares its token with a real node behind it
-    assert accepted_row([1, 2, 2], [0, 0, 0], [2, 5, 6], [True, False, True]) == ([0, 2], [2, 6])
-
-
-def test_equal_siblings_go_to_the_lowest():
-    assert accepted_row([1, 3, 2, 2, 2], [0, 0, 0, 0, 0], [2, 9, 7, 8, 6]) == ([0, 2], [2, 7])
-
-
-def test_the_deepest_path_wins():
-    # both nodes 1 and 2 hold the chosen token; only below 2 it goes on
-    assert accepted_row([1, 2, 2, 5], [0, 0, 0, 2], [2, 5, 5, 6]) == ([0, 2, 3], [2, 5, 6])
-
-
-def test_token_0_is_a_token():
-    assert accepted_row([0, 0, 0], [0, 0, 1], [0, 0, 0]) == ([0, 1, 2], [0, 0, 0])
-    assert accepted_row([0, 0, 0], [0, 0, 1], [1, 0, 0]) == ([0], [1])
-
-
-@pytest.mark.usefixtures("traced")
-def test_traced_accept():
-    rng = random.Random(3)
-    tokens, parents, valid, choice = (torch.tensor(x) for x in random_trees(rng, 4, 10, 2))
-    tree = build_tree(tokens, parents, valid, 9)
-    traced = torch.compile(accept, fullgraph=True, dynamic=False)(tree, choice, 9)
-    for ours, eager in zip(traced, accept(tree, choice, 9)):
-        assert torch.equal(ours, eager)
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("spare", [0, 1])
+def test_accept_by_hand(name, spare):
+    tokens, parents, valid, choice, path = BY_HAND[name]
+    depth = len(tokens) - 1 + spare
+    tree = build_tree(*(torch.tensor([x]) for x in (tokens, parents, [*map(bool, valid)])), depth)
+    accepted = accepted_by_both(tree, torch.tensor([choice]), depth)
+    end = len(path)
+    assert accepted.length.tolist() == [end - 1]
+    assert accepted.path.tolist() == [path + [0] * (depth + 1 - end)]
+    assert accepted.emitted[0, :end].tolist() == [choice[node] for node in path]
 
 
 # --------------------------------------------------------------------------------------- compaction
@@ -221,14 +180,11 @@ def test_traced_accept():
 
 def test_compaction():
     rng = random.Random(4)
-    config = ModelConfig(
-        dim=8, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=4, ffn_dim=8, vocab_size=8
-    )
+    config = ModelConfig(8, 2, 2, 2, 4, 8, vocab_size=8)
     size, depth, slots, starts = 9, 5, 24, [0, 3, 15, 7, 11]  # 15 + 9 fills the cache exactly
     parents = [[0] + [max(0, node - rng.randint(1, 3)) for node in range(1, size)] for _ in starts]
-    tree = build_tree(
-        torch.tensor(parents), torch.tensor(parents), torch.tensor(parents) >= 0, size
-    )
+    above = torch.tensor(parents)
+    tree = build_tree(above, above, above >= 0, size)
     nodes = torch.tensor([0, 8, 8, 4, 7])
     nodes = torch.where(tree.depths.gather(1, nodes[:, None])[:, 0] > depth, 0, nodes)
     path, length = path_to(tree, nodes, depth)
@@ -300,12 +256,8 @@ def grown(shape, root, tokens, scores):
         ran.append(frontier.tokens)
         return out
 
-    graft = SimpleNamespace(
-        tokens=0,
-        branches=0,
-        check_room=lambda size: None,
-        add=lambda pool, text: pools.append(pool) or pool,
-    )
+    add = lambda pool, text: pools.append(pool) or pool  # noqa: E731
+    graft = SimpleNamespace(tokens=0, branches=0, check_room=lambda size: None, add=add)
     children = lambda out, level: Children(tokens[level], scores[level])  # noqa: E731
     tree = grow(shape, root, children, run, graft)
     return tree, pools[0], ran, tree.places
@@ -318,7 +270,8 @@ def pool_size(depth, K):
 @pytest.mark.parametrize("depth, K, size", [(1, 10, 10), (6, 10, 510), (4, 4, 52)])
 def test_pool_size(depth, K, size):
     assert pool_size(depth, K) == size == DynamicTree(depth, K, size + 1).size - 1
-    with pytest.raises(ValueError, match=f"give {size} "):
+    said = f"{size + 2} nodes needs {size + 1} candidates; depth {depth} and top-k {K} give {size} .*lower"
+    with pytest.raises(ValueError, match=said):
         DynamicTree(depth, K, size + 2)
 
 
@@ -377,17 +330,13 @@ def test_pool_and_rerank(depth, K, by, cut):
             assert tree.parents[b].tolist() == parents
             assert tree.valid[b].tolist() == valid
             assert tree.depths[b].tolist() == [len(ancestors(parents, n)) - 1 for n in range(size)]
-            assert all(
-                valid[parents[n]] or not valid[n] for n in range(size)
-            )  # invalid nodes have no valid child
+            inner = [parents[n] for n in range(size) if valid[n]]
+            assert all(valid[parent] for parent in inner), "invalid nodes have no valid child"
             every = [want[0], *(token for level in frontiers for token in level)]
             at = places[b].tolist()
-            assert at[0] == 0 and all(
-                every[place] == want[n] for n, place in enumerate(at) if place
-            )
-            assert all(at[n] for n in range(1, size) if n in parents and valid[n]), (
-                "who has children ran"
-            )
+            assert at[0] == 0
+            assert all(every[place] == want[n] for n, place in enumerate(at) if place)
+            assert all(at[parent] for parent in inner if parent), "who has children ran"
 
 
 def test_what_a_level_sees():
@@ -498,10 +447,7 @@ def test_graft():
 @pytest.mark.usefixtures("traced")
 def test_traced_growth():
     tokens, scores = random_levels(random.Random(6), 3, 3, 3, cut=0.2)
-    for shape in (
-        DynamicTree(3, 3, 10),
-        StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0))),
-    ):
+    for shape in (DynamicTree(3, 3, 10), StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0)))):
 
         def outputs(frontier, slot, out):
             return out[:, :1].expand(-1, frontier.tokens.shape[1], -1)
@@ -523,14 +469,6 @@ def test_traced_growth():
         eager = growth(*inputs)
         for x, y in zip(ours[:7], eager):
             assert torch.equal(x, y)
-
-
-def test_a_tree_larger_than_its_pool():
-    DynamicTree(depth=2, topk=3, size=13)
-    with pytest.raises(
-        ValueError, match="14 nodes needs 13 candidates; depth 2 and top-k 3 give 12 .*lower"
-    ):
-        DynamicTree(depth=2, topk=3, size=14)
 
 
 def test_children_of_a_dynamic_tree_are_not_sampled():
@@ -566,11 +504,8 @@ def test_order_is_by_depth_then_path():
     # level 0 has 3 candidates, level 1 2 x 2: those of row 0, then of row 1; level 2 has 4
     made = tree.to("cpu")
     assert [level.places.tolist() for level in made.plan[:2]] == [[[0, 1]], [[1]]]
-    assert [(level.k, level.begin, level.slot) for level in made.plan] == [
-        (3, 0, 0),
-        (2, 3, 2),
-        (4, 7, 3),
-    ]
+    shapes = [(level.k, level.begin, level.slot) for level in made.plan]
+    assert shapes == [(3, 0, 0), (2, 3, 2), (4, 7, 3)]
     assert made.plan[2].places is None and made.nodes.tolist() == [[0, 1, 2, 4, 5, 10]]
 
 
@@ -580,21 +515,16 @@ def test_chain():
     assert parents_of(tree) == [0, 0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "name, tree",
-    [
-        ("eagle1_static26_mha", StaticTree(EAGLE1_PATHS)),
-        ("eagle1_static26_mha_temp1", StaticTree(EAGLE1_PATHS)),
-        ("eagle1_chain5_mha_alpha", StaticTree.chain(5)),
-    ],
-)
+@pytest.mark.parametrize("name, tree", [
+    ("eagle1_static26_mha", StaticTree(EAGLE1_PATHS)), ("eagle1_static26_mha_temp1", StaticTree(EAGLE1_PATHS)),
+    ("eagle1_chain5_mha_alpha", StaticTree.chain(5)),
+])  # fmt: skip
 def test_official_static_trees(name, tree):
     official = golden_case(name)["static_tree"]
     assert parents_of(tree) == [0, *official["parents"][1:]]
     assert [len(p) for p in order_of(tree)] == official["tree_position_ids"]
-    assert [list(p) for p in order_of(tree)[1:]] == sorted(
-        official["tree_choices"], key=lambda p: (len(p), p)
-    )
+    choices = sorted(official["tree_choices"], key=lambda p: (len(p), p))
+    assert [list(p) for p in order_of(tree)[1:]] == choices
 
 
 def saved(folder, text):
@@ -611,24 +541,24 @@ def test_tree_file(tmp_path):
     assert StaticTree(read_tree(saved(tmp_path, json.dumps(wide)))).size == 64
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("[[0], [1]", "tree.json is not valid JSON"),
-        (b"\xff\xfe[[0]]", "tree.json is not UTF-8 text"),
-        ("[]", "must be a list of rank paths"),
-        ("{}", "must be a list of rank paths"),
-        ("[0, 1]", "must be a list of rank paths"),
-        ("[[]]", "must be a list of rank paths"),
-        ("[[0], [-1]]", "must be a list of rank paths"),
-        ("[[0], [1.0]]", "must be a list of rank paths"),
-        ("[[0], [true]]", "must be a list of rank paths"),
-        ('[[0], ["1"]]', "must be a list of rank paths"),
-        ("[[0], [1, 0]]", r"has the path \[1, 0\] without its parent \[1\]; add it"),
-        ("[[0], [1], [0]]", "lists a path twice"),
-        (json.dumps([[rank] for rank in range(64)]), "at most 63 paths fit a tree; .* has 64"),
-    ],
-)
+NO_PATHS = [
+    "[]",
+    "{}",
+    "[0, 1]",
+    "[[]]",
+    "[[0], [-1]]",
+    "[[0], [1.0]]",
+    "[[0], [true]]",
+    '[[0], ["1"]]',
+]
+
+
+@pytest.mark.parametrize("text, message", [
+    *((text, "must be a list of rank paths") for text in NO_PATHS),
+    ("[[0], [1]", "tree.json is not valid JSON"), (b"\xff\xfe[[0]]", "tree.json is not UTF-8 text"),
+    ("[[0], [1, 0]]", r"has the path \[1, 0\] without its parent \[1\]; add it"), ("[[0], [1], [0]]", "lists a path twice"),
+    (json.dumps([[rank] for rank in range(64)]), "at most 63 paths fit a tree; .* has 64"),
+])  # fmt: skip
 def test_tree_file_errors(tmp_path, text, message):
     with pytest.raises(ValueError, match="--tree: .*" + message):
         read_tree(saved(tmp_path, text))

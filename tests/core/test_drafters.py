@@ -26,22 +26,24 @@ from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from generate import Batch, load
 from helpers import (
     GOLDEN,
+    LOOP,
+    PROMPTS,
     Scripted,
     decode,
+    drafted_paths,
     engine_for,
     golden_head,
+    golden_run,
     golden_target,
+    in_turn,
     noisy_copy,
     record,
+    token_paths,
     with_children,
 )
 from model import Transformer
 from options import DEMO
 from session import Session
-
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
-LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
-
 
 # ------------------------------------------------------------------------------------------- lookup
 
@@ -221,16 +223,11 @@ def test_a_decoder_accepts_what_a_plain_lookup_does():
 
 def tree_paths(tree, row: int = 0) -> set[tuple[int, ...]]:
     """The token path of every valid node below the root."""
-    paths: dict[int, tuple[int, ...]] = {0: ()}
     tokens, parents, valid = (x[row].tolist() for x in (tree.tokens, tree.parents, tree.valid))
-    for node in range(1, len(tokens)):
-        if valid[node]:
-            assert parents[node] < node and parents[node] in paths, (
-                "a kept node's parent is kept and precedes it"
-            )
-            paths[node] = (*paths[parents[node]], tokens[node])
-    drafted = list(paths.values())[1:]
+    paths = token_paths(tokens, parents)
+    drafted = [path for path, there in zip(paths, valid[1:]) if there]
     assert len(set(drafted)) == len(drafted), "siblings differ"
+    assert all(len(path) == 1 or path[:-1] in drafted for path in drafted), "parents are kept"
     return set(drafted)
 
 
@@ -255,11 +252,9 @@ def test_continuations_share_equal_beginnings():
 
 def test_where_nothing_matches_only_the_root_is_verified():
     ngram = Ngram(tokens=4, branches=1, min=2)
-    engine = engine_for(
-        golden_target(), NgramDrafter(ngram, sizes=(5,)), max_new_tokens=80, ignore_eos=True
-    )
+    drafter = NgramDrafter(ngram, sizes=(5,))
     for prompt in (PROMPTS[0], LOOP):
-        session = decode(engine, prompt)
+        session = golden_run(drafter, prompt, max_new_tokens=80)
         sizes = set()
         for before, line in pairwise(session.trace):
             so_far = session.history[0][: line["pos"] + 1]
@@ -272,14 +267,8 @@ def test_where_nothing_matches_only_the_root_is_verified():
 
 def test_a_row_with_a_match_is_enough():
     ngram = Ngram(tokens=4, branches=1, min=2)
-    engine = engine_for(
-        golden_target(),
-        NgramDrafter(ngram, sizes=(5,)),
-        max_new_tokens=30,
-        ignore_eos=True,
-        batch_size=2,
-    )
-    session = decode(engine, LOOP, PROMPTS[1])
+    drafter = NgramDrafter(ngram, sizes=(5,))
+    session = golden_run(drafter, LOOP, PROMPTS[1], max_new_tokens=30)
     wanted = served = 0
     for line in session.trace:
         wants = bool(search(session.history[line["row"]][: line["pos"] + 1], ngram))
@@ -291,15 +280,11 @@ def test_a_row_with_a_match_is_enough():
 
 
 def test_a_late_host_picks_late_and_changes_nothing():
-    engine = engine_for(
-        golden_target(), NgramDrafter(Ngram(4, 1, 3, 2)), max_new_tokens=60, ignore_eos=True
-    )
-    plain = decode(
-        engine_for(golden_target(), RootOnly(), max_new_tokens=60, ignore_eos=True), LOOP
-    )
+    options = {"max_new_tokens": 60, "ignore_eos": True}
+    engine = engine_for(golden_target(), NgramDrafter(Ngram(4, 1, 3, 2)), **options)
+    plain = golden_run(RootOnly(), LOOP, **options)
     for host_lag in (0, 1, 3):
-        session = Session(engine, [(0, 0)], host_lag)
-        list(session.decode_turn([LOOP]))
+        session = in_turn(Session(engine, [(0, 0)], host_lag), LOOP)
         assert session.history == plain.history
 
 
@@ -314,33 +299,25 @@ TREES = {
 }
 
 
-def model_engine(tree: str, scale: float, **options):
-    """The golden target with a draft model that is a noisy copy of it; scale 0 is the target itself."""
+def noisy(tree: str, scale: float = 0.02, children: str = "noise") -> ModelDrafter:
+    """A draft model that is a noisy copy of the golden target; scale 0 is the target itself."""
     target = golden_target()
-    options = {"max_new_tokens": 40, "ignore_eos": True, **options}
-    children = options.pop("children", "noise")
-    return engine_for(
-        target,
-        with_children(ModelDrafter(noisy_copy(target, scale), target, TREES[tree]), children),
-        **options,
-    )
+    return with_children(ModelDrafter(noisy_copy(target, scale), target, TREES[tree]), children)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("tree", ["chain", "static"])
 def test_the_target_as_its_own_draft_accepts_everything(tree, temperature, batch):
-    engine = model_engine(tree, 0.0, temperature=temperature, batch_size=batch)
-    session = decode(engine, *PROMPTS[:batch])
+    options = {"temperature": temperature, "max_new_tokens": 40}
+    session = golden_run(noisy(tree, 0.0), *PROMPTS[:batch], **options)
     assert set(session.stats.accept_lengths) == {5}, "tau is D + 1"
 
 
 def test_the_residual_rule_accepts_all_of_q_equal_p():
     """min(1, p/q) is 1 but for rounding."""
-    session = decode(
-        model_engine("chain", 0.0, temperature=1.0, accept="residual", children="sampled"),
-        PROMPTS[0],
-    )
+    options = {"temperature": 1.0, "accept": "residual", "max_new_tokens": 40}
+    session = golden_run(noisy("chain", 0.0, "sampled"), PROMPTS[0], **options)
     assert sum(session.stats.accept_lengths) >= 5 * len(session.stats.accept_lengths) - 1
 
 
@@ -349,7 +326,7 @@ def test_the_residual_rule_accepts_all_of_q_equal_p():
 def test_kept_rows_equal_fresh_ones(tree, temperature):
     """Every cycle drafts what a session drafts that has just read the whole text."""
     options = {"temperature": temperature, "batch_size": 2, "max_new_tokens": 20}
-    engine = model_engine(tree, 0.02, **options)
+    engine = engine_for(golden_target(), noisy(tree), ignore_eos=True, **options)
     session = decode(engine, *PROMPTS)
     assert sum(session.stats.accept_lengths) > 0.5 * len(session.stats.accept_lengths)
     for line in session.trace:
@@ -369,88 +346,73 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
 
 def test_a_chain_runs_no_more_rows_than_it_must(monkeypatch):
     """Two rows in the first pass of a cycle, one in each further; nothing is run again after acceptance."""
-    engine = model_engine("chain", 0.02)
-    calls = record(monkeypatch, engine.drafter.model, "forward")
-    session = decode(engine, PROMPTS[0])
+    drafter = noisy("chain")
+    calls = record(monkeypatch, drafter.model, "forward")
+    session = golden_run(drafter, PROMPTS[0], max_new_tokens=40)
     rows = [call.args[0].shape[1] for call in calls]
     assert rows == [len(PROMPTS[0])] + [2, 1, 1, 1, 1] * session.stats.summary()["cycles"]
 
 
-def short_draft(context: int, tree: str = "chain", **options):
-    """As `model_engine`, but the draft model ends at `context` positions."""
+def short_draft(context: int, tree: str = "chain") -> ModelDrafter:
+    """The golden target itself, but the draft model ends at `context` positions."""
     target = golden_target()
     draft = noisy_copy(target, 0.0)
     draft.config = replace(draft.config, max_context=context)
-    return engine_for(target, ModelDrafter(draft, target, TREES[tree]), **options)
+    return ModelDrafter(draft, target, TREES[tree])
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_past_the_draft_models_context_output_goes_on(tree, batch):
-    context, options = 24, {"max_new_tokens": 50, "ignore_eos": True, "batch_size": batch}
-    engine = short_draft(context, tree, **options)
-    session = decode(engine, *PROMPTS[:batch])
-    plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
-    assert session.history == plain.history
-    accepted_to = [
-        line["pos"] + line["accept_length"] for line in session.trace if line["accept_length"]
+    context = 24
+    runs = [
+        golden_run(drafter, *PROMPTS[:batch], max_new_tokens=50)
+        for drafter in (RootOnly(), short_draft(context, tree))
     ]
-    assert max(accepted_to) == context, (
-        "all that may be drafted is accepted, and nothing past the context"
-    )
-    assert {len(line["draft_tokens"]) for line in session.trace if line["pos"] >= 2 * context} == {
-        0
-    }
+    assert runs[0].history == runs[1].history
+    trace = runs[1].trace
+    ends = [line["pos"] + line["accept_length"] for line in trace if line["accept_length"]]
+    assert max(ends) == context, "all that may be drafted is accepted, and nothing past the context"
+    assert {len(line["draft_tokens"]) for line in trace if line["pos"] >= 2 * context} == {0}
 
 
 def test_past_its_context_the_draft_model_rests(monkeypatch):
-    engine = short_draft(24, max_new_tokens=50, ignore_eos=True)
-    calls = record(monkeypatch, engine.drafter.model, "forward")
-    session = decode(engine, PROMPTS[0])
+    drafter = short_draft(24)
+    calls = record(monkeypatch, drafter.model, "forward")
+    session = golden_run(drafter, PROMPTS[0], max_new_tokens=50)
     drafting = sum(bool(line["draft_tokens"]) for line in session.trace)
     assert drafting == sum(line["pos"] < 24 for line in session.trace)
     assert len(calls) == 1 + 5 * drafting
 
 
 def test_a_later_turn_inside_the_context_drafts_again():
-    engine = short_draft(24, max_new_tokens=30, ignore_eos=True)
-    session = Session(engine, [(0, 0)])
-    list(session.decode_turn([PROMPTS[0]]))
+    session = golden_run(short_draft(24), PROMPTS[0], max_new_tokens=30)
     begun = len(session.trace)
     second = [*session.history[0][:9], 4]
-    list(session.decode_turn([second]))
-    fresh = decode(engine, second)
+    in_turn(session, second)
+    fresh = decode(session.engine, second)
     assert session.history == fresh.history
-    assert [line["draft_tokens"] for line in session.trace[begun:]] == [
-        line["draft_tokens"] for line in fresh.trace
-    ]
+    drafts = [line["draft_tokens"] for line in session.trace[begun:]]
+    assert drafts == [line["draft_tokens"] for line in fresh.trace]
 
 
-def test_another_vocabulary():
-    golden = GOLDEN / "models/target_llama_mha"
-    said = (
-        "vocab_size is 4096 in .*demo and 97 in .*target_llama_mha, and one has no tokenizer; use a"
-    )
+def test_another_vocabulary_or_tokenizer(tmp_path):
+    demo, other = Path(DEMO), tmp_path / "other"
+    said = "vocab_size is 4096 in .*demo and 97 in .*mha, and one has no tokenizer; use a"
     with pytest.raises(ValueError, match=said):
-        check_same_tokens(Path(DEMO), golden, 4096)
-
-
-def test_another_tokenizer(tmp_path):
-    other = tmp_path / "other"
+        check_same_tokens(demo, GOLDEN / "models/target_llama_mha", 4096)
     other.mkdir()
-    shutil.copy(Path(DEMO) / "config.json", other)
-    check_same_tokens(Path(DEMO), other, 4096)  # there is no tokenizer to compare with
+    shutil.copy(demo / "config.json", other)
+    check_same_tokens(demo, other, 4096)  # there is no tokenizer to compare with
     with pytest.raises(ValueError, match="vocab_size is 8192 in .*demo and 4096"):  # a stand-in's
-        check_same_tokens(Path(DEMO), other, 8192)
-    shutil.copy(Path(DEMO) / "tokenizer.model", other)
-    check_same_tokens(Path(DEMO), other, 4096)
-    check_same_tokens(Path(DEMO), other, 4224)  # the same tokens, and padding
+        check_same_tokens(demo, other, 8192)
+    shutil.copy(demo / "tokenizer.model", other)
+    check_same_tokens(demo, other, 4096)
+    check_same_tokens(demo, other, 4224)  # the same tokens, and padding
     (other / "added_tokens.json").write_text('{"<other>": 4096}')
-    with pytest.raises(
-        ValueError,
-        match="token 4096 is nothing in the tokenizer of .*demo and b'<other>' in that of ",
-    ):
-        check_same_tokens(Path(DEMO), other, 4096)
+    said = "token 4096 is nothing in the tokenizer of .*demo and b'<other>' in that of "
+    with pytest.raises(ValueError, match=said):
+        check_same_tokens(demo, other, 4096)
 
 
 def padded(target: Transformer, size: int) -> Transformer:
@@ -465,19 +427,19 @@ def padded(target: Transformer, size: int) -> Transformer:
     return model.eval()
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(
+    "size, temperature, compile",
+    [(64, 0.0, True), (64, 1.0, False), (128, 1.0, True), (128, 0.0, False)],
+)
 def test_lm_heads_of_other_sizes(size, temperature, compile):
     """The target's is of 97 tokens, and text has tokens that only it has."""
     target = golden_target()
-    options = {"temperature": temperature, "max_new_tokens": 24, "batch_size": 2, "seed": 3}
-    options |= {"compile": compile, "ignore_eos": True}
-    vanilla = decode(engine_for(target, RootOnly(), **options), *PROMPTS)
+    options = {"temperature": temperature, "max_new_tokens": 24, "seed": 3, "compile": compile}
+    vanilla = golden_run(RootOnly(), *PROMPTS, **options)
     assert any(token >= 64 for row in vanilla.history for token in row)
     draft = padded(target, size)
-    for tree in (StaticTree(((0,), (0, 0), (0, 0, 0))), DynamicTree(depth=3, topk=3, size=8)):
-        session = decode(engine_for(target, ModelDrafter(draft, target, tree), **options), *PROMPTS)
+    for tree in (StaticTree.chain(3), DynamicTree(depth=3, topk=3, size=8)):
+        session = golden_run(ModelDrafter(draft, target, tree), *PROMPTS, **options)
         assert session.history == vanilla.history
         lengths = session.stats.accept_lengths
         # the draft is the target itself, where it has the tokens
@@ -489,44 +451,28 @@ def test_lm_heads_of_other_sizes(size, temperature, compile):
 # ----------------------------------------------------------------------------------------- grafting
 
 
-def grafted_engine(ngram: Ngram | None, **options):
+def grafted(ngram: Ngram | None) -> EagleDrafter:
     tree = DynamicTree(depth=4, topk=4, size=24)
-    drafter = EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
-    return engine_for(
-        golden_target(), drafter, **{"max_new_tokens": 40, "ignore_eos": True, **options}
-    )
-
-
-def line_paths(line: dict) -> set[tuple[int, ...]]:
-    paths = [()]
-    for token, parent in zip(line["draft_tokens"], line["parents"]):
-        paths.append((*paths[parent], token))
-    assert len(set(paths)) == len(paths), "no node twice"
-    return set(paths[1:])
+    return EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grafted_tree_keeps_its_size_and_holds_the_continuation(temperature):
     ngram = Ngram(tokens=6, branches=2, min=1)
-    session = decode(grafted_engine(ngram, temperature=temperature), LOOP)
-    plain = {
-        line["pos"]: line
-        for line in decode(grafted_engine(None, temperature=temperature), LOOP).trace
-    }
+    options = {"temperature": temperature, "max_new_tokens": 40}
+    session = golden_run(grafted(ngram), LOOP, **options)
+    plain = {line["pos"]: line for line in golden_run(grafted(None), LOOP, **options).trace}
     compared = matched = deeper = 0
     for line in session.trace:
         chains = search(session.history[0][: line["pos"] + 1], ngram)
-        assert len(line["draft_tokens"]) == 23
-        paths = line_paths(line)
-        assert prefixes(chains) <= paths
+        paths = drafted_paths(line)
+        assert len(set(paths)) == 23, "no node twice"
+        assert prefixes(chains) <= set(paths)
         matched += bool(chains)
         deeper += max(map(len, paths)) > 4
         if not chains and line["pos"] in plain:
             compared += 1
-            assert line["draft_tokens"] == plain[line["pos"]]["draft_tokens"], (
-                "all nodes are EAGLE's"
-            )
-            assert line["parents"] == plain[line["pos"]]["parents"]
+            assert paths == drafted_paths(plain[line["pos"]]), "all nodes are EAGLE's"
     assert matched and deeper
     assert compared or temperature == 0.0
 

@@ -16,7 +16,7 @@ import eagle_draft
 import model
 import sampling
 from cli.tree_paths import EAGLE1_PATHS, MAX_NODES
-from draft_tree import DynamicTree, StaticTree, build_tree, path_to
+from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras import residual
@@ -27,6 +27,7 @@ from helpers import (
     golden_case,
     golden_floats,
     golden_head,
+    golden_run,
     golden_target,
     record,
     with_children,
@@ -34,11 +35,8 @@ from helpers import (
 from hf.checkpoint import WeightFiles
 
 GREEDY = [
-    "eagle2_mha_k4_d3_t12",
-    "eagle1_static26_mha",
-    "eagle1_chain5_mha_alpha",
-    "eagle3_gqa_k8_d4_t32",
-]
+    "eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha", "eagle3_gqa_k8_d4_t32",
+]  # fmt: skip
 SAMPLED = ["eagle2_mha_k4_d3_t12_temp1", "eagle1_static26_mha_temp1"]
 MIXTRAL = "eagle2_mixtral_k4_d3_t12"
 TOLERANCE = 1e-4  # fp32 against fp32; typical differences are 3e-6
@@ -66,15 +64,13 @@ def replay(case, run, monkeypatch, drafter=None):
     """Decode as many tokens as the official run did. Returns: the session."""
     if case["temperature"]:
         force(monkeypatch, run)
-    tokens = 1 + sum(
-        a + 1 for a in run["accept_lengths"]
-    )  # the first root, then accepted and bonus
+    # the first root, then accepted and bonus
+    tokens = 1 + sum(length + 1 for length in run["accept_lengths"])
     target, drafter = golden_target(case["target"]), drafter or drafter_of(case)
-    options = {
-        "temperature": case["temperature"],
-        "accept": "residual" if case["temperature"] else "exact",
-    }
-    engine = engine_for(target, drafter, max_new_tokens=tokens, ignore_eos=True, **options)
+    options = {"temperature": case["temperature"], "max_new_tokens": tokens, "ignore_eos": True}
+    if case["temperature"]:
+        options["accept"] = "residual"
+    engine = engine_for(target, drafter, **options)
     return decode(engine, run["prompt"])
 
 
@@ -93,9 +89,8 @@ def force(monkeypatch, run):
             for row, tokens in enumerate(sampled):
                 noise[:, row, tokens] = 1e4 * torch.arange(len(tokens), 0, -1)
         else:
-            noise[:, :, cycles[first]["next_root_token"] if first else run["first_root_token"]] = (
-                1e4
-            )
+            token = cycles[first]["next_root_token"] if first else run["first_root_token"]
+            noise[:, :, token] = 1e4
         return noise
 
     def uniforms(key, draws, count, domain):
@@ -255,122 +250,57 @@ def proposals(case, cycle):
     return torch.cat([floats[f"cycle{cycle}.op{level}"] for level in range(5)])
 
 
-@pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("name", SAMPLED)
-def test_residual_on_recorded_data(name, number):
-    """The residual rule alone: every input is the official one."""
-    case = golden_case(name)
-    cycle = case["runs"][0]["cycles"][number]
-    shape = case.get("static_tree", cycle)
-    parents, N = [0, *shape["parents"][1:]], len(shape["parents"])
-    rows = golden_floats(name)[f"cycle{number}.verify_row_logits"]  # [rows, width, V]
-    p = torch.zeros(1, N, rows.shape[2])
-    for row, nodes in enumerate(shape["retrieve_indices"]):
-        for column, node in enumerate(nodes):
-            if node >= 0:
-                p[0, node] = rows[row, column].softmax(-1)
-    q = None
-    if case["algorithm"] == "EAGLE-1":
-        q = torch.zeros_like(p)
-        q[0, inner_nodes(case)] = proposals(case, number)
-    tokens = torch.tensor([cycle["draft_tokens"]])
-    tree = build_tree(tokens, torch.tensor([parents]), torch.ones_like(tokens).bool(), N)._replace(
-        extra=q
-    )
-    width = max(parents.count(node) for node in parents) + 1
-    result = residual.residual_accept(tree, p, padded(cycle["uniform_draws"], N), 6, width)
-    path, length = path_to(tree, result.node, 6)
-    assert path[0, : length.item() + 1].tolist() == cycle["select_indices_in_tree"]
-    assert (result.p[0] - torch.tensor(cycle["sample_p"])).abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize("run", range(3))
-def test_n_alpha(run, monkeypatch):
-    """The official counters: i predicted features were fed, was the next token accepted?"""
-    case = golden_case("eagle1_chain5_mha_alpha")
-    recorded = case["runs"][run]
-    session = replay(case, recorded, monkeypatch)
-    alpha, tried = [0] * 5, [0] * 5
-    for cycle in session.trace:
-        a = cycle["accept_length"]
-        entries = sum(
-            token != 0 for token in (cycle["root"], *cycle["draft_tokens"])
-        )  # 0 is their padding
-        for i in range(5):
-            alpha[i] += i < a
-            tried[i] += i <= a and i < entries
-    assert (alpha, tried) == (recorded["alpha"], recorded["alpha_num"])
-
-
-@pytest.mark.parametrize("name", [*GREEDY, *SAMPLED])
-def test_tree_masks(name):
-    """Masks, depths and positions that follow from the parents."""
-    case = golden_case(name)
-    for cycle in (c for run in case["runs"] for c in run["cycles"]):
-        shape = case.get("static_tree", cycle)
-        parents = torch.tensor([[0, *shape["parents"][1:]]])
-        tree = build_tree(parents, parents, parents >= 0, max(shape["tree_position_ids"]))
-        assert ["".join(str(int(x)) for x in row) for row in tree.mask[0]] == shape["tree_mask"]
-        assert (tree.depths[0] + cycle["input_len"]).tolist() == cycle["position_ids"]
-
-
 def test_part_of_a_static_tree():
     """A node's token follows from its rank path, whatever else the tree holds."""
     widths = (3, 3, 2, 1)  # ranks per level of the whole tree: 3 + 9 + 18 + 18 nodes
     whole = [p for depth in range(1, 5) for p in itertools.product(*map(range, widths[:depth]))]
     # of the root's children only the second has grandchildren: official code misplaces such trees
     part = [(0,), (1,), (2,), (1, 1), (2, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1, 0)]
-    target, drafted = golden_target(), []
+    drafted = []
     for tree in (StaticTree(tuple(whole)), StaticTree(tuple(part))):
-        drafter = EagleDrafter(golden_head(), target, tree)
-        session = decode(
-            engine_for(target, drafter, max_new_tokens=3, ignore_eos=True),
-            golden_case(GREEDY[1])["runs"][0]["prompt"],
-        )
-        drafted.append(
-            dict(
-                zip(sorted(tree.paths, key=lambda p: (len(p), p)), session.trace[0]["draft_tokens"])
-            )
-        )
+        drafter = EagleDrafter(golden_head(), golden_target(), tree)
+        prompt = golden_case(GREEDY[1])["runs"][0]["prompt"]
+        session = golden_run(drafter, prompt, max_new_tokens=3)
+        paths = sorted(tree.paths, key=lambda p: (len(p), p))
+        drafted.append(dict(zip(paths, session.trace[0]["draft_tokens"])))
     assert drafted[1].items() <= drafted[0].items()
 
 
 # ------------------------------------------------------------------- the comparisons above can fail
 
 
-def wrong_level_position(monkeypatch):
-    forward = eagle_draft.EagleHead.forward
-
+def wrong_level_position(forward):
     def shifted(self, embedded, features, positions, cache, window):  # levels of the tree only
-        return forward(
-            self, embedded, features, positions + (positions is not window.slots), cache, window
-        )
+        positions = positions + (positions is not window.slots)
+        return forward(self, embedded, features, positions, cache, window)
 
-    monkeypatch.setattr(eagle_draft.EagleHead, "forward", shifted)
-
-
-def swapped_inputs(monkeypatch):
-    forward = eagle_draft.EagleHead.forward
-    swapped = lambda self, embedded, features, *rest: forward(self, features, embedded, *rest)  # noqa: E731
-    monkeypatch.setattr(eagle_draft.EagleHead, "forward", swapped)
+    return shifted
 
 
-def slots_as_positions(monkeypatch):
-    forward = model.Transformer.forward
+def swapped_inputs(forward):
+    return lambda self, embedded, features, *rest: forward(self, features, embedded, *rest)
 
+
+def slots_as_positions(forward):
     def wrong(self, tokens, positions, cache, window, *options, **aux_layers):
         return forward(self, tokens, window.slots, cache, window, *options, **aux_layers)
 
-    monkeypatch.setattr(model.Transformer, "forward", wrong)
+    return wrong
 
 
-def late_features(monkeypatch):
-    extend = EagleDrafter.extend
-
+def late_features(extend):
     def late(self, state, rows):
         return extend(self, state, rows._replace(features=rows.features.roll(1, dims=1)))
 
-    monkeypatch.setattr(EagleDrafter, "extend", late)
+    return late
+
+
+DEFECTS = {  # where a function is replaced
+    wrong_level_position: (eagle_draft.EagleHead, "forward"),
+    swapped_inputs: (eagle_draft.EagleHead, "forward"),
+    slots_as_positions: (model.Transformer, "forward"),
+    late_features: (EagleDrafter, "extend"),
+}
 
 
 def check_noticed(case, monkeypatch, drafter=None):
@@ -385,11 +315,10 @@ def check_noticed(case, monkeypatch, drafter=None):
 
 
 @pytest.mark.parametrize("name", [GREEDY[0], GREEDY[3]])
-@pytest.mark.parametrize(
-    "defect", [wrong_level_position, swapped_inputs, late_features, slots_as_positions]
-)
+@pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_noticed(defect, name, monkeypatch):
-    defect(monkeypatch)
+    owner, function = DEFECTS[defect]
+    monkeypatch.setattr(owner, function, defect(getattr(owner, function)))
     check_noticed(golden_case(name), monkeypatch)
 
 

@@ -12,21 +12,28 @@ import torch
 
 import generate
 from draft_tree import DecodedTokens, DynamicTree
-from drafters import Method, RootOnly
+from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras import ngram_draft
-from extras.autosize import AutoTrees
 from extras.kept_texts import MOST_BYTES, RUN, KeptTexts
 from extras.ngram_draft import Ngram, NgramDrafter
+from extras.presets import PresetPolicy
 from extras.recycling_draft import empty_matrix
 from generate import load
-from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target
+from helpers import (
+    PROMPTS,
+    compiled_as_on_cuda,
+    decode,
+    engine_for,
+    golden_head,
+    golden_run,
+    golden_target,
+)
 from load import _prefill_each_width
 from options import DEMO
 from runtime import Policy
 from session import Session
 
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 VOCABULARY = "ab" * 32
 SIZE = 9
 
@@ -66,12 +73,21 @@ def test_the_least_recently_used_text_makes_way():
 # ---------------------------------------------------------------------------------- the same tokens
 
 
-def check_warm(make, temperature: float, batch: int, traced: bool = False) -> None:
-    """Vanilla's tokens with an empty store and with these very texts in it, which takes fewer cycles."""
+def check_warm(kind: str, temperature: float, batch: int, traced: bool = False) -> None:
+    """Vanilla's tokens with an empty store and with these very texts in it, which takes fewer cycles.
+
+    kind: lookup, or a head's tree with its candidates
+    """
     options = {"max_new_tokens": 30, "ignore_eos": True, "temperature": temperature, "seed": 5}
-    plain = engine_for(golden_target(), RootOnly(), batch_size=batch, **options)
-    want = decode(plain, *PROMPTS[:batch]).history
-    engine = engine_for(golden_target(), make(KeptTexts()), batch_size=batch, **options)
+    options["batch_size"] = batch
+    want = golden_run(RootOnly(), *PROMPTS[:batch], **options).history
+    kept = KeptTexts()
+    method = lookup(kept).method()
+    if kind == "grafted":
+        tree, ngram = DynamicTree(3, 4, 24), Ngram(6, 2, kept=kept)
+        drafter = EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
+        method = drafter.method()._replace(policy=PresetPolicy(kept))
+    engine = engine_for(golden_target(), method.presets[-1], method, **options)
     if traced:
         engine = compiled_as_on_cuda(engine)
     cycles = []
@@ -79,7 +95,7 @@ def check_warm(make, temperature: float, batch: int, traced: bool = False) -> No
         session = decode(engine, *PROMPTS[:batch])
         assert session.history == want
         cycles.append(len(session.stats.live_sequences))
-    assert sorted(text.tokens for text in engine.policy.kept.texts) == sorted(want)
+    assert sorted(text.tokens for text in kept.texts) == sorted(want)
     assert 2 * max(cycles[1:]) < cycles[0], cycles
 
 
@@ -87,18 +103,11 @@ def lookup(kept: KeptTexts) -> NgramDrafter:
     return NgramDrafter(Ngram(kept=kept))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_kept_texts_change_no_token(temperature, batch):
-    check_warm(lookup, temperature, batch)
-
-
-def test_kept_texts_in_a_heads_tree_change_no_token():
-    def grafted(kept: KeptTexts) -> EagleDrafter:
-        tree = DynamicTree(3, 4, 24)
-        return EagleDrafter(golden_head(), golden_target(), tree, graft=Ngram(6, 2, kept=kept))
-
-    check_warm(grafted, 1.0, 2)
+@pytest.mark.parametrize("kind, temperature, batch", [
+    ("lookup", 0.0, 1), ("lookup", 0.0, 2), ("lookup", 1.0, 1), ("lookup", 1.0, 2), ("grafted", 1.0, 2),
+])  # fmt: skip
+def test_kept_texts_change_no_token(kind, temperature, batch):
+    check_warm(kind, temperature, batch)
 
 
 @pytest.mark.usefixtures("traced")
@@ -124,7 +133,7 @@ def test_a_traced_lookup_reads_the_buffer(monkeypatch):
 def test_kept_texts_in_traced_steps_change_no_token(monkeypatch):
     monkeypatch.setattr("ops.library._cpp_available", [False])
     with torch._dynamo.config.patch(error_on_recompile=True):
-        check_warm(lookup, 0.0, 1, traced=True)
+        check_warm("lookup", 0.0, 1, traced=True)
 
 
 # ------------------------------------------------------------------------------------------ the file
@@ -246,8 +255,8 @@ def test_stores_that_the_command_line_refuses(tmp_path, capsys):
 def test_warming_up_keeps_nothing():
     kept = KeptTexts()
     drafter = lookup(kept)
-    method = Method(drafter.presets, policy=AutoTrees(drafter, kept))
-    engine = engine_for(golden_target(), drafter, method, context=100)
+    engine = engine_for(golden_target(), drafter, context=100)
+    engine = replace(engine, policy=drafter.method().policy)  # cold
     _prefill_each_width(engine)
     assert not kept.texts
     warm = replace(engine, policy=engine.policy.started(engine, list))

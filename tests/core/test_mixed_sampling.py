@@ -12,7 +12,7 @@ from test_lossless import TREES, assert_same, make
 
 import generate as program
 import sampling
-from decode import Engine, with_cycles
+from decode import Engine
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.residual import sample_children
@@ -224,10 +224,3 @@ def test_wrong_parameters_are_refused_by_name(options, message):
     engine = engine_for(golden_target(), RootOnly(), **OPTIONS)
     with pytest.raises(ValueError, match=f"^{message}"):
         generate(engine, [[1], [2]], **options)
-
-
-def test_cycles_of_every_kind_are_there():
-    engine = with_cycles(engine_for(golden_target(), make("auto:dynamic"), **OPTIONS))
-    kinds = [{cycle.mode for cycle in cycles} for cycles in engine.cycles]
-    assert kinds == [{kind} for kind in SamplingMode]
-    assert all(len(cycles) == len(engine.presets) for cycles in engine.cycles)

@@ -1,6 +1,6 @@
 """Drafters without a model: their trees, pass by pass, against the published rules in plain Python.
 
-That they change no token is tested in test_lossless.py, too.
+That they change no token is tested in test_lossless.py.
 """
 
 from __future__ import annotations
@@ -26,15 +26,22 @@ from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix, recycl
 from extras.rest_draft import RestDrafter
 from extras.rest_draft import load_method as load_rest
 from generate import load
-from helpers import InTurn, compiled_as_on_cuda, decode, engine_for, golden_target
+from helpers import (
+    LOOP,
+    PROMPTS,
+    compiled_as_on_cuda,
+    decode,
+    drafted_paths,
+    engine_for,
+    golden_run,
+    golden_target,
+    token_paths,
+)
 from options import DEMO, GenerateConfig
 from scripts import build_datastore
 from scripts.bench.measure import with_config
 from scripts.build_datastore import BuildConfig, suffix_array
-from session import Session
 
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
-LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]
 VOCAB = 97
 
 
@@ -43,13 +50,6 @@ def successors(ids: list[int], k: int) -> list[int]:
     tokens = torch.tensor([ids])
     features = golden_target()(tokens, torch.arange(len(ids))[None])[:, -1:]
     return golden_target().logits(features)[0, 0].topk(k).indices.tolist()
-
-
-def path_of(line: dict, node: int) -> list[int]:
-    """The tokens from the root's child to a node, 0 being the root."""
-    if node == 0:
-        return []
-    return [*path_of(line, line["parents"][node - 1]), line["draft_tokens"][node - 1]]
 
 
 # ------------------------------------------------------------------------------------ recycling
@@ -63,12 +63,12 @@ def recycler(size: int = 12) -> RecyclingDrafter:
 def test_recycled_trees_are_those_of_the_rule(temperature):
     """The matrix as a dictionary, the tree by a walk from the root for every path."""
     options = {"max_new_tokens": 24, "ignore_eos": True, "temperature": temperature, "seed": 3}
-    engine = engine_for(golden_target(), recycler(), **options)
+    drafter = recycler()
     matrix: dict[int, list[int]] = {}
     paths = sorted(recycling_paths(12), key=lambda path: (len(path), path))
     drafted = []
     for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[0]):
-        session = decode(engine, prompt)
+        session = golden_run(drafter, prompt, **options)
         for line in session.trace:
             text = session.history[0][: line["pos"] + 1]
             walked = {(): text[-1]}
@@ -79,9 +79,10 @@ def test_recycled_trees_are_those_of_the_rule(temperature):
                     walked[path] = row[path[-1]]
                 assert token == walked.get(path, 0)
             new: dict[int, list[int]] = {}
-            for node, path in enumerate([(), *paths]):
+            drafts = [(), *drafted_paths(line)]
+            for path, draft in zip([(), *paths], drafts):
                 if path in walked:
-                    new.setdefault(walked[path], successors(text + path_of(line, node), RANKS))
+                    new.setdefault(walked[path], successors([*text, *draft], RANKS))
             matrix |= new
             drafted.append(len(walked) - 1)
     assert 0 in drafted and 11 in drafted, "roots that are new, and trees that are full"
@@ -100,12 +101,9 @@ def test_the_published_tree():
 
 
 def test_what_a_request_has_taught_serves_the_next():
-    engine = engine_for(golden_target(), recycler(), max_new_tokens=20, ignore_eos=True)
-    passes = []
-    for _ in range(2):
-        session = decode(engine, PROMPTS[0])
-        passes.append(len(session.stats.accept_lengths))
-    assert passes[1] < passes[0]
+    drafter = recycler()
+    first, second = (golden_run(drafter, PROMPTS[0], max_new_tokens=20) for _ in range(2))
+    assert len(second.stats.accept_lengths) < len(first.stats.accept_lengths)
 
 
 # ------------------------------------------------------------------------------------ lookahead
@@ -119,10 +117,7 @@ def looker() -> LookaheadDrafter:
 def test_windows_and_guesses_are_those_of_the_rule(sizes):
     """Lists of tokens; the pool is a dictionary of the last G n-grams by their first token."""
     W, N, G = sizes
-    engine = engine_for(
-        golden_target(), LookaheadDrafter(sizes), max_new_tokens=40, ignore_eos=True
-    )
-    session = decode(engine, LOOP)
+    session = golden_run(LookaheadDrafter(sizes), LOOP, max_new_tokens=40)
     began = session.history[0][: session.trace[0]["pos"] + 1]
     start = [began[i * 7919 % len(began)] for i in range(W * (N - 1))]
     rows = [start[i * W :][:W] for i in range(N - 1)]
@@ -132,10 +127,9 @@ def test_windows_and_guesses_are_those_of_the_rule(sizes):
         text = session.history[0][: line["pos"] + 1]
         guesses = pool.get(text[-1], [])[::-1]
         guessed += len(guesses)
-        drafted = [*line["draft_tokens"]]
-        for g, ngram in enumerate(guesses):
-            last = (g + 1) * (N - 1)
-            assert tuple(path_of(line, last)) == ngram
+        drafted = line["draft_tokens"]
+        drafts = [(), *drafted_paths(line)]
+        assert drafts[N - 1 :: N - 1][: len(guesses)] == guesses
         window = drafted[G * (N - 1) :]
         assert window == [token for row in rows for token in row][1:]
         new = []
@@ -143,7 +137,7 @@ def test_windows_and_guesses_are_those_of_the_rule(sizes):
             path = rows[0][1 : i + 1] + [row[i] for row in rows[1:]]
             if path:
                 node = G * (N - 1) + i if N == 2 else len(drafted) - W + i + 1
-                assert path_of(line, node) == path
+                assert [*drafts[node]] == path
             new += successors(text + path, 1)
         rows[0][0] = text[-1]
         for i in range(W if number >= N - 2 else 0):
@@ -192,20 +186,14 @@ def test_retrieved_trees_are_those_of_the_rule(tmp_path):
         store = store_of(tmp_path / f"{vocab}", texts)
         for size in (2, 9, 64):
             drafter = RestDrafter(store, size)
-            rows = [
-                generator.integers(vocab, size=3).tolist(),
-                texts[2][10:40],
-                [vocab + 1],
-                texts[3][-5:],
-            ]
+            first = generator.integers(vocab, size=3).tolist()
+            rows = [first, texts[2][10:40], [vocab + 1], texts[3][-5:]]
             tokens = torch.tensor([(row * 40)[:40] for row in rows])
             text = DecodedTokens(tokens, torch.tensor([len(row) - 1 for row in rows]))
             tree = drafter.propose((), DraftInputs(None, text))
             for b, row in enumerate(rows):
-                line = {"parents": tree.parents[b, 1:].tolist()}
-                line["draft_tokens"] = tree.tokens[b, 1:].tolist()
-                nodes = [node for node in range(1, size) if tree.valid[b, node]]
-                got = [tuple(path_of(line, node)) for node in nodes]
+                paths = token_paths(tree.tokens[b].tolist(), tree.parents[b].tolist())
+                got = [path for path, valid in zip(paths, tree.valid[b, 1:]) if valid]
                 want = retrieved(texts, row, size - 1)
                 order = sorted(want, key=lambda path: (len(path), path))
                 assert got == order, (vocab, size, row)
@@ -310,11 +298,8 @@ def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
 
     def fault(**options) -> str:
         with pytest.raises(ValueError) as caught:
-            build_datastore.build(
-                BuildConfig(
-                    **{"folder": str(folder), "out": str(out), "checkpoint": DEMO} | options
-                )
-            )
+            asked = {"folder": str(folder), "out": str(out), "checkpoint": DEMO} | options
+            build_datastore.build(BuildConfig(**asked))
         assert not out.exists() and "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -332,10 +317,8 @@ def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
         raise SafetensorError("File too large")
 
     monkeypatch.setattr(build_datastore, "save_file", full)
-    said = fault()
-    assert (
-        said == f"--out: cannot write {out} (File too large); free some space or name another file"
-    )
+    said = f"--out: cannot write {out} (File too large); free some space or name another file"
+    assert fault() == said
 
 
 def test_two_builders_of_one_file_leave_one_of_both(tmp_path):
@@ -350,25 +333,6 @@ def test_two_builders_of_one_file_leave_one_of_both(tmp_path):
 
 
 # ------------------------------------------------------------------------------------- all of them
-
-
-@pytest.mark.parametrize("temperature, batch", [(0.0, 1), (0.7, 2)])
-@pytest.mark.parametrize("draft", ["recycling", "lookahead", "rest"])
-def test_every_size_gives_the_same_tokens(draft, temperature, batch, built):
-    """In bf16 with --compile, the presets in turn."""
-    options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 24, "ignore_eos": True}
-    options |= {"compile": True, "batch_size": batch, "temperature": temperature}
-    own = {"datastore": str(built)} if draft == "rest" else {}
-    prompts = [[5, 17, 3], [40, 8, 22, 61]][:batch]
-    runs = []
-    for drafted in ({"draft": "none"}, {"draft": draft, **own}):
-        engine = load(**options, dtype="bfloat16", **drafted)
-        session = Session(replace(engine, policy=InTurn()), [(0, 0), (1, 0)][:batch])
-        for _ in session.decode_turn(prompts):
-            pass
-        runs.append(session)
-    assert runs[0].history == runs[1].history
-    assert len({preset for preset, _ in runs[1].stats.presets}) == len(engine.presets)
 
 
 @pytest.mark.parametrize("draft", ["ngram", "recycling", "lookahead"])
@@ -388,9 +352,9 @@ def test_traced_steps_give_the_same_tokens(monkeypatch, make):
     monkeypatch.setattr("ops.library._cpp_available", [False])
     torch._dynamo.reset()
     options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2}
-    plain = decode(engine_for(golden_target(), RootOnly(), **options), LOOP, PROMPTS[1])
+    plain = golden_run(RootOnly(), LOOP, PROMPTS[1], **options)
     compiled = compiled_as_on_cuda(engine_for(golden_target(), make(), **options))
-    list(Session(compiled).decode_turn([[5, 17, 3], [3]]))
+    decode(compiled, [5, 17, 3], [3])
     with torch.compiler.set_stance("fail_on_recompile"):
         session = decode(compiled, LOOP, PROMPTS[1])
     assert session.history == plain.history and sum(session.stats.accept_lengths) > 0
@@ -403,34 +367,16 @@ FAULTS = [
         "belongs to dynamic trees and chains, not to a static one",
     ),
     ({"draft": "recycling", "head": DEMO}, "--head does nothing with --draft recycling"),
-    (
-        {"draft": "recycling", "accept": "residual", "temperature": 1.0},
-        "--set accept belongs to heads, draft models and --draft ngram",
-    ),
-    (
-        {"draft": "lookahead", "lookahead": "5-4"},
-        "is three numbers, W-N-G, as 5-4-5; it is 5-4",
-    ),
-    (
-        {"draft": "lookahead", "lookahead": "5,4,5"},
-        "is three numbers, W-N-G, as 5-4-5; it is",
-    ),
-    (
-        {"draft": "lookahead", "lookahead": "15-5-15"},
-        "makes .* = 120 nodes, and a tree has 64",
-    ),
-    (
-        {"draft": "lookahead", "lookahead": "0-5-1"},
-        "must be W > 0, N > 1 and G > 0; correct it",
-    ),
+    ({"draft": "recycling", "accept": "residual", "temperature": 1.0}, "--set accept belongs to heads, draft models and --draft ngram"),
+    ({"draft": "lookahead", "lookahead": "5-4"}, "is three numbers, W-N-G, as 5-4-5; it is 5-4"),
+    ({"draft": "lookahead", "lookahead": "5,4,5"}, "is three numbers, W-N-G, as 5-4-5; it is"),
+    ({"draft": "lookahead", "lookahead": "15-5-15"}, "makes .* = 120 nodes, and a tree has 64"),
+    ({"draft": "lookahead", "lookahead": "0-5-1"}, "must be W > 0, N > 1 and G > 0; correct it"),
     ({"draft": "lookahead", "tree_size": 9}, ".tree_size. does nothing with --draft lookahead"),
     ({"draft": "rest"}, "--draft rest needs its texts; add --set datastore=FILE"),
     ({"draft": "ngram", "datastore": "x"}, "--set datastore belongs to --draft rest; add that"),
-    (
-        {"draft": "recycling", "lookahead": "5-4-5"},
-        "--set lookahead belongs to --draft lookahead",
-    ),
-]
+    ({"draft": "recycling", "lookahead": "5-4-5"}, "--set lookahead belongs to --draft lookahead"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options, fault", FAULTS, ids=str)
