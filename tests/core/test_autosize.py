@@ -661,15 +661,16 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
 def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, captured):
     """Every preset in turn, the lookup's trees among them, over prompts that repeat themselves."""
     target = golden_target(TARGETS[kind == "eagle 3"])
-    options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": temperature, "seed": 3}
+    options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": batch, "seed": 3}
+    options["temperature"] = temperature
     prompts = [prompt * 3 for prompt in PROMPTS[:batch]]
-    plain = decode(engine_for(target, RootOnly(), batch_size=batch, **options), *prompts)
+    plain = decode(engine_for(target, RootOnly(), **options), *prompts)
     drafter = drafter_of(kind, lookup=NgramDrafter(Ngram(4, 2)))
     names = ["none", "tree of 2", "tree of 4", "tree of 8", "tree of 9", "chain 1", "chain 3"]
     assert [p.name for p in drafter.presets] == [*names, "dynamic 4/5/20"]
-    engine = engine_for(target, drafter, batch_size=batch, **options)
     script = Script([5, 1, 2, 0, 3, 4, 7, 2, 6, 1])
-    session = decode(replace(engine, policy=script, captured=captured), *prompts)
+    engine = replace(engine_for(target, drafter, **options), policy=script, captured=captured)
+    session = decode(engine, *prompts)
     assert session.history == plain.history
     assert {1, 2, 3, 5, 7} <= set(script.ran)
     assert all(len(each) == 5 for each in script.every)

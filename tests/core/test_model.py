@@ -498,13 +498,9 @@ def test_weights_that_do_not_fit_are_named(parts, write, layout):
     _, weights = parts
     extra = "model.layers.1.self_attn.q_norm.weight"
     bad = [{n: w for n, w in weights.items() if n != Q}, weights | {extra: torch.ones(12)}]
-    wrong = (
-        weights[Q][:-1].clone(),
-        weights[Q][:, :-1].clone(),
-        weights[Q].flatten(),
-        torch.tensor(1.0),
-    )
-    bad += [weights | {Q: tensor} for tensor in wrong]
+    q = weights[Q]
+    for wrong in (q[:-1].clone(), q[:, :-1].clone(), q.flatten(), torch.tensor(1.0)):
+        bad.append(weights | {Q: wrong})
     for tensors in bad:
         message = refused(write(layout=layout, tensors=tensors))
         assert (extra if extra in tensors else Q) in message, message

@@ -491,12 +491,8 @@ def test_one_rank_says_why(rank_1, monkeypatch, capsys, first):
 def test_every_model_in_fp32(tmp_path, world, temperature):
     tiny = write_tiny(tmp_path / "tiny", TINY)
     pairs = [*itertools.product(("llama", "gqa", "mixtral"), ("eagle", "ngram")), (tiny, "ngram")]
-    options = {
-        "dtype": "float32",
-        "temperature": temperature,
-        "batch_size": 2,
-        "max_new_tokens": 32,
-    }
+    options = {"dtype": "float32", "temperature": temperature, "batch_size": 2}
+    options["max_new_tokens"] = 32
     cases = {f"{model} {draft}": options_of(model, draft, **options) for model, draft in pairs}
     found = run_ranks({world: cases}, tmp_path, 900)[world]
     for name, case in cases.items():
