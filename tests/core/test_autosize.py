@@ -67,20 +67,18 @@ PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 4
 LARGEST = DynamicTree(depth=4, topk=5, size=20)
 
 
-TARGETS = (
-    "models/target_llama_mha",
-    "models/target_llama31_gqa8",
-)  # of heads of versions 1 and 2, and of version 3
+# of heads of versions 1 and 2, and of version 3
+TARGETS = ("models/target_llama_mha", "models/target_llama31_gqa8")
+HEADS = ("models/head_eagle12_mha", "models/head_eagle3")
 
 
 def drafter_of(kind: str, largest: DynamicTree = LARGEST, noise: float = 0.02, lookup=None):
-    target = golden_target(TARGETS[kind == "eagle 3"])
+    third = kind == "eagle 3"
+    target = golden_target(TARGETS[third])
     if kind == "model":
         return with_smaller_trees(ModelDrafter(noisy_copy(target, noise), target, largest), target)
-    head = golden_head(
-        "models/head_eagle3" if kind == "eagle 3" else "models/head_eagle12_mha", target
-    )
-    return with_smaller_trees(EagleDrafter(head, target, largest), target, lookup)
+    drafter = EagleDrafter(golden_head(HEADS[third], target), target, largest)
+    return with_smaller_trees(drafter, target, lookup)
 
 
 # ------------------------------------------------------------------------------- simulated machines
@@ -131,11 +129,8 @@ def run_machine(name, cycles, sizer, pace=lambda i: 1.0, noise=0.1, seed=0):
     return [tokens / seconds / ((1 + m) / c / average) for c, m in zip(costs, means)]
 
 
-STARTS = {  # of the first process: its first cost of a further node, relative to the machine's own
-    "as it is": 1.0,
-    "half": 0.5,
-    "twice": 2.0,
-}
+# of the first process: its first cost of a further node, relative to the machine's own
+STARTS = {"as it is": 1.0, "half": 0.5, "twice": 2.0}
 
 
 def first_sizer(name: str, error: float = 1.0, miss: float | None = None) -> Autosizer:
@@ -145,26 +140,15 @@ def first_sizer(name: str, error: float = 1.0, miss: float | None = None) -> Aut
     return Autosizer(SHAPES, unknown(SHAPES, miss), error * node)
 
 
-def is_good(sizer: Autosizer, name: str) -> bool:
-    """Whether what it prefers is within 3 % of the best."""
-    rates = [(1 + mean) / cost for cost, mean in zip(*MACHINES[name])]
-    return rates[sizer.best] > 0.97 * max(rates)
-
-
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", [*STARTS, "timed"])
 @pytest.mark.parametrize("name", MACHINES)
 def test_it_finds_the_fastest_preset(name, start):
-    sizer = first_sizer(name, STARTS[start])
+    timed = start == "timed"
+    sizer = timed_sizer(MACHINES[name][0]) if timed else first_sizer(name, STARTS[start])
     shares = run_machine(name, 3000, sizer)
     assert min(shares) > 0.95, shares
-    assert is_good(sizer, name)
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_it_goes_on_from_times(name):
-    sizer = timed_sizer(MACHINES[name][0])
-    assert min(run_machine(name, 3000, sizer)) > 0.95
-    assert is_good(sizer, name)
+    rates = [(1 + mean) / cost for cost, mean in zip(*MACHINES[name])]
+    assert rates[sizer.best] > 0.97 * max(rates)
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -184,21 +168,14 @@ def test_the_first_answer_of_a_later_process_is_as_fast(name):
     run_machine(name, 300, sizer)
     for seed in range(20):
         later = learned(sizer)
-        best = (1 + MACHINES[name][1][later.best]) / MACHINES[name][0][later.best]
         cycles = round(50 / (1 + MACHINES[name][1][later.best]))
-        first = run_machine(name, cycles, later, pace=lambda i: 1.5, seed=seed)[0]
-        following = run_machine(name, 800, later, pace=lambda i: 1.5, seed=seed + 100)[0]
-        shares.append(first / following)
-        assert best > 0
+        slow = {"sizer": later, "pace": lambda i: 1.5}
+        first = run_machine(name, cycles, seed=seed, **slow)[0]
+        shares.append(first / run_machine(name, 800, seed=seed + 100, **slow)[0])
     assert statistics.mean(shares) > 0.95 and statistics.median(shares) > 0.95, shares
-
-
-@pytest.mark.parametrize("name", ["verification is free", "every node costs"])
-def test_a_tree_that_pays_runs_from_the_first_cycle_of_a_later_process(name):
-    sizer = first_sizer(name)
-    run_machine(name, 300, sizer)
     later = learned(sizer)
-    assert later.next(4) > 0 and not later.rests_while_reading
+    if name not in VANILLA_IS_BEST:
+        assert later.next(4) > 0 and not later.rests_while_reading, "from the first cycle on"
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -213,21 +190,15 @@ def test_without_memory_trees_run_within_the_first_answer(name, start):
     assert statistics.mean(shares) > 0.7 * best, "times vanilla"
 
 
-@pytest.mark.parametrize(
-    "measured",  # chain 3, chain 5, 5/4/16, 6/8/32, 6/10/60 of the trained head (benchmarks/RESULTS.md)
-    [
-        (3.20, 4.30, 5.06, 5.95, 6.28),
-        (3.35, 4.62, 5.35, 6.27, 6.46),
-        (2.37, 2.64, 3.61, 4.22, 4.57),
-    ],
-    ids=["stand-in", "demo", "sampled"],
-)
+# chain 3, chain 5, 5/4/16, 6/8/32, 6/10/60 of the trained head (benchmarks/RESULTS.md)
+@pytest.mark.parametrize("measured", [
+    (3.20, 4.30, 5.06, 5.95, 6.28), (3.35, 4.62, 5.35, 6.27, 6.46), (2.37, 2.64, 3.61, 4.22, 4.57),
+], ids=["stand-in", "demo", "sampled"])  # fmt: skip
 def test_what_larger_trees_bring_is_guessed_from_a_chain(measured):
     shapes = [(3, 1, 4), (5, 1, 6), (5, 4, 16), (6, 8, 32), (6, 10, 60)]
     chain = TreeShape(5, 1, 6)
-    miss = min(
-        (m / 1000 for m in range(1001)), key=lambda m: abs(accepted_of(chain, m) - measured[1] + 1)
-    )
+    every = [m / 1000 for m in range(1001)]
+    miss = min(every, key=lambda m: abs(accepted_of(chain, m) - measured[1] + 1))
     guessed = [1 + accepted_of(TreeShape(*shape), miss) for shape in shapes]
     assert guessed == pytest.approx(measured, rel=0.08)
     assert accepted_of(TreeShape(0, 0, 1), miss) == 0
@@ -276,39 +247,38 @@ def test_decisions_are_rare_while_no_tree_runs_and_frequent_while_one_does():
         assert sizer.known.seen[preset] > 8, "every cycle is learnt from"
 
 
-def test_a_broken_head_is_left_alone_within_a_few_cycles():
-    sizer = first_sizer("a broken head")
-    run_machine("a broken head", 40, sizer)
-    assert sizer.best == 0
-    sizer = first_sizer("a broken head")
-    assert run_machine("a broken head", 1000, sizer)[0] > 0.95, "vanilla"
-    assert sizer.best == 0
+TEXTS = {  # of a machine so many cycles, and whether a tree is best in the end
+    "good at first": [("every node costs", 500, True), ("a broken head", 40, False)],
+    "useless at first": [
+        ("a broken head", 40, False), ("a broken head", 960, False), ("verification is free", 500, True),
+    ],
+}  # fmt: skip
 
 
-def test_a_text_that_is_unlike_the_last_ones():
+@pytest.mark.parametrize("later", [False, True], ids=["same process", "later process"])
+@pytest.mark.parametrize("texts", TEXTS)
+def test_it_follows_the_text(texts, later):
     """A head that was good on earlier texts is left alone within a few cycles; one that was useless is used again."""
-    sizer = first_sizer("every node costs")
-    run_machine("every node costs", 500, sizer)
-    later = learned(sizer)
-    assert later.best > 0
-    run_machine("a broken head", 40, later)
-    assert later.best == 0
-    sizer = first_sizer("a broken head")
-    run_machine("a broken head", 500, sizer)
-    later = learned(sizer)
-    assert later.best == 0
-    run_machine("verification is free", 500, later)
-    assert later.best > 0
+    sizer, paid = first_sizer(TEXTS[texts][0][0]), None
+    for name, cycles, pays in TEXTS[texts]:
+        if later and paid is not None:
+            sizer = learned(sizer)
+            assert (sizer.best > 0) == paid
+        run_machine(name, cycles, sizer)
+        paid = sizer.best > 0
+        assert paid == pays
 
 
 def test_a_cycle_without_a_tree_was_measured_too_slow():
     """As on SmolLM2, when the machine's memory got faster after loading: drafting went on at a loss of a quarter."""
-    costs = [
-        cost * error
-        for cost, error in zip(MACHINES["a head that loses"][0], (1.4, 1.2, 1.1, 1.0, 1.0))
-    ]
+    errors = (1.4, 1.2, 1.1, 1.0, 1.0)
+    costs = [cost * error for cost, error in zip(MACHINES["a head that loses"][0], errors)]
     shares = run_machine("a head that loses", 600, timed_sizer(costs))
     assert shares[0] > 0.9, shares
+
+
+def ratios_of(sizer: Autosizer) -> list[float]:
+    return [sizer.cost(preset) / sizer.cost(0) for preset in range(len(sizer.shapes))]
 
 
 def test_a_machine_that_slows_down_changes_nothing():
@@ -316,10 +286,7 @@ def test_a_machine_that_slows_down_changes_nothing():
     run_machine("every node costs", 2000, steady, noise=0.0)
     run_machine("every node costs", 2000, drifting, pace=lambda i: 1 + (i // 300) % 3, noise=0.0)
     assert steady.best == drifting.best
-    ratios = [
-        [sizer.cost(preset) / sizer.cost(0) for preset in range(3)] for sizer in (steady, drifting)
-    ]
-    assert ratios[1] == pytest.approx(ratios[0], rel=0.3)
+    assert ratios_of(drifting)[:3] == pytest.approx(ratios_of(steady)[:3], rel=0.3)
 
 
 def test_ratios_do_not_depend_on_the_order():
@@ -331,8 +298,7 @@ def test_ratios_do_not_depend_on_the_order():
             for _ in range(6):
                 sizer.next(4)
                 sizer.observe(preset, means[preset], 0.01 * costs[preset])
-        ratios = [sizer.cost(preset) / sizer.cost(0) for preset in range(5)]
-        assert ratios == pytest.approx(costs, rel=0.08), order
+        assert ratios_of(sizer) == pytest.approx(costs, rel=0.08), order
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.7])
@@ -351,19 +317,6 @@ def test_timed_in_another_mood_of_the_machine(factor):
     assert sizer.best == 0 and trees < 20  # of 60, probes included
     ratios = [sizer.cost(preset) / cost for preset, cost in enumerate(costs)]
     assert max(ratios) < 1.1 * min(ratios)
-
-
-def test_it_follows_the_text():
-    """A head that is useless at first and good later is used later, within some hundred cycles."""
-    costs = MACHINES["verification is free"][0]
-    sizer, rng = first_sizer("verification is free"), random.Random(0)
-    for i in range(1500):
-        preset = sizer.next(4)
-        accepted = 0 if i < 1000 or preset == 0 else rng.choice((2, 3))
-        sizer.observe(preset, accepted, costs[preset])
-        if i == 999:
-            assert sizer.best == 0
-    assert sizer.best > 0
 
 
 LOOKUP = [TreeShape(0, 0, 1), TreeShape(10, 2, 21)]
@@ -412,14 +365,22 @@ def demo(**options) -> Engine:
     return load(checkpoint=DEMO, max_new_tokens=24, device="cpu", **options)
 
 
-def told(engine: Engine) -> list[list[int]]:
-    return generate(engine, ["def read_lines(path):"]).tokens
+def told() -> list[list[int]]:
+    """The tokens that an engine decodes, which is dropped then, and so saves what it has learnt."""
+    tokens = generate(demo(), ["def read_lines(path):"]).tokens
+    gc.collect()
+    return tokens
 
 
 def test_a_later_engine_starts_where_the_last_one_left_off(trees):
     engine = demo()
-    assert not trees.exists() and engine.policy.sizer.next(99) == 0
-    tokens, known = told(engine), engine.policy.sizer.known
+    assert engine.policy.sizer.next(99) == 0
+    del engine
+    gc.collect()
+    assert not trees.exists(), "one that decodes nothing writes nothing"
+    engine = demo()
+    tokens = generate(engine, ["def read_lines(path):"]).tokens
+    known = engine.policy.sizer.known
     del engine
     gc.collect()
     (file,) = trees.iterdir()
@@ -430,21 +391,14 @@ def test_a_later_engine_starts_where_the_last_one_left_off(trees):
     assert rates.sum() > 0, "of the lookup beside the head"
     state = Session(again).state.drafter_state
     assert torch.equal(state.found.outcomes[0], rates)
-    ratios = [cost / known.costs[0] for cost in known.costs]
-    assert again.policy.sizer.known.costs == pytest.approx(ratios)
-    assert again.policy.sizer.known.miss == known.miss
-    assert max(again.policy.sizer.known.seen) <= 8
+    recalled = again.policy.sizer.known
+    assert recalled.costs == pytest.approx([cost / known.costs[0] for cost in known.costs])
+    assert recalled.miss == known.miss and max(recalled.seen) <= 8
+    del again, state
+    gc.collect()
     before = file.stat().st_mtime_ns
-    assert told(again) == tokens
-    del again
-    gc.collect()
+    assert told() == tokens
     assert file.stat().st_mtime_ns > before and len(list(trees.iterdir())) == 1
-
-
-def test_an_engine_that_decodes_nothing_writes_nothing(trees):
-    demo()
-    gc.collect()
-    assert not trees.exists()
 
 
 def test_the_end_of_a_process_saves_and_a_second_process_reads(trees, capsys):
@@ -511,53 +465,37 @@ def test_where_it_is(monkeypatch, tmp_path):
     assert remembered.folder() is None and file_of(demo()) is None
 
 
-def good(shapes) -> dict:
-    """A value that can be remembered."""
-    n = len(shapes)
-    return {
-        "costs": [1.0 + i for i in range(n)],
-        "seen": [3.0] * n,
-        "miss": 0.3,
-        "miss_weight": 50.0,
-        "rates": [12.0, 24.0, 0.5, 1.0],
-    }
-
-
 BAD = [None, True, "1", [], {}, math.nan, math.inf, -math.inf, -1, 1e300, 10**400, 0.3j, [[1]]]
 
 
 def test_garbage_is_as_if_it_were_not_there():
     """Every value of every field, and of every entry of a list, replaced by what it cannot be; too few, and too many."""
-    value = good(SHAPES)
+    value = {"costs": [1.0, 2.0, 3.0, 4.0, 5.0], "seen": [3.0] * 5}
+    value |= {"miss": 0.3, "miss_weight": 50.0, "rates": [12.0, 24.0, 0.5, 1.0]}
     rates = torch.zeros(2, 2)
     known = known_of(value, SHAPES, rates)
     assert known.costs == value["costs"] and known.seen == [3.0] * 5 and known.miss_weight == 8
     assert known.rates == [4.0, 8.0, 0.5, 1.0], "as much as 8 tried candidates at most"
     assert known_of(value, SHAPES) is None and known_of(value, SHAPES, torch.zeros(2)) is None
+    wrong = [*BAD, value | {"costs": [0.0] * 5}]
     for name, right in value.items():
-        assert known_of({k: v for k, v in value.items() if k != name}, SHAPES, rates) is None
-        for bad in BAD:
-            assert known_of(value | {name: bad}, SHAPES, rates) is None, (name, bad)
+        wrong.append({k: v for k, v in value.items() if k != name})
+        wrong += [value | {name: bad} for bad in BAD]
         if isinstance(right, list):
-            for wrong in (
-                right[:-1],
-                [*right, 1.0],
-                *([*right[:2], bad, *right[3:]] for bad in BAD),
-            ):
-                assert known_of(value | {name: wrong}, SHAPES, rates) is None, (name, wrong)
-    assert known_of(value | {"costs": [0.0] * 5}, SHAPES, rates) is None
-    for whole in BAD:
-        assert known_of(whole, SHAPES, rates) is None
+            ends = [right[:-1], [*right, 1.0]]
+            inside = [[*right[:2], bad, *right[3:]] for bad in BAD]
+            wrong += [value | {name: bad} for bad in ends + inside]
+    for each in wrong:
+        assert known_of(each, SHAPES, rates) is None, each
 
 
 def test_garbage_in_the_file(trees, capsys):
     """Bytes at random, cut and flipped files: an engine starts, and a run with it writes a good file again."""
-    engine, rng = demo(), random.Random(0)
-    tokens, file = told(engine), file_of(engine)
+    tokens, rng = told(), random.Random(0)
+    (file,) = trees.iterdir()
+    engine = demo()
     shapes = [shape_of(preset) for preset in engine.presets]
     rates = engine.policy.lookup.rates
-    del engine
-    gc.collect()
     content = file.read_bytes()
     cases = [b"", b"\0", b"null", b"[]", b"{", b"[" * 5000, b"\xff\xfe", b"9" * 5000, content * 200]
     cases += [content[: rng.randrange(len(content))] for _ in range(40)]
@@ -573,31 +511,22 @@ def test_garbage_in_the_file(trees, capsys):
         if known is not None:  # a digit became another
             sizer = Autosizer(shapes, known, 0.1)
             for _ in range(10):
-                preset = sizer.next(len(shapes) - 1)
-                sizer.observe(preset, 0.0, 0.01)
-            assert math.isfinite(sizer.cost(1)) and sizer.cost(1) > 0
+                sizer.observe(sizer.next(len(shapes) - 1), 0.0, 0.01)
+            assert 0 < sizer.cost(1) < math.inf
     file.write_bytes(b"\0garbage")
-    engine = demo()
-    assert told(engine) == tokens
-    del engine
-    gc.collect()
+    assert told() == tokens
     assert known_of(recall(file), shapes, rates) and capsys.readouterr().err == ""
 
 
 def test_files_that_are_none(trees, tmp_path):
     """A queue would be waited for, a link may lead anywhere, a folder is no file."""
     trees.mkdir(parents=True, mode=0o700)
-    file = trees / "a.json"
-    assert recall(file) is None
-    os.mkfifo(file)
-    assert recall(file) is None
-    file.unlink()
     (tmp_path / "b.json").write_text("1")
-    file.symlink_to(tmp_path / "b.json")
-    assert recall(file) is None
-    file.unlink()
-    file.mkdir()
-    assert recall(file) is None and recall(tmp_path / "missing" / "a.json") is None
+    os.mkfifo(trees / "queue")
+    (trees / "link").symlink_to(tmp_path / "b.json")
+    (trees / "folder").mkdir()
+    for name in ("nothing", "queue", "link", "folder", "nowhere/file"):
+        assert recall(trees / name) is None, name
 
 
 def test_a_folder_of_another_user_is_left_alone(trees, monkeypatch, capsys):
@@ -616,32 +545,24 @@ def test_a_folder_of_another_user_is_left_alone(trees, monkeypatch, capsys):
     assert recall(file) is None
 
 
-@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_folder_that_takes_nothing_costs_a_line(trees, monkeypatch, capsys, fault):
-    """The disk is full or read-only. The existing file stays whole."""
+def test_a_folder_that_takes_nothing_costs_a_line(trees, monkeypatch, capsys):
+    """The disk is full, or a file stands where the folder would. The existing file stays whole."""
     file = trees / "a.json"
     remember(file, [1])
 
-    def fails(*args, **options):
-        raise OSError(fault, os.strerror(fault))
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "the disk is full")
 
-    monkeypatch.setattr(Path, "write_text", fails)
-    remember(file, [2])
-    monkeypatch.setattr(Path, "mkdir", fails)
-    remember(trees / "other" / "a.json", [2])
-    error = capsys.readouterr().err
-    assert error.count("note: --tree auto cannot write to") == 2 and error.count("\n") == 2
-    assert os.strerror(fault) in error
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        remember(file, [2])
+    remember(file / "trees" / "a.json", [2])
+    errors = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("note: --tree auto cannot write to") for line in errors)
+    assert len(errors) == 2 and "the disk is full" in errors[0]
     assert recall(file) == [1] and list(trees.iterdir()) == [file]
-
-
-def test_a_file_stands_where_the_folder_would(trees, capsys):
-    trees.parent.mkdir(mode=0o700)
-    trees.write_text("")
-    engine = demo()
-    told(engine)
-    del engine
-    gc.collect()
+    monkeypatch.setenv("GPT_EAGLE_TREES", str(file))
+    told()
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -678,19 +599,8 @@ def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):
     assert miss(curve["stages"][0]) == miss(curve), "of one run, as train_eagle.py writes it"
     best = curve["stages"][0] | {"best": {"alpha": [0.5]}}
     assert miss(best) == miss({"stages": [{}, best]}) == pytest.approx(0.5)
-    for alpha in (
-        [],
-        None,
-        3,
-        "ab",
-        ["a"],
-        [[1]],
-        [math.nan],
-        [2.0],
-        [-1.0],
-        [10**400, 1.5],
-        {"a": 1},
-    ):
+    wrong = [[], None, 3, "ab", ["a"], [[1]], [math.nan], [2.0], [-1.0], [10**400, 1.5], {"a": 1}]
+    for alpha in wrong:
         assert miss({"stages": [{"curve": [{"alpha": alpha}]}]}) is None, alpha
     for other in ([], {}, {"stages": []}, {"stages": [{}]}, {"stages": {"a": 1}}, 3, None):
         assert miss(other) is None
@@ -727,31 +637,20 @@ ORDERS = {"mixed": [3, 0, 2, 0, 1, 0, 3, 2], "long rests": [3] + [0] * 35 + [2, 
 
 
 @pairwise(
-    kind=["eagle", "model"],
-    temperature=[0.0, 1.0],
-    batch=[1, 2],
-    captured=[False, True],
+    kind=["eagle", "model"], temperature=[0.0, 1.0], batch=[1, 2], captured=[False, True],
     order=list(ORDERS),
-)
+)  # fmt: skip
 def test_switching_changes_no_token(kind, temperature, batch, captured, order):
-    options = {
-        "max_new_tokens": 50 if order == "long rests" else 24,
-        "ignore_eos": True,
-        "batch_size": batch,
-        "temperature": temperature,
-        "seed": 3,
-    }
+    options = {"max_new_tokens": 50 if order == "long rests" else 24, "batch_size": batch}
+    options |= {"ignore_eos": True, "temperature": temperature, "seed": 3}
     plain = decode(engine_for(golden_target(), RootOnly(), **options), *PROMPTS[:batch])
     engine = engine_for(golden_target(), drafter_of(kind), **options)
     names = ["none", "chain 1", "chain 3", "dynamic 4/5/20"]
     assert [p.name for p in engine.presets] == names
     for host_lag in (0, 1):
         script = Script(ORDERS[order])
-        session = Session(
-            replace(engine, policy=script, captured=captured),
-            [(i, 0) for i in range(batch)],
-            host_lag,
-        )
+        scripted = replace(engine, policy=script, captured=captured)
+        session = Session(scripted, [(i, 0) for i in range(batch)], host_lag)
         list(session.decode_turn(PROMPTS[:batch]))
         assert session.history == plain.history
         assert set(script.ran) == {0, 1, 2, 3}
@@ -764,18 +663,16 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
 def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, captured):
     """Every preset in turn, the lookup's trees among them, over prompts that repeat themselves."""
     target = golden_target(TARGETS[kind == "eagle 3"])
-    options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": temperature, "seed": 3}
+    options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": batch, "seed": 3}
+    options["temperature"] = temperature
     prompts = [prompt * 3 for prompt in PROMPTS[:batch]]
-    plain = decode(engine_for(target, RootOnly(), batch_size=batch, **options), *prompts)
+    plain = decode(engine_for(target, RootOnly(), **options), *prompts)
     drafter = drafter_of(kind, lookup=NgramDrafter(Ngram(4, 2)))
     names = ["none", "tree of 2", "tree of 4", "tree of 8", "tree of 9", "chain 1", "chain 3"]
     assert [p.name for p in drafter.presets] == [*names, "dynamic 4/5/20"]
-    engine = engine_for(target, drafter, batch_size=batch, **options)
     script = Script([5, 1, 2, 0, 3, 4, 7, 2, 6, 1])
-    session = Session(
-        replace(engine, policy=script, captured=captured), [(i, 0) for i in range(batch)]
-    )
-    list(session.decode_turn(prompts))
+    engine = replace(engine_for(target, drafter, **options), policy=script, captured=captured)
+    session = decode(engine, *prompts)
     assert session.history == plain.history
     assert {1, 2, 3, 5, 7} <= set(script.ran)
     assert all(len(each) == 5 for each in script.every)
@@ -785,25 +682,19 @@ def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, capture
 
 def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
     """Rows that are done would see no text, and trees would seem cheaper than they are."""
-    engine, seen = (
-        engine_for(golden_target(), drafter_of("eagle"), max_new_tokens=80),
-        [],
-    )
-    session_rows = []  # of the head
+    engine, seen = engine_for(golden_target(), drafter_of("eagle"), max_new_tokens=80), []
     launch = Session._launch
 
     def launched(session, preset):
-        seen.append((bool(session.state.done.any()), int(session.state.pos.min())))
-        session_rows.append(session.state.drafter_state.own.length.min())
+        state = session.state
+        read = int(state.drafter_state.own.length.min())  # of the head
+        seen.append((bool(state.done.any()), int(state.pos.min()), read))
         return launch(session, preset)
 
     monkeypatch.setattr(Session, "_launch", launched)
     assert len(time_cycles(engine)) == 4 and len(seen) >= 12
-    assert int(session_rows[0]) == seen[0][1]
-    assert (
-        not any(done for done, _ in seen[:3])
-        and seen[0][1] == min(TIMED_BEHIND, engine.context // 2) > 0
-    )
+    behind = min(TIMED_BEHIND, engine.context // 2)
+    assert seen[0][1] == seen[0][2] == behind > 0 and not any(done for done, *_ in seen[:3])
 
 
 def next_tree(engine: Engine, session: Session) -> DraftTree:
@@ -814,15 +705,13 @@ def next_tree(engine: Engine, session: Session) -> DraftTree:
 
 
 REST = [[0], [0] * 5, [2, 2, 0, 0, 0], [1] * 3 + [0] * MAX_KEPT, [0, 0, 2]]
+RESTING = [*itertools.product(("eagle", "eagle 3", "model"), REST), ("model", [0] * 70)]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle 3", "model"])
-@pytest.mark.parametrize("order", [*REST, [0] * 70], ids=str)
+@pytest.mark.parametrize("kind, order", RESTING, ids=str)
 def test_while_idle_no_row_is_lost(kind, order):
     """The tree drafted after cycles without one is that of a session which has just read the whole text: in a row that
     was there from the start, in one that came later, and in the next turn. A head has room for some cycles only."""
-    if kind != "model" and order not in REST:
-        return
     drafter = drafter_of(kind, noise=1e-4)  # a draft model whose last node is often accepted
     options = {"max_new_tokens": 400, "ignore_eos": True, "batch_size": 2}
     engine = engine_for(golden_target(TARGETS[kind == "eagle 3"]), drafter, **options)
@@ -833,9 +722,8 @@ def test_while_idle_no_row_is_lost(kind, order):
         if len(session.stats.presets) == 1 and not session.busy(1):
             session.admit(1, PROMPTS[1], (1, 0))
     assert [preset for preset, _ in session.stats.presets] == order
-    assert session.state.drafter_state.count.max() <= MAX_KEPT and (session.policy.waiting > 0) == (
-        order[-1] == 0 and len(order) > 1
-    )
+    assert session.state.drafter_state.count.max() <= MAX_KEPT
+    assert (session.policy.waiting > 0) == (order[-1] == 0 and len(order) > 1)
     for added in ([], [3, 4, 5]):
         if added:
             next(session.decode_turn([history + added for history in session.history]))
@@ -849,41 +737,53 @@ def test_while_idle_no_row_is_lost(kind, order):
         torch.testing.assert_close(tree.values, want.values, rtol=1e-4, atol=1e-4)
 
 
+def resting_session(new: int, prefill_tree: int = -1, batch: int = 2) -> Session:
+    """A session of an EAGLE-3 head that rests. prefill_tree: preset that reads prompts; -1: the largest"""
+    options = {"max_new_tokens": new, "ignore_eos": True, "batch_size": batch}
+    engine = engine_for(golden_target(TARGETS[1]), drafter_of("eagle 3"), **options)
+    script = Script([0])
+    script.prefill_tree = prefill_tree
+    return Session(replace(engine, policy=script))
+
+
+def caught_up(monkeypatch, session: Session):
+    """Let the head catch up. Returns: what it was given."""
+    calls = record(monkeypatch, EagleDrafter, "extend")
+    session.policy.prepare(session, len(session.engine.presets) - 1)
+    ((_, _, rows),) = [call.args for call in calls]
+    return rows
+
+
+def check_rows(session: Session, rows, row: int, seq: int = 0, end: int = -1) -> None:
+    """Row `row` of what a head was given is the last part of a sequence up to token `end`, the root, which is in no row."""
+    engine, history = session.engine, torch.tensor(session.history[seq])
+    end %= len(history)
+    count, positions = int(rows.count[row]), torch.arange(len(history))[None]
+    features = engine.target(history[None], positions, aux_layers=engine.drafter.aux_layers)[0]
+    assert torch.equal(rows.tokens[row, : count + 1], history[end - count : end + 1])
+    want = features[end - count : end]
+    torch.testing.assert_close(rows.features[row, :count], want, rtol=1e-4, atol=1e-4)
+
+
 def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     """Also in a row that was done before."""
-    target = golden_target(TARGETS[1])
-    engine = engine_for(
-        target, drafter_of("eagle 3"), max_new_tokens=80, ignore_eos=True, batch_size=2
-    )
-    session = Session(replace(engine, policy=Script([0])))
+    session = resting_session(80)
     session.admit(0, PROMPTS[0], max_new_tokens=MAX_KEPT + 5)
     session.admit(1, PROMPTS[1])
     while len(session.stats.presets) < 2 * MAX_KEPT + 5:
         session.step()
-    calls = record(monkeypatch, EagleDrafter, "extend")
-    session.policy.prepare(session, len(engine.presets) - 1)
-    ((_, _, rows),) = [call.args for call in calls]
+    rows = caught_up(monkeypatch, session)
     assert rows.count.tolist() == [MAX_KEPT, MAX_KEPT] and session.live == [False, True]
-    for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
-        features = target(
-            history, torch.arange(history.shape[1])[None], aux_layers=engine.drafter.aux_layers
-        )
-        assert torch.equal(rows.tokens[row], history[0, -MAX_KEPT - 1 :])
-        torch.testing.assert_close(
-            rows.features[row], features[0, -MAX_KEPT - 1 : -1], rtol=1e-4, atol=1e-4
-        )
+    for row in (0, 1):
+        check_rows(session, rows, row, row)
+    state = session.state.drafter_state
     read = [len(prompt) + MAX_KEPT for prompt in PROMPTS]
-    assert (
-        session.state.drafter_state.own.length.tolist() == read
-        and session.state.drafter_state.count.tolist() == [0, 0]
-    )
-    session.admit(
-        1, [*session.history[1], 3, 4, 5]
-    )  # the root, these, and the row before the root again
+    assert state.own.length.tolist() == read and state.count.tolist() == [0, 0]
+    # the root, these, and the row before the root again
+    session.admit(1, [*session.history[1], 3, 4, 5])
     session.step()
-    assert session.state.drafter_state.own.length.tolist() == [read[0], read[1] + 5], (
-        "the gap stays"
-    )
+    length = session.state.drafter_state.own.length.tolist()
+    assert length == [read[0], read[1] + 5], "the gap stays"
 
 
 @pytest.mark.parametrize("then", [0, -1], ids=["rests on", "wakes within the prompt"])
@@ -892,74 +792,38 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
 
     A head that wakes within the prompt reads the chunks that are left.
     """
-    target, prompt = (
-        golden_target(TARGETS[1]),
-        [(7 * i) % 89 + 3 for i in range(PREFILL_CHUNK + 44)],
-    )
-    options = {"max_new_tokens": 8, "ignore_eos": True}
-    engine, script = engine_for(target, drafter_of("eagle 3"), **options), Script([0])
-    session, script.prefill_tree = Session(replace(engine, policy=script)), 0
+    prompt = [(7 * i) % 89 + 3 for i in range(PREFILL_CHUNK + 44)]
+    session = resting_session(8, prefill_tree=0, batch=1)
     calls = record(monkeypatch, EagleDrafter, "extend")
     session.admit(0, prompt, (0, 0))
     session.step()
     assert len(session.history[0]) == PREFILL_CHUNK and not calls
-    script.prefill_tree = then
+    session.policy.prefill_tree = then
     while len(session.stats.presets) < 3:
         session.step()
-    session.policy.prepare(session, len(engine.presets) - 1)
+    session.policy.prepare(session, len(session.engine.presets) - 1)
     given = [call.args[2] for call in calls if call.args[2].count > 0]
-    (history,) = torch.tensor(session.history)
-    ends = (
-        [len(history) - 1] if then == 0 else [len(prompt), len(history) - 1]
-    )  # the root is in no row
     assert [int(rows.count) for rows in given] == ([MAX_KEPT] if then == 0 else [44, 3])
-    features = target(
-        history[None], torch.arange(len(history))[None], aux_layers=engine.drafter.aux_layers
-    )[0]
     assert given[-1].features.shape[1] == int(given[-1].count), "on a CPU only the rows that wait"
-    for rows, end in zip(given, ends):
-        count = int(rows.count)
-        assert torch.equal(rows.tokens[0, : count + 1], history[end - count : end + 1])
-        torch.testing.assert_close(
-            rows.features[0, :count], features[end - count : end], rtol=1e-4, atol=1e-4
-        )
+    for rows, end in zip(given, [-1] if then == 0 else [len(prompt), -1]):
+        check_rows(session, rows, 0, end=end)
     list(session.decode_turn([session.history[0]]))
-    plain = decode(engine_for(target, RootOnly(), **options), prompt)
-    assert session.history[0][: len(prompt) + 8] == plain.history[0]
+    vanilla = engine_for(session.engine.target, RootOnly(), max_new_tokens=8, ignore_eos=True)
+    assert session.history[0][: len(prompt) + 8] == decode(vanilla, prompt).history[0]
 
 
 def test_what_was_left_out_stays_out(monkeypatch):
     """Two rows, at rest, in two turns: the head has read nothing, and is given the last rows of the second prompts."""
-    target, script = golden_target(TARGETS[1]), Script([0])
-    engine = engine_for(
-        target, drafter_of("eagle 3"), max_new_tokens=5, ignore_eos=True, batch_size=2
-    )
-    session, script.prefill_tree = Session(replace(engine, policy=script)), 0
+    session = resting_session(5, prefill_tree=0)
     list(session.decode_turn([[*PROMPTS[0]] * 4, [*PROMPTS[1]] * 3]))
-    second = [
-        history + [3 + i for i in range(20 - 15 * row)]
-        for row, history in enumerate(session.history)
-    ]
-    next(session.decode_turn(second))
-    assert session.state.drafter_state.own.length.tolist() == [0, 0] and session.live == [
-        True,
-        True,
-    ]
-    calls = record(monkeypatch, EagleDrafter, "extend")
-    session.policy.prepare(session, len(engine.presets) - 1)
-    ((_, _, rows),) = [call.args for call in calls]
-    assert rows.count.tolist() == [MAX_KEPT, 7], (
-        "of the second turn: its tokens, the root and the row before them"
-    )
-    for row, history in enumerate(torch.tensor([ids]) for ids in session.history):
-        count = int(rows.count[row])
-        features = target(
-            history, torch.arange(history.shape[1])[None], aux_layers=engine.drafter.aux_layers
-        )
-        assert torch.equal(rows.tokens[row, : count + 1], history[0, -count - 1 :])
-        torch.testing.assert_close(
-            rows.features[row, :count], features[0, -count - 1 : -1], rtol=1e-4, atol=1e-4
-        )
+    ends = [range(3, 23), range(3, 8)]
+    next(session.decode_turn([[*old, *end] for old, end in zip(session.history, ends)]))
+    assert session.state.drafter_state.own.length.tolist() == [0, 0] and all(session.live)
+    rows = caught_up(monkeypatch, session)
+    # of the second turn: its tokens, the root and the row before them
+    assert rows.count.tolist() == [MAX_KEPT, 7]
+    for row in (0, 1):
+        check_rows(session, rows, row, row)
     assert session.state.drafter_state.own.length.tolist() == [MAX_KEPT, 7]
 
 
@@ -1010,8 +874,7 @@ def test_lookup_whose_matches_are_wrong_is_given_up():
     sizer = Steady(shapes, unknown(shapes), 0.3, lookups=len(shapes) - 1)
     policy = AutoTrees(engine.drafter)
     policy.sizer = sizer
-    session = Session(replace(engine, policy=policy), [(0, 0)])
-    list(session.decode_turn([PROMPTS[1] * 6]))
+    session = decode(replace(engine, policy=policy), PROMPTS[1] * 6)
     state = session.state.drafter_state
     tried = state.outcomes[..., 1].sum()
     assert state.outcomes[..., 0].sum() < 0.3 * tried > 10, "the case is what it is meant to be"

@@ -39,24 +39,19 @@ WAITING = {
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2,
     aten.unique_consecutive, aten.unique_dim, aten.bincount, aten.item,
 }  # fmt: skip
-INDEXING = {
-    aten.index,
-    aten.index_put,
-    aten.index_put_,
-    aten._unsafe_index_put,
-}  # wait where a mask says what
+# these wait where a mask says what
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index_put}
 
 
 class NoWaiting(TorchDispatchMode):
     """Raises where a step needs the value of a tensor on the host."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        by_mask = func.overloadpacket in INDEXING and any(
-            i is not None and i.dtype == torch.bool for i in args[1]
+        operator = func.overloadpacket
+        masks = operator in INDEXING and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
         )
-        assert func.overloadpacket not in WAITING and not by_mask, (
-            f"{func} makes the host wait for the device"
-        )
+        assert operator not in WAITING and not masks, f"{func} makes the host wait for the device"
         return func(*args, **(kwargs or {}))
 
 
@@ -82,16 +77,12 @@ def test_no_step_of_a_cycle_waits(temperature, version):
             copy_into(session.state, state)
 
 
-def test_waiting_is_noticed():
-    x = torch.arange(3)
-    for wait in (
-        lambda: x.sum().item(),
-        lambda: x.nonzero(),
-        lambda: x[x > 1],
-        lambda: bool(x[0] > 0),
-    ):
-        with pytest.raises(AssertionError, match="wait"), NoWaiting():
-            wait()
+@pytest.mark.parametrize(
+    "wait", [lambda x: x.sum().item(), torch.nonzero, lambda x: x[x > 1], lambda x: bool(x[0] > 0)]
+)
+def test_waiting_is_noticed(wait):
+    with pytest.raises(AssertionError, match="wait"), NoWaiting():
+        wait(torch.arange(3))
 
 
 def test_buffers_stay_where_they_are():
@@ -119,12 +110,9 @@ def test_prompts_run_in_passes_of_two_widths():
     want = decode(engine, *prompts).history
     session = decode(replace(engine, captured=True), *prompts)
     assert session.history == want
-    ran = {key for key in session.buffers.replays if key[0] == "prefill"}
-    assert ran == {
-        ("prefill", 256, 0, 3, SamplingMode.GREEDY),
-        ("prefill", 64, 0, 3, SamplingMode.GREEDY),
-        ("prefill", 64, 1, 3, SamplingMode.GREEDY),
-    }, "width, sequence, preset, mode"
+    ran = {key[1:] for key in session.buffers.replays if key[0] == "prefill"}
+    runs = {(width, seq, 3, SamplingMode.GREEDY) for width, seq in ((256, 0), (64, 0), (64, 1))}
+    assert ran == runs, "width, sequence, preset, mode"
 
 
 @pytest.mark.slow  # 20 seconds in the compiler
@@ -135,11 +123,8 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     """As on CUDA, by the operator, whose kernel writes where the table says: were it given copies of the buffers, as
     the compiler makes them where it cannot work in place, what it moves would be lost.
     """
-    target, tree, prompts = (
-        golden_target(),
-        StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1))),
-        [PROMPT, PROMPT[::-1]],
-    )
+    target, prompts = golden_target(), [PROMPT, PROMPT[::-1]]
+    tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
     options = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True}
     want = decode(engine_for(target, RootOnly(), **options), *prompts).history
     moved, reference = [], ops.compact.compact_reference
@@ -206,22 +191,17 @@ def restored(stream):
 @pytest.fixture
 def fake_graphs(monkeypatch):
     """Captures without a device. Returns: the numbers of the graphs that were replayed."""
-    replayed = []
+    replayed, numbers = [], itertools.count()
 
     def made():
         number = next(numbers)
         return SimpleNamespace(replay=lambda: replayed.append(number), pool=lambda: number)
 
-    numbers = itertools.count()
-    fakes = {
-        "CUDAGraph": made,
-        "graph": Capture,
-        "stream": restored,
-        "current_stream": lambda device: "main",
-        "synchronize": lambda device: None,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", made)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "stream", restored)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "main")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return replayed
 
 
@@ -241,11 +221,8 @@ def test_a_capture_that_fails_is_left_and_others_go_on(capsys, fake_graphs, fail
         replay()
     told = capsys.readouterr().err.splitlines()
     assert Capture.streams == ["main"]
-    warm = ["main"] * 2
-    if fails:
-        assert runs == warm + ["capture"] + ["main"] * 7 and not fake_graphs
-    else:
-        assert runs == warm + ["capture"] and len(fake_graphs) == 7
+    assert runs == ["main", "main", "capture"] + ["main"] * 7 * fails
+    assert len(fake_graphs) == 7 * (not fails)
     note = "note: a step runs uncaptured, and slower, since its capture as a CUDA graph failed: copies to the host"
     assert told == [note] * fails
     assert replay.capture_failed == fails and bool(scratch) == (not fails)
@@ -270,12 +247,8 @@ def test_graphs_that_return_nothing_share_their_memory(monkeypatch, fake_graphs)
 
 
 def test_what_the_caller_does_is_not_decoding():
-    session, slept = (
-        Session(
-            engine_for(golden_target(), RootOnly(), max_new_tokens=12, ignore_eos=True), [(0, 0)]
-        ),
-        0.0,
-    )
+    engine = engine_for(golden_target(), RootOnly(), max_new_tokens=12, ignore_eos=True)
+    session, slept = Session(engine, [(0, 0)]), 0.0
     for _ in session.decode_turn([PROMPT]):
         time.sleep(0.05)
         slept += 0.05
@@ -299,14 +272,11 @@ def test_host_copies_are_lists():
 @pytest.mark.usefixtures("traced")
 def test_dense_layers_and_mixtures_are_compiled_apart():
     """Compiled steps check no modules: one kind of block must not run what was compiled for the other."""
-    mixed = ModelConfig(
-        64, 2, 4, 2, 16, 96, 97, n_experts=8, experts_per_token=2, expert_dim=32, dense_layers=(1,)
-    )
-    target, generator = Transformer(mixed).requires_grad_(False), torch.Generator().manual_seed(0)
+    experts = {"n_experts": 8, "experts_per_token": 2, "expert_dim": 32, "dense_layers": (1,)}
+    target = Transformer(ModelConfig(64, 2, 4, 2, 16, 96, 97, **experts)).requires_grad_(False)
+    torch.manual_seed(0)
     for parameter in target.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2 + (
-            parameter.dim() == 1
-        )
+        parameter.data = torch.randn(parameter.shape) * 0.2 + (parameter.dim() == 1)
     engine = engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True)
     assert decode(compiled_as_on_cuda(engine), PROMPT).history == decode(engine, PROMPT).history
 

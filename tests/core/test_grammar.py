@@ -20,7 +20,7 @@ from decode import PREFILL_CHUNK, with_cycles  # noqa: E402
 from extras.autosize import Autosizer, TreeShape, unknown  # noqa: E402
 from extras.grammar import MOST_BYTES, STYLE, Grammar, SessionGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
-from helpers import Scripted, record, slow, trimmed_head  # noqa: E402
+from helpers import InTurn, record, slow, trimmed_head  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from session import Session  # noqa: E402
@@ -31,17 +31,14 @@ LARK = 'start: "The answer is " WORD ("," " " WORD)* "."\nWORD: /[a-z]{2,8}/'
 GBNF = 'root ::= "yes" | "no" " " [a-z]+ "!"\n'
 FORCED = "The quick brown fox jumps over the lazy dog, and then it runs into the dark forest."
 DEAD = 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/'
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "city": {"enum": ["Paris", "Berlin", "Rome"]},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
-    },
-    "required": ["name", "age", "city", "tags"],
-    "additionalProperties": False,
+PROPERTIES = {
+    "name": {"type": "string", "maxLength": 12},
+    "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    "city": {"enum": ["Paris", "Berlin", "Rome"]},
+    "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
 }
+PERSON = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
+PERSON |= {"additionalProperties": False}
 DRAFTS = {
     "none": {"draft": "none"},
     "dynamic": {"tree": "dynamic"},
@@ -56,16 +53,6 @@ DRAFTS = {
 }
 
 
-class InTurn(Scripted):
-    """A tree policy that runs one preset after the other."""
-
-    turn = 0
-
-    def pick(self, limit):
-        self.turn += 1
-        return self.turn % (min(limit, 5) + 1)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _head_of_some_tokens(tmp_path_factory):
     path = tmp_path_factory.mktemp("heads") / "head"
@@ -73,16 +60,9 @@ def _head_of_some_tokens(tmp_path_factory):
 
 
 def engine_of(draft: str = "dynamic", **options):
-    engine = load(
-        checkpoint=DEMO, device="cpu", **{"max_new_tokens": 60, **DRAFTS[draft], **options}
-    )
+    options = {"max_new_tokens": 60, **DRAFTS[draft], **options}
+    engine = load(checkpoint=DEMO, device="cpu", **options)
     return replace(engine, policy=InTurn()) if draft == "auto" else engine
-
-
-def definition_of(source) -> str:
-    if isinstance(source, dict):
-        return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=STYLE)
-    return llguidance.grammar_from("grammar", source)
 
 
 def plain_loop(engine, prompt: str, source, own: Sampling, seed: int, number: int) -> list[int]:
@@ -92,6 +72,10 @@ def plain_loop(engine, prompt: str, source, own: Sampling, seed: int, number: in
     library = _vocabulary(engine.tokenizer, vocab, engine.eos_ids)
     ids = engine.tokenizer.encode(prompt)
     new: list[int] = []
+    if isinstance(source, dict):
+        definition = llguidance.LLMatcher.grammar_from_json_schema(source, overrides=STYLE)
+    elif source:
+        definition = llguidance.grammar_from("grammar", source)
     rule = sampling.SamplingTensors.from_params([own])
     words = torch.tensor([[seed, 0]])
     key = sampling.SamplingTensors(words, torch.tensor([number]), torch.tensor([0]))
@@ -101,7 +85,7 @@ def plain_loop(engine, prompt: str, source, own: Sampling, seed: int, number: in
         window = causal_window(torch.zeros(1, dtype=torch.long), text.shape[1])
         scores = target.logits(target(text, window.slots, cache, window)[:, -1:])
         if source is not None:
-            matcher = llguidance.LLMatcher(library, definition_of(source), log_level=0)
+            matcher = llguidance.LLMatcher(library, definition, log_level=0)
             assert matcher.consume_tokens(new)
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             allowed = (bits[:, None] >> torch.arange(8)) & 1
@@ -133,6 +117,7 @@ def wanted(case: str, quant: str) -> list[list[int]]:
     ("none", "none", False), ("none", "int8", True), ("dynamic", "none", False),
     ("dynamic", "int8", True), ("auto", "none", True), ("ngram", "none", True),
     ("eagle+ngram", "none", True), ("vocab", "none", True), ("model tree", "none", False),
+    ("dynamic", "int4", True),
     *slow((draft, quant, compile) for draft in DRAFTS for quant in ("none", "int8", "int4")
           for compile in (False, True)),
 ])  # fmt: skip
@@ -146,16 +131,6 @@ def test_the_text_is_that_of_a_plain_loop(draft, quant, compile):
             options = own._asdict() | {"seed": seed}
             got = generate(engine, [PROMPT, OTHER], grammar=grammars, **options)
             assert got.tokens == wanted(case, quant), case
-
-
-def test_int4_with_and_without_drafting():
-    plain, drafted = (engine_of(draft, quant="int4", compile=True) for draft in ("none", "dynamic"))
-    for own in (Sampling(), Sampling(1.0)):
-        options = own._asdict() | {"seed": 3, "grammar": PERSON}
-        want = generate(plain, [PROMPT], **options)
-        got = generate(drafted, [PROMPT], **options)
-        assert got.tokens == want.tokens and got.stats["cycles"] < want.stats["cycles"]
-        jsonschema.validate(json.loads(got.text[0]), PERSON)
 
 
 def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
@@ -197,8 +172,7 @@ def test_forced_tokens_below_a_tree_leave_its_misses_a_share():
 
 def test_a_run_longer_than_a_tree():
     text = " ".join(["forest"] * 70)
-    engine = engine_of("ngram", max_new_tokens=400)
-    result = generate(engine, [PROMPT], grammar=f'start: "{text}"')
+    result = generate(engine_of("ngram", max_new_tokens=400), [PROMPT], grammar=f'start: "{text}"')
     assert result.text == [text] and result.stats["cycles"] <= len(result.tokens[0]) // 60 + 1
 
 
@@ -207,58 +181,47 @@ def test_the_end_is_allowed_where_the_grammar_allows_to_stop():
     engine = engine_of("none")
     ends = (engine.eos_ids[0], 7)
     engine = with_cycles(replace(engine, eos_ids=ends))
-    guide = Grammar(engine, 'start: "ab" ("c" "d")?').guide()
-    ids = [engine.tokenizer.encode(text)[-1] for text in ("a", "b", "c", "d")]
-    allowed = guide.place
-    assert not any(allowed.allows(end) for end in ends)
-    for id in ids[:2]:
-        allowed = allowed.after(id)
-    assert all(allowed.allows(end) for end in ends) and allowed.only is None
-    allowed = allowed.after(ids[2])
-    assert not any(allowed.allows(end) for end in ends)
-    allowed = allowed.after(ids[3])
-    assert all(allowed.allows(end) for end in ends) and not allowed.allows(ids[0])
-    assert allowed.after(ends[0]) is None
+    place = Grammar(engine, 'start: "ab" ("c" "d")?').guide().place
+    a, *rest = (engine.tokenizer.encode(text)[-1] for text in "abcd")
+    may_end = [[place.allows(end) for end in ends]]
+    for id in (a, *rest):
+        place = place.after(id)
+        may_end.append([place.allows(end) for end in ends])
+        assert place.only is None or len(may_end) != 3, "it may stop or go on"
+    assert may_end == [[False] * 2, [False] * 2, [True] * 2, [False] * 2, [True] * 2]
+    assert not place.allows(a) and place.after(ends[0]) is None
 
 
 def test_captured_cycles_stand_beside_those_with_a_grammar():
     """Buffers that stay, as on CUDA: prompts with and without a grammar, one behind the other."""
-    engine = engine_of("auto", batch_size=2)
-    asked = ([PROMPT, OTHER, PROMPT, OTHER], [PERSON, None, None, LARK])
-    want = generate(engine, asked[0], grammar=asked[1], temperature=1.0)
+    engine, prompts = engine_of("auto", batch_size=2), [PROMPT, OTHER] * 2
+    asked = {"grammar": [PERSON, None, None, LARK], "temperature": 1.0}
+    want = generate(engine, prompts, **asked)
     captured = replace(engine, captured=True, buffer_pool=[])
-    assert generate(captured, asked[0], grammar=asked[1], temperature=1.0).tokens == want.tokens
+    assert generate(captured, prompts, **asked).tokens == want.tokens
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict:
     """A bounded schema, at the top an object."""
-    kinds = ["object"] if depth == 0 else ["string", "enum", "integer", "boolean", "const", "null"]
-    if 0 < depth < 3:
-        kinds += ["object", "array", "anyOf"]
-    match rng.choice(kinds):
-        case "object":
-            names = rng.sample(["name", "size", "kind", "value", "x y", "Übung"], rng.randint(1, 4))
-            below = {name: random_schema(rng, depth + 1) for name in names}
-            required = [name for name in names if rng.random() < 0.7]
-            closed = {"additionalProperties": False, "required": required}
-            return {"type": "object", "properties": below, **closed}
-        case "array":
-            least = rng.randint(0, 2)
-            item = random_schema(rng, depth + 2)
-            return {"type": "array", "items": item, "minItems": least, "maxItems": least + 1}
-        case "anyOf":
-            return {"anyOf": [random_schema(rng, depth + 2), {"type": "null"}]}
-        case "string":
-            pattern = {"pattern": "^[a-z]{1,4}(-[0-9]+)?$", "maxLength": 8}
-            return {"type": "string", **rng.choice([{"maxLength": 8}, pattern, {"format": "date"}])}
-        case "enum":
-            return {"enum": rng.sample(["red", "green", "dark blue", 7, None, True], 3)}
-        case "integer":
-            return {"type": "integer", "minimum": -5, "maximum": rng.randint(0, 5000)}
-        case "const":
-            return {"const": rng.choice(["fixed text", 12, {"a": [1, 2]}])}
-        case kind:
-            return {"type": kind}
+    if depth == 0 or depth < 3 and rng.random() < 0.33:
+        names = rng.sample(["name", "size", "kind", "value", "x y", "Übung"], rng.randint(1, 4))
+        below = {name: random_schema(rng, depth + 1) for name in names}
+        required = [name for name in names if rng.random() < 0.7]
+        closed = {"additionalProperties": False, "required": required}
+        return {"type": "object", "properties": below, **closed}
+    least, most = rng.randint(0, 2), rng.randint(0, 5000)
+    kinds = [
+        {"type": "boolean"}, {"type": "null"}, {"type": "integer", "minimum": -5, "maximum": most},
+        {"type": "string", "maxLength": 8}, {"type": "string", "format": "date"},
+        {"type": "string", "pattern": "^[a-z]{1,4}(-[0-9]+)?$", "maxLength": 8},
+        {"enum": rng.sample(["red", "green", "dark blue", 7, None, True], 3)},
+        {"const": rng.choice(["fixed text", 12, {"a": [1, 2]}])},
+    ]  # fmt: skip
+    if depth < 3:
+        item = random_schema(rng, depth + 2)
+        kinds.append({"type": "array", "items": item, "minItems": least, "maxItems": least + 1})
+        kinds.append({"anyOf": [item, {"type": "null"}]})
+    return rng.choice(kinds)
 
 
 @pytest.mark.parametrize("first, count", [(0, 10), *slow([(10, 90)])])
@@ -338,16 +301,19 @@ def test_a_grammar_that_allows_nothing_at_some_point(draft):
     assert not session.faults
 
 
-def test_engines_that_follow_no_grammar():
-    with pytest.raises(ValueError, match="ignore_eos or accept=residual"):
-        generate(engine_of(ignore_eos=True), [PROMPT], grammar=LARK)
-    sampled = {"accept": "residual", "temperature": 1.0, "tree": "dynamic"}
-    with pytest.raises(ValueError, match="ignore_eos or accept=residual"):
-        generate(engine_of(**sampled), [PROMPT], grammar=LARK)
+@pytest.mark.parametrize("options, asked, message", [
+    ({"ignore_eos": True}, LARK, "ignore_eos or accept=residual"),
+    ({"accept": "residual", "temperature": 1.0, "tree": "dynamic"}, LARK, "ignore_eos or accept=residual"),
+    ({}, [LARK, LARK], "grammar has 2 values, and there are 1 prompts"),
+])  # fmt: skip
+def test_engines_that_follow_no_grammar(options, asked, message):
+    with pytest.raises(ValueError, match=message):
+        generate(engine_of(**options), [PROMPT], grammar=asked)
+
+
+def test_a_grammar_needs_a_tokenizer():
     with pytest.raises(ValueError, match="tokenizer"):
         generate(replace(engine_of(), tokenizer=None), [[5, 17]], grammar=LARK)
-    with pytest.raises(ValueError, match="grammar has 2 values, and there are 1 prompts"):
-        generate(engine_of(), [PROMPT], grammar=[LARK, LARK])
 
 
 @pytest.mark.parametrize("name, text, begin", [
@@ -363,44 +329,36 @@ def test_the_command_line(name, text, begin, tmp_path, capsys):
     assert shown.startswith(begin) and "100 % of sequences identical" in shown
 
 
-def test_mistakes_of_the_command_line(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("text, missing, message", [
+    (None, False, "cannot read"), ("[1]", False, "must hold a JSON schema"),
+    ('{"type": "array", "uniqueItems": true}', False, "uniqueItems"),
+    (DEAD, False, "allows neither a token nor the end"), (DEAD, True, "pip install llguidance"),
+])  # fmt: skip
+def test_mistakes_of_the_command_line(tmp_path, monkeypatch, capsys, text, missing, message):
     """One line and exit status 2: no file, no schema, a refused one, a dead end, no library."""
-    dead = tmp_path / "dead.lark"
-    dead.write_text(DEAD)
-    bad = tmp_path / "bad.json"
-    bad.write_text('{"type": "array", "uniqueItems": true}')
-    lists = tmp_path / "list.json"
-    lists.write_text("[1]")
-    cases = [
-        (tmp_path / "nowhere", (), "cannot read"),
-        (lists, (), "must hold a JSON schema"),
-        (bad, (), "uniqueItems"),
-        (dead, (), "allows neither a token nor the end"),
-        (dead, ("llguidance",), "pip install llguidance"),
-    ]
-    for file, missing, message in cases:
-        argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file)]
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-            for name in missing:
-                patch.setitem(sys.modules, name, None)
-            program.main(argv)
-        err = capsys.readouterr().err
-        assert stop.value.code == 2, err
-        assert message in err and len(err.splitlines()) == 1, err
+    file = tmp_path / ("dead.lark" if text == DEAD else "schema.json")
+    if text is not None:
+        file.write_text(text)
+    if missing:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(SystemExit) as stop:
+        program.main(["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file)])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and message in err and len(err.splitlines()) == 1, err
 
 
 def test_one_dead_end_among_prompts_loses_no_result(tmp_path, capsys):
     """Exit status 2 at the end: the others are printed, and in both files."""
-    files = {name: tmp_path / name for name in ("dead.lark", "p.jsonl", "r.jsonl", "o.json")}
-    files["dead.lark"].write_text(DEAD)
-    files["p.jsonl"].write_text('{"turns": ["x"]}\n{"turns": ["y"]}\n')
-    argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(files["dead.lark"])]
-    argv += ["--prompt_file", str(files["p.jsonl"]), "--set", f"results={files['r.jsonl']}"]
-    for _ in range(2):  # a second run has nothing to decode
-        with pytest.raises(SystemExit) as stop:
-            program.main([*argv, "--json", str(files["o.json"])])
-        err = capsys.readouterr().err
-        assert stop.value.code == 2 and err.startswith("generate.py: prompt 1: the grammar allows")
-        found = json.loads(files["o.json"].read_text())
-        assert found["finish_reason"] == ["grammar", "grammar"]
-        files["r.jsonl"].unlink(missing_ok=True)
+    dead, prompts, results, out = (
+        tmp_path / name for name in ("a.lark", "p.jsonl", "r.jsonl", "o")
+    )
+    dead.write_text(DEAD)
+    prompts.write_text('{"turns": ["x"]}\n{"turns": ["y"]}\n')
+    argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(dead)]
+    argv += ["--prompt_file", str(prompts), "--set", f"results={results}", "--json", str(out)]
+    with pytest.raises(SystemExit) as stop:
+        program.main(argv)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.startswith("generate.py: prompt 1: the grammar allows")
+    assert json.loads(out.read_text())["finish_reason"] == ["grammar", "grammar"]
+    assert len(results.read_text().splitlines()) == 2

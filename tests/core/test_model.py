@@ -44,11 +44,8 @@ YARN = {
     "beta_fast": 4.0,
 }  # fmt: skip
 QWEN3_MOE = {
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-}
+    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
 CASES = {
     "mha": ("Llama", {"num_key_value_heads": 4}),
     "gqa": ("Llama", {}),
@@ -65,12 +62,9 @@ CASES = {
     "yarn qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | {"truncate": False}}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "one of many": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 1}),
-    "qwen3 moe": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True}),
-    "shares of all": (
-        "Qwen3Moe",
-        QWEN3_MOE | {"norm_topk_prob": False, "tie_word_embeddings": True},
-    ),
-    "every second": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen3 moe": ("Qwen3Moe", QWEN3_MOE),
+    "shares": ("Qwen3Moe", QWEN3_MOE | {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    "every second": ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 2}),
     "first dense": ("Qwen3Moe", QWEN3_MOE | {"mlp_only_layers": [0]}),
     "all dense": ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 4}),
 }
@@ -83,26 +77,18 @@ class Reference(NamedTuple):
     directory: Path
     tokens: torch.Tensor  # [2, T] int64
     logits: torch.Tensor  # [2, T, V]
-    hidden: tuple[
-        torch.Tensor, ...
-    ]  # layer inputs, then the output of the final norm; [2, T, F] each
+    # layer inputs, then the output of the final norm; [2, T, F] each
+    hidden: tuple[torch.Tensor, ...]
 
 
 def build_reference(directory, family="Llama", **options):
     """Save a random model with `save_pretrained` and run it."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        **{
-            "vocab_size": 97,
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 128,
-        }
-        | options  # fmt: skip
-    )
+    sizes = {
+        "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**sizes | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -184,10 +170,8 @@ def test_rows_with_different_starts(reference):
 @torch.no_grad()
 def test_inputs_of_the_blocks_through_the_cache(gqa):
     model = load_model(gqa.directory)
-    cache, window = (
-        empty_cache(model, 2, TOKENS),
-        causal_window(torch.zeros(2, dtype=torch.long), TOKENS),
-    )
+    cache = empty_cache(model, 2, TOKENS)
+    window = causal_window(torch.zeros(2, dtype=torch.long), TOKENS)
     _, inputs = block_inputs(model, gqa.tokens, window.slots, cache, window)
     for ours, theirs in zip(inputs, gqa.hidden[:3], strict=True):
         close(ours, theirs, 1e-4)
@@ -223,15 +207,19 @@ OLD = {
 }  # fmt: skip
 
 
+def configured(family="Llama", **changes):
+    return config_from(OLD | changes, f"{family}ForCausalLM")
+
+
 def test_older_configs():
-    c = config_from(OLD | {"rope_theta": 5e5}, "LlamaForCausalLM")
+    c = configured(rope_theta=5e5)
     assert (c.n_kv_heads, c.head_dim, c.norm_eps, c.dtype) == (4, 16, 1e-5, "float16")
     assert (c.rope_theta, c.rope_scaling, c.max_context) == (5e5, None, 512)
     assert (c.bos_id, c.eos_ids, c.tie_embeddings) == (1, (2,), False)
-    assert config_from(OLD, "LlamaForCausalLM").rope_theta == 10000.0
-    c = config_from(OLD | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "LlamaForCausalLM")
+    assert configured().rope_theta == 10000.0
+    c = configured(rope_scaling={"type": "linear", "factor": 4.0})
     assert c.rope_scaling["rope_type"] == "linear" and c.rope_scaling["factor"] == 4.0
-    c = config_from(OLD | {"num_key_value_heads": None, "head_dim": None}, "LlamaForCausalLM")
+    c = configured(num_key_value_heads=None, head_dim=None)
     assert (c.n_kv_heads, c.head_dim) == (4, 16)
 
 
@@ -251,13 +239,9 @@ YARNS = {  # changes of a plain block
 @pytest.mark.parametrize("change", YARNS)
 def test_yarn_is_that_of_transformers(change):
     """Frequencies and factor, of heads of 128 over 4096 positions."""
-    block = {
-        "rope_type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 4.0,
-        "original_max_position_embeddings": 4096,
-    }
-    block = {name: value for name, value in (block | YARNS[change]).items() if value is not None}
+    block = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    block |= {"original_max_position_embeddings": 4096} | YARNS[change]
+    block = {name: value for name, value in block.items() if value is not None}
     sizes = OLD | {"head_dim": 128, "max_position_embeddings": 8192}
     theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(block))
     want, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
@@ -266,20 +250,20 @@ def test_yarn_is_that_of_transformers(change):
     assert ours.rope_factor == pytest.approx(factor, rel=1e-12)
 
 
-def test_yarn_extends_the_context():
-    """Of a config that says the original or the extended one, as people write it."""
-    for said, longest in ((512, 2048), (4096, 4096)):
-        block = YARN | {"original_max_position_embeddings": 512}
-        config = OLD | {"max_position_embeddings": said, "rope_scaling": block}
-        assert config_from(config, "Qwen3ForCausalLM").max_context == longest
+SAID_512 = YARN | {"original_max_position_embeddings": 512}
 
 
-def test_sliding_windows_bound_the_context():
-    assert config_from(OLD | {"sliding_window": 128}, "MistralForCausalLM").max_context == 128
-    assert config_from(OLD | {"sliding_window": 4096}, "MistralForCausalLM").max_context == 512
-    assert config_from(OLD | {"sliding_window": None}, "MistralForCausalLM").max_context == 512
-    unused = {"sliding_window": 128, "use_sliding_window": False}
-    assert config_from(OLD | unused, "Qwen2ForCausalLM").max_context == 512
+@pytest.mark.parametrize("family, changes, longest", [
+    # people write the original or the extended length
+    ("Qwen3", {"max_position_embeddings": 512, "rope_scaling": SAID_512}, 2048),
+    ("Qwen3", {"max_position_embeddings": 4096, "rope_scaling": SAID_512}, 4096),
+    ("Mistral", {"sliding_window": 128}, 128),
+    ("Mistral", {"sliding_window": 4096}, 512),
+    ("Mistral", {"sliding_window": None}, 512),
+    ("Qwen2", {"sliding_window": 128, "use_sliding_window": False}, 512),
+])  # fmt: skip
+def test_yarn_extends_the_context_and_sliding_windows_bound_it(family, changes, longest):
+    assert configured(family, **changes).max_context == longest
 
 
 def test_ids_that_end_a_sequence(gqa, tmp_path):
@@ -292,10 +276,8 @@ def test_ids_that_end_a_sequence(gqa, tmp_path):
 
 # -------------------------------------------------------------------------------------------- trees
 
-PARENTS = [
-    [0, 0, 0, 1, 1, 2, 4, 0],
-    [0, 0, 1, 2, 3, 4, 1, 6],
-]  # one bushy tree, one with a path of six nodes
+# one bushy tree, one with a path of six nodes
+PARENTS = [[0, 0, 0, 1, 1, 2, 4, 0], [0, 0, 1, 2, 3, 4, 1, 6]]
 PREFIX = [9, 5]  # tokens before the root
 
 
@@ -407,15 +389,31 @@ def parts(gqa):
     return json.loads((gqa.directory / "config.json").read_text()), read_weights(gqa.directory)
 
 
+@pytest.fixture
+def write(parts, tmp_path):
+    """Writes a good model, with changes, into a new directory."""
+    config, weights = parts
+    numbers = itertools.count()
+
+    def written(change=None, layout="safetensors", tensors=None):
+        spoilt = weights if tensors is None else tensors
+        path = tmp_path / str(next(numbers))
+        return write_model(path, spoilt, layout, config | (change or {}))
+
+    return written
+
+
 def same_parameters(a, b):
     theirs = dict(b.named_parameters())
     return all(torch.equal(p, theirs.pop(name)) for name, p in a.named_parameters()) and not theirs
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "safetensors-sharded", "bin", "bin-sharded"])
-def test_every_layout_loads_the_same(gqa, parts, tmp_path, layout):
-    config, weights = parts
-    other = load_model(write_model(tmp_path, weights, layout, config))
+LAYOUTS = ("safetensors", "safetensors-sharded", "bin", "bin-sharded")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_loads_the_same(gqa, write, layout):
+    other = load_model(write(layout=layout))
     assert same_parameters(other, load_model(gqa.directory))
     assert not any(p.requires_grad or p.is_meta for p in other.parameters())
 
@@ -427,52 +425,42 @@ def test_shards_as_hugging_face_writes_them(gqa, tmp_path):
     assert same_parameters(load_model(tmp_path), load_model(gqa.directory))
 
 
-def test_dtype_is_the_checkpoints_unless_told_otherwise(parts, tmp_path):
-    config, weights = parts
-    half = {name: w.bfloat16() for name, w in weights.items()}
-    write_model(tmp_path, half, config=config | {"dtype": "bfloat16"})
-    assert {p.dtype for p in load_model(tmp_path).parameters()} == {torch.bfloat16}
-    wide = load_model(tmp_path, torch.float32)
+def test_dtype_is_the_checkpoints_unless_told_otherwise(parts, write):
+    half = {name: w.bfloat16() for name, w in parts[1].items()}
+    path = write({"dtype": "bfloat16"}, tensors=half)
+    assert {p.dtype for p in load_model(path).parameters()} == {torch.bfloat16}
+    wide = load_model(path, torch.float32)
     assert wide.norm.weight.dtype == torch.float32 and wide.rope_freq.dtype == torch.float32
     assert torch.equal(wide.norm.weight, half["model.norm.weight"].float())
 
 
-def test_known_leftovers_are_not_unexpected(parts, tmp_path):
-    config, weights = parts
+def test_known_leftovers_are_not_unexpected(parts, write):
+    _, weights = parts
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    load_model(write_model(tmp_path, weights | table, config=config))
+    load_model(write(tensors=weights | table))
     # files of tied models may repeat the embedding as LM head: it is not a second matrix
     repeated = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
-    tied = config | {"tie_word_embeddings": True}
-    model = load_model(write_model(tmp_path, weights | repeated, config=tied))
+    model = load_model(write({"tie_word_embeddings": True}, tensors=weights | repeated))
     assert model.lm_head.weight is model.embedding.weight
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-BAD_CONFIGS = {
-    "architecture": ({"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM"),
-    "model_type": ({"architectures": None, "model_type": "gpt_neox"}, "gpt_neox"),
-    "rope": ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
-    "old rope": (
-        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "dynamic",
-    ),
-    "yarn key": ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
-    "yarn turns": (
-        {"rope_parameters": YARN | {"beta_fast": 0.5}},
-        "beta_slow must be 1e-6 to beta_fast (0.5)",
-    ),
-    "yarn base": ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be above 1"),
-    "rope key": ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
-    "activation": ({"hidden_act": "gelu"}, "gelu"),
-    "dtype": ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-    "heads": (
-        {"hidden_size": 66, "head_dim": None},
-        "hidden_size must be a multiple of num_attention_heads",
-    ),
-    "shape": ({"intermediate_size": 88}, "gate_proj"),
-    "layers": ({"num_hidden_layers": 4}, "model.layers.3."),
-}
+BAD_CONFIGS = [
+    ({"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM"),
+    ({"architectures": None, "model_type": "gpt_neox"}, "gpt_neox"),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+    ({"rope_parameters": YARN | {"beta_fast": 0.5}}, "beta_slow must be 1e-6 to beta_fast (0.5)"),
+    ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be above 1"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    ({"hidden_act": "gelu"}, "gelu"),
+    ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ({"hidden_size": 66, "head_dim": None}, "hidden_size must be a multiple of num_attention_heads"),
+    ({"intermediate_size": 88}, "gate_proj"),
+    ({"num_hidden_layers": 4}, "model.layers.3."),
+    *(({key: None}, key) for key in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")),
+]  # fmt: skip
 
 
 def refused(directory):
@@ -484,21 +472,9 @@ def refused(directory):
     return message
 
 
-@pytest.mark.parametrize("mistake", BAD_CONFIGS)
-def test_a_config_that_cannot_work_is_refused_by_name(parts, tmp_path, mistake):
-    config, weights = parts
-    change, name = BAD_CONFIGS[mistake]
-    assert name in refused(write_model(tmp_path, weights, config=config | change))
-
-
-@pytest.mark.parametrize(
-    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"]
-)
-def test_a_missing_key_is_named(parts, tmp_path, key):
-    config, weights = parts
-    assert key in refused(
-        write_model(tmp_path, weights, config={k: v for k, v in config.items() if k != key})
-    )
+@pytest.mark.parametrize("change, name", BAD_CONFIGS, ids=str)
+def test_a_config_that_cannot_work_is_refused_by_name(write, change, name):
+    assert name in refused(write(change))
 
 
 def test_a_missing_directory_or_file_is_named(parts, tmp_path):
@@ -511,66 +487,52 @@ def test_a_missing_directory_or_file_is_named(parts, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{'hidden_size': 1}", '{"hidden_size": ', "", "[1]", "\xff"])
-def test_broken_json_is_named(parts, tmp_path, text):
-    config, weights = parts
-    write_model(tmp_path, weights, config=config)
-    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    assert "config.json" in refused(tmp_path)
+def test_broken_json_is_named(write, text):
+    path = write()
+    (path / "config.json").write_bytes(text.encode("latin-1"))
+    assert "config.json" in refused(path)
 
 
 @pytest.mark.parametrize("layout", ["safetensors-sharded", "bin"])
-def test_weights_that_do_not_fit_are_named(parts, tmp_path, layout):
-    config, weights = parts
-    bad = {
-        "missing": {n: w for n, w in weights.items() if n != Q},
-        "unexpected": weights | {"model.layers.1.self_attn.q_norm.weight": torch.ones(12)},
-        "rows": weights | {Q: weights[Q][:-1].clone()},
-        "columns": weights | {Q: weights[Q][:, :-1].clone()},
-        "flat": weights | {Q: weights[Q].flatten()},
-        "scalar": weights | {Q: torch.tensor(1.0)},
-    }
-    for what, tensors in bad.items():
-        message = refused(write_model(tmp_path / what, tensors, layout, config))
-        assert (Q if what != "unexpected" else "q_norm") in message, (what, message)
+def test_weights_that_do_not_fit_are_named(parts, write, layout):
+    _, weights = parts
+    extra = "model.layers.1.self_attn.q_norm.weight"
+    bad = [{n: w for n, w in weights.items() if n != Q}, weights | {extra: torch.ones(12)}]
+    q = weights[Q]
+    for wrong in (q[:-1].clone(), q[:, :-1].clone(), q.flatten(), torch.tensor(1.0)):
+        bad.append(weights | {Q: wrong})
+    for tensors in bad:
+        message = refused(write(layout=layout, tensors=tensors))
+        assert (extra if extra in tensors else Q) in message, message
 
 
-def damage(file, how):
-    """Spoil a file in place."""
-    data = file.read_bytes()
-    spoilt = {
-        "half": data[: len(data) // 2], "last byte": data[:-1], "empty": b"", "few bytes": data[:5],
-        "text": b"<html>not found</html>\n" * 9, "pointer": b"version https://git-lfs.github.com/spec/v1\noid\n",
-    }  # fmt: skip
-    file.write_bytes(spoilt[how])
+DAMAGES = {
+    "half": lambda data: data[: len(data) // 2], "last byte": lambda data: data[:-1], "empty": lambda data: b"",
+    "few bytes": lambda data: data[:5], "text": lambda data: b"<html>not found</html>\n" * 9,
+    "pointer": lambda data: b"version https://git-lfs.github.com/spec/v1\noid\n",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["half", "last byte", "empty", "few bytes", "text", "pointer"])
-@pytest.mark.parametrize("layout", ["safetensors", "safetensors-sharded", "bin", "bin-sharded"])
-def test_a_damaged_file_is_named(parts, tmp_path, layout, how):
-    config, weights = parts
-    write_model(tmp_path, weights, layout, config)
-    file = sorted(tmp_path.glob(f"*.{layout.partition('-')[0]}"))[-1]
-    damage(file, how)
-    assert file.name in refused(tmp_path)
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_damaged_file_is_named(write, layout, how):
+    path = write(layout=layout)
+    file = sorted(path.glob(f"*.{layout.partition('-')[0]}"))[-1]
+    file.write_bytes(DAMAGES[how](file.read_bytes()))
+    assert file.name in refused(path)
 
 
 @pytest.mark.parametrize("layout", ["safetensors-sharded", "bin-sharded"])
-def test_a_bad_index_is_named(parts, tmp_path, layout):
-    config, weights = parts
-    write_model(tmp_path, weights, layout, config)
-    index = next(tmp_path.glob("*.index.json"))
-    shard = sorted(tmp_path.glob("*-00002*"))[0]
-    shard.rename(tmp_path / "elsewhere")
-    assert shard.name in refused(tmp_path)
-    for text in (
-        "{",
-        "{}",
-        '{"weight_map": {}}',
-        '{"weight_map": ["a"]}',
-        '{"weight_map": {"a": 3}}',
-    ):
+def test_a_bad_index_is_named(write, layout):
+    path = write(layout=layout)
+    index = next(path.glob("*.index.json"))
+    shard = sorted(path.glob("*-00002*"))[0]
+    shard.rename(path / "elsewhere")
+    assert shard.name in refused(path)
+    maps = ("{}", '{"weight_map": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}')
+    for text in ("{", *maps):
         index.write_text(text)
-        assert index.name in refused(tmp_path)
+        assert index.name in refused(path)
 
 
 class Payload:
@@ -583,21 +545,19 @@ class Payload:
         return os.system, (f"touch '{self.file}'",)
 
 
-def test_a_pickle_that_runs_code_is_refused(parts, tmp_path):
-    config, weights = parts
+def test_a_pickle_that_runs_code_is_refused(parts, write, tmp_path):
     touched = tmp_path / "touched"
-    write_model(tmp_path, weights | {"x": Payload(touched)}, "bin", config)
-    assert "pytorch_model.bin" in refused(tmp_path)
+    path = write(layout="bin", tensors=parts[1] | {"x": Payload(touched)})
+    assert "pytorch_model.bin" in refused(path)
     assert not touched.exists()
-    torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+    torch.load(path / "pytorch_model.bin", weights_only=False)
     assert touched.exists()  # the payload works, where it is let
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"model": {"a": 1}}, {"x": 3}, torch.ones(2)])
-def test_a_bin_file_without_tensors_by_name_is_refused(parts, tmp_path, content):
-    config, _ = parts
-    write_model(tmp_path, content, "bin", config)
-    assert str(tmp_path) in refused(tmp_path)
+def test_a_bin_file_without_tensors_by_name_is_refused(write, content):
+    path = write(layout="bin", tensors=content)
+    assert str(path) in refused(path)
 
 
 def test_a_weight_is_read_by_name(gqa):
@@ -618,30 +578,19 @@ def test_exporting_is_the_inverse_of_loading(reference):
 # ------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc"
-)
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_loading_needs_little_more_than_the_model(tmp_path):
     from extras.stand_in import Shape
     from random_model import loading_memory, write_random_model
 
-    shape = Shape(
-        "small",
-        dim=1024,
-        n_layers=4,
-        ffn_dim=2816,
-        n_heads=16,
-        n_kv_heads=16,
-        head_dim=64,
-        vocab_size=8000,
-    )
+    sizes = {"dim": 1024, "n_layers": 4, "ffn_dim": 2816, "n_heads": 16, "n_kv_heads": 16}
+    shape = Shape("small", head_dim=64, vocab_size=8000, **sizes)
     size = write_random_model(tmp_path, shape, torch.bfloat16, shard_bytes=80_000_000)
     assert size > 120e6 and len(list(tmp_path.glob("*.safetensors"))) == 2
     peak_bytes, model_bytes = loading_memory(tmp_path)
     assert model_bytes == size
-    assert (
-        0.9 <= peak_bytes / model_bytes <= 1.2
-    )  # less than the model itself would mean that nothing was measured
+    # less than the model itself would mean that nothing was measured
+    assert 0.9 <= peak_bytes / model_bytes <= 1.2
 
 
 @pytest.mark.skipif(
@@ -682,10 +631,8 @@ def test_weights_lie_behind_each_other_in_huge_pages(quant, monkeypatch):
         raise OSError("no memory")
 
     monkeypatch.setattr(ops.cpu.pages.mmap, "mmap", full)
-    assert all(
-        torch.equal(a, b) and torch.equal(a, c)
-        for a, b, c in zip(tensors, loaded(), small, strict=True)
-    )
+    for a, b, c in zip(tensors, loaded(), small, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
 
 
 def test_large_tensors_have_regions_of_their_own(monkeypatch):

@@ -73,30 +73,17 @@ def tokens(checkpoint, **options) -> list[int]:
 
 
 METHODS = {
-    "vanilla": {"draft": "none"},
-    "chain": {"tree": "chain"},
-    "tree": {"tree": "dynamic"},
-    "auto": {"tree": "auto"},
-    "lookup": {"draft": "ngram"},
-}
+    "vanilla": {"draft": "none"}, "chain": {"tree": "chain"}, "tree": {"tree": "dynamic"},
+    "auto": {"tree": "auto"}, "lookup": {"draft": "ngram"},
+}  # fmt: skip
 FORMATS = {
-    "bf16": {},
-    "fp32": {"dtype": "float32"},
-    "int8": {"quant": "int8"},
-    "int4": {"quant": "int4"},
-}
+    "bf16": {}, "fp32": {"dtype": "float32"}, "int8": {"quant": "int8"}, "int4": {"quant": "int4"},
+}  # fmt: skip
 EVERY = [
-    ("vanilla", "bf16", 0.0),
-    ("vanilla", "int8", 1.0),
-    ("chain", "fp32", 0.0),
-    ("chain", "bf16", 1.0),
-    ("tree", "bf16", 0.0),
-    ("tree", "fp32", 1.0),
-    ("tree", "int8", 0.0),
-    ("tree", "int4", 1.0),
-    ("auto", "bf16", 0.0),
-    ("lookup", "int4", 1.0),
-]
+    ("vanilla", "bf16", 0.0), ("vanilla", "int8", 1.0), ("chain", "fp32", 0.0),
+    ("chain", "bf16", 1.0), ("tree", "bf16", 0.0), ("tree", "fp32", 1.0), ("tree", "int8", 0.0),
+    ("tree", "int4", 1.0), ("auto", "bf16", 0.0), ("lookup", "int4", 1.0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("method, form, temperature", EVERY)
@@ -106,11 +93,9 @@ def test_with_all_families_nothing_is_built_or_called(
     """Not in loading either."""
     monkeypatch.setattr("ops.library._cpp_available", [])
     monkeypatch.setattr("ops.cpu.build.load_operators", lambda: pytest.fail("they were built"))
-    sampled = {"temperature": temperature}
-    if temperature:
-        sampled["top_k"] = 50
+    options = METHODS[method] | FORMATS[form] | ({"top_k": 50} if temperature else {})
     with NoOperator():
-        new = tokens(short_demo, plain=True, **METHODS[method], **FORMATS[form], **sampled)
+        new = tokens(short_demo, plain=True, temperature=temperature, **options)
     assert len(new) == 12 and set(FAMILIES) == PLAIN and not has_triton()
 
 
@@ -129,6 +114,10 @@ def test_tokens_are_vanillas_under_each_family(short_demo, family):
     set_plain([family])
     want = tokens(short_demo, draft="none", **options)
     assert tokens(short_demo, tree="dynamic", **options) == want and len(set(want)) > 3
+
+
+def edited(*inputs, **more):
+    raise RuntimeError("it was edited")
 
 
 # a family, the module and the name of a reference of it, the options with which it runs
@@ -153,9 +142,6 @@ REFERENCES = [
 @needs_cpp
 @pytest.mark.parametrize("family, owner, name, options", REFERENCES)
 def test_an_edited_reference_is_what_runs(short_demo, monkeypatch, family, owner, name, options):
-    def edited(*inputs, **more):
-        raise RuntimeError("it was edited")
-
     monkeypatch.setattr(owner, name, edited)
     set_plain([family])
     with pytest.raises(RuntimeError, match="it was edited"):
@@ -176,10 +162,6 @@ def test_an_edited_reference_of_experts_is_what_runs(monkeypatch):
     want = decoded(engine, PROMPT).history
     set_plain(["experts"])
     assert decoded(engine, PROMPT).history == want
-
-    def edited(*inputs, **more):
-        raise RuntimeError("it was edited")
-
     monkeypatch.setattr("ops.experts.experts_linear_reference", edited)
     with pytest.raises(RuntimeError, match="it was edited"):
         decoded(engine, PROMPT)
@@ -234,31 +216,20 @@ def test_families_of_the_environment(monkeypatch):
         assert switches.plain_families() == want
 
 
-@pytest.mark.parametrize(
-    "name, value, message",
-    [
-        ("PLAIN", "norm,trees", "topk, tree or all, separated by commas; it has 'trees': correct"),
-        ("INDUCTOR", "2", "GPT_EAGLE_INDUCTOR must be 1 or 0; it is '2': correct or unset it"),
-        ("GRAPHS", "yes", "GPT_EAGLE_GRAPHS must be 1 or 0; it is 'yes'"),
-        (
-            "TILES",
-            "on",
-            "GPT_EAGLE_TILES must be auto or none or hardware or emulation; it is 'on'",
-        ),
-    ],
-)
+@pytest.mark.parametrize("name, value, message", [
+    ("PLAIN", "norm,trees", "topk, tree or all, separated by commas; it has 'trees': correct"),
+    ("INDUCTOR", "2", "GPT_EAGLE_INDUCTOR must be 1 or 0; it is '2': correct or unset it"),
+    ("GRAPHS", "yes", "GPT_EAGLE_GRAPHS must be 1 or 0; it is 'yes'"),
+    ("TILES", "on", "GPT_EAGLE_TILES must be auto or none or hardware or emulation; it is 'on'"),
+])  # fmt: skip
 def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, message):
     code = (
         "import runpy, sys; sys.modules['torch'] = None; sys.argv[0] = 'generate.py';"
         "runpy.run_path('generate.py', run_name='__main__')"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {f"GPT_EAGLE_{name}": value},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    env = os.environ | {f"GPT_EAGLE_{name}": value}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2 and message in run.stderr and len(run.stderr.splitlines()) == 1
 
 

@@ -4,6 +4,7 @@ Distributions are tested by chi-square at ALPHA = 1e-4: the odds that one test o
 is seeded, so a test that has passed once passes always. Biased samplers must fail the same test by far (CAUGHT).
 """
 
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -13,14 +14,7 @@ import pytest
 import torch
 
 import sampling
-from draft_tree import (
-    DynamicTree,
-    StaticTree,
-    accept,
-    build_tree,
-    path_to,
-    root_tree,
-)
+from draft_tree import DynamicTree, StaticTree, accept, build_tree, path_to, root_tree
 from drafters import DraftInputs, RootOnly, TreeDrafter
 from extras import residual
 from extras.residual import accept_residual, residual_accept
@@ -57,22 +51,10 @@ CAUGHT = 1e-9
 
 # Random123 1.14, tests/kat_vectors, lines `philox4x32 10`: counter, key, result
 KNOWN_ANSWERS = [
-    (
-        "00000000 00000000 00000000 00000000",
-        "00000000 00000000",
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    ),
-    (
-        "ffffffff ffffffff ffffffff ffffffff",
-        "ffffffff ffffffff",
-        "408f276d 41c83b0e a20bc7c6 6d5451fd",
-    ),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
-]
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]  # fmt: skip
 
 
 def philox_reference(counter, key):
@@ -91,13 +73,10 @@ def philox(counter, key):
     return [int(w) for w in sampling.philox4x32(tuple(words[:4]), tuple(words[4:]))]
 
 
-@pytest.mark.parametrize("counter, key, expected", KNOWN_ANSWERS)
-def test_known_answers(counter, key, expected):
-    counter, key, expected = (
-        [int(w, 16) for w in text.split()] for text in (counter, key, expected)
-    )
-    assert philox(counter, key) == expected
-    assert philox_reference(counter, key) == expected
+@pytest.mark.parametrize("case", KNOWN_ANSWERS)
+def test_known_answers(case):
+    counter, key, expected = ([int(w, 16) for w in text.split()] for text in case)
+    assert philox(counter, key) == philox_reference(counter, key) == expected
 
 
 def test_random_counters():
@@ -129,13 +108,8 @@ def test_rows_are_independent_of_the_batch():
     first = torch.tensor([5, 0, 5, 1000])
     together = gumbel(noise_key(1, prompts, samples), first, 2, 33)
     for row in range(4):
-        alone = gumbel(
-            noise_key(1, prompts[row : row + 1], samples[row : row + 1]),
-            first[row : row + 1],
-            2,
-            33,
-        )
-        assert torch.equal(alone[0], together[row])
+        key = noise_key(1, prompts[row : row + 1], samples[row : row + 1])
+        assert torch.equal(gumbel(key, first[row : row + 1], 2, 33)[0], together[row])
     single = gumbel(noise_key(1, prompts, samples), first + 1, 1, 33)
     assert torch.equal(single, together[:, 1:])  # nor of the other draws asked for
 
@@ -149,42 +123,34 @@ def test_a_smaller_vocabulary_reads_the_same_noise(vocab):
 def test_noise_is_never_read_twice():
     seen = []
     draws = torch.tensor([[0, 1, 2, 64, 2**20, 2**30 - 1]])
-    for seed in (0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1):
-        for prompt in (0, 1, 2, 500):
-            for sample in (0, 1, 2, 500):
-                for domain in (CHOICE, DRAFT, ACCEPT):
-                    u = uniforms(noise_key(seed, [prompt], [sample]), draws, 8, domain)
-                    seen += [tuple(row) for row in u[0].reshape(-1, 4).tolist()]
+    seeds = (0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1)
+    streams = itertools.product(seeds, (0, 1, 2, 500), (0, 1, 2, 500), (CHOICE, DRAFT, ACCEPT))
+    for seed, prompt, sample, domain in streams:
+        u = uniforms(noise_key(seed, [prompt], [sample]), draws, 8, domain)
+        seen += [tuple(row) for row in u[0].reshape(-1, 4).tolist()]
     assert len(set(seen)) == len(seen) == 6 * 4 * 4 * 3 * 12
 
 
-def test_seeds_above_32_bits():
-    def seed(value):
-        engine = engine_for(golden_target(), RootOnly(), seed=value, context=8)
-        return Session(engine, [(0, 0)]).state.sampling.seed[0].tolist()
-
-    assert seed(7) == [7, 0]
-    assert seed(2**32 + 7) == [7, 1]
-    assert seed(2**64 - 1) == [2**32 - 1, 2**32 - 1]
+@pytest.mark.parametrize(
+    "seed, words", [(7, [7, 0]), (2**32 + 7, [7, 1]), (2**64 - 1, [2**32 - 1, 2**32 - 1])]
+)
+def test_seeds_above_32_bits(seed, words):
+    engine = engine_for(golden_target(), RootOnly(), seed=seed, context=8)
+    assert Session(engine, [(0, 0)]).state.sampling.seed[0].tolist() == words
 
 
-def test_extreme_words(monkeypatch):
+def test_extreme_words(monkeypatch, plain):
+    """Of the plain operations; C++ is compared with them elsewhere."""
     words = [0, 1, 2**31, 2**32 - 257, 2**32 - 256, 2**32 - 129, 2**32 - 128, 2**32 - 1]
 
     def extreme(counter, key):
         return tuple(torch.tensor(words[i::4]).expand(1, 1, 2) for i in range(4))
 
     monkeypatch.setattr(sampling, "philox4x32", extreme)
-    monkeypatch.setattr(
-        "ops.library._cpp_available", [False]
-    )  # the plain operations; C++ is compared with them elsewhere
     first = torch.zeros(1, dtype=torch.long)
-    u, noise = (
-        uniforms(noise_key(), first[:, None], 8)[0, 0],
-        gumbel(noise_key(), first, 1, 8)[0, 0],
-    )
-    assert ((u > 0) & (u < 1)).all()
-    assert noise.isfinite().all()
+    u = plain(uniforms, noise_key(), first[:, None], 8)[0, 0]
+    noise = plain(gumbel, noise_key(), first, 1, 8)[0, 0]
+    assert ((u > 0) & (u < 1)).all() and noise.isfinite().all()
     for word, ours in zip(words[:3], noise):  # the likely winners come from small u, and are exact
         exact = -math.log(-math.log1p(-(word + 0.5) * 2.0**-32))
         assert ours.item() == pytest.approx(exact, rel=1e-6)
@@ -192,14 +158,12 @@ def test_extreme_words(monkeypatch):
 
 
 def test_noise_is_gumbel():
+    """Its own distribution function makes it uniform; another scale shows."""
     noise = gumbel(noise_key(3), torch.tensor([0]), 50, 1000).flatten().double()
-    cells = (
-        torch.exp(-torch.exp(-noise)) * 100
-    ).long()  # its own distribution function makes it uniform
-    counts = torch.bincount(cells, minlength=100)
-    assert chi_square(counts, torch.ones(100)) > ALPHA
-    cells = (torch.exp(-torch.exp(-1.1 * noise)) * 100).long()
-    assert chi_square(torch.bincount(cells, minlength=100), torch.ones(100)) < CAUGHT
+    for scale, least, most in ((1.0, ALPHA, 1), (1.1, 0, CAUGHT)):
+        cells = (torch.exp(-torch.exp(-scale * noise)) * 100).long()
+        counts = torch.bincount(cells, minlength=100)
+        assert least <= chi_square(counts, torch.ones(100)) <= most
 
 
 @pytest.mark.usefixtures("traced")
@@ -222,18 +186,11 @@ def test_chi_square():
 # -------------------------------------------------------------------------------- temperature, cuts
 
 RULES = [
-    Sampling(1.0),
-    Sampling(0.6),
-    Sampling(1.7),
-    Sampling(1.0, top_k=1),
-    Sampling(0.8, top_k=4),
-    Sampling(1.0, top_p=0.7),
-    Sampling(1.3, top_p=0.9),
-    Sampling(0.7, top_k=5, top_p=0.8),
-    Sampling(1.0, top_k=100, top_p=1.0),
-    Sampling(1.0, min_p=0.2),
+    Sampling(1.0), Sampling(0.6), Sampling(1.7), Sampling(1.0, top_k=1), Sampling(0.8, top_k=4),
+    Sampling(1.0, top_p=0.7), Sampling(1.3, top_p=0.9), Sampling(0.7, top_k=5, top_p=0.8),
+    Sampling(1.0, top_k=100, top_p=1.0), Sampling(1.0, min_p=0.2),
     Sampling(0.7, top_k=6, top_p=0.9, min_p=0.3),
-]
+]  # fmt: skip
 
 
 def distribution(logits, rule):
@@ -265,9 +222,8 @@ def test_process(rule):
 
 
 def kept(logits, **rule):
-    return (
-        process(torch.tensor(logits), Sampling(1.0, **rule)).isfinite().nonzero().flatten().tolist()
-    )
+    p = process(torch.tensor(logits), Sampling(1.0, **rule))
+    return p.isfinite().nonzero().flatten().tolist()
 
 
 def test_ties_at_a_cut_go_to_the_lower_id():
@@ -276,6 +232,8 @@ def test_ties_at_a_cut_go_to_the_lower_id():
     assert kept([0.0] * 4, top_p=0.5) == [0, 1]
     assert kept([0.0] * 4, top_p=0.51) == [0, 1, 2]
     assert kept([0.0, 1.0], top_p=1e-300) == [1], "fp32 would hold it as 0"
+    assert kept([-5.0, 3.0, 30.0], top_p=1e-9) == [2]
+    assert kept([0.0, 0.0, 0.0], top_p=1e-9) == [0]
     assert kept([0.0, 9.0, 0.0, 9.0], top_p=0.4) == [1]
     assert kept([0.0] * 64, top_k=4, top_p=0.75) == [0, 1, 2]  # top-p counts what top-k left
 
@@ -285,11 +243,6 @@ def test_min_p_is_a_share_of_the_likeliest():
     assert [len(kept(scores, min_p=p)) for p in (0.2, 0.5, 0.7, 0.8, 1.0)] == [4, 3, 2, 1, 1]
     assert kept([1.0, 1.0, 0.9], min_p=1.0) == [0, 1]  # and all that tie with it
     assert kept(scores, top_p=0.65, min_p=0.2) == [0, 1]  # top-p counts what min-p drops
-
-
-def test_top_p_keeps_at_least_one():
-    assert kept([0.0, 0.0, 0.0], top_p=1e-9) == [0]
-    assert kept([-5.0, 3.0, 30.0], top_p=1e-9) == [2]
 
 
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 32000])
@@ -303,12 +256,8 @@ def test_sums_in_blocks(vocab):
 def test_greedy_takes_the_lowest_of_equals():
     logits = torch.tensor([[[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, -1.0, 0.0, 5.0]]])
     silent = torch.zeros(1, 1, 4), torch.zeros(1, 3, dtype=torch.long)
-    assert (
-        logits.argmax(-1).tolist()
-        == best(logits).tolist()
-        == best(logits, *silent).tolist()
-        == [[1, 0, 3]]
-    )
+    for ours in (logits.argmax(-1), best(logits), best(logits, *silent)):
+        assert ours.tolist() == [[1, 0, 3]]
 
 
 # --------------------------------------------------------------------------------------- the choice
@@ -337,21 +286,18 @@ def from_wrong_uniforms(noise):
     return -torch.log(-torch.log1p(-(u**1.2)))
 
 
-@pytest.mark.parametrize(
-    "bias",
-    [
-        lambda noise: 1.1 * noise,
-        from_wrong_uniforms,
-        lambda noise: noise.clamp(max=4),
-        lambda noise: -noise,
-    ],
-    ids=["scaled", "wrong uniforms", "cut tail", "wrong sign"],
-)
+BIASES = {
+    "scaled": lambda noise: 1.1 * noise,
+    "wrong uniforms": from_wrong_uniforms,
+    "cut tail": lambda noise: noise.clamp(max=4),
+    "wrong sign": lambda noise: -noise,
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
 def test_biased_choices_are_caught(bias):
-    assert (
-        chi_square(counts_of_choices(Sampling(1.0), bias), distribution(LOGITS, Sampling(1.0)))
-        < CAUGHT
-    )
+    counts = counts_of_choices(Sampling(1.0), BIASES[bias])
+    assert chi_square(counts, distribution(LOGITS, Sampling(1.0))) < CAUGHT
 
 
 def test_choices_along_prompts_and_samples():
@@ -384,12 +330,8 @@ class World(NamedTuple):
 
 
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
-SHAPES = {
-    "static": STATIC,
-    "chain": StaticTree.chain(3),
-    "one": StaticTree.chain(1),
-    "topk": STATIC,
-}
+CHAIN = StaticTree.chain(3)
+SHAPES = {"static": STATIC, "chain": CHAIN, "one": StaticTree.chain(1), "topk": STATIC}
 
 
 def draft(shape, world, rule, sampled, draft_rule=None):
@@ -397,26 +339,23 @@ def draft(shape, world, rule, sampled, draft_rule=None):
 
     draft_rule: the rule by which children are drawn, if it is not that of q (a defect)
     """
-    N = shape.size
+    N, parents, order = shape.size, parents_of(shape), order_of(shape)
     tokens, valid = torch.zeros(ROWS, N, dtype=torch.long), torch.ones(ROWS, N, dtype=torch.bool)
     q = torch.zeros(ROWS, N, V)
     key = noise_key(11, range(ROWS))
-    for node in sorted(set(parents_of(shape)[1:])):
-        depth, children = (
-            len(order_of(shape)[node]),
-            [c for c in range(1, N) if parents_of(shape)[c] == node],
-        )
-        logits = world.draft[depth, tokens[:, node]]  # [B, V]
+    for node in sorted(set(parents[1:])):
+        children = [c for c in range(1, N) if parents[c] == node]
+        logits = world.draft[len(order[node]), tokens[:, node]]  # [B, V]
         q[:, node] = process(logits, rule).softmax(-1)
         scores = process(logits, draft_rule or rule)
         if sampled:
             scores = scores + gumbel(key, torch.full((ROWS,), node), 1, V, DRAFT)[:, 0]
         best, picked = scores.topk(len(children), dim=-1)
         for child in children:
-            rank = order_of(shape)[child][-1]
+            rank = order[child][-1]
             tokens[:, child], valid[:, child] = picked[:, rank], best[:, rank] > float("-inf")
-    parents = torch.tensor([parents_of(shape)]).expand(ROWS, -1)
-    return build_tree(tokens, parents, valid, shape.depth)._replace(extra=q if sampled else None)
+    tree = build_tree(tokens, torch.tensor([parents]).expand(ROWS, -1), valid, shape.depth)
+    return tree._replace(extra=q if sampled else None)
 
 
 class Emission(NamedTuple):
@@ -438,9 +377,8 @@ def emit(kind, rule, slack=1.0, bonus_rule=None, draft_rule=None):
     logits = world.target[tree.depths, tree.tokens]  # [B, N, V]
     key, first = noise_key(12, range(ROWS)), torch.zeros(ROWS, dtype=torch.long)
     p = process(logits, rule).softmax(-1)
-    walk = residual_accept(
-        tree, p, uniforms(key, first[:, None], shape.size, ACCEPT)[:, 0] / slack, shape.depth, 3
-    )
+    u = uniforms(key, first[:, None], shape.size, ACCEPT)[:, 0]
+    walk = residual_accept(tree, p, u / slack, shape.depth, 3)
     rest = walk.p
     if bonus_rule is not None:
         leaf = torch.tensor([n not in parents_of(shape)[1:] for n in range(shape.size)])[walk.node]
@@ -465,11 +403,8 @@ def odds_of(world, rule, emitted, length, noise):
 
 
 RESIDUAL_RULES = [
-    Sampling(1.0),
-    Sampling(0.6),
-    Sampling(1.0, top_p=0.8),
-    Sampling(0.8, top_k=4, top_p=0.9),
-]
+    Sampling(1.0), Sampling(0.6), Sampling(1.0, top_p=0.8), Sampling(0.8, top_k=4, top_p=0.9),
+]  # fmt: skip
 
 
 # every shape by two rules, and every rule with two shapes: the rule only makes p and q
@@ -506,10 +441,8 @@ def test_residual_walks():
     # an invalid child is not tried and takes no uniform
     valid = [True, False, True, True]
     assert walk_of(tokens, parents, p, [0.29, 0.9, 0.9, 0.9], valid=valid) == (2, [0.6, 0.4, 0.0])
-    assert walk_of(tokens, parents, p, [0.31, 0.0, 0.0, 0.0], valid=valid) == (
-        0,
-        [0.7143, 0.0, 0.2857],
-    )
+    walk = walk_of(tokens, parents, p, [0.31, 0.0, 0.0, 0.0], valid=valid)
+    assert walk == (0, [0.7143, 0.0, 0.2857])
     # sampled children: 0.5 / 0.8, then the residual (0, 0.15, 0.15) against the rest of q, (0, 0.75, 0.25)
     q = [[0.8, 0.15, 0.05], [0.0, 0.0, 1.0], [0.0] * 3, [0.0] * 3]
     assert walk_of(tokens, parents, p, [0.62, 0.11, 0.9, 0.9], q) == (1, [0.1111, 0.8889, 0.0])
@@ -520,10 +453,9 @@ def test_residual_walks():
 def test_a_perfect_draft_is_always_accepted():
     torch.manual_seed(1)
     p = torch.randn(5000, 4, V).softmax(-1)
-    tokens = torch.cat(
-        (torch.zeros(5000, 1).long(), torch.multinomial(p[:, :3].reshape(-1, V), 1).view(-1, 3)), 1
-    )
-    parents = torch.tensor([parents_of(StaticTree.chain(3))]).expand(5000, -1)
+    drafted = torch.multinomial(p[:, :3].reshape(-1, V), 1).view(-1, 3)
+    tokens = torch.nn.functional.pad(drafted, (1, 0))
+    parents = torch.tensor([parents_of(CHAIN)]).expand(5000, -1)
     tree = build_tree(tokens, parents, torch.ones_like(tokens).bool(), 3)._replace(extra=p)
     walk = residual_accept(tree, p, torch.full((5000, 4), 1 - 2.0**-24), 3, 1)
     assert (walk.node == 3).all() and torch.equal(walk.p, p[:, 3])
@@ -566,17 +498,15 @@ def test_a_bonus_token_at_temperature_1_is_caught(kind):
 # ------------------------------------------------------------------- each rule on the drafter's trees
 
 DRAWS = 131072  # of one prefix
-GROWN_TREES = {"chain": StaticTree.chain(3), "static": STATIC, "dynamic": DynamicTree(3, 3, 9)}
+GROWN_TREES = {"chain": CHAIN, "static": STATIC, "dynamic": DynamicTree(3, 3, 9)}
 
 
 class WorldDrafter(TreeDrafter):
     """Drafts with the world's draft; an output is its token."""
 
     def __init__(self, tree, world):
-        target = SimpleNamespace(
-            config=SimpleNamespace(vocab_size=V), norm=SimpleNamespace(weight=world.target)
-        )
-        super().__init__(target, tree)
+        config, norm = SimpleNamespace(vocab_size=V), SimpleNamespace(weight=world.target)
+        super().__init__(SimpleNamespace(config=config, norm=norm), tree)
         self.world = world
 
     def root_output(self, state, inputs):
@@ -604,9 +534,8 @@ def draw(children, shape, rule, favour=0.0):
     drafted = torch.zeros(DRAWS, drafter.size * V)
     first_child = torch.ones_like(tree.valid)  # of its parent
     first_child[:, 2:] = tree.parents[:, 2:] != tree.parents[:, 1:-1]
-    drafted.scatter_add_(
-        1, tree.parents * V + tree.tokens, favour * first_child * (tree.depths > 0)
-    )
+    favours = favour * first_child * (tree.depths > 0)
+    drafted.scatter_add_(1, tree.parents * V + tree.tokens, favours)
     logits = world.target[tree.depths, tree.tokens] + drafted.view(DRAWS, -1, V)
     if children != "sampled":
         tokens = best(process(logits, rule), noise, tree.depths)

@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib.util
 import itertools
+import json
 import subprocess
 import sys
 from functools import cache
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
+import sampling
 from generate import generate, load
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +51,10 @@ def engine(pair: str, drafts: bool = True, **options):
     return example().Engine(argparse.Namespace(**values | options))
 
 
+def tree_engine(pair: str, **options):
+    return engine(pair, depth=4, topk=6, nodes=24, **options)
+
+
 def decode(engine, seed: int = 0) -> tuple[list[list[int]], list[int]]:
     """The tokens of each prompt; the tokens that each pass decided."""
     passes = [list(engine.generate(p, NEW, seed, index)) for index, p in enumerate(PROMPTS)]
@@ -55,28 +62,23 @@ def decode(engine, seed: int = 0) -> tuple[list[list[int]], list[int]]:
 
 
 def project(pair: str, **options):
-    """The result of the project on the same prompts."""
-    target, head = PAIRS[pair]
-    where = {"checkpoint": str(target), "device": "cpu", "dtype": "float32", "context": 128}
-    if options.get("draft") != "none":
-        options["head"] = str(head)
-    return generate(load(**where, max_new_tokens=NEW, trace="-", **options), PROMPTS)
+    """The result of the project on the same prompts; with `draft` eagle on a dynamic tree as `tree_engine`'s."""
+    target, head = map(str, PAIRS[pair])
+    where = {"checkpoint": target, "device": "cpu", "dtype": "float32", "context": 128}
+    if options["draft"] == "eagle":
+        where |= {"head": head, "tree_depth": 4}
+        if options.setdefault("tree", "dynamic") == "dynamic":
+            where |= {"tree_topk": 6, "tree_size": 24}
+    return generate(load(**where | options, max_new_tokens=NEW, trace="-"), PROMPTS)
 
 
 @pytest.mark.parametrize("tree", ["dynamic", "chain"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_tokens_are_the_projects(pair, temperature, tree):
-    if tree == "dynamic":
-        theirs = {"tree_topk": 6, "tree_size": 24}
-        ours = {"topk": 6, "nodes": 24}
-    else:
-        theirs = {}
-        ours = {"topk": 1}
+    ours = {"topk": 6, "nodes": 24} if tree == "dynamic" else {"topk": 1}
     seed = 7 + (3 << 32)  # both words count
-    result = project(
-        pair, draft="eagle", temperature=temperature, seed=seed, tree=tree, tree_depth=4, **theirs
-    )
+    result = project(pair, draft="eagle", temperature=temperature, seed=seed, tree=tree)
     tokens, passes = decode(engine(pair, temperature=temperature, depth=4, **ours), seed)
     assert tokens == result.tokens
     # nor may the head draft nonsense, or without the noise. Our first pass starts one token earlier, our last is cut
@@ -86,14 +88,10 @@ def test_tokens_are_the_projects(pair, temperature, tree):
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_draft_is_accepted_as_the_projects(pair):
     """Behind the first token, which only the project decides while it reads the prompt, the passes are the same."""
-    result = project(pair, draft="eagle", tree="dynamic", tree_depth=4, tree_topk=6, tree_size=24)
-    e = engine(pair, depth=4, topk=6, nodes=24)
-    passes = [
-        [len(path) for path in e.generate(prompt + new[:1], NEW - 1, 0)]
-        for prompt, new in zip(PROMPTS, result.tokens)
-    ]
-    rows = [[t["accept_length"] + 1 for t in result.trace if t["row"] == row] for row in (0, 1)]
-    for ours, theirs in zip(passes, rows, strict=True):
+    result, own = project(pair, draft="eagle"), tree_engine(pair)
+    for row, (prompt, new) in enumerate(zip(PROMPTS, result.tokens)):
+        ours = [len(path) for path in own.generate(prompt + new[:1], NEW - 1, 0)]
+        theirs = [line["accept_length"] + 1 for line in result.trace if line["row"] == row]
         assert len(ours) == len(theirs)
         assert ours[:-1] == theirs[:-1]  # the last path of ours is cut where the text ends
 
@@ -110,7 +108,7 @@ def test_without_a_head_it_decodes_plainly():
 )
 def test_quantized_drafts_change_no_token(pair, bits):
     vanilla, _ = decode(engine(pair, drafts=False, bits=bits))
-    drafted = engine(pair, depth=4, topk=6, nodes=24, bits=bits)
+    drafted = tree_engine(pair, bits=bits)
     tokens, passes = decode(drafted)
     assert tokens == vanilla
     assert sum(passes) / len(passes) > 1.1
@@ -124,39 +122,17 @@ def test_quantized_drafts_change_no_token(pair, bits):
     assert {8: 1e-3, 4: 0.03}[bits] < error < {8: 0.03, 4: 0.15}[bits]
 
 
-def tied(folder: Path) -> Path:
-    """Write a copy of a golden target whose LM head is its embedding."""
-    import json
-
-    from safetensors.torch import load_file, save_file
-
-    source = PAIRS["eagle12"][0]
+def test_a_tied_head_and_a_bin_file(tmp_path, monkeypatch):
+    """A copy of a golden target whose LM head is its embedding."""
+    source, head = PAIRS["eagle12"]
     config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(source / "model.safetensors")
     del tensors["lm_head.weight"]
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def test_a_tied_head_and_a_bin_file(tmp_path):
-    from safetensors.torch import load_file
-
-    tied(tmp_path)
-    want = generate(
-        load(
-            checkpoint=str(tmp_path),
-            draft="none",
-            dtype="float32",
-            device="cpu",
-            max_new_tokens=NEW,
-        ),
-        PROMPTS,
-    )
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    tokens, _ = decode(engine("eagle12", drafts=False, checkpoint=str(tmp_path)))
-    assert tokens == want.tokens
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    monkeypatch.setitem(PAIRS, "tied", (tmp_path, head))
+    tokens, _ = decode(engine("tied", drafts=False))
+    assert tokens == project("tied", draft="none").tokens
 
 
 # ------------------------------------------------------------------------------------------ compiled
@@ -229,12 +205,13 @@ def test_text_needs_only_a_tokenizer(tmp_path, capsys):
     assert (status, out.splitlines()[0]) == (0, " ".join(f"w{i}" for i in want))
 
 
+INT8 = ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1-eagle"
 MISTAKES = {
     "no such checkpoint": ("--checkpoint nowhere", "nowhere/config.json"),
     "no such head": ("--head nowhere", "nowhere/config.json"),
-    "a model for a head": ("--head {demo}", "do not fit"),
-    "another target's head": ("--head {eagle3}", "do not fit"),
-    "another kind of model": ("--checkpoint {int8}", "_scale"),
+    "a model for a head": (f"--head {PAIRS['demo'][0]}", "do not fit"),
+    "another target's head": (f"--head {PAIRS['eagle3'][1]}", "do not fit"),
+    "another kind of model": (f"--checkpoint {INT8}", "_scale"),
     "no prompt": ("--prompt_ids=", "this one has 0"),
     "prompt of one id": ("--prompt_ids 1", "2 to 2047 ids"),
     "prompt too long": ("--context 4 --prompt_ids 1,2,3,4,5", "2 to 3 ids"),
@@ -249,19 +226,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line(mistake, capsys):
-    paths = {
-        "demo": PAIRS["demo"][0],
-        "eagle3": PAIRS["eagle3"][1],
-        "int8": ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1-eagle",
-    }
     given, named = MISTAKES[mistake]
-    arguments = [
-        "--checkpoint",
-        str(PAIRS["demo"][0]),
-        "--prompt_ids",
-        "1,2",
-        *given.format(**paths).split(),
-    ]
+    arguments = ["--checkpoint", str(PAIRS["demo"][0]), "--prompt_ids", "1,2", *given.split()]
     status, out, err = run(*arguments, capsys=capsys)
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1 and named in err, err
@@ -273,30 +239,22 @@ def test_a_mistake_is_one_line(mistake, capsys):
 def test_it_is_one_small_file():
     source = FILE.read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 450
+    tree = ast.parse(source)
     imported = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
             imported.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 45, f"{node.name} fits no screen"
     # tokenizers only where a prompt is text
     assert imported - set(sys.stdlib_module_names) == {"torch", "safetensors", "tokenizers"}
-    top = [
-        node for node in ast.parse(source).body if isinstance(node, (ast.Import, ast.ImportFrom))
-    ]
+    top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert not any("tokenizers" in ast.unparse(node) for node in top)
 
 
-def test_functions_fit_a_screen():
-    for node in ast.walk(ast.parse(FILE.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 45, node.name
-
-
 def test_noise_is_the_projects():
-    import sampling
-
     key = torch.tensor([7, 3, 2, 5])
     one = torch.tensor
     theirs = sampling.SamplingTensors(one([[7, 3]]), one([5]), one([2]))

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_moe import watch_loading
 from torch import Tensor
 
 import quantize
@@ -32,6 +31,7 @@ from model import Transformer
 from ops.library import has_cpu_operators
 from options import DEMO
 from quantize import Int8Linear, QuantExperts, QuantLinear
+from random_model import watch_loading
 
 OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="the C++ operators need a compiler")
 
