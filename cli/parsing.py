@@ -25,7 +25,8 @@ from cli.io import one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
-PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy")  # that nothing runs without
+# of requirements.txt
+PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy", "jinja2", "huggingface_hub")
 MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
 
 
