@@ -35,7 +35,9 @@ def loaded(made, path, **more):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", ["embed_tokens", "layers.0.self_attn.v_proj", "layers.2.mlp.down_proj"])
+@pytest.mark.parametrize(
+    "name", ["embed_tokens", "layers.0.self_attn.v_proj", "layers.2.mlp.down_proj"]
+)
 def test_a_weight(tmp_path, name, compile, value):
     made = model()
     made.model.get_submodule(name).weight[PROMPT[-1], 3] = value

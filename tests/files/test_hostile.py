@@ -49,7 +49,9 @@ from options import DEMO, GenerateConfig
 LIMIT_S = 5  # of the processor, for one case; most take 20 ms. Then it is ended
 LIMIT_BYTES = 300 * 10**6  # by which the memory of the process may grow
 MODELS = GOLDEN / "models"
-DENSE, MOE, HEAD = (MODELS / name for name in ("target_llama_mha", "target_mixtral", "head_eagle12_mha"))
+DENSE, MOE, HEAD = (
+    MODELS / name for name in ("target_llama_mha", "target_mixtral", "head_eagle12_mha")
+)
 TARGET3, HEAD3 = MODELS / "target_llama31_gqa8", MODELS / "head_eagle3"
 SHORT = ["--max_new_tokens", "3", "--device", "cpu"]
 IDS = ["--prompt_ids", "5,17,3", *SHORT]
@@ -62,7 +64,9 @@ JUNK = [
     -float("inf"), "", "x", "64", "\ud800", "a\nb", "\0", "../../../etc/passwd", "/dev/zero", "x" * 300, [], {}, [[]],
     [1, "x"], [None], {"a": 1}, [2**70], [0, 2**62], [-1], [2**40, 2**40], "y" * 5000,
 ]  # fmt: skip
-BYTES = [b"", b"\0", b"\n", b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"version https://git-lfs\n"]
+BYTES = [
+    b"", b"\0", b"\n", b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"version https://git-lfs\n",
+]  # fmt: skip
 # keys that no small file here has, and that are read
 MORE_KEYS = {
     "config.json": [
@@ -75,7 +79,9 @@ MORE_KEYS = {
         "bos_token", "unk_token", "pad_token", "legacy", "chat_template", "added_tokens_decoder",
     ],
 }  # fmt: skip
-PATTERNS = ["(a+)+$", "(x+x+)+y", "((", "(?=(\\w+))\\1:", "(.*)*$", "\\p{Q}", "(?<=a+)b", "a{1000000}", ""]
+PATTERNS = [
+    "(a+)+$", "(x+x+)+y", "((", "(?=(\\w+))\\1:", "(.*)*$", "\\p{Q}", "(?<=a+)b", "a{1000000}", "",
+]  # fmt: skip
 
 
 class Broken(NamedTuple):
@@ -143,12 +149,13 @@ def broken_safetensors(r: random.Random, content: bytes) -> Broken:
         return broken_bytes(r, content)
     if kind == 1:
         length = r.choice([0, 1, 2**40, 2**63, size - 1, size + 1])
-        return Broken(f"a header of {length}", length.to_bytes(8, "little") + content[8:], exact=True)
+        new = length.to_bytes(8, "little") + content[8:]
+        return Broken(f"a header of {length}", new, exact=True)
     if kind == 2:
         how, header, exact = broken_json(r, content[8 : 8 + size])
         return Broken(how, len(header).to_bytes(8, "little") + header + content[8 + size :], exact)
     tensors = load(content)
-    name = r.choice([name for name in tensors if "_proj" in name or "norm" in name or "d2t" in name])
+    name = r.choice([name for name in tensors if re.search("_proj|norm|d2t", name)])
     whole = tensors.pop(name)
     edits = [
         None, whole[:-1], whole.flatten()[:0], whole.flatten()[0], torch.cat([whole, whole]), whole.flatten()[:, None],
@@ -208,25 +215,13 @@ def broken_pickle(r: random.Random, content: bytes) -> Broken:
     return Broken(how, pickled(values[how]))
 
 
-def broken_template(r: random.Random, content: bytes) -> Broken:
-    """Break the bytes of a chat template, or write a hostile one."""
-    texts = [
-        "{% broken", "{{ 1/0 }}", "{{ 'x' * 10**12 }}", "{{ messages.__class__ }}", "{{ raise_exception('a\nb') }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 10**10**10 }}", "{" * 10_000, "{% if x %}" * 1000,
-        "{{" + "(" * 1000 + "1" + ")" * 1000 + "}}",
-    ]  # fmt: skip
-    if r.random() < 0.5:
-        return broken_bytes(r, content)._replace(exact=False)
-    text = r.choice(texts)
-    return Broken(text[:40], text.encode())
-
-
 def broken_pattern(r: random.Random, content: bytes) -> Broken:
-    """Break a tokenizer.json, or give it a pattern that takes long or is none."""
+    """Break the tokenizer.json, or give it a pattern that takes long or is none."""
     if r.random() < 0.7:
         return broken_json(r, content)
     found, pattern = json.loads(content), r.choice(PATTERNS)
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}}
+    split |= {"behavior": "Isolated", "invert": False}
     return Broken(f"the pattern {pattern}", json.dumps(found | {"pre_tokenizer": split}).encode())
 
 
@@ -235,7 +230,7 @@ def gguf_bytes(folder: Path) -> bytes:
     """The dense model's tensors under llama.cpp's names."""
     import gguf
 
-    raw, writer = json.loads((DENSE / "config.json").read_text()), gguf.GGUFWriter(folder / "g", "llama")
+    raw, writer = config_of(DENSE), gguf.GGUFWriter(folder / "g", "llama")
     writer.add_block_count(raw["num_hidden_layers"])
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])
@@ -310,7 +305,7 @@ def of_head(target: Path) -> list[str]:
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
         "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True}  # fmt: skip
-NESTED = {"transformer_layer_config": config_of(HEAD3), "eagle_config": {"use_aux_hidden_state": True}}
+NESTED = {"transformer_layer_config": config_of(HEAD3), "eagle_config": {"fc_norm": False}}
 PROMPTS = ["--checkpoint", DEMO, "--prompt_file", "{}/p.jsonl", *SHORT, "--draft", "none"]
 DEMO_TEXT = ["--checkpoint", "{}", *TEXT]
 demo, others = Path(DEMO), ("gptq", "awq", "packed", "fp8")
@@ -334,7 +329,7 @@ KINDS = {
     "tokenizer.json": Kind(demo, "tokenizer.json", broken_pattern, DEMO_TEXT, tokenizer_json, "tokenizer.model"),
     "tokenizer_config": Kind(demo, "tokenizer_config.json", broken_json, DEMO_TEXT, lambda _: {"eos_token": "</s>", "add_bos_token": True}),
     "added tokens": Kind(demo, "added_tokens.json", broken_json, DEMO_TEXT, lambda _: {"<x>": 5}),
-    "chat template": Kind(demo, "chat_template.jinja", broken_template, [*DEMO_TEXT, "--chat"],
+    "chat template": Kind(demo, "chat_template.jinja", broken_bytes, [*DEMO_TEXT, "--chat"],
                           lambda _: "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"),
     "prompts": Kind(demo, "p.jsonl", broken_json, PROMPTS, lambda _: {"turns": ["a", "b"]}),
     **{f"config of {name}": Kind(name, "config.json", broken_json) for name in others},
@@ -404,11 +399,16 @@ def attempt(argv: list[str], capfd) -> Outcome:
     return Outcome(status, re.sub(".*tokens/s.*", "", out), err, seconds, grown_bytes)
 
 
-HOLD_TEXTS = ("tokenizer_config.json", "tokenizer.json", "p.jsonl", "tokenizer.model")  # any text may be valid
+# any text may be a valid one in these
+HOLD_TEXTS = {
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "p.jsonl", "chat_template.jinja",
+}  # fmt: skip
 # what a file without a fault may still lead to, in a line that does not name it
 LATER = "numbers are not finite|the prompt has .* tokens|GB of memory are needed|half a character"
 
-some = pytest.mark.parametrize("numbers", [range(16), pytest.param(range(16, 200), marks=pytest.mark.slow)], ids=str)
+some = pytest.mark.parametrize(
+    "numbers", [range(16), pytest.param(range(16, 200), marks=pytest.mark.slow)], ids=str
+)
 
 
 @some
@@ -591,24 +591,22 @@ def test_declared_keys():
         8, 1.0, False
     )
     assert read_fields({"size": 1, "share": 2, "flag": True}, Declared) == Declared(1, 2, True)
-    for raw, words in (
-        ({}, "the key 'size' is missing"),
-        ({"size": None}, "the key 'size' is missing"),
-        *(
-            ({"size": v}, "size must be a whole number from 1 to 8; it is")
-            for v in (0, 9, -1, True, 1.0, "1", [], {})
-        ),
-        *(
-            ({"size": 1, "share": v}, "share must be a number above 0")
-            for v in (0, -1.0, 3, float("nan"), True, "1")
-        ),
-        *(
-            ({"size": 1, "flag": v}, "flag must be true or false; it is")
-            for v in (0, 1, "true", [])
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            read_fields(raw, Declared)
+    refusals = {
+        "the key 'size' is missing": [{}, {"size": None}],
+        "size must be a whole number from 1 to 8; it is": [
+            {"size": value} for value in (0, 9, -1, True, 1.0, "1", [], {})
+        ],
+        "share must be a number above 0": [
+            {"size": 1, "share": value} for value in (0, -1.0, 3, float("nan"), True, "1")
+        ],
+        "flag must be true or false; it is": [
+            {"size": 1, "flag": value} for value in (0, 1, "true", [])
+        ],
+    }
+    for words, raws in refusals.items():
+        for raw in raws:
+            with pytest.raises(ValueError, match=words):
+                read_fields(raw, Declared)
 
 
 def test_a_plan_that_does_not_fit_gets_its_sum(capfd, tmp_path):
