@@ -71,7 +71,7 @@ BYTES = [
 MORE_KEYS = {
     "config.json": [
         "attention_bias", "head_dim", "mlp_bias", "quantization_config", "rope_parameters", "rope_theta", "sliding_window",
-        "use_sliding_window", "dtype", "stand_in", "bias", "qkv_bias", "draft_inputs", "draft_sharpness", "fc_norm",
+        "use_sliding_window", "dtype", "bias", "qkv_bias", "draft_inputs", "draft_sharpness", "fc_norm",
         "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "norm_output", "eagle_config",
         "transformer_layer_config", "target_layer_ids", "eagle_aux_hidden_state_layer_ids",
     ],
@@ -116,16 +116,18 @@ def broken_json(r: random.Random, content: bytes, more: list[str] = ()) -> Broke
 
     more: keys that may be added
     """
-    kind = r.randrange(12)
+    kind = r.randrange(14)
     if kind == 0:
         return broken_bytes(r, content)._replace(exact=False)  # what is left may be valid
     value = r.choice(JUNK)
     # any other may stand for the default, or be another valid value
     exact = isinstance(value, (str, dict)) or value != value or value in (math.inf, -math.inf)
     if kind == 1:
+        return Broken("too deep", r.choice([b"[", b'{"a":']) * 100_000)
+    if kind == 2:
         return Broken(f"only {str(value)[:20]!r}", json.dumps(value).encode(), exact)
     found = json.loads(content)
-    node, place = found, r.choice(more) if more and kind < 5 else None
+    node, place = found, r.choice(more) if more and kind < 7 else None
     while place is None:
         inner = r.choice(list(node) if isinstance(node, dict) else range(len(node)))
         if isinstance(node[inner], (dict, list)) and node[inner] and r.random() < 0.8:
@@ -134,7 +136,7 @@ def broken_json(r: random.Random, content: bytes, more: list[str] = ()) -> Broke
             place = inner
     node[place] = value
     how = f"{place} = {str(value)[:20]!r}"
-    if kind == 5 and isinstance(found, dict) and node is found:
+    if kind == 7 and isinstance(found, dict) and node is found:
         # a second value of the same name
         twice = json.dumps(found)[:-1] + f", {json.dumps(place)}: {json.dumps(r.choice(JUNK))}}}"
         return Broken(f"{how}, twice", twice.encode())
@@ -404,7 +406,7 @@ HOLD_TEXTS = {
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "p.jsonl", "chat_template.jinja",
 }  # fmt: skip
 # what a file without a fault may still lead to, in a line that does not name it
-LATER = "numbers are not finite|the prompt has .* tokens|GB of memory are needed|half a character"
+LATER = "the prompt is empty|numbers are not finite|the prompt has .* tokens|GB of memory are needed|half a character"
 
 some = pytest.mark.parametrize(
     "numbers", [range(16), pytest.param(range(16, 200), marks=pytest.mark.slow)], ids=str
@@ -442,7 +444,7 @@ def test_broken_files_end_in_one_line(name, numbers, tmp_path, capfd):
 
 VALUES = [
     "-1", "0", "1e3", "nan", "inf", "1e400", "", "x", "0x10", "٣", "2147483648", str(2**63), "9" * 5000, "\0", "a\0b", "x" * 300,
-    "x" * 100_000, "\ud800", "caf\udce9", "a\nb\nc", "/", ".", "~", "/proc/self/mem", "/dev/null/x", "\x1b[31m", "-",
+    "x" * 100_000, "\ud800", "caf\udce9", "a\nb\nc", "/", ".", "~", "/proc/self/mem", "/dev/null/x", "\x1b[31m",
     "1," * 1000, "3,-3", ",",
 ]  # fmt: skip
 
@@ -541,6 +543,12 @@ def test_a_broken_file_is_named_once(tmp_path, capfd, name):
     assert said.count(name) == 1 and "is not valid JSON" in said and said.count("; ") == 1
 
 
+def test_an_added_token_has_a_whole_number(tmp_path, capfd):
+    path = linked(Path(DEMO), tmp_path / "m")
+    put(path / "added_tokens.json", {"<x>": float("inf")})
+    assert "the added tokens are malformed" in refused(capfd, "--checkpoint", path, *TEXT)
+
+
 def test_what_a_config_may_leave_out(tmp_path, capfd):
     path, raw = linked(DENSE, tmp_path / "m"), config_of(DENSE)
     for bos in (-1, None):
@@ -626,6 +634,24 @@ def test_a_plan_that_does_not_fit_gets_its_sum(capfd, tmp_path):
             f"the weights of {path}, by its config, " in said and "GB of memory are needed" in said
         )
         assert said.endswith(f"; use a smaller {remedy}\n")
+
+
+def test_a_pickle_runs_no_code(tmp_path):
+    torch.save({"x": Evil(os.mkdir, str(tmp_path / "made"))}, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match="x.pt is corrupt"), read_untrusted(tmp_path / "x.pt"):
+        load_pickle(tmp_path / "x.pt", mmap=True)
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_index_stays_in_its_folder(tmp_path, capfd):
+    """The weights that it names are whole, so that nothing but their place is wrong."""
+    path = linked(DENSE, tmp_path / "m")
+    linked(DENSE, tmp_path / "other")
+    names = json.loads((DENSE / "model.safetensors.index.json").read_text())["weight_map"]
+    for outside in ("../other/model.safetensors", str(DENSE / "model.safetensors")):
+        index = {"weight_map": dict.fromkeys(names, outside)}
+        put(path / "model.safetensors.index.json", index)
+        assert "model.safetensors.index.json" in refused(capfd, *of(path))
 
 
 @pytest.mark.parametrize("call", [bytearray, torch.FloatTensor, torch.UntypedStorage])
