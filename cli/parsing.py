@@ -27,7 +27,8 @@ from cli.io import one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
-PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy")  # that nothing runs without
+# of requirements.txt
+PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy", "jinja2", "huggingface_hub")
 # flags of the last release, which still work (`_OldFlag`): what is written now
 OLD = dict.fromkeys(
     (

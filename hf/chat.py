@@ -254,12 +254,8 @@ def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> Jinj
         raise ValueError(
             f"{path} has no chat template; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
         )
-    try:
-        from hf.sandbox import Template
-    except ImportError:
-        raise ValueError(
-            f"the chat template of {path} needs the package jinja2; run: pip install jinja2"
-        ) from None
+    from hf.sandbox import Template  # imports jinja2, which other checkpoints do without
+
     if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < OLDEST_JINJA2:
         least = ".".join(map(str, OLDEST_JINJA2))
         raise ValueError(f"chat templates need jinja2 {least} or later; run: pip install -U jinja2")

@@ -283,7 +283,10 @@ class WeightFiles(TensorSource):
             raise ValueError(fault)
         if not all(isinstance(name, str) for name in names.values()):
             raise ValueError(fault)
-        return [self.path / name for name in sorted(set(names.values()))]
+        files = sorted(set(names.values()))
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+            raise ValueError(f"{index} names files outside of its folder; download it again")
+        return [self.path / name for name in files]
 
     def _open_safetensors(self, file: Path) -> None:
         with read_untrusted(file):

@@ -610,7 +610,7 @@ def _added_tokens(path: Path, config: dict) -> dict[str, Added]:
             extra[token["content"]] = Added(int(i), token.get("special", True), *strips)
         if not all(type(text) is str and 0 <= token.id < 2**24 for text, token in extra.items()):
             raise ValueError("a text and an id from 0 to 2^24 are needed")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: the added tokens are malformed ({error!r}); download it again"
         ) from None

@@ -231,7 +231,9 @@ def test_integer_experts():
 
 
 @pytest.mark.parametrize("rows", [16, 24, 32])
-@pytest.mark.parametrize("kind", [("int8", 0), ("int4", 32), ("int4", 128), "Q4_1", "Q4_K", "Q6_K"], ids=str)
+@pytest.mark.parametrize(
+    "kind", [("int8", 0), ("int4", 32), ("int4", 128), "Q4_1", "Q4_K", "Q6_K"], ids=str
+)
 def test_no_family_is_slower_on_the_hardware_than_without_tiles(kind, rows):
     """Least processor time of many matmuls of 2048x2048 in turn, as other programs may share the cores."""
     if CHOSEN != "hardware":
@@ -249,7 +251,9 @@ def test_no_family_is_slower_on_the_hardware_than_without_tiles(kind, rows):
             began = time.thread_time()
             product(x)
             least[unit] = min(least[unit], time.thread_time() - began)
-    assert least["hardware"] < 1.1 * least["none"], {unit: f"{s * 1e3:.2f} ms" for unit, s in least.items()}
+    assert least["hardware"] < 1.1 * least["none"], {
+        unit: f"{s * 1e3:.2f} ms" for unit, s in least.items()
+    }
 
 
 # ----------------------------------------------------------------------------------- who may use them

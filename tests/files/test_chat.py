@@ -1,7 +1,6 @@
 """Chat templates: the checkpoints' own against transformers, bad ones refused in a line, the fixed ones against literal
 texts."""
 
-import builtins
 import functools
 import resource
 import sys
@@ -346,25 +345,10 @@ def test_a_template_file_that_cannot_be_read(json_dir, tmp_path, monkeypatch):
     one_line(caught)
 
 
-def test_jinja2_is_missing_or_old(checkpoint, monkeypatch):
-    path, original = checkpoint("zephyr"), builtins.__import__
-    with monkeypatch.context() as patch:
-        patch.setattr("hf.chat.version", lambda package: "3.1.5")
-        with pytest.raises(
-            ValueError, match="need jinja2 3.1.6 or later; run: pip install -U jinja2"
-        ):
-            own(path)
-
-    def no_jinja2(name, *args, **kwargs):
-        if name == "jinja2":
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.delitem(sys.modules, "hf.sandbox")
-    monkeypatch.setattr(builtins, "__import__", no_jinja2)
-    with pytest.raises(ValueError, match="pip install jinja2") as caught:
-        own(path)
-    one_line(caught)
+def test_jinja2_is_old(checkpoint, monkeypatch):
+    monkeypatch.setattr("hf.chat.version", lambda package: "3.1.5")
+    with pytest.raises(ValueError, match="need jinja2 3.1.6 or later; run: pip install -U jinja2"):
+        own(checkpoint("zephyr"))
 
 
 # ------------------------------------------------------------------------------------ bad templates
@@ -396,6 +380,8 @@ BAD = {
     "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}": TOO_LONG,
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": TOO_LONG,
     "{{ lipsum(n=1000000000) }}": TOO_LONG,
+    "{% set x = range(100000)|list %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}": TOO_LONG,
+    "{{ [1]|slice(10000000000)|map('length')|sum }}": TOO_LONG,
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "RecursionError",
     "{{ range(1000000000) }}": "Range too big",
@@ -427,6 +413,11 @@ def test_bad_templates_are_refused_in_one_line(text, monkeypatch):
     assert BAD[text] in message and message.isprintable() and len(message) < 500
     assert time.thread_time() - began < 5
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
+
+
+def test_round_computes_no_huge_power():
+    text = "{{ 7|round(9999999999, 'floor') }} {{ 3.14159|round(2) }}"
+    assert Template(text).render() == "7.0 3.14"
 
 
 def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
