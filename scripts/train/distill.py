@@ -73,7 +73,6 @@ class DraftModel(nn.Module):
         require(layers < c.n_layers, fault)
         packed = any(isinstance(module, QuantLinear) for module in target.modules())
         require(not packed, "--checkpoint is quantized; distil from the floats that it was made of")
-        require(not c.n_experts, "--checkpoint is a mixture of experts; distil from a dense model")
         self.config = DraftConfig(replace(c, n_layers=layers))
         self.layers = copy.deepcopy(target.layers[:layers])
         self.norm = copy.deepcopy(target.norm)
@@ -159,6 +158,8 @@ def method_of(config: DistillConfig) -> Method:
 
     def make(config: DistillConfig, target: Transformer, examples: list) -> DraftModel:
         targets.append(target)
+        fault = "--checkpoint is a mixture of experts; distil from a dense model"
+        require(not target.config.n_experts, fault)
         return DraftModel(target, config.layers)
 
     def write(model: DraftModel, config: DistillConfig, info: dict) -> None:

@@ -888,8 +888,6 @@ def test_quantized_demo_stays_the_demo():
         assert 0 < divergence < most, (name_of(quant), divergence)
 
 
-
-
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_gpu_rounds_a_7b_layer_in_few_steps(form, monkeypatch):
     """The same codes, in fewer and larger parts: some 200 operators each, 350 of whose parts a layer of 7B has."""
