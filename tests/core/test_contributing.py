@@ -11,7 +11,11 @@ from options import ROOT
 
 PAGE = ROOT / "docs" / "CONTRIBUTING.md"
 FOLDERS = ("cli", "parallel", "hf", "ops", "extras", "scripts", "tests", "checkpoints/demo")
-NEW_TESTS = {"echo": 11, "(test_model and seed and oss)": 5, "e4m3_rounds": 1}  # chosen by -k: cases
+NEW_TESTS = {
+    "echo": 11,
+    "(test_model and seed and oss)": 5,
+    "e4m3_rounds": 1,
+}  # chosen by -k: cases
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git, which applies the changes")
