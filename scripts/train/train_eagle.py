@@ -12,9 +12,9 @@ Our flags are in benchmarks/TRAINING.md.
    later epochs and runs, which take the same batches in another order.
 3. The head learns the target's distribution by soft cross-entropy, and in versions 1 and 2 the next
    feature by SmoothL1, over one step of a chain or several (losses.py).
-4. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py). The
-   curve is drawn, and the head written if its tau is the highest so far; `--patience` of them in a
-   row without one end the training. The state for `--resume` is saved four times as often. At the
+4. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py), and
+   is written if its tau is the highest so far; `--patience` of them in a row without one end the
+   training. The state for `--resume` is saved four times as often. At the
    end the sharpness c of log softmax(c * scores) is fitted by maximum likelihood on the same
    sequences.
 Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3; HASS (`--unroll`).
@@ -29,7 +29,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +59,6 @@ from session import Session, common_prefix
 
 SAVES = 4  # of the state, for each evaluation
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
-LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}
 # options that other versions do not have
 OF_VERSION_1 = ("noise", "feature_weight", "token_weight")
 
@@ -543,41 +541,6 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     training.write_checkpoint(out, tensors, keys, info)
 
 
-def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
-    """Draw the losses, and alpha and tau, against steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    steps = [row["step"] for row in curve]
-    for name in losses:
-        kind, step = name.split()
-        trained = [row for row in curve if name in row]  # the row of a start has no losses
-        left.plot(
-            [row["step"] for row in trained],
-            [row[name] for row in trained],
-            label=LABELS[kind].format(step),
-        )
-    left.set(xlabel="step", title="training loss", yscale="log")
-    levels = max((len(row["alpha"]) for row in curve), default=0)
-    for n in range(levels):
-        right.plot(steps, [row["alpha"][n] for row in curve], label=f"{n}-alpha", lw=1)
-    twin = right.twinx()
-    label = f"tau (chain of {levels}, right)"
-    twin.plot(steps, [row["tau"] for row in curve], "k", lw=2, label=label)
-    right.set(xlabel="step", title="held-out acceptance", ylim=(0, 1))
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-    left.legend()
-    right.legend(loc="lower left", fontsize=8)
-    twin.legend(loc="lower right", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, format="png")
-    plt.close(figure)
-
-
 class Method(NamedTuple):
     """The parts of training that depend on the kind of head."""
 
@@ -893,13 +856,6 @@ def crosses(before: float, after: float, unit: float) -> bool:
     return after // unit > before // unit
 
 
-def write_files(made: Ready, config: TrainOptions, info: dict) -> None:
-    """Write the head in its layout, and the curve of its training."""
-    made.method.save_head(made.head, config, info)
-    curve = partial(plot_curve, info["curve"], config.losses)
-    replace_file(Path(config.out) / "curve.png", curve)
-
-
 def train(
     config: TrainOptions, made: Ready | None = None, left_s: Callable[[], float] | None = None
 ) -> None:
@@ -953,7 +909,7 @@ def train(
             training.save_state(state_file, head, steps.optimizers, place)
         if evaluates:
             if ended or improved:
-                write_files(made, config, info)
+                made.method.save_head(head, config, info)
             position = position if ended or not clock else clock.past(position, ending_s)
             mark = time.process_time()
     bar.close()

@@ -537,7 +537,6 @@ def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
     prompts = [[5 + i, 17, 3] for i in range(8)]
     sampled = golden_run(RootOnly(), *prompts, temperature=0.4, max_new_tokens=50).history
     examples = [train_eagle.Example(ids, [i > 2 for i in range(len(ids))]) for ids in sampled]
-    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
     monkeypatch.setattr(train_eagle, "prepare", lambda *_: (examples, [(3, sampled[0])]))
     config = HeadConfig(
         checkpoint=str(TARGET), method=method, prefix_attention=method == "hydra", heads=2, steps=16, warmup=2,

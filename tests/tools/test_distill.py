@@ -62,7 +62,6 @@ def configured(out: Path, **options) -> DistillConfig:
 def test_training_writes_a_draft_model(kind, texts, tmp_path, monkeypatch):
     """The loss falls, the files draft, alpha is that of the decode loop, and the tokens are vanilla's."""
     examples = [Example(ids, [i > 2 for i in range(len(ids))]) for ids in texts]
-    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
     monkeypatch.setattr(train_eagle, "prepare", lambda *_: (examples, [(3, texts[0])]))
     config = configured(tmp_path, divergence=kind)
     train(config, ready(config, method_of(config)))

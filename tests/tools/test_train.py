@@ -212,7 +212,6 @@ def test_a_budget_of_processor_time_ends_the_command(tmp_path, monkeypatch):
     ids = [i % 90 for i in range(5, 800)]
     prepared = ([train_eagle.Example(ids, [True] * len(ids))], [(3, ids[:60])])
     monkeypatch.setattr(train_eagle, "prepare", lambda *_: prepared)
-    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
     flags = {
         "checkpoint": GOLDEN / "models/target_llama_mha", "out": tmp_path, "features": tmp_path / "f.bin", "device": "cpu", "dtype": "float32",
         "seq_len": 32, "batch_size": 2, "heads": 2, "steps": 10**6, "warmup": 2, "cpu_s": 0.3,
