@@ -41,7 +41,7 @@ from hf.config import read_raw
 from load import MAX_DEFAULT_CONTEXT, warm_up
 from options import DEFAULT, ROOT, GenerateConfig
 from scripts.bench.measure import repeated
-from scripts.train import demo_data, task_prompts
+from scripts.train import task_prompts
 from session import Session
 
 GIVEN = "given"
@@ -494,9 +494,7 @@ def open_run(config: AnswerConfig) -> Run:
     given = []
     for file in config.prompts.split(","):
         given += read_turns(Path(file), "--prompts")
-    code = []
-    for part in demo_data.read_python().values():
-        code += [[ASK.format(header)] for header in headers(part)]
+    code = [[ASK.format(header)] for header in headers(task_prompts.modules())]
     long = task_prompts.long_texts((config.long_tokens or MAX_DEFAULT_CONTEXT) // TOKENS_OF_A_WORD)
     prompts = {GIVEN: given, CODE: code, TASKS: [*task_prompts.tasks()], LONG: [*long]}
     filter = Filter.against(eval_texts(config.eval))

@@ -6,8 +6,7 @@
 Our flags are in benchmarks/TRAINING.md.
 
 1. Data: dialogues (`turns` and `answers`, as generate_answers.py writes them, or ShareGPT's
-   `conversations`), texts (`text`), or `demo`, the corpus of demo_data.py. The loss counts the
-   answers of dialogues and all of a text.
+   `conversations`), or texts (`text`). The loss counts the answers of dialogues and all of a text.
 2. The frozen target computes the features of each batch. With `--features` they go to a file, for
    later epochs and runs, which take the same batches in another order.
 3. The head learns the target's distribution by soft cross-entropy, and in versions 1 and 2 the next
@@ -25,6 +24,7 @@ nothing is padding, and a position may see the end of the example before its own
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable
@@ -50,13 +50,14 @@ from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
 from ops.library import lib
-from options import DEMO, GenerateConfig, pick_device
-from scripts.train import demo_data, training
+from options import DEMO, ROOT, GenerateConfig, pick_device
 from scripts.train import losses as head_training
+from scripts.train import training
 from scripts.train.acceptance import ALPHAS, Drafted, chains, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
 from session import Session, common_prefix
 
+QUESTIONS = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # with answers of the data set
 SAVES = 4  # of the state, for each evaluation
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
 # options that other versions do not have
@@ -72,7 +73,7 @@ class TrainOptions:
         "checkpoints/head",
         "directory to write, official layout; holds the resume state while training",
     )
-    data: str = option("demo", "comma-separated JSONL files, or demo")
+    data: str = option(QUESTIONS, "comma-separated JSONL files")
     chat: str = option("", "chat template of dialogue data; empty: the checkpoint's own")
     resume: bool = option(False, "go on from the last saved step")
     steps: int = option(20000, "training steps", least=1)
@@ -119,7 +120,7 @@ class TrainOptions:
         fault = "--cpu_s does not know the time before a --resume; drop one of them"
         require(not (self.cpu_s and self.resume), fault)
         training.resume_file(Path(self.out), self.resume)
-        for name in self.data.split(",") if self.data != "demo" else ():
+        for name in self.data.split(","):
             require(Path(name).is_file(), f"--data: there is no file {name}; name another")
         if self.features:
             check_output(Path(self.features), "--features")
@@ -140,7 +141,6 @@ class TrainConfig(TrainOptions):
         0, "steps of a chain that the loss has; 0: 1 for version 1, 7 for version 3", least=0
     )
     ffn_dim: int = option(0, "of the head's layer; 0: the target's", least=0)
-    kv_heads: int = option(0, "of the head's layer; 0: the target's", least=0)
     init: str = option(
         "random",
         "random, feature (fc starts as the identity on the feature), or a head's directory",
@@ -186,6 +186,11 @@ class TrainConfig(TrainOptions):
 # ------------------------------------------------------------------------------- data
 
 
+def held_out(name: str, share: float) -> bool:
+    """Return true for a document of the held-out part, by the hash of its name alone."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < share * 2**32
+
+
 class Dialogue(NamedTuple):
     """Turns and their answers; a text is a single answer without a turn."""
 
@@ -212,7 +217,7 @@ class Dialogue(NamedTuple):
     @property
     def held_out(self) -> bool:
         name = self.turns[0] if self.turns else self.answers[0][:200]
-        return demo_data.held_out(name, 0.05)
+        return held_out(name, 0.05)
 
 
 class Example(NamedTuple):
@@ -304,8 +309,6 @@ def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate 
 
 def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list[list[int]]]:
     """Read the data. Returns: training examples, and held-out prompts for the evaluation."""
-    if config.data == "demo":
-        return _demo_data(config, engine)
     tokenizer = engine.tokenizer
     template = engine.template
     dialogues = [d for file in config.data.split(",") for d in read_dialogues(Path(file))]
@@ -327,29 +330,6 @@ def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list
         else:
             ids = tokenizer.encode(d.answers[0])
             prompts.append(ids[: len(ids) // 2 or 1])
-    return examples, prompts
-
-
-def _demo_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list[list[int]]]:
-    python = demo_data.read_python()
-    sums = demo_data.read_sums()
-
-    def encode(text: str) -> list[int]:
-        return engine.tokenizer.encode(text, bos=False)
-
-    examples = []
-    for part in (python, sums):
-        for ids in demo_data.encode_documents(part["train"], encode, 0.25):
-            examples.append(Example(ids, [True] * len(ids)))
-    documents = demo_data.encode_documents(python["held_out"], encode, 0.0)
-    documents = [ids for ids in documents if len(ids) > 400]
-    half = config.eval_prompts // 2
-    prompts = []
-    for i in range(half):
-        begin = 150 * (1 + i // len(documents))
-        prompts.append([demo_data.BOS, *documents[i % len(documents)][begin:][:96]])
-    for text in sums["held_out"][:half]:
-        prompts.append(engine.tokenizer.encode(text.split("\nAnswer:")[0] + "\nAnswer:"))
     return examples, prompts
 
 
@@ -435,20 +415,15 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
     """Make a head shaped like a layer of the target, or load one to go on with.
 
     examples: their marked tokens choose the draft vocabulary
-    Raises: ValueError for an existing head that this version's training cannot go on with, and for
-    a number of key heads that cannot be.
+    Raises: ValueError for an existing head that this version's training cannot go on with.
     """
     if config.is_trained:
         return existing_head(config, target)
     c = target.config
-    kv_heads = config.kv_heads or c.n_kv_heads
-    fault = f"--kv_heads must divide the target's {c.n_heads} heads; it is {kv_heads}"
-    require(c.n_heads % kv_heads == 0, fault)
     model = replace(
         c,
         n_layers=1,
         ffn_dim=config.ffn_dim or c.ffn_dim,
-        n_kv_heads=kv_heads,
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,

@@ -46,6 +46,7 @@ def write_token_heads(out: Path, kind: str, target: Transformer) -> None:
         save_file(tensors, out / "medusa_lm_head.safetensors")
     else:
         keys |= {"hydra_head_arch": "prefix-mlp" if prefix else "mlp", "grounded_heads": True}
+        keys |= {} if own else {"hydra_lm_head": "target"}
         torch.save(tensors, out / "hydra_lm_head.pt")
     (out / "config.json").write_text(json.dumps(keys))
 
