@@ -1,14 +1,11 @@
-"""Write a trained EAGLE-3 head for other programs: as GGUF for llama.cpp, or as safetensors.
+"""Write a trained EAGLE-3 head as GGUF for llama.cpp.
 
     python scripts/export_head.py --checkpoint MODEL --head HEAD --out head.gguf --type q8_0
-    python scripts/export_head.py --checkpoint MODEL --head head.gguf --out DIR
 
 1. The head is read as `--head` of generate.py reads it, and checked against its target.
 2. `write_gguf` writes llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that a type's
    blocks do not divide get the next one, as in llama.cpp's own tool. The tokenizer is the target's,
    from its GGUF file; of a directory none is written, and llama.cpp runs the head all the same.
-3. `write_directory` writes SafeAILab's layout. The numbers are those of the head's file: 16 bits
-   stay, blocks and codes become fp32.
 
 llama.cpp runs heads with three layers' hidden states, one layer, and no bias; others are refused.
 Trade-off: blocks of Q4_K are rounded to the range of their numbers, in one step; llama.cpp's tool
@@ -36,8 +33,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from cli.io import check_output, is_gguf, replace_file
-from cli.parsing import one_line_errors, option, parse
-from hf.checkpoint import TensorSource, check_out, write_checkpoint
+from cli.parsing import one_line_errors, option, parse, require
+from hf.checkpoint import TensorSource
 from hf.config import read_config
 from hf.fetch import fetched
 from hf.gguf import LAYER, NAMES, row_order
@@ -63,8 +60,8 @@ class ExportConfig:
 
     head: str = option("", "the head: a directory, or a GGUF file")
     checkpoint: str = option(DEFAULT, "its target: a Hugging Face directory or a GGUF file")
-    out: str = option("", "what to write: a file that ends in .gguf, or a directory")
-    type: str = option("q8_0", "the weights of a GGUF file", FORMATS)
+    out: str = option("", "the file to write, which ends in .gguf")
+    type: str = option("q8_0", "of the weights", FORMATS)
     overwrite: bool = option(False, "replace what is there")
 
 
@@ -123,10 +120,7 @@ def check_fits_llama_cpp(head: Head) -> None:
     }
     for fault, holds in rules.items():
         if holds:
-            raise ValueError(
-                f"{head.files.path}: llama.cpp cannot run this head, which {fault}; "
-                "name a directory as --out, which any head can be written to"
-            )
+            raise ValueError(f"{head.files.path}: llama.cpp cannot run this head, which {fault}")
 
 
 def gguf_name(official: str) -> str:
@@ -290,20 +284,6 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
         ) from None
 
 
-# ------------------------------------------------------------------------------------ safetensors
-
-
-def write_directory(head: Head, out: Path, overwrite: bool) -> None:
-    """Write SafeAILab's layout. Writes: `out`. Raises: ValueError."""
-    tensors = {name: read_tensor() for name, read_tensor in head.tensors().items()}
-    if head.ids is not None:
-        reached = torch.zeros(head.config.model.vocab_size, dtype=torch.bool)
-        tensors["d2t"] = head.ids - torch.arange(len(head.ids))
-        tensors["t2d"] = reached.index_fill(0, head.ids, True)
-    config = {key: value for key, value in head.files.config.items() if value is not None}
-    write_checkpoint(out, tensors.items(), config, head.files.path, overwrite)
-
-
 # ------------------------------------------------------------------------------------------- main
 
 
@@ -312,23 +292,12 @@ def run(config: ExportConfig) -> None:
     if not config.head or not config.out:
         raise ValueError("--head and --out are needed: the head to read, the file to write")
     out = Path(config.out)
-    as_gguf = is_gguf(out)
-    if as_gguf:
-        check_output(out, "--out")
-        if out.is_file() and not config.overwrite:
-            raise ValueError(
-                f"--out: {out} exists; give --overwrite to replace it, or name another"
-            )
-    else:
-        check_out(out, config.overwrite)
-    head = read(Path(config.head), fetched(config.checkpoint))
-    if as_gguf:
-        write_gguf(head, out, config.type)
-        size = out.stat().st_size
-    else:
-        write_directory(head, out, config.overwrite)
-        size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    print(f"wrote {out}, {size / 1e6:.1f} MB")
+    require(out.suffix.lower() == ".gguf", f"--out: {out} must end in .gguf")
+    check_output(out, "--out")
+    fault = f"--out: {out} exists; give --overwrite to replace it, or name another"
+    require(config.overwrite or not out.is_file(), fault)
+    write_gguf(read(Path(config.head), fetched(config.checkpoint)), out, config.type)
+    print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
 
 
 def main(argv: list[str] | None = None) -> None:
