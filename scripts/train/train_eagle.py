@@ -100,10 +100,10 @@ class TrainOptions:
         0, "evaluations without a higher held-out tau that end the training; 0: any", least=0
     )
     seed: int = option(0, "of initialisation, order and noise")
-    cpu_s: float = option(
+    minutes: float = option(
         0.0,
-        "seconds of processor time after the first step, evaluations included, that end the "
-        "training; --steps is then the length of the schedule. 0: --steps end it",
+        "minutes after the first step, evaluations included, that end the training; --steps is "
+        "then the length of the schedule. With --resume: those left. 0: --steps end it",
         least=0,
     )
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
@@ -117,8 +117,6 @@ class TrainOptions:
 
         Raises: ValueError for a wrong combination, a missing file, or nothing to resume.
         """
-        fault = "--cpu_s does not know the time before a --resume; drop one of them"
-        require(not (self.cpu_s and self.resume), fault)
         training.resume_file(Path(self.out), self.resume)
         for name in self.data.split(","):
             require(Path(name).is_file(), f"--data: there is no file {name}; name another")
@@ -794,7 +792,7 @@ class BestHead:
         """Add an existing head, before its first step here, as step 0. Writes: the file, info."""
         if self.config.resume or not self.config.is_trained:
             return
-        row = {"step": 0, "seconds": 0.0, "cpu_s": 0.0}
+        row = {"step": 0, "seconds": 0.0}
         row |= evaluate(made.head, made.target, made.sequences, made.method.draft)
         self.add(made.head, info, row)
 
@@ -855,8 +853,6 @@ def train(
     feed = batches(made.examples, config, done)
     recent = []
     began = time.time()
-    cpu_s = 0.0
-    mark = time.process_time()
     bar = tqdm(initial=done, total=config.steps, unit="step", mininterval=5, disable=None)
     while position < config.steps:
         recent.append(steps.run(done, position, next(feed)))
@@ -868,10 +864,9 @@ def train(
         ended = position >= config.steps
         evaluates = ended or crosses(before, position, config.eval_every)
         if evaluates:
-            cpu_s += time.process_time() - mark
             means = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
             recent = []
-            row = {"step": done, **means, "seconds": time.time() - began, "cpu_s": cpu_s}
+            row = {"step": done, **means, "seconds": time.time() - began}
             row |= evaluate(head, made.target, made.sequences, made.method.draft)
             ending_s = 2 * (time.time() - began - row["seconds"])
             improved = best.add(head, info, row)
@@ -886,22 +881,21 @@ def train(
             if ended or improved:
                 made.method.save_head(head, config, info)
             position = position if ended or not clock else clock.past(position, ending_s)
-            mark = time.process_time()
     bar.close()
     for file in (state_file, best.file):
         file.unlink(missing_ok=True)
     print(f"wrote {config.out}")
 
 
-def left_of(cpu_s: float) -> Callable[[], float]:
-    """Return a function that tells the processor time left, in seconds, from its first call on."""
+def left_of(minutes: float) -> Callable[[], float]:
+    """Return a function that tells the time left, in seconds, from its first call on."""
     end_s = None
 
     def left_s() -> float:
         nonlocal end_s
-        now = time.process_time()
+        now = time.perf_counter()
         if end_s is None:
-            end_s = now + cpu_s
+            end_s = now + 60 * minutes
         return end_s - now
 
     return left_s
@@ -921,11 +915,9 @@ def run(
     with one_line_errors(program):
         config = replace(config, device=pick_device(config.device))
         made = ready(config, method_of(config) if method_of else None)
-        left_s = None
-        if config.cpu_s:
+        if config.minutes and config.features:
             fill_features(config, made, lambda: False)
-            left_s = left_of(config.cpu_s)
-        train(config, made, left_s)
+        train(config, made, left_of(config.minutes) if config.minutes else None)
 
 
 def main() -> None:
