@@ -3,13 +3,11 @@
     python scripts/export_head.py --checkpoint MODEL --head HEAD --out head.gguf --type q8_0
 
 1. The head is read as `--head` of generate.py reads it, and checked against its target.
-2. `write_gguf` writes llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that a type's
-   blocks do not divide get the next one, as in llama.cpp's own tool. The tokenizer is the target's,
-   from its GGUF file; of a directory none is written, and llama.cpp runs the head all the same.
+2. `write_gguf` writes llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that blocks
+   do not divide are F16, as in llama.cpp's own tool. The tokenizer is the target's, from its GGUF
+   file; of a directory none is written, and llama.cpp runs the head all the same.
 
 llama.cpp runs heads with three layers' hidden states, one layer, and no bias; others are refused.
-Trade-off: blocks of Q4_K are rounded to the range of their numbers, in one step; llama.cpp's tool
-searches for better scales.
 Package: gguf. Not here: reading such a file (hf/gguf_heads.py).
 """
 
@@ -44,10 +42,7 @@ from hf.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names
 from model import rope_frequencies
 from options import DEFAULT
 
-FORMATS = ("f16", "q8_0", "q4_k")
-# type -> the type of rows that its blocks do not divide. Source: llama.cpp's llama-quantize
-NEXT = {"Q4_K": "Q5_0", "Q5_0": "F16", "Q8_0": "F16"}
-Q4_K_BYTES = 144  # of a block
+FORMATS = ("f16", "q8_0")
 # names of the official layout -> of GGUF
 STEMS = {official.removeprefix("model."): stem for stem, official in NAMES.items()}
 STEMS |= {"fc": "fc", "input_norm": "enc.output_norm"}
@@ -184,56 +179,17 @@ def add_key(writer: Any, key: str, value: Any) -> None:
 
 
 def stored(weight: Tensor, kind: str) -> tuple[np.ndarray, str]:
-    """Return a matrix in a type of FORMATS, or in the next one that fits. Returns: bytes; its type.
+    """Return a matrix in a type of FORMATS; F16 for rows that its blocks do not divide.
 
     weight: [N, K] fp32
+    Returns: bytes; their type.
     """
     import gguf
 
     kind = kind.upper()
-    while (
-        kind != "F16"
-        and weight.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
-    ):
-        kind = NEXT[kind]
-    if kind == "Q4_K":
-        return q4_k(weight.numpy()), kind
+    if weight.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
+        kind = "F16"
     return gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]), kind
-
-
-def q4_k(weight: np.ndarray) -> np.ndarray:
-    """Round a matrix, [N, K] fp32, to blocks of 256 numbers. Returns: [N, K / 256 * 144] uint8.
-
-    A block is eight groups of 32 codes of 4 bits. A number is d s code - dmin m: s and m are whole
-    numbers of 6 bits for each group, d and dmin are of the block. Source: ggml's Q4_K.
-    """
-    groups = weight.reshape(-1, 8, 32)  # [B, 8, 32]
-    least = np.minimum(groups.min(-1), 0)  # [B, 8]
-    step = (groups.max(-1).clip(min=0) - least) / 15
-    d = (step.max(-1, keepdims=True) / 63).astype(np.float16)  # [B, 1]
-    dmin = (-least.min(-1, keepdims=True) / 63).astype(np.float16)
-    s = np.rint(divided(step, d)).clip(0, 63)
-    m = np.rint(divided(-least, dmin)).clip(0, 63)
-    offset = (dmin.astype(np.float32) * m)[..., None]
-    codes = np.rint(divided(groups + offset, (d.astype(np.float32) * s)[..., None])).clip(0, 15)
-    s = s.astype(np.uint8)
-    m = m.astype(np.uint8)
-    codes = codes.astype(np.uint8).reshape(-1, 4, 2, 32)
-    parts = (
-        d.view(np.uint8),
-        dmin.view(np.uint8),
-        s[:, :4] | (s[:, 4:] >> 4) << 6,
-        m[:, :4] | (m[:, 4:] >> 4) << 6,
-        (s[:, 4:] & 15) | (m[:, 4:] & 15) << 4,
-        (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(len(codes), -1),
-    )
-    return np.concatenate(parts, 1).reshape(len(weight), -1)
-
-
-def divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a / b in fp32, 0 where b is 0."""
-    b = b.astype(np.float32)
-    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
 
 
 def write_gguf(head: Head, out: Path, kind: str) -> None:
