@@ -1,18 +1,13 @@
-"""Write a trained EAGLE-3 head for other programs: as GGUF for llama.cpp, or as safetensors.
+"""Write a trained EAGLE-3 head as GGUF for llama.cpp.
 
     python scripts/export_head.py --checkpoint MODEL --head HEAD --out head.gguf --type q8_0
-    python scripts/export_head.py --checkpoint MODEL --head head.gguf --out DIR
 
 1. The head is read as `--head` of generate.py reads it, and checked against its target.
-2. `write_gguf` writes llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that a type's
-   blocks do not divide get the next one, as in llama.cpp's own tool. The tokenizer is the target's,
-   from its GGUF file; of a directory none is written, and llama.cpp runs the head all the same.
-3. `write_directory` writes SafeAILab's layout. The numbers are those of the head's file: 16 bits
-   stay, blocks and codes become fp32.
+2. `write_gguf` writes llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that blocks
+   do not divide are F16, as in llama.cpp's own tool. The tokenizer is the target's, from its GGUF
+   file; of a directory none is written, and llama.cpp runs the head all the same.
 
 llama.cpp runs heads with three layers' hidden states, one layer, and no bias; others are refused.
-Trade-off: blocks of Q4_K are rounded to the range of their numbers, in one step; llama.cpp's tool
-searches for better scales.
 Package: gguf. Not here: reading such a file (hf/gguf_heads.py).
 """
 
@@ -36,8 +31,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from cli.io import check_output, is_gguf, replace_file
-from cli.parsing import one_line_errors, option, parse
-from hf.checkpoint import TensorSource, check_out, write_checkpoint
+from cli.parsing import one_line_errors, option, parse, require
+from hf.checkpoint import TensorSource
 from hf.config import read_config
 from hf.fetch import fetched
 from hf.gguf import LAYER, NAMES, row_order
@@ -47,10 +42,7 @@ from hf.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names
 from model import rope_frequencies
 from options import DEFAULT
 
-FORMATS = ("f16", "q8_0", "q4_k")
-# type -> the type of rows that its blocks do not divide. Source: llama.cpp's llama-quantize
-NEXT = {"Q4_K": "Q5_0", "Q5_0": "F16", "Q8_0": "F16"}
-Q4_K_BYTES = 144  # of a block
+FORMATS = ("f16", "q8_0")
 # names of the official layout -> of GGUF
 STEMS = {official.removeprefix("model."): stem for stem, official in NAMES.items()}
 STEMS |= {"fc": "fc", "input_norm": "enc.output_norm"}
@@ -63,8 +55,8 @@ class ExportConfig:
 
     head: str = option("", "the head: a directory, or a GGUF file")
     checkpoint: str = option(DEFAULT, "its target: a Hugging Face directory or a GGUF file")
-    out: str = option("", "what to write: a file that ends in .gguf, or a directory")
-    type: str = option("q8_0", "the weights of a GGUF file", FORMATS)
+    out: str = option("", "the file to write, which ends in .gguf")
+    type: str = option("q8_0", "of the weights", FORMATS)
     overwrite: bool = option(False, "replace what is there")
 
 
@@ -123,10 +115,7 @@ def check_fits_llama_cpp(head: Head) -> None:
     }
     for fault, holds in rules.items():
         if holds:
-            raise ValueError(
-                f"{head.files.path}: llama.cpp cannot run this head, which {fault}; "
-                "name a directory as --out, which any head can be written to"
-            )
+            raise ValueError(f"{head.files.path}: llama.cpp cannot run this head, which {fault}")
 
 
 def gguf_name(official: str) -> str:
@@ -190,56 +179,17 @@ def add_key(writer: Any, key: str, value: Any) -> None:
 
 
 def stored(weight: Tensor, kind: str) -> tuple[np.ndarray, str]:
-    """Return a matrix in a type of FORMATS, or in the next one that fits. Returns: bytes; its type.
+    """Return a matrix in a type of FORMATS; F16 for rows that its blocks do not divide.
 
     weight: [N, K] fp32
+    Returns: bytes; their type.
     """
     import gguf
 
     kind = kind.upper()
-    while (
-        kind != "F16"
-        and weight.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
-    ):
-        kind = NEXT[kind]
-    if kind == "Q4_K":
-        return q4_k(weight.numpy()), kind
+    if weight.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
+        kind = "F16"
     return gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]), kind
-
-
-def q4_k(weight: np.ndarray) -> np.ndarray:
-    """Round a matrix, [N, K] fp32, to blocks of 256 numbers. Returns: [N, K / 256 * 144] uint8.
-
-    A block is eight groups of 32 codes of 4 bits. A number is d s code - dmin m: s and m are whole
-    numbers of 6 bits for each group, d and dmin are of the block. Source: ggml's Q4_K.
-    """
-    groups = weight.reshape(-1, 8, 32)  # [B, 8, 32]
-    least = np.minimum(groups.min(-1), 0)  # [B, 8]
-    step = (groups.max(-1).clip(min=0) - least) / 15
-    d = (step.max(-1, keepdims=True) / 63).astype(np.float16)  # [B, 1]
-    dmin = (-least.min(-1, keepdims=True) / 63).astype(np.float16)
-    s = np.rint(divided(step, d)).clip(0, 63)
-    m = np.rint(divided(-least, dmin)).clip(0, 63)
-    offset = (dmin.astype(np.float32) * m)[..., None]
-    codes = np.rint(divided(groups + offset, (d.astype(np.float32) * s)[..., None])).clip(0, 15)
-    s = s.astype(np.uint8)
-    m = m.astype(np.uint8)
-    codes = codes.astype(np.uint8).reshape(-1, 4, 2, 32)
-    parts = (
-        d.view(np.uint8),
-        dmin.view(np.uint8),
-        s[:, :4] | (s[:, 4:] >> 4) << 6,
-        m[:, :4] | (m[:, 4:] >> 4) << 6,
-        (s[:, 4:] & 15) | (m[:, 4:] & 15) << 4,
-        (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(len(codes), -1),
-    )
-    return np.concatenate(parts, 1).reshape(len(weight), -1)
-
-
-def divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a / b in fp32, 0 where b is 0."""
-    b = b.astype(np.float32)
-    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
 
 
 def write_gguf(head: Head, out: Path, kind: str) -> None:
@@ -290,20 +240,6 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
         ) from None
 
 
-# ------------------------------------------------------------------------------------ safetensors
-
-
-def write_directory(head: Head, out: Path, overwrite: bool) -> None:
-    """Write SafeAILab's layout. Writes: `out`. Raises: ValueError."""
-    tensors = {name: read_tensor() for name, read_tensor in head.tensors().items()}
-    if head.ids is not None:
-        reached = torch.zeros(head.config.model.vocab_size, dtype=torch.bool)
-        tensors["d2t"] = head.ids - torch.arange(len(head.ids))
-        tensors["t2d"] = reached.index_fill(0, head.ids, True)
-    config = {key: value for key, value in head.files.config.items() if value is not None}
-    write_checkpoint(out, tensors.items(), config, head.files.path, overwrite)
-
-
 # ------------------------------------------------------------------------------------------- main
 
 
@@ -312,23 +248,12 @@ def run(config: ExportConfig) -> None:
     if not config.head or not config.out:
         raise ValueError("--head and --out are needed: the head to read, the file to write")
     out = Path(config.out)
-    as_gguf = is_gguf(out)
-    if as_gguf:
-        check_output(out, "--out")
-        if out.is_file() and not config.overwrite:
-            raise ValueError(
-                f"--out: {out} exists; give --overwrite to replace it, or name another"
-            )
-    else:
-        check_out(out, config.overwrite)
-    head = read(Path(config.head), fetched(config.checkpoint))
-    if as_gguf:
-        write_gguf(head, out, config.type)
-        size = out.stat().st_size
-    else:
-        write_directory(head, out, config.overwrite)
-        size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    print(f"wrote {out}, {size / 1e6:.1f} MB")
+    require(out.suffix.lower() == ".gguf", f"--out: {out} must end in .gguf")
+    check_output(out, "--out")
+    fault = f"--out: {out} exists; give --overwrite to replace it, or name another"
+    require(config.overwrite or not out.is_file(), fault)
+    write_gguf(read(Path(config.head), fetched(config.checkpoint)), out, config.type)
+    print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
 
 
 def main(argv: list[str] | None = None) -> None:

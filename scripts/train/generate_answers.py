@@ -6,7 +6,7 @@
 2. Duplicates, prompts that are too long, answers that loop, and prompts and answers that share 13
    words in a row with an evaluation prompt (or contain a shorter one) are dropped, and counted.
    The further turns of a given prompt follow, while answers are good and the text fits.
-3. A share of the prompts, chosen by hash, is answered greedily, the others at T = 1. A batch has
+3. Half of the prompts, chosen by hash, are answered greedily, the others at T = 1. A batch has
    one source and temperature, of the kind that is furthest behind, and prompts of similar length:
    any part of the file, from its start, is a mixture by equal tokens.
 4. Answers are lines of `answers.jsonl`, the model's prompts of `prompts.jsonl`. Noise depends on
@@ -41,7 +41,7 @@ from hf.config import read_raw
 from load import MAX_DEFAULT_CONTEXT, warm_up
 from options import DEFAULT, ROOT, GenerateConfig
 from scripts.bench.measure import repeated
-from scripts.train import demo_data, task_prompts
+from scripts.train import task_prompts
 from session import Session
 
 GIVEN = "given"
@@ -73,10 +73,8 @@ class AnswerConfig:
     given: float = 0.0  # share of the answer tokens for `prompts`; 0: by SHARES
     chat: str = ""  # chat template; empty: the checkpoint's own
     tokens: float = 3e6  # answer tokens in all
-    greedy: float = 0.5  # share of the prompts answered at T = 0; the others at T = 1
     answer_tokens: int = 400  # longest answer; one that is cut is marked so
     prompt_tokens: int = 300  # longest prompt, template and earlier turns included
-    long_tokens: int = 0  # of a long text's prompt; 0: as many as fit into the default context
     batch_size: int = 48  # sequences decoded together; of long texts an eighth
     quant: str = "int8"  # of 16-bit weights; quantized ones stay as they are
     dtype: str = ""  # empty: the checkpoint's
@@ -252,8 +250,7 @@ class Run:
         )
         sampled = load(options)
         greedy = replace(sampled, config=replace(sampled.config, temperature=0.0))
-        if config.greedy:
-            greedy = warm_up(with_cycles(greedy))
+        greedy = warm_up(with_cycles(greedy))
         self.engines = {False: sampled, True: greedy}  # by greedy
         self.long_tokens = _long_tokens(config, sampled)
         self.long_engines = {}  # as `engines`; made when they are needed
@@ -317,7 +314,7 @@ class Run:
         for turns, ended in found:
             ids = engine.template.encode(engine.tokenizer, turns[:1], [])
             if self.filter.accepts(source, turns, ended and len(ids) <= self.longest(source)):
-                greedy = hashed(f"greedy {turns[0]}") < self.config.greedy * 2**32
+                greedy = hashed(f"greedy {turns[0]}") < 2**31  # half of them
                 good.append(Prompt(source, turns, ids, greedy))
         if source != OWN:  # those are written in the order of their noise
             good.sort(key=lambda p: hashed(f"order {self.config.seed} {p.text}"))
@@ -356,13 +353,12 @@ class Run:
 
         Returns: false when no prompt is left.
         """
-        by_greedy = {True: self.config.greedy, False: 1 - self.config.greedy}
         by_source = shares(self.config.given)
         share = {}  # of the kinds that have prompts
         for source, greedy in self.waiting:
             has_prompts = self.waiting[source, greedy] or (source == OWN and self.writes)
-            if has_prompts and by_source[source] * by_greedy[greedy]:
-                share[source, greedy] = by_source[source] * by_greedy[greedy]
+            if has_prompts and by_source[source]:
+                share[source, greedy] = by_source[source]
         if not share:
             return False
 
@@ -465,8 +461,7 @@ class Run:
 def _long_tokens(config: AnswerConfig, engine: Engine) -> int:
     """Return the tokens of the longest prompt of a long text."""
     context = min(engine.target.config.max_context, MAX_DEFAULT_CONTEXT)
-    most = max(context - config.answer_tokens, config.prompt_tokens)
-    return min(config.long_tokens or most, most)
+    return max(context - config.answer_tokens, config.prompt_tokens)
 
 
 def decoded(
@@ -494,10 +489,8 @@ def open_run(config: AnswerConfig) -> Run:
     given = []
     for file in config.prompts.split(","):
         given += read_turns(Path(file), "--prompts")
-    code = []
-    for part in demo_data.read_python().values():
-        code += [[ASK.format(header)] for header in headers(part)]
-    long = task_prompts.long_texts((config.long_tokens or MAX_DEFAULT_CONTEXT) // TOKENS_OF_A_WORD)
+    code = [[ASK.format(header)] for header in headers(task_prompts.modules())]
+    long = task_prompts.long_texts(MAX_DEFAULT_CONTEXT // TOKENS_OF_A_WORD)
     prompts = {GIVEN: given, CODE: code, TASKS: [*task_prompts.tasks()], LONG: [*long]}
     filter = Filter.against(eval_texts(config.eval))
     run = Run(config, prompts, filter)

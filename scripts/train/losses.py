@@ -178,6 +178,11 @@ class ScaledLinear(Linear):
         return plain
 
 
+def scale_of(x: Tensor) -> Tensor:
+    """Return the root mean square of each channel: [..., F] -> [F]."""
+    return x.float().flatten(0, -2).square().mean(0).sqrt().clamp(min=1e-6)
+
+
 @torch.no_grad()
 def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
     """Train `fc` over inputs of equal scale. Writes: head.fc, until `plain_copy`.
@@ -193,8 +198,7 @@ def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
         hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
         head.first(embedded, head.project(features))
         hook.remove()
-        mean_square = seen[0].float().flatten(0, -2).square().mean(0)
-        head.fc = ScaledLinear(head.fc, mean_square.sqrt().clamp(min=1e-6))
+        head.fc = ScaledLinear(head.fc, scale_of(seen[0]))
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@
    and translation, in turn, each with a topic of its own list, and half of them with a second turn.
 2. `long_texts`: parts of the language reference that Python carries as `pydoc_data` (PSF licence),
    of 100 words to the length asked for, with a question or to summarize.
+3. `modules`: the standard library, for the headers of its functions.
 Every prompt follows from its number, so the first ones are a mixture of all kinds.
 Trade-off: a template is poorer than a user's question. It costs nothing, and may be redistributed.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 import itertools
 import pydoc_data.topics
 import re
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 THINGS = (
     "a lighthouse", "a bakery", "night trains", "bees", "the first day of school", "a long hike",
@@ -165,3 +168,17 @@ def long_texts(most_words: int) -> Iterator[list[str]]:
             yield [QUESTIONS[number % len(QUESTIONS)].format(text)]
             begin += size
             number += 1
+
+
+def modules() -> Iterator[str]:
+    """Yield the texts of Python's standard library, without its tests and tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+    skip |= {"site-packages", "__pycache__", "lib2to3"}
+    for file in sorted(root.rglob("*.py")):
+        if skip & set(file.relative_to(root).parts):
+            continue
+        try:
+            yield file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few files declare another encoding
+            continue

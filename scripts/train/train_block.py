@@ -30,7 +30,7 @@ from hf.weights import export_weights
 from model import DTYPES, Transformer
 from scripts.train import training
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
-from scripts.train.losses import ScaledLinear, plain_copy
+from scripts.train.losses import ScaledLinear, plain_copy, scale_of
 from scripts.train.train_eagle import (
     Example,
     Features,
@@ -39,7 +39,6 @@ from scripts.train.train_eagle import (
     batches,
     run,
 )
-from scripts.train.train_heads import scale_of
 
 TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
 

@@ -6,15 +6,14 @@
 Our flags are in benchmarks/TRAINING.md.
 
 1. Data: dialogues (`turns` and `answers`, as generate_answers.py writes them, or ShareGPT's
-   `conversations`), texts (`text`), or `demo`, the corpus of demo_data.py. The loss counts the
-   answers of dialogues and all of a text.
+   `conversations`), or texts (`text`). The loss counts the answers of dialogues and all of a text.
 2. The frozen target computes the features of each batch. With `--features` they go to a file, for
    later epochs and runs, which take the same batches in another order.
 3. The head learns the target's distribution by soft cross-entropy, and in versions 1 and 2 the next
    feature by SmoothL1, over one step of a chain or several (losses.py).
-4. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py). The
-   curve is drawn, and the head written if its tau is the highest so far; `--patience` of them in a
-   row without one end the training. The state for `--resume` is saved four times as often. At the
+4. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py), and
+   is written if its tau is the highest so far; `--patience` of them in a row without one end the
+   training. The state for `--resume` is saved four times as often. At the
    end the sharpness c of log softmax(c * scores) is fitted by maximum likelihood on the same
    sequences.
 Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3; HASS (`--unroll`).
@@ -25,11 +24,11 @@ nothing is padding, and a position may see the end of the example before its own
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,16 +50,16 @@ from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
 from ops.library import lib
-from options import DEMO, GenerateConfig, pick_device
-from scripts.train import demo_data, training
+from options import DEMO, ROOT, GenerateConfig, pick_device
 from scripts.train import losses as head_training
+from scripts.train import training
 from scripts.train.acceptance import ALPHAS, Drafted, chains, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
 from session import Session, common_prefix
 
+QUESTIONS = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # with answers of the data set
 SAVES = 4  # of the state, for each evaluation
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
-LABELS = {"entropy": "cross-entropy, step {} (nats)", "regression": "SmoothL1 of features, step {}"}
 # options that other versions do not have
 OF_VERSION_1 = ("noise", "feature_weight", "token_weight")
 
@@ -74,7 +73,7 @@ class TrainOptions:
         "checkpoints/head",
         "directory to write, official layout; holds the resume state while training",
     )
-    data: str = option("demo", "comma-separated JSONL files, or demo")
+    data: str = option(QUESTIONS, "comma-separated JSONL files")
     chat: str = option("", "chat template of dialogue data; empty: the checkpoint's own")
     resume: bool = option(False, "go on from the last saved step")
     steps: int = option(20000, "training steps", least=1)
@@ -101,10 +100,10 @@ class TrainOptions:
         0, "evaluations without a higher held-out tau that end the training; 0: any", least=0
     )
     seed: int = option(0, "of initialisation, order and noise")
-    cpu_s: float = option(
+    minutes: float = option(
         0.0,
-        "seconds of processor time after the first step, evaluations included, that end the "
-        "training; --steps is then the length of the schedule. 0: --steps end it",
+        "minutes after the first step, evaluations included, that end the training; --steps is "
+        "then the length of the schedule. With --resume: those left. 0: --steps end it",
         least=0,
     )
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
@@ -118,10 +117,8 @@ class TrainOptions:
 
         Raises: ValueError for a wrong combination, a missing file, or nothing to resume.
         """
-        fault = "--cpu_s does not know the time before a --resume; drop one of them"
-        require(not (self.cpu_s and self.resume), fault)
         training.resume_file(Path(self.out), self.resume)
-        for name in self.data.split(",") if self.data != "demo" else ():
+        for name in self.data.split(","):
             require(Path(name).is_file(), f"--data: there is no file {name}; name another")
         if self.features:
             check_output(Path(self.features), "--features")
@@ -142,7 +139,6 @@ class TrainConfig(TrainOptions):
         0, "steps of a chain that the loss has; 0: 1 for version 1, 7 for version 3", least=0
     )
     ffn_dim: int = option(0, "of the head's layer; 0: the target's", least=0)
-    kv_heads: int = option(0, "of the head's layer; 0: the target's", least=0)
     init: str = option(
         "random",
         "random, feature (fc starts as the identity on the feature), or a head's directory",
@@ -188,6 +184,11 @@ class TrainConfig(TrainOptions):
 # ------------------------------------------------------------------------------- data
 
 
+def held_out(name: str, share: float) -> bool:
+    """Return true for a document of the held-out part, by the hash of its name alone."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < share * 2**32
+
+
 class Dialogue(NamedTuple):
     """Turns and their answers; a text is a single answer without a turn."""
 
@@ -214,7 +215,7 @@ class Dialogue(NamedTuple):
     @property
     def held_out(self) -> bool:
         name = self.turns[0] if self.turns else self.answers[0][:200]
-        return demo_data.held_out(name, 0.05)
+        return held_out(name, 0.05)
 
 
 class Example(NamedTuple):
@@ -306,8 +307,6 @@ def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate 
 
 def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list[list[int]]]:
     """Read the data. Returns: training examples, and held-out prompts for the evaluation."""
-    if config.data == "demo":
-        return _demo_data(config, engine)
     tokenizer = engine.tokenizer
     template = engine.template
     dialogues = [d for file in config.data.split(",") for d in read_dialogues(Path(file))]
@@ -329,29 +328,6 @@ def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list
         else:
             ids = tokenizer.encode(d.answers[0])
             prompts.append(ids[: len(ids) // 2 or 1])
-    return examples, prompts
-
-
-def _demo_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list[list[int]]]:
-    python = demo_data.read_python()
-    sums = demo_data.read_sums()
-
-    def encode(text: str) -> list[int]:
-        return engine.tokenizer.encode(text, bos=False)
-
-    examples = []
-    for part in (python, sums):
-        for ids in demo_data.encode_documents(part["train"], encode, 0.25):
-            examples.append(Example(ids, [True] * len(ids)))
-    documents = demo_data.encode_documents(python["held_out"], encode, 0.0)
-    documents = [ids for ids in documents if len(ids) > 400]
-    half = config.eval_prompts // 2
-    prompts = []
-    for i in range(half):
-        begin = 150 * (1 + i // len(documents))
-        prompts.append([demo_data.BOS, *documents[i % len(documents)][begin:][:96]])
-    for text in sums["held_out"][:half]:
-        prompts.append(engine.tokenizer.encode(text.split("\nAnswer:")[0] + "\nAnswer:"))
     return examples, prompts
 
 
@@ -437,20 +413,15 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
     """Make a head shaped like a layer of the target, or load one to go on with.
 
     examples: their marked tokens choose the draft vocabulary
-    Raises: ValueError for an existing head that this version's training cannot go on with, and for
-    a number of key heads that cannot be.
+    Raises: ValueError for an existing head that this version's training cannot go on with.
     """
     if config.is_trained:
         return existing_head(config, target)
     c = target.config
-    kv_heads = config.kv_heads or c.n_kv_heads
-    fault = f"--kv_heads must divide the target's {c.n_heads} heads; it is {kv_heads}"
-    require(c.n_heads % kv_heads == 0, fault)
     model = replace(
         c,
         n_layers=1,
         ffn_dim=config.ffn_dim or c.ffn_dim,
-        n_kv_heads=kv_heads,
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
@@ -541,41 +512,6 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     if c.qkv_bias:
         keys["qkv_bias"] = True
     training.write_checkpoint(out, tensors, keys, info)
-
-
-def plot_curve(curve: list[dict], losses: dict[str, float], path: Path) -> None:
-    """Draw the losses, and alpha and tau, against steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    steps = [row["step"] for row in curve]
-    for name in losses:
-        kind, step = name.split()
-        trained = [row for row in curve if name in row]  # the row of a start has no losses
-        left.plot(
-            [row["step"] for row in trained],
-            [row[name] for row in trained],
-            label=LABELS[kind].format(step),
-        )
-    left.set(xlabel="step", title="training loss", yscale="log")
-    levels = max((len(row["alpha"]) for row in curve), default=0)
-    for n in range(levels):
-        right.plot(steps, [row["alpha"][n] for row in curve], label=f"{n}-alpha", lw=1)
-    twin = right.twinx()
-    label = f"tau (chain of {levels}, right)"
-    twin.plot(steps, [row["tau"] for row in curve], "k", lw=2, label=label)
-    right.set(xlabel="step", title="held-out acceptance", ylim=(0, 1))
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-    left.legend()
-    right.legend(loc="lower left", fontsize=8)
-    twin.legend(loc="lower right", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, format="png")
-    plt.close(figure)
 
 
 class Method(NamedTuple):
@@ -856,7 +792,7 @@ class BestHead:
         """Add an existing head, before its first step here, as step 0. Writes: the file, info."""
         if self.config.resume or not self.config.is_trained:
             return
-        row = {"step": 0, "seconds": 0.0, "cpu_s": 0.0}
+        row = {"step": 0, "seconds": 0.0}
         row |= evaluate(made.head, made.target, made.sequences, made.method.draft)
         self.add(made.head, info, row)
 
@@ -893,13 +829,6 @@ def crosses(before: float, after: float, unit: float) -> bool:
     return after // unit > before // unit
 
 
-def write_files(made: Ready, config: TrainOptions, info: dict) -> None:
-    """Write the head in its layout, and the curve of its training."""
-    made.method.save_head(made.head, config, info)
-    curve = partial(plot_curve, info["curve"], config.losses)
-    replace_file(Path(config.out) / "curve.png", curve)
-
-
 def train(
     config: TrainOptions, made: Ready | None = None, left_s: Callable[[], float] | None = None
 ) -> None:
@@ -924,8 +853,6 @@ def train(
     feed = batches(made.examples, config, done)
     recent = []
     began = time.time()
-    cpu_s = 0.0
-    mark = time.process_time()
     bar = tqdm(initial=done, total=config.steps, unit="step", mininterval=5, disable=None)
     while position < config.steps:
         recent.append(steps.run(done, position, next(feed)))
@@ -937,10 +864,9 @@ def train(
         ended = position >= config.steps
         evaluates = ended or crosses(before, position, config.eval_every)
         if evaluates:
-            cpu_s += time.process_time() - mark
             means = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
             recent = []
-            row = {"step": done, **means, "seconds": time.time() - began, "cpu_s": cpu_s}
+            row = {"step": done, **means, "seconds": time.time() - began}
             row |= evaluate(head, made.target, made.sequences, made.method.draft)
             ending_s = 2 * (time.time() - began - row["seconds"])
             improved = best.add(head, info, row)
@@ -953,24 +879,23 @@ def train(
             training.save_state(state_file, head, steps.optimizers, place)
         if evaluates:
             if ended or improved:
-                write_files(made, config, info)
+                made.method.save_head(head, config, info)
             position = position if ended or not clock else clock.past(position, ending_s)
-            mark = time.process_time()
     bar.close()
     for file in (state_file, best.file):
         file.unlink(missing_ok=True)
     print(f"wrote {config.out}")
 
 
-def left_of(cpu_s: float) -> Callable[[], float]:
-    """Return a function that tells the processor time left, in seconds, from its first call on."""
+def left_of(minutes: float) -> Callable[[], float]:
+    """Return a function that tells the time left, in seconds, from its first call on."""
     end_s = None
 
     def left_s() -> float:
         nonlocal end_s
-        now = time.process_time()
+        now = time.perf_counter()
         if end_s is None:
-            end_s = now + cpu_s
+            end_s = now + 60 * minutes
         return end_s - now
 
     return left_s
@@ -990,11 +915,9 @@ def run(
     with one_line_errors(program):
         config = replace(config, device=pick_device(config.device))
         made = ready(config, method_of(config) if method_of else None)
-        left_s = None
-        if config.cpu_s:
+        if config.minutes and config.features:
             fill_features(config, made, lambda: False)
-            left_s = left_of(config.cpu_s)
-        train(config, made, left_s)
+        train(config, made, left_of(config.minutes) if config.minutes else None)
 
 
 def main() -> None:

@@ -1,37 +1,84 @@
-"""Files of new drafters for a golden model, written as the training programs do."""
+"""Files of new drafters for a golden model, in their official layouts."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from extras.block_draft import BlockHead
 from extras.hydra_draft import HydraHeads
 from extras.medusa_draft import MedusaHeads
 from helpers import GOLDEN, golden_target
 from hf.block_heads import BlockConfig
-from hf.token_heads import TokenHeads
-from model import ModelConfig, Transformer
+from hf.checkpoint import WeightFiles
+from hf.token_heads import TokenHeads, hydra_names, medusa_names
+from hf.weights import export_weights
+from model import Linear, ModelConfig, Transformer
 from scripts.train import losses, train_eagle
-from scripts.train.distill import DistillConfig, DraftModel, save
 from scripts.train.train_block import tapped_layers, write_files
-from scripts.train.train_heads import start_as_identity, write_heads
 
 MODEL = "models/target_llama_mha"  # 3 layers, width 64, vocabulary 97
 INFO = {"config": {}, "curve": []}
 
 
 def write_token_heads(out: Path, kind: str, target: Transformer) -> None:
-    """Write heads of Medusa or Hydra, with LM heads of their own unless the kind says otherwise."""
+    """Write heads of Medusa or Hydra, with LM heads of their own unless the kind says otherwise.
+
+    Blocks begin as the identity, and LM heads as the target's.
+    """
     c = target.config
-    prefix = dense_layer(target) if kind == "hydra++" else None
-    made = MedusaHeads if kind.startswith("medusa") else HydraHeads
     own = kind in ("medusa", "hydra", "hydra++")
-    heads = made(TokenHeads(3, 2, c.dim, c.vocab_size, own, prefix=prefix))
-    start_as_identity(heads, target)
-    write_heads(out, heads, c, "bfloat16")
+    prefix = dense_layer(target) if kind == "hydra++" else None
+    shape = TokenHeads(3, 2, c.dim, c.vocab_size, own, prefix=prefix)
+    method = "medusa" if kind.startswith("medusa") else "hydra"
+    heads = MedusaHeads(shape) if method == "medusa" else HydraHeads(shape)
+    with torch.no_grad():
+        start_as_identity(heads, target)
+    names = medusa_names(shape) if method == "medusa" else hydra_names(shape)
+    tensors = export_weights(heads, names, c, torch.bfloat16)
+    keys = {f"{method}_num_heads": shape.heads, f"{method}_num_layers": shape.layers}
+    if method == "medusa":
+        keys |= {} if own else {"version": "2"}
+        save_file(tensors, out / "medusa_lm_head.safetensors")
+    else:
+        keys |= {"hydra_head_arch": "prefix-mlp" if prefix else "mlp", "grounded_heads": True}
+        keys |= {} if own else {"hydra_lm_head": "target"}
+        torch.save(tensors, out / "hydra_lm_head.pt")
+    (out / "config.json").write_text(json.dumps(keys))
+
+
+def start_as_identity(heads: MedusaHeads | HydraHeads, target: Transformer) -> None:
+    """Set the weights of new heads: the linear residual of Hydra's first block passes the feature on."""
+    for lm_head in heads.lm_heads:
+        lm_head.weight.copy_(target.lm_head.weight)
+        if lm_head.bias is not None:
+            lm_head.bias.zero_()
+    blocks = heads.first if isinstance(heads, MedusaHeads) else heads.mlps
+    for part in (blocks, getattr(heads, "deeper", None)):
+        for module in part.modules() if part else ():
+            if isinstance(module, Linear):
+                module.weight.zero_()
+                module.bias.zero_()
+    if isinstance(heads, HydraHeads) and heads.prefix:
+        for layer in (heads.prefix[0].attention.wo, heads.prefix[0].ffn.w2):
+            layer.weight.zero_()
+    dim = target.config.dim
+    for mlp in getattr(heads, "mlps", ()):
+        mlp[0].weight[dim:].normal_(std=0.02)
+        mlp[0].weight[dim:, :dim] += torch.eye(dim)
+
+
+def write_draft_model(out: Path, model: str) -> None:
+    """Write the first layer of a golden model, under its tables."""
+    config = json.loads((GOLDEN / model / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    files = WeightFiles(GOLDEN / model)
+    kept = [name for name in files.readers if ".layers." not in name or ".layers.0." in name]
+    save_file({name: files.read(name) for name in kept}, out / "model.safetensors")
 
 
 def write_block_head(out: Path, kind: str, target: Transformer) -> None:
@@ -50,13 +97,12 @@ def dense_layer(target: Transformer) -> ModelConfig:
 
 
 def write_drafter(out: Path, kind: str, model: str = MODEL) -> None:
-    """Write the files of a drafter for a golden model, as the training programs do."""
+    """Write the files of a drafter for a golden model."""
     target = golden_target(model)
     out.mkdir()
     torch.manual_seed(1)
     if kind == "model":
-        config = DistillConfig(checkpoint=str(GOLDEN / model), out=str(out), layers=1)
-        save(DraftModel(target, 1), target, config, INFO)
+        write_draft_model(out, model)
     elif kind == "eagle3":
         head = losses.new_head(dense_layer(target), target, None, from_target=True)
         config = train_eagle.TrainConfig(out=str(out), version=3)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,32 +21,26 @@ import sampling
 from cli.parsing import parse
 from cli.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, RootOnly
+from drafters import DrafterUpdate, DraftInputs
 from extras import hydra_draft, medusa_draft
 from extras.residual import sample_children
-from generate import generate, load
+from generate import load
 from helpers import (
     GOLDEN,
     PROMPTS,
     compiled_as_on_cuda,
     decode,
     engine_for,
-    golden_run,
     golden_target,
     order_of,
     slow,
     token_paths,
 )
-from hf.checkpoint import Quantization, WeightFiles
+from hf.checkpoint import Quantization
 from hf.head_kinds import head_kind
 from options import GenerateConfig
 from quantize import quantize_directory
 from sampling import Sampling, SamplingTensors
-from scripts.train import train_eagle
-from scripts.train.acceptance import evaluate, fit_sharpness
-from scripts.train.head_losses import draft_levels, level_losses
-from scripts.train.train_eagle import ready, train
-from scripts.train.train_heads import HeadConfig, method_of, write_heads
 
 TARGET = GOLDEN / "models/target_llama_mha"
 D = 4
@@ -321,30 +314,16 @@ def test_trees_have_as_many_levels_as_there_are_heads(official, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_written_heads_are_those_that_were_read(official, kind, tmp_path):
-    """Our writer gives the official tensors back; `quantize.py` rounds them as loading does."""
-    module, folder = official[kind]
+def test_quantize_rounds_heads_as_loading_does(official, kind, tmp_path):
+    folder = official[kind][1]
     target = golden_target()
-    official_draft = medusa_draft if kind.startswith("medusa") else hydra_draft
-    heads = official_draft.load_heads(folder, target)
-    write_heads(tmp_path, heads, target.config, "float32")
-    assert head_kind(tmp_path) == head_kind(folder)
-    written = WeightFiles(tmp_path)
-    same = {
-        name
-        for name, value in module.state_dict().items()
-        if not name.startswith(("input_embed_fn", "prefix_embeding_layer.embed"))
-    }
-    assert set(written.readers) == same
-    for name in same:
-        assert torch.equal(written.read(name), module.state_dict()[name])
-    again = official_draft.load_heads(tmp_path, target)
-    assert again.config == heads.config
+    load_heads = (medusa_draft if kind.startswith("medusa") else hydra_draft).load_heads
     quantize_directory(folder, tmp_path / "int8", Quantization("int8"))
-    stored = official_draft.load_heads(tmp_path / "int8", target)
-    rounded = official_draft.load_heads(folder, target, Quantization("int8"))
+    stored = load_heads(tmp_path / "int8", target)
+    rounded = load_heads(folder, target, Quantization("int8"))
     x = torch.randn(1, 1, 64 if kind.startswith("medusa") else 128)
-    assert torch.equal(stored(x), rounded(x)) and not torch.equal(stored(x), heads(x))
+    assert torch.equal(stored(x), rounded(x))
+    assert not torch.equal(stored(x), load_heads(folder, target)(x))
 
 
 def test_more_heads_than_the_config_says_all_draft(official, tmp_path, capsys):
@@ -450,109 +429,6 @@ def test_two_heads_on_a_command_line_are_refused(first, second, capsys):
         assert stop.value.code == 2 and capsys.readouterr().err == f"generate.py: {message}\n"
     found = parse(GenerateConfig, "generate.py", "", [f"--{first}=a", f"--{first}=b"])
     assert found.head == "b"
-
-
-# ---------------------------------------------------------------------------------------- training
-
-
-def rows_of_losses(kind: str, module, tokens, mask, features) -> list[float]:
-    """The losses of train_legacy.py and of train.py, row by row."""
-    target, T, found = golden_target(), len(tokens), []
-    prefixed = module.prefix_embeding_layer(features) if kind == "hydra++" else features
-    for i in range(D):
-        losses = []
-        for t in range(T - 2 - i):
-            label = tokens[t + 2 + i]
-            if not mask[t + 2 + i]:
-                continue
-            if kind.startswith("medusa"):
-                z = module[i](features[t])
-                z = z if kind == "medusa" else target.lm_head(z)
-                losses.append(-z.log_softmax(-1)[label])
-            else:
-                z = module.scores(prefixed[t], tuple(tokens[t + 1 : t + 2 + i]))
-                p = target.lm_head(features[t + 1 + i]).softmax(-1)
-                losses.append(-(p * z.log_softmax(-1)).sum())
-        found.append(float(torch.stack(losses).mean()))
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_the_official_ones_and_heads_learn(official, kind):
-    module, folder = official[kind]
-    target = golden_target()
-    heads = drafter_of(folder, TREES["chain"]).heads.requires_grad_(True)
-    tokens = torch.randint(97, (2, 14), generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(14) > torch.tensor([[4], [20]])  # the second row does not count
-    features = torch.stack([features_of(row) for row in tokens.tolist()])
-    method = head_kind(folder)
-    batch = (tokens, mask, features)
-    found = level_losses(method, heads, target, batch)
-    want = rows_of_losses(kind, module, tokens[0].tolist(), mask[0].tolist(), features[0])
-    assert torch.stack(found).tolist() == pytest.approx(want, abs=2e-5)
-    weights = list(HeadConfig(method=method).losses.values())
-    assert weights == pytest.approx([0.8**i if method == "medusa" else 1.0 for i in range(D)])
-    before = target.lm_head.weight.clone()
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
-    for _ in range(6):
-        optimizer.zero_grad()
-        sum(level_losses(method, heads, target, batch)).backward()
-        optimizer.step()
-    after = level_losses(method, heads, target, batch)
-    assert all(a < b for a, b in zip(after, found)) and torch.equal(target.lm_head.weight, before)
-
-
-@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
-def test_alpha_is_that_of_the_decode_loops_chains(official, kind):
-    """Level by level, from every position; the sharpness comes from the grid."""
-    folder = official[kind][1]
-    target, method = golden_target(), head_kind(folder)
-    drafter = drafter_of(folder, StaticTree.chain(D))
-    history = golden_run(RootOnly(), PROMPTS[0], max_new_tokens=60).history[0]
-
-    draft = partial(draft_levels, method)
-    drafted = draft(drafter.heads, target, torch.tensor([history]))
-    ok = drafted.ok.long().cumprod(1)
-    R = len(ok)
-    hidden = drafted.features[0, :R]
-    if kind == "hydra++":
-        positions = torch.arange(len(history))[None]
-        hidden = drafter.heads.attend(drafted.features, positions, None, None)[0, :R]
-    state = drafter.init(R, 80)
-    length = torch.arange(1, R + 1)
-    state = state._replace(length=length, hidden=hidden[:, None])
-    text = DecodedTokens(torch.tensor([history] * R), length)
-    tokens = drafter.propose(state, DraftInputs(None, text)).tokens[:, 1:]
-    truth = torch.stack([torch.tensor(history[r + 2 : r + 2 + D]) for r in range(R)])
-    assert torch.equal((tokens == truth).long().cumprod(1), ok)
-    row = evaluate(drafter.heads, target, [(0, history)], draft)
-    assert row["tau"] == pytest.approx(1 + float(ok.sum(1).float().mean()))
-    assert len(row["alpha"]) == D
-    assert 1.0 <= fit_sharpness(drafter.heads, target, [(0, history)], draft) <= 4.0
-
-
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
-def test_training_writes_heads_that_draft(method, tmp_path, monkeypatch):
-    """From the target's own texts to files that `--head` takes, of Hydra with a prefix layer."""
-    prompts = [[5 + i, 17, 3] for i in range(8)]
-    sampled = golden_run(RootOnly(), *prompts, temperature=0.4, max_new_tokens=50).history
-    examples = [train_eagle.Example(ids, [i > 2 for i in range(len(ids))]) for ids in sampled]
-    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
-    monkeypatch.setattr(train_eagle, "prepare", lambda *_: (examples, [(3, sampled[0])]))
-    config = HeadConfig(
-        checkpoint=str(TARGET), method=method, prefix_attention=method == "hydra", heads=2, steps=16, warmup=2,
-        batch_size=4, seq_len=48, lr=1e-2, eval_every=8, dtype="float32", device="cpu", out=str(tmp_path),
-        weight_decay=0.0,
-    )  # fmt: skip
-    train(config, ready(config, method_of(config)))
-    first, last = json.loads((tmp_path / "training.json").read_text())["curve"]
-    assert all(last[name] < first[name] - 0.1 for name in config.losses)
-    assert method == "medusa" or last["tau"] > 1.3, "that of new heads is 1.0"
-    made = drafter_of(tmp_path, StaticTree.chain(2)).heads.config
-    assert (made.heads, made.own_lm_heads, bool(made.prefix)) == (2, False, method == "hydra")
-    options = {"checkpoint": str(TARGET), "head": str(tmp_path), "device": "cpu", "tree": "chain"}
-    engine = load(max_new_tokens=20, **options)
-    assert generate(engine, [prompts[0]]).stats["tau"] >= 1
 
 
 def test_sampled_children_are_those_of_each_nodes_own_noise(official):

@@ -20,7 +20,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from test_gguf import Kind, refused
 from test_gguf import write as write_file
 
@@ -156,19 +156,6 @@ def test_a_file_says_what_the_directory_says(files, flags):
         assert torch.equal(ours.read(name), theirs.read(name).to(ours.read(name).dtype)), name
 
 
-def test_sixteen_bits_come_back_as_safetensors(files, tmp_path):
-    export(files(kind="f16"), tmp_path / "back")
-    (file,) = (tmp_path / "back").glob("*.safetensors")
-    back, first = load_file(file), weights()
-    assert back.keys() == first.keys() | {"t2d"}
-    assert all(torch.equal(back[name].half() if value.is_floating_point() else back[name], value)
-               for name, value in first.items())  # fmt: skip
-    assert back["t2d"].nonzero()[:, 0].equal(IDS)
-    export(tmp_path / "back", tmp_path / "head.gguf", "--type", "f16")
-    again, model = named(tmp_path / "head.gguf"), read_config(TARGET)
-    assert read_head(again, model) == read_head(named(files(kind="f16")), model)
-
-
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_a_second_export_is_the_same_file(files, tmp_path, kind):
     again = tmp_path / files(kind=kind).name
@@ -182,7 +169,7 @@ def test_numbers_are_those_of_the_package(files, kind):
     path = files(kind=kind)
     ours = named(path)
     names = {export_head.gguf_name(f"{name}.weight"): f"{name}.weight" for name in SHAPES}
-    bound = {"f16": 0, "q8_0": (0.5 + 127 * 2**-11) / 127, "q4_k": 0.5 / 15 + 0.03}[kind]
+    bound = {"f16": 0, "q8_0": (0.5 + 127 * 2**-11) / 127}[kind]
     for tensor in gguf.GGUFReader(path).tensors:
         if len(tensor.shape) < 2 or tensor.name.startswith(("blk.0.attn_q", "blk.0.attn_k")):
             continue
@@ -192,24 +179,13 @@ def test_numbers_are_those_of_the_package(files, kind):
         package = gguf.dequantize(tensor.data, tensor.tensor_type)
         assert np.array_equal(value.numpy(), package.astype(np.float32)), tensor.name
         first = weights()[official].float()
-        blocks = first.reshape(-1, 32)
-        spread = blocks.amax(1) - blocks.amin(1) if kind == "q4_k" else blocks.abs().amax(1)
+        spread = first.reshape(-1, 32).abs().amax(1)
         off = (value - first).reshape(-1, 32).abs().amax(1)
         assert (off <= bound * spread * 1.001 + 1e-9).all(), tensor.name
 
 
-def test_rows_that_no_block_divides_get_the_next_type():
-    weight = torch.randn(4, 576)
-    assert export_head.stored(weight, "q4_k")[1] == "Q5_0"
-    assert export_head.stored(weight[:, :30], "q4_k")[1] == "F16"
-    assert export_head.stored(weight[:, :30], "q8_0")[1] == "F16"
-
-
-def test_zeros_and_equal_numbers_in_four_bits():
-    weight = np.zeros((2, 256), np.float32)
-    weight[1] = 0.5
-    back = gguf.dequantize(export_head.q4_k(weight), Kind.Q4_K)
-    assert np.array_equal(back[0], weight[0]) and np.allclose(back[1], 0.5, rtol=2e-3)
+def test_rows_that_no_block_divides_are_in_16_bits():
+    assert export_head.stored(torch.randn(4, 30), "q8_0")[1] == "F16"
 
 
 # --------------------------------------------------------------------------------------- drafting
@@ -656,9 +632,7 @@ def test_an_existing_file_stays(capsys, files, tmp_path):
     assert out.read_text() == "mine"
     export(plain, out, "--overwrite")
     assert out.read_bytes()[:4] == b"GGUF"
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    assert "exists; give --overwrite" in failure(capsys, plain, folder)
+    assert "must end in .gguf" in failure(capsys, plain, tmp_path / "folder")
 
 
 def test_a_full_disk_leaves_nothing(capsys, files, tmp_path, monkeypatch):

@@ -11,13 +11,11 @@ import torch
 
 from cli.methods import HEAD_KINDS
 from cli.parsing import parse
-from extras.medusa_draft import MedusaHeads
-from hf.token_heads import TokenHeads
+from drafter_files import write_token_heads
 from hf.weights import load_model
 from options import DEMO, GenerateConfig
 from scripts import compare
 from scripts.bench.measure import Series
-from scripts.train.train_heads import start_as_identity, write_heads
 
 
 @pytest.fixture(autouse=True)
@@ -70,11 +68,8 @@ def test_without_a_head_there_are_two(prompts, capsys, tmp_path):
 def test_heads_of_every_kind_are_compared(prompts, capsys, tmp_path):
     """EAGLE's and Medusa's in one run, each with the trees of its kind, under their folders' names."""
     target = load_model(Path(DEMO), torch.float32)
-    c = target.config
-    heads = MedusaHeads(TokenHeads(3, 1, c.dim, c.vocab_size, own_lm_heads=False))
-    start_as_identity(heads, target)
     (tmp_path / "medusa").mkdir()
-    write_heads(tmp_path / "medusa", heads, c, "bfloat16")
+    write_token_heads(tmp_path / "medusa", "medusa 2", target)
     folders = {"eagle": f"{DEMO}-eagle", "medusa": str(tmp_path / "medusa")}
     lines = lines_of(
         capsys,

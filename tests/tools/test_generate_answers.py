@@ -43,7 +43,7 @@ EVAL = "One two three four five six seven eight nine ten eleven twelve thirteen 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """Few prompts of each kind, for the demo, whose own prompts are made up: it would not write any."""
-    monkeypatch.setattr(answer.demo_data, "read_python", lambda: {"train": [MODULE]})
+    monkeypatch.setattr(answer.task_prompts, "modules", lambda: [MODULE])
     (tmp_path / "given.jsonl").write_text(
         "".join(json.dumps({"turns": [f"What is {i}?"]}) + "\n" for i in range(9))
     )
@@ -203,7 +203,6 @@ def test_conversations_go_on_while_answers_are_good(sources, monkeypatch, capsys
     seen: list[list[int]] = []
     monkeypatch.setattr(answer, "decoded", decoded)
     monkeypatch.setattr(answer, "repeated", lambda ids: float(50 < len(ids) < 100))
-    monkeypatch.setattr(answer.demo_data, "read_python", dict)
     run = answer.Run(config, {"given": [row["turns"] for row in rows]}, Filter.against([EVAL]))
     run.writes = False
     while run.step():

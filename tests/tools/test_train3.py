@@ -38,7 +38,6 @@ from scripts.train.losses import (
 from scripts.train.train_eagle import Example, TrainConfig
 
 UNROLLED = STEPS[3]
-PLOT = train_eagle.plot_curve
 TARGET = "models/target_llama31_gqa8"
 HEAD = "models/head_eagle3"
 
@@ -170,8 +169,7 @@ def written() -> tuple[list[Example], list[tuple[int, list[int]]]]:
 
 @pytest.fixture
 def quick(monkeypatch):
-    """No compilation, no corpus to read, and no drawing."""
-    monkeypatch.setattr(train_eagle, "plot_curve", lambda curve, losses, path: path.touch())
+    """No compilation, and no corpus to read."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
     monkeypatch.setattr(train_eagle, "prepare", prepared)
 
@@ -181,8 +179,7 @@ def prepared(config, target):
     return written()
 
 
-def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_eagle, "plot_curve", PLOT)
+def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_path):
     config = TrainConfig(**COMMON | {"out": str(tmp_path), "steps": 80, "eval_every": 40})
     torch.manual_seed(0)
     fresh = train_eagle.make_head(config, target(), written()[0])
@@ -198,7 +195,7 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
     tensors = load_file(tmp_path / "model.safetensors")
     assert set(tensors) == set(load_file(GOLDEN / HEAD / "model.safetensors"))
     assert torch.equal(torch.arange(100) + tensors["d2t"], tensors["t2d"].nonzero().flatten())
-    assert raw["draft_vocab_size"] == 100 and (tmp_path / "curve.png").is_file()
+    assert raw["draft_vocab_size"] == 100
     head = load_head(tmp_path, target())
     assert head.aux_layers == (2, 4, 5) and head.vocab.drafted == 100 and head.config.sharpness >= 1
     tau = evaluate(head, target(), written()[1])["tau"]
@@ -389,8 +386,10 @@ def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monke
         for name, value in whole.items():
             torch.testing.assert_close(tensors[name], value)
     assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [
-        "config.json", "curve.png", "model.safetensors", "training.json",
-    ]  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "training.json",
+    ]
 
 
 @pytest.mark.parametrize("embedding", ["target's", "own", "tied"])
@@ -463,7 +462,6 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
         ({"init": str(GOLDEN / "models/head_eagle12_mha"), "draft_vocab": 0, "checkpoint": str(GOLDEN / "models/target_llama_mha")},
          "is a head of version 1; train it with --version 1"),
         ({"init": str(GOLDEN / HEAD), "draft_vocab": 0, "version": 1}, "is a head of version 3; train it with --version 3"),
-        ({"kv_heads": 3}, "--kv_heads must divide the target's"),
         ({"init": str(GOLDEN / HEAD)}, "has a draft vocabulary already"),
     ],
 )  # fmt: skip

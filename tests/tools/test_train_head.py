@@ -17,7 +17,7 @@ from options import DEMO
 from quantize import quantize_directory
 from scripts import train_head
 from scripts.bench import measure as bench_measure
-from scripts.train import demo_data, generate_answers, plan, train_eagle
+from scripts.train import generate_answers, plan, train_eagle
 from scripts.train.generate_answers import AnswerConfig, Run
 from scripts.train.plan import STAGES, Costs, make_plan, plan_text
 
@@ -60,10 +60,10 @@ def small(tmp_path, monkeypatch):
     tasks = [{"id": i, "task": "tiny", "turns": [f"Say {i}."]} for i in range(2)]
     (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    monkeypatch.setattr(generate_answers.demo_data, "read_python", lambda: {"train": [MODULE]})
+    monkeypatch.setattr(generate_answers.task_prompts, "modules", lambda: [MODULE])
     for name in ("tasks", "long_texts"):
         monkeypatch.setattr(generate_answers.task_prompts, name, lambda *words: [])
-    monkeypatch.setattr(demo_data, "held_out", lambda name, share: name.endswith("1?"))
+    monkeypatch.setattr(train_eagle, "held_out", lambda name, share: name.endswith("1?"))
     monkeypatch.setattr(train_eagle, "OWN_TOKENS", 24)
     size = {"answer_tokens": 8, "batch_size": 4, "eval": str(tmp_path / "tiny.jsonl")}
 
