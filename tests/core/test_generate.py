@@ -631,20 +631,3 @@ def test_messages(tmp_path):
     for asked, prompts, fault in wrong:
         with pytest.raises(ValueError, match=fault):
             generate(asked, prompts)
-
-
-def test_choices_that_lose_are_told(capsys):
-    """With --compile on a CPU, where they were measured; never the defaults."""
-    common = {"checkpoint": DEMO, "device": "cpu"}
-    told = {
-        "tree": ("static", "--tree static was slower than no drafting wherever both"),
-        "draft": ("lookahead", "--draft lookahead was slower than no drafting"),
-    }
-    for name, (value, note) in told.items():
-        load(**common, compile=True, **{name: value})
-        assert capsys.readouterr().err.startswith(f"note: {note}")
-        load(**common, **{name: value})
-        assert capsys.readouterr().err == ""
-    for options in ({}, {"tree": "dynamic:,,8"}, {"tree": "chain"}):
-        load(**common, compile=True, **options)
-        assert capsys.readouterr().err == "", options
