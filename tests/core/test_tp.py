@@ -499,25 +499,6 @@ def test_every_model_in_fp32(tmp_path, world, temperature):
         check_equal(case, found[name])
 
 
-@pytest.mark.slow  # a minute and a half, as above
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("form", ["none", "int8", "int4"])
-def test_every_format_decodes_the_same_with_a_draft(tmp_path, world, form):
-    """A bf16 demo, and mixtures, one of them with a head (in int4 its inputs are too few); without any margin."""
-    mixture, cases = write_tiny(tmp_path / "mixture", MIXTURE), {}
-    models = ("demo", mixture, *(["mixtral"] if form != "int4" else []))
-    for model, temperature in itertools.product(models, (0.0, 1.0)):
-        halves = {"dtype": "bfloat16", "quant": form, "temperature": temperature, "batch_size": 2}
-        halves |= {"max_new_tokens": 32} | ({"group_size": 32} if form == "int4" else {})
-        for draft in ("none", "ngram", *(["eagle"] if model != mixture else [])):
-            cases[f"{model} {temperature:g} {draft}"] = options_of(model, draft, **halves)
-    found = run_ranks({world: cases}, tmp_path, 900)[world]
-    for name, options in cases.items():
-        vanilla = f"{name.rpartition(' ')[0]} none"
-        assert found[name]["tokens"] == found[vanilla]["tokens"], name
-        check_close(options, found[name], 0.1)
-
-
 def test_ranks_with_compile_decode_the_same(quick):
     """On CPUs, in bf16: as ranks without it, bit for bit."""
     compiled, eager = (quick.found[2][name] for name in ("compiled", "eager"))
