@@ -300,24 +300,6 @@ def test_ratios_do_not_depend_on_the_order():
         assert ratios_of(sizer) == pytest.approx(costs, rel=0.08), order
 
 
-@pytest.mark.parametrize("factor", [0.6, 1.7])
-def test_timed_in_another_mood_of_the_machine(factor):
-    """A factor common to all presets says nothing about the one that runs.
-
-    Drafting with a broken head still ends at once.
-    """
-    costs, means = MACHINES["a broken head"]
-    sizer, rng, trees = timed_sizer([factor * cost for cost in costs]), random.Random(0), 0
-    for _ in range(60):
-        preset = sizer.next(4)
-        accepted = int(rng.random() < means[preset])
-        sizer.observe(preset, accepted, costs[preset] * (1 + 0.05 * rng.random()))
-        trees += preset > 0
-    assert sizer.best == 0 and trees < 20  # of 60, probes included
-    ratios = [sizer.cost(preset) / cost for preset, cost in enumerate(costs)]
-    assert max(ratios) < 1.1 * min(ratios)
-
-
 LOOKUP = [TreeShape(0, 0, 1), TreeShape(10, 2, 21)]
 
 

@@ -488,35 +488,6 @@ def test_weights_that_do_not_fit_are_named(parts, write, layout):
         assert (extra if extra in tensors else Q) in message, message
 
 
-DAMAGES = {
-    "half": lambda data: data[: len(data) // 2], "last byte": lambda data: data[:-1], "empty": lambda data: b"",
-    "few bytes": lambda data: data[:5], "text": lambda data: b"<html>not found</html>\n" * 9,
-    "pointer": lambda data: b"version https://git-lfs.github.com/spec/v1\noid\n",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_damaged_file_is_named(write, layout, how):
-    path = write(layout=layout)
-    file = sorted(path.glob(f"*.{layout.partition('-')[0]}"))[-1]
-    file.write_bytes(DAMAGES[how](file.read_bytes()))
-    assert file.name in refused(path)
-
-
-@pytest.mark.parametrize("layout", ["safetensors-sharded", "bin-sharded"])
-def test_a_bad_index_is_named(write, layout):
-    path = write(layout=layout)
-    index = next(path.glob("*.index.json"))
-    shard = sorted(path.glob("*-00002*"))[0]
-    shard.rename(path / "elsewhere")
-    assert shard.name in refused(path)
-    maps = ("{}", '{"weight_map": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}')
-    for text in ("{", *maps):
-        index.write_text(text)
-        assert index.name in refused(path)
-
-
 @pytest.mark.parametrize("content", [[1, 2], {"model": {"a": 1}}, {"x": 3}, torch.ones(2)])
 def test_a_bin_file_without_tensors_by_name_is_refused(write, content):
     path = write(layout="bin", tensors=content)

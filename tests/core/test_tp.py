@@ -546,11 +546,6 @@ RANK = """
 import os, runpy, signal, sys
 sys.path.insert(0, os.getcwd())
 sys.argv[0], how = "generate.py", sys.argv.pop(1)
-if how == "seed":
-    sys.argv += ["--seed", os.environ["RANK"]]
-if os.environ["RANK"] == "1" and how == "device":
-    from parallel import ranks
-    ranks._device = lambda *_: "cuda:1"
 if os.environ["RANK"] == "1" and how == "file":
     sys.argv += ["--json", "/nowhere/out.json"]
 if os.environ["RANK"] == "1" and how in ("kill", "bug"):
@@ -566,8 +561,6 @@ runpy.run_path("generate.py", run_name="__main__")
 
 @pytest.mark.slow  # as above
 @pytest.mark.parametrize("how,rule", [
-    ("seed", "all ranks need the same seed; it is 0 on rank 0 and 1 on rank 1: start them alike"),
-    ("device", "all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: start them alike"),
     ("file", "--json: cannot write /nowhere/out.json; there is no directory /nowhere"),
     ("kill", "a collective failed; another rank has probably ended"),
     ("bug", ""),
