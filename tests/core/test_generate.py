@@ -261,13 +261,11 @@ def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
 def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
     """torch.cuda.set_device refuses a name without one."""
     chosen = []
-    whole = SimpleNamespace(name="NVIDIA H100 80GB HBM3")
     index_of = torch.cuda._utils._get_device_index
     for name, fake in {
         "is_available": lambda: True,
         "device_count": lambda: 2,
         "get_device_capability": lambda index: (9, 0),
-        "get_device_properties": lambda index: whole,
         "set_device": lambda device: chosen.append(index_of(device)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
