@@ -575,21 +575,6 @@ def test_an_install_is_refused_in_one_line(hook):
     assert found.stderr.count("\n") == 1 and "pip install -r requirements.txt" in found.stderr
 
 
-def test_ctrl_c_says_what_is_kept(capsys, monkeypatch, tmp_path):
-    """The finished conversations with results=FILE; of a batch without it nothing."""
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"turns": ["x = 1"]}\n' * 3)
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("generate.Batch.decode_all", stop)
-    for more, said in (("", "nothing is kept"), (f"--set results={tmp_path}/r", "r keeps")):
-        with pytest.raises(SystemExit) as ended:
-            main(shlex.split(f"{ON_DEMO} --prompt_file {file} {more}"))
-        assert ended.value.code == 130 and said in capsys.readouterr().err
-
-
 def test_messages(tmp_path):
     """As OpenAI clients send them: they are rendered, never their keys."""
     folder = with_template(tmp_path)
