@@ -27,7 +27,7 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -461,7 +461,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             show(turns[0].index[:2], title + [str(turn[field]) for turn in decoded])
 
     profile = torch.profiler.profile() if config.profile else nullcontext()
-    with telling_kept(results, len(streams)), status, profile as profiler:
+    with status, profile as profiler:
         if config.compare:
             result, outcome = compare(batch, on_finished)
             result.stats |= outcome
@@ -482,20 +482,6 @@ def is_one_turn(batch: Batch) -> bool:
     if len(batch.streams) > 1 or batch.engine.config.compare:
         return False
     return isinstance(batch.conversations[0][0], int) or len(batch.conversations[0]) == 1
-
-
-@contextmanager
-def telling_kept(results: Any, count: int) -> Iterator[None]:
-    """On Ctrl-C say which conversations are kept. results: their file, None for none; count: all"""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = "nothing is kept; --set results=FILE keeps every finished conversation"
-        if results is not None:
-            kept = f"{results.path} keeps the finished conversations; the same command goes on"
-        if count > 1:
-            print(f"[stopped: {kept}]", file=sys.stderr)
-        raise
 
 
 def told_cuts(engine: Engine, result: Result) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cli.methods import entry_of, has_extras, slower_choices
+from cli.methods import entry_of, has_extras
 from cli.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, with_cycles
@@ -95,10 +95,6 @@ def load(
     )
     engine = with_draft(engine, asked, device)
     engine = replace(engine, load_s=time.perf_counter() - began)
-    if device == "cpu" and asked.compile:
-        for told in slower_choices(replace(asked, draft=engine.option("draft"))):
-            note = f"{told} wherever both were measured on a CPU (benchmarks/RESULTS.md)"
-            print(f"note: {note}; leave it out for speed", file=sys.stderr)
     source = read_grammar(asked)
     if source is not None:
         from extras.grammar import Grammar

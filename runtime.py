@@ -60,14 +60,6 @@ def set_cuda_device(device: str) -> None:
                 f"--device {device} has compute capability {found[0]}.{found[1]}, and the kernels "
                 f"need {OLDEST[0]}.{OLDEST[1]} or later; use another GPU, or --device cpu"
             )
-        properties = torch.cuda.get_device_properties(index)
-        if " MIG " in properties.name:
-            print(
-                f"note: {properties.name} is a slice of a GPU, with "
-                f"{properties.multi_processor_count} multiprocessors and "
-                f"{properties.total_memory / 2**30:.1f} GiB; plans are made for it",
-                file=sys.stderr,
-            )
         torch.cuda.set_device(index)
         products = torch.backends.cuda.matmul
         products.allow_bf16_reduced_precision_reduction = False

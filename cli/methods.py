@@ -89,25 +89,6 @@ def entry_of(config: Any) -> Entry:
     return DRAFTERS[config.draft or "eagle"]
 
 
-def slower_choices(config: Any) -> list[str]:
-    """Describe the choices of a user that were slower wherever they were measured, on CPUs.
-
-    config: a `GenerateConfig` whose draft is decided
-    Source: benchmarks/RESULTS.md ("Which drafter", "How should sampled trees pick"), with --compile
-    """
-    draft = config.draft
-    of_head = draft in HEAD_KINDS
-    residual = config.accept == "residual"
-    large = config.tree_size == 0 or config.tree_size >= 16
-    found = {
-        "--draft lookahead": ("no drafting", draft == "lookahead"),
-        "--tree static": ("no drafting", config.tree == "static" and of_head and draft != "block"),
-        "--tree dynamic": ("a chain", config.tree == "dynamic" and of_head and large),
-        "--set accept=residual": ("the exact rule", residual and draft != "ngram"),
-    }
-    return [f"{choice} was slower than {than}" for choice, (than, true) in found.items() if true]
-
-
 def has_extras() -> bool:
     """Return whether the optional folder is there, so that defaults may use it."""
     return find_spec("extras") is not None and find_spec("extras.auto_trees") is not None

@@ -243,7 +243,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     return head.eval()
 
 
-def load_drafter(target: Transformer, config: GenerateConfig) -> BlockDrafter:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Load `--draft block`. Raises: ValueError for a head or a tree that does not fit."""
     path = Path(config.head)
     quant, options = head_options(target, config)
@@ -252,9 +252,4 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> BlockDrafter:
     model = head if head.lm_head else target
     lm_head = draft_lm_head(model, quant)
     kind = SparkDrafter if head.config.markov_rank or head.config.confidence else BlockDrafter
-    return kind(head, target, tree, lm_head, **options)
-
-
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
-    """Load `--draft block`, as `load_drafter`. Raises: ValueError."""
-    return load_drafter(target, config).method()
+    return kind(head, target, tree, lm_head, **options).method()

@@ -181,16 +181,11 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
     return heads.eval()
 
 
-def load_drafter(target: Transformer, config: GenerateConfig) -> HydraDrafter:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Load `--draft hydra`. Raises: ValueError for heads or a tree that do not fit."""
     path = Path(config.head)
     quant, options = head_options(target, config)
     heads = load_heads(path, target, quant)
     tree = tree_of(config, heads.config.heads, path)
     lm_head = score_with(heads, target, quant)
-    return HydraDrafter(heads, target, tree, lm_head, **options)
-
-
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
-    """Load `--draft hydra`, as `load_drafter`. Raises: ValueError."""
-    return load_drafter(target, config).method()
+    return HydraDrafter(heads, target, tree, lm_head, **options).method()

@@ -156,8 +156,6 @@ def _read(file: Path, vocabulary: str, size: int) -> tuple[list[list[int]], list
         value = parse_json(content, where)
     except ValueError:
         raise ValueError(f"{where} is no store of texts, or is cut short; {other}") from None
-    if isinstance(value, dict):
-        value = {"successors": []} | value  # older files have none
     valid = isinstance(value, dict) and value.keys() == {"vocabulary", "texts", "successors"}
     lists = (value["texts"], value["successors"]) if valid else ()
     for rows in lists:

@@ -39,8 +39,6 @@ COMMANDS = {
     "retry": "answer the last turn again; with --temperature another answer",
     "system": "/system TEXT sets the system message; without a text the template has its own",
     "drafts": "colour the tokens that were drafted and accepted, or no longer",
-    "stats": "the measurements of the last answer",
-    "seed": "print the seed of the noise; /seed N sets it",
     "save": "/save FILE writes the conversation",
     "load": "/load FILE goes on with it",
     "bye": "end the conversation, as Ctrl-D",
@@ -113,12 +111,10 @@ class Chat:
         self.session = Session(engine)
         self.drafted = Drafted(engine)
         self.session.readers.append(self.drafted)
-        self.seed = engine.config.seed
         self.system = engine.config.system
         self.shows_drafts = engine.config.show_drafts and has_colours()
         self.turns: list[str] = []
         self.answers: list[str] = []
-        self.stats = Stats()  # of the last answer
         self.status = StatusLine()
 
     def title(self) -> str:
@@ -151,8 +147,8 @@ class Chat:
         except ValueError as error:  # of the grammar
             print(f" [{error}]", end="")
         self.answers.append(answer)
-        self.stats = self.session.stats
-        line = stats_line(summary(self.engine, self.stats), self.engine.config.verbose)
+        stats = summary(self.engine, self.session.stats)
+        line = stats_line(stats, self.engine.config.verbose)
         print(f"\n[{line}]")
 
     def _pieces(self, ids: list[int], new: list[int]) -> Iterator[tuple[str, str]]:
@@ -244,17 +240,6 @@ class Chat:
         others = f"{GREEN}by others{PLAIN}"
         told = f"drafted and accepted: {lookup}, {others}" if self.shows_drafts else "no colours"
         print(f"[{told}]")
-
-    def _stats(self, text: str) -> None:
-        print(f"[{stats_line(summary(self.engine, self.stats), True)}]")
-
-    def _seed(self, text: str) -> None:
-        if text:
-            if not re.fullmatch(r"\d{1,18}", text):
-                raise ValueError(f"a seed is a whole number; it is {text[:50]!r}")
-            self.seed = int(text)
-            self.session.configure(0, self.engine.config.sampling, self.seed)
-        print(f"[seed {self.seed}]")
 
     def _save(self, text: str) -> None:
         if not text:

@@ -27,8 +27,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -170,32 +169,18 @@ class Server:
         reply = Reply(asked, chat, self.name, self.engine.tokenizer)
         self.batcher.submit(jobs)
         if asked.stream:
-            events = _events(pieces, jobs, reply, partial(self._note, request, reply))
+            events = _events(pieces, jobs, reply)
             return StreamingResponse(events, media_type="text/event-stream")
         done = asyncio.create_task(_whole(pieces, jobs, reply))
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
-            self._note(request, reply)
             return JSONResponse(done.result()) if done.done() else Response(status_code=499)
         finally:
             done.cancel()
             gone.cancel()
             for job in jobs:
                 job.left = True
-
-    def _note(self, request: Request, reply: Reply) -> None:
-        """Print a line for an answered request, with verbose."""
-        if not self.config.verbose:
-            return
-        drafts = reply.drafts
-        print(
-            f"{request.url.path}: {sum(map(len, reply.asked.prompts))} tokens of prompts, "
-            f"{drafts.tokens} of answers, {drafts.accepted} of them drafted, "
-            f"in {time.perf_counter() - reply.began:.2f} s",
-            file=sys.stderr,
-            flush=True,
-        )
 
     def _jobs(self, asked: Asked, chat: bool, pieces: asyncio.Queue[Piece | Refusal]) -> list[Job]:
         engine = self.engine
@@ -283,7 +268,7 @@ async def _whole(
 
 
 async def _events(
-    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply, note: Callable[[], None]
+    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
 ) -> AsyncIterator[str]:
     tokens = [0] * len(jobs)
     try:
@@ -299,7 +284,6 @@ async def _events(
     except Refusal as error:
         yield f"data: {json.dumps(error.body)}\n\n"
     finally:  # also when the client has left
-        note()
         for job in jobs:
             job.left = True
 

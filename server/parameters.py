@@ -99,6 +99,7 @@ class ServeConfig(GenerateConfig):
     prompt_ids: str | None = option(None, "", flag=False)
     interactive: bool = option(False, "", flag=False)
     show_drafts: bool = option(False, "", flag=False)
+    verbose: bool = option(False, "", flag=False)
     num_samples: int = option(1, "", flag=False)
     seed: int = option(0, "", flag=False, least=0, most=2**64 - 1)
     compare: bool = option(False, "", flag=False)

@@ -27,7 +27,6 @@ class Reply:
         if asked.tools:
             self.finders = [Finder(asked.tools) for _ in range(asked.samples)]
         self.drafts = Drafts()  # of all pieces
-        self.began = time.perf_counter()
         self.base = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
             "created": int(time.time()),

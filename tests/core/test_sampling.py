@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sampling
-from draft_tree import DynamicTree, StaticTree, accept, build_tree, path_to, root_tree
+from draft_tree import DynamicTree, StaticTree, accept, build_tree, root_tree
 from drafters import DraftInputs, RootOnly, TreeDrafter
 from extras import residual
 from extras.residual import accept_residual, residual_accept
@@ -22,7 +22,6 @@ from helpers import (
     chi_square,
     engine_for,
     golden_target,
-    order_of,
     parents_of,
     process,
     slow,
@@ -313,7 +312,7 @@ def test_choices_along_prompts_and_samples():
 
 # -------------------------------------------------------------------------------- the residual rule
 
-V, ROWS = 6, 40000
+V = 6
 
 
 class World(NamedTuple):
@@ -331,31 +330,6 @@ class World(NamedTuple):
 
 STATIC = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
 CHAIN = StaticTree.chain(3)
-SHAPES = {"static": STATIC, "chain": CHAIN, "one": StaticTree.chain(1), "topk": STATIC}
-
-
-def draft(shape, world, rule, sampled, draft_rule=None):
-    """Draft ROWS trees. Children are drawn without replacement from q, or are the draft's top-k.
-
-    draft_rule: the rule by which children are drawn, if it is not that of q (a defect)
-    """
-    N, parents, order = shape.size, parents_of(shape), order_of(shape)
-    tokens, valid = torch.zeros(ROWS, N, dtype=torch.long), torch.ones(ROWS, N, dtype=torch.bool)
-    q = torch.zeros(ROWS, N, V)
-    key = noise_key(11, range(ROWS))
-    for node in sorted(set(parents[1:])):
-        children = [c for c in range(1, N) if parents[c] == node]
-        logits = world.draft[len(order[node]), tokens[:, node]]  # [B, V]
-        q[:, node] = process(logits, rule).softmax(-1)
-        scores = process(logits, draft_rule or rule)
-        if sampled:
-            scores = scores + gumbel(key, torch.full((ROWS,), node), 1, V, DRAFT)[:, 0]
-        best, picked = scores.topk(len(children), dim=-1)
-        for child in children:
-            rank = order[child][-1]
-            tokens[:, child], valid[:, child] = picked[:, rank], best[:, rank] > float("-inf")
-    tree = build_tree(tokens, torch.tensor([parents]).expand(ROWS, -1), valid, shape.depth)
-    return tree._replace(extra=q if sampled else None)
 
 
 class Emission(NamedTuple):
@@ -363,33 +337,6 @@ class Emission(NamedTuple):
 
     first: float
     joint: float
-
-
-def emit(kind, rule, slack=1.0, bonus_rule=None, draft_rule=None):
-    """Decode one cycle (and a plain draw where it gave one token only) and compare with p.
-
-    slack: divides the uniforms, so accepts when u q <= slack p (a defect unless it is 1)
-    bonus_rule: how the token behind a leaf is drawn, if otherwise than by `rule` (a defect)
-    draft_rule: see draft (a defect)
-    """
-    world, shape = World.make(), SHAPES[kind]
-    tree = draft(shape, world, rule, kind != "topk", draft_rule)
-    logits = world.target[tree.depths, tree.tokens]  # [B, N, V]
-    key, first = noise_key(12, range(ROWS)), torch.zeros(ROWS, dtype=torch.long)
-    p = process(logits, rule).softmax(-1)
-    u = uniforms(key, first[:, None], shape.size, ACCEPT)[:, 0]
-    walk = residual_accept(tree, p, u / slack, shape.depth, 3)
-    rest = walk.p
-    if bonus_rule is not None:
-        leaf = torch.tensor([n not in parents_of(shape)[1:] for n in range(shape.size)])[walk.node]
-        at_leaf = process(logits, bonus_rule).softmax(-1)[torch.arange(ROWS), walk.node]
-        rest = torch.where(leaf[:, None], at_leaf, rest)
-    noise = gumbel(key, first, 2, V)
-    bonus = (rest.log() + noise[:, 0]).argmax(-1)
-    path, length = path_to(tree, walk.node, shape.depth)
-    drafted = torch.cat((tree.tokens.gather(1, path[:, 1:]), bonus[:, None]), 1)
-    emitted = drafted.scatter(1, length[:, None], bonus[:, None])  # [B, D+1]
-    return odds_of(world, rule, emitted, length, noise[:, 1])
 
 
 def odds_of(world, rule, emitted, length, noise):
@@ -400,22 +347,6 @@ def odds_of(world, rule, emitted, length, noise):
     second = torch.where(length == 0, drawn, emitted[:, 1])
     joint = torch.bincount(emitted[:, 0] * V + second, minlength=V * V)
     return Emission(chi_square(joint.view(V, V).sum(1), p0), chi_square(joint, p0[:, None] * p1))
-
-
-RESIDUAL_RULES = [
-    Sampling(1.0), Sampling(0.6), Sampling(1.0, top_p=0.8), Sampling(0.8, top_k=4, top_p=0.9),
-]  # fmt: skip
-
-
-# every shape by two rules, and every rule with two shapes: the rule only makes p and q
-@pytest.mark.parametrize(
-    "kind, rule",
-    [(kind, RESIDUAL_RULES[(i + j) % 4]) for i, kind in enumerate(SHAPES) for j in (0, 1)],
-    ids=str,
-)
-def test_residual_rule_follows_p(kind, rule):
-    odds = emit(kind, rule)
-    assert min(odds) > ALPHA, odds
 
 
 def walk_of(tokens, parents, p, uniform, q=None, valid=None):
@@ -467,38 +398,12 @@ def test_a_tree_without_children_ends_at_once():
     assert walk.node.tolist() == [0, 0] and torch.equal(walk.p, p[:, 0])
 
 
-@pytest.mark.parametrize("kind", ["static", "topk", *slow(["chain"])])
-def test_a_generous_acceptance_is_caught(kind):
-    odds = emit(kind, Sampling(1.0), slack=1.1)
-    assert odds.first < ALPHA / 10 and odds.joint < CAUGHT
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_a_skipped_residual_is_caught(kind, monkeypatch):
-    monkeypatch.setattr(residual, "_residual", lambda p, q, token: p)
-    assert max(emit(kind, Sampling(1.0))) < CAUGHT
-
-
-@pytest.mark.parametrize("kind", ["static", "chain", "one"])
-def test_children_of_another_q_are_caught(kind):
-    assert max(emit(kind, Sampling(1.0), draft_rule=Sampling(1.3))) < CAUGHT
-
-
-@pytest.mark.parametrize(
-    "kind", ["static", *slow(["one", "topk"])]
-)  # a chain of 3 has its leaf behind the second token
-def test_a_bonus_token_at_temperature_1_is_caught(kind):
-    """EAGLE v1 draws the token behind a leaf without temperature and cuts; only the second token shows it."""
-    rule = Sampling(0.6)
-    right = emit(kind, rule, bonus_rule=rule)
-    assert right == emit(kind, rule) and min(right) > ALPHA
-    assert emit(kind, rule, bonus_rule=Sampling(1.0)).joint < CAUGHT
-
-
 # ------------------------------------------------------------------- each rule on the drafter's trees
 
 DRAWS = 131072  # of one prefix
-GROWN_TREES = {"chain": CHAIN, "static": STATIC, "dynamic": DynamicTree(3, 3, 9)}
+GROWN_TREES = {
+    "one": StaticTree.chain(1), "chain": CHAIN, "static": STATIC, "dynamic": DynamicTree(3, 3, 9),
+}  # fmt: skip
 
 
 class WorldDrafter(TreeDrafter):
@@ -519,29 +424,32 @@ class WorldDrafter(TreeDrafter):
         return self.world.draft[level, out[:, :, 0]]
 
 
-def draw(children, shape, rule, favour=0.0):
+def draw(children, shape, rule, favour=0.0, draws=DRAWS):
     """Decode one cycle of every draw by the rule that belongs to these children, and compare with p.
 
+    children: certain are the draft's top-k under the residual rule
     favour: added to the target's logits of each node's first child (a defect)
     """
     world = World.make()
-    drafter = with_children(WorldDrafter(GROWN_TREES[shape], world), children)
-    key, first = noise_key(14, range(DRAWS)), torch.zeros(DRAWS, dtype=torch.long)
+    drafter = WorldDrafter(GROWN_TREES[shape], world)
+    drafter = with_children(drafter, "topk" if children == "certain" else children)
+    key, first = noise_key(14, range(draws)), torch.zeros(draws, dtype=torch.long)
     noise = gumbel(key, first, drafter.depth + 1, V)
-    rules = SamplingTensors.from_params([rule] * DRAWS)
+    rules = SamplingTensors.from_params([rule] * draws)
     rules = replace_fields(rules, seed=key.seed, prompt=key.prompt, sample=key.sample)
     tree = drafter.propose(None, DraftInputs(noise, text_with(first), rules, first))
-    drafted = torch.zeros(DRAWS, drafter.size * V)
+    drafted = torch.zeros(draws, drafter.size * V)
     first_child = torch.ones_like(tree.valid)  # of its parent
     first_child[:, 2:] = tree.parents[:, 2:] != tree.parents[:, 1:-1]
     favours = favour * first_child * (tree.depths > 0)
     drafted.scatter_add_(1, tree.parents * V + tree.tokens, favours)
-    logits = world.target[tree.depths, tree.tokens] + drafted.view(DRAWS, -1, V)
-    if children != "sampled":
+    logits = world.target[tree.depths, tree.tokens] + drafted.view(draws, -1, V)
+    if children in ("topk", "noise"):
         tokens = best(process(logits, rule), noise, tree.depths)
         accepted = accept(tree, tokens, drafter.depth)
         return odds_of(world, rule, accepted.emitted, accepted.length, noise[:, 1])
-    cycle = SimpleNamespace(drafter=drafter, mode=SamplingMode.NOISY)
+    mode = SamplingMode.TRUNCATED if rule.top_k or rule.top_p < 1 else SamplingMode.NOISY
+    cycle = SimpleNamespace(drafter=drafter, mode=mode)
     state = SimpleNamespace(sampling=rules, draws=first)
     accepted = accept_residual(tree, logits, noise, state, cycle)
     return odds_of(world, rule, accepted.emitted, accepted.length, noise[:, 1])
@@ -560,3 +468,60 @@ def test_every_rule_draws_from_p_and_a_favour_is_caught(children, shape):
     assert min(odds) > ALPHA, odds
     favour = rule.temperature * math.log(0.6304 / 0.3696 / 1.5)
     assert draw(children, shape, rule, favour).joint < CAUGHT
+
+
+ROWS = 40000
+RESIDUAL = {
+    "static": ("sampled", "static"), "chain": ("sampled", "chain"), "one": ("sampled", "one"),
+    "certain": ("certain", "static"),
+}  # fmt: skip
+RESIDUAL_RULES = [
+    Sampling(1.0), Sampling(0.6), Sampling(1.0, top_p=0.8), Sampling(0.8, top_k=4, top_p=0.9),
+]  # fmt: skip
+
+
+# every shape by two rules, and every rule with two shapes: the rule only makes p and q
+@pytest.mark.parametrize(
+    "kind, rule",
+    [(kind, RESIDUAL_RULES[(i + j) % 4]) for i, kind in enumerate(RESIDUAL) for j in (0, 1)],
+    ids=str,
+)
+def test_residual_rule_follows_p(kind, rule):
+    odds = draw(*RESIDUAL[kind], rule, draws=ROWS)
+    assert min(odds) > ALPHA, odds
+
+
+def generous(tree, p, uniform, *bounds):
+    """Accept when u q <= 1.1 p."""
+    return residual_accept(tree, p, uniform / 1.1, *bounds)
+
+
+def of_another_q(tree, p, *more):
+    """Take the children as drawn at another temperature."""
+    q = tree.extra**1.3
+    q = q / q.sum(-1, keepdim=True).clamp(min=1e-9)
+    return residual_accept(replace_fields(tree, extra=q), p, *more)
+
+
+def without_temperature(tree, p, *more):
+    """Draw the token behind a leaf at temperature 1 in place of 0.6, as EAGLE v1 does."""
+    walk = residual_accept(tree, p, *more)
+    leaf = ~(tree.parents[:, 1:] == walk.node[:, None]).any(1)
+    rest = walk.p**0.6
+    return walk._replace(p=torch.where(leaf[:, None], rest / rest.sum(-1, keepdim=True), walk.p))
+
+
+@pytest.mark.parametrize("kind, defect", [
+    ("static", generous), ("certain", generous), ("static", of_another_q), ("chain", of_another_q),
+    ("one", of_another_q), ("one", without_temperature),
+])  # fmt: skip
+def test_a_wrong_residual_rule_is_caught(kind, defect, monkeypatch):
+    monkeypatch.setattr(residual, "residual_accept", defect)
+    rule = Sampling(0.6 if defect is without_temperature else 1.0)
+    assert draw(*RESIDUAL[kind], rule, draws=ROWS).joint < CAUGHT
+
+
+@pytest.mark.parametrize("kind", RESIDUAL)
+def test_a_skipped_residual_is_caught(kind, monkeypatch):
+    monkeypatch.setattr(residual, "_residual", lambda p, q, token: p)
+    assert max(draw(*RESIDUAL[kind], Sampling(1.0), draws=ROWS)) < CAUGHT

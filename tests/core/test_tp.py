@@ -499,25 +499,6 @@ def test_every_model_in_fp32(tmp_path, world, temperature):
         check_equal(case, found[name])
 
 
-@pytest.mark.slow  # a minute and a half, as above
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("form", ["none", "int8", "int4"])
-def test_every_format_decodes_the_same_with_a_draft(tmp_path, world, form):
-    """A bf16 demo, and mixtures, one of them with a head (in int4 its inputs are too few); without any margin."""
-    mixture, cases = write_tiny(tmp_path / "mixture", MIXTURE), {}
-    models = ("demo", mixture, *(["mixtral"] if form != "int4" else []))
-    for model, temperature in itertools.product(models, (0.0, 1.0)):
-        halves = {"dtype": "bfloat16", "quant": form, "temperature": temperature, "batch_size": 2}
-        halves |= {"max_new_tokens": 32} | ({"group_size": 32} if form == "int4" else {})
-        for draft in ("none", "ngram", *(["eagle"] if model != mixture else [])):
-            cases[f"{model} {temperature:g} {draft}"] = options_of(model, draft, **halves)
-    found = run_ranks({world: cases}, tmp_path, 900)[world]
-    for name, options in cases.items():
-        vanilla = f"{name.rpartition(' ')[0]} none"
-        assert found[name]["tokens"] == found[vanilla]["tokens"], name
-        check_close(options, found[name], 0.1)
-
-
 def test_ranks_with_compile_decode_the_same(quick):
     """On CPUs, in bf16: as ranks without it, bit for bit."""
     compiled, eager = (quick.found[2][name] for name in ("compiled", "eager"))
@@ -565,11 +546,6 @@ RANK = """
 import os, runpy, signal, sys
 sys.path.insert(0, os.getcwd())
 sys.argv[0], how = "generate.py", sys.argv.pop(1)
-if how == "seed":
-    sys.argv += ["--seed", os.environ["RANK"]]
-if os.environ["RANK"] == "1" and how == "device":
-    from parallel import ranks
-    ranks._device = lambda *_: "cuda:1"
 if os.environ["RANK"] == "1" and how == "file":
     sys.argv += ["--json", "/nowhere/out.json"]
 if os.environ["RANK"] == "1" and how in ("kill", "bug"):
@@ -585,8 +561,6 @@ runpy.run_path("generate.py", run_name="__main__")
 
 @pytest.mark.slow  # as above
 @pytest.mark.parametrize("how,rule", [
-    ("seed", "all ranks need the same seed; it is 0 on rank 0 and 1 on rank 1: start them alike"),
-    ("device", "all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: start them alike"),
     ("file", "--json: cannot write /nowhere/out.json; there is no directory /nowhere"),
     ("kill", "a collective failed; another rank has probably ended"),
     ("bug", ""),

@@ -21,7 +21,7 @@ from tokenizers import models  # noqa: E402
 from extras.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa: E402
 from generate import load  # noqa: E402
 from options import DEMO  # noqa: E402
-from server.batcher import Answer, Refusal  # noqa: E402
+from server.batcher import Refusal  # noqa: E402
 from server.parameters import NEUTRAL, SERVED, WITHOUT_EFFECT, Reader, ServeConfig  # noqa: E402
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]
@@ -195,11 +195,6 @@ def test_many_stop_strings(reader):
     assert reader.read({"prompt": "a", "stop": stops}, False).stops == stops
     assert reader.read({"prompt": "a", "stop": ["", "b", ""]}, False).stops == ["b"]
     assert reader.read({"prompt": "a", "stop": ""}, False).stops == []
-    letters = type("Letters", (), {"push": lambda self, ids: chr(ids[0])})
-    answer = Answer(letters(), stops, [])
-    told = "".join(answer.push(ord(c)) for c in "some <b>text</b> and </tag3" if not answer.over)
-    assert told == "some <b>text</b> and " and answer.push(ord("7")) == "" and not answer.over
-    assert answer.push(ord(">")) == "" and answer.stopped  # the whole </tag37>, not its beginning
 
 
 # ------------------------------------------------------------------------------------- JSON schemas

@@ -6,7 +6,6 @@ import http.client
 import json
 import logging
 import os
-import random
 import re
 import signal
 import socket
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +24,6 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from cli.parsing import parse  # noqa: E402
 from generate import encode, generate, load  # noqa: E402
-from helpers import slow  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
 from options import DEMO  # noqa: E402
 from sampling import SamplingMode  # noqa: E402
@@ -324,42 +321,6 @@ def test_text_that_may_begin_a_stop_is_held_back(text, stops, want):
         told.append(answer.close())
     assert [t for t in told if t] == [t for t in want if t]
     assert answer.stopped == stopped and answer.tokens == len(told) - (not stopped)
-
-
-def test_a_crowd_gets_what_one_gets(running):
-    crowd(running, 12)
-
-
-@pytest.mark.parametrize("size", slow([32, 200]))
-def test_a_larger_crowd(size):
-    running = Running("--max_waiting", str(size))
-    crowd(running, size)
-    running.close()
-
-
-def crowd(running, size: int) -> None:
-    """Requests at once, whole and streamed, of mixed parameters, each with the text that it would have alone."""
-    rng = random.Random(0)
-    prompts = [PROMPT, "import ", "class A", "x = [" * 9]
-    asked = [
-        (rng.choice(prompts), rng.randrange(99), rng.randint(1, 30), rng.randrange(len(RULES)))
-        for _ in range(size)
-    ]
-    alone = {
-        each: running.own([each[0]], each[1], max_new_tokens=each[2], **RULES[each[3]]).text[0]
-        for each in set(asked)
-    }
-
-    def ask(number: int) -> str:
-        prompt, seed, most, rule = asked[number]
-        options = {"seed": seed, "max_tokens": most, **as_sent(RULES[rule])}
-        found = running.complete(prompt, stream=number % 3 == 0, **options)
-        events = found if number % 3 == 0 else [found]
-        return "".join(event.choices[0].text for event in events)
-
-    with ThreadPoolExecutor(size) as pool:
-        assert list(pool.map(ask, range(size))) == [alone[each] for each in asked]
-    assert running.batcher.jobs == [None] * 3 and not running.batcher.waiting
 
 
 def test_who_leaves_frees_the_row(running):

@@ -108,8 +108,6 @@ def test_retry_load_and_stop(terminal, tmp_path):
         terminal.type("/retry\r")
         terminal.read_to(r"tokens/s[^>]*> ")
     assert files[0].read_text() == files[1].read_text()
-    terminal.type("/seed\r")
-    terminal.read_to(r"\[seed 3\]")
     (tmp_path / "bad.json").write_text('{"messages": [{"role": "robot", "content": ""}]}')
     terminal.type(f"/load {tmp_path / 'bad.json'}\r/load {files[0]}\r")
     terminal.read_to("is no conversation")
