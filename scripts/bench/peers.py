@@ -12,12 +12,12 @@
    it drafts by llama-cpp-python's prompt lookup, `:lookup2` two tokens only, its advice for CPUs;
    `:eagle3` by the same EAGLE-3 head as ours, in chains of three, its default. The tokens must be
    those without.
-2. Before anything is timed, every peer's logits are compared with ours on the first prompt.
-3. Speed: greedy, end of sequence ignored, all prompts, all contestants in turn (`measure_speed`).
-4. `--widths` times one pass over 1 to 64 new tokens behind the first prompt: all logits, argmax.
+2. Speed: greedy, end of sequence ignored, all prompts, all contestants in turn (`measure_speed`).
+3. `--widths` times one pass over 1 to 64 new tokens behind the first prompt: all logits, argmax.
 
 Quantized peers compute another function than the float one: compare their speed, not their tokens.
-Not here: quality, sampling, batches of llama.cpp, GPUs for it.
+Our weights in 8 or 4 bits: `--options quant=int8`.
+Not here: quality (fidelity.py), sampling, batches of llama.cpp, GPUs for it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ from scripts.bench.measure import (
     pass_bytes,
     read_bandwidth,
     run_rows,
-    run_stream,
     shown_path,
     with_config,
 )
@@ -86,7 +85,7 @@ SETTLE_S = 0.05  # the threads of OpenMP spin for so long behind another contest
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
 LOOKUP_TOKENS = 10  # drafted by prompt lookup of transformers
 LEAST_RUNS = 5
-PATHS = ("checkpoint", "eagle", "gguf", "json")
+PATHS = ("checkpoint", "eagle", "json")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,6 @@ class PeersConfig:
     methods: str = option(
         "none,eagle:chain:tree_depth=5", "ours, as in papers.py; the first is what ratios refer to"
     )
-    formats: str = option("none", "weights of ours, of none, int8 and int4: every method with each")
     peers: str = option(
         "transformers,transformers:lookup", f"whom to compare with: none, or of {', '.join(PEERS)}"
     )
@@ -109,19 +107,10 @@ class PeersConfig:
     )
     limit: int = option(5, "prompts per task", least=1)
     max_new_tokens: int = option(64, "tokens per prompt, the first one included", least=2)
-    rounds: int = option(
-        1,
-        "timed rounds over all prompts, at least; more where they make fewer than 5 runs",
-        least=1,
-    )
     batch_sizes: str = option(
         "1", "prompts decoded side by side, a list; beyond 1 with the peer transformers alone"
     )
-    prompts_per_row: int = option(
-        1, "prompts of each row in a run; beyond 1 reading them is timed too", least=1
-    )
     widths: bool = option(False, "also measure the cost of verifying 1 to 64 tokens")
-    gguf: str = option("", "directory that keeps the GGUF files; default: a temporary one")
     options: str = option("", "further options of generate.py for our methods")
     chat: str | None = option(
         None, "apply a chat template: the model's, or the one named", optional=True
@@ -130,7 +119,6 @@ class PeersConfig:
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default", least=0)
-    seed: int = option(0, "of nothing here but our engine's noise")
     json: str = option("", "write the result to this file")
 
     def check(self) -> None:
@@ -139,9 +127,6 @@ class PeersConfig:
             if peer not in PEERS:
                 raise ValueError(f"--peers: there is no {peer}; use none, or of {', '.join(PEERS)}")
             check_packages(peer)
-        for quant in self.formats.split(","):
-            if quant not in ("none", "int8", "int4"):
-                raise ValueError(f"--formats: there is no {quant}; use none, int8 or int4")
         sizes = self.sizes
         for peer in self.peer_list:
             if peer != "transformers" and sizes != [1]:
@@ -160,8 +145,6 @@ class PeersConfig:
                 f"--options inflate= makes a stand-in that {self.peer_list[0]} does not have: it "
                 "would run the small checkpoint; use --peers none and scripts/gpu/beside.py"
             )
-        if self.gguf and not Path(self.gguf).is_dir():
-            raise ValueError(f"--gguf: there is no directory {self.gguf}; make it first")
         check_outputs({"--json": self.json})
 
     @property
@@ -203,7 +186,6 @@ class Contestant(NamedTuple):
     """A runtime with one method."""
 
     run: Callable[[list[list[int]]], Outcome]  # of a group of prompts
-    logits: Callable[[list[int]], torch.Tensor]  # of every token of a prompt, [T, V] on the CPU
     verify: Callable[[int], Callable[[], None]] | None  # a pass behind the first prompt, by width
     # how often each of several trees ran
     trees: Callable[[Sequence[tuple[int, float]]], list[dict]] = lambda ran: []
@@ -243,12 +225,6 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
     target = engine.target
     device = engine.device
 
-    @torch.inference_mode()
-    def logits(ids: list[int]) -> torch.Tensor:
-        tokens = torch.tensor([ids], device=device)
-        features = target(tokens, torch.arange(len(ids), device=device)[None])
-        return target.logits(features)[0].cpu()  # [T, V]
-
     def verify(width: int) -> Callable[[], None]:
         slots = len(prompt) + width
         cache = KVCache.empty(target.config, 1, slots, target.norm.weight.dtype, device)
@@ -272,30 +248,10 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         return once
 
     def run(prompts: list[list[int]]) -> Outcome:
-        if len(prompts) > engine.config.batch_size:
-            return run_stream(engine, prompts)
         return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
 
     plain = engine.drafter.size == 1
-    return Contestant(run, logits, verify if plain else None, engine.policy.table)
-
-
-def in_batches(contestant: Contestant, size: int) -> Contestant:
-    """Return a contestant that takes any number of prompts, in consecutive batches of `size`."""
-
-    def run(prompts: list[list[int]]) -> Outcome:
-        done = [
-            contestant.run(prompts[first : first + size]) for first in range(0, len(prompts), size)
-        ]
-        if len(done) == 1:
-            return done[0]
-        rows = [row for outcome in done for row in outcome.rows]
-        first_s = sum(o.first_s for o in done)
-        seconds = sum(o.first_s + o.step_s * sum(len(row) - 1 for row in o.rows) for o in done)
-        tau = statistics.mean(o.tau for o in done)
-        return Outcome(rows, first_s, seconds / sum(map(len, rows)), tau)
-
-    return contestant._replace(run=run)
+    return Contestant(run, verify if plain else None, engine.policy.table)
 
 
 def load_transformers(path: Path, dtype: str, device: str) -> Any:
@@ -345,10 +301,6 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
         options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
 
     @torch.inference_mode()
-    def logits(ids: list[int]) -> torch.Tensor:
-        return model(torch.tensor([ids], device=model.device)).logits[0].float().cpu()  # [T, V]
-
-    @torch.inference_mode()
     def verify(width: int) -> Callable[[], None]:
         cache = model(torch.tensor([prompt], device=model.device), use_cache=True).past_key_values
         tokens = torch.tensor([prompt[:1] * width], device=model.device)
@@ -361,7 +313,7 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
         return once
 
     run = transformers_runner(model, config.max_new_tokens, **options)
-    return Contestant(run, logits, verify if name == "transformers" else None)
+    return Contestant(run, verify if name == "transformers" else None)
 
 
 def load_llama_cpp(
@@ -419,14 +371,11 @@ def llama_cpp_peer(
             check_drafted(peer, prompt, plain[key], new)
         return clock.outcome([new])
 
-    def logits(ids: list[int]) -> torch.Tensor:
-        return torch.from_numpy(peer.feed(ids[:PREFILL_ROWS], 0, every=True).copy())  # [T, V]
-
     def verify(width: int) -> Callable[[], None]:
         peer.prefill(prompt)
         return lambda: peer.feed(prompt[:1] * width, len(prompt), every=True).argmax(-1).tolist()
 
-    return Contestant(run, logits, None if draft else verify)
+    return Contestant(run, None if draft else verify)
 
 
 def make_peers(
@@ -459,83 +408,52 @@ def plain_config(config: PeersConfig) -> GenerateConfig:
     return replace(method_config("none", Setting("none", 0.0, 1), config), compile=False)
 
 
-def load_formats(config: PeersConfig, base: Engine) -> dict[str, Engine]:
-    """Load our target in every format."""
-    plain = replace(plain_config(config), dtype=base.option("dtype"))
-    engines = {}
-    for quant in config.formats.split(","):
-        engines[quant] = base if quant == "none" else load(replace(plain, quant=quant))
-    return engines
-
-
 def make_ours(
-    config: PeersConfig, loaded: dict[str, Engine], prompt: list[int], size: int
+    config: PeersConfig, base: Engine, prompt: list[int], size: int
 ) -> dict[str, Contestant]:
-    """Return every method with every format, for a batch size. config: `dtype` as it was given"""
+    """Return every method, for a batch size. config: `dtype` as it was given"""
     torch.compiler.reset()  # else these steps would first try the graphs of another size
     contestants = {}
-    for quant, engine in loaded.items():
-        for method in config.methods.split(","):
-            chosen = method_config(method, Setting(quant, 0.0, size), config)
-            chosen = replace(chosen, ignore_eos=True)
-            name = f"ours {method}" if quant == "none" else f"ours {quant} {method}"
-            contestants[name] = ours(with_config(engine, chosen), prompt)
+    for method in config.methods.split(","):
+        chosen = method_config(method, Setting("none", 0.0, size), config)
+        chosen = replace(chosen, ignore_eos=True)
+        contestants[f"ours {method}"] = ours(with_config(base, chosen), prompt)
     return contestants
 
 
 # -------------------------------------------------------------------------------------- measurement
 
 
-def parity(contestants: dict[str, Contestant], prompt: list[int]) -> dict[str, dict[str, float]]:
-    """Compare logits with those of the first contestant.
-
-    Returns: root mean square and largest difference, and the share of equal argmax.
-    """
-    prompt = prompt[:PREFILL_ROWS]
-    reference = next(iter(contestants.values())).logits(prompt)  # [T, V]
-    rows = {}
-    for name, contestant in contestants.items():
-        other = contestant.logits(prompt)
-        off = other - reference
-        same = (other.argmax(-1) == reference.argmax(-1)).float().mean()
-        rows[name] = {
-            "rms": float(off.square().mean().sqrt()),
-            "max": float(off.abs().max()),
-            "same": float(same),
-        }
-    return rows | {"scale": {"rms": float(reference.square().mean().sqrt())}}
-
-
 def groups_of(prompts: list, size: int) -> list[list]:
     """Return groups of `size` prompts. Raises: ValueError where some would be left over."""
     if len(prompts) % size:
-        rule = f"--batch_sizes, times --prompts_per_row, must divide the {len(prompts)} prompts"
-        raise ValueError(f"{rule}; {size} does not: change --limit")
+        raise ValueError(
+            f"--batch_sizes must divide the {len(prompts)} prompts; {size} does not: change --limit"
+        )
     return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
 def runtime_of(name: str) -> str:
     """Return a contestant's name without its way to draft: one runtime on one set of weights."""
     if name.startswith("ours "):
-        return name.rpartition(" ")[0]
+        return "ours"
     for draft in filter(None, DRAFTS):
         name = name.removesuffix(draft)
     return name
 
 
 def measure_speed(
-    contestants: dict[str, Contestant], groups: list[list[list[int]]], rounds: int
+    contestants: dict[str, Contestant], groups: list[list[list[int]]]
 ) -> dict[str, Any]:
     """Continue every group of prompts with all contestants in turn, after one run to warm up.
 
     The first token (prefill) is timed apart: a rate is taken over later tokens, a ratio between
     neighbours in time. A rate of a batch counts the tokens of all its sequences (EAGLE-1, table 7).
     A group runs until its last sequence ends. Others wait for it, which only drafting pays for.
-    Groups larger than the batch (--prompts_per_row): ours are admitted as sequences finish,
-    transformers' batches follow one another; a rate counts all tokens and all time, prefill too.
+    Groups are repeated where there are fewer than LEAST_RUNS.
     """
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
-    runs = [groups[0], *groups * max(rounds, -(-LEAST_RUNS // len(groups)))]
+    runs = [groups[0], *groups * -(-LEAST_RUNS // len(groups))]
     title = f"speed, groups of {len(groups[0])}"
     bar = tqdm(total=len(contestants) * len(runs), desc=title, unit="run", disable=None)
     for number, group in enumerate(runs):
@@ -594,23 +512,20 @@ def _timed(run: Callable[[], None]) -> Callable[[], float]:
 
 def report_lines(result: dict[str, Any]) -> Iterator[str]:
     """Yield the tables, in Markdown."""
-    turns = result["config"]["prompts_per_row"] > 1
-    counted = "in all, reading prompts included" if turns else "after the first tokens"
-    first = "reading prompts ms" if turns else "first tokens ms"
-
-    yield f"\nTokens per second {counted}: median (quartiles) over runs; ratios within a round\n"
     yield (
-        f"| B | | tokens/s | ratio | tau | {first} | of ceiling | identical | same tokens "
-        "| logits rms | equal argmax |"
+        "\nTokens per second after the first tokens: median (quartiles) over runs; "
+        "ratios within a round\n"
     )
-    yield "|" + "---|" * 11
+    yield (
+        "| B | | tokens/s | ratio | tau | first tokens ms | of ceiling | identical | same tokens |"
+    )
+    yield "|" + "---|" * 9
     rows = [
         (size, name, row) for size, rows in result["speed"].items() for name, row in rows.items()
     ]
     for size, name, row in rows:
-        near = result["parity"][name]
         share = ""
-        if size == "1" and not turns and name in ("ours none", "transformers"):
+        if size == "1" and name in ("ours none", "transformers"):
             rate = result["pass_bytes"] * row["tokens_per_s"][0]
             share = f"{100 * rate / result['ceiling_bytes_per_s'][0]:.0f} %"
         cells = [
@@ -623,16 +538,12 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
             share,
             f"{100 * row['identical']:.0f} %",
             f"{100 * row['same']:.0f} %",
-            f"{near['rms']:.4f}",
-            f"{100 * near['same']:.1f} %",
         ]
         yield f"| {' | '.join(cells)} |"
     for size, name, row in rows:
         ran = [f"{tree['tree']} {tree['cycles']}" for tree in row["trees"]]
         if ran:
             yield f"\nB = {size}, {name}: cycles of each tree: {', '.join(ran)}"
-    scale = result["parity"]["scale"]["rms"]
-    yield f"\nThe reference's logits have a root mean square of {scale:.2f}."
     if "widths" in result:
         yield "\nMilliseconds of verifying so many tokens, and in brackets over the time of one\n"
         yield f"| tokens | {' | '.join(map(str, WIDTHS))} |"
@@ -650,8 +561,7 @@ def header_lines(config: PeersConfig, machine: dict[str, Any], ceiling: Series) 
         f"checkpoint {shown_path(config.checkpoint)}, dtype {config.dtype}, T = 0, "
         f"compiled: {config.compile}"
     )
-    yield f"B = {config.batch_sizes}, prompts per row {config.prompts_per_row}"
-    yield f"methods {config.methods}, peers {config.peers}"
+    yield f"B = {config.batch_sizes}, methods {config.methods}, peers {config.peers}"
     yield f"tasks {config.tasks}, {config.limit} prompts each, {config.max_new_tokens} tokens"
     yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"
 
@@ -664,7 +574,7 @@ def bench(config: PeersConfig) -> None:
         torch.set_num_threads(config.threads)
     texts = [turns[0] for rows in read_tasks(config).values() for turns in rows]
     for size in config.sizes:  # or an error, before anything is loaded
-        groups_of(texts, size * config.prompts_per_row)
+        groups_of(texts, size)
     base = load(plain_config(config))
     given = config
     config = replace(config, dtype=base.option("dtype"))
@@ -689,16 +599,12 @@ def bench(config: PeersConfig) -> None:
         "pass_bytes": pass_bytes(base.target, len(prompts[0])),
         "speed": {},  # by batch size
     }
-    with tempfile.TemporaryDirectory() as temporary:
-        peers = make_peers(config, prompts, Path(config.gguf or temporary))
-        loaded = load_formats(config, base)
+    with tempfile.TemporaryDirectory() as folder:
+        peers = make_peers(config, prompts, Path(folder))
         for size in config.sizes:
-            batched = {name: in_batches(peer, size) for name, peer in peers.items()}
-            contestants = make_ours(given, loaded, prompts[0], size) | batched
-            if not result["speed"]:
-                result["parity"] = parity(contestants, prompts[0])
-            groups = groups_of(prompts, size * config.prompts_per_row)
-            result["speed"][str(size)] = measure_speed(contestants, groups, config.rounds)
+            contestants = make_ours(given, base, prompts[0], size) | peers
+            groups = groups_of(prompts, size)
+            result["speed"][str(size)] = measure_speed(contestants, groups)
         if config.widths:
             result["widths"] = measure_widths(contestants)
     result["peak_memory_bytes"] = peak_memory_bytes(config.device)
