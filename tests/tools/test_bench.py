@@ -627,8 +627,8 @@ def test_one_layer_is_timed_on_several_units_of_tiles(monkeypatch):
     assert [(r["kind"], r["unit"], r["tokens"]) for r in records] == [
         (kind, unit, m)
         for kind in ("bf16", "Q4_K")
-        for unit in ("none", "emulation")
         for m in (1, 16)
+        for unit in ("none", "emulation")
     ]
     assert all(r["ms"] > 0 and r["of_m1"] > 0 for r in records)
     # with the warm-up: bf16 at both numbers of rows, Q4_K at 16, each once or more per call
