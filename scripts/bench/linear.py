@@ -11,8 +11,8 @@
    They lie in huge pages, as a model's do.
 3. A round measures every contestant at every number of tokens once, in an order that rotates, so
    that drift hits all of them. The table shows medians; quartiles over rounds go into the JSON.
-4. With several units, a round measures them one after the other. A unit is named with each cell in
-   which it takes longer than the first one: the median over rounds of the ratio is above 1.0.
+4. With several units, a round measures them one after the other. A further table has the time of
+   each over that of the first one: the median over rounds of the ratio.
 
 torch-bf16 is `F.linear`, bf16 is ops/cpu/linear.cpp, the rest is ops/cpu/quantized.cpp; Q2_K to
 Q8_0 are types of a GGUF file.
@@ -284,16 +284,13 @@ def _print_shape(records: list[dict], ceilings: list[Ceiling]) -> None:
 
 
 def _print_units(records: list[dict]) -> None:
-    """Print the time of every unit over that of the first one, and name the cells above 1.0."""
+    """Print the time of every unit over that of the first one."""
     first = records[0]["unit"]
     others = [r for r in records if r["unit"] != first]
     if not others:
         return
-    slower = [r for r in others if round(r["of_first_unit"], 2) > 1.0]
-    cells = [f"{r['kind']} at {r['tokens']} rows ({r['of_first_unit']:.2f})" for r in slower]
     print(f"\nTime over that of unit {first}\n")
-    print(table(others, lambda r: f"{r['of_first_unit']:.2f}"))
-    print(f"\nslower than unit {first}: {', '.join(cells) or 'no cell'}", flush=True)
+    print(table(others, lambda r: f"{r['of_first_unit']:.2f}"), flush=True)
 
 
 def bench(config: LinearConfig) -> None:
