@@ -81,7 +81,6 @@ MATRIX = (
     "json",
     "report",
     "plots",
-    "table",
     "replays",
 )
 
@@ -126,7 +125,6 @@ class BenchConfig:
     )
     report: str = option("", "measure nothing; make tables and plots of such a file")
     plots: str = option("", "directory to write plots to")
-    table: str = option("", "file to write the Markdown tables to")
     replays: int = option(
         0, "cycles of every method from one state, whose results are compared", least=0
     )
@@ -145,7 +143,7 @@ class BenchConfig:
             )
         if self.report and self.json:
             raise ValueError("--report measures nothing; it cannot go with --json")
-        check_outputs({"--json": self.json, "--table": self.table})
+        check_outputs({"--json": self.json})
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -685,7 +683,7 @@ def run(config: BenchConfig, over: Callable[[int], bool] = lambda task: False) -
         measure(bench, units)
         if bench.failed:
             if log.rows:
-                write_report(log.rows, config.table, config.plots)
+                write_report(log.rows, config.plots)
             reasons = "; ".join(f"{name}: {reason}" for name, reason in bench.failed.items())
             raise ValueError(f"{reasons}; the traceback is above")
     return log.rows
@@ -697,7 +695,7 @@ def main() -> None:
     with one_line_errors("papers.py"):
         config.check()
         rows = open_log(config.report, "--report").rows if config.report else run(config)
-        write_report(rows, config.table, config.plots)
+        write_report(rows, config.plots)
 
 
 if __name__ == "__main__":

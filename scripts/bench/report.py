@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli.io import replace_file, write_text
+from cli.io import replace_file
 from stats import explain
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
@@ -240,17 +240,14 @@ def plots(rows: list[dict], folder: Path) -> None:
         plt.close(figure)
 
 
-def write_report(rows: list[dict], table: str, folder: str) -> None:
+def write_report(rows: list[dict], folder: str) -> None:
     """Print the tables and, last, one JSON object. Raises: ValueError when nothing was measured.
 
-    Writes: the tables to `table`, plots to `folder`, where named.
+    Writes: plots to `folder`, where named.
     """
     if not rows:
         raise ValueError("the log holds no measurement; run papers.py with --json first")
-    text = "\n".join(tables(rows))
-    print(text)
-    if table:
-        write_text(table, text)
+    print("\n".join(tables(rows)))
     if folder:
         plots(rows, Path(folder))
     print(json.dumps({"rows": [{name: row[name] for name in BRIEF} for row in rows]}))

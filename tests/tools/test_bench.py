@@ -329,7 +329,6 @@ MISTAKES = [
     (bench, "--methods none,none", "--methods must be a list of different values"),
     (bench, "--traced 0", "--traced must be at least 1; it is 0"),
     (bench, "--json nowhere/log.jsonl", "--json: cannot write nowhere/log.jsonl"),
-    (bench, "--table .", "--table: . is a directory; name a file"),
     (bench, "--report nowhere.jsonl", "the log holds no measurement"),
     (bench, "--report a.jsonl --json b.jsonl", "--report measures nothing"),
     (bench_peers, "--options ignore_eos,inflate=llama2-7b --peers transformers", "--options inflate= makes a stand-in that transformers does not have"),
@@ -441,15 +440,14 @@ def test_a_speedup_is_explained_over_all_tasks():
 def test_a_report_comes_from_the_log_alone(measured, tmp_path, capsys, monkeypatch):
     before = (measured / "log.jsonl").read_bytes()
     monkeypatch.setattr(bench, "run", None)  # nothing may be measured
-    log, plots, table = str(measured / "log.jsonl"), tmp_path / "plots", tmp_path / "table.md"
-    command(monkeypatch, bench, "--report", log, "--plots", str(plots), "--table", str(table))
+    log, plots = str(measured / "log.jsonl"), tmp_path / "plots"
+    command(monkeypatch, bench, "--report", log, "--plots", str(plots))
     lines = capsys.readouterr().out.splitlines()
     summary = json.loads(lines[-1])["rows"]
     assert [r["tau"] for r in summary] == [r["tau"] for r in rows_of(measured)]
     for row in rows_of(measured):
         (shown,) = (x for x in lines if x.startswith(f"| {row['task']} | {row['method']} |"))
         assert f" {row['tau']:.2f} ± " in shown and f"{row['speedup']:.2f} (" in shown
-    assert table.read_text().strip() in "\n".join(lines)
     files = sorted(plots.iterdir())
     assert [file.stem for file in files] == sorted(DRAWINGS)
     assert all(file.read_bytes()[:4] == b"\x89PNG" and file.stat().st_size > 5000 for file in files)
