@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,7 +100,6 @@ class Outcome(NamedTuple):
     first_s: float  # until the first new tokens are decided
     step_s: float  # per later token of the batch
     tau: float  # new tokens per pass and sequence, without those cut at the end
-    presets: Sequence[tuple[int, float]] = ()  # of ours: the tree and the seconds of each cycle
 
 
 def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
@@ -122,11 +121,8 @@ def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
             row += tokens
     assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
     step_s = seen.decode_s / seen.tokens if seen.tokens else 0.0
-    return Outcome(rows, caching.prefill_s, step_s, _tau(seen), seen.presets)
-
-
-def _tau(seen: stats.Stats) -> float:
-    return seen.tokens / max(len(seen.accept_lengths), 1)
+    tau = seen.tokens / max(len(seen.accept_lengths), 1)
+    return Outcome(rows, caching.prefill_s, step_s, tau)
 
 
 def in_turn(

@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,8 +187,6 @@ class Contestant(NamedTuple):
 
     run: Callable[[list[list[int]]], Outcome]  # of a group of prompts
     verify: Callable[[int], Callable[[], None]] | None  # a pass behind the first prompt, by width
-    # how often each of several trees ran
-    trees: Callable[[Sequence[tuple[int, float]]], list[dict]] = lambda ran: []
 
 
 class TokenClock:
@@ -251,7 +249,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
 
     plain = engine.drafter.size == 1
-    return Contestant(run, verify if plain else None, engine.policy.table)
+    return Contestant(run, verify if plain else None)
 
 
 def load_transformers(path: Path, dtype: str, device: str) -> Any:
@@ -404,7 +402,7 @@ def make_peers(
 
 
 def plain_config(config: PeersConfig) -> GenerateConfig:
-    """Return the options of our target without drafts, compilation and quantization."""
+    """Return the options of our target without drafts and compilation."""
     return replace(method_config("none", Setting("none", 0.0, 1), config), compile=False)
 
 
@@ -476,7 +474,6 @@ def measure_speed(
             "tau": statistics.mean(o.tau for o in done),
             "same": statistics.mean(common_prefix(a, b) / len(b) for a, b in pairs),
             "identical": statistics.mean(a.rows == b.rows for a, b in zip(done, plain)),
-            "trees": contestants[name].trees([ran for o in done for ran in o.presets]),
         }
     return rows
 
@@ -540,10 +537,6 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
             f"{100 * row['same']:.0f} %",
         ]
         yield f"| {' | '.join(cells)} |"
-    for size, name, row in rows:
-        ran = [f"{tree['tree']} {tree['cycles']}" for tree in row["trees"]]
-        if ran:
-            yield f"\nB = {size}, {name}: cycles of each tree: {', '.join(ran)}"
     if "widths" in result:
         yield "\nMilliseconds of verifying so many tokens, and in brackets over the time of one\n"
         yield f"| tokens | {' | '.join(map(str, WIDTHS))} |"
