@@ -287,7 +287,7 @@ def test_a_model_that_cannot_be_inflated_is_refused(tmp_path, change, says):
         inflate_target(copy, shape).read("model.layers.0.mlp.gate_proj.weight")
     with pytest.raises(ValueError, match="target_mixtral is a mixture of experts, and only dense"):
         inflate_target(MIXTRAL, shape)
-    with pytest.raises(ValueError, match="fc.bias is missing; a LLaMA, or an EAGLE-1 or EAGLE-2 head"):
+    with pytest.raises(ValueError, match="fc.bias is missing; a LLaMA, or an EAGLE-1 or"):
         make_head(shape, torch.bfloat16, TARGET)
 
 
