@@ -16,7 +16,6 @@
 3. `--widths` times one pass over 1 to 64 new tokens behind the first prompt: all logits, argmax.
 
 Quantized peers compute another function than the float one: compare their speed, not their tokens.
-Our weights in 8 or 4 bits: `--options quant=int8`.
 Not here: quality (fidelity.py), sampling, batches of llama.cpp, GPUs for it.
 """
 
@@ -99,6 +98,7 @@ class PeersConfig:
     methods: str = option(
         "none,eagle:chain:tree_depth=5", "ours, as in papers.py; the first is what ratios refer to"
     )
+    formats: str = option("none", "weights of ours, of none, int8 and int4: every method with each")
     peers: str = option(
         "transformers,transformers:lookup", f"whom to compare with: none, or of {', '.join(PEERS)}"
     )
@@ -107,6 +107,11 @@ class PeersConfig:
     )
     limit: int = option(5, "prompts per task", least=1)
     max_new_tokens: int = option(64, "tokens per prompt, the first one included", least=2)
+    rounds: int = option(
+        1,
+        "timed rounds over all prompts, at least; more where they make fewer than 5 runs",
+        least=1,
+    )
     batch_sizes: str = option(
         "1", "prompts decoded side by side, a list; beyond 1 with the peer transformers alone"
     )
@@ -127,6 +132,9 @@ class PeersConfig:
             if peer not in PEERS:
                 raise ValueError(f"--peers: there is no {peer}; use none, or of {', '.join(PEERS)}")
             check_packages(peer)
+        for quant in self.formats.split(","):
+            if quant not in ("none", "int8", "int4"):
+                raise ValueError(f"--formats: there is no {quant}; use none, int8 or int4")
         sizes = self.sizes
         for peer in self.peer_list:
             if peer != "transformers" and sizes != [1]:
@@ -402,20 +410,31 @@ def make_peers(
 
 
 def plain_config(config: PeersConfig) -> GenerateConfig:
-    """Return the options of our target without drafts and compilation."""
+    """Return the options of our target without drafts, compilation and quantization."""
     return replace(method_config("none", Setting("none", 0.0, 1), config), compile=False)
 
 
+def load_formats(config: PeersConfig, base: Engine) -> dict[str, Engine]:
+    """Load our target in every format."""
+    plain = replace(plain_config(config), dtype=base.option("dtype"))
+    engines = {}
+    for quant in config.formats.split(","):
+        engines[quant] = base if quant == "none" else load(replace(plain, quant=quant))
+    return engines
+
+
 def make_ours(
-    config: PeersConfig, base: Engine, prompt: list[int], size: int
+    config: PeersConfig, loaded: dict[str, Engine], prompt: list[int], size: int
 ) -> dict[str, Contestant]:
-    """Return every method, for a batch size. config: `dtype` as it was given"""
+    """Return every method with every format, for a batch size. config: `dtype` as it was given"""
     torch.compiler.reset()  # else these steps would first try the graphs of another size
     contestants = {}
-    for method in config.methods.split(","):
-        chosen = method_config(method, Setting("none", 0.0, size), config)
-        chosen = replace(chosen, ignore_eos=True)
-        contestants[f"ours {method}"] = ours(with_config(base, chosen), prompt)
+    for quant, engine in loaded.items():
+        for method in config.methods.split(","):
+            chosen = method_config(method, Setting(quant, 0.0, size), config)
+            chosen = replace(chosen, ignore_eos=True)
+            name = f"ours {method}" if quant == "none" else f"ours {quant} {method}"
+            contestants[name] = ours(with_config(engine, chosen), prompt)
     return contestants
 
 
@@ -434,24 +453,23 @@ def groups_of(prompts: list, size: int) -> list[list]:
 def runtime_of(name: str) -> str:
     """Return a contestant's name without its way to draft: one runtime on one set of weights."""
     if name.startswith("ours "):
-        return "ours"
+        return name.rpartition(" ")[0]
     for draft in filter(None, DRAFTS):
         name = name.removesuffix(draft)
     return name
 
 
 def measure_speed(
-    contestants: dict[str, Contestant], groups: list[list[list[int]]]
+    contestants: dict[str, Contestant], groups: list[list[list[int]]], rounds: int
 ) -> dict[str, Any]:
     """Continue every group of prompts with all contestants in turn, after one run to warm up.
 
     The first token (prefill) is timed apart: a rate is taken over later tokens, a ratio between
     neighbours in time. A rate of a batch counts the tokens of all its sequences (EAGLE-1, table 7).
     A group runs until its last sequence ends. Others wait for it, which only drafting pays for.
-    Groups are repeated where there are fewer than LEAST_RUNS.
     """
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
-    runs = [groups[0], *groups * -(-LEAST_RUNS // len(groups))]
+    runs = [groups[0], *groups * max(rounds, -(-LEAST_RUNS // len(groups)))]
     title = f"speed, groups of {len(groups[0])}"
     bar = tqdm(total=len(contestants) * len(runs), desc=title, unit="run", disable=None)
     for number, group in enumerate(runs):
@@ -594,10 +612,11 @@ def bench(config: PeersConfig) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         peers = make_peers(config, prompts, Path(folder))
+        loaded = load_formats(config, base)
         for size in config.sizes:
-            contestants = make_ours(given, base, prompts[0], size) | peers
+            contestants = make_ours(given, loaded, prompts[0], size) | peers
             groups = groups_of(prompts, size)
-            result["speed"][str(size)] = measure_speed(contestants, groups)
+            result["speed"][str(size)] = measure_speed(contestants, groups, config.rounds)
         if config.widths:
             result["widths"] = measure_widths(contestants)
     result["peak_memory_bytes"] = peak_memory_bytes(config.device)

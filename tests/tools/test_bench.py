@@ -461,7 +461,7 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     file = str(tmp_path / "out.json")
     monkeypatch.setattr(bench_peers, "WIDTHS", (1, 4))
-    argv = f"--limit 2 --max_new_tokens 6 --dtype float32 --widths --json {file}".split()
+    argv = f"--limit 2 --rounds 2 --max_new_tokens 6 --dtype float32 --widths --json {file}".split()
     command(monkeypatch, bench_peers, *argv, "--device", "cpu")
     result = json.loads(Path(file).read_text())
     names = ["ours none", "ours eagle:chain:tree_depth=5", "transformers", "transformers:lookup"]
@@ -478,17 +478,17 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
 def test_identical_is_said_of_each_runtime():
     """A peer's drafts are held against its own plain decoding, also where that is not ours."""
     texts = {
-        "ours none": [7, 8], "ours ngram": [7, 9],
+        "ours none": [7, 8], "ours int8 none": [7, 9], "ours int8 ngram": [7, 9],
         "llama.cpp:file": [5, 8], "llama.cpp:file:lookup": [5, 8], "llama.cpp:file:eagle3": [7, 8],
     }  # fmt: skip
     lone = {
         name: bench_peers.Contestant(lambda prompts, row=row: Outcome([row], 0.5, 0.1, 1.0), None)
         for name, row in texts.items()
     }  # fmt: skip
-    rows = bench_peers.measure_speed(lone, [[[1]]])
+    rows = bench_peers.measure_speed(lone, [[[1]]], 1)
     found = {name: (row["identical"], row["same"]) for name, row in rows.items()}
     assert found == {
-        "ours none": (1, 1), "ours ngram": (0, 0.5),
+        "ours none": (1, 1), "ours int8 none": (1, 0.5), "ours int8 ngram": (1, 0.5),
         "llama.cpp:file": (1, 0), "llama.cpp:file:lookup": (1, 0), "llama.cpp:file:eagle3": (0, 1),
     }  # fmt: skip
 
