@@ -8,8 +8,7 @@ depends on the numbers. A stand-in has the time of its shape and the acceptance 
 `Placement` describes the construction.
 Trade-off: a tensor is computed when it is read, and is not stored. No disk is needed, and every
 load computes again.
-Not here: writing to disk (scripts/bench/inflate.py); EAGLE-3; models with biases; making a mixture
-of a dense model.
+Not here: writing to disk; EAGLE-3; models with biases; mixtures of experts.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ from cli.io import read_json
 from hf.checkpoint import TensorSource, WeightFiles, saved_quantization
 from hf.config import open_source, read_config
 from hf.heads import EagleConfig, version_of
-from hf.weights import check_experts
 from model import DTYPES, ModelConfig, Transformer
 from options import GenerateConfig
 
 # LM head weight of ids beyond the small vocabulary, at the constant channel
 NEVER = -4096.0
 # upper bounds of sizes in `Shape.parse`; others: 2^20
-MOST = {"n_layers": 2**10, "vocab_size": 2**24, "n_experts": 2**12}
+MOST = {"n_layers": 2**10, "vocab_size": 2**24}
 
 # a method of `Placement`
 Writer = Callable[[Tensor, Tensor | None], None]
@@ -47,7 +45,7 @@ Part = tuple[tuple[int, ...], Writer]
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a LLaMA or a Mixtral, in model.py's names."""
+    """The dimensions of a LLaMA, in model.py's names."""
 
     name: str
     dim: int
@@ -55,10 +53,8 @@ class Shape:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    ffn_dim: int  # of every expert in a mixture
+    ffn_dim: int
     vocab_size: int
-    n_experts: int = 0  # 0: dense
-    experts_per_token: int = 0
 
     @staticmethod
     def parse(text: str) -> Shape:
@@ -93,10 +89,6 @@ def _shape(
     )
 
 
-def _mixtral(*sizes: Any) -> Shape:
-    return replace(_shape(*sizes), n_experts=8, experts_per_token=2)
-
-
 # name, width, layers, heads, KV heads, width of the feed-forward, vocabulary
 _SHAPES = (
     # 0.47 B in the layers + 0.03 B in the LM head
@@ -108,10 +100,6 @@ _SHAPES = (
     _shape("llama2-70b", 8192, 80, 64, 8, 28672, 32000),
     _shape("llama3-8b", 4096, 32, 32, 8, 14336, 128256),
     _shape("llama3-70b", 8192, 80, 64, 8, 28672, 128256),
-    # a quarter of 8x7b's width: 2.99 B, 0.87 B of them used for a token
-    _mixtral("mixtral-tiny", 1024, 32, 8, 4, 3584, 32000),
-    # 46.7 B, 12.9 B of them used for a token
-    _mixtral("mixtral-8x7b", 4096, 32, 32, 8, 14336, 32000),
 )
 SHAPES = {shape.name: shape for shape in _SHAPES}
 
@@ -132,7 +120,11 @@ def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int 
             f"{where} has norms of queries and keys, or YaRN, which depend on head_dim; "
             "use another model"
         )
-    _check_mixture(small, shape, where)
+    if small.n_experts:
+        raise ValueError(
+            f"{where} is a mixture of experts, and only dense models can be inflated; "
+            "use another model"
+        )
     if shape.n_heads % shape.n_kv_heads:
         raise ValueError(
             f"shape {shape.name}: n_kv_heads must divide n_heads; "
@@ -161,29 +153,6 @@ def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int 
             )
 
 
-def _check_mixture(small: ModelConfig, shape: Shape, where: Path) -> None:
-    """Check that both are dense, or mixtures of the same routing."""
-    is_mixture = small.n_experts > 0
-    if is_mixture != (shape.n_experts > 0):
-        own_kind = "a mixture of experts" if is_mixture else "dense"
-        other_kind = "dense" if is_mixture else "a mixture of experts"
-        fits = ", ".join(
-            name for name, known in SHAPES.items() if (known.n_experts > 0) == is_mixture
-        )
-        raise ValueError(
-            f"shape {shape.name} is {other_kind}, and {where} is {own_kind}: "
-            f"one cannot become the other; choose one of {fits}"
-        )
-    for name in ("n_experts", "experts_per_token"):
-        own = getattr(small, name)
-        wanted = getattr(shape, name)
-        if own != wanted:
-            raise ValueError(
-                f"shape {shape.name}: {name} must be {where}'s {own}, "
-                f"so that routing stays as it is; it is {wanted}"
-            )
-
-
 # -------------------------------------------------------------------------------------- placement
 
 
@@ -205,10 +174,7 @@ class Placement:
        where the large groups are smaller.
     4. Further heads, further neurons, and the further layers between the small model's compute on
        their actual inputs. Their values and gates are zero, so that they add exactly zero.
-    5. A mixture keeps its number of experts and its routers; each expert is placed like a
-       feed-forward. A further layer uses norm and router of the small model's layer before it, and
-       so activates about as many experts.
-    6. Ids beyond the small vocabulary get logits of about -3000 (float16: -300). Their rows of the
+    5. Ids beyond the small vocabulary get logits of about -3000 (float16: -300). Their rows of the
        LM head read channel d. The final norm amplifies that channel; in a head, which has no final
        norm, a further neuron of the last layer does.
 
@@ -369,9 +335,6 @@ class Placement:
         large[:, :reached, :e] = 0
         large[:d, self.q_heads(), :e] = small.to(out.dtype)
 
-    def router(self, out: Tensor, small: Tensor) -> None:  # [experts, D]
-        self._project(out, small, torch.arange(len(small)))
-
     def gate_proj(self, out: Tensor, small: Tensor | None) -> None:  # [F, D]
         out[:, : self.small.dim + 1] = 0  # silu(0) = 0
         if small is not None:
@@ -416,51 +379,29 @@ class Recipe(NamedTuple):
     source: str | None  # name of the small model's tensor
 
 
-def _ffn_parts(place: Placement) -> dict[str, Part]:
-    """Return the parts of a feed-forward, or those of all experts, by Hugging Face name."""
-    shape = place.shape
-    wide = (shape.ffn_dim, shape.dim)
-    narrow = (shape.dim, shape.ffn_dim)
-    gate = (wide, place.gate_proj)
-    up = (wide, place.up_proj)
-    down = (narrow, place.down_proj)
-    if not shape.n_experts:
-        return {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down}
-    parts = {}
-    for number in range(shape.n_experts):
-        expert = f"block_sparse_moe.experts.{number}"
-        parts |= {f"{expert}.w1": gate, f"{expert}.w3": up, f"{expert}.w2": down}
-    return parts
-
-
-def _layer_recipes(
-    place: Placement, large: str, small: str, real: bool = True
-) -> dict[str, Recipe]:
+def _layer_recipes(place: Placement, large: str, small: str | None) -> dict[str, Recipe]:
     """Return the tensors of one layer, by Hugging Face name.
 
-    large, small: prefixes of the names
-    real: False for a further layer, which adds zero and routes like `small`
+    large, small: prefixes of the names; small None: a further layer, which adds zero
     """
     shape = place.shape
     q = shape.n_heads * shape.head_dim
     kv = shape.n_kv_heads * shape.head_dim
     unamplified = replace(place, amplifies=False)
-    routing: dict[str, Part] = {"post_attention_layernorm": ((shape.dim,), place.norm)}
-    if shape.n_experts:
-        routing["block_sparse_moe.gate"] = ((shape.n_experts, shape.dim), place.router)
     parts: dict[str, Part] = {
         "input_layernorm": ((shape.dim,), unamplified.norm),
         "self_attn.q_proj": ((q, shape.dim), place.q_proj),
         "self_attn.k_proj": ((kv, shape.dim), place.k_proj),
         "self_attn.v_proj": ((kv, shape.dim), place.v_proj),
         "self_attn.o_proj": ((shape.dim, q), place.o_proj),
-        **routing,
-        **_ffn_parts(place),
+        "post_attention_layernorm": ((shape.dim,), place.norm),
+        "mlp.gate_proj": ((shape.ffn_dim, shape.dim), place.gate_proj),
+        "mlp.up_proj": ((shape.ffn_dim, shape.dim), place.up_proj),
+        "mlp.down_proj": ((shape.dim, shape.ffn_dim), place.down_proj),
     }
     recipes = {}
     for part, (size, make) in parts.items():
-        copied = real or (shape.n_experts > 0 and part in routing)
-        source = f"{small}{part}.weight" if copied else None
+        source = None if small is None else f"{small}{part}.weight"
         recipes[f"{large}{part}.weight"] = Recipe(size, make, source)
     return recipes
 
@@ -475,10 +416,9 @@ def _target_recipes(place: Placement) -> dict[str, Recipe]:
     norm = "model.norm.weight"
     lm_head = "lm_head.weight"
     recipes = {embedding: Recipe(table, place.embedding, embedding)}
-    latest = 0  # the last of the small model's layers so far
     for i in range(shape.n_layers):
-        latest = real.get(i, latest)
-        recipes |= _layer_recipes(place, f"model.layers.{i}.", f"model.layers.{latest}.", i in real)
+        source = f"model.layers.{real[i]}." if i in real else None
+        recipes |= _layer_recipes(place, f"model.layers.{i}.", source)
     recipes[norm] = Recipe((shape.dim,), place.final_norm, norm)
     recipes[lm_head] = Recipe(table, place.lm_head, embedding if small.tie_embeddings else lm_head)
     return recipes
@@ -577,8 +517,7 @@ def inflate_head(
     small: the head's own configuration
     Raises: ValueError for a directory or a shape that cannot be used.
     """
-    # a head's layers are dense
-    shape = replace(shape, n_layers=small.n_layers, n_experts=0, experts_per_token=0)
+    shape = replace(shape, n_layers=small.n_layers)
     check_fit(small, shape, path, spare_neurons=1)
     place = Placement(small, shape)
     biased = bool(read_json(path / "config.json").get("bias", True))
@@ -605,19 +544,14 @@ def _inflate(
     sizes = {name: recipe.size for name, recipe in own_recipes.items()}
     files = open_source(path)
     raw = files.config
-    if raw.get("stand_in"):
-        raise ValueError(
-            f"{path} is a stand-in itself ({raw['stand_in']}); inflate what it was made from"
-        )
     if saved_quantization(raw) is not None:
         raise ValueError(
             f"{path} is quantized; inflate the original, and quantize the result with --quant"
         )
-    check_experts(place.small, files)
     sources = {recipe.source for recipe in recipes.values() if recipe.source}
     missing = sorted(sources - set(files.readers))
     if missing:
-        kinds = "a LLaMA, a Mixtral, or an EAGLE-1 or EAGLE-2 head"
+        kinds = "a LLaMA, or an EAGLE-1 or EAGLE-2 head"
         raise ValueError(f"{path}: {missing[0]} is missing; {kinds} can be inflated")
     dtype = dtype or DTYPES.get(place.small.dtype)
     if dtype is None:

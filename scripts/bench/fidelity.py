@@ -1,6 +1,6 @@
 """The fidelity of every weight format: how close its logits lie to those of the file's own weights.
 
-    python scripts/bench/fidelity.py --parts            # the default model, every format
+    python scripts/bench/fidelity.py                    # the default model, every format
     python scripts/bench/fidelity.py --questions        # right answers by format
     python scripts/bench/fidelity.py --checkpoint DIR --text some.txt --also DIR-GPTQ,DIR-FP8
 
@@ -11,9 +11,7 @@
 2. Logits are centred, as a constant changes no choice. `rms` is the root mean square of the
    difference, `best` the share of positions with the same best token, `KL` the mean of
    KL(reference || row) in nats, `ppl` the perplexity of the prompts themselves.
-3. `--parts` rounds one thing at a time in the fp32 model, as the formats round it, and so tells
-   where an error comes from.
-4. `--questions` counts right answers of greedy decoding with the model's own chat template.
+3. `--questions` counts right answers of greedy decoding with the model's own chat template.
 
 Prompts: the first turns of bundled texts, or pieces of `--text`, up to TOKENS each, all positions.
 Not here: the change of tau (papers.py, as `--methods eagle:dynamic:quant_draft=int4`).
@@ -24,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -44,8 +42,7 @@ from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from load import load
-from model import Linear, RMSNorm, Transformer
-from ops.qmatmul import round_activations
+from model import Transformer
 from options import DEFAULT, ROOT, GenerateConfig
 from scripts.bench.measure import environment, shown_path
 
@@ -53,8 +50,6 @@ TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
 TOKENS = 200  # of a prompt, at most
 QUESTIONS = ROOT / "data/eval/questions.jsonl"
 ANSWER_TOKENS = 40
-BLOCK = 32  # activations that share a scale beside most types of files; K types: 128
-PRODUCTS = ("wqkv", "wo", "w13", "w2", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,6 @@ class FidelityConfig:
     also: str = option("", "quantized directories of the same model, separated by commas")
     text: str = option("", "text files, separated by commas; default: bundled prompts")
     prompts: int = option(2, "prompts of each bundled text, or pieces of each file", least=1)
-    parts: bool = option(False, "also round one part of the fp32 model at a time")
     questions: bool = option(
         False, "count the right answers to simple questions by format, and nothing else"
     )
@@ -170,17 +164,12 @@ def formats(path: Path, also: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 @torch.inference_mode()
 def fidelity(path: Path, config: FidelityConfig) -> list[dict]:
-    """Measure every format, llama.cpp where it can run, and the parts. Returns: a record a row."""
+    """Measure every format, and llama.cpp where it can run. Returns: a record a row."""
     prompts = read_prompts(Tokenizer.load(path), config.prompts, config.text)
     rows_to_load = list(formats(path, config.also))
     model = load_model(path, torch.float32)
     reference = logits_of(model, prompts)
     rows: dict[str, Found] = {}
-    if config.parts:
-        for name, patch in tqdm(list(roundings(model)), unit="part"):
-            undo = patch()
-            rows[name] = compare_logits(reference, logits_of(model, prompts), prompts)
-            undo()
     del model
     for name, options in tqdm(rows_to_load, unit="format"):
         engine = load(draft="none", compile=True, **options)
@@ -202,74 +191,6 @@ def fidelity_table(records: list[dict]) -> Iterator[str]:
     for r in records:
         best = f"{100 * r['best']:.1f} %"
         yield f"| {r['row']} | {r['rms']:.3f} | {best} | {r['kl']:.5f} | {r['ppl']:.3f} |"
-
-
-# -------------------------------------------------------------------------------------------- parts
-
-
-def bf16(x: Tensor) -> Tensor:
-    """Round to bfloat16, and widen again."""
-    return x.bfloat16().to(x.dtype)
-
-
-def codes(x: Tensor) -> Tensor:
-    """Round as the products with quantized weights round their inputs."""
-    rounded, scales = round_activations(x, BLOCK)
-    return (rounded * scales).flatten(-2)[..., : x.shape[-1]]
-
-
-def plain_codes(x: Tensor) -> Tensor:
-    """Round to 8 bits in groups of BLOCK, outliers too."""
-    groups = x.unflatten(-1, (-1, BLOCK))
-    step = groups.abs().amax(-1, keepdim=True) / 127
-    return ((groups / step.clamp(min=1e-30)).round() * step).flatten(-2)
-
-
-def roundings(model: Transformer) -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
-    """Yield names of roundings, and functions that begin one and return what ends it."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
-
-    def inputs(names: tuple[str, ...], by: Callable[[Tensor], Tensor]) -> Callable:
-        def begin() -> Callable[[], None]:
-            hooks = [
-                layer.register_forward_pre_hook(lambda _, x: (by(x[0]),))
-                for name, layer in layers.items()
-                if name.endswith(names)
-            ]
-            return lambda: [hook.remove() for hook in hooks]
-
-        return begin
-
-    def stream() -> Callable[[], None]:
-        norms = [
-            m for n, m in model.named_modules() if n.endswith("norm") and isinstance(m, RMSNorm)
-        ]
-        for norm in norms:
-            norm.add = lambda x, delta, reader=None, norm=norm: _rounded_sum(norm, x, delta)
-        return lambda: [norm.__dict__.pop("add") for norm in norms]
-
-    def keys_and_values() -> Callable[[], None]:
-        kept = model.config.n_kv_heads * model.config.head_dim * 2
-
-        def hook(_, x, y):
-            return torch.cat((y[..., :-kept], bf16(y[..., -kept:])), -1)
-
-        hooks = [m.register_forward_hook(hook) for n, m in layers.items() if n.endswith("wqkv")]
-        return lambda: [hook.remove() for hook in hooks]
-
-    for name in PRODUCTS:
-        yield f"part: 8 bits into {name}", inputs((name,), plain_codes)
-    yield "part: 8 bits into all products", inputs(PRODUCTS, plain_codes)
-    yield "part: 8 bits, outliers 15", inputs(PRODUCTS, codes)
-    yield "part: bf16 into all products", inputs(PRODUCTS, bf16)
-    yield "part: bf16 features", inputs(("lm_head",), bf16)
-    yield "part: bf16 residual stream", stream
-    yield "part: bf16 keys and values", keys_and_values
-
-
-def _rounded_sum(norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    x = bf16(x if delta is None else x + delta)
-    return x, norm(x)
 
 
 # ---------------------------------------------------------------------------------------- questions

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from tqdm import tqdm
 import stats
 from decode import Engine, with_cycles
 from extras.presets import PresetPolicy
-from generate import Batch
 from load import warm_up, with_draft
 from model import MoEFeedForward, Transformer
 from ops.library import PLAIN, tiles_in_use
@@ -95,13 +94,12 @@ def draft_options(engine: Engine) -> dict[str, Any]:
 
 
 class Outcome(NamedTuple):
-    """One run of a batch of prompts, or of more prompts than sequences, which take turns."""
+    """One run of a batch of prompts."""
 
     rows: list[list[int]]  # new tokens of each prompt
-    first_s: float  # until the first new tokens are decided; in turns, to read all prompts
-    step_s: float  # per later token of the batch; in turns, all time per token
+    first_s: float  # until the first new tokens are decided
+    step_s: float  # per later token of the batch
     tau: float  # new tokens per pass and sequence, without those cut at the end
-    presets: Sequence[tuple[int, float]] = ()  # of ours: the tree and the seconds of each cycle
 
 
 def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
@@ -123,22 +121,8 @@ def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
             row += tokens
     assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
     step_s = seen.decode_s / seen.tokens if seen.tokens else 0.0
-    return Outcome(rows, caching.prefill_s, step_s, _tau(seen), seen.presets)
-
-
-def run_stream(engine: Engine, prompts: list[list[int]]) -> Outcome:
-    """Continue prompts that take turns in our batch. `step_s` is all time per token of all."""
-    batch = Batch(engine, prompts)
-    began = time.perf_counter()
-    batch.decode_all(batch.streams)
-    rows = [entry.new for entry in batch.entries]
-    seen = batch.stats
-    step_s = (time.perf_counter() - began) / sum(map(len, rows))
-    return Outcome(rows, seen.prefill_s, step_s, _tau(seen), seen.presets)
-
-
-def _tau(seen: stats.Stats) -> float:
-    return seen.tokens / max(len(seen.accept_lengths), 1)
+    tau = seen.tokens / max(len(seen.accept_lengths), 1)
+    return Outcome(rows, caching.prefill_s, step_s, tau)
 
 
 def in_turn(
@@ -223,21 +207,21 @@ def event_seconds(work: Callable[[], Any]) -> float:
     return first.elapsed_time(last) * 1e-3
 
 
-def pass_bytes(target: Transformer, cached: float, experts: float | None = None) -> float:
+def pass_bytes(target: Transformer, cached: float) -> float:
     """Return the bytes that a pass reads at least.
 
-    These are all weights, but one row only of an untied embedding, and the keys and values.
-    cached: tokens; experts: read per layer of a mixture, on average; None: those of one token
+    These are the keys and values and all weights, but of an untied embedding one row only, and of a
+    mixture the experts of one token only.
+    cached: tokens
     """
     c = target.config
     embedding = next(_tensors(target.embedding))  # a weight, or packed blocks
     tied = any(x is embedding for x in _tensors(target.lm_head))
     skipped = 0 if tied else embedding.nbytes * (1 - 1 / c.vocab_size)
     if c.n_experts:
-        read = c.experts_per_token if experts is None else experts
         mixtures = [layer.ffn for layer in target.layers if isinstance(layer.ffn, MoEFeedForward)]
         total = sum(_nbytes(x) for ffn in mixtures for x in (ffn.w13, ffn.w2))
-        skipped += (1 - read / c.n_experts) * total
+        skipped += (1 - c.experts_per_token / c.n_experts) * total
     weights = _nbytes(target) - skipped
     return (
         weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * target.norm.weight.itemsize * cached

@@ -16,7 +16,7 @@
    rotates. A speedup is taken between neighbours in time: decode tokens per second over those of
    `none`. Prefill and compilation are apart.
 4. `--json` gets one line per task and method, once measured; report.py makes tables and plots of
-   it alone. The same command resumes a killed run: finished rounds of its task are in FILE.part.
+   it alone. The same command resumes a killed run at its unfinished task.
 5. `--replays` repeats one cycle of each method from the same state (replays.py). A method that
    fails is named at the end; the others go on.
 
@@ -81,7 +81,6 @@ MATRIX = (
     "json",
     "report",
     "plots",
-    "table",
     "replays",
 )
 
@@ -117,20 +116,15 @@ class BenchConfig:
         "prompts per task that are first decoded untimed, to warm up and for the calibration",
         least=1,
     )
-    repeats: int = option(
-        1, "timed runs of every prompt; acceptance is counted in the first", least=1
-    )
     compile: bool = option(False, "compile the steps of a cycle")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
-    seed: int = option(0, "of the sampling noise")
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     json: str = option(
         "", "write one line per task and method; what this file holds already is not measured again"
     )
     report: str = option("", "measure nothing; make tables and plots of such a file")
     plots: str = option("", "directory to write plots to")
-    table: str = option("", "file to write the Markdown tables to")
     replays: int = option(
         0, "cycles of every method from one state, whose results are compared", least=0
     )
@@ -149,7 +143,7 @@ class BenchConfig:
             )
         if self.report and self.json:
             raise ValueError("--report measures nothing; it cannot go with --json")
-        check_outputs({"--json": self.json, "--table": self.table})
+        check_outputs({"--json": self.json})
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -287,7 +281,6 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
         f"--checkpoint={config.checkpoint}",
         f"--device={config.device}",
         f"--max_new_tokens={config.max_new_tokens}",
-        f"--seed={config.seed}",
         f"--draft={draft}",
         f"--temperature={setting.temperature}",
         f"--batch_size={setting.batch_size}",
@@ -384,10 +377,13 @@ def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Turn]]:
     return outcome, entries
 
 
-def run_round(batches: dict[str, Batch], number: int, repeat: int) -> dict[str, Any]:
-    """Decode the same group of prompts with every method, in an order that rotates."""
+def run_round(batches: dict[str, Batch], number: int) -> dict[str, dict[str, Any]]:
+    """Decode the same group of prompts with every method, in an order that rotates.
+
+    Returns: counts and times by method.
+    """
     names = list(batches)
-    first = (number + repeat) % len(names)
+    first = number % len(names)
     done = {name: run_group(batches[name], number) for name in names[first:] + names[:first]}
     outcomes = {name: done[name][0] for name in names}
     for name in names:
@@ -395,7 +391,7 @@ def run_round(batches: dict[str, Batch], number: int, repeat: int) -> dict[str, 
         exact = "none" in done and batches[name].engine.config.accept == "exact"
         pairs = zip(done[name][1], done["none"][1]) if exact else ()
         outcomes[name]["identical"] = [mine.new == plain.new for mine, plain in pairs]
-    return {"group": number, "repeat": repeat, "outcomes": outcomes}
+    return outcomes
 
 
 def acceptance(rows: list[list[int]], depth: int) -> dict[str, Any]:
@@ -418,9 +414,9 @@ def acceptance(rows: list[list[int]], depth: int) -> dict[str, Any]:
 
 def speed(name: str, rounds: list[dict]) -> dict[str, Any]:
     """Return tokens per second, speedup over `none` in the same round, and times per cycle."""
-    mine = [r["outcomes"][name] for r in rounds]
+    mine = [outcomes[name] for outcomes in rounds]
     rates = [_rate(one) for one in mine]
-    plain = [_rate(r["outcomes"]["none"]) if "none" in r["outcomes"] else 0.0 for r in rounds]
+    plain = [_rate(outcomes["none"]) if "none" in outcomes else 0.0 for outcomes in rounds]
     ratios = [r / p for r, p in zip(rates, plain) if r and p]
     rate = Series.quartiles([r for r in rates if r] or [0.0])
     speedup = {"speedup": None, "speedup_quartiles": None}
@@ -453,11 +449,11 @@ def _rate(outcome: dict[str, Any]) -> float:
 
 def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> dict[str, Any]:
     """Return the measured part of a line of the log."""
-    first = [r["outcomes"][name] for r in rounds if r["repeat"] == 0]
-    lengths = [row for one in first for row in one["accept_lengths"]]
+    mine = [outcomes[name] for outcomes in rounds]
+    lengths = [row for one in mine for row in one["accept_lengths"]]
     accepted = acceptance(lengths, engine.drafter.depth)
     timed = speed(name, rounds)
-    same = [x for r in rounds for x in r["outcomes"][name]["identical"]]
+    same = [x for one in mine for x in one["identical"]]
     chain = engine.option("draft") in (*HEAD_KINDS, "model") and engine.drafter.width == 1
     pass_s = timed["verify_ms"] / 1e3
     return {
@@ -465,7 +461,7 @@ def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> di
         **timed,
         "n_alpha": accepted["by_depth"] if chain else None,
         "identical": sum(same) / len(same) if same else None,
-        "repeated": statistics.mean(x for one in first for x in one["repeated"]),
+        "repeated": statistics.mean(x for one in mine for x in one["repeated"]),
         "verify_of_ceiling": pass_bytes(engine.target, 0) / pass_s / ceiling if pass_s else None,
         "draft": draft_options(engine),
         "nodes": engine.drafter.size,
@@ -497,7 +493,6 @@ class Bench(NamedTuple):
     config: BenchConfig
     tasks: dict[str, list[list[str]]]
     log: Log
-    part: Log  # rounds of the unit that is being measured
     machine: dict[str, Any]
     ceiling: Series  # bytes per second
     failed: dict[str, str]  # the reason, by method
@@ -564,7 +559,7 @@ def units_to_do(config: BenchConfig, tasks: dict[str, list[list[str]]], log: Log
 
 
 def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm) -> None:
-    """Measure the rounds of a task that an earlier run left to do, and log the task.
+    """Measure a task, and log it.
 
     Writes: `engines`, from which a method that fails is dropped.
     """
@@ -573,11 +568,6 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
     if not methods:
         return
     task = fitting(engines[methods[0]], unit.task, bench.tasks[unit.task], config)
-    label = {"unit": [unit.key(m) for m in methods], "config": config.fixed}
-    if any({key: r.get(key) for key in label} != label for r in bench.part.rows):
-        print(f"note: {config.json}.part belongs to other options; it is dropped", file=sys.stderr)
-        bench.part.clear()
-    done = {(r["group"], r["repeat"]) for r in bench.part.rows}
     bar.set_postfix_str(f"{task.name}, T {unit.setting.temperature:g}, B {unit.setting.batch_size}")
     prompts = task.prompts[: config.traced]
     calibrations = {}
@@ -592,20 +582,18 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
         return
     number_of_task = list(bench.tasks).index(unit.task)
     groups = next(iter(batches.values())).groups
-    rounds = [(number, repeat) for repeat in range(config.repeats) for number in range(len(groups))]
-    for number, repeat in rounds:
-        if (number, repeat) not in done:
-            if bench.over(number_of_task) and bench.part.rows:
-                break
-            bench.part.add([label | run_round(batches, number, repeat)])
+    rounds: list[dict] = []
+    for number in range(len(groups)):
+        if bench.over(number_of_task) and rounds:
+            break
+        rounds.append(run_round(batches, number))
         bar.update()
-    decoded = {row["group"] for row in bench.part.rows}
     lines = []
     for name in filter(batches.get, unit.lacking):
-        measured = summary(name, engines[name], bench.part.rows, bench.ceiling.median)
+        measured = summary(name, engines[name], rounds, bench.ceiling.median)
         context = {
             "calibration": calibrations[name],
-            "prompts": sum(len(groups[number]) for number in decoded),
+            "prompts": sum(map(len, groups[: len(rounds)])),
             "left_out": task.left_out,
             "config": config.fixed,
             "environment": bench.machine,
@@ -614,7 +602,6 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
         }
         lines.append(unit.key(name) | measured | context)
     bench.log.add(lines)
-    bench.part.clear()
 
 
 def failed_captures(engine: Engine) -> int:
@@ -625,7 +612,7 @@ def failed_captures(engine: Engine) -> int:
 
 def measure(bench: Bench, units: list[Unit]) -> None:
     """Measure the units: one target per quantization, one set of engines per setting."""
-    sizes = {name: len(prompts) * bench.config.repeats for name, prompts in bench.tasks.items()}
+    sizes = {name: len(prompts) for name, prompts in bench.tasks.items()}
     rounds = sum(-(-sizes[unit.task] // unit.setting.batch_size) for unit in units)
     with tqdm(total=rounds, unit="round", disable=None) as bar:  # an error's line comes below it
         _measure(bench, units, bar)
@@ -691,13 +678,12 @@ def run(config: BenchConfig, over: Callable[[int], bool] = lambda task: False) -
     if units:
         machine = environment(config.device)
         ceiling = read_bandwidth(config.device, CEILING_RUNS)
-        part = Log(f"{config.json}.part" if config.json else "", "--json")
-        bench = Bench(config, tasks, log, part, machine, ceiling, {}, over)
+        bench = Bench(config, tasks, log, machine, ceiling, {}, over)
         print("\n".join(header_lines(bench)), flush=True)
         measure(bench, units)
         if bench.failed:
             if log.rows:
-                write_report(log.rows, config.table, config.plots)
+                write_report(log.rows, config.plots)
             reasons = "; ".join(f"{name}: {reason}" for name, reason in bench.failed.items())
             raise ValueError(f"{reasons}; the traceback is above")
     return log.rows
@@ -709,7 +695,7 @@ def main() -> None:
     with one_line_errors("papers.py"):
         config.check()
         rows = open_log(config.report, "--report").rows if config.report else run(config)
-        write_report(rows, config.table, config.plots)
+        write_report(rows, config.plots)
 
 
 if __name__ == "__main__":

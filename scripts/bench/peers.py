@@ -12,12 +12,11 @@
    it drafts by llama-cpp-python's prompt lookup, `:lookup2` two tokens only, its advice for CPUs;
    `:eagle3` by the same EAGLE-3 head as ours, in chains of three, its default. The tokens must be
    those without.
-2. Before anything is timed, every peer's logits are compared with ours on the first prompt.
-3. Speed: greedy, end of sequence ignored, all prompts, all contestants in turn (`measure_speed`).
-4. `--widths` times one pass over 1 to 64 new tokens behind the first prompt: all logits, argmax.
+2. Speed: greedy, end of sequence ignored, all prompts, all contestants in turn (`measure_speed`).
+3. `--widths` times one pass over 1 to 64 new tokens behind the first prompt: all logits, argmax.
 
 Quantized peers compute another function than the float one: compare their speed, not their tokens.
-Not here: quality, sampling, batches of llama.cpp, GPUs for it.
+Not here: quality (fidelity.py), sampling, batches of llama.cpp, GPUs for it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +64,6 @@ from scripts.bench.measure import (
     pass_bytes,
     read_bandwidth,
     run_rows,
-    run_stream,
     shown_path,
     with_config,
 )
@@ -86,7 +84,7 @@ SETTLE_S = 0.05  # the threads of OpenMP spin for so long behind another contest
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
 LOOKUP_TOKENS = 10  # drafted by prompt lookup of transformers
 LEAST_RUNS = 5
-PATHS = ("checkpoint", "eagle", "gguf", "json")
+PATHS = ("checkpoint", "eagle", "json")
 
 
 @dataclass(frozen=True)
@@ -117,11 +115,7 @@ class PeersConfig:
     batch_sizes: str = option(
         "1", "prompts decoded side by side, a list; beyond 1 with the peer transformers alone"
     )
-    prompts_per_row: int = option(
-        1, "prompts of each row in a run; beyond 1 reading them is timed too", least=1
-    )
     widths: bool = option(False, "also measure the cost of verifying 1 to 64 tokens")
-    gguf: str = option("", "directory that keeps the GGUF files; default: a temporary one")
     options: str = option("", "further options of generate.py for our methods")
     chat: str | None = option(
         None, "apply a chat template: the model's, or the one named", optional=True
@@ -130,7 +124,6 @@ class PeersConfig:
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default", least=0)
-    seed: int = option(0, "of nothing here but our engine's noise")
     json: str = option("", "write the result to this file")
 
     def check(self) -> None:
@@ -160,8 +153,6 @@ class PeersConfig:
                 f"--options inflate= makes a stand-in that {self.peer_list[0]} does not have: it "
                 "would run the small checkpoint; use --peers none and scripts/gpu/beside.py"
             )
-        if self.gguf and not Path(self.gguf).is_dir():
-            raise ValueError(f"--gguf: there is no directory {self.gguf}; make it first")
         check_outputs({"--json": self.json})
 
     @property
@@ -203,10 +194,7 @@ class Contestant(NamedTuple):
     """A runtime with one method."""
 
     run: Callable[[list[list[int]]], Outcome]  # of a group of prompts
-    logits: Callable[[list[int]], torch.Tensor]  # of every token of a prompt, [T, V] on the CPU
     verify: Callable[[int], Callable[[], None]] | None  # a pass behind the first prompt, by width
-    # how often each of several trees ran
-    trees: Callable[[Sequence[tuple[int, float]]], list[dict]] = lambda ran: []
 
 
 class TokenClock:
@@ -243,12 +231,6 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
     target = engine.target
     device = engine.device
 
-    @torch.inference_mode()
-    def logits(ids: list[int]) -> torch.Tensor:
-        tokens = torch.tensor([ids], device=device)
-        features = target(tokens, torch.arange(len(ids), device=device)[None])
-        return target.logits(features)[0].cpu()  # [T, V]
-
     def verify(width: int) -> Callable[[], None]:
         slots = len(prompt) + width
         cache = KVCache.empty(target.config, 1, slots, target.norm.weight.dtype, device)
@@ -272,30 +254,10 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         return once
 
     def run(prompts: list[list[int]]) -> Outcome:
-        if len(prompts) > engine.config.batch_size:
-            return run_stream(engine, prompts)
         return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
 
     plain = engine.drafter.size == 1
-    return Contestant(run, logits, verify if plain else None, engine.policy.table)
-
-
-def in_batches(contestant: Contestant, size: int) -> Contestant:
-    """Return a contestant that takes any number of prompts, in consecutive batches of `size`."""
-
-    def run(prompts: list[list[int]]) -> Outcome:
-        done = [
-            contestant.run(prompts[first : first + size]) for first in range(0, len(prompts), size)
-        ]
-        if len(done) == 1:
-            return done[0]
-        rows = [row for outcome in done for row in outcome.rows]
-        first_s = sum(o.first_s for o in done)
-        seconds = sum(o.first_s + o.step_s * sum(len(row) - 1 for row in o.rows) for o in done)
-        tau = statistics.mean(o.tau for o in done)
-        return Outcome(rows, first_s, seconds / sum(map(len, rows)), tau)
-
-    return contestant._replace(run=run)
+    return Contestant(run, verify if plain else None)
 
 
 def load_transformers(path: Path, dtype: str, device: str) -> Any:
@@ -345,10 +307,6 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
         options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
 
     @torch.inference_mode()
-    def logits(ids: list[int]) -> torch.Tensor:
-        return model(torch.tensor([ids], device=model.device)).logits[0].float().cpu()  # [T, V]
-
-    @torch.inference_mode()
     def verify(width: int) -> Callable[[], None]:
         cache = model(torch.tensor([prompt], device=model.device), use_cache=True).past_key_values
         tokens = torch.tensor([prompt[:1] * width], device=model.device)
@@ -361,7 +319,7 @@ def transformers_peer(name: str, config: PeersConfig, model: Any, prompt: list[i
         return once
 
     run = transformers_runner(model, config.max_new_tokens, **options)
-    return Contestant(run, logits, verify if name == "transformers" else None)
+    return Contestant(run, verify if name == "transformers" else None)
 
 
 def load_llama_cpp(
@@ -419,14 +377,11 @@ def llama_cpp_peer(
             check_drafted(peer, prompt, plain[key], new)
         return clock.outcome([new])
 
-    def logits(ids: list[int]) -> torch.Tensor:
-        return torch.from_numpy(peer.feed(ids[:PREFILL_ROWS], 0, every=True).copy())  # [T, V]
-
     def verify(width: int) -> Callable[[], None]:
         peer.prefill(prompt)
         return lambda: peer.feed(prompt[:1] * width, len(prompt), every=True).argmax(-1).tolist()
 
-    return Contestant(run, logits, None if draft else verify)
+    return Contestant(run, None if draft else verify)
 
 
 def make_peers(
@@ -486,31 +441,12 @@ def make_ours(
 # -------------------------------------------------------------------------------------- measurement
 
 
-def parity(contestants: dict[str, Contestant], prompt: list[int]) -> dict[str, dict[str, float]]:
-    """Compare logits with those of the first contestant.
-
-    Returns: root mean square and largest difference, and the share of equal argmax.
-    """
-    prompt = prompt[:PREFILL_ROWS]
-    reference = next(iter(contestants.values())).logits(prompt)  # [T, V]
-    rows = {}
-    for name, contestant in contestants.items():
-        other = contestant.logits(prompt)
-        off = other - reference
-        same = (other.argmax(-1) == reference.argmax(-1)).float().mean()
-        rows[name] = {
-            "rms": float(off.square().mean().sqrt()),
-            "max": float(off.abs().max()),
-            "same": float(same),
-        }
-    return rows | {"scale": {"rms": float(reference.square().mean().sqrt())}}
-
-
 def groups_of(prompts: list, size: int) -> list[list]:
     """Return groups of `size` prompts. Raises: ValueError where some would be left over."""
     if len(prompts) % size:
-        rule = f"--batch_sizes, times --prompts_per_row, must divide the {len(prompts)} prompts"
-        raise ValueError(f"{rule}; {size} does not: change --limit")
+        raise ValueError(
+            f"--batch_sizes must divide the {len(prompts)} prompts; {size} does not: change --limit"
+        )
     return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
@@ -531,8 +467,6 @@ def measure_speed(
     The first token (prefill) is timed apart: a rate is taken over later tokens, a ratio between
     neighbours in time. A rate of a batch counts the tokens of all its sequences (EAGLE-1, table 7).
     A group runs until its last sequence ends. Others wait for it, which only drafting pays for.
-    Groups larger than the batch (--prompts_per_row): ours are admitted as sequences finish,
-    transformers' batches follow one another; a rate counts all tokens and all time, prefill too.
     """
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contestants}
     runs = [groups[0], *groups * max(rounds, -(-LEAST_RUNS // len(groups)))]
@@ -558,7 +492,6 @@ def measure_speed(
             "tau": statistics.mean(o.tau for o in done),
             "same": statistics.mean(common_prefix(a, b) / len(b) for a, b in pairs),
             "identical": statistics.mean(a.rows == b.rows for a, b in zip(done, plain)),
-            "trees": contestants[name].trees([ran for o in done for ran in o.presets]),
         }
     return rows
 
@@ -594,23 +527,20 @@ def _timed(run: Callable[[], None]) -> Callable[[], float]:
 
 def report_lines(result: dict[str, Any]) -> Iterator[str]:
     """Yield the tables, in Markdown."""
-    turns = result["config"]["prompts_per_row"] > 1
-    counted = "in all, reading prompts included" if turns else "after the first tokens"
-    first = "reading prompts ms" if turns else "first tokens ms"
-
-    yield f"\nTokens per second {counted}: median (quartiles) over runs; ratios within a round\n"
     yield (
-        f"| B | | tokens/s | ratio | tau | {first} | of ceiling | identical | same tokens "
-        "| logits rms | equal argmax |"
+        "\nTokens per second after the first tokens: median (quartiles) over runs; "
+        "ratios within a round\n"
     )
-    yield "|" + "---|" * 11
+    yield (
+        "| B | | tokens/s | ratio | tau | first tokens ms | of ceiling | identical | same tokens |"
+    )
+    yield "|" + "---|" * 9
     rows = [
         (size, name, row) for size, rows in result["speed"].items() for name, row in rows.items()
     ]
     for size, name, row in rows:
-        near = result["parity"][name]
         share = ""
-        if size == "1" and not turns and name in ("ours none", "transformers"):
+        if size == "1" and name in ("ours none", "transformers"):
             rate = result["pass_bytes"] * row["tokens_per_s"][0]
             share = f"{100 * rate / result['ceiling_bytes_per_s'][0]:.0f} %"
         cells = [
@@ -623,16 +553,8 @@ def report_lines(result: dict[str, Any]) -> Iterator[str]:
             share,
             f"{100 * row['identical']:.0f} %",
             f"{100 * row['same']:.0f} %",
-            f"{near['rms']:.4f}",
-            f"{100 * near['same']:.1f} %",
         ]
         yield f"| {' | '.join(cells)} |"
-    for size, name, row in rows:
-        ran = [f"{tree['tree']} {tree['cycles']}" for tree in row["trees"]]
-        if ran:
-            yield f"\nB = {size}, {name}: cycles of each tree: {', '.join(ran)}"
-    scale = result["parity"]["scale"]["rms"]
-    yield f"\nThe reference's logits have a root mean square of {scale:.2f}."
     if "widths" in result:
         yield "\nMilliseconds of verifying so many tokens, and in brackets over the time of one\n"
         yield f"| tokens | {' | '.join(map(str, WIDTHS))} |"
@@ -650,8 +572,7 @@ def header_lines(config: PeersConfig, machine: dict[str, Any], ceiling: Series) 
         f"checkpoint {shown_path(config.checkpoint)}, dtype {config.dtype}, T = 0, "
         f"compiled: {config.compile}"
     )
-    yield f"B = {config.batch_sizes}, prompts per row {config.prompts_per_row}"
-    yield f"methods {config.methods}, peers {config.peers}"
+    yield f"B = {config.batch_sizes}, methods {config.methods}, peers {config.peers}"
     yield f"tasks {config.tasks}, {config.limit} prompts each, {config.max_new_tokens} tokens"
     yield f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling"
 
@@ -664,7 +585,7 @@ def bench(config: PeersConfig) -> None:
         torch.set_num_threads(config.threads)
     texts = [turns[0] for rows in read_tasks(config).values() for turns in rows]
     for size in config.sizes:  # or an error, before anything is loaded
-        groups_of(texts, size * config.prompts_per_row)
+        groups_of(texts, size)
     base = load(plain_config(config))
     given = config
     config = replace(config, dtype=base.option("dtype"))
@@ -689,15 +610,12 @@ def bench(config: PeersConfig) -> None:
         "pass_bytes": pass_bytes(base.target, len(prompts[0])),
         "speed": {},  # by batch size
     }
-    with tempfile.TemporaryDirectory() as temporary:
-        peers = make_peers(config, prompts, Path(config.gguf or temporary))
+    with tempfile.TemporaryDirectory() as folder:
+        peers = make_peers(config, prompts, Path(folder))
         loaded = load_formats(config, base)
         for size in config.sizes:
-            batched = {name: in_batches(peer, size) for name, peer in peers.items()}
-            contestants = make_ours(given, loaded, prompts[0], size) | batched
-            if not result["speed"]:
-                result["parity"] = parity(contestants, prompts[0])
-            groups = groups_of(prompts, size * config.prompts_per_row)
+            contestants = make_ours(given, loaded, prompts[0], size) | peers
+            groups = groups_of(prompts, size)
             result["speed"][str(size)] = measure_speed(contestants, groups, config.rounds)
         if config.widths:
             result["widths"] = measure_widths(contestants)

@@ -1,15 +1,16 @@
-"""Draw tokens per second as bars, and print the same figures as a Markdown table.
+"""Print tokens per second as a Markdown table, and draw the same figures as bars.
 
     python scripts/bench/plot_speed.py benchmarks/results/speed.json
     python scripts/bench/plot_speed.py benchmarks/results/heads.json --machine "Zen 4, 2 cores" \\
-        --date 2026-11-26 --peers smollm2-gsm8k.json,smollm2-edit.json
+        --date 2026-11-26 --peers smollm2-gsm8k.json,smollm2-edit.json \\
+        --out benchmarks/results/heads.svg
 
 1. The file is a JSON list of rows: model, format, engine, tokens_per_s, machine, date and commit;
    also, where several tasks were measured, task, tau and identical (a share). `--peers` writes it
    from results of peers.py, of a task each.
 2. The rows of one model, format and machine are a group of bars, in the order of the file; a bar is
    the mean over the tasks. All bars have one scale. Bars of this project are green, others grey.
-3. The picture is written beside the file as SVG. The table has a line per group and task and a
+3. `--out` names the picture, an SVG. The table has a line per group and task and a
    column per engine, and names machine, date and commit.
 
 Not here: the measurements (peers.py, papers.py).
@@ -56,7 +57,7 @@ class PlotConfig:
     """Options."""
 
     file: str = option("", "JSON list of rows", positional=True)
-    out: str = option("", "picture to write; default: the file's name with .svg")
+    out: str = option("", "picture to write, an SVG")
     peers: str = option("", "results of peers.py, comma-separated, to write the file from")
     machine: str = option("", "of --peers, in words")
     date: str = option("", "of --peers")
@@ -189,11 +190,11 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     config = parse(PlotConfig, "plot_speed.py", "Draw tokens per second as bars.", argv)
     with one_line_errors("plot_speed.py"):
-        path = Path(config.file)
         if config.peers:
             collect(config)
-        rows = read_rows(path)
-        write_text(config.out or str(path.with_suffix(".svg")), picture(rows))
+        rows = read_rows(Path(config.file))
+        if config.out:
+            write_text(config.out, picture(rows))
         print(table(rows))
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli.io import replace_file, write_text
+from cli.io import replace_file
 from stats import explain
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
@@ -93,8 +93,7 @@ def tables(rows: list[dict]) -> Iterator[str]:
         )
         for name, mine in panel.methods.items():
             if name != "none" and "none" in panel.methods:
-                plain = panel.methods["none"]
-                yield f"\n{name}: {explained(mine, plain)}{by_formula(mine, plain)}"
+                yield f"\n{name}: {explained(mine, panel.methods['none'])}"
         compiled = all(row["compiled"] for row in panel.rows)
         how = f"Compiled ({compiling}, not counted above)" if compiled else "Not compiled"
         yield f"\n{how}; peak memory of the process {peak:.2f} GB."
@@ -110,36 +109,6 @@ def explained(rows: list[dict], plain: list[dict]) -> str:
         return "nothing was decoded"
     mine["tokens_per_s"] = mine["tokens"] / mine["decode_s"]
     return explain(mine, none["decode_s"] / none["cycles"], none["tokens"] / none["cycles"])
-
-
-def by_formula(rows: list[dict], plain: list[dict]) -> str:
-    """Return alpha and the speedup of speculative sampling, expected and measured.
-
-    A drafted token is accepted with probability alpha, a draft of g tokens costs g c vanilla
-    passes, and its verification one. plain: the rows of `none`
-    Returns: nothing for other methods than chains of draft models and chains of sampled tokens.
-    Source: Leviathan et al. (arXiv 2211.17192), theorem 3.8
-    """
-    of_model = all(row["method"].startswith("model:") for row in rows)
-    sampled = all(row["draft"].get("children") == "sampled" for row in rows)
-    chains = all(row["n_alpha"] for row in rows)
-    if not chains or not (of_model or sampled):
-        return ""
-    lengths = [(n, count) for row in rows for n, count in enumerate(row["histogram"])]
-    depth = max(n for n, _ in lengths)
-    tried = sum(min(n + 1, depth) * count for n, count in lengths)
-    alpha = sum(n * count for n, count in lengths) / tried
-    total = {key: sum(row[key] for row in rows) for key in ("draft_s", "decode_s", "tokens")}
-    none_s = sum(row["decode_s"] for row in plain)
-    cost = total["draft_s"] / sum(row["cycles"] for row in rows)
-    cost /= none_s / sum(row["cycles"] for row in plain)
-    expected = sum(alpha**n for n in range(depth + 1)) / (1 + cost)
-    rate = total["tokens"] / total["decode_s"]
-    measured = rate * none_s / sum(row["tokens"] for row in plain)
-    return (
-        f"; alpha {alpha:.2f}, c {cost / depth:.2f}: {expected:.2f} expected by formula, "
-        f"{measured:.2f} measured"
-    )
 
 
 def mean_row(method: str, rows: list[dict]) -> str:
@@ -271,17 +240,14 @@ def plots(rows: list[dict], folder: Path) -> None:
         plt.close(figure)
 
 
-def write_report(rows: list[dict], table: str, folder: str) -> None:
+def write_report(rows: list[dict], folder: str) -> None:
     """Print the tables and, last, one JSON object. Raises: ValueError when nothing was measured.
 
-    Writes: the tables to `table`, plots to `folder`, where named.
+    Writes: plots to `folder`, where named.
     """
     if not rows:
         raise ValueError("the log holds no measurement; run papers.py with --json first")
-    text = "\n".join(tables(rows))
-    print(text)
-    if table:
-        write_text(table, text)
+    print("\n".join(tables(rows)))
     if folder:
         plots(rows, Path(folder))
     print(json.dumps({"rows": [{name: row[name] for name in BRIEF} for row in rows]}))

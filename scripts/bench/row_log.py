@@ -51,12 +51,6 @@ class Log:
         self.rows += rows
         self._write("".join(json.dumps(row) + "\n" for row in rows))
 
-    def clear(self) -> None:
-        """Forget all rows. Writes: removes the file."""
-        self.rows = []
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
     def _write(self, text: str) -> None:
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:

@@ -12,8 +12,7 @@
 4. A start that fails, or whose text differs from its contestant's first one, is an error. Texts of
    two contestants may part, as their roundings differ; the table shows the place.
 
-tokens/s is of decoding alone, as each contestant counts it. A line also says how much longer than
-`import torch` in the same round a start takes. The model must be downloaded.
+tokens/s is of decoding alone, as each contestant counts it. The model must be downloaded.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from scripts.bench.measure import Series, environment
 from session import common_prefix
 
 PROMPT = "Write a long story about a lighthouse keeper."
-IMPORT = "import torch"  # the contestant that does nothing else
 LENGTHS = (50, 500)  # tokens, at which the answer is cut
 SPEED = re.compile(r"(\d+) tokens, ([\d.]+) tokens/s")  # in the line that ends a run
 # command line: model, prompt, tokens at most, threads
@@ -69,9 +67,6 @@ print(f"\\n{tokens} tokens, {tokens / seconds:.1f} tokens/s")
 class StartConfig:
     """Options. Units and effects are in the help texts."""
 
-    options: str = option(
-        "", "further options of generate.py, for a contestant more, as '--draft none'"
-    )
     llama_python: str = option(
         "", "a Python that has llama-cpp-python; without one llama.cpp is left out"
     )
@@ -123,14 +118,12 @@ def start(command: list[str], caches: str) -> Start:
 
 def contestants(config: StartConfig) -> dict[str, list[str]]:
     """Return the commands by their names in the table."""
-    commands = {IMPORT: [sys.executable, "-c", "import torch"]}
-    ours = {"--compile": ["--compile"], "without it": []}
-    if config.options:
-        ours[config.options] = shlex.split(config.options)
+    commands = {}
     for length in LENGTHS:
-        prompt = ["--chat", "--prompt", PROMPT, "--max_new_tokens", str(length)]
-        for name, options in ours.items():
-            commands[f"{length}, {name}"] = [sys.executable, "generate.py", *options, *prompt]
+        ours = [sys.executable, "generate.py", "--chat", "--prompt", PROMPT]
+        ours += ["--max_new_tokens", str(length)]
+        commands[f"{length}, --compile"] = [*ours, "--compile"]
+        commands[f"{length}, without it"] = ours
         if config.llama_python:
             llama = os.path.abspath(config.llama_python)
             arguments = [DEFAULT, PROMPT, str(length), str(config.threads)]
@@ -160,21 +153,15 @@ def measured(config: StartConfig) -> dict[str, list[Start]]:
     return found
 
 
-def summary(name: str, runs: list[Start], imports: list[Start]) -> dict[str, Any]:
-    """Print a contestant's line. imports: of torch, in the same rounds. Returns: it as a dict."""
+def summary(name: str, runs: list[Start]) -> dict[str, Any]:
+    """Print a contestant's line. Returns: it as a dict."""
     first = Series.of([run.first_s for run in runs])
     end = Series.of([run.end_s for run in runs])
     speed = Series.of([run.tokens_per_s for run in runs])
     tokens = runs[0].tokens
+    times = f"first text {first.text(1, 2)} s, end {end.text(1, 2)} s"
+    print(f"{name:24} {times}, {tokens} tokens at {speed.text(1, 1)}/s")
     found = {"name": name, "first_s": first, "end_s": end}
-    line = f"{name:24} first text {first.text(1, 2)} s, end {end.text(1, 2)} s"
-    if tokens:
-        line += f", {tokens} tokens at {speed.text(1, 1)}/s"
-        more_first = Series.of([a.first_s - b.end_s for a, b in zip(runs, imports)])
-        more_end = Series.of([a.end_s - b.end_s for a, b in zip(runs, imports)])
-        found |= {"first_beyond_import_s": more_first, "end_beyond_import_s": more_end}
-        line += f"; {more_first.text(1, 2)} and {more_end.text(1, 2)} s more than the import"
-    print(line)
     return found | {"tokens": tokens, "tokens_per_s": speed}
 
 
@@ -184,8 +171,7 @@ def bench(config: StartConfig) -> None:
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     found = measured(config)
     print(f"second starts, median (range) of {config.rounds}:")
-    imports = found[IMPORT]
-    rows = [summary(name, runs, imports) for name, runs in found.items()]
+    rows = [summary(name, runs) for name, runs in found.items()]
     for length in LENGTHS:
         texts = {
             name: runs[0].text for name, runs in found.items() if name.startswith(f"{length},")
