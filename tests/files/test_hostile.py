@@ -536,3 +536,9 @@ def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
     message = "tokenizer.json .*it takes more than .* to split the text.*; use --set prompt_ids"
     with pytest.raises(ValueError, match=message):
         tokenizer.encode("a" * 250)
+
+
+def test_a_text_is_no_list_of_prompts():
+    engine = generate.load(checkpoint=str(DENSE), device="cpu", draft="none")
+    with pytest.raises(ValueError, match="takes a list of prompts"):
+        generate.generate(engine, "a text")
