@@ -250,6 +250,7 @@ SAID_512 = YARN | {"original_max_position_embeddings": 512}
     ("Mistral", {"sliding_window": 4096}, 512),
     ("Mistral", {"sliding_window": None}, 512),
     ("Qwen2", {"sliding_window": 128, "use_sliding_window": False}, 512),
+    ("Qwen2", {"sliding_window": 128, "use_sliding_window": True}, 128),
 ])  # fmt: skip
 def test_yarn_extends_the_context_and_sliding_windows_bound_it(family, changes, longest):
     assert configured(family, **changes).max_context == longest

@@ -5,14 +5,13 @@ import functools
 import resource
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 from test_tokenizer import CONTROLS, build_json, one_line, with_files, write
 
 import hf.sandbox
-from hf.chat import CHAT_TEMPLATES, SYSTEM, chat_template
+from hf.chat import CHAT_TEMPLATES, chat_template
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 
@@ -151,20 +150,6 @@ def test_ids_with_a_sentencepiece_model(sp_dir, tmp_path, name, legacy):
     assert template.stop_ids(tokenizer) == (2,)
 
 
-def test_dates(checkpoint):
-    system = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-    rest = "\n\nHi.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
-    for name, date in (
-        ("llama3.1", "26 Jul 2024"),
-        ("llama3.2", datetime.now().strftime("%d %b %Y")),
-    ):
-        text = own(checkpoint(name), system="Hi.").render(["q"], [])
-        assert (
-            text
-            == f"{system}Today Date: {date}{rest}<|start_header_id|>assistant<|end_header_id|>\n\n"
-        )
-
-
 SNIPPETS = [
     "{%- for m in messages %}\n  {% if loop.index0 == 1 %}{% continue %}{% endif %}\n{{ m.content }}\n{% endfor %}\n",
     "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
@@ -172,13 +157,6 @@ SNIPPETS = [
     "{{ messages[0] | tojson }}{{ {'b': '<é>', 'a': 1} | tojson(indent=2, sort_keys=true) }}",
     "{% set ns = namespace(a=1, self=2) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}{{ dict(a=1) }}",
     "{{ tools is none }}{{ documents is none }}{{ nothing }}{{ bos_token }}{{ pad_token }}{{ '%03d|%s' % (7, 'x') }}",
-    "{{ [1, 2] + [3] }}{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 'a' ~ 1 ~ none }}{{ messages[::-1][0].content[:3] }}{{ (1, 2) }}",
-    "{{ messages | map(attribute='role') | join(', ') }}{{ 'a,b'.split(',') }}{{ '{:>5}'.format('x') }}{{ 7 % 4 }}",
-    "{% macro show(m) %}<{{ m.content | trim | replace('a', 'b') | upper }}>{% endmacro %}{{ show(messages[0]) }}",
-    "{% set x %}{{ messages | length }}{% endset %}{{ x }}{{ messages[0].items() | list }}{{ 'x' in 'xy' }}{# no #}\n",
-    "{{ messages[0].get('content') }}{% filter indent(2, true) %}a\nb{% endfilter %}{{ 'x'.ljust(4) }}{{ 3.14159 | round(2) }}",
-    "{{ [1, 2.5] | sum }}{{ messages | map(attribute='content') | map('length') | sum }}{{ [[1], [2]] | sum(start=[]) }}",
-    "{{ '%5s|%-3d|%%' % ('x', 7) }}{{ '{:*^9}|{{}}|{a!r}'.format('x', a=1) }}{{ '%s' | format('x') }}{{ 1700000000 | tojson }}",
     # the constructs in templates of reasoning models
     """{%- set ns = namespace(last=-1, seen=false) %}
     {%- for m in messages[::-1] %}
@@ -267,17 +245,7 @@ def test_no_template(json_dir, tmp_path):
     assert chat_template(path, tokenizer, "vicuna").name == "vicuna"
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        5,
-        {},
-        [],
-        ["x"],
-        [{"name": "tool_use", "template": "x"}],
-        [{"name": "default", "template": 1}],
-    ],
-)
+@pytest.mark.parametrize("found", [5, ["x"], [{"name": "tool_use", "template": "x"}]])
 def test_malformed_configuration(json_dir, tmp_path, found):
     path = write(with_files(json_dir, tmp_path), "tokenizer_config.json", {"chat_template": found})
     with pytest.raises(
@@ -324,7 +292,7 @@ def test_a_system_message_that_is_changed_or_the_default_is_not_left_out(json_di
         ).stop_ids(tokenizer)
 
 
-def test_a_template_file_that_cannot_be_read(json_dir, tmp_path, monkeypatch):
+def test_a_template_file_that_cannot_be_read(json_dir, tmp_path):
     path = with_files(json_dir, tmp_path)
     tokenizer = Tokenizer.load(path)
     (path / "chat_template.jinja").write_bytes(b"{{ bos_token }}\xff")
@@ -333,16 +301,6 @@ def test_a_template_file_that_cannot_be_read(json_dir, tmp_path, monkeypatch):
     ) as caught:
         chat_template(path, tokenizer)
     assert str(path) in one_line(caught)
-
-    def refused(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_text", refused)
-    with pytest.raises(
-        ValueError, match="cannot be read .*Permission denied.*; use --chat NAME"
-    ) as caught:
-        chat_template(path, tokenizer)
-    one_line(caught)
 
 
 def test_jinja2_is_old(checkpoint, monkeypatch):
@@ -353,9 +311,6 @@ def test_jinja2_is_old(checkpoint, monkeypatch):
 
 # ------------------------------------------------------------------------------------ bad templates
 
-GROW = (
-    "{%% set ns = namespace(x='xxxxxxxx') %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x }}"
-)
 TOO_LARGE = "takes more than 0.3 GB of memory"
 TOO_LONG = "takes more than 0.1 s"
 TOO_MANY_BITS = "computes a number of more than 100000 bits"
@@ -369,18 +324,12 @@ BAD = {
     "x" * 1000001: "has 1000001 characters; at most 1000000 are read",
     # Python's internals
     "{{ ''.__class__.__mro__ }}": "reaches for the attribute __class__ of a str",
-    "{{ messages|attr('__class__') }}": "reaches for the attribute __class__ of a list",
-    "{{ messages['__class__'] }}": "reaches for the attribute __class__ of a list",
     "{{ '{0.__class__}'.format(1) }}": "reaches for the attribute __class__ of a int",
-    "{{ cycler.__init__.__globals__ }}": "reaches for the attribute __init__ of a type",
-    "{{ self.__init__.__globals__ }}": "reaches for the attribute __init__",
     "{{ raise_exception.__globals__ }}": "reaches for the attribute __globals__ of a function",
     "{{ messages.append(1) }}": "reaches for the attribute append of a list",
     # time
     "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}": TOO_LONG,
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": TOO_LONG,
-    "{{ lipsum(n=1000000000) }}": TOO_LONG,
-    "{% set x = range(100000)|list %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}": TOO_LONG,
     "{{ [1]|slice(10000000000)|map('length')|sum }}": TOO_LONG,
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "RecursionError",
@@ -389,13 +338,8 @@ BAD = {
     "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}": TOO_MANY_BITS,
     # memory
     "{{ 'x' * 10**10 }}": TOO_LARGE,
-    "{{ 'x'|center(9999999999) }}": TOO_LARGE,
-    "{{ '%09999999999s' % 1 }}": TOO_LARGE,
     "{{ '{:9999999999}'.format(1) }}": TOO_LARGE,
-    "{{ 'a'|indent(9999999999, true) }}": TOO_LARGE,
-    "{{ range(9999)|map('string')|join('x' * 900000) }}": TOO_LARGE,
-    GROW % "{% set ns.x = ns.x ~ ns.x %}": TOO_LARGE,
-    GROW % "{% set ns.x = ns.x|replace('x', 'xxx') %}": TOO_LARGE,
+    "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}": TOO_LARGE,
     "{% for i in range(30) %}{{ 'x' * 1000000 }}{% endfor %}": "renders 30000000 characters",
 }  # fmt: skip
 
@@ -516,45 +460,6 @@ def test_rendered_text(name, first, second):
     assert template.render(["q1", "q2"], ["\n a1 "]) == second  # answers are stripped
     with pytest.raises(ValueError):
         template.render(["q1", "q2"], [])
-
-
-# as published in the checkpoints' tokenizer_config.json
-JINJA = {
-    "llama3": (
-        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
-        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + "
-        "'<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
-        "{% endfor %}{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-    ),
-    "mistral": (
-        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + "
-        "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + "
-        "eos_token}}{% endif %}{% endfor %}"
-    ),
-}
-
-
-def test_rendered_text_against_jinja():
-    jinja2 = pytest.importorskip("jinja2")
-    turns, answers = ["  first\n", "second?", "third"], ["one", "two"]
-
-    def reference(name, messages, answer_prefix=""):
-        rows = [{"role": "user", "content": turn} for turn in turns]
-        for n, answer in enumerate(answers):
-            rows.insert(2 * n + 1, {"role": "assistant", "content": answer_prefix + answer})
-        names = {
-            "bos_token": "<|begin_of_text|>" if name == "llama3" else "<s>",
-            "eos_token": "</s>",
-        }
-        return jinja2.Template(JINJA[name]).render(
-            messages=messages + rows, add_generation_prompt=True, **names
-        )
-
-    system = [{"role": "system", "content": SYSTEM}]
-    assert CHAT_TEMPLATES["llama3"].render(turns, answers) == reference("llama3", system)
-    # the official EAGLE runs put a space before Mixtral's answers, which its own template does not
-    assert "<s>" + CHAT_TEMPLATES["mistral"].render(turns, answers) == reference("mistral", [], " ")
 
 
 def test_system_message_of_fixed_templates(sp_dir, json_dir):

@@ -6,10 +6,8 @@ The target is the bundled demo, 256 wide, so that every type's blocks divide the
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
-import struct
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -532,24 +530,16 @@ REFUSED = {  # how: keys, tensors, the message
     "another width": ({"eagle3.target_hidden_size": 64}, {}, "target_hidden_size is 64, the target's is 256"),
     "another vocabulary": ({"eagle3.vocab_size": 999}, {}, "vocab_size is 999, the target's is 4096"),
     "layers that the target lacks": ({"eagle3.target_layers": [1, 4, 60]}, {}, "the target's layers 1, 4, 60"),
-    "layers that fall": ({"eagle3.target_layers": [6, 4, 1]}, {}, "the target's layers 6, 4, 1"),
     "no layers": ({"eagle3.target_layers": None}, {}, "metadata eagle3.target_layers is missing"),
-    "no width": ({"eagle3.target_hidden_size": None}, {}, "metadata eagle3.target_hidden_size is missing"),
-    "fewer layers": ({"eagle3.target_layers": [1, 4]}, {}, "fc.weight has shape [256, 768], but its config asks for [256, 512]"),
     "heads": ({"eagle3.attention.head_count": 7}, {}, "head_count_kv must divide head_count"),
-    "more heads": ({"eagle3.attention.head_count": 16}, {}, "but its config asks for"),
     "a flag": ({"eagle3.norm_before_residual": 7}, {}, "norm_before_residual must be true or false, not 7"),
     "a sharpness": ({"gpt_eagle.draft_sharpness": -1.0}, {}, "must be a finite number above 0"),
     "a scale": ({"eagle3.logit_scale": 2.0}, {}, "eagle3.logit_scale is 2.0, which is not supported"),
     "beyond": ({}, {"d2t": ids(0, 4096)}, "d2t reaches the token 4096, the target has 0..4095"),
-    "below": ({}, {"d2t": ids(-5)}, "d2t reaches the token -5, the target has 0..4095"),
     "twice": ({}, {"d2t": ids(10)}, "d2t reaches the token 10 twice"),
-    "distances": ({}, {"d2t": (Kind.I64, np.zeros(DRAFTED, np.int64))}, "d2t reaches the token 0 twice"),
     "floats": ({}, {"d2t": (Kind.F32, np.zeros(DRAFTED, np.float32))}, "d2t must be a list of token ids, of the type I64"),
-    "a matrix": ({}, {"d2t": (Kind.I64, np.zeros((2, 256), np.int64))}, "it has the shape [2, 256] and the type 27"),
     "fewer ids": ({}, {"d2t": (Kind.I64, np.arange(500))}, "lm_head.weight has shape [512, 256], but its config asks for [500, 256]"),
     "no LM head": ({}, {"output.weight": None}, "1 missing weight(s): lm_head.weight"),
-    "no norm": ({}, {"blk.0.attn_norm_2.weight": None}, "missing weight(s)"),
     "a strange tensor": ({}, {"blk.0.sinks.weight": (Kind.F32, np.zeros(8, np.float32))}, "1 unexpected weight(s)"),
 }  # fmt: skip
 
@@ -568,27 +558,6 @@ def test_the_older_key_of_layers(files, tmp_path):
     layers = {"eagle3.target_layers": None, "eagle3.extract_layers": [1, 4, 6]}
     path = rewritten(files, tmp_path / "head.gguf", layers)
     assert read_head(named(path), read_config(TARGET)).eagle3.aux_layers == (1, 4, 6)
-
-
-@pytest.mark.parametrize("share", [0.02, 0.6, 0.9999])
-def test_cut_files(capsys, files, tmp_path, share):
-    content = files().read_bytes()
-    path = tmp_path / "head.gguf"
-    path.write_bytes(content[: int(len(content) * share)])
-    err = refused(capsys, "--checkpoint", DEMO, "--head", str(path))
-    assert "head.gguf" in err and "download it again" in err, err
-
-
-def test_ids_behind_the_end(files, tmp_path):
-    """d2t's place is behind the file's end."""
-    content = bytearray(files(kind="f16").read_bytes())
-    name = struct.pack("<Q", 3) + b"d2t"
-    at = content.index(name) + len(name) + 4 + 8 + 4  # its dimensions, its length, its type
-    struct.pack_into("<Q", content, at, len(content) // 32 * 32)
-    path = tmp_path / "head.gguf"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is truncated: d2t ends at byte .*; download it again"):
-        GgufHead(path)
 
 
 def test_a_model_is_no_head_and_a_head_no_model(capsys, files, tmp_path):
@@ -611,7 +580,6 @@ def test_exports_that_are_refused(capsys, files, tmp_path):
         "four": (four, {"fc.weight": random["fc.weight"]}, "takes 4 layers' hidden states, not 3"),
         "biases": ({}, {"fc.bias": torch.zeros(256)}, "llama.cpp cannot run this head, which has biases"),
         "large": ({}, {"norm.weight": torch.full((256,), 1e6)}, "norm.weight has numbers beyond 16 bits"),
-        "infinite": ({}, {"norm.weight": torch.full((256,), torch.nan)}, "has numbers beyond 16 bits"),
         "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, "RoPE of the kind yarn"),
         "missing": ({"norm_before_fc": True}, {}, "the weights input_norm.weight are missing"),
     }  # fmt: skip

@@ -4,10 +4,7 @@ reference. The draft never changes the output. An impossible head is refused in 
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from generate import generate, load, main
 from helpers import GOLDEN, decode, engine_for, golden_target, record
 from hf.checkpoint import Quantization
 from hf.config import resolve_draft
-from hf.heads import Eagle3, EagleConfig, HFEagle3Head, HFNestedConfig, head_names
+from hf.heads import Eagle3, EagleConfig, head_names
 from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from options import DEMO, GenerateConfig
@@ -368,31 +365,8 @@ def test_a_head_of_another_width(tmp_path):
 # ---------------------------------------------------------------------------------- nothing changes
 
 
-@pytest.mark.parametrize("quant", [None, Quantization("int8")], ids=["bf16", "int8"])
-def test_the_output_is_vanillas_with_few_operators(quant):
-    """Bit for bit on a CPU; test_lossless.py has the trees and temperatures, test_layers_cpu.py every kind of head."""
-    model = load_model(TARGET, torch.bfloat16, quant=quant)
-    head = load_head(HEAD, model, quant)
-    options = {"max_new_tokens": 32, "ignore_eos": True, "temperature": 1.0, "seed": 7}
-    prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54]]
-    plain = decode(engine_for(model, RootOnly(), batch_size=2, **options), *prompts)
-    drafter = EagleDrafter(head, model, DynamicTree(depth=5, topk=8, size=32))
-    drafted = decode(engine_for(model, drafter, batch_size=2, compile=True, **options), *prompts)
-    assert head.fused is not None and model.fused is not None
-    assert drafted.history == plain.history and sum(drafted.stats.accept_lengths) > 7
-    assert all(t in head.vocab.ids for line in drafted.trace for t in line["draft_tokens"])
-
-
-FREQUENT = [
-    2, 3, 260, 261, 262, 268, 273, 276, 281, 287, 298, 302, 303, 304, 306, 307, 308, 314, 316, 323, 327, 329,
-    330, 331, 337, 350, 352, 353, 354, 357, 358, 368, 372, 384, 386, 389, 395, 400, 402, 4006, 4009, 4019, 4023,
-    4024, 4026, 4029, 4030, 4032, 4033, 4034, 4035, 4036, 4039, 4041, 4043, 4044, 4046, 4051, 4052, 4053, 4059,
-    4063, 4075, 4076,
-]  # fmt: skip
-
-
 def random_head(path: Path) -> Path:
-    """A head of version 3 for the demo that drafts its 64 most frequent tokens."""
+    """A head of version 3 for the demo that drafts 64 frequent tokens."""
     config = json.loads(Path(DEMO, "config.json").read_text())
     config |= {"num_hidden_layers": 1, "draft_vocab_size": 64}
     shapes = {
@@ -404,7 +378,7 @@ def random_head(path: Path) -> Path:
         "fc": (256, 3 * 256), "norm": (256,), "lm_head": (64, 256),
     }  # fmt: skip
     tensors = {f"{name}.weight": fresh(*shape) for name, shape in shapes.items()}
-    tensors["d2t"] = torch.tensor(FREQUENT) - torch.arange(64)
+    tensors["d2t"] = 260 + torch.arange(64)  # the token i + d2t[i]
     return write(path, config, tensors)
 
 
@@ -461,46 +435,28 @@ D2T = official()[1]["d2t"]
 MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8"),
     ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of the target's layers 3, 5, 9, which"),
-    ({"target_layer_ids": [-2, 1, 3]}, {}, "takes the inputs of the target's layers -1, 2, 4"),
     ({IDS: [2, 2, 5]}, {}, "takes the inputs of the target's layers 2, 2, 5"),
-    ({IDS: [4, 2, 5]}, {}, "takes the inputs of the target's layers 4, 2, 5, which must ascend from 0 to 8"),
     ({"fc_norm": True, "use_aux_hidden_state": False}, {}, "fc_norm norms what fc takes, and use_aux_hidden_state is"),
-    (
-        {"norm_before_fc": True, "eagle_config": {"use_aux_hidden_state": False}}, {},
-        "norm_before_fc norms what fc takes",
-    ),
     ({"num_hidden_layers": 6000}, {}, "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"),
     ({"draft_inputs": "token"}, {}, "the head was trained on token; only feature&shifted can draft here"),
     ({}, {"norm.weight": None}, "1 missing weight(s): norm.weight"),
     ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
-    ({IDS: 3}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
-    ({IDS: 3, "eagle_config": {IDS: [1, 3, 4]}}, {}, f"{IDS} must be a list of whole numbers; it is 3"),
     ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "the target's layers are named twice, as inputs"),
     ({IDS: [2, 4]}, {}, "fc.weight has shape [64, 192], but its config asks for [64, 128]"),
     ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
-    ({}, {"d2t": D2T - 2}, "d2t reaches the token -1"),
     ({}, {"d2t": torch.cat((D2T[:1], D2T[:1] - 1, D2T[2:]))}, "d2t reaches the token 1 twice"),
     (
         {}, {"d2t": D2T.float()},
         "d2t must hold draft_vocab_size (80) whole numbers; it is torch.float32 of shape [80]; correct",
     ),
-    ({}, {"d2t": D2T[:70].clone()}, "d2t must hold draft_vocab_size (80) whole numbers"),
     ({}, {"d2t": None}, "the weight d2t is missing"),
-    ({"draft_vocab_size": None}, {"d2t": torch.tensor(1)}, "d2t must hold draft_vocab_size (1) whole numbers"),
     ({}, {"model.norm.weight": fresh(64)}, "mixes versions: it has tensors of two layouts"),
     ({"draft_vocab_size": 129}, {}, "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must"),
     ({"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
     ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
     ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
     ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
-    ({}, {"layers.0.mlp.up_proj.weight": fresh(112, 64)}, "mixes versions: it has tensors of two layouts"),
-    ({"norm_before_residual": "yes"}, {}, "norm_before_residual must be true or false; it is 'yes'"),
-    ({"draft_vocab_size": True}, {}, "draft_vocab_size must be a whole number from 1"),
-    ({"target_hidden_size": 0}, {}, "target_hidden_size must be a whole number from 1"),
-    ({"draft_sharpness": -1.0}, {}, "draft_sharpness must be a number above 0"),
-    ({"eagle_config": [1]}, {}, "eagle_config must be an object; it is [1]"),
     ({"transformer_layer_config": {}}, {}, "the key 'hidden_size' is missing"),
-    ({}, {"midlayer.hidden_norm.weight": None}, "1 missing weight(s): midlayer.hidden_norm.weight"),
     ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "1 unexpected weight(s): mask_hidden"),
 ]  # fmt: skip
 
@@ -536,23 +492,6 @@ def test_two_heads_in_a_directory(tmp_path, capsys):
     assert load_head(head, target()).aux_layers == (2, 4, 5)
 
 
-def test_default_layers_of_a_small_target(tmp_path, capsys):
-    """Of four to six layers the official choice is not three different ones."""
-    config, tensors = official()
-    shutil.copytree(TARGET, tmp_path / "small")
-    small = tmp_path / "small" / "config.json"
-    small.write_text(json.dumps(json.loads(small.read_text()) | {"num_hidden_layers": 5}))
-    weights = load_file(TARGET / "model.safetensors")
-    few = {n: t for n, t in weights.items() if not re.search(r"layers\.[567]\.", n)}
-    save_file(few, small.with_name("model.safetensors"))
-    head = str(write(tmp_path / "head", config, tensors))
-    message = failure(capsys, Path(head), "--checkpoint", str(tmp_path / "small"))
-    assert "layers 2, 2, 2 (the default, since none are named), which must ascend" in message
-    no_fc = {n: t for n, t in tensors.items() if n != "fc.weight"}
-    write(tmp_path / "no_fc", config | {"use_aux_hidden_state": False}, no_fc)
-    assert load_head(tmp_path / "no_fc", load_model(tmp_path / "small")).aux_layers == ()
-
-
 def test_what_cannot_go_with_such_a_head(capsys):
     says = "--set inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
     with pytest.raises(ValueError, match=says):
@@ -577,11 +516,17 @@ NAMED = {  # version, config, what the note names
         3, speculators(official()[0] | {"norm_before_residual": True}), "norm_before_residual",
     ),
     "of the layer in eagle_config": (3, {"eagle_config": {"rope_theta": 5e5}}, "rope_theta"),
+    "unknown": (
+        3, {"eagle_config": {"use_mtp_layernorm": True, "use_last_layernorm": True}, "use_sliding_window": True, "new": False},
+        "new, use_mtp_layernorm, use_sliding_window",
+    ),
+    "unknown in version 2": (2, {"residual": "true,norm"}, "residual"),
+    "none": (2, {}, ""),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_keys_in_another_place_are_named(name, tmp_path, capsys):
+def test_keys_without_effect_are_named(name, tmp_path, capsys):
     version, changes, named = NAMED[name]
     source = HEAD if version == 3 else GOLDEN / "models/head_eagle12_mha"
     config = json.loads((source / "config.json").read_text())
@@ -589,39 +534,4 @@ def test_keys_in_another_place_are_named(name, tmp_path, capsys):
     head = write(tmp_path / "head", merged(config, changes), tensors)
     load_head(head, target() if version == 3 else golden_target())
     note = f"note: {head}: keys of config.json without effect here: {named}"
-    assert notes(capsys, tmp_path) == [note]
-
-
-def test_unknown_keys_are_named(tmp_path, capsys):
-    config, tensors = official()
-    config["eagle_config"] = {"use_mtp_layernorm": True, "use_last_layernorm": True}
-    config |= {"use_sliding_window": True, "new": False}
-    head = write(tmp_path / "h", config, tensors)
-    main(["--checkpoint", str(TARGET), "--eagle", str(head), *COMMAND])
-    note = "keys of config.json without effect here: new, use_mtp_layernorm, use_sliding_window"
-    assert notes(capsys, tmp_path) == [f"note: {head}: {note}"]
-    older = GOLDEN / "models/head_eagle12_mha"
-    load_head(older, golden_target())
-    assert not notes(capsys, older), "the official heads have no such keys"
-    config = json.loads((older / "config.json").read_text()) | {"residual": "true,norm"}
-    tensors = load_file(older / "model.safetensors")
-    load_head(write(tmp_path / "older", config, tensors), golden_target())
-    assert "without effect here: residual" in notes(capsys, tmp_path)[0]
-
-
-JUNK = ["x", -1, 0, 0.5, 2**70, True, [], {}, [None], [2**70], {"a": 1}]
-
-
-def test_any_value_is_read_or_refused(tmp_path):
-    """A key of the wrong kind is one line that names it; nothing else is ever raised."""
-    config, tensors = official()
-    head, refused = write(tmp_path / "head", config, tensors), 0
-    keys = (*HFEagle3Head.__dataclass_fields__, *HFNestedConfig.__dataclass_fields__)
-    for key, value in itertools.product(keys, JUNK):
-        (head / "config.json").write_text(json.dumps(config | {key: value}))
-        try:
-            load_head(head, target())
-        except ValueError as error:
-            refused += 1
-            assert len(str(error).splitlines()) == 1 and str(head) in str(error), (key, value)
-    assert refused > 60
+    assert notes(capsys, tmp_path) == [note] * bool(named)

@@ -350,23 +350,6 @@ def test_no_tokenizer(tmp_path):
         assert_refused(path, "neither tokenizer.model nor tokenizer.json.*--set prompt_ids")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"IQ== 0\nIg== 1\n", b"version https://git-lfs", b"\x0a\x05abc", None]
-)
-def test_corrupt_sentencepiece_model(sp_dir, tmp_path, content):
-    model = (sp_dir / "tokenizer.model").read_bytes()
-    cut = model[: len(model) // 2]
-    (tmp_path / "tokenizer.model").write_bytes(cut if content is None else content)
-    assert_refused(tmp_path, "tokenizer.model is not a sentencepiece model.*--set prompt_ids")
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', None])
-def test_corrupt_tokenizer_json(json_dir, tmp_path, content):
-    whole = (json_dir / "tokenizer.json").read_text(encoding="utf-8")
-    write(tmp_path, "tokenizer.json", whole[: len(whole) // 2] if content is None else content)
-    assert_refused(tmp_path, "tokenizer.json is corrupt")
-
-
 def test_unknown_decoder(tmp_path):
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders
@@ -382,21 +365,6 @@ def test_unknown_decoder(tmp_path):
 def test_missing_package(json_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert_refused(json_dir, "pip install tokenizers")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer_config__json", "{"),
-        ("tokenizer_config__json", "[]"),
-        ("added_tokens__json", "{"),
-        ("tokenizer_config__json", {"added_tokens_decoder": {"x": {"content": "<a>"}}}),
-        ("tokenizer_config__json", {"added_tokens_decoder": ["<a>"]}),
-        ("added_tokens__json", {"<a>": "many"}),
-    ],
-)
-def test_malformed_configuration(sp_dir, tmp_path, name, content):
-    assert_refused(with_files(sp_dir, tmp_path, **{name: content}), str(tmp_path))
 
 
 def test_other_threads_keep_their_standard_error(json_dir, monkeypatch):
