@@ -5,7 +5,7 @@
 #     PARTS="bf16 int4 profile" BF16=3,5 LIMIT=230 bash scripts/gpu/call2.sh
 #     DEVICE=cpu LIMIT=300 bash scripts/gpu/call2.sh       # rehearse on any machine
 #
-# PARTS, in the order to run them: papers, whole, gptfast, profile, gptfast-bf16, gptfast-int8, sweep;
+# PARTS, in the order to run them: papers, whole, gptfast, profile, gptfast-bf16, gptfast-int8;
 # and on demand bf16, int4, int8 (the ladder again, with the rungs of BF16, INT4, INT8). Other
 # variables: parts.sh.
 LIMIT=${LIMIT:-430}
@@ -17,7 +17,6 @@ PAPERS+=(--traced 1 --quant int4 --methods "none,$TREE")
 LADDER=("$PY" scripts/gpu/ladder.py --device "$DEVICE" --json "$OUT/ladder.jsonl")
 BESIDE=("$PY" scripts/gpu/beside.py --device "$DEVICE" --json "$OUT/beside.jsonl")
 BESIDE+=(--gpt_fast "$BROUGHT/gpt-fast")
-SWEEP=("$PY" scripts/gpu/sweep.py --out "$OUT" --formats int4,bf16 --seconds "${SWEEP_S:-60}")
 PROFILE=("$PY" generate.py --device "$DEVICE" --checkpoint checkpoints/demo --prompt "def f(x):")
 PROFILE+=(--dtype bfloat16 --compile --quant int4 --draft none --ignore_eos -n 16)
 REPLAYS=200
@@ -25,7 +24,6 @@ if [ "$DEVICE" = cpu ]; then
     PAPERS+=(--limit 1 --max_new_tokens 8 --options ignore_eos)
     LADDER+=(--dry_run)
     BESIDE+=(--small --new 8)
-    SWEEP+=(--dry_run)
     REPLAYS=2
 else
     PAPERS+=(--limit 3 --options inflate=llama2-7b,ignore_eos)
@@ -39,7 +37,7 @@ set_pace $((SECONDS - at - 8))
 GPT_EAGLE_BANDWIDTH=$("$PY" scripts/gpu/table.py "$OUT" --bandwidth)
 export GPT_EAGLE_BANDWIDTH
 
-for name in ${PARTS:-papers whole gptfast profile gptfast-bf16 gptfast-int8 sweep}; do
+for name in ${PARTS:-papers whole gptfast profile gptfast-bf16 gptfast-int8}; do
     case $name in
     bf16) again bf16 "$(paced 125)" "${LADDER[@]}" --quant none --quant_draft int4 --rungs "${BF16:-3,5}" ;;
     int4) again int4 "$(paced 110)" "${LADDER[@]}" --quant int4 --rungs "${INT4:-3,5}" ;;
@@ -48,7 +46,6 @@ for name in ${PARTS:-papers whole gptfast profile gptfast-bf16 gptfast-int8 swee
     gptfast) again gptfast "$(paced 90)" "${BESIDE[@]}" --what gptfast-int4 ;;
     gptfast-*) again "$name" "$(paced 150)" "${BESIDE[@]}" --what "$name" ;;
     profile) part profile "$(paced 80)" "${PROFILE[@]}" --profile "$OUT/trace.json" ;;
-    sweep) part sweep "$(paced 100)" "${SWEEP[@]}" ;;
     whole)
         part whole "$(paced 90)" env TORCHINDUCTOR_COMPILE_THREADS=1 "$PY" -m pytest -v -m smoke \
             -k "captured_cycles or four_rows or trees_equal or the_demo" -n 6 --maxprocesses 6 \

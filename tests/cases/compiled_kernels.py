@@ -177,8 +177,7 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
     split = case.T <= ops.cuda.attention.SPLIT_TOKENS
     sizes = (rows, case.E, DTYPES[case.dtype], TARGETS[case.target], split)
     plan = ops.cuda.attention.plan_attention(*sizes)
-    chunk = ops.cuda.attention.CHUNK if split else None
-    constants = ops.cuda.attention.constants_of(case.E, case.T, chunk) | {
+    constants = ops.cuda.attention.constants_of(case.E, case.T, split) | {
         "H": case.heads,
         "KV_HEADS": case.kv_heads,
         "ROWS": plan.rows,
