@@ -42,7 +42,6 @@ BESIDE=("$PY" scripts/gpu/beside.py --device "$DEVICE" --json "$OUT/beside.jsonl
 again transformers "$(paced 60)" "${BESIDE[@]}" --what transformers
 
 # ------------------------------------------------------------------ the end
-pack
 "$PY" scripts/gpu/table.py "$OUT" | tee -a "$OUT/summary.txt"
 say "$((SECONDS - BEGAN)) s; faults:${FAULTS:- none}"
 if [ -z "$DECISIVE" ]; then

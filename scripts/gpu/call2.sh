@@ -16,7 +16,6 @@ PAPERS=("$PY" scripts/bench/papers.py --device "$DEVICE" --dtype bfloat16 --comp
 PAPERS+=(--traced 1 --quant int4 --methods "none,$TREE")
 LADDER=("$PY" scripts/gpu/ladder.py --device "$DEVICE" --json "$OUT/ladder.jsonl")
 BESIDE=("$PY" scripts/gpu/beside.py --device "$DEVICE" --json "$OUT/beside.jsonl")
-BESIDE+=(--gpt_fast "$BROUGHT/gpt-fast")
 PROFILE=("$PY" generate.py --device "$DEVICE" --checkpoint checkpoints/demo --prompt "def f(x):")
 PROFILE+=(--dtype bfloat16 --compile --quant int4 --draft none --ignore_eos -n 16)
 REPLAYS=200
@@ -56,7 +55,6 @@ for name in ${PARTS:-papers whole gptfast profile gptfast-bf16 gptfast-int8}; do
 done
 grep -aE "tokens/s|one cycle of|by [0-9]+ x|note:|^(FAILED|ERROR) |=.* in [0-9.]+s" "$OUT/log.txt" |
     tail -60 | cut -c1-260 | tee -a "$OUT/summary.txt"
-pack
 "$PY" scripts/gpu/table.py "$OUT" | tee -a "$OUT/summary.txt"
 say "$((SECONDS - BEGAN)) s; faults:${FAULTS:- none}"
 say "NEXT: copy the results and hand the machine back"

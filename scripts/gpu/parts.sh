@@ -3,33 +3,17 @@
 # OUT     folder of results (default: gpu_results): summary.txt to read, log.txt with all output
 # LIMIT   seconds of the whole call
 # DEVICE  cuda, or cpu to rehearse the call on any machine
-# BROUGHT folder that is brought along by hand and that git ignores (default: brought): gpt-fast/,
-#         triton.tgz and inductor.tgz, which an earlier call left
 # PY      the program to run (default: python3)
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 PY=${PY:-python3}
 DEVICE=${DEVICE:-cuda}
-BROUGHT=${BROUGHT:-brought}
 OUT=${OUT:-gpu_results}
 mkdir -p "$OUT" || exit 1
 export PYTHONUNBUFFERED=1
 export PATH=$PATH:/usr/local/cuda/bin
 # no C++ operators for the CPU: building them takes 20 to 40 s, and no part on CUDA needs them
 [ "$DEVICE" = cuda ] && export GPT_EAGLE_MARCH=none
-export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/gpt-eagle-triton}
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/gpt-eagle-inductor}
-
-# compiled kernels travel; only the same Triton and Python find them, and only at the same path
-mkdir -p "$TRITON_CACHE_DIR" "$TORCHINDUCTOR_CACHE_DIR"
-[ -f "$BROUGHT/triton.tgz" ] && tar xzf "$BROUGHT/triton.tgz" -C "$TRITON_CACHE_DIR"
-[ -f "$BROUGHT/inductor.tgz" ] && tar xzf "$BROUGHT/inductor.tgz" -C "$TORCHINDUCTOR_CACHE_DIR"
-
-pack() {  # the compiled kernels, without the files of Triton that no launch reads
-    tar czf "$OUT/inductor.tgz" -C "$TORCHINDUCTOR_CACHE_DIR" .
-    tar czf "$OUT/triton.tgz" --exclude='*.tt*ir' --exclude='*.llir' --exclude='*.ptx' \
-        --exclude='*.source' -C "$TRITON_CACHE_DIR" .
-}
 
 BEGAN=$SECONDS
 FAULTS=""

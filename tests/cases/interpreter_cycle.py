@@ -345,10 +345,9 @@ PATHS = {
 
 
 @pytest.mark.parametrize("name", PATHS)
-@pytest.mark.parametrize("batch", [*slow([1, 2]), 3])
-def test_compaction(name, batch):
+def test_compaction(name):
     """Rows of different lengths, one of them exactly full."""
-    check_compaction(filled_cache(2, 32, batch, 45), [7, 0, 12][:batch], PATHS[name][:batch])
+    check_compaction(filled_cache(2, 32, 3, 45), [7, 0, 12], PATHS[name])
 
 
 HALF = torch.bfloat16

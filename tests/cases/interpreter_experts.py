@@ -55,22 +55,15 @@ def check(x, weights, expert, **options):
 # -------------------------------------------------------------------------------------------- lists
 
 
-@pytest.mark.parametrize("expert", [*ROUTINGS.values(), [1] * 63, [0, 7] * 100], ids=len)
-def test_lists(expert):
+@pytest.mark.parametrize("expert,experts", [
+    *((expert, 8) for expert in [*ROUTINGS.values(), [1] * 63, [0, 7] * 100]),
+    *(([i * i % experts for i in range(150)], experts) for experts in (1, 3, 60, 64, 128)),
+])  # fmt: skip
+def test_lists(expert, experts):
     expert = torch.tensor(expert)
-    got = ops.cuda.experts.expert_lists(expert, 8)
-    assert got.dtype == torch.int32 and torch.equal(
-        got, ops.experts.expert_lists_reference(expert, 8)
-    )
-
-
-@pytest.mark.parametrize("experts", [1, 3, 60, 64, 128])
-def test_lists_of_other_numbers_of_experts(experts):
-    expert = torch.randint(experts, (150,))
-    assert torch.equal(
-        ops.cuda.experts.expert_lists(expert, experts),
-        ops.experts.expert_lists_reference(expert, experts),
-    )
+    got = ops.cuda.experts.expert_lists(expert, experts)
+    want = ops.experts.expert_lists_reference(expert, experts)
+    assert got.dtype == torch.int32 and torch.equal(got, want)
 
 
 # ----------------------------------------------------------------------------------------- products
