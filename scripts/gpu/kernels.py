@@ -315,8 +315,6 @@ class Stack(NamedTuple):
 
     product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from ops.experts.route -> [P, N]
     reference: Callable[[Tensor, int], Tensor]  # [M, K] fp32, an expert -> [M, N]
-    # [P, K] bfloat16, [P] int64 -> [P, N], by torch
-    every: Callable[[Tensor, Tensor], Tensor] | None
     expert_bytes: int
 
 
@@ -327,7 +325,6 @@ def make_stack(form: str, N: int, K: int, group: int) -> Stack:
         return Stack(
             lambda x, routing: ops.experts.experts_linear(x, w, routing),
             lambda x, e: x @ w[e].float().T,
-            lambda x, expert: ops.experts.experts_linear_reference(x, w, expert),
             w[0].nbytes,
         )
     parts = [random_packed(form, N, K, group) for _ in range(EXPERTS)]
@@ -338,17 +335,15 @@ def make_stack(form: str, N: int, K: int, group: int) -> Stack:
     return Stack(
         lambda x, routing: product(x, packed, scale, routing),
         lambda x, e: reference(x, packed[e], scale[e]),
-        None,
         packed[0].nbytes + scale[0].nbytes,
     )
 
 
 def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes: int) -> Contest:
-    """Compare one of Mixtral's products, each token with two different experts at random.
+    """Measure one of Mixtral's products, each token with two different experts at random.
 
     The share is that of reading the experts that are hit. The time includes the lists of their
-    rows, which a layer makes once for two products. The peer is torch's product of every row with
-    every expert, in bf16.
+    rows, which a layer makes once for two products.
     """
     N, K = EXPERT_LAYERS[layer]
     expert = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOSEN).indices.flatten()  # [P]
@@ -357,11 +352,7 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
     read_bytes = len(expert.unique()) * first.expert_bytes
     copies = copies_of(read_bytes, rotate_bytes)
     stacks = [first] + [make_stack(form, N, K, group) for _ in range(copies - 1)]
-    methods = {
-        "ours": [lambda s=s: s.product(x, ops.experts.route(expert, EXPERTS)) for s in stacks]
-    }
-    if first.every is not None:
-        methods["torch"] = [lambda s=s: s.every(x, expert) for s in stacks]
+    ours = [lambda s=s: s.product(x, ops.experts.route(expert, EXPERTS)) for s in stacks]
 
     def error() -> float:
         want = x.new_empty(len(x), N, dtype=torch.float32)
@@ -369,7 +360,7 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
             want[rows] = first.reference(x[rows].float(), e)
         return relative_error(first.product(x, ops.experts.route(expert, EXPERTS)), want)
 
-    return Contest(read_bytes, methods, error)
+    return Contest(read_bytes, {"ours": ours}, error)
 
 
 def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]]:

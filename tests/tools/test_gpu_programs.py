@@ -104,9 +104,7 @@ def test_compaction_agrees_with_the_loop_or_is_wrong(on_cpu, monkeypatch):
     assert not any(row["correct"] for row in kernel_bench.measure(config, 1e9))
 
 
-def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_hit(
-    on_cpu, monkeypatch
-):
+def test_experts_agree_and_report_the_bytes_of_those_that_are_hit(on_cpu, monkeypatch):
     """With references in the place of our operators: on the CPU a routing is the experts themselves."""
 
     def grouped(reference):
@@ -126,7 +124,7 @@ def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_
     monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
     config = kernel_bench.BenchConfig(format="experts", rotate_mb=0)
     rows = list(kernel_bench.measure(config, 1e12))
-    assert len(rows) == 2 * 4 and all(row["correct"] for row in rows)
+    assert len(rows) == 2 * 3 and all(row["correct"] for row in rows)
     one = {
         "bf16": 2 * 64 * 512,
         "int8": 64 * 512 + 4 * 64,
@@ -135,10 +133,6 @@ def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_
     for row in rows:
         hit, rest = divmod(row["read_bytes"], one[row["kernel"].split()[1]])
         assert rest == 0 and (hit == 2 if row["M"] == 1 else 3 <= hit <= 8)
-    for _, M, make in kernel_bench.contests(config)[:2]:
-        ours, every = (calls[0]() for calls in make().methods.values())
-        assert ours.shape == (2 * M, 64)
-        torch.testing.assert_close(ours, every, atol=1, rtol=2e-2)
 
 
 # -------------------------------------------------------------------------------------------- tests
