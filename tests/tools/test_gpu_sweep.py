@@ -80,18 +80,6 @@ def test_a_table_holds_for_devices_of_its_name(folder):
     assert small == plan_product(1, 960, 576, 16, 0, torch.bfloat16, TARGETS["90"], "none")
 
 
-def test_a_slice_of_a_gpu_has_plans_of_its_own(folder):
-    """By its name, and by the multiprocessors that it has."""
-    part = DEVICE._replace(name=f"{DEVICE.name} MIG 1g.10gb", processors=16)
-    chosen = {shape.key: sweep.choose(shape, DEVICE, time_of) for shape in SHAPES}
-    (folder / file_name(DEVICE.name)).write_text(to_json(DEVICE.name, chosen))
-    for shape in SHAPES:
-        sizes = (1, shape.N, shape.K, *sweep.FORMATS[shape.form], torch.bfloat16)
-        plan = plan_product(*sizes, part, shape.epilogue)
-        assert plan == shape.estimate(16, part)
-        assert plan.splits <= shape.estimate(16, DEVICE).splits
-
-
 @pytest.mark.parametrize("change", [
     {"splits": 9}, {"splits": "3"}, {"tiles": {"16": [64, 3]}}, {"tiles": None},
     {"tiles": dict.fromkeys(("16", "32", "64"), [96, 3])},
