@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.launch import Device
-from ops.cuda.plans import CHUNK, measured_on
 
+CHUNK = 256  # slots of a block; the fastest of 64, 128 and 256 on an H200
 SPLITS = 16  # chunks of `CHUNK` slots; behind them half as many of twice the slots, and so on
 SPLIT_TOKENS = 64  # more tokens than these are not split
 TAIL = 32  # slots that a tail has at least: as many as a path may have below its root
@@ -64,8 +64,8 @@ def plan_attention(
     that zeros are added exactly (test_gpu.py).
 
     Trade-off: a tail is read for one row alone; a single token fills one row of 64; and chunks do
-    not grow with the batch, whose sums can be more bytes than the keys. CHUNK is measured
-    (plans.py), SPLITS is an estimate. fp32 has no tensor cores and serves tests only.
+    not grow with the batch, whose sums can be more bytes than the keys. CHUNK is measured,
+    SPLITS is an estimate. fp32 has no tensor cores and serves tests only.
     """
     if dtype == torch.float32:
         wide = E > 64
@@ -91,21 +91,20 @@ def plan_attention(
     return AttentionPlan(tile, keys, 2, warps)
 
 
-def splits_of(S: int, chunk: int = CHUNK) -> int:
+def splits_of(S: int) -> int:
     """Return the number of chunks of a cache of S slots."""
-    doubled = max(0, triton.cdiv(S, SPLITS * chunk) - 1).bit_length()
-    return doubled * (SPLITS // 2) + triton.cdiv(S, chunk << doubled)
+    doubled = max(0, triton.cdiv(S, SPLITS * CHUNK) - 1).bit_length()
+    return doubled * (SPLITS // 2) + triton.cdiv(S, CHUNK << doubled)
 
 
-def constants_of(E: int, W: int, chunk: int | None = None) -> dict[str, int]:
-    """Return a kernel's constants that follow from E and, with a chunk's slots, from the window.
+def constants_of(E: int, W: int, split: bool) -> dict[str, int]:
+    """Return a kernel's constants that follow from E and, in a split launch, from the window.
 
     WIDTH and WINDOW: E and W padded to powers of two; all trees and chains have one WINDOW
-    chunk: None: the launch is not split
     """
     constants = {"E": E, "WIDTH": max(16, triton.next_power_of_2(E))}
-    if chunk:
-        constants |= {"CHUNK": chunk, "SPLITS": SPLITS, "TAIL": TAIL, "TAIL_ROWS": TAIL_ROWS}
+    if split:
+        constants |= {"CHUNK": CHUNK, "SPLITS": SPLITS, "TAIL": TAIL, "TAIL_ROWS": TAIL_ROWS}
         constants["WINDOW"] = max(SPLIT_TOKENS, triton.next_power_of_2(W))
     return constants
 
@@ -485,14 +484,12 @@ def tree_attention(
     mask: Tensor,
     device: Device,
     done: Tensor,
-    chunk: int | None = None,
 ) -> Tensor:
     """Compute `ops.attention.tree_attention`.
 
     Allocates its result and partial sums, and nothing else; never waits.
 
     done: from `counters`; launches that share it must follow each other, as those of one stream do
-    chunk: slots; None: as measured or estimated
     """
     B, T, H, E = q.shape
     _, kv_heads, S, _ = k.shape
@@ -508,16 +505,16 @@ def tree_attention(
     heads = {"H": H, "KV_HEADS": kv_heads}
     sizes = (T, S, W, *mask.stride())
     given = (q.contiguous(), k, v, start, mask, y)
+    constants = constants_of(E, W, split)
     if not split:
-        prompt_kernel[blocks, B * kv_heads](*given, *sizes, **constants_of(E, W), **heads, **tile)
+        prompt_kernel[blocks, B * kv_heads](*given, *sizes, **constants, **heads, **tile)
         return y
     assert blocks * B * kv_heads <= len(done), (blocks, B, kv_heads)
-    chunk = chunk or measured_on(device.name).chunk
-    chunks = splits_of(S, chunk)
+    chunks = splits_of(S)
     parts = torch.empty(1 + chunks, B, T, H, E, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, 1 + chunks, B, T, H, dtype=torch.float32, device=q.device)
     programs = triton.cdiv(min(rows, cut.rows), TAIL_ROWS) + chunks
     attention_kernel[blocks, B * kv_heads, programs](
-        *given, parts, stats, done, *sizes, **constants_of(E, W, chunk), **heads, **tile
+        *given, parts, stats, done, *sizes, **constants, **heads, **tile
     )
     return y

@@ -1,9 +1,8 @@
-"""Plans of products and of attention that were measured on a device, in place of estimates.
+"""Plans of products that were measured on a device, in place of estimates.
 
 scripts/gpu/sweep.py measures and writes them. A file measured/NAME.json beside this one, NAME from
 `file_name`, holds on all devices of that name; without one, qmatmul.py estimates. The splits of a
-product, and the chunks of attention, are the same for all numbers of rows, on which a row's bits
-do not depend.
+product are the same for all numbers of rows, on which a row's bits do not depend.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ HEIGHTS = (16, 32, 64)  # rows of x per block
 ROWS = (64, 128)  # rows of W per block
 MOST_STAGES = 8
 MAX_SPLITS = 8
-CHUNKS = (64, 128, 256)  # slots of a block of attention
-CHUNK = 256  # where none was measured
 
 
 class Tile(NamedTuple):
@@ -37,13 +34,6 @@ class MeasuredProduct(NamedTuple):
     tiles: dict[int, Tile]  # by rows of x per block, `HEIGHTS`
 
 
-class Measured(NamedTuple):
-    """The contents of a file."""
-
-    products: dict[str, MeasuredProduct]  # by `key_of`
-    chunk: int = CHUNK
-
-
 def file_name(device: str) -> str:
     """Return the name of the file for a device, from its own name."""
     return re.sub(r"\W+", "-", device) + ".json"
@@ -55,35 +45,32 @@ def key_of(N: int, K: int, bits: int, group: int, epilogue: str) -> str:
     return f"{form} {N}x{K} {epilogue}"
 
 
-def to_json(device: str, found: Measured) -> str:
-    """Return the contents of a file."""
+def to_json(device: str, found: dict[str, MeasuredProduct]) -> str:
+    """Return the contents of a file. found: by `key_of`"""
     rows = {
         key: {"splits": product.splits, "tiles": {str(h): t for h, t in product.tiles.items()}}
-        for key, product in found.products.items()
+        for key, product in found.items()
     }
-    return json.dumps({"device": device, "chunk": found.chunk, "products": rows}, indent=1)
+    return json.dumps({"device": device, "products": rows}, indent=1)
 
 
 @cache
-def measured_on(device: str) -> Measured:
-    """Read the plans for a device; no products and the estimated chunk where it has no file.
+def measured_on(device: str) -> dict[str, MeasuredProduct]:
+    """Read the plans for a device, by `key_of`; none where it has no file.
 
     Raises: ValueError for a file that this version cannot use.
     """
     file = FOLDER / file_name(device)
     if not file.exists():
-        return Measured({})
+        return {}
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
-        products = {key: _product(key, row) for key, row in table["products"].items()}
-        if table["chunk"] not in CHUNKS:
-            raise ValueError(f"chunks of {table['chunk']} slots")
+        return {key: _product(key, row) for key, row in table["products"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} has no plans that can be used ({error}); write it anew with "
             "scripts/gpu/sweep.py, or remove it"
         ) from None
-    return Measured(products, table["chunk"])
 
 
 def _product(key: str, row: dict[str, Any]) -> MeasuredProduct:

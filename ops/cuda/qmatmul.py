@@ -102,7 +102,7 @@ def plan_product(
     """
     tokens = tile_height(M, 16, 32)
     if dtype != torch.float32 and not zeros:
-        measured = measured_on(device.name).products.get(key_of(N, K, bits, group, epilogue))
+        measured = measured_on(device.name).get(key_of(N, K, bits, group, epilogue))
         if measured:
             tile = measured.tiles[tokens]
             return ProductPlan(tokens, tile.rows, measured.splits, tile.stages, tile.rows // 16)

@@ -2,8 +2,7 @@
 
     python3 scripts/gpu/beside.py --what transformers,gptfast-int4 --gpt_fast brought/gpt-fast
 
-1. `transformers`: `generate` in bf16, with the default cache. `transformers-static`: the cache that
-   `generate` compiles its step for.
+1. `transformers`: `generate` in bf16, with the default cache.
 2. `gptfast-bf16`, `gptfast-int8`, `gptfast-int4`: its own compiled step. Its files (`FILES`, from
    https://github.com/pytorch-labs/gpt-fast) are brought along by hand, unchanged, in a folder that
    git ignores; they are never committed. Its int4 packing fails in torch 2.11 ("expected w to be
@@ -50,7 +49,6 @@ RUNS = 3
 FILES = ("model.py", "quantize.py", "generate.py", "LICENSE")
 RUNTIMES = (
     "transformers",
-    "transformers-static",
     "gptfast-bf16",
     "gptfast-int8",
     "gptfast-int4",
@@ -154,8 +152,6 @@ def run_transformers(runtime: str, config: BesideConfig) -> dict[str, Any]:
     model = transformers_model(config)
     ids = torch.randint(5, 300, (1, PROMPT), device=config.device)  # [1, T]
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    if runtime.endswith("static"):
-        options["cache_implementation"] = "static"
 
     @torch.inference_mode()
     def run(new: int) -> None:
@@ -239,7 +235,7 @@ def beside(config: BesideConfig) -> None:
     waits = partial(use_device, config.device)
     attempts = Attempts(Log(config.json, "--json"), label, config.seconds, waits)
     for runtime in attempts.left(config.what.split(",")):
-        run = run_transformers if runtime.startswith("transformers") else run_gptfast
+        run = run_transformers if runtime == "transformers" else run_gptfast
         attempts.run(runtime, runtime, partial(run, runtime, config))
         torch.compiler.reset()  # the next runtime has steps of its own
         if config.device == "cuda":

@@ -1,18 +1,17 @@
-"""Time products of 1 to 64 rows with the weights of a 7B model on a GPU, and check their results.
+"""Time the kernels of a decode cycle on a GPU with sizes of 7B models, and check their results.
 
     python3 scripts/gpu/kernels.py --format int4 --json benchmarks/gpu.jsonl
     python3 scripts/gpu/kernels.py --format attention --rows 1,60 --lengths 512,4096
 
-int4, int8 and bf16 are ours, cublas is the vendor's product in bf16, tinygemm
-torch._weight_int4pack_mm. `correct`: the product of random data against the fp32 reference, written
-into memory that holds NaN. `same_bits`: a row comes out the same alone and among others. The time
-is that of a product in a captured graph that goes through at least 200 MB of different weights, so
-that no cache holds them: median and spread over replays, and the share of the ceiling, which is a
-copy within the GPU's memory, bytes read and written. Reads alone may be faster; they are printed
-beside it. `attention`, `compact`, `topk` and `experts` are the other kernels of a decode cycle,
-measured in the same way (`*_contest`). One JSON line is appended after every row; the table is
-printed at the end. A row that fails is recorded with its error, and the rest goes on unless the
-device is lost; the exit status is then 1, as for a wrong row.
+int4, int8 and bf16 are matmuls; then attention, compaction, top-k and experts (`*_contest`).
+`correct`: the result for random data against a plain reference; a matmul's is written into memory
+that holds NaN, and a row has to come out the same alone and among others. The time is that of a
+call in a captured graph that goes through at least 200 MB of different data, so that no cache
+holds them: median and spread over replays, and the share of the ceiling, the bytes per second that
+the GPU reads (scripts/bench/measure.py). Beside it stands torch's time where torch has the same.
+One JSON line is appended after every row; the table is printed at the end. A row that fails is
+recorded with its error, and the rest goes on unless the device is lost; the exit status is then 1,
+as for a wrong row.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from model import ModelConfig
 from ops.linear import halves_product
 from scripts.bench.measure import read_bandwidth
 
-FORMATS = ("bf16", "cublas", "tinygemm", "int8", "int4")
+FORMATS = ("bf16", "int8", "int4")
 LAYERS = {
     "wqkv": (12288, 4096),
     "wo": (4096, 4096),
@@ -69,9 +68,7 @@ VOCABULARIES = (32000, 128256)
 EXPERTS = 8
 CHOSEN = 2
 EXPERT_LAYERS = {"w13": (28672, 4096), "w2": (4096, 14336)}  # gate above up, and down
-EXPERT_FORMATS = ("bf16", "int8", "int4")
 EXPERT_TOKENS = (1, 2, 4, 8, 32, 60)
-COPY_BYTES = 2**30
 # relative; rounding to bf16 alone gives 1.7e-3, and rounding probabilities as much again
 TOLERANCE = 4e-3
 
@@ -88,10 +85,11 @@ class BenchConfig:
 
 
 class Layer(NamedTuple):
-    """The weights of one layer, and the products with them."""
+    """The weights of one layer, and the matmuls with them."""
 
     product: Callable[[Tensor], Tensor]  # [M, K] bfloat16 -> [M, N]
-    reference: Callable[[Tensor], Tensor] | None  # of ours
+    reference: Callable[[Tensor], Tensor]  # in fp32
+    peer: Callable[[Tensor], Tensor] | None  # torch's, where it has one
     weight_bytes: int
 
 
@@ -113,25 +111,20 @@ def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor
 
 def make_layer(form: str, N: int, K: int, group: int) -> Layer:
     """Make random weights on the GPU. Every word is a valid one, in all of the packed formats."""
-    if form in ("bf16", "cublas"):
+    if form == "bf16":
         w = torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
-        if form == "cublas":
-            return Layer(lambda x: F.linear(x, w), None, w.nbytes)
         return Layer(
-            lambda x: halves_product(x, w, "none"), lambda x: x.float() @ w.float().T, w.nbytes
-        )
-    if form == "tinygemm":
-        scale = torch.rand(N, K // group, device="cuda") * 0.01
-        w = words(N // 8, K // 128, 32, 4, dtype=torch.int32)  # inner_k_tiles = 8
-        zeros = torch.stack((scale.T, scale.T), -1).bfloat16().contiguous()  # [K / group, N, 2]
-        return Layer(
-            lambda x: torch._weight_int4pack_mm(x, w, group, zeros), None, w.nbytes + zeros.nbytes
+            lambda x: halves_product(x, w, "none"),
+            lambda x: x @ w.float().T,
+            lambda x: F.linear(x, w),
+            w.nbytes,
         )
     packed, scale = random_packed(form, N, K, group)
     product, reference = PRODUCTS[form]
     return Layer(
         lambda x: product(x, packed, scale),
         lambda x: reference(x, packed, scale),
+        None,
         packed.nbytes + scale.nbytes,
     )
 
@@ -158,18 +151,12 @@ def graph_times_s(calls: list[Callable[[], object]], replays: int) -> list[float
     return [a.elapsed_time(b) * 1e-3 / len(calls) for a, b in zip(events, events[1:])]
 
 
-def copy_bandwidth() -> float:
-    """Return the bytes read and written per second by a copy within the device."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = graph_times_s([lambda: target.copy_(source)] * 3, 10)
-    return 2 * COPY_BYTES / statistics.median(times)
+def product_error(layer: Layer, K: int, rows: list[int]) -> float:
+    """Compare a matmul of the last number of rows with its reference.
 
-
-def check_layer(layer: Layer, K: int, rows: list[int]) -> dict:
-    """Compare with the reference, and rows among others with rows alone."""
-    if layer.reference is None:
-        return {}
+    Returns: the relative error
+    Raises: AssertionError where fewer rows alone have other bits.
+    """
     x = torch.randn(rows[-1], K, dtype=torch.bfloat16, device="cuda")
 
     def nan(*size: int, **options: object) -> Tensor:
@@ -177,31 +164,10 @@ def check_layer(layer: Layer, K: int, rows: list[int]) -> dict:
 
     with mock.patch.object(torch, "empty", nan):
         together = layer.product(x)
-        alone = [layer.product(x[:M]) for M in rows]
-    error = relative_error(together, layer.reference(x.float()))  # both [M, N]
-    same = all(torch.equal(part, together[:M]) for part, M in zip(alone, rows))
-    return {"relative_error": error, "correct": error < TOLERANCE, "same_bits": same}
-
-
-def measure(config: BenchConfig, ceiling: float) -> Iterator[dict]:
-    """Yield a row for each layer and number of rows; one that fails holds `error`."""
-    rows = [int(M) for M in config.rows.split(",")]
-    for name, (N, K) in tqdm(LAYERS.items(), unit="layer", desc=config.format):
-        row = {"part": "kernels", "format": config.format, "layer": name, "N": N, "K": K}
-        try:
-            first = make_layer(config.format, N, K, config.group_size)
-            row |= {"weight_bytes": first.weight_bytes} | check_layer(first, K, rows)
-            copies = copies_of(first.weight_bytes, config.rotate_mb * 10**6)
-            further = [make_layer(config.format, N, K, config.group_size) for _ in range(1, copies)]
-            layers = [first, *further]
-        except Exception as error:  # every failure belongs in the record
-            yield row | failure(error)
-            torch.cuda.synchronize()  # raises where the device is lost
-            continue
         for M in rows:
-            yield row | {"M": M} | time_layers(layers, M, K, config.replays, ceiling)
-            torch.cuda.synchronize()
-        del layers, further, first  # gigabytes
+            alone = layer.product(x[:M])
+            assert torch.equal(alone, together[:M]), "a row's bits depend on the other rows"
+    return relative_error(together, layer.reference(x.float()))  # both [M, N]
 
 
 def copies_of(read_bytes: int, rotate_bytes: int) -> int:
@@ -212,13 +178,6 @@ def copies_of(read_bytes: int, rotate_bytes: int) -> int:
 def failure(error: Exception) -> dict:
     """Return the record of an error: its kind and first line."""
     return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
-
-
-def time_layers(layers: list[Layer], M: int, K: int, replays: int, ceiling: float) -> dict:
-    """Time M rows with each of the layers in turn."""
-    x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
-    calls = [lambda product=layer.product: product(x) for layer in layers]
-    return time_calls(calls, layers[0].weight_bytes, replays, ceiling)
 
 
 def time_calls(
@@ -235,10 +194,10 @@ def time_calls(
 
 
 class Contest(NamedTuple):
-    """One of the other kernels at one shape, beside its peers."""
+    """A kernel at one shape, beside its peer."""
 
     read_bytes: int  # that it must read; written ones too where it moves them
-    # calls over different data; the first method is ours
+    # calls over different data, of "ours" and of "torch"
     methods: dict[str, list[Callable[[], object]]]
     error: Callable[[], float]  # of ours against the reference, relative
 
@@ -247,11 +206,24 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
+def product_contest(form: str, layer: str, M: int, group: int, rotate_bytes: int) -> Contest:
+    """Compare a matmul of M rows with the weights of a layer; in bf16 with torch's."""
+    N, K = LAYERS[layer]
+    first = make_layer(form, N, K, group)
+    copies = copies_of(first.weight_bytes, rotate_bytes)
+    layers = [first, *(make_layer(form, N, K, group) for _ in range(copies - 1))]
+    x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
+    methods = {"ours": [partial(each.product, x) for each in layers]}
+    if first.peer is not None:
+        methods["torch"] = [partial(each.peer, x) for each in layers]
+    return Contest(first.weight_bytes, methods, partial(product_error, first, K, [1, M]))
+
+
 def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Contest:
     """Compare attention of T rows over `length` slots and themselves, as a causal window, in bf16.
 
-    Peers are torch's: `masked` over the entire cache of 4,352 slots; `cut` over the slots in use,
-    with a mask made beforehand, which no captured graph could do.
+    The peer is torch's over the slots in use, with a mask made beforehand, which no captured graph
+    could do.
     """
     heads, kv_heads = HEADS[name]
     used = length + T
@@ -267,16 +239,12 @@ def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Cont
     def ours(k: Tensor, v: Tensor) -> Tensor:
         return ops.attention.tree_attention(q, k, v, start, mask)
 
-    def masked(k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention._tree_attention_masked(q, k, v, start, mask)
-
     def cut(k: Tensor, v: Tensor) -> Tensor:
         return ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible)
 
     methods = {
         "ours": [partial(ours, *cache) for cache in caches],
-        "masked": [partial(masked, *cache) for cache in caches],
-        "cut": [partial(cut, *cache) for cache in caches],
+        "torch": [partial(cut, *cache) for cache in caches],
     }
 
     def error() -> float:
@@ -347,8 +315,6 @@ class Stack(NamedTuple):
 
     product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from ops.experts.route -> [P, N]
     reference: Callable[[Tensor, int], Tensor]  # [M, K] fp32, an expert -> [M, N]
-    # [P, K] bfloat16, [P] int64 -> [P, N], by torch
-    every: Callable[[Tensor, Tensor], Tensor] | None
     expert_bytes: int
 
 
@@ -359,7 +325,6 @@ def make_stack(form: str, N: int, K: int, group: int) -> Stack:
         return Stack(
             lambda x, routing: ops.experts.experts_linear(x, w, routing),
             lambda x, e: x @ w[e].float().T,
-            lambda x, expert: ops.experts.experts_linear_reference(x, w, expert),
             w[0].nbytes,
         )
     parts = [random_packed(form, N, K, group) for _ in range(EXPERTS)]
@@ -370,17 +335,15 @@ def make_stack(form: str, N: int, K: int, group: int) -> Stack:
     return Stack(
         lambda x, routing: product(x, packed, scale, routing),
         lambda x, e: reference(x, packed[e], scale[e]),
-        None,
         packed[0].nbytes + scale[0].nbytes,
     )
 
 
 def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes: int) -> Contest:
-    """Compare one of Mixtral's products, each token with two different experts at random.
+    """Measure one of Mixtral's products, each token with two different experts at random.
 
     The share is that of reading the experts that are hit. The time includes the lists of their
-    rows, which a layer makes once for two products. The peer is torch's product of every row with
-    every expert, in bf16.
+    rows, which a layer makes once for two products.
     """
     N, K = EXPERT_LAYERS[layer]
     expert = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOSEN).indices.flatten()  # [P]
@@ -389,11 +352,7 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
     read_bytes = len(expert.unique()) * first.expert_bytes
     copies = copies_of(read_bytes, rotate_bytes)
     stacks = [first] + [make_stack(form, N, K, group) for _ in range(copies - 1)]
-    methods = {
-        "ours": [lambda s=s: s.product(x, ops.experts.route(expert, EXPERTS)) for s in stacks]
-    }
-    if first.every is not None:
-        methods["torch"] = [lambda s=s: s.every(x, expert) for s in stacks]
+    ours = [lambda s=s: s.product(x, ops.experts.route(expert, EXPERTS)) for s in stacks]
 
     def error() -> float:
         want = x.new_empty(len(x), N, dtype=torch.float32)
@@ -401,12 +360,13 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
             want[rows] = first.reference(x[rows].float(), e)
         return relative_error(first.product(x, ops.experts.route(expert, EXPERTS)), want)
 
-    return Contest(read_bytes, methods, error)
+    return Contest(read_bytes, {"ours": ours}, error)
 
 
 def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]]:
     """List the contests of a format: name, rows, and a function that makes the contest."""
     rotate_bytes = config.rotate_mb * 10**6
+    rows = [int(M) for M in config.rows.split(",")]
     found = []
     if config.format == "compact":
         for heads in CACHE_HEADS:
@@ -416,19 +376,24 @@ def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]
         for V, M in itertools.product(VOCABULARIES, (1, 10)):
             found.append((f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes)))
     elif config.format == "experts":
-        for form, layer, M in itertools.product(EXPERT_FORMATS, EXPERT_LAYERS, EXPERT_TOKENS):
+        for form, layer, M in itertools.product(FORMATS, EXPERT_LAYERS, EXPERT_TOKENS):
             make = partial(experts_contest, form, layer, M, config.group_size, rotate_bytes)
             found.append((f"experts {form} {layer}", M, make))
+    elif config.format in FORMATS:
+        for layer, M in itertools.product(LAYERS, rows):
+            make = partial(
+                product_contest, config.format, layer, M, config.group_size, rotate_bytes
+            )
+            found.append((f"{config.format} {layer}", M, make))
     else:
         lengths = map(int, config.lengths.split(","))
-        rows = map(int, config.rows.split(","))
         for heads, length, M in itertools.product(HEADS, lengths, rows):
             make = partial(attention_contest, heads, length, M, rotate_bytes)
             found.append((f"attention {heads}, {length} slots", M, make))
     return found
 
 
-def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
+def measure(config: BenchConfig, ceiling: float) -> Iterator[dict]:
     """Yield a row for each contest and method; one that fails holds `error`."""
     for name, M, make in tqdm(contests(config), unit="shape", desc=config.format):
         row = {"part": "kernels", "format": config.format, "kernel": name, "M": M}
@@ -448,25 +413,24 @@ def measure_cycle(config: BenchConfig, ceiling: float) -> Iterator[dict]:
             times = time_calls(calls, contest.read_bytes, config.replays, ceiling)
             yield row | {"method": method} | times
             torch.cuda.synchronize()
-        del contest, calls  # gigabytes of caches
+        del contest, calls  # gigabytes
 
 
-def cycle_summary(rows: list[dict]) -> str:
-    """Return a Markdown table of the other kernels, then the wrong and the failed rows."""
-    lines = [
-        "| kernel | rows | ours | torch, whole cache | torch: cut, loop, top-k, all experts |",
-        "|---|---|---|---|---|",
-    ]
+def summary(rows: list[dict]) -> str:
+    """Return a Markdown table, then the wrong and the failed rows.
+
+    A cell has microseconds, and the share of the ceiling.
+    """
+    lines = ["| kernel | rows | ours | torch |", "|---|---|---|---|"]
     cells: dict[tuple[str, int], dict[str, str]] = {}  # by shape and method
     for r in rows:
         by_method = cells.setdefault((r["kernel"], r["M"]), {})
         if "time_us" in r:
             by_method[r["method"]] = f"{r['time_us']:.1f} us, {r['share']:.0%}"
     for (kernel, M), by_method in cells.items():
-        ours = by_method.get("ours", "")
-        masked = by_method.get("masked", "")
-        peer = by_method.get("cut") or by_method.get("torch", "")
-        lines.append(f"| {kernel} | {M} | {ours} | {masked} | {peer} |")
+        lines.append(
+            f"| {kernel} | {M} | {by_method.get('ours', '')} | {by_method.get('torch', '')} |"
+        )
     wrong = {f"{r['kernel']} {r['M']}" for r in rows if not r.get("correct", True)}
     lines.append(f"\nwrong: {', '.join(sorted(wrong)) or 'none'}")
     for r in rows:
@@ -475,85 +439,36 @@ def cycle_summary(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def totals(timed: dict[tuple[str, str, int], dict], form: str) -> str:
-    """Summarize a format's layers: share of the ceiling, and time over that of the fewest rows.
-
-    timed: rows by format, layer and M
-    """
-    parts = []
-    first_us = 0.0
-    for M in sorted({M for name, _, M in timed if name == form}):
-        rows = [timed[form, layer, M] for layer in LAYERS if (form, layer, M) in timed]
-        if len(rows) == len(LAYERS):
-            time_us = sum(row["time_us"] for row in rows)
-            share = sum(row["share"] * row["time_us"] for row in rows) / time_us
-            first_us = first_us or time_us
-            parts.append(f"{M} rows {share:.0%}, {time_us / first_us:.2f} x")
-    return "; ".join(parts) or "not measured"
-
-
-def summary(rows: list[dict]) -> str:
-    """Return a Markdown table of the formats, then the wrong and the failed rows.
-
-    A cell has microseconds, and the share of the copy bandwidth.
-    """
-    timed = {(r["format"], r["layer"], r["M"]): r for r in rows if "time_us" in r}
-    forms = [form for form in FORMATS if any(row["format"] == form for row in rows)]
-    lines = [f"| layer | rows | {' | '.join(forms)} |", f"|---|---|{'---|' * len(forms)}"]
-    for layer in LAYERS:
-        for M in sorted({M for _, name, M in timed if name == layer}):
-            found = [timed.get((form, layer, M)) for form in forms]
-            cells = [f"{r['time_us']:.1f} us, {r['share']:.0%}" if r else "failed" for r in found]
-            lines.append(f"| {layer} | {M} | {' | '.join(cells)} |")
-    lines += ["", *(f"{form}, all layers: {totals(timed, form)}" for form in forms)]
-    wrong = set()
-    failed = []
-    for r in rows:
-        layer = f"{r['format']} {r['layer']}"
-        if not r.get("correct", True) or not r.get("same_bits", True):
-            wrong.add(layer)
-        if "error" in r:
-            failed.append(f"failed: {layer} {r.get('M', '')}: {r['error']}")
-    lines.append(f"\nwrong, or rows depend on others: {', '.join(sorted(wrong)) or 'none'}")
-    return "\n".join(lines + failed)
-
-
 def bench(config: BenchConfig) -> None:
     """Measure one format."""
     if not torch.cuda.is_available():
         raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    ceiling = copy_bandwidth()
+    ceiling = read_bandwidth("cuda", 5).median
     machine = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "ceiling_bytes_per_s": ceiling,
-        "read_bytes_per_s": read_bandwidth("cuda", 5).median,
+        "read_bytes_per_s": ceiling,
     }
     print(
-        f"# {machine['device']}, torch {torch.__version__}, copy {ceiling / 1e9:.0f} GB/s, "
-        f"read {machine['read_bytes_per_s'] / 1e9:.0f} GB/s, {config.format}",
+        f"# {machine['device']}, torch {torch.__version__}, reads {ceiling / 1e9:.0f} GB/s, "
+        f"{config.format}",
         flush=True,
     )
     well = True
-    work = measure
-    table = summary
-    if config.format in CYCLE:
-        work = measure_cycle
-        table = cycle_summary
     rows = []
     try:
-        for row in work(config, ceiling):
+        for row in measure(config, ceiling):
             rows.append(row)
-            well &= row.get("correct", True) and row.get("same_bits", True) and "error" not in row
+            well &= row.get("correct", True) and "error" not in row
             if config.json:
                 with open(config.json, "a", encoding="utf-8") as file:
                     file.write(json.dumps(row | machine) + "\n")
             shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
             tqdm.write(json.dumps(shown), sys.stdout)
     finally:  # also where the device is lost
-        print(table(rows), flush=True)
+        print(summary(rows), flush=True)
     if not well:
         sys.exit(1)
 

@@ -1,34 +1,25 @@
-"""Time plans of our products and of attention on a GPU; write the fastest, which decoding loads.
+"""Time plans of our matmuls on a GPU; write the fastest, which decoding loads.
 
     python3 scripts/gpu/sweep.py                    # a 7B in bf16 and int4: a table for this GPU
-    python3 scripts/gpu/sweep.py --dry_run          # on any machine: list what would be timed
 
-1. Each product of a layer, with the work behind it in the same launch (ops/cuda/epilogues.py): the
-   splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
-   whose result has other bits than the estimated one's is refused.
-2. Behind the first format, attention in chunks of several sizes.
-Plans compile in several threads, about half a second each, most of which holds Python's lock. Then
-each plan is timed alone: medians in captured graphs over 200 MB of different weights, as in
-kernels.py. All of it took 62 s on an NVIDIA H200. The table goes to --out, under the name that
-plans.py reads; it holds those whose turn came before --seconds were over. Copied to
-ops/cuda/measured/ it holds for all later runs on such a GPU.
+Each matmul of a layer, with the work behind it in the same launch (ops/cuda/epilogues.py): the
+splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile whose
+result has other bits than the estimated one's is refused. Each plan takes about half a second to
+compile, and is timed alone: medians in captured graphs over 200 MB of different weights, as in
+kernels.py. The table is written to --out behind every matmul, under the name that plans.py reads.
+Copied to ops/cuda/measured/ it holds for all later runs on such a GPU.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,19 +30,16 @@ from cli.io import write_text
 from cli.parsing import fail, one_line_errors, option, parse
 
 try:
-    from ops.cuda.attention import COUNTERS, counters, tree_attention
+    from ops.cuda.attention import COUNTERS
 except ModuleNotFoundError:
     fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
 from ops.cuda.epilogues import Gpu, add_product, rotary_product
-from ops.cuda.launch import TARGETS, Device, device_of
+from ops.cuda.launch import Device, device_of
 from ops.cuda.layout import COLUMNS
 from ops.cuda.plans import (
-    CHUNK,
-    CHUNKS,
     FOLDER,
     HEIGHTS,
     MAX_SPLITS,
-    Measured,
     MeasuredProduct,
     Tile,
     file_name,
@@ -61,16 +49,14 @@ from ops.cuda.plans import (
 from ops.cuda.qmatmul import ProductPlan, plan_product, run_product
 from ops.epilogues import PART, Pending
 from runtime import tensors_of
-from scripts.gpu.kernels import HEADS, LAYERS, copies_of, failure, graph_times_s, random_packed
+from scripts.gpu.kernels import LAYERS, copies_of, failure, graph_times_s, random_packed
 
 EPILOGUES = {"wqkv": "rotary", "wo": "add", "w13": "swiglu", "w2": "add", "head": "fp32"}
 FORMATS = {"bf16": (16, 0), "int4": (4, 128)}  # bits and group
 ROWS_OF = {16: 1, 32: 32, 64: 64}  # rows of x that are timed, by the height of a tile
 TILES = tuple(Tile(rows, stages) for rows in (64, 128) for stages in (3, 4, 6, 8))
-LENGTHS = (512, 2048, 4096)  # slots that attention reads
 ROTATE_BYTES = 200 * 10**6
 REPLAYS = 10
-COMPILERS = 16  # threads; most of a compilation runs beside others
 
 
 def shared_bytes(tokens: int, tile: Tile, bits: int, device: Device) -> int:
@@ -89,11 +75,7 @@ def shared_bytes(tokens: int, tile: Tile, bits: int, device: Device) -> int:
 
 @dataclass
 class SweepConfig:
-    formats: str = option("int4,bf16", "weights")
-    seconds: float = option(240.0, "after which no further product is begun")
     out: str = option(str(FOLDER), "folder of the table")
-    json: str = option("", "file to append to: a row for each plan that was timed")
-    dry_run: bool = option(False, "list what would be timed on an H100, and end")
 
 
 class Shape(NamedTuple):
@@ -139,8 +121,6 @@ class Shape(NamedTuple):
 
 # microseconds of a product of some rows by a plan; infinite for one that fails
 TimeOf = Callable[[Shape, ProductPlan, int], float]
-# a plan and its rows of x, for a product
-Timed = tuple[ProductPlan, int]
 
 
 def plan_of(height: int, tile: Tile, splits: int) -> ProductPlan:
@@ -148,40 +128,25 @@ def plan_of(height: int, tile: Tile, splits: int) -> ProductPlan:
     return ProductPlan(height, tile.rows, splits, tile.stages, tile.rows // 16)
 
 
-def choose(
-    shape: Shape,
-    device: Device,
-    time_of: TimeOf,
-    prepare: Callable[[Shape, list[Timed]], None] = lambda *_: None,
-) -> MeasuredProduct:
-    """Choose the splits by the times of 1 and 32 rows together, then each tile by its own time.
+def choose(shape: Shape, device: Device, time_of: TimeOf) -> MeasuredProduct:
+    """Choose the splits by the times of 1 and 32 rows together, then each tile by its own time."""
 
-    prepare: takes the plans that are timed next
-    """
-    some = {
-        splits: [
-            (shape.estimate(height, device)._replace(splits=splits), ROWS_OF[height])
-            for height in (16, 32)
-        ]
-        for splits in shape.splits(device)
-    }
-    prepare(shape, [timed for pair in some.values() for timed in pair])
-    splits = min(some, key=lambda n: sum(time_of(shape, *timed) for timed in some[n]))
-    plans = {
-        height: {tile: plan_of(height, tile, splits) for tile in shape.tiles(height, device)}
-        for height in HEIGHTS
-    }
-    prepare(shape, [(p, ROWS_OF[h]) for h, tiles in plans.items() for p in tiles.values()])
+    def time_of_splits(splits: int) -> float:
+        plans = {h: shape.estimate(h, device)._replace(splits=splits) for h in (16, 32)}
+        return sum(time_of(shape, plan, ROWS_OF[height]) for height, plan in plans.items())
+
+    splits = min(shape.splits(device), key=time_of_splits)
     chosen = {}
-    for height, tiles in plans.items():
-        times = {tile: time_of(shape, plan, ROWS_OF[height]) for tile, plan in tiles.items()}
+    for height in HEIGHTS:
+        plans = {tile: plan_of(height, tile, splits) for tile in shape.tiles(height, device)}
+        times = {tile: time_of(shape, plan, ROWS_OF[height]) for tile, plan in plans.items()}
         chosen[height] = min(times, key=times.__getitem__)
     return MeasuredProduct(splits, chosen)
 
 
-def shapes_of(formats: list[str]) -> list[Shape]:
+def shapes_of() -> list[Shape]:
     """List the products, format by format."""
-    return [Shape(form, layer, *LAYERS[layer]) for form in formats for layer in LAYERS]
+    return [Shape(form, layer, *LAYERS[layer]) for form in FORMATS for layer in LAYERS]
 
 
 # ------------------------------------------------------------------------------------- on a device
@@ -190,12 +155,8 @@ def shapes_of(formats: list[str]) -> list[Shape]:
 class Timer:
     """Times products on this GPU; each plan once."""
 
-    def __init__(
-        self, device: Device, note: Callable[[dict[str, Any]], None], torch_device: str = "cuda"
-    ):
-        """note: takes a row for the record"""
+    def __init__(self, device: Device, torch_device: str = "cuda"):
         self.device = device
-        self.note = note
         self.torch_device = torch_device
         # launches that are timed follow each other, as in one stream
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=torch_device)
@@ -206,22 +167,18 @@ class Timer:
         self.results: dict[tuple, list[Tensor]] = {}  # by rows and splits
 
     def __call__(self, shape: Shape, plan: ProductPlan, rows: int) -> float:
+        """Time a plan, and compare its result. Writes: the weights, for a new shape."""
         found = self.known.get((shape, plan, rows))
         if found is None:
-            found = self._time(shape, plan, rows)
+            self._take(shape)
+            try:
+                found = self._time(shape, plan, rows)
+            except Exception as error:  # a plan that does not compile or launch is a result
+                print(f"{shape.key}, {rows} rows, {plan}: {failure(error)['error']}", flush=True)
+                torch.cuda.synchronize()  # raises where the device is lost
+                found = float("inf")
             self.known[shape, plan, rows] = found
         return found
-
-    def prepare(self, shape: Shape, timed: Iterable[Timed]) -> None:
-        """Compile plans beside each other. Writes: the weights, for a new shape."""
-        self._take(shape)
-
-        def run(plan: ProductPlan, rows: int) -> None:
-            with suppress(Exception):  # which the one that times it notes
-                self._call(shape, plan, rows)(*self.weights[0])
-
-        with ThreadPoolExecutor(COMPILERS) as threads:
-            list(threads.map(lambda pair: run(*pair), timed))
 
     def _take(self, shape: Shape) -> None:
         """Make weights of a shape, unless they are there. Writes: the weights, inputs, results."""
@@ -237,22 +194,13 @@ class Timer:
         self.shape = shape
 
     def _time(self, shape: Shape, plan: ProductPlan, rows: int) -> float:
-        """Time a plan, and compare its result. Writes: the weights, for a new shape; a row."""
-        self._take(shape)
         call = self._call(shape, plan, rows)
-        row = {"part": "sweep", "product": shape.key, "M": rows, "plan": plan._asdict()}
-        try:
-            calls = [partial(call, *weights) for weights in self.weights]
-            us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
-            result = tensors_of(calls[0]())
-            first = self.results.setdefault((rows, plan.splits), result)
-            if not all(map(torch.equal, first, result)):
-                raise ValueError("its bits differ from those of the first plan with these splits")
-        except Exception as error:  # a plan that does not compile or launch is a result
-            self.note(row | failure(error))
-            torch.cuda.synchronize()  # raises where the device is lost
-            return float("inf")
-        self.note(row | {"time_us": us})
+        calls = [partial(call, *weights) for weights in self.weights]
+        us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
+        result = tensors_of(calls[0]())
+        first = self.results.setdefault((rows, plan.splits), result)
+        if not all(map(torch.equal, first, result)):
+            raise ValueError("its bits differ from those of the first plan with these splits")
         return us
 
     def _call(self, shape: Shape, plan: ProductPlan, rows: int) -> Callable:
@@ -288,104 +236,24 @@ def random_weights(shape: Shape, torch_device: str) -> tuple[Tensor, Tensor | No
     return random_packed(shape.form, shape.N, shape.K, FORMATS[shape.form][1])
 
 
-def attention_chunk(device: Device, note: Callable[[dict[str, Any]], None]) -> int:
-    """Choose the chunks of attention, one size for all rows and lengths: the least time in all.
-
-    note: takes a row for each size and shape
-    """
-    total_us = dict.fromkeys(CHUNKS, 0.0)
-    options = {"dtype": torch.bfloat16, "device": "cuda"}
-    done = counters(torch.cuda.current_device())
-    for (name, (heads, kv_heads)), rows in itertools.product(HEADS.items(), (1, 32)):
-        q = torch.randn(1, rows, heads, 128, **options)
-        mask = torch.ones(1, rows, rows, device="cuda").tril().bool()
-        for length in LENGTHS:
-            start = torch.tensor([length], device="cuda")
-            copies = copies_of(2 * 2 * kv_heads * (length + rows) * 128, ROTATE_BYTES)
-            shape = (2, 1, kv_heads, max(LENGTHS) + 64, 128)
-            caches = [torch.randn(shape, **options) for _ in range(copies)]
-            for chunk in CHUNKS:
-                given = (start, mask, device, done, chunk)
-                calls = [partial(tree_attention, q, *cache, *given) for cache in caches]
-                us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
-                row = {"part": "sweep", "kernel": f"attention {name}", "length": length}
-                note(row | {"M": rows, "chunk": chunk, "time_us": us})
-                total_us[chunk] += us
-    return min(total_us, key=total_us.__getitem__)
-
-
 # ------------------------------------------------------------------------------------- the command
-
-
-def told(shape: Shape, chosen: MeasuredProduct, time_of: Timer) -> str:
-    """Describe a choice beside the estimate."""
-    cells = []
-    for height, tile in chosen.tiles.items():
-        rows = ROWS_OF[height]
-        plan = plan_of(height, tile, chosen.splits)
-        estimate_us = time_of(shape, shape.estimate(height, time_of.device), rows)
-        cell = f"{rows} rows {time_of(shape, plan, rows):.1f} us by {tile.rows} x {tile.stages}"
-        cells.append(f"{cell} (estimate {estimate_us:.1f})")
-    return f"{shape.key}: {chosen.splits} splits; {'; '.join(cells)}"
-
-
-def dry_run(shapes: list[Shape]) -> None:
-    """Print the plans that would be timed."""
-    device = TARGETS["90"]
-    for shape in shapes:
-        timed = set()
-
-        def time_of(shape: Shape, plan: ProductPlan, rows: int, timed: set = timed) -> float:
-            timed.add((plan, rows))
-            return 0.0
-
-        choose(shape, device, time_of)
-        print(f"{shape.key}: {len(timed)} plans; splits {shape.splits(device)}")
 
 
 def sweep(config: SweepConfig) -> None:
     """Time, print, write the table."""
-    formats = config.formats.split(",")
-    for form in formats:
-        if form not in FORMATS:
-            raise ValueError(f"--formats: there is no {form}; use {', '.join(FORMATS)}")
-    shapes = shapes_of(formats)
-    if config.dry_run:
-        dry_run(shapes)
-        return
     if not torch.cuda.is_available():
-        raise ValueError(
-            "this machine or this torch has no CUDA device; run it on one that has, "
-            "or add --dry_run"
-        )
+        raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
     device = device_of(torch.cuda.current_device())
-
-    def note(row: dict[str, Any]) -> None:
-        if config.json:
-            with open(config.json, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-
-    time_of = Timer(device, note)
+    time_of = Timer(device)
     file = Path(config.out) / file_name(device.name)
-    found = Measured({})
-    deadline = time.monotonic() + config.seconds
-    for number, shape in enumerate(shapes):
-        if time.monotonic() > deadline:
-            print(f"{shape.key}: not begun, since {config.seconds:g} s are over", flush=True)
-            continue
-        chosen = choose(shape, device, time_of, time_of.prepare)
-        print(told(shape, chosen, time_of), flush=True)
+    found: dict[str, MeasuredProduct] = {}
+    for shape in shapes_of():
+        chosen = choose(shape, device, time_of)
+        print(f"{shape.key}: {chosen}", flush=True)
         if math.isfinite(time_of(shape, plan_of(16, chosen.tiles[16], chosen.splits), ROWS_OF[16])):
-            found.products[shape.key] = chosen
+            found[shape.key] = chosen
         write_text(str(file), to_json(device.name, found))
-        if number + 1 == len(LAYERS):
-            found = found._replace(chunk=attention_chunk(device, note))
-            print(f"attention: chunks of {found.chunk} slots (estimate {CHUNK})", flush=True)
-            write_text(str(file), to_json(device.name, found))
-    print(
-        f"{file}: {len(found.products)} products; copied to {FOLDER} they hold on every "
-        f"{device.name}"
-    )
+    print(f"{file}: {len(found)} matmuls; in {FOLDER} they hold on every {device.name}")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Print the results of call1.sh and call2.sh as tables, with the last line of every error.
+"""Print the results of call.sh as tables, with the last line of every error.
 
     python3 scripts/gpu/table.py FOLDER
     python3 scripts/gpu/table.py FOLDER --wrong         # families of kernels whose probe failed

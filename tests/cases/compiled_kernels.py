@@ -1,7 +1,7 @@
 """The CUDA kernels as Triton compiles them without a GPU, for the tests of tests/cuda.
 
 Each kernel is compiled ahead of time with the plan of its launcher for the target, and read back
-with the disassembler that Triton brings: registers, spills, shared memory, tensor cores. Nothing is
+with the disassembler that Triton brings: spills, shared memory, tensor cores. Nothing is
 run, no time is measured.
 """
 
@@ -83,7 +83,6 @@ class Source(NamedTuple):
 class Resources(NamedTuple):
     """The resources of a multiprocessor that a compiled kernel needs."""
 
-    registers: int  # per thread
     stack_bytes: int  # of local memory, per thread
     local_accesses: int  # instructions that load from or store to local memory
     shared_bytes: int  # per block
@@ -177,8 +176,7 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
     split = case.T <= ops.cuda.attention.SPLIT_TOKENS
     sizes = (rows, case.E, DTYPES[case.dtype], TARGETS[case.target], split)
     plan = ops.cuda.attention.plan_attention(*sizes)
-    chunk = ops.cuda.attention.CHUNK if split else None
-    constants = ops.cuda.attention.constants_of(case.E, case.T, chunk) | {
+    constants = ops.cuda.attention.constants_of(case.E, case.T, split) | {
         "H": case.heads,
         "KV_HEADS": case.kv_heads,
         "ROWS": plan.rows,
@@ -333,7 +331,6 @@ def resources(target: str, source: Source) -> Resources:
 
     tensor_core = [f"{name} {count(name)}" for name in ("UTCHMMA", "HGMMA", "HMMA") if count(name)]
     return Resources(
-        registers=used("REG"),
         stack_bytes=used("STACK"),
         local_accesses=count("LDL") + count("STL"),
         shared_bytes=kernel.metadata.shared,

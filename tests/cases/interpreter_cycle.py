@@ -32,12 +32,11 @@ from ops.tree import (
 
 DEVICE = Device(132, 232448, 90)
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
-MODELS = {"SmolLM2-135M": (9, 3), "Qwen3-0.6B": (16, 8)}
 
 
 def inputs(heads, starts, rows, window, E=32, spare=5):
     """Arguments of the operator. Slots that are never read hold NaN."""
-    H, kv_heads = (HEADS | MODELS)[heads]
+    H, kv_heads = HEADS[heads]
     B, S = len(starts), max(starts) + window + spare
     q = torch.randn(B, rows, H, E)
     k, v = (torch.randn(B, kv_heads, S, E) for _ in range(2))
@@ -77,7 +76,6 @@ SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]  # rows, window
     *slow([
         *((heads, LENGTHS, *shape, 32) for heads in HEADS for shape in SHAPES),
         *(("gqa", [270, 33], 7, 9, E) for E in (16, 64, 80, 128)),
-        *((model, [270, 33], 26, 26, E) for model, E in (("SmolLM2-135M", 64), ("Qwen3-0.6B", 128))),
         *(("gqa", [290], rows, rows, 16) for rows in (64, 65, 70)),  # several tiles; split up to 64 rows
         ("mqa", [4095, 4096, 4700, 8300], 2, 200, 16),  # chunks double where there would be too many
     ]),
@@ -345,10 +343,9 @@ PATHS = {
 
 
 @pytest.mark.parametrize("name", PATHS)
-@pytest.mark.parametrize("batch", [*slow([1, 2]), 3])
-def test_compaction(name, batch):
+def test_compaction(name):
     """Rows of different lengths, one of them exactly full."""
-    check_compaction(filled_cache(2, 32, batch, 45), [7, 0, 12][:batch], PATHS[name][:batch])
+    check_compaction(filled_cache(2, 32, 3, 45), [7, 0, 12], PATHS[name])
 
 
 HALF = torch.bfloat16

@@ -17,13 +17,7 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 import model  # noqa: E402
 import ops.cuda.layout  # noqa: E402
 import ops.experts  # noqa: E402
-from compiled_kernels import (  # noqa: E402
-    Case,
-    CycleCase,
-    cycle_source,
-    expert_cases,
-    resources,
-)
+from compiled_kernels import Case, expert_cases  # noqa: E402
 from helpers import check_product_fits, slow  # noqa: E402
 from model import ModelConfig, MoEFeedForward  # noqa: E402
 from ops.cuda.experts import most_tiles, plan_experts  # noqa: E402
@@ -55,12 +49,6 @@ def test_compiled(_fresh_cache, case):
 def test_compiled_all(_fresh_cache):
     for case in expert_cases():
         check_product_fits(case)
-
-
-@pytest.mark.parametrize("target", ["90", *slow(["80", "86", "89"])])
-def test_the_lists_compile(_fresh_cache, target):
-    found = resources(target, cycle_source(CycleCase(target, "lists")))
-    assert (found.stack_bytes, found.local_accesses) == (0, 0), found
 
 
 # ---------------------------------------------------------------------------------------- operators
@@ -172,28 +160,11 @@ def test_no_spread_makes_more_tiles(experts):
             assert most_tiles(rows, experts, tokens) == tiles, (rows, tokens)
 
 
-@pytest.mark.parametrize("experts, chosen, N, K, want", [
-    (8, 2, 28672, 4096, {1: 2, 2: 4, 4: 8, 8: 8, 60: 11, 256: 15}),  # Mixtral-8x7B
-    (128, 8, 1536, 2048, {1: 8, 2: 16, 8: 64, 16: 128, 60: 150, 256: 188}),  # Qwen3-30B-A3B
-])  # fmt: skip
-def test_tiles_of_mixtures(experts, chosen, N, K, want):
-    """A few tokens: the experts chosen, no more. A tree of 60: a few more than there are experts."""
-    for tokens, tiles in want.items():
-        cut = plan_experts(chosen * tokens, N, K, 4, 128, torch.bfloat16, TARGETS["90"], experts)
-        assert most_tiles(chosen * tokens, experts, cut.tokens) == tiles
-
-
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", [(16, 0), (4, 128), (4, 64), (4, 32), (8, 0)], ids=str)
 def test_splits_do_not_depend_on_the_number_of_rows(target, form):
     for dtype in (torch.bfloat16, torch.float32):
-        for N, K, experts in (
-            (28672, 4096, 8),
-            (4096, 14336, 8),
-            (70, 96, 8),
-            (1536, 2048, 128),
-            (2048, 768, 128),
-        ):
+        for N, K, experts in ((28672, 4096, 8), (70, 96, 8), (2048, 768, 128)):
             facts = (N, K, *form, dtype, TARGETS[target], experts)
             cuts = [plan_experts(P, *facts) for P in (1, 2, 32, 33, 120, 129, 512, 4096)]
             assert len({cut.splits for cut in cuts}) == 1 and cuts[0].splits <= -(

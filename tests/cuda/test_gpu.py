@@ -54,7 +54,6 @@ from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 from runtime import WARM_UPS
-from scripts import export_head
 from session import Session
 
 pytestmark = [
@@ -97,17 +96,13 @@ test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-4096
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-12288-4096]
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-11008]
 test_a_row_has_the_same_bits_beside_any_others[int8-torch.bfloat16-4096-4096]
-test_a_captured_product_is_equal_100_times[int4-128-26]
 test_a_layers_kernels_one_after_the_other[int4-128-26]
 test_rotary_cache[heads1-True]
-test_a_captured_product_is_equal_100_times[int8-1]
 test_a_compiled_product[int4-128]
-test_lists_of_experts[128]
 test_eight_of_128_experts[int4-128]
 test_product_with_experts[float-torch.bfloat16-1023-1024]
 test_product_with_experts[int4-128-torch.bfloat16-1024-3584]
 test_captured_experts_follow_the_routing[int4-60]
-test_compiled_experts[int4]
 test_noise_is_the_same_on_both_devices
 """.strip().splitlines()  # conftest.py marks and orders them: whole decodings, which take longest, first
 
@@ -277,15 +272,6 @@ def test_compaction(dtype, kv_heads, E):
             assert same_buffers(cache, want), (batch, steps)
 
 
-def test_rows_may_move_in_a_circle():
-    cache, start = filled_cache(32, 128, 1, 100, torch.bfloat16), torch.tensor([5], device="cuda")
-    for path in ([[1, 2, 3, 0]], [[3, 2, 1, 0]], [list(range(1, 64)) + [0]]):
-        path = torch.tensor(path, device="cuda")
-        want = compact_by_reference(cache, start, path)
-        cache.compact(start, path)
-        assert same_buffers(cache, want)
-
-
 def test_compiled_and_captured_compaction():
     """One launch for all layers; the path and the length are read from the device, and no buffer is copied."""
     cache = filled_cache(8, 128, 2, 300, torch.bfloat16, layers=32)
@@ -411,20 +397,6 @@ def test_a_row_has_the_same_bits_beside_any_others(form, dtype, N, K):
         assert torch.equal(weights.operator(x[-rows:]), whole[-rows:]), rows
 
 
-@pytest.mark.parametrize("rows", [1, 26, 60])
-@pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
-def test_a_captured_product_is_equal_100_times(form, rows):
-    # split: partial sums are added by a second kernel
-    weights = quantized(form, 4096, 4096, "cuda")
-    x = torch.randn(rows, 4096, device="cuda").bfloat16()
-    want = weights.operator(x)
-    graph, y = captured(lambda: weights.operator(x))
-    for _ in range(100):
-        y.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(y, want)
-
-
 @pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
 def test_a_compiled_product(form):
     weights = quantized(form, 4096, 1024, "cuda")
@@ -525,15 +497,6 @@ ROUTINGS = {  # how pairs of a token and an expert may be spread over eight expe
 }
 
 
-@pytest.mark.parametrize("experts", [1, 8, 60, 128])
-def test_lists_of_experts(poisoned, experts):
-    for P in (1, 2, 55, 120, 1000):
-        expert = torch.randint(experts, (P,), device="cuda")
-        lists = ops.experts.route(expert, experts)
-        assert torch.equal(lists, ops.experts.expert_lists_reference(expert, experts))
-        assert torch.equal(ops.experts.expert_of(lists, experts), expert)
-
-
 def expert_weights(form, N, K, dtype, experts=8):
     """Random experts; float ones in the dtype of x."""
     weights = quantized_experts(form, experts, N, K, "cuda")
@@ -622,15 +585,6 @@ def test_captured_experts_follow_the_routing(format, rows):
             x.copy_(source)
             graph.replay()
             assert torch.equal(y, expected)
-
-
-@pytest.mark.parametrize("format", ["none", "int8", "int4"])
-def test_compiled_experts(format):
-    layer = expert_layer(format)
-    step = torch.compile(layer.forward, fullgraph=True, dynamic=False)
-    for scale in (1.0, 0.0, -1.0):  # at 0 all experts tie
-        x = scale * torch.randn(1, 7, 512, device="cuda").bfloat16()
-        torch.testing.assert_close(step(x), layer(x), atol=3e-2, rtol=3e-2)
 
 
 # ----------------------------------------------------------------------------------- whole decoding
@@ -730,18 +684,6 @@ def test_a_stop_string_ends_a_turn_as_in_vanilla(temperature):
     drafted = generate(load(tree="dynamic", **options), prompts)
     assert (drafted.tokens, drafted.text) == (plain.tokens, plain.text)
     assert "stop" in drafted.finish_reason
-
-
-def test_a_head_in_a_gguf_file_equals_vanilla(tmp_path):
-    target = str(GOLDEN / "models/target_llama_mha")
-    write_drafter(tmp_path / "head", "eagle3")
-    head = str(tmp_path / "head.gguf")
-    files = ["--checkpoint", target, "--head", str(tmp_path / "head"), "--out", head]
-    export_head.main([*files, "--type", "f16"])
-    options = exact_options(0.0, 24, target) | {"ignore_eos": True}
-    plain = generate(load(draft="none", **options), PROMPTS[:1])
-    drafted = load(head=head, tree="dynamic", **options)
-    assert generate(drafted, PROMPTS[:1]).tokens == plain.tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

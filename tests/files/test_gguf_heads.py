@@ -6,6 +6,7 @@ The target is the bundled demo, 256 wide, so that every type's blocks divide the
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 from contextlib import redirect_stderr, redirect_stdout

@@ -51,32 +51,60 @@ def test_the_other_kernels_agree_with_their_peers(on_cpu, monkeypatch):
             assert contest.read_bytes == (4 * M * 500 if form == "topk" else 4 * 128 * (20 + M)), (
                 name
             )
-        rows += kernel_bench.measure_cycle(config, 1e12)
-    assert all(row["correct"] for row in rows) and len(rows) == 2 * 3 + 2 * 2
+        rows += kernel_bench.measure(config, 1e12)
+    assert all(row["correct"] for row in rows) and len(rows) == 2 * 2 + 2 * 2
 
 
-def test_compaction_goes_on_along_the_cache_and_agrees_with_the_loop(on_cpu, monkeypatch):
+def row_by_row(reference):
+    """A matmul on the CPU in which no row depends on another."""
+    return lambda x, *weights: torch.cat([reference(row.float(), *weights) for row in x.split(1)])
+
+
+@pytest.mark.parametrize("form,bytes_each", [
+    ("bf16", 2 * 64 * 512), ("int8", 64 * 512 + 4 * 64), ("int4", 64 * 512 // 2 + 2 * 64 * 512 // 128),
+])  # fmt: skip
+def test_matmuls_report_their_bytes_and_rows_that_depend_on_others(
+    on_cpu, monkeypatch, form, bytes_each
+):
+    """With references in the place of our operators."""
+    pairs = {f: (row_by_row(r), r) for f, (_, r) in kernel_bench.PRODUCTS.items()}
+    monkeypatch.setattr(kernel_bench, "PRODUCTS", pairs)
+    rounded = row_by_row(lambda x, w, *_: (x @ w.float().T).bfloat16())
+    product = "halves_product"
+    monkeypatch.setattr(kernel_bench, product, lambda x, w, _: rounded(x, w))
+    monkeypatch.setattr(kernel_bench, "LAYERS", {"wo": (64, 512)})
+    monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
+    config = kernel_bench.BenchConfig(format=form, rows="1,7", rotate_mb=0)
+    rows = list(kernel_bench.measure(config, 1e12))
+    methods = ["ours", "torch"] if form == "bf16" else ["ours"]
+    assert [(row["M"], row["method"]) for row in rows] == [(M, m) for M in (1, 7) for m in methods]
+    assert all(row["correct"] and row["read_bytes"] == bytes_each for row in rows)
+    printed = kernel_bench.summary(rows)
+    assert f"| {form} wo | 7 | 1.0 us, " in printed and "wrong: none" in printed
+    if form == "bf16":
+        monkeypatch.setattr(kernel_bench, product, lambda x, w, _: rounded(x, w) + len(x))
+        wrong = [row for row in kernel_bench.measure(config, 1e12) if row["M"] == 7]
+        printed = kernel_bench.summary(wrong)
+        assert "failed: bf16 wo 7 ours: AssertionError: a row's bits depend" in printed
+
+
+def test_compaction_agrees_with_the_loop_or_is_wrong(on_cpu, monkeypatch):
     for name, value in {"CAPACITY": 96, "CACHE_LAYERS": 2, "CACHE_HEADS": (1, 3)}.items():
         monkeypatch.setattr(kernel_bench, name, value)
     monkeypatch.setattr(kernel_bench.torch, "compile", lambda step, **_: step)
     monkeypatch.setattr(kernel_bench, "graph_times_s", lambda calls, replays: [len(calls) * 1e-6])
-    rows = list(kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9))
+    config = kernel_bench.BenchConfig(format="compact")
+    rows = list(kernel_bench.measure(config, 1e9))
     assert [(row["method"], row["read_bytes"]) for row in rows] == [
         (method, 2 * 2 * 2 * heads * 6 * 256) for heads in (1, 3) for method in ("ours", "torch")
     ]
-    assert all(
-        row["correct"] and row["time_us"] == 2 for row in rows
-    )  # two places in a cache of 96 slots
+    # two places in a cache of 96 slots
+    assert all(row["correct"] and row["time_us"] == 2 for row in rows)
     monkeypatch.setattr("kv_cache.compact", lambda *_: None)
-    assert not any(
-        row["correct"]
-        for row in kernel_bench.measure_cycle(kernel_bench.BenchConfig(format="compact"), 1e9)
-    )
+    assert not any(row["correct"] for row in kernel_bench.measure(config, 1e9))
 
 
-def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_hit(
-    on_cpu, monkeypatch
-):
+def test_experts_agree_and_report_the_bytes_of_those_that_are_hit(on_cpu, monkeypatch):
     """With references in the place of our operators: on the CPU a routing is the experts themselves."""
 
     def grouped(reference):
@@ -95,8 +123,8 @@ def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_
     monkeypatch.setattr(kernel_bench, "EXPERT_TOKENS", (1, 7))
     monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
     config = kernel_bench.BenchConfig(format="experts", rotate_mb=0)
-    rows = list(kernel_bench.measure_cycle(config, 1e12))
-    assert len(rows) == 2 * 4 and all(row["correct"] for row in rows)
+    rows = list(kernel_bench.measure(config, 1e12))
+    assert len(rows) == 2 * 3 and all(row["correct"] for row in rows)
     one = {
         "bf16": 2 * 64 * 512,
         "int8": 64 * 512 + 4 * 64,
@@ -105,21 +133,6 @@ def test_experts_agree_with_every_expert_and_report_the_bytes_of_those_that_are_
     for row in rows:
         hit, rest = divmod(row["read_bytes"], one[row["kernel"].split()[1]])
         assert rest == 0 and (hit == 2 if row["M"] == 1 else 3 <= hit <= 8)
-    for _, M, make in kernel_bench.contests(config)[:2]:
-        ours, every = (calls[0]() for calls in make().methods.values())
-        assert ours.shape == (2 * M, 64)
-        torch.testing.assert_close(ours, every, atol=1, rtol=2e-2)
-
-
-def test_layers_of_every_format_report_their_bytes(on_cpu):
-    """On the CPU, which has no such operators: only what is made, not what it does."""
-    N, K = 64, 512
-    expected = {"bf16": 2 * N * K, "cublas": 2 * N * K, "int8": N * K + 4 * N, "int4": N * K // 2 + N * K // 128 * 2,
-                "tinygemm": N * K // 2 + N * K // 128 * 4}  # fmt: skip
-    got = {
-        form: kernel_bench.make_layer(form, N, K, 128).weight_bytes for form in kernel_bench.FORMATS
-    }
-    assert got == expected
 
 
 # -------------------------------------------------------------------------------------------- tests
