@@ -98,8 +98,9 @@ constexpr int32_t two_halves(int32_t low, int32_t high) {
 // halves of a sum to acc, each times that half of a word; one that is not SMALL takes two numbers of 16 bits on either
 // side, even_bytes or odd_bytes of the weights. dot_pairs: acc[i] += two products of numbers of 16 bits.
 // shifted: bits by LEFT places within words of 16 or 32 bits. raised: times 2^BITS. ..._halves: of numbers of 16 bits.
-// choose: the bits of a that `bits` has, and the others of b. join: the same where b has none of `bits`. words_of: the same bits. low_half, high_half: the bfloat16
-// in either half of a word. transpose: word j of vector i becomes word i of vector j.
+// choose: the bits of a that `bits` has, and the others of b. join: the same where b has none of `bits`. words_of: the
+// same bits. low_half, high_half: the bfloat16 in either half of a word. transpose: word j of vector i becomes word i of
+// vector j.
 // For quantized.cpp, by registers: tiles have up to MB rows; those of up to MOST_SUMS vectors of sums take a strip whole;
 // CHAINS sums that do not wait for each other hide the latency of dot, 0 where they need not.
 
