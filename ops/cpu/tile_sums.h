@@ -21,7 +21,7 @@ constexpr int64_t PLANE = BLOCK * STRIP;  // bytes of a plane of a block
 constexpr int64_t AHEAD = 12288;          // bytes of weights that are fetched
 
 // Returns the rows of a group of rows from which on tiles were not slower on an Emerald Rapids, with one thread and two,
-// also while another program shared the core; then groups of 32 lose up to 1.2 times with fewer. On a quiet core tiles
+// also while another program shared the core; then groups of 32 take up to 1.3 times with fewer. On a quiet core tiles
 // pay from 8 to 12 rows on. A rest of few rows is no faster without a tile of its own, but for 1 row in groups of 32.
 int64_t rows_for_tiles(const Layout& layout, int64_t k) {
   const int64_t size = layout.group;
