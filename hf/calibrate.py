@@ -34,6 +34,7 @@ from model import Transformer
 from options import ROOT
 from parallel.ranks import this_rank
 from quantize import WIDTH, Moments, quantize_directory
+from steps import run_steps
 
 SEQUENCES = 32
 LENGTH = 256  # tokens of a sequence
@@ -66,7 +67,7 @@ class Recorder(nn.Module):
         """Return the layer's, as `model.Linear` does."""
         return self.layer.operands()
 
-    defer = forward
+    forward_lazy = forward
 
 
 def calibration_text(path: Path) -> Tensor:
@@ -96,24 +97,20 @@ def second_moments(model: Transformer, ids: Tensor) -> Iterator[tuple[str, list[
     ids: [B, T] int64. Writes: nothing that remains.
     """
     positions = torch.arange(ids.shape[1]).expand(AT_ONCE, -1)
-    streams = []
-    for part in ids.split(AT_ONCE):
-        x, rope = model.embed(part, positions[: len(part)])
-        streams.append((x, model.layers[0].attention_norm(x), rope))
-    norms = [block.attention_norm for block in model.layers][1:] + [model.norm]
-    for number, (block, after) in enumerate(zip(model.layers, norms)):
+    batches = [model.embed(part, positions[: len(part)], None) for part in ids.split(AT_ONCE)]
+    for number, layer in enumerate(model.layers):
         recorders = {}
-        for name, layer in list(block.named_modules()):
-            if isinstance(layer, nn.Linear):
-                recorders[name] = Recorder(layer)
-                block.set_submodule(name, recorders[name])
-        streams = [(*block(x, h, after, rope), rope) for x, h, rope in streams]
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear):
+                recorders[name] = Recorder(module)
+                layer.set_submodule(name, recorders[name])
+        batches = [layer(rows) for rows in batches]
         for name, recorder in recorders.items():
-            block.set_submodule(name, recorder.layer)
+            layer.set_submodule(name, recorder.layer)
             yield f"layers.{number}.{name}", recorder.moments
     head = Recorder(model.lm_head)
-    for _, features, _ in streams:
-        head.add(features)
+    for rows in batches:
+        head.add(run_steps(model.last, model, rows).h)
     yield "lm_head", head.moments
 
 

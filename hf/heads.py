@@ -37,7 +37,7 @@ from hf.checkpoint import (
     saved_quantization,
     scale_name,
 )
-from hf.config import WIDTH, HFArchitecture, HFConfig, config_from, open_source
+from hf.config import HFArchitecture, config_from, open_source
 from hf.fields import (
     FLAG,
     OBJECT,
@@ -52,6 +52,7 @@ from hf.fields import (
 from hf.untrusted import load_pickle, read_untrusted
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
+from models.keys import WIDTH, HFConfig
 from quantize import FORMATS, QuantLinear
 
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
@@ -312,8 +313,8 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
         theirs = f"layers.{i}."
         if eagle3 and i == 0:
             theirs = "midlayer."
-        names |= layer_names(f"layers.{i}.", theirs, config.model)
-    del names["layers.0.attention_norm.weight"]  # the first layer has no norm before its attention
+        steps = config.model.layer(i)[i == 0 :]  # the first layer has no norm before its attention
+        names |= layer_names(f"layers.{i}.", theirs, steps, config.model.names)
     if eagle3 is None:
         return names
     norms = {"embedding_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
@@ -324,7 +325,7 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
     if eagle3.norm_before_fc:
         norms["input_norm"] = "input_norm"
     if eagle3.fc_norm:
-        norms |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))}
+        norms |= {f"fc_norm_{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))}
     names |= {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in norms.items()}
     if eagle3.embedding:
         names["embedding.weight"] = (eagle3.embedding,)

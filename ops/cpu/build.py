@@ -166,17 +166,18 @@ OPERATORS: dict[str, Callable | None] = {
     "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor": (
         lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64)
     ),
-    "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) "
+    "geglu(Tensor both) -> Tensor": (
+        lambda both: both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+    ),
+    "prepare_steps(str[] ops, int[] counts, float[] numbers, Tensor?[] weights, Tensor embedding, "
+    "Tensor? embedding_table, float embedding_scale, Tensor[] freqs, float[] factors) "
     "-> Tensor": None,
-    "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, "
-    "Tensor? embedding_table, Tensor freq, Tensor norm, float factor, Tensor(a!)[] k, "
-    "Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor": None,
-    "head_step(Tensor tokens, Tensor out, Tensor parent, Tensor positions, Tensor prepared, "
-    "Tensor?[] parts, float factor, bool normed_residual, Tensor(a!)[] k, Tensor(b!)[] v, "
-    "Tensor slots, Tensor start, Tensor mask) -> Tensor": None,
-    "head_extend(Tensor tokens, Tensor features, Tensor count, Tensor length, Tensor hidden, "
-    "Tensor prepared, Tensor?[] parts, float factor, bool normed_residual, int inputs, "
-    "Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)": None,
+    "run_model(Tensor program, Tensor tokens, Tensor positions, Tensor(a!)[] k, Tensor(b!)[] v, "
+    "Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor": None,
+    "head_step(Tensor program, Tensor tokens, Tensor out, Tensor parent, Tensor positions, "
+    "Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask) -> Tensor": None,
+    "head_extend(Tensor program, Tensor inputs, Tensor tokens, Tensor features, Tensor count, "
+    "Tensor length, Tensor hidden, Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)": None,
     "next_level(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
     "Tensor? temperature, Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, "
     "int count, int[] at, bool by_value) "

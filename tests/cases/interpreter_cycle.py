@@ -19,8 +19,9 @@ import ops.cuda.tree
 import ops.rotary
 from helpers import slow, with_head_norms
 from kv_cache import KVCache
-from model import ModelConfig, rope_angles
+from model import ModelConfig
 from ops.cuda.launch import Device
+from ops.rotary import rope_angles
 from ops.tree import (
     Children,
     Level,

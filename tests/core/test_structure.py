@@ -224,11 +224,11 @@ def test_what_one_edits_is_what_runs(monkeypatch):
     """Without --compile the modules of model.py run, in every format."""
 
     def edited(*inputs):
-        raise RuntimeError("Block.forward was edited")
+        raise RuntimeError("Layer.forward was edited")
 
     for options in ({}, {"quant": "int8"}, {"quant": "int4"}, {"draft": "none"}):
         with monkeypatch.context() as patch:
-            patch.setattr(model.Block, "forward", edited)
+            patch.setattr(model.Layer, "forward", edited)
             with pytest.raises(RuntimeError, match="was edited"):
                 generate.generate(
                     generate.load(checkpoint=DEMO, max_new_tokens=4, device="cpu", **options), [[5]]

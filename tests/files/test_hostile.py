@@ -35,10 +35,11 @@ import generate
 import hf.tokenizer
 from helpers import GOLDEN
 from hf import checkpoint
-from hf.config import HFConfig, read_config
+from hf.config import read_config
 from hf.heads import HFEagle2Head, HFEagle3Head, HFNestedConfig
 from hf.tokenizer import Tokenizer
 from hf.untrusted import limited_memory, load_pickle, read_untrusted, silence_stderr
+from models.keys import HFConfig
 from options import DEMO, GenerateConfig
 from scripts import export_head
 from scripts.bench.llama_peer import write_gguf
