@@ -309,7 +309,7 @@ at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at
 
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
   RECORD_FUNCTION("gpt_eagle::attention", std::vector<c10::IValue>{});
-  return attention::attention(q, k, v, rows.start, rows.mask);
+  return attention::attention(q, k, v, rows.start, rows.mask, std::nullopt, 0);
 }
 
 // A layer: x [B, T, F] -> [B, T, F]. h: the input of attention, where it is not the norm of x. Writes: k and v at the
