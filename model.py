@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fusions import FusedLayers
-from kv_cache import KVCache, Window
+from kv_cache import KVCache, Window, sliding
 from linear import LMHead
 from ops.library import is_plain
 from ops.rotary import rope_angles
@@ -391,7 +391,7 @@ class Transformer(nn.Module):
         return Rows(
             x,
             ropes=self.ropes(positions),
-            windows=windows_of(self.config.windows, window, positions),
+            windows=windows_of(self.config.windows, window),
         )
 
     def logits(self, features: Tensor) -> Tensor:
@@ -404,9 +404,7 @@ class Transformer(nn.Module):
         return self.lm_head(features)
 
 
-def windows_of(
-    sizes: Sequence[int], window: Window | None, positions: Tensor
-) -> dict[int, Window] | None:
+def windows_of(sizes: Sequence[int], window: Window | None) -> dict[int, Window] | None:
     """Return `Rows.windows`: a step's own window, and those of layers that see fewer tokens."""
     if window is None:
         return None

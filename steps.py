@@ -290,8 +290,8 @@ class Attend(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         if rows.windows is not None:
             window = rows.windows[self.window]
-            seen = (window.start, window.mask)
-            return rows.put("h", tree_attention(rows.h, *rows.kv, *seen))
+            seen = (window.start, window.mask, window.first)
+            return rows.put("h", tree_attention(rows.h, *rows.kv, *seen, self.scale))
         T = rows.h.shape[1]
         distance = torch.arange(T, device=rows.h.device)
         distance = distance[:, None] - distance  # [T, T]

@@ -73,7 +73,7 @@ class BlockHead(Transformer):
         Writes: the cache at `window.slots`.
         """
         h = self.hidden_norm(self.fc(taps))  # [B, R, F]
-        windows = windows_of((), window, window.slots)
+        windows = windows_of((), window)
         rows = Rows(h=h, ropes=self.ropes(window.slots), windows=windows)
         for layer, *kv in zip(self.layers, cache.k, cache.v):
             _, *steps = layer.steps  # h is normed already

@@ -80,7 +80,7 @@ class HydraHeads(nn.Module):
         features: [B, T, F]; positions: [B, T] int64
         Returns: [B, T, F].
         """
-        windows = windows_of((), window, positions)
+        windows = windows_of((), window)
         rows = Rows(features, ropes=self.ropes(positions), windows=windows)
         rows, _ = run_layers(self.prefix, rows, cache)
         return run_steps(self.last, self, rows).h

@@ -283,6 +283,8 @@ class GgufFile(TensorSource):
         shape, blocks = self._content(name, part)
         info = self._header.tensors[name]
         value = self._values(blocks, info.type_id, dtype).view(shape)
+        if self.layout.norms_plus_one and name.endswith("_norm.weight"):
+            value = value.float() - 1
         order = row_order(shape[0], heads)
         return value if order is None else value[order]
 

@@ -33,6 +33,7 @@ ROWS = (
     Row("qwen", "Qwen3ForCausalLM", "qwen3", "qwen3"),
     Row("qwen", "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"),
     Row("mixtral", "MixtralForCausalLM", "mixtral"),
+    Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
 )
 NAMES = tuple(row.name for row in ROWS)
 GGUF_NAMES = tuple(row.gguf for row in ROWS if row.gguf)

@@ -139,8 +139,9 @@ OPERATORS: dict[str, Callable | None] = {
     "-> Tensor": (
         lambda x, weight, bias, fp32_out, expert=None: _rows_of(x, weight.shape[-2], fp32_out)
     ),
-    "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor": (
-        lambda q, k, v, start, mask: q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3])
+    "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask, Tensor? first=None, "
+    "float scale=0.0) -> Tensor": (
+        lambda q, *_: q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3])
     ),
     "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)": _topk,
     "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) "

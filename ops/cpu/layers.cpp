@@ -301,7 +301,7 @@ at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Cache& cache,
                   const Window& window, double scale) {
   RECORD_FUNCTION("gpt_eagle::attention", std::vector<c10::IValue>{});
-  return attention::attention(q, k, v, cache.start, window.mask);
+  return attention::attention(q, k, v, cache.start, window.mask, window.first, scale);
 }
 
 // ------------------------------------------------------------------------------------------------- columns
