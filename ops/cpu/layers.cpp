@@ -550,3 +550,45 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
 at::Tensor swiglu(const at::Tensor& both) { return gate(both.contiguous()); }
 
 }  // namespace layers
+
+#include "operators.h"
+
+namespace layers {
+
+// The results, empty, where steps are traced.
+at::Tensor empty_norm(const at::Tensor& x, const at::Tensor&, double) {
+  return at::empty(x.sizes(), x.options());
+}
+at::Tensor empty_swiglu(const at::Tensor& both) {
+  return empty_rows(both, both.size(-1) / 2, both.scalar_type());
+}
+
+OPERATORS(m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.impl("rms_norm", at::kCPU, rms_norm);
+  m.impl("rms_norm", at::kMeta, empty_norm);
+  m.def("swiglu(Tensor both) -> Tensor");
+  m.impl("swiglu", at::kCPU, swiglu);
+  m.impl("swiglu", at::kMeta, empty_swiglu);
+  m.def(
+      "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) "
+      "-> Tensor");
+  m.impl("prepare_layers", at::kCPU, prepare_layers);
+  m.def(
+      "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, "
+      "Tensor? embedding_table, Tensor freq, Tensor norm, float factor, Tensor(a!)[] k, "
+      "Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor");
+  m.impl("model", at::kCPU, model);
+  m.def(
+      "head_step(Tensor tokens, Tensor out, Tensor parent, Tensor positions, Tensor prepared, "
+      "Tensor?[] parts, float factor, bool normed_residual, Tensor(a!)[] k, Tensor(b!)[] v, "
+      "Tensor slots, Tensor start, Tensor mask) -> Tensor");
+  m.impl("head_step", at::kCPU, head_step);
+  m.def(
+      "head_extend(Tensor tokens, Tensor features, Tensor count, Tensor length, Tensor hidden, "
+      "Tensor prepared, Tensor?[] parts, float factor, bool normed_residual, int inputs, "
+      "Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)");
+  m.impl("head_extend", at::kCPU, head_extend);
+}
+
+}  // namespace layers
