@@ -298,3 +298,24 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 }
 
 }  // namespace attention
+
+#include "operators.h"
+
+namespace attention {
+
+// The result, empty, where steps are traced.
+at::Tensor empty_attention(const at::Tensor& q, const at::Tensor&, const at::Tensor&,
+                           const at::Tensor&, const at::Tensor&,
+                           const std::optional<at::Tensor>&, double) {
+  return at::empty({q.size(0), q.size(1), q.size(2) * q.size(3)}, q.options());
+}
+
+OPERATORS(m) {
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask, Tensor? first=None, "
+      "float scale=0.0) -> Tensor");
+  m.impl("attention", at::kCPU, attention);
+  m.impl("attention", at::kMeta, empty_attention);
+}
+
+}  // namespace attention

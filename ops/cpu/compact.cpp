@@ -1,6 +1,7 @@
 // Moves of slots within the buffers of a cache on a CPU. Only slots that move are read, often the tail of a path.
 
 #include "common.h"
+#include "operators.h"
 
 #include <algorithm>
 
@@ -35,6 +36,15 @@ void move_rows(at::TensorList buffers, const at::Tensor& start, const at::Tensor
         if (source[d] != d) std::memcpy(slots + d * row, &held[d * row], row);
     }
   });
+}
+
+// Nothing is moved where steps are traced.
+void skip_rows(at::TensorList, const at::Tensor&, const at::Tensor&) {}
+
+OPERATORS(m) {
+  m.def("move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()");
+  m.impl("move_rows", at::kCPU, move_rows);
+  m.impl("move_rows", at::kMeta, skip_rows);
 }
 
 }  // namespace compact

@@ -686,3 +686,45 @@ at::Tensor swiglu(const at::Tensor& both) { return gate<Activation::SILU>(both.c
 at::Tensor geglu(const at::Tensor& both) { return gate<Activation::GELU_TANH>(both.contiguous()); }
 
 }  // namespace layers
+
+#include "operators.h"
+
+namespace layers {
+
+// The results, empty, where steps are traced.
+at::Tensor empty_norm(const at::Tensor& x, const at::Tensor&, double) {
+  return at::empty(x.sizes(), x.options());
+}
+at::Tensor empty_swiglu(const at::Tensor& both) {
+  return empty_rows(both, both.size(-1) / 2, both.scalar_type());
+}
+
+OPERATORS(m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.impl("rms_norm", at::kCPU, rms_norm);
+  m.impl("rms_norm", at::kMeta, empty_norm);
+  m.def("swiglu(Tensor both) -> Tensor");
+  m.impl("swiglu", at::kCPU, swiglu);
+  m.impl("swiglu", at::kMeta, empty_swiglu);
+  m.def("geglu(Tensor both) -> Tensor");
+  m.impl("geglu", at::kCPU, geglu);
+  m.impl("geglu", at::kMeta, empty_swiglu);
+  m.def(
+      "prepare_steps(str[] ops, int[] counts, float[] numbers, Tensor?[] weights, Tensor embedding, "
+      "Tensor? embedding_table, float embedding_scale, Tensor[] freqs, float[] factors) -> Tensor");
+  m.impl("prepare_steps", at::kCPU, prepare_steps);
+  m.def(
+      "run_model(Tensor program, Tensor tokens, Tensor positions, Tensor(a!)[] k, Tensor(b!)[] v, "
+      "Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor");
+  m.impl("run_model", at::kCPU, run_model);
+  m.def(
+      "head_step(Tensor program, Tensor tokens, Tensor out, Tensor parent, Tensor positions, "
+      "Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask) -> Tensor");
+  m.impl("head_step", at::kCPU, head_step);
+  m.def(
+      "head_extend(Tensor program, Tensor inputs, Tensor tokens, Tensor features, Tensor count, "
+      "Tensor length, Tensor hidden, Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)");
+  m.impl("head_extend", at::kCPU, head_extend);
+}
+
+}  // namespace layers

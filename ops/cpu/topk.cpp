@@ -8,6 +8,7 @@
 // A row's result does not depend on the other rows. Scores are not NaN.
 
 #include "common.h"
+#include "operators.h"
 
 #include <algorithm>
 #include <cmath>
@@ -99,6 +100,25 @@ at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise
     }
   });
   return token;
+}
+
+// The results, empty, where steps are traced.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_topk(const at::Tensor& scores, int64_t k) {
+  return {empty_rows(scores, k, at::kFloat), empty_rows(scores, k, at::kLong),
+          empty_rows(scores, 1, at::kFloat)};
+}
+at::Tensor empty_best(const at::Tensor& scores, const std::optional<at::Tensor>&,
+                      const std::optional<at::Tensor>&) {
+  return at::empty({scores.size(0), scores.size(1)}, scores.options().dtype(at::kLong));
+}
+
+OPERATORS(m) {
+  m.def("topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)");
+  m.impl("topk", at::kCPU, topk);
+  m.impl("topk", at::kMeta, empty_topk);
+  m.def("best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor");
+  m.impl("best", at::kCPU, best);
+  m.impl("best", at::kMeta, empty_best);
 }
 
 }  // namespace topk

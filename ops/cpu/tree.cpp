@@ -10,6 +10,7 @@
 // Trees are small: only the scores of `next_level` pay for threads.
 
 #include "common.h"
+#include "operators.h"
 
 #include <ATen/ops/empty_like.h>
 
@@ -369,6 +370,91 @@ at::Tensor with_times(const at::Tensor& facts, at::IntArrayRef times) {
   for (int64_t b = 0; b < B; b++)
     std::copy(times.begin(), times.end(), std::copy_n(known.data + b * n, n, out(all) + b * (n + count)));
   return all;
+}
+
+// The results, empty, where steps are traced.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+           at::Tensor>
+empty_level(const at::Tensor& logits, double, const Optional&, const Optional&, int64_t,
+            const Optional&, const Optional& index, const Optional&, const Optional&,
+            const Optional&, int64_t k, int64_t count, at::IntArrayRef at, bool) {
+  const int64_t B = logits.size(0), R = index ? index->size(1) : logits.size(1);
+  const auto whole = logits.options().dtype(at::kLong);
+  const at::Tensor tokens = at::empty({B, R * k}, whole), next = at::empty({B, count}, whole);
+  return {tokens,
+          at::empty({B, R * k}, logits.options()),
+          at::empty_like(tokens),
+          next,
+          at::empty_like(next),
+          at::empty_like(next),
+          at::empty({B, count}, logits.options()),
+          at::empty({B, count, at[2]}, logits.options().dtype(at::kBool))};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+empty_tree(at::TensorList, at::TensorList, at::TensorList, at::TensorList, const Optional&,
+           int64_t count, const at::Tensor&, const at::Tensor& pos) {
+  const int64_t B = pos.size(0), N = count + 1;
+  const at::Tensor tokens = at::empty({B, N}, pos.options());
+  return {tokens,
+          at::empty_like(tokens),
+          at::empty_like(tokens),
+          at::empty({B, N, N}, pos.options().dtype(at::kBool)),
+          at::empty({B, N}, pos.options().dtype(at::kBool)),
+          at::empty({B, N}, pos.options().dtype(at::kFloat)),
+          at::empty_like(tokens)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_places(const at::Tensor& pos, const Optional&,
+                                                            const Optional&, int64_t rows, int64_t,
+                                                            int64_t) {
+  const at::Tensor slots = at::empty({pos.size(0), rows}, pos.options());
+  return {slots, at::empty_like(pos), at::empty_like(slots)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_window(const at::Tensor& first, int64_t rows,
+                                                            int64_t) {
+  const int64_t B = first.size(0);
+  return {at::empty({B, rows}, first.options()), at::empty_like(first),
+          at::empty({B, rows, rows}, first.options().dtype(at::kBool))};
+}
+void skip_rows(at::Tensor, at::Tensor, at::Tensor, const at::Tensor&, const at::Tensor&) {}
+
+OPERATORS(m) {
+  m.def(
+      "next_level(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
+      "Tensor? temperature, Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, "
+      "int count, int[] at, bool by_value) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.impl("next_level", at::kCPU, next_level);
+  m.impl("next_level", at::kMeta, empty_level);
+  m.def(
+      "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "
+      "int count, Tensor text, Tensor pos) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.impl("rerank", at::kCPU, rerank);
+  m.impl("rerank", at::kMeta, empty_tree);
+  m.def(
+      "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
+      "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.impl("accept", at::kCPU, accept);
+  m.def(
+      "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, "
+      "Tensor roots, Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.impl("advance", at::kCPU, advance);
+  m.def(
+      "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.impl("place_rows", at::kCPU, place_rows);
+  m.impl("place_rows", at::kMeta, empty_places);
+  m.def("causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)");
+  m.impl("causal", at::kCPU, causal);
+  m.impl("causal", at::kMeta, empty_window);
+  m.def(
+      "keep_rows(Tensor(a!) kept, Tensor(b!) waiting, Tensor(c!) passed, Tensor features, "
+      "Tensor count) -> ()");
+  m.impl("keep_rows", at::kCPU, keep_rows);
+  m.impl("keep_rows", at::kMeta, skip_rows);
+  m.def("with_times(Tensor facts, int[] times) -> Tensor");
+  m.impl("with_times", at::kCPU, with_times);
 }
 
 }  // namespace tree

@@ -399,11 +399,8 @@ def test_registration(kind, dtype):
 def built(march: str) -> str:
     """Build and load the operators of another processor. Returns: their namespace."""
     namespace = "gpt_eagle_" + march.replace("-", "_")
-    LIBRARIES.append(ops.cpu.build.register(namespace, ops.cpu.build.build(march)))
+    ops.cpu.build.register(namespace, ops.cpu.build.build(march))
     return namespace
-
-
-LIBRARIES = []  # a definition ends with its object
 
 
 FUSED = (
