@@ -12,12 +12,12 @@ Sources: the official code of the three. Not here: modules (extras/block_draft.p
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
+from cli.io import log_note
 from hf.checkpoint import TensorSource
 from hf.config import HFArchitecture
 from hf.fields import FLAG, NAMES, OBJECT, TOKEN_ID, Rule, integer, key, naming, only, read_fields
@@ -197,7 +197,7 @@ def _print_notes(path: Path, raw: dict, flags: dict) -> None:
     unknown = sorted((raw.keys() | flags.keys()) - known)
     if unknown:
         listed = ", ".join(unknown)
-        print(f"note: {path}: keys of config.json without effect here: {listed}", file=sys.stderr)
+        log_note(f"{path}: keys of config.json without effect here: {listed}")
 
 
 def block_names(config: BlockConfig) -> dict[str, tuple[str, ...]]:

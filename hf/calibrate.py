@@ -18,14 +18,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from cli.io import folder_lock, read_jsonl
+from cli.io import folder_lock, log_note, read_jsonl
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.config import read_raw
 from hf.tokenizer import Tokenizer, has_tokenizer
@@ -120,10 +119,9 @@ def moments_of(path: Path) -> Iterator[Moments]:
     Nothing, and one line, for a checkpoint without a tokenizer.
     """
     if not has_tokenizer(path):
-        print(
-            f"note: {path} has no tokenizer, so that int4 is rounded without calibration, which "
-            "is less exact; add tokenizer.json",
-            file=sys.stderr,
+        log_note(
+            f"{path} has no tokenizer, so that int4 is rounded without calibration, which "
+            "is less exact; add tokenizer.json"
         )
         return
     ids = calibration_text(path)
@@ -168,8 +166,8 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
             f"cannot write {parent} ({error.strerror}); GPT_EAGLE_QUANTIZED names another "
             "place; or use quantize.py"
         ) from None
-    with folder_lock(parent, f"note: another process writes {parent}; waiting"):
+    with folder_lock(parent, f"another process writes {parent}; waiting"):
         if not out.is_dir():
-            print(f"note: weights in int4 are stored in {out}", file=sys.stderr)
+            log_note(f"weights in int4 are stored in {out}")
             quantize_directory(path, out, quant, moments=moments_of(path))
     return WeightFiles(out)

@@ -8,14 +8,13 @@ Not here: how the files hold quantized weights (quantize.py).
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cli.io import bundled_head, is_gguf, read_json
+from cli.io import bundled_head, is_gguf, log_note, read_json
 from cli.methods import HEAD_KINDS
 from hf.checkpoint import (
     BLOCKS,
@@ -96,7 +95,7 @@ def open_files(path: Path) -> WeightFiles:
             readers[EMBEDDING](), readers[LM_HEAD]()
         ):
             differ = "tie_word_embeddings is true, and lm_head.weight is not the embedding"
-            print(f"note: {path}: {differ}: both are used", file=sys.stderr)
+            log_note(f"{path}: {differ}: both are used")
             files.config["tie_word_embeddings"] = False
     files.readers = readers
     return files

@@ -15,9 +15,9 @@ Not here: other kinds (WordPiece, Unigram, RWKV), other names of splits.
 from __future__ import annotations
 
 import struct
-import sys
 from typing import Any
 
+from cli.io import log_note
 from hf.gguf_header import Metadata
 from hf.untrusted import read_untrusted
 
@@ -111,10 +111,9 @@ def tokenizer_config(metadata: Metadata) -> dict:
         if i is not None:
             config[f"{kind}_token"] = tokens[i]
         elif named is not None and kind in ("bos", "eos"):
-            print(
-                f"note: {metadata.path}: {kind}_token_id {named} is not one of the {len(tokens)} "
-                "tokens; it is ignored",
-                file=sys.stderr,
+            log_note(
+                f"{metadata.path}: {kind}_token_id {named} is not one of the {len(tokens)} "
+                "tokens; it is ignored"
             )
     # the default of llama.cpp
     is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
@@ -165,7 +164,7 @@ def _split(metadata: Metadata) -> str | tuple[str, ...]:
     """Return the value of `SPLITS` for the file. Raises: ValueError for an unknown name."""
     name = metadata.read("tokenizer.ggml.pre", str, "default")
     if name == "default":
-        print(f"note: {metadata.path} names no pre-tokenizer; GPT-2's is taken", file=sys.stderr)
+        log_note(f"{metadata.path} names no pre-tokenizer; GPT-2's is taken")
         name = "gpt-2"
     if name not in SPLITS:
         known = ", ".join(SPLITS)

@@ -17,7 +17,6 @@ Not here: modules (eagle_draft.py).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -26,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cli.io import is_gguf, read_json
+from cli.io import is_gguf, log_note, read_json
 from drafters import DraftVocab
 from hf.checkpoint import (
     BLOCKS,
@@ -391,10 +390,7 @@ def print_notes(files: HeadFiles, config: EagleConfig) -> None:
     unknown = _keys_without_effect(raw, config)
     if unknown:
         listed = ", ".join(sorted(unknown))
-        print(
-            f"note: {files.path}: keys of config.json without effect here: {listed}",
-            file=sys.stderr,
-        )
+        log_note(f"{files.path}: keys of config.json without effect here: {listed}")
     if config.eagle3 is None:
         return
     output = (raw | (raw.get("eagle_config") or {})).get("norm_output")
@@ -404,10 +400,7 @@ def print_notes(files: HeadFiles, config: EagleConfig) -> None:
             "logits": "is normed before the LM head only",
             "none": "is not normed",
         }[config.eagle3.last_norm]
-        print(
-            f"note: {files.path}: norm_output is {str(output).lower()}; here the output {meaning}",
-            file=sys.stderr,
-        )
+        log_note(f"{files.path}: norm_output is {str(output).lower()}; here the output {meaning}")
 
 
 def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:

@@ -18,7 +18,6 @@ import codecs
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from cli.io import is_gguf, read_json
+from cli.io import is_gguf, log_note, read_json
 from hf.fields import (
     FLAG,
     OBJECT,
@@ -135,7 +134,7 @@ class Tokenizer:
             except ValueError as error:
                 if not model.is_file():
                     raise
-                print(f"note: {error}; {model.name} is used", file=sys.stderr)
+                log_note(f"{error}; {model.name} is used")
         if not model.is_file():
             raise ValueError(
                 f"{path} has neither {model.name} nor {fast.name}; "
@@ -329,7 +328,7 @@ def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer 
     except ValueError as error:
         if reads_text:
             raise
-        print(f"note: no text will be shown ({error})", file=sys.stderr)
+        log_note(f"no text will be shown ({error})")
         return None
 
 

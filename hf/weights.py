@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cli.io import StatusLine, is_gguf, one_line
+from cli.io import StatusLine, is_gguf, log_note, one_line
 from hf.checkpoint import (
     BLOCKS,
     Quantization,
@@ -145,10 +144,9 @@ def load_weights(
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     if loading.wide:
-        print(
-            f"note: {files.path}: int8 on CUDA has no groups of inputs and no code -128; "
-            f"converted to {str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}",
-            file=sys.stderr,
+        log_note(
+            f"{files.path}: int8 on CUDA has no groups of inputs and no code -128; "
+            f"converted to {str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}"
         )
     return storage.quant
 
@@ -188,7 +186,7 @@ def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str],
             )
     if others:
         unused = f"{len(others)} weight(s) of other parts are not used: {_some(others)}"
-        print(f"note: {files.path}: {one_line(unused)}", file=sys.stderr)
+        log_note(f"{files.path}: {one_line(unused)}")
 
 
 def _set_quantized(model: nn.Module, ours: str, loading: _Loading, theirs: tuple[str, ...]) -> None:
@@ -536,7 +534,7 @@ def load_model(
     model.ropes = RotaryEmbeddings(config.ropes, device)
     for note in (files.note, block_note(files, storage)):
         if note:
-            print(f"note: {note}", file=sys.stderr)
+            log_note(note)
     return model.eval()
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import check_output, is_gguf, replace_file
+from cli.io import check_output, is_gguf, log_note, replace_file
 from cli.parsing import one_line_errors, option, parse, require
 from hf.checkpoint import TensorSource
 from hf.config import read_config
@@ -159,8 +159,7 @@ def metadata_of(head: Head, name: str) -> dict[str, Any]:
         theirs = read_header(head.target).metadata
         tokenizer = {k: v for k, v in theirs.items() if k.startswith("tokenizer.") and v != []}
     else:
-        note = f"note: {head.target} is no GGUF file, so the head's file has no tokenizer"
-        print(note, file=sys.stderr)
+        log_note(f"{head.target} is no GGUF file, so the head's file has no tokenizer")
     return metadata | tokenizer
 
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cli.parsing import show_notes
 from hf.fetch import fetched
 from ops.library import has_cpu_operators
 from options import DEFAULT, DEMO
 
+show_notes()  # in the tests' own process, as a command does
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

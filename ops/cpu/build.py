@@ -21,19 +21,18 @@ import platform
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
 
 import torch
 
-from cli.io import folder_lock
+from cli.io import folder_lock, log_note
 from ops.cpu import tiles
 
 HERE = Path(__file__).parent
 UNITS = ("operators.cpp", "products.cpp")  # compiled side by side
-WAITING = "note: waiting for another process, which builds the CPU operators (20 s)"
+WAITING = "waiting for another process, which builds the CPU operators (20 s)"
 
 
 def compiler() -> str:
@@ -130,7 +129,7 @@ def _compile_and_link(
     # the sources that the key is made of, even if the files are edited meanwhile
     for name, text in sources.items():
         (made.parent / name).write_text(text)
-    print("note: building the CPU operators, once (20 s)", file=sys.stderr)
+    log_note("building the CPU operators, once (20 s)")
     if not _knows_tiles(command, made.parent):
         command = [*command, "-DNO_TILES"]
     units = [made.parent / name for name in UNITS]
@@ -243,7 +242,7 @@ def _load() -> str:
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"
-        print(f"note: {note} ({reason})", file=sys.stderr)
+        log_note(f"{note} ({reason})")
         return reason
     return ""
 

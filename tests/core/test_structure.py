@@ -215,6 +215,12 @@ def test_names_of_files_in_the_text_are_true():
         )  # others'
 
 
+def test_notes_go_through_logging():
+    """`cli.io.log_note` is the way, so that a Python caller can silence them; programs may print."""
+    runtime = [f for f in sources() if "scripts" not in f.parts]
+    assert [f.name for f in runtime if '"note: ' in f.read_text(encoding="utf-8")] == ["parsing.py"]
+
+
 # ---------------------------------------------------------------------------------------- what runs
 
 EAGER = ["--checkpoint", DEMO, "--max_new_tokens", "12", "--device", "cpu"]
