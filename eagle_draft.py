@@ -58,7 +58,7 @@ class EagleHead(nn.Module):
     """Versions 1 and 2: fc(embedding, feature), then the layers."""
 
     aux_layers: tuple[int, ...] = ()  # see `Drafter`
-    fused: FusedHead | None = None  # with --compile on a CPU, runs in place of `forward`
+    fused: FusedHead | None = None  # on a CPU, runs in place of `forward`
 
     def __init__(self, config: EagleConfig):
         super().__init__()

@@ -2,7 +2,7 @@
 
 1. `Transformer.forward` turns tokens into features (the hidden state after the final norm).
    `Transformer.logits` applies the LM head to the features that need it.
-2. These modules are the code that runs, with one exception: with --compile on a CPU,
+2. These modules are the code that runs with --plain, and on CUDA. On a CPU
    `Transformer.fused` runs a pass over a cache in one C++ call (ops/cpu/layers.cpp), with weights
    in bf16, int8, int4 or GGUF blocks.
 3. RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are
@@ -403,7 +403,7 @@ class Transformer(nn.Module):
     """The target model: embedding, blocks, final norm, LM head.
 
     `fuse` makes passes over a cache run in one C++ call, which computes the same. After a change of
-    a module here, change ops/cpu/layers.cpp too, or run without --compile.
+    a module here, change ops/cpu/layers.cpp too, or run with --plain.
     """
 
     fused: FusedModel | None = None
