@@ -296,7 +296,6 @@ def evaluate(job: Job) -> None:
         limit=PROMPTS,
         traced=1,
         chat=config.chat,
-        compile=True,
         threads=config.threads,
         device=config.device,
         json=str(job.out / "evaluation.jsonl"),

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from cli.io import bundled_head, check_outputs, is_gguf
 from cli.methods import HEAD_KINDS
-from cli.parsing import one_line_errors, option, parse
+from cli.parsing import SWITCHES, one_line_errors, option, parse
 from decode import Engine
 from generate import Batch, Turn, encode, first_ids, load
 from hf.chat import NO_TEMPLATE
@@ -314,7 +314,7 @@ def _piece(method: str, piece: str) -> str:
     for f in fields(GenerateConfig):
         if f.name in ("tree", "children", "accept") and piece in f.metadata["choices"]:
             return f"{f.name}={piece}"
-        if f.type == "bool" and f.name == piece:
+        if f.type in SWITCHES and f.name == piece:
             return _setting(piece)
     raise ValueError(
         f"--methods: {method}: {piece} is no tree, no way to pick children and no option of "
