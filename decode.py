@@ -10,8 +10,9 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
 3. extend: the drafter reads the confirmed tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
-drafter and each mode of sampling. With --compile on CUDA the steps are compiled (`fullgraph=True`),
-and a cycle is captured as one graph: no step waits for the host. On a CPU they call C++ operators.
+drafter and each mode of sampling. On CUDA a cycle is captured as one graph: no step waits for the
+host. With --compile its steps are compiled first (`fullgraph=True`). On a CPU they call C++
+operators.
 Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
 """
 
@@ -29,7 +30,6 @@ from draft_tree import Accepted, DecodedTokens, DraftTree, accept, accept_fused
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
 from kv_cache import KVCache, Window, causal_window, place_tokens
 from model import Transformer, run_eagerly
-from ops import switches
 from ops.library import has_cpu_operators, on_cpp_device
 from options import GenerateConfig
 from runtime import Clock, Policy, compiled, copy_into, replace_fields
@@ -87,7 +87,6 @@ class Engine:
     # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
     cycles: tuple[tuple[Callable, ...], ...] = ()
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
-    compiler_fails: bool = False  # the steps of captured cycles stay as they are
     buffer_pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
@@ -97,7 +96,7 @@ class Engine:
     @property
     def compiles(self) -> bool:
         """Whether torch.compile compiles the steps of captured cycles."""
-        return self.captured and not self.compiler_fails and switches.is_on("INDUCTOR")
+        return self.captured and self.option("compile") is True
 
     @property
     def drafter(self) -> Drafter:
@@ -144,23 +143,26 @@ class Engine:
 
 
 def with_cycles(engine: Engine) -> Engine:
-    """Give the engine a cycle for every mode of sampling and preset, compiled as the options say.
+    """Give the engine a cycle for every mode of sampling and preset, as `compile` says.
 
-    With --compile on a CPU weights may later change in place, but not be replaced.
-    Writes: `fused` of target and drafter; engines that share them must agree on --compile.
+    On CUDA they are captured unless it is False, and compiled where it is True. On a CPU they call
+    whole passes in C++ where it is True (`load` chooses that by default). There weights may later
+    change in place, but not be replaced.
+    Writes: `fused` of target and drafter; engines that share them must agree on `compile`.
     """
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
     cuda = engine.option("device").startswith("cuda")
     if engine.device.type == "cuda":
         import ops.cuda.growth  # noqa: F401, registers the operators of trees
-    engine.target.fuse(compiles and not cuda)
-    engine.drafter.fuse(compiles and not cuda)
+    fuses = compiles is True and not cuda
+    engine.target.fuse(fuses)
+    engine.drafter.fuse(fuses)
     eos_ids = () if engine.config.ignore_eos else engine.eos_ids
     engine = replace(
         engine,
         eos_tensor=torch.tensor([-1, *eos_ids], device=engine.device),
-        captured=compiles and cuda,
+        captured=cuda and compiles is not False,
         buffer_pool=[],
     )
     finish = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle

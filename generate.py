@@ -1,9 +1,9 @@
 """Generate text with a target model and a drafter, by speculative decoding.
 
-    python generate.py --compile --prompt "Why is the sky blue?"
+    python generate.py --prompt "Why is the sky blue?"
 
 From Python:
-    engine = load(checkpoint="checkpoints/demo", compile=True)
+    engine = load(checkpoint="checkpoints/demo")
     result = generate(engine, ["def f():"])  # .text, .tokens, .finish_reason, .stats
     for piece in stream(engine, "def f():"): print(piece, end="")
 

@@ -1,7 +1,7 @@
 """Load everything that a config names: the target, the drafter and the tokenizer, as a warm engine.
 
 On a CPU an engine is ready when its weights are. On CUDA `warm_up` runs the cycles until they are
-compiled and captured.
+captured, and with --compile compiled.
 Not here: the ways to draft (cli/methods.py), the formats of files (hf/), the loop (decode.py,
 session.py), prompts and results (generate.py).
 """
@@ -26,7 +26,7 @@ from decode import Engine, with_cycles
 from drafters import Method, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
-from ops.library import FAMILIES, on_cpp_device, set_plain
+from ops.library import FAMILIES, has_cpu_operators, on_cpp_device, set_plain
 from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
@@ -53,7 +53,7 @@ def load(
     text: TextFiles | None = None,
     **options: Any,
 ) -> Engine:
-    """Load everything that `config` names, and compile.
+    """Load everything that `config` names, and make the engine ready.
 
     config: options, or the path of the checkpoint
     text: the tokenizer and the template, where they are read already
@@ -190,7 +190,7 @@ def _resolved(
     from hf.checkpoint import BLOCKS, saved_quantization
     from hf.config import read_raw, resolve_draft
 
-    config = replace(config, device=device)
+    config = replace(config, device=device, compile=how_to_run(config, device))
     saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes
         config = replace(config, quant=saved.format)
@@ -201,6 +201,23 @@ def _resolved(
         config = replace(config, quant="int4")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     return resolve_draft(config, path, dtype, _without_head(config))
+
+
+def how_to_run(config: GenerateConfig, device: str) -> bool | None:
+    """Choose `compile` where the options leave it open.
+
+    Returns: True: C++ operators on a CPU, torch.compile on CUDA; None: cycles on CUDA are captured
+        as they are; False: PyTorch's modules, step by step.
+
+    A captured cycle without torch.compile has 90 to 96 % of the rate with it (7B on an H200, bf16
+    and int4; benchmarks/results/2026-11-26-h200/ladder.jsonl), and is ready in seconds: each method
+    compiles for 2 to 19 s in every process, and for minutes in the first one.
+    """
+    if config.plain:
+        return False
+    if config.compile is None and device.startswith("cpu"):
+        return has_cpu_operators()
+    return config.compile
 
 
 def _changes(asked: GenerateConfig, config: GenerateConfig) -> dict[str, Any]:
@@ -308,18 +325,15 @@ def undrafted(engine: Engine) -> Engine:
 def warm_up(engine: Engine) -> Engine:
     """Make the engine ready for its first prompt.
 
-    On a CPU nothing is left to do. On CUDA the cycles run until they are compiled and captured.
-    Where --compile does not work, a note says so: on CUDA cycles are captured as they are, on a CPU
-    the engine runs without it.
+    On a CPU nothing is left to do. On CUDA the cycles run until they are captured, and with
+    --compile compiled. Where that does not work, a note says so, and the engine does without it.
     """
-    tries = engine.compiles if engine.captured else engine.option("compile")
-    reason = why_not_compiled(engine.option("device")) if tries else ""
-    chosen = engine.resolved | {"compile": tries and not reason}
+    how = engine.option("compile")
+    reason = why_not_compiled(engine.option("device")) if how else ""
+    if reason:
+        how = None if engine.captured else False
+    chosen = engine.resolved | {"compile": how}
     ranks.check_same_on_all_ranks(engine.config, **chosen)
-    if reason and engine.captured:
-        note = f"the compiler does not work here ({reason}); cycles are captured without it"
-        log_note(note)
-        return warm_up(with_cycles(replace(engine, compiler_fails=True)))
     if reason:
         log_note(f"--compile does not work here ({reason}); running without it")
         return warm_up(with_cycles(replace(engine, resolved=chosen)))

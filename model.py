@@ -4,7 +4,7 @@
    models/, which override that list.
 2. `Transformer.forward` turns tokens into features (the hidden state after the final norm).
    `Transformer.logits` applies the LM head to the features that need it.
-3. The steps' PyTorch is the code that runs, with two exceptions: on a CPU C++ runs the list over a
+3. The steps' PyTorch is the code that runs with --plain. Else C++ on a CPU runs the list over a
    cache in one call (`Transformer.fused`, ops/cpu/layers.cpp), and on CUDA neighbours in the list
    are one launch (fusions.py).
 4. RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are

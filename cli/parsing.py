@@ -28,13 +28,14 @@ from cli.io import NOTES, log_note, one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
+SWITCHES = ("bool", "bool | None")  # the types of an option without a value; None: by default
 # of requirements.txt
 PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy", "jinja2", "huggingface_hub")
 # flags of the last release, which still work (`_OldFlag`): what is written now
 OLD = dict.fromkeys(
     (
         "accept", "datastore", "draft_store", "dtype", "group_size", "ignore_eos",
-        "inflate", "num_samples", "plain", "profile", "prompt_ids", "quant_draft", "results",
+        "inflate", "num_samples", "profile", "prompt_ids", "quant_draft", "results",
         "show_drafts", "threads", "trace", "verbose",
     ),
     "--set {name}={value}",
@@ -148,9 +149,9 @@ def check_kinds(options: Any) -> None:
         choices = f.metadata["choices"]
         if f.type in ("int", "float"):
             continue
-        if f.type == "bool":
+        if f.type in SWITCHES:
             fault = f"{flag_of(f)} must be True or False; it is {value!r}"
-            require(isinstance(value, bool), fault)
+            require(isinstance(value, bool) or value is f.default, fault)
         elif f.type == SEVERAL:
             texts = isinstance(value, tuple) and all(isinstance(t, str) and t for t in value)
             require(texts, f"{flag_of(f)} must be texts that are not empty; it is {value!r}")
@@ -318,7 +319,7 @@ def read_settings(options: type, texts: list[str]) -> dict[str, Any]:
 
 
 def _value_of(f: Field, text: str) -> Any:
-    if f.type == "bool":
+    if f.type in SWITCHES:
         return {"true": True, "false": False}.get(text.lower(), text)
     if f.type in ("int", "float"):
         with suppress(ValueError):
@@ -356,7 +357,7 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     arguments: dict[str, Any] = {
         "help": (f.metadata["help"] + default).replace("%", "%%"),
     }
-    if f.type == "bool":
+    if f.type in SWITCHES:
         arguments["action"] = "store_true"
     else:
         arguments["type"] = {"int": int, "float": float}.get(str(f.type), str)

@@ -1,6 +1,6 @@
 """Tensor parallelism: one model over N devices, one process (rank) per device, started by torchrun.
 
-    torchrun --nproc_per_node 4 generate.py --checkpoint DIR --compile --prompt "The capital of"
+    torchrun --nproc_per_node 4 generate.py --checkpoint DIR --prompt "The capital of"
     torchrun --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --device cpu
 
 1. A rank loads its `ShardedFiles`: its heads and its columns of each feed-forward, cut first, then

@@ -1,7 +1,7 @@
 """Train a draft head for a model: one command, from nothing to a directory that `--head` takes.
 
     python scripts/train_head.py --checkpoint MODEL --out heads/mine --hours 2
-    python generate.py --checkpoint MODEL --head heads/mine --chat --compile
+    python generate.py --checkpoint MODEL --head heads/mine --chat
 
 1. A short measurement gives the plan: the hours, disk and memory of every stage.
 2. Answers: the target answers prompts, also its own (train/generate_answers.py).
@@ -296,7 +296,6 @@ def evaluate(job: Job) -> None:
         limit=PROMPTS,
         traced=1,
         chat=config.chat,
-        compile=True,
         threads=config.threads,
         device=config.device,
         json=str(job.out / "evaluation.jsonl"),
@@ -361,7 +360,7 @@ def use(config: HeadConfig, rows: list[dict]) -> str:
     if best.startswith("eagle"):
         draft = f"--head {shown_path(config.out)}"
     model = f"python generate.py --checkpoint {shown_path(config.checkpoint)}"
-    return f"{model} {draft} {chat} --compile"
+    return f"{model} {draft} {chat}"
 
 
 def speed(rows: list[dict]) -> str:

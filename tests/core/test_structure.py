@@ -227,7 +227,7 @@ EAGER = ["--checkpoint", DEMO, "--max_new_tokens", "12", "--device", "cpu"]
 
 
 def test_what_one_edits_is_what_runs(monkeypatch):
-    """Without --compile the modules of model.py run, in every format."""
+    """With compile=False, as with --plain, the modules of model.py run, in every format."""
 
     def edited(*inputs):
         raise RuntimeError("Layer.forward was edited")
@@ -237,7 +237,10 @@ def test_what_one_edits_is_what_runs(monkeypatch):
             patch.setattr(model.Layer, "forward", edited)
             with pytest.raises(RuntimeError, match="was edited"):
                 generate.generate(
-                    generate.load(checkpoint=DEMO, max_new_tokens=4, device="cpu", **options), [[5]]
+                    generate.load(
+                        checkpoint=DEMO, max_new_tokens=4, device="cpu", compile=False, **options
+                    ),
+                    [[5]],
                 )
 
 
