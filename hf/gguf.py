@@ -33,7 +33,7 @@ from hf.gguf_blocks import Q4_0, Blocks, int4_codes
 from hf.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from hf.gguf_tokenizer import end_ids, special_id
 from model import Rope, rope_frequencies
-from models.registry import GGUF_NAMES, PAGE, row_named, row_of_gguf
+from models.registry import GGUF_NAMES, gguf_refusal, row_named, row_of_gguf
 from ops.library import cpu_operators_are_loaded
 
 STORED = ("F32", "F16", "BF16")
@@ -93,11 +93,7 @@ class GgufFile(TensorSource):
         self._header = header = self._read_header()
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in self.architectures:
-            known = ", ".join(self.architectures)
-            raise ValueError(
-                f"{path}: the architecture {architecture} is not supported; supported are {known}; "
-                f"{PAGE}"
-            )
+            raise ValueError(f"{path}: {gguf_refusal(architecture)}")
         if header.metadata.read("split.count", int, 0) > 1:
             raise ValueError(
                 f"{path} is one of several parts; join them first: llama-gguf-split --merge"

@@ -7,8 +7,13 @@ torch is imported. docs/CONTRIBUTING.md, "A model", says how to add one.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+
+from cli.io import is_gguf, read_json
+from hf.gguf_header import read_header
+from hf.head_kinds import ARCHITECTURES as HEADS
 
 PAGE = 'docs/CONTRIBUTING.md, "A model", says how to add one'
 
@@ -62,6 +67,29 @@ def row_of_gguf(architecture: str, has_experts: bool) -> Row:
         return row_named("MixtralForCausalLM")
     llama = row_named("LlamaForCausalLM")  # the layers of a draft head
     return next((row for row in ROWS if row.gguf == architecture), llama)
+
+
+def check_architecture(path: Path) -> None:
+    """Check that a checkpoint's architecture is served, by its header alone.
+
+    Raises: ValueError for another one, or a missing or broken header.
+    """
+    if is_gguf(path):
+        name = read_header(path).metadata.get("general.architecture")
+        if name not in (*GGUF_NAMES, *HEADS):  # the loader names a head's own remedy
+            raise ValueError(f"{path}: {gguf_refusal(name)}")
+        return
+    raw = read_json(path / "config.json")
+    names = raw.get("architectures")
+    model_type = raw.get("model_type")
+    if type(names) is list and names and row_of(names, model_type) is None:
+        raise ValueError(f"{path}: {refusal(names[0])}")
+
+
+def gguf_refusal(name: object) -> str:
+    """Return the line about a GGUF file of an architecture that nobody has described."""
+    known = ", ".join(GGUF_NAMES)
+    return f"the architecture {name} is not supported; supported are {known}; {PAGE}"
 
 
 def refusal(name: str) -> str:

@@ -462,7 +462,7 @@ class Machine {
     }
     TORCH_CHECK(tap == aux_layers.size(), "aux_layers must ascend, from 0 to ", program.layers,
                 "; they are ", aux_layers);
-    return *rows[H];
+    return at(H);
   }
 
  private:
@@ -473,23 +473,36 @@ class Machine {
   std::vector<Window> windows;
   Routes routes;
 
+  const at::Tensor& at(Register of) const {
+    TORCH_CHECK(rows[of] && rows[of]->defined(), "a step reads a register that no step has written");
+    return *rows[of];
+  }
+
+  // Takes a register, for a step that works in place. What another register still holds is copied.
+  at::Tensor take(Register of) {
+    at::Tensor x = at(of);
+    rows[of].reset();
+    return x.use_count() > 1 ? x.clone() : x;
+  }
+
   at::Tensor result(const Step& step) {
-    const at::Tensor& x = *rows[step.source];
+    if (step.op == Op::HEAD_NORM) return head_norm(take(step.source), step);
+    if (step.op == Op::ADD) return add(take(step.source));
+    const at::Tensor& x = at(step.source);
     switch (step.op) {
       case Op::NORM: return norm(x, step.weight(), step.numbers[0]);
       case Op::PART_NORM: return norm_part(x, step);
       case Op::PROJECT: return project(x, step);
-      case Op::HEAD_NORM: return head_norm(x, step);
       case Op::ROTATE: return rotate(x, step);
       case Op::ATTEND: return attend_by(x, step);
-      case Op::ADD: return add(x);
       case Op::SILU: return gate<Activation::SILU>(x);
       case Op::GELU_TANH: return gate<Activation::GELU_TANH>(x);
       case Op::ROUTE: return choose(x, step);
-      case Op::MERGE: return merge(x, routes, *rows[STREAM]);
+      case Op::MERGE: return merge(x, routes, at(STREAM));
       case Op::COPY: return x;
       case Op::COLUMNS: return columns_of(x, step.counts[0], x.size(-1) - step.counts[0]);
-      case Op::BESIDE: return side_by_side(x, *rows[step.counts[0]]);
+      case Op::BESIDE: return side_by_side(x, at(Register(step.counts[0])));
+      default: break;
     }
     TORCH_CHECK(false, "no step of this kind");
   }
@@ -516,6 +529,7 @@ class Machine {
     return x.view({x.size(0), x.size(1), all, e});
   }
 
+  // Works in place.
   at::Tensor head_norm(const at::Tensor& x, const Step& step) {
     at::Tensor qkv = as_heads(x, step);
     norm_heads(qkv, step.counts[0], step.counts[1], step.weight(0), step.weight(1), step.numbers[0]);
@@ -540,8 +554,9 @@ class Machine {
     return attend(q, k, v, *cache, *at, step.numbers[0]);
   }
 
+  // Works in place.
   at::Tensor add(at::Tensor x) {
-    add_to(*rows[STREAM], x);
+    add_to(at(STREAM), x);
     return x;
   }
 
