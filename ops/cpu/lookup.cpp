@@ -1,6 +1,6 @@
 // Lookup of continuations in the text so far on a CPU: the operators of extras/ngram_draft.py, which describes them.
 
-#include "common.h"
+#include "operands.h"
 #include "operators.h"
 
 #include <ATen/ops/empty_like.h>

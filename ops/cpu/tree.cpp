@@ -9,8 +9,13 @@
 // Each computes the same as its plain reference (ops/tree.py, draft_tree.py, decode.py), in one call instead of dozens.
 // Trees are small: only the scores of `next_level` pay for threads.
 
-#include "common.h"
+#include "tree.h"
+
+#include "exponential.h"
+#include "operands.h"
 #include "operators.h"
+#include "threads.h"
+#include "topk.h"
 
 #include <ATen/ops/empty_like.h>
 
