@@ -25,7 +25,7 @@ from cli.tree_paths import MAX_NODES
 from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree, root_tree
 from kv_cache import Window, place_tokens
 from model import Layers, Transformer
-from ops.tree import Candidates, Children, Frontier, Scores, next_level, rerank
+from ops.tree import Candidates, Children, Frontier, Scores, expand_frontier, rerank
 from runtime import Policy
 from sampling import SamplingTensors
 
@@ -283,7 +283,7 @@ class TreeDrafter(Drafter):
                 scores = self.sampler.draw(self, out, number, inputs)
             else:
                 scores = self.score_children(out, number, inputs)
-            candidates, frontier = next_level(scores, frontier, level)
+            candidates, frontier = expand_frontier(scores, frontier, level)
             scored.append(scores)
             levels.append(candidates)
             if level.count:

@@ -1,6 +1,6 @@
 """Operators of a draft tree: the next level, and the nodes.
 
-A frontier is the nodes of a level that get children. `next_level` scores its children and picks the
+A frontier is the nodes of a level that get children. `expand_frontier` scores its children and picks the
 next one. `rerank` picks the nodes of the tree. On a CPU each is one C++ call (ops/cpu/tree.cpp).
 Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes` and `relate` in
 Triton (ops/cuda/growth.py), and plain ones, which the compiler fuses.
@@ -30,7 +30,7 @@ class Level(NamedTuple):
     by_value: bool = True  # the best paths have children; False: the best single steps
 
     def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `next_level` in C++."""
+        """Return the operands of `expand_frontier` in C++."""
         return self.places, self.k, self.count, (self.begin, self.slot, self.slots), self.by_value
 
 
@@ -56,7 +56,7 @@ class Scores(NamedTuple):
     temperature: Tensor | None = None  # [B] fp32, T
 
     def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `next_level` in C++: all fields, in order."""
+        """Return the operands of `expand_frontier` in C++: all fields, in order."""
         return tuple(self)
 
     def with_noise(self) -> Tensor:
@@ -106,7 +106,7 @@ class Frontier(NamedTuple):
     seen: Tensor  # [B, R, W] bool, the scratch slots that each sees: its ancestors' and its own
 
     def for_cpp(self) -> tuple[Tensor, ...]:
-        """Return the operands of `next_level` in C++."""
+        """Return the operands of `expand_frontier` in C++."""
         return self.index, self.values, self.seen
 
 
@@ -133,7 +133,7 @@ class DraftTree(NamedTuple):
 # ----------------------------------------------------------------------------------- the next level
 
 
-def next_level(
+def expand_frontier(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
     """Value the children of a frontier and choose the next one; of equal candidates, the first.
@@ -145,17 +145,17 @@ def next_level(
         above = (None, None, None)
         if front:
             above = front.for_cpp()
-        tokens, values, parents, *chosen = torch.ops.gpt_eagle.next_level(
+        tokens, values, parents, *chosen = torch.ops.gpt_eagle.expand_frontier(
             *scores.for_cpp(), *above, *level.for_cpp()
         )
         return Candidates(tokens, values, parents), Frontier(*chosen)
-    return next_level_reference(scores, front, level)
+    return expand_frontier_reference(scores, front, level)
 
 
-def next_level_reference(
+def expand_frontier_reference(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
-    """Compute `next_level` by smaller operators."""
+    """Compute `expand_frontier` by smaller operators."""
     if front is None:
         of_root = scores.tokens if isinstance(scores, Children) else scores.logits
         values = torch.zeros(of_root.shape[:2], device=of_root.device)  # [B, 1]
