@@ -1,8 +1,8 @@
 """Operators of a draft tree: the next level, and the nodes.
 
-A frontier is the nodes of a level that get children. `expand_frontier` scores its children and picks the
-next one. `rerank` picks the nodes of the tree. On a CPU each is one C++ call (ops/cpu/tree.cpp).
-Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes` and `relate` in
+A frontier is the nodes of a level that get children. `expand_frontier` scores its children and
+picks the next one. `rerank` picks the nodes of the tree. On a CPU each is one C++ call (ops/cpu/tree.cpp).
+Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes` and `link_nodes` in
 Triton (ops/cuda/growth.py), and plain ones, which the compiler fuses.
 """
 
@@ -234,7 +234,9 @@ def best_nodes_reference(values: Tensor, count: int) -> Tensor:
     return best_first(values)[:, :count].sort(dim=1).values
 
 
-def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def link_nodes(
+    chosen: Tensor, parents: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Number the chosen candidates and find their ancestors.
 
     chosen: [B, N-1] int64 flat indices, ascending; parents: [B, P] int64 flat indices, -1: the root
@@ -243,14 +245,14 @@ def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor,
         parents, depths and mask, as in `DraftTree`.
     """
     if chosen.is_cuda:
-        return torch.ops.gpt_eagle.relate(chosen, parents, depth)
-    return relate_reference(chosen, parents, depth)
+        return torch.ops.gpt_eagle.link_nodes(chosen, parents, depth)
+    return link_nodes_reference(chosen, parents, depth)
 
 
-def relate_reference(
+def link_nodes_reference(
     chosen: Tensor, parents: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `relate` with torch's own operators."""
+    """Compute `link_nodes` with torch's own operators."""
     B, drafted = chosen.shape
     P = parents.shape[1]
     nodes = torch.arange(1, drafted + 1, device=chosen.device).expand_as(chosen)
@@ -319,7 +321,7 @@ def rerank_reference(
         chosen = best_nodes(every.values, nodes)
     else:
         chosen = nodes.expand(len(root), -1)
-    number, *related = relate(chosen, every.parents, depth)
+    number, *related = link_nodes(chosen, every.parents, depth)
     tokens = torch.cat((root, every.tokens.gather(1, chosen)), 1)
     root_value = every.values.new_zeros(len(root), 1)
     values = torch.cat((root_value, every.values.gather(1, chosen)), 1)  # [B, N]
