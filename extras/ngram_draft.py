@@ -37,7 +37,7 @@ from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
 from extras.presets import PresetDrafter
 from model import Transformer
 from ops.library import on_cpp_device
-from ops.tree import Candidates, rerank
+from ops.tree import Candidates, select_nodes
 from options import GenerateConfig
 from runtime import replace_fields
 
@@ -254,7 +254,7 @@ class NgramDrafter(PresetDrafter):
         if self.size == 1:
             return root_tree(inputs.text)
         pool = Candidates(*state[:3])
-        return rerank([pool], (), self.size - 1, self.depth, inputs.text)
+        return select_nodes([pool], (), self.size - 1, self.depth, inputs.text)
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:

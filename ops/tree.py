@@ -1,9 +1,9 @@
 """Operators of a draft tree: the next level, and the nodes.
 
 A frontier is the nodes of a level that get children. `expand_frontier` scores its children and
-picks the next one. `rerank` picks the nodes of the tree. On a CPU each is one C++ call (ops/cpu/tree.cpp).
-Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes` and `link_nodes` in
-Triton (ops/cuda/growth.py), and plain ones, which the compiler fuses.
+picks the next one. `select_nodes` picks the nodes of the tree. On a CPU each is one C++ call
+(ops/cpu/tree.cpp). Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes`
+and `link_nodes` in Triton (ops/cuda/growth.py), and plain ones, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     return reach.sum(-1) - 1, reach  # the root counts itself once
 
 
-def rerank(
+def select_nodes(
     levels: Sequence[Candidates],
     ran: Sequence[Tensor],
     nodes: Tensor | int,
@@ -302,19 +302,20 @@ def rerank(
         tokens = [level.tokens for level in levels]
         values = [level.values for level in levels]
         parents = [level.parents for level in levels]
-        chosen = torch.ops.gpt_eagle.rerank(tokens, values, parents, list(ran), fixed, count, *text)
+        of_levels = (tokens, values, parents, list(ran))
+        chosen = torch.ops.gpt_eagle.select_nodes(*of_levels, fixed, count, *text)
         return DraftTree(*chosen)
-    return rerank_reference(levels, ran, nodes, depth, text)
+    return select_nodes_reference(levels, ran, nodes, depth, text)
 
 
-def rerank_reference(
+def select_nodes_reference(
     levels: Sequence[Candidates],
     ran: Sequence[Tensor],
     nodes: Tensor | int,
     depth: int,
     text: tuple[Tensor, Tensor],
 ) -> DraftTree:
-    """Compute `rerank` by smaller operators."""
+    """Compute `select_nodes` by smaller operators."""
     every = Candidates.join(levels)
     root = text[0].gather(1, text[1][:, None])  # [B, 1]
     if isinstance(nodes, int):

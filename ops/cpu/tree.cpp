@@ -1,7 +1,7 @@
 // Draft trees on a CPU: growing a level, choosing the nodes, accepting a path, and advancing the sequences.
 //
 // 1. `expand_frontier` scores the children of every node of a frontier, keeps the best, and chooses the next frontier.
-// 2. `rerank` chooses the nodes of a tree among all candidates, and derives parents, depths and the attention mask.
+// 2. `select_nodes` chooses the nodes of a tree among all candidates, and derives parents, depths and the attention mask.
 // 3. `accept` finds the deepest path that is the target's own choice; `advance` writes its tokens and moves the roots.
 // 4. `place_rows` (place_tokens in Python) and `causal` compute the cache slots of a step's tokens, and the slots that
 //    they see.
@@ -132,10 +132,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   return {tokens, path, parents, next, chosen, above, value, sees};
 }
 
-// `rerank` of ops/tree.py. tokens, values, parents: of the candidates, level by level, each [B, X]; ran: of every level
+// `select_nodes` of ops/tree.py. tokens, values, parents: of the candidates, level by level, each [B, X]; ran: of every level
 // the flat indices that the drafter ran, [B, R]; nodes: [1 or B, N-1] flat indices, ascending; none: the `count` best.
 // text: [B, S]; pos: [B]. Returns: the first seven fields of `DraftTree`.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rerank(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> select_nodes(
     at::TensorList tokens, at::TensorList values, at::TensorList parents, at::TensorList ran, const Optional& nodes,
     int64_t count, const at::Tensor& text, const at::Tensor& pos) {
   TORCH_CHECK(text.dim() == 2 && tokens.size() == values.size() && parents.size() == values.size(), "levels differ");
@@ -431,11 +431,11 @@ OPERATORS(m) {
   m.impl("expand_frontier", at::kCPU, expand_frontier);
   m.impl("expand_frontier", at::kMeta, empty_level);
   m.def(
-      "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "
+      "select_nodes(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "
       "int count, Tensor text, Tensor pos) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.impl("rerank", at::kCPU, rerank);
-  m.impl("rerank", at::kMeta, empty_tree);
+  m.impl("select_nodes", at::kCPU, select_nodes);
+  m.impl("select_nodes", at::kMeta, empty_tree);
   m.def(
       "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
       "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)");

@@ -134,7 +134,7 @@ REFERENCES = [
     ("topk", sampling, "uniforms", {"temperature": 1.0}),
     ("topk", ops.tree, "expand_frontier_reference", {}),
     ("tree", ops.tree, "expand_frontier_reference", {}),
-    ("tree", ops.tree, "rerank_reference", {}),
+    ("tree", ops.tree, "select_nodes_reference", {}),
     ("tree", decode, "advance", {}),
     ("tree", decode, "accept", {}),
 ]

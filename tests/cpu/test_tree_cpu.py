@@ -34,8 +34,8 @@ from ops.tree import (
     Scores,
     expand_frontier,
     expand_frontier_reference,
-    rerank,
-    rerank_reference,
+    select_nodes,
+    select_nodes_reference,
 )  # fmt: skip
 from runtime import replace_fields
 
@@ -71,7 +71,7 @@ def assert_refused(operator: Callable, good: dict[str, Any], **wrong: list) -> N
     assert wrong.keys() <= good.keys() and not_refused(operator, cases) == []
 
 
-# --------------------------------------------------------------------------------------- expand_frontier
+# ---------------------------------------------------------------------------------- expand_frontier
 
 
 def logits_of(kind: str, *shape: int) -> Tensor:
@@ -188,7 +188,7 @@ def test_wrong_levels():
     )
 
 
-# ------------------------------------------------------------------------------------------- rerank
+# ------------------------------------------------------------------------------------- select_nodes
 
 
 def text_of(batch: int) -> DecodedTokens:
@@ -230,7 +230,7 @@ def test_rerank(sizes, widths, batch, ties):
         chosen = (first, first.expand(batch, -1), first.repeat(batch, 1), first[:, :0])
         for nodes in (*counts, *chosen):
             inputs = levels, ran, nodes, 6, text
-            assert_equal(rerank(*inputs), rerank_reference(*inputs))
+            assert_equal(select_nodes(*inputs), select_nodes_reference(*inputs))
 
 
 def test_rerank_of_rows_that_choose_different_nodes():
@@ -238,8 +238,8 @@ def test_rerank_of_rows_that_choose_different_nodes():
     levels = [Candidates(torch.tensor([[4, 5], [6, 0]]), *roots)]
     text = DecodedTokens(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1]))
     inputs = levels, [], torch.tensor([[1], [0]]), 1, text
-    ours = rerank(*inputs)
-    assert_equal(ours, rerank_reference(*inputs))
+    ours = select_nodes(*inputs)
+    assert_equal(ours, select_nodes_reference(*inputs))
     assert ours.tokens.tolist() == [[0, 5], [7, 6]]
 
 
@@ -251,9 +251,9 @@ def test_wrong_nodes():
         "tokens": tokens, "values": values, "parents": parents, "ran": [ran],
         "nodes": torch.tensor([[0, 1, 2, 4]]), "count": 4, "text": text, "pos": pos,
     }  # fmt: skip
-    assert len(CPP.rerank(*good.values())) == 7
+    assert len(CPP.select_nodes(*good.values())) == 7
     assert_refused(
-        CPP.rerank,
+        CPP.select_nodes,
         good,
         tokens=[tokens[:1], [tokens[0], tokens[1][:1]], [tokens[0][:, :2], tokens[1]], [x.int() for x in tokens]],
         values=[values[:1], [values[0][:1], values[1]], [values[0], torch.zeros(2, 3)], [x.double() for x in values]],
@@ -266,7 +266,7 @@ def test_wrong_nodes():
         text=[text[:1], text[:, :3], text.int()],
         pos=[pos + 1, pos - 2, pos[:1], pos.int()],
     )  # fmt: skip
-    assert_refused(CPP.rerank, good | {"nodes": None}, count=[6])  # the best ones
+    assert_refused(CPP.select_nodes, good | {"nodes": None}, count=[6])  # the best ones
 
 
 # ------------------------------------------------------------------------------- accept and advance
@@ -583,7 +583,7 @@ def test_what_the_compiler_is_told():
                        None, 3, 2, (4, 2, 4), True),
         "gumbel": (whole(9, 2, 2), *text[1:], text[1], torch.tensor([True, False]), text[1], 3, 9, 0),
         "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0])),
-        "rerank": (*columns, ran, None, 4, *text),
+        "select_nodes": (*columns, ran, None, 4, *text),
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),
         "keep_rows": (torch.zeros(2, 5, 6), torch.tensor([0, 9]), text.pos, torch.randn(2, 3, 6), torch.tensor([1, 3])),
