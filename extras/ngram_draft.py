@@ -127,7 +127,7 @@ def lookup(text: DecodedTokens, ngram: Ngram) -> tuple[Tensor, Tensor]:
     if on_cpp_device(text.pos, "tree"):
         kept = None if ngram.kept is None else ngram.kept.searched
         sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
-        return torch.ops.gpt_eagle.lookup(*text, kept, *sizes)
+        return torch.ops.gpt_eagle.ngram_match(*text, kept, *sizes)
     before = 0
     if ngram.kept is not None:
         kept = ngram.kept.tokens
@@ -239,7 +239,7 @@ class NgramDrafter(PresetDrafter):
         if on_cpp_device(text.pos, "tree"):
             kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
-            torch.ops.gpt_eagle.look_up(*text, kept, *state, *limits, sizes)
+            torch.ops.gpt_eagle.ngram_draft(*text, kept, *state, *limits, sizes)
             return state
         outcomes = learn(state, text)
         chains, lengths = lookup(text, self.ngram)

@@ -40,7 +40,7 @@ UNITS = (
         "blocks.cpp",
         "compact.cpp",
         "layers.cpp",
-        "lookup.cpp",
+        "ngram.cpp",
         "operators.cpp",
         "rotary.cpp",
         "sampling.cpp",

@@ -541,8 +541,8 @@ def test_wrong_lookups():
     good = {"text": text, "pos": pos, "kept": kept}
     numbers = {"tokens": 3, "chains": 2, "least": 1, "longest": 3}
     further = {"kept": [*wrong["kept"], kept[None]], "tokens": [-1], "chains": [-1], "least": [0]}
-    assert_refused(CPP.lookup, good | numbers, **wrong | further)
-    assert_refused(CPP.lookup, good | numbers | {"least": 2}, longest=[1])
+    assert_refused(CPP.ngram_match, good | numbers, **wrong | further)
+    assert_refused(CPP.ngram_match, good | numbers | {"least": 2}, longest=[1])
     pool = {
         "tokens": torch.zeros(2, 4).long(), "values": torch.zeros(2, 4),
         "parents": torch.full((2, 4), -1), "chains": whole(5, 2, 2, 3),
@@ -568,8 +568,8 @@ def test_wrong_lookups():
     good |= state | {"least": 1, "longest": 2, "sizes": (1, 2)}
     for name, value in state.items():
         wrong[name] = [value[:1], value.half(), *([value.flatten()] if value.dim() > 1 else [])]
-    assert_refused(CPP.look_up, good, **wrong, least=[0])
-    CPP.look_up(*good.values())
+    assert_refused(CPP.ngram_draft, good, **wrong, least=[0])
+    CPP.ngram_draft(*good.values())
 
 
 def test_what_the_compiler_is_told():
@@ -587,8 +587,8 @@ def test_what_the_compiler_is_told():
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),
         "keep_rows": (torch.zeros(2, 5, 6), torch.tensor([0, 9]), text.pos, torch.randn(2, 3, 6), torch.tensor([1, 3])),
-        "lookup": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
-        "look_up": (
+        "ngram_match": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
+        "ngram_draft": (
             *text, torch.tensor([1, -1]), torch.zeros(2, 9).long(), torch.zeros(2, 9), torch.zeros(2, 9).long(),
             torch.zeros(2, 3).long(), torch.full((2,), -1), torch.ones(2, 4, 3, DEPTHS, 2), torch.zeros(2, 2), 1, 2, (1, 2),
         ),
