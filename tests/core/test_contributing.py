@@ -10,7 +10,17 @@ import pytest
 from options import ROOT
 
 PAGE = ROOT / "docs" / "CONTRIBUTING.md"
-FOLDERS = ("cli", "parallel", "hf", "models", "ops", "extras", "scripts", "tests", "checkpoints/demo")
+FOLDERS = (
+    "cli",
+    "parallel",
+    "hf",
+    "models",
+    "ops",
+    "extras",
+    "scripts",
+    "tests",
+    "checkpoints/demo",
+)
 NEW_TESTS = {
     "echo": 11,
     "(test_model and gemma and one)": 5,
