@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cli.tree_paths import chain_paths, check_candidates
 from ops.library import on_cpp_device, tiles_in_use
-from ops.tree import DraftTree, Level, ancestors, rerank
+from ops.tree import DraftTree, Level, ancestors, select_nodes
 
 
 class DecodedTokens(NamedTuple):
@@ -59,7 +59,7 @@ def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> Dr
 def root_tree(text: DecodedTokens) -> DraftTree:
     """Build the tree that is only its root: vanilla decoding."""
     if on_cpp_device(text.pos, "tree"):
-        return rerank((), (), 0, 0, text)  # no levels, so the root alone
+        return select_nodes((), (), 0, 0, text)  # no levels, so the root alone
     tokens = text.root[:, None]
     zeros = torch.zeros_like(tokens)
     return build_tree(tokens, zeros, torch.ones_like(tokens, dtype=torch.bool), 0)

@@ -25,7 +25,7 @@ from cli.tree_paths import MAX_NODES
 from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree, root_tree
 from kv_cache import Window, place_tokens
 from model import Transformer
-from ops.tree import Candidates, Children, Frontier, Scores, next_level, rerank
+from ops.tree import Candidates, Children, Frontier, Scores, expand_frontier, select_nodes
 from runtime import Policy
 from sampling import SamplingTensors
 
@@ -283,7 +283,7 @@ class TreeDrafter(Drafter):
                 scores = self.sampler.draw(self, out, number, inputs)
             else:
                 scores = self.score_children(out, number, inputs)
-            candidates, frontier = next_level(scores, frontier, level)
+            candidates, frontier = expand_frontier(scores, frontier, level)
             scored.append(scores)
             levels.append(candidates)
             if level.count:
@@ -295,7 +295,7 @@ class TreeDrafter(Drafter):
                 out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
         if self.graft:
             levels = [self.graft.add(Candidates.join(levels), inputs.text)]
-        tree = rerank(levels, ran, self.tree.nodes, self.depth, inputs.text)
+        tree = select_nodes(levels, ran, self.tree.nodes, self.depth, inputs.text)
         if self.sampler is not None:
             tree = self.sampler.attach(tree, scored, ran)
         return tree

@@ -37,7 +37,7 @@ from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
 from extras.presets import PresetDrafter
 from model import Transformer
 from ops.library import on_cpp_device
-from ops.tree import Candidates, rerank
+from ops.tree import Candidates, select_nodes
 from options import GenerateConfig
 from runtime import replace_fields
 
@@ -127,7 +127,7 @@ def lookup(text: DecodedTokens, ngram: Ngram) -> tuple[Tensor, Tensor]:
     if on_cpp_device(text.pos, "tree"):
         kept = None if ngram.kept is None else ngram.kept.searched
         sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
-        return torch.ops.gpt_eagle.lookup(*text, kept, *sizes)
+        return torch.ops.gpt_eagle.ngram_match(*text, kept, *sizes)
     before = 0
     if ngram.kept is not None:
         kept = ngram.kept.tokens
@@ -239,7 +239,7 @@ class NgramDrafter(PresetDrafter):
         if on_cpp_device(text.pos, "tree"):
             kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
-            torch.ops.gpt_eagle.look_up(*text, kept, *state, *limits, sizes)
+            torch.ops.gpt_eagle.ngram_draft(*text, kept, *state, *limits, sizes)
             return state
         outcomes = learn(state, text)
         chains, lengths = lookup(text, self.ngram)
@@ -254,7 +254,7 @@ class NgramDrafter(PresetDrafter):
         if self.size == 1:
             return root_tree(inputs.text)
         pool = Candidates(*state[:3])
-        return rerank([pool], (), self.size - 1, self.depth, inputs.text)
+        return select_nodes([pool], (), self.size - 1, self.depth, inputs.text)
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:

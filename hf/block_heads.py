@@ -24,7 +24,7 @@ from hf.fields import FLAG, NAMES, OBJECT, TOKEN_ID, Rule, integer, key, naming,
 from hf.heads import BIASES, NEUTRAL, OFF, HFHead, layer_config
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
-from models.keys import HFConfig
+from models.keys import HFConfig, HFSwiGLU
 
 TAPS = Rule(
     "a list of layers, whole numbers from -1 (the embedding) on",
@@ -191,7 +191,7 @@ def _check_weights(files: TensorSource, config: BlockConfig) -> None:
 
 def _print_notes(path: Path, raw: dict, flags: dict) -> None:
     """Print the keys of config.json that have no effect here."""
-    records = (HFArchitecture, HFConfig, HFBlockHead, HFNestedBlockHead)
+    records = (HFArchitecture, HFConfig, HFSwiGLU, HFBlockHead, HFNestedBlockHead)
     known = NEUTRAL | TRAINING | OFF.keys()
     known |= {declared.name for record in records for declared in fields(record)}
     unknown = sorted((raw.keys() | flags.keys()) - known)

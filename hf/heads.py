@@ -51,7 +51,7 @@ from hf.fields import (
 from hf.untrusted import load_pickle, read_untrusted
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
-from models.keys import WIDTH, HFConfig
+from models.keys import WIDTH, HFConfig, HFSwiGLU
 from quantize import FORMATS, QuantLinear
 
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
@@ -411,14 +411,14 @@ def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
         flags = raw.get("eagle_config")
         top = (HFArchitecture, HFNestedConfig, HFEagle3Head)
         if not layer:
-            top += (HFConfig,)
+            top += (HFConfig, HFSwiGLU)
         parts = [
             (raw, top),
-            (layer or {}, (HFArchitecture, HFConfig)),
+            (layer or {}, (HFArchitecture, HFConfig, HFSwiGLU)),
             (flags or {}, (HFEagle3Head,)),
         ]
     else:
-        parts = [(raw, (HFArchitecture, HFConfig, HFEagle2Head))]
+        parts = [(raw, (HFArchitecture, HFConfig, HFSwiGLU, HFEagle2Head))]
     model = config.model
     expected = OFF | {
         "bias": config.fc_bias,

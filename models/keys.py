@@ -47,7 +47,6 @@ class HFConfig:
     vocab_size: int = key(integer(1, 2**24))
     num_key_value_heads: int | None = key(WIDTH, None)  # as many as heads
     head_dim: int | None = key(integer(1, 2**16), None)  # hidden_size / num_attention_heads
-    hidden_act: str = key(only("silu", "swish"), "silu")  # one function
     rms_norm_eps: float = key(positive(1), 1e-6)
     max_position_embeddings: int = key(POSITIONS, 2048)
     sliding_window: int | None = key(integer(0, 2**31 - 1), None)  # 0: none
@@ -67,6 +66,13 @@ class HFConfig:
 
 
 @dataclass(frozen=True)
+class HFSwiGLU:
+    """The key of a feed-forward that is SwiGLU."""
+
+    hidden_act: str = key(only("silu", "swish"), "silu")  # one function
+
+
+@dataclass(frozen=True)
 class HFRope:
     """The keys of a RoPE block; `ROPE_TYPES` lists those that a type needs."""
 
@@ -83,6 +89,12 @@ class HFRope:
     beta_fast: float | None = key(positive(1e6), None)
     beta_slow: float | None = key(positive(1e6), None)
     truncate: bool = key(FLAG, True)
+
+
+def read_swiglu_keys(raw: dict) -> HFConfig:
+    """Read the shared keys of a model whose feed-forward is SwiGLU. Raises: ValueError."""
+    read_fields(raw, HFSwiGLU)
+    return read_fields(raw, HFConfig)
 
 
 def common_fields(hf: HFConfig) -> dict[str, Any]:

@@ -5,10 +5,9 @@ Their list of steps and their weights' names are `ModelConfig`'s own (model.py).
 
 from __future__ import annotations
 
-from hf.fields import read_fields
 from model import ModelConfig
 from models.gguf_names import GgufLayout
-from models.keys import HFConfig, common_fields, within_window
+from models.keys import common_fields, read_swiglu_keys, within_window
 
 # architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
 BIASES = {
@@ -20,7 +19,7 @@ GGUF = GgufLayout(interleaved=True)
 
 def read_config(raw: dict, architecture: str) -> ModelConfig:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
-    hf = read_fields(raw, HFConfig)
+    hf = read_swiglu_keys(raw)
     fields = common_fields(hf)
     qkv_bias, o_bias = BIASES[architecture]
     return ModelConfig(

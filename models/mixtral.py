@@ -11,7 +11,7 @@ from typing import Any
 from hf.fields import key, read_fields
 from model import ModelConfig
 from models.gguf_names import GgufLayout
-from models.keys import EXPERTS, HFConfig, common_fields, within_window
+from models.keys import EXPERTS, common_fields, read_swiglu_keys, within_window
 
 GGUF = GgufLayout(
     mixture={
@@ -34,7 +34,7 @@ class HFMixtralExperts:
 
 def read_config(raw: dict, architecture: str) -> ModelConfig:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
-    hf = read_fields(raw, HFConfig)
+    hf = read_swiglu_keys(raw)
     fields = common_fields(hf)
     experts = read_fields(raw, HFMixtralExperts)
     fields |= counts("num_local_experts", experts.num_local_experts, experts.num_experts_per_tok)

@@ -11,7 +11,7 @@ from typing import Any
 from hf.fields import FLAG, Rule, integer, key, read_fields
 from model import ModelConfig
 from models.gguf_names import GgufLayout
-from models.keys import EXPERTS, WIDTH, HFConfig, common_fields, within_window
+from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, within_window
 from models.mixtral import counts
 
 # architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
@@ -42,7 +42,7 @@ class HFQwenExperts:
 
 def read_config(raw: dict, architecture: str) -> ModelConfig:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
-    hf = read_fields(raw, HFConfig)
+    hf = read_swiglu_keys(raw)
     fields = common_fields(hf)
     qkv_bias, o_bias = BIASES[architecture]
     if architecture == "Qwen3MoeForCausalLM":

@@ -1,9 +1,9 @@
 """Operators of a draft tree: the next level, and the nodes.
 
-A frontier is the nodes of a level that get children. `next_level` scores its children and picks the
-next one. `rerank` picks the nodes of the tree. On a CPU each is one C++ call (ops/cpu/tree.cpp).
-Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes` and `relate` in
-Triton (ops/cuda/growth.py), and plain ones, which the compiler fuses.
+A frontier is the nodes of a level that get children. `expand_frontier` scores its children and
+picks the next one. `select_nodes` picks the nodes of the tree. On a CPU each is one C++ call
+(ops/cpu/tree.cpp). Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes`
+and `link_nodes` in Triton (ops/cuda/growth.py), and plain ones, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Level(NamedTuple):
     by_value: bool = True  # the best paths have children; False: the best single steps
 
     def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `next_level` in C++."""
+        """Return the operands of `expand_frontier` in C++."""
         return self.places, self.k, self.count, (self.begin, self.slot, self.slots), self.by_value
 
 
@@ -56,7 +56,7 @@ class Scores(NamedTuple):
     temperature: Tensor | None = None  # [B] fp32, T
 
     def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `next_level` in C++: all fields, in order."""
+        """Return the operands of `expand_frontier` in C++: all fields, in order."""
         return tuple(self)
 
     def with_noise(self) -> Tensor:
@@ -106,7 +106,7 @@ class Frontier(NamedTuple):
     seen: Tensor  # [B, R, W] bool, the scratch slots that each sees: its ancestors' and its own
 
     def for_cpp(self) -> tuple[Tensor, ...]:
-        """Return the operands of `next_level` in C++."""
+        """Return the operands of `expand_frontier` in C++."""
         return self.index, self.values, self.seen
 
 
@@ -133,7 +133,7 @@ class DraftTree(NamedTuple):
 # ----------------------------------------------------------------------------------- the next level
 
 
-def next_level(
+def expand_frontier(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
     """Value the children of a frontier and choose the next one; of equal candidates, the first.
@@ -145,17 +145,17 @@ def next_level(
         above = (None, None, None)
         if front:
             above = front.for_cpp()
-        tokens, values, parents, *chosen = torch.ops.gpt_eagle.next_level(
+        tokens, values, parents, *chosen = torch.ops.gpt_eagle.expand_frontier(
             *scores.for_cpp(), *above, *level.for_cpp()
         )
         return Candidates(tokens, values, parents), Frontier(*chosen)
-    return next_level_reference(scores, front, level)
+    return expand_frontier_reference(scores, front, level)
 
 
-def next_level_reference(
+def expand_frontier_reference(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
-    """Compute `next_level` by smaller operators."""
+    """Compute `expand_frontier` by smaller operators."""
     if front is None:
         of_root = scores.tokens if isinstance(scores, Children) else scores.logits
         values = torch.zeros(of_root.shape[:2], device=of_root.device)  # [B, 1]
@@ -234,7 +234,9 @@ def best_nodes_reference(values: Tensor, count: int) -> Tensor:
     return best_first(values)[:, :count].sort(dim=1).values
 
 
-def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def link_nodes(
+    chosen: Tensor, parents: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Number the chosen candidates and find their ancestors.
 
     chosen: [B, N-1] int64 flat indices, ascending; parents: [B, P] int64 flat indices, -1: the root
@@ -243,14 +245,14 @@ def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor,
         parents, depths and mask, as in `DraftTree`.
     """
     if chosen.is_cuda:
-        return torch.ops.gpt_eagle.relate(chosen, parents, depth)
-    return relate_reference(chosen, parents, depth)
+        return torch.ops.gpt_eagle.link_nodes(chosen, parents, depth)
+    return link_nodes_reference(chosen, parents, depth)
 
 
-def relate_reference(
+def link_nodes_reference(
     chosen: Tensor, parents: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `relate` with torch's own operators."""
+    """Compute `link_nodes` with torch's own operators."""
     B, drafted = chosen.shape
     P = parents.shape[1]
     nodes = torch.arange(1, drafted + 1, device=chosen.device).expand_as(chosen)
@@ -278,7 +280,7 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     return reach.sum(-1) - 1, reach  # the root counts itself once
 
 
-def rerank(
+def select_nodes(
     levels: Sequence[Candidates],
     ran: Sequence[Tensor],
     nodes: Tensor | int,
@@ -300,26 +302,27 @@ def rerank(
         tokens = [level.tokens for level in levels]
         values = [level.values for level in levels]
         parents = [level.parents for level in levels]
-        chosen = torch.ops.gpt_eagle.rerank(tokens, values, parents, list(ran), fixed, count, *text)
+        of_levels = (tokens, values, parents, list(ran))
+        chosen = torch.ops.gpt_eagle.select_nodes(*of_levels, fixed, count, *text)
         return DraftTree(*chosen)
-    return rerank_reference(levels, ran, nodes, depth, text)
+    return select_nodes_reference(levels, ran, nodes, depth, text)
 
 
-def rerank_reference(
+def select_nodes_reference(
     levels: Sequence[Candidates],
     ran: Sequence[Tensor],
     nodes: Tensor | int,
     depth: int,
     text: tuple[Tensor, Tensor],
 ) -> DraftTree:
-    """Compute `rerank` by smaller operators."""
+    """Compute `select_nodes` by smaller operators."""
     every = Candidates.join(levels)
     root = text[0].gather(1, text[1][:, None])  # [B, 1]
     if isinstance(nodes, int):
         chosen = best_nodes(every.values, nodes)
     else:
         chosen = nodes.expand(len(root), -1)
-    number, *related = relate(chosen, every.parents, depth)
+    number, *related = link_nodes(chosen, every.parents, depth)
     tokens = torch.cat((root, every.tokens.gather(1, chosen)), 1)
     root_value = every.values.new_zeros(len(root), 1)
     values = torch.cat((root_value, every.values.gather(1, chosen)), 1)  # [B, N]

@@ -1,4 +1,4 @@
-"""The operators with which draft trees grow on CUDA: `grow_level`, `best_nodes` and `relate`.
+"""The operators with which draft trees grow on CUDA: `grow_level`, `best_nodes` and `link_nodes`.
 
 The kernels are in topk.py and tree.py beside this file; the references in ops/tree.py define the
 results, and serve without Triton, and beyond what the kernels take. Importing this file registers
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.library import has_triton, lib
-from ops.tree import Level, Scores, best_nodes_reference, expand, relate_reference
+from ops.tree import Level, Scores, best_nodes_reference, expand, link_nodes_reference
 
 lib.define(
     "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, "
@@ -19,7 +19,9 @@ lib.define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 lib.define("best_nodes(Tensor values, int count) -> Tensor")
-lib.define("relate(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor, Tensor, Tensor)")
+lib.define(
+    "link_nodes(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def grow_level_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
@@ -63,19 +65,19 @@ def best_nodes_cuda(values: Tensor, count: int) -> Tensor:
     return best_nodes_reference(values, count)
 
 
-def relate_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
+def link_nodes_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
     if not has_triton("tree"):
-        return relate_reference(chosen, parents, depth)
+        return link_nodes_reference(chosen, parents, depth)
     import ops.cuda.tree
 
     with torch.cuda.device(chosen.device):
-        return ops.cuda.tree.relate(chosen, parents, depth)
+        return ops.cuda.tree.link_nodes(chosen, parents, depth)
 
 
 lib.impl("best_nodes", best_nodes_reference, "CPU")
 lib.impl("best_nodes", best_nodes_cuda, "CUDA")
-lib.impl("relate", relate_reference, "CPU")
-lib.impl("relate", relate_cuda, "CUDA")
+lib.impl("link_nodes", link_nodes_reference, "CPU")
+lib.impl("link_nodes", link_nodes_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::best_nodes", lib=lib)
@@ -83,7 +85,7 @@ def _(values, count):
     return values.new_empty(len(values), count, dtype=torch.long)
 
 
-@torch.library.register_fake("gpt_eagle::relate", lib=lib)
+@torch.library.register_fake("gpt_eagle::link_nodes", lib=lib)
 def _(chosen, parents, depth):
     B, drafted = chosen.shape
     N = drafted + 1

@@ -132,9 +132,9 @@ def tree(device: str) -> float:
     assert torch.equal(chosen, want), "best_nodes differs from its reference"
     parents = torch.full((2, 510), -1, device=device)
     parents.scatter_(1, chosen[:, 1:], chosen[:, :-1])  # a chain
-    got = ops.tree.relate(chosen, parents, 59)
-    want = ops.tree.relate_reference(chosen, parents, 59)
-    assert all(map(torch.equal, got, want)), "relate differs from its reference"
+    got = ops.tree.link_nodes(chosen, parents, 59)
+    want = ops.tree.link_nodes_reference(chosen, parents, 59)
+    assert all(map(torch.equal, got, want)), "link_nodes differs from its reference"
     return 0.0
 
 

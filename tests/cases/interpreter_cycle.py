@@ -28,7 +28,7 @@ from ops.tree import (
     Scores,
     best_nodes_reference,
     expand,
-    relate_reference,
+    link_nodes_reference,
 )
 from windows import KINDS, expected, random_step
 
@@ -328,8 +328,8 @@ def test_related_nodes(monkeypatch, B, P, N, chain):
         above = (torch.rand(B, N - 1) * torch.arange(1, N)).long()
     nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
     parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
-    got = ops.cuda.tree.relate(chosen, parents, N - 1)
-    want = relate_reference(chosen, parents, N - 1)
+    got = ops.cuda.tree.link_nodes(chosen, parents, N - 1)
+    want = link_nodes_reference(chosen, parents, N - 1)
     assert all(map(torch.equal, got, want)) and (not chain or want[2].max() == N - 1)
 
 

@@ -195,8 +195,8 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     assert all(map(torch.equal, ops.cuda.growth.grow_level_cuda(*level), want))
     chosen = ops.cuda.growth.best_nodes_cuda(values, 7)
     assert torch.equal(chosen, ops.tree.best_nodes(values, 7))
-    want = ops.tree.relate(chosen, parents, 5)
-    assert all(map(torch.equal, ops.cuda.growth.relate_cuda(chosen, parents, 5), want))
+    want = ops.tree.link_nodes(chosen, parents, 5)
+    assert all(map(torch.equal, ops.cuda.growth.link_nodes_cuda(chosen, parents, 5), want))
     (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
     want = buffers[3][0, :, 5].clone()
     ops.compact._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
@@ -284,7 +284,7 @@ def test_level_registration(count, places):
 def test_node_registration():
     chosen = torch.stack([torch.randperm(30)[:7].sort().values for _ in range(2)])
     check_registration("best_nodes", torch.randn(2, 30), 7)
-    check_registration("relate", chosen, torch.full((2, 30), -1), 5)
+    check_registration("link_nodes", chosen, torch.full((2, 30), -1), 5)
 
 
 # --------------------------------------------------------------------- int4 and int8 weights (CUDA)
