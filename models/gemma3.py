@@ -72,8 +72,10 @@ class Gemma3(ModelConfig):
 
     @property
     def embedding_scale(self) -> float:
-        scale = torch.tensor(math.sqrt(self.dim), dtype=torch.float64)
-        return scale.to(DTYPES[self.dtype]).item() if self.rounds_scale else scale.item()
+        scale = math.sqrt(self.dim)
+        if self.rounds_scale:
+            scale = torch.tensor(scale, dtype=DTYPES[self.dtype], device="cpu").item()
+        return scale
 
     def layer(self, i: int) -> tuple[Step, ...]:
         heads = (self.n_heads, self.n_kv_heads, self.head_dim)
