@@ -30,6 +30,7 @@ from kv_cache import KVCache, Window, sliding
 from linear import LMHead
 from ops.library import is_plain
 from ops.rotary import rope_angles
+from runtime import replace_fields
 from steps import (
     Add,
     Attend,
@@ -303,7 +304,7 @@ def run_layers(
         if i in aux_layers:
             aux.append(rows.stream)
         kv = (cache.k[i], cache.v[i]) if cache is not None else None
-        rows = run_part(layer, rows._replace(kv=kv))
+        rows = run_part(layer, replace_fields(rows, kv=kv))
     if len(layers) in aux_layers:
         aux.append(rows.stream)
     return rows, aux

@@ -78,7 +78,8 @@ class BlockHead(Transformer):
         for layer, *kv in zip(self.layers, cache.k, cache.v):
             _, *steps = layer.steps  # h is normed already
             last = next(i for i, step in enumerate(steps) if isinstance(step, Rotate))
-            run_steps(steps[: last + 1], layer, rows._replace(kv=kv))  # the queries are not used
+            begun = replace_fields(rows, kv=kv)
+            run_steps(steps[: last + 1], layer, begun)  # the queries are not used
 
     def token_rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of the bias for the tokens before: [B, R] int64 -> [B, R, rank or 0]."""

@@ -177,27 +177,23 @@ def _add(scores, v, top, weight, total, SCALE: tl.constexpr):
 
 
 @triton.jit
+def _path_end(mask_ptr, low, t, start, W, mask_t, mask_w, WINDOW: tl.constexpr):
+    """Return the place behind the path of each row, [ROWS] int32; operands as for `_attend`."""
+    w = tl.arange(0, WINDOW)
+    at = mask_ptr + t[:, None] * mask_t + w[None, :] * mask_w
+    seen = tl.load(at, mask=(w < W)[None, :], other=0)
+    end = start + tl.sum(seen.to(tl.int32), 1)
+    if low is not None:
+        end += tl.maximum(low - start, 0)  # of the path, hidden places of the window
+    return end
+
+
+@triton.jit
 def _attend(
-    q,
-    k_ptr,
-    v_ptr,
-    column,
-    mask_ptr,
-    low,
-    t,
-    start,
-    W,
-    first,
-    last,
-    mask_t,
-    mask_w,
-    SCALE: tl.constexpr,
-    E: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    q, k_ptr, v_ptr, column, mask_ptr, low, t, start, W, first, last, mask_t, mask_w,
+    SCALE: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """Attend to the slots first .. last, KEYS at a time; with a TAIL, to those before a row's own.
 
     q: [ROWS, WIDTH]; k, v: pointers to slot 0 of the key head
@@ -217,13 +213,7 @@ def _attend(
     shared = tl.minimum(tl.maximum(shared, first), last)
     end = tl.full((q.shape[0],), 0, tl.int32)  # where each row's tail begins
     if TAIL and shared < last:
-        w = tl.arange(0, WINDOW)
-        seen = tl.load(
-            mask_ptr + t[:, None] * mask_t + w[None, :] * mask_w, mask=(w < W)[None, :], other=0
-        )
-        seen = start + tl.sum(seen.to(tl.int32), 1)
-        if low is not None:
-            seen += tl.maximum(low - start, 0)  # of the path, hidden places of the window
+        seen = _path_end(mask_ptr, low, t, start, W, mask_t, mask_w, WINDOW)
         end = _tail_start(seen, start, KEYS, TAIL)
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     weight = tl.full((q.shape[0],), 0.0, tl.float32)
