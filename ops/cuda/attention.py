@@ -148,6 +148,15 @@ def _tail_start(seen, start, KEYS: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
+def _load_first(first_ptr, t):
+    """Load the first place of its path that each row sees: [R] int32, or None."""
+    if first_ptr is None:
+        return None
+    else:
+        return tl.load(first_ptr + t).to(tl.int32)
+
+
+@triton.jit
 def _visible(mask_ptr, t, w, W, mask_t, mask_w):
     """Return the slots of a block that each row sees: [ROWS, KEYS] bool.
 
@@ -183,7 +192,7 @@ def _attend(
     v_ptr,
     column,
     mask_ptr,
-    low,
+    first_ptr,
     t,
     start,
     W,
@@ -202,7 +211,7 @@ def _attend(
 
     q: [ROWS, WIDTH]; k, v: pointers to slot 0 of the key head
     column: [WIDTH] bool, False for padding; t: [ROWS] int32, tokens
-    low: [ROWS] int32, the first place of its path that each row sees, or None: 0
+    first_ptr: pointer to token 0's first place, or None
     Returns: maximum and weight, [ROWS] fp32, and total, [ROWS, WIDTH] fp32, as in `_add`.
     """
     n = tl.arange(0, KEYS)
@@ -212,6 +221,7 @@ def _attend(
     shared = start // KEYS * KEYS  # all rows see the blocks below
     if TAIL:
         shared = _tail_start(start + 1, start, KEYS, TAIL)
+    low = _load_first(first_ptr, t)  # a row's first place
     if low is not None:
         first = tl.maximum(first, tl.min(low, 0) // KEYS * KEYS)
     shared = tl.minimum(tl.maximum(shared, first), last)
@@ -228,19 +238,12 @@ def _attend(
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     weight = tl.full((q.shape[0],), 0.0, tl.float32)
     total = tl.full(q.shape, 0.0, tl.float32)
-    if low is not None:  # the blocks in which a row's slots begin
-        clear = tl.minimum(tl.cdiv(tl.max(low, 0), KEYS) * KEYS, shared)
-        for at in tl.range(first, clear, KEYS, num_stages=1):
-            k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
-            v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
-            scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, KEYS]
-            scores = tl.where((at + n)[None, :] >= low[:, None], scores, float("-inf"))
-            top, weight, total = _add(scores, v, top, weight, total, SCALE)
-        first = tl.maximum(first, clear)
     for at in tl.range(first, shared, KEYS, num_stages=STAGES):
         k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
         v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, KEYS]
+        if low is not None:
+            scores = tl.where((at + n)[None, :] >= low[:, None], scores, float("-inf"))
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
     for at in tl.range(shared, last, KEYS, num_stages=1):
         inside = at + n < start + W
@@ -387,15 +390,6 @@ def _rows(own, head, T, column, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.c
     return tl.minimum(token, T - 1), live, spots, cells, live[:, None] & column[None, :]
 
 
-@triton.jit
-def _load_first(first_ptr, place):
-    """Load what rows see first, [R] int32, or None."""
-    if first_ptr is None:
-        return None
-    else:
-        return tl.load(first_ptr + place).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["T", "S", "W", "mask_b", "mask_t", "mask_w"])
 def prompt_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, first_ptr, y_ptr, T, S, W, mask_b, mask_t, mask_w,
@@ -416,11 +410,12 @@ def prompt_kernel(
     column = (e < E) | (WIDTH == E)
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, _, _, cells, real = _rows(own, tl.program_id(1) % KV_HEADS, T, column, H, KV_HEADS, E)
-    low = _load_first(first_ptr, b * T + t)
+    if first_ptr is not None:
+        first_ptr += b * T
     q = tl.load(q_ptr + before + cells, mask=real, other=0.0)
     _, weight, total = _attend(
-        q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, low, t, start, W,
-        0, start + W, mask_t, mask_w, SCALE, E, KEYS, STAGES, 0, 0,
+        q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, first_ptr, t,
+        start, W, 0, start + W, mask_t, mask_w, SCALE, E, KEYS, STAGES, 0, 0,
     )  # fmt: skip
     y = total / weight[:, None]
     tl.store(y_ptr + before + cells, y.to(y_ptr.dtype.element_ty), mask=real)
@@ -428,12 +423,12 @@ def prompt_kernel(
 
 @triton.jit
 def _part(
-    start, rows, W, low, CHUNK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    start, rows, W, lowest, CHUNK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr, TAIL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Find the work of a block: the programs of the last axis are tails, then chunks.
 
-    rows: of a key head; low: what those of this block see first, or None
+    rows: of a key head; lowest: the first place that one of this block sees, or None: 0
     Returns: the part that it writes, 0 for a tail, or -1: there is none; the number of parts; the
     slots of its chunk, from one to another; the number of chunks that nobody reads, which come
     first; of those that are read; and of blocks with work.
@@ -445,8 +440,8 @@ def _part(
     first, last = _chunk(part - 1, end, CHUNK, SPLITS)
     used = _chunks_before(end, CHUNK, SPLITS)
     unread = 0
-    if low is not None:
-        unread = tl.minimum(_chunks_before(tl.min(low, 0) + 1, CHUNK, SPLITS) - 1, used)
+    if lowest is not None:
+        unread = tl.minimum(_chunks_before(lowest + 1, CHUNK, SPLITS) - 1, used)
     if part <= 0:
         part = tl.where(tl.program_id(2) < tails, 0, -1)
     else:
@@ -486,9 +481,12 @@ def attention_kernel(
     head = tl.program_id(1) % KV_HEADS
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, live, spots, cells, real = _rows(own, head, T, column, H, KV_HEADS, E)
-    low = _load_first(first_ptr, b * T + t)
+    lowest = None
+    if first_ptr is not None:
+        first_ptr += b * T
+        lowest = tl.min(_load_first(first_ptr, t), 0)
     part, most, first, last, unread, used, blocks = _part(
-        start, T * H // KV_HEADS, W, low, CHUNK, SPLITS, ROWS, KEYS, TAIL, TAIL_ROWS
+        start, T * H // KV_HEADS, W, lowest, CHUNK, SPLITS, ROWS, KEYS, TAIL, TAIL_ROWS
     )
     if part < 0:
         return
@@ -503,9 +501,9 @@ def attention_kernel(
         few = tl.program_id(0) * ROWS + tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
         u, some, few_spots, few_cells, there = _rows(few, head, T, column, H, KV_HEADS, E)
         x = tl.load(q_ptr + few_cells, mask=there, other=0.0).to(tl.float32)
-        few_low = _load_first(first_ptr, b * T + u)
+        low = _load_first(first_ptr, u)
         high, share, sums = _attend_tails(
-            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t, few_low, some,
+            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t, low, some,
             start, W, mask_w, SCALE, E, KEYS, WINDOW, TAIL,
         )  # fmt: skip
         mine = parts_ptr + few_cells
@@ -513,8 +511,8 @@ def attention_kernel(
     else:
         q = tl.load(q_ptr + cells, mask=real, other=0.0)
         top, weight, total = _attend(
-            q, k_ptr + base, v_ptr + base, column, mask_ptr, low, t, start, W, first, last, mask_t,
-            mask_w, SCALE, E, KEYS, STAGES, WINDOW, TAIL,
+            q, k_ptr + base, v_ptr + base, column, mask_ptr, first_ptr, t, start, W, first, last,
+            mask_t, mask_w, SCALE, E, KEYS, STAGES, WINDOW, TAIL,
         )  # fmt: skip
         stat = stats_ptr + part * size + spots
         _write(

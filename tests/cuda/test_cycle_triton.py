@@ -34,7 +34,7 @@ def check(case: CycleCase) -> None:
     found = resources(case.target, cycle_source(case))
     assert (found.stack_bytes, found.local_accesses, found.disorder) == (0, 0, ""), (case, found)
     assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, found)
-    on_tensor_cores = case.kernel == "attention" and case.dtype != "fp32"
+    on_tensor_cores = "attention" in case.kernel and case.dtype != "fp32"
     instruction = {"90": "HGMMA", "100": "UTCHMMA"}.get(case.target, "HMMA")
     assert found.tensor_core.split()[0] == (instruction if on_tensor_cores else "none"), found
 
