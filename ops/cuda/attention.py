@@ -50,7 +50,7 @@ class AttentionPlan(NamedTuple):
 def plan_attention(
     rows: int, E: int, dtype: torch.dtype, device: Device, split: bool = True
 ) -> AttentionPlan:
-    """Choose the tile for `rows` rows per key head of width E; no spills up to E = 128.
+    """Choose the tile for `rows` rows per key head of width E; hardly any spills.
 
     split: the launch has chunks and tails; all of them have one plan, so one compiled kernel
 
@@ -81,6 +81,10 @@ def plan_attention(
     if width > 64 and device.capability == 80:
         warps = 8  # four spill
     keys = 64 if width == E <= 64 else 32  # more would spill
+    if width > 128:  # more would spill 500 bytes; these 16 at most
+        tile = 64 if hopper else 32
+        warps = 8
+        keys = 16
     stage = keys * width * 4  # bytes of keys and values
     # Hopper's tensor cores read a stage from shared memory; the others hold it in registers and
     # share the probabilities
