@@ -103,7 +103,16 @@ class FusedModel:
         Returns: [B, T, (1 + aux_layers) F].
         """
         return torch.ops.gpt_eagle.model(
-            tokens, positions, self.prepared, *self.parts, cache.k, cache.v, *window, aux_layers
+            tokens,
+            positions,
+            self.prepared,
+            *self.parts,
+            cache.k,
+            cache.v,
+            window.slots,
+            window.start,
+            window.mask,
+            aux_layers,
         )
 
 
@@ -141,7 +150,9 @@ class FusedHead:
             *self.kind,
             cache.k,
             cache.v,
-            *window,
+            window.slots,
+            window.start,
+            window.mask,
         )
 
     def extend(self, state: Any, rows: Any) -> tuple[Tensor, Tensor]:

@@ -152,6 +152,15 @@ def _tail_start(seen, start, KEYS: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
+def _of_sequence(first_ptr, tokens):
+    """Return the pointer to a sequence's first places, or None. tokens: of earlier sequences"""
+    if first_ptr is None:
+        return None
+    else:
+        return first_ptr + tokens
+
+
+@triton.jit
 def _load_first(first_ptr, t):
     """Load the first place of its path that each row sees: [R] int32, or None."""
     if first_ptr is None:
@@ -191,26 +200,10 @@ def _add(scores, v, top, weight, total, SCALE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q,
-    k_ptr,
-    v_ptr,
-    column,
-    mask_ptr,
-    first_ptr,
-    t,
-    start,
-    W,
-    first,
-    last,
-    mask_t,
-    mask_w,
-    SCALE: tl.constexpr,
-    E: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    q, k_ptr, v_ptr, column, mask_ptr, first_ptr, t, start, W, first, last, mask_t, mask_w,
+    SCALE: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """Attend to the slots first .. last, KEYS at a time; with a TAIL, to those before a row's own.
 
     q: [ROWS, WIDTH]; k, v: pointers to slot 0 of the key head
@@ -266,22 +259,9 @@ def _attend(
 
 @triton.jit
 def _attend_tails(
-    q,
-    k_ptr,
-    v_ptr,
-    column,
-    mask_ptr,
-    low,
-    live,
-    start,
-    W,
-    mask_w,
-    SCALE: tl.constexpr,
-    E: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    q, k_ptr, v_ptr, column, mask_ptr, low, live, start, W, mask_w, SCALE: tl.constexpr,
+    E: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """Attend from rows to their tails, each along its path.
 
     The slots of the window that a row sees are its path, in ascending order.
@@ -414,8 +394,7 @@ def prompt_kernel(
     column = (e < E) | (WIDTH == E)
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, _, _, cells, real = _rows(own, tl.program_id(1) % KV_HEADS, T, column, H, KV_HEADS, E)
-    if first_ptr is not None:
-        first_ptr += b * T
+    first_ptr = _of_sequence(first_ptr, b * T)
     q = tl.load(q_ptr + before + cells, mask=real, other=0.0)
     _, weight, total = _attend(
         q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, first_ptr, t,
@@ -427,12 +406,12 @@ def prompt_kernel(
 
 @triton.jit
 def _part(
-    start, rows, W, lowest, CHUNK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    start, rows, W, low, CHUNK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr, TAIL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Find the work of a block: the programs of the last axis are tails, then chunks.
 
-    rows: of a key head; lowest: the first place that one of this block sees, or None: 0
+    rows: of a key head; low: the first places that those of this block see, or None: 0
     Returns: the part that it writes, 0 for a tail, or -1: there is none; the number of parts; the
     slots of its chunk, from one to another; the number of chunks that nobody reads, which come
     first; of those that are read; and of blocks with work.
@@ -444,8 +423,8 @@ def _part(
     first, last = _chunk(part - 1, end, CHUNK, SPLITS)
     used = _chunks_before(end, CHUNK, SPLITS)
     unread = 0
-    if lowest is not None:
-        unread = tl.minimum(_chunks_before(lowest + 1, CHUNK, SPLITS) - 1, used)
+    if low is not None:
+        unread = tl.minimum(_chunks_before(tl.min(low, 0) + 1, CHUNK, SPLITS) - 1, used)
     if part <= 0:
         part = tl.where(tl.program_id(2) < tails, 0, -1)
     else:
@@ -473,10 +452,9 @@ def attention_kernel(
     """Attend from ROWS rows of a key head to a chunk, or from few of them to their tails.
 
     q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, strided
-    first: [B, T] int64, or None
+    first: [B, T] int64, or None; done: [blocks of rows, B * KV_HEADS] int32, 0 before and after
     parts: [1 + chunks, B, T, H, E] fp32, not divided by their weights, tails first
-    stats: [2, 1 + chunks, B, T, H] fp32, maximum and weight
-    done: [blocks of rows, B * KV_HEADS] int32, zeros before and after. Writes: y; used parts, stats
+    stats: [2, 1 + chunks, B, T, H] fp32, maximum and weight. Writes: y; used parts, stats
     """
     b = tl.program_id(1) // KV_HEADS
     start = tl.load(start_ptr + b).to(tl.int32)
@@ -485,12 +463,10 @@ def attention_kernel(
     head = tl.program_id(1) % KV_HEADS
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, live, spots, cells, real = _rows(own, head, T, column, H, KV_HEADS, E)
-    lowest = None
-    if first_ptr is not None:
-        first_ptr += b * T
-        lowest = tl.min(_load_first(first_ptr, t), 0)
+    first_ptr = _of_sequence(first_ptr, b * T)
+    low = _load_first(first_ptr, t)
     part, most, first, last, unread, used, blocks = _part(
-        start, T * H // KV_HEADS, W, lowest, CHUNK, SPLITS, ROWS, KEYS, TAIL, TAIL_ROWS
+        start, T * H // KV_HEADS, W, low, CHUNK, SPLITS, ROWS, KEYS, TAIL, TAIL_ROWS
     )
     if part < 0:
         return
@@ -505,10 +481,9 @@ def attention_kernel(
         few = tl.program_id(0) * ROWS + tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
         u, some, few_spots, few_cells, there = _rows(few, head, T, column, H, KV_HEADS, E)
         x = tl.load(q_ptr + few_cells, mask=there, other=0.0).to(tl.float32)
-        low = _load_first(first_ptr, u)
         high, share, sums = _attend_tails(
-            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t, low, some,
-            start, W, mask_w, SCALE, E, KEYS, WINDOW, TAIL,
+            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t,
+            _load_first(first_ptr, u), some, start, W, mask_w, SCALE, E, KEYS, WINDOW, TAIL,
         )  # fmt: skip
         mine = parts_ptr + few_cells
         _write(mine, stats_ptr + few_spots, most * size, high, share, sums, some, there)
@@ -518,10 +493,9 @@ def attention_kernel(
             q, k_ptr + base, v_ptr + base, column, mask_ptr, first_ptr, t, start, W, first, last,
             mask_t, mask_w, SCALE, E, KEYS, STAGES, WINDOW, TAIL,
         )  # fmt: skip
+        ours = parts_ptr + part * size * E + cells
         stat = stats_ptr + part * size + spots
-        _write(
-            parts_ptr + part * size * E + cells, stat, most * size, top, weight, total, live, real
-        )
+        _write(ours, stat, most * size, top, weight, total, live, real)
     if is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), blocks):
         weights, totals = _combine(
             parts_ptr + cells, stats_ptr + spots, size, unread, 1 + used, most, live, real, E
