@@ -9,21 +9,36 @@ Source: arXiv 2503.19786. Not here: images, soft caps, which only Gemma 2 has.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hf.fields import Rule, integer, key, only, positive, read_fields
+import torch
+
+from hf.fields import FLAG, Rule, integer, key, only, positive, read_fields
+from model import DTYPES, ModelConfig, Rope
 from model import NAMES as LLAMA_NAMES
-from model import ModelConfig, Rope
 from models.gguf_names import LAYER, GgufLayout
-from models.keys import HFConfig, common_fields
+from models.keys import HFConfig, common_fields, rope_parameters
 from steps import Add, Attend, Gate, HeadNorm, Norm, Project, Rotate, Step
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
-# what transformers takes where config.json leaves out a key
-DEFAULTS = {"head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True}
+# what transformers takes where config.json leaves out a key; those of the 4B leave out most
+DEFAULTS = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
 LAYERS_OF_27B = 62  # whose scores have a scale of their own, which GGUF files do not hold
 
 
@@ -33,8 +48,11 @@ class Gemma3(ModelConfig):
 
     query_scale: float = 0.0625  # query_pre_attn_scalar ** -0.5
     window: int = 512  # sliding_window (tokens)
-    local_theta: float = 10000.0  # rope_local_base_freq, of the layers with a window
+    # rope_local_base_freq, or rope_parameters: of the layers with a window
+    local_theta: float = 10000.0
+    local_scaling: dict | None = None
     sliding_layers: tuple[int, ...] = ()  # layer_types, sliding_window_pattern
+    rounds_scale: bool = True  # (ours) whether the embeddings' scale has the weights' dtype
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
@@ -46,7 +64,7 @@ class Gemma3(ModelConfig):
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        return (*super().ropes, Rope(self.head_dim, self.local_theta))
+        return (*super().ropes, Rope(self.head_dim, self.local_theta, self.local_scaling))
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -54,7 +72,10 @@ class Gemma3(ModelConfig):
 
     @property
     def embedding_scale(self) -> float:
-        return math.sqrt(self.dim)
+        scale = math.sqrt(self.dim)
+        if self.rounds_scale:
+            scale = torch.tensor(scale, dtype=DTYPES[self.dtype], device="cpu").item()
+        return scale
 
     def layer(self, i: int) -> tuple[Step, ...]:
         heads = (self.n_heads, self.n_kv_heads, self.head_dim)
@@ -89,7 +110,8 @@ class Gemma3(ModelConfig):
 # ------------------------------------------------------------------------------------- config.json
 
 KINDS = Rule(
-    f"a list of {SLIDING} and {FULL}", lambda v: type(v) is list and set(v) <= {SLIDING, FULL}
+    f"a list of {SLIDING} and {FULL}",
+    lambda v: type(v) is list and all(kind in (SLIDING, FULL) for kind in v),
 )
 NONE = Rule("null", lambda v: v is None)
 NO = Rule("false", lambda v: v is False)
@@ -108,21 +130,19 @@ class HFGemma3:
     attn_logit_softcapping: float | None = key(NONE, None)
     final_logit_softcapping: float | None = key(NONE, None)
     use_bidirectional_attention: bool = key(NO, False)
+    rounds_scale: bool = key(FLAG, True)  # (ours) false of a GGUF file, as in llama.cpp
 
 
 def read_config(raw: dict, architecture: str) -> Gemma3:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
-    raw = DEFAULTS | raw
-    by_kind = raw.get("rope_parameters") or {}
-    if FULL in by_kind:  # transformers 5 has a RoPE for each kind of layer
-        local = by_kind.get(SLIDING) or {}
-        raw = raw | {"rope_parameters": by_kind[FULL]}
-        raw |= {"rope_local_base_freq": local.get("rope_theta", 10000.0)}
-    elif not by_kind:
-        raw = {"rope_theta": 1e6} | raw
+    raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
     hf = read_fields(raw, HFConfig)
     own = read_fields(raw, HFGemma3)
-    fields = common_fields(hf)
+    far, local = ropes_of(hf, own)
+    fields = common_fields(replace(hf, rope_parameters=far, rope_scaling=None))
+    local_theta, local_scaling = rope_parameters(
+        replace(hf, rope_parameters=local, rope_scaling=None)
+    )
     kinds = own.layer_types
     if kinds is None:
         every = own.sliding_window_pattern
@@ -143,9 +163,30 @@ def read_config(raw: dict, architecture: str) -> Gemma3:
         qk_norm=True,
         query_scale=own.query_pre_attn_scalar**-0.5,
         window=own.sliding_window,
-        local_theta=own.rope_local_base_freq,
+        local_theta=local_theta,
+        local_scaling=local_scaling,
         sliding_layers=tuple(i for i, kind in enumerate(kinds) if kind == SLIDING),
+        rounds_scale=own.rounds_scale,
     )
+
+
+def ropes_of(hf: HFConfig, own: HFGemma3) -> tuple[dict, dict]:
+    """Return RoPE's keys of the layers that see all, and of those with a window.
+
+    Raises: ValueError for other kinds of layers.
+    """
+    far = {"rope_theta": hf.rope_theta or 1e6} | (hf.rope_scaling or {})
+    local = {"rope_theta": own.rope_local_base_freq}
+    by_kind = hf.rope_parameters or {}  # as transformers 5 has them
+    known = all(
+        kind in (FULL, SLIDING) and isinstance(keys, dict) for kind, keys in by_kind.items()
+    )
+    if not known:
+        raise ValueError(
+            f"rope_parameters must hold an object {FULL} and an object {SLIDING}; "
+            f"it is {reprlib.repr(by_kind)}"
+        )
+    return far | by_kind.get(FULL, {}), local | by_kind.get(SLIDING, {})
 
 
 # -------------------------------------------------------------------------------------------- GGUF
@@ -166,7 +207,9 @@ def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
         "rope_theta": metadata.positive(name("rope.freq_base"), 1e6),
         "rope_local_base_freq": metadata.positive(name("rope.freq_base_swa"), 10000.0),
         "sliding_window": metadata.size(name("attention.sliding_window")),
+        "attn_logit_softcapping": metadata.get(name("attn_logit_softcapping")) or None,
         "final_logit_softcapping": metadata.get(name("final_logit_softcapping")) or None,
+        "rounds_scale": False,
     }
 
 
