@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from kv_cache import KVCache, Window
 from ops.attention import tree_attention
+from ops.backends import TORCH, Backend
 from ops.epilogues import Pending, Unscaled, add, add_norm, pending, rotary_cache, swiglu
 from ops.experts import experts_linear, route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
@@ -407,6 +408,7 @@ class Transformer(nn.Module):
     """
 
     fused: FusedModel | None = None
+    backend: Backend = TORCH  # chosen while loading (`decode.with_cycles`)
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -120,6 +120,20 @@ def _add_chains(tokens, values, parents, chains, found):
     return tuple(x.new_empty(len(x), x.shape[1] + added) for x in (tokens, values, parents))
 
 
+def _accept(tokens, parents, depths, mask, valid, choice, depth):
+    path = tokens.new_empty(len(tokens), depth + 1)
+    length = tokens.new_empty(len(tokens))
+    return path, length, torch.empty_like(path), torch.empty_like(path)
+
+
+def _advance(tokens, pos, draws, done, limit, roots, path, length, emitted, ends, features):
+    B, width = emitted.shape
+    state = (torch.empty_like(pos), torch.empty_like(draws), torch.empty_like(done))
+    after = emitted.new_empty(B, width + 1)
+    path_features = features.new_empty(B, width, features.shape[2])
+    return *state, torch.empty_like(pos), after, path_features, emitted.new_empty(B, width + 4)
+
+
 def _causal(first, rows, back):
     slots = first.new_empty(len(first), rows)
     mask = first.new_empty(len(first), rows, rows, dtype=torch.bool)
@@ -185,10 +199,10 @@ OPERATORS: dict[str, Callable | None] = {
     "int count, Tensor text, Tensor pos) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _rerank,
     "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
-    "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)": None,
+    "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)": _accept,
     "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, Tensor roots, "
     "Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": None,
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _advance,
     "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
     "-> (Tensor, Tensor, Tensor)": _place_rows,
     "keep_rows(Tensor(a!) kept, Tensor(b!) waiting, Tensor(c!) passed, Tensor features, "
