@@ -29,7 +29,7 @@ import sampling
 from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
 from kv_cache import KVCache, Window, causal_window
-from model import Block, Transformer, call_block
+from model import Transformer, run_eagerly
 from ops.backends import choose
 from ops.library import PLAIN
 from ops.tree import Accepted
@@ -195,28 +195,31 @@ class Cycle:
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
-        self.call = call_block  # runs a part of the target
+        self.run_part = run_eagerly  # runs a part of the target
         self.in_place = engine.captured  # a new state is copied into the old one
 
     def compiled_by_layer(self) -> Cycle:
-        """Compile the steps, and one block of the target per type of block; all layers reuse it.
+        """Compile the steps, and one layer of the target of each kind; all layers reuse it.
 
         One graph of everything takes many times as long to compile. In a captured cycle, a call per
-        block costs nothing.
+        layer costs nothing.
         """
         for name in ("draft", "place", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
         embed = compiled(self.target.embed)
-        blocks = {}  # by type: no guard would tell dense blocks and mixtures apart
-        for block in self.target.layers:
-            blocks.setdefault(type(block.ffn), compiled(call_block))
+        fused = self.target.fused_layers
+        # by their steps: no guard would tell dense layers and mixtures apart
+        layers = {
+            layer.steps: compiled(run_eagerly)
+            for layer in (fused.segments if fused else self.target.layers)
+        }
 
-        def run(part: Callable, *inputs: Any) -> Any:
-            if isinstance(part, Block):
-                return blocks[type(part.ffn)](part, *inputs)
-            return embed(*inputs)
+        def run_part(part: Callable, *inputs: Any) -> Any:
+            if part == self.target.embed:
+                return embed(*inputs)
+            return layers[part.steps](part, *inputs)
 
-        self.call = run
+        self.run_part = run_part
         self.in_place = True
         return self
 
@@ -259,7 +262,9 @@ class Cycle:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         slots, start, positions = self.place(state, tree)
         window = Window(slots, start, tree.mask)
-        features = self.target(tree.tokens, positions, cache, window, self.call, self.aux_layers)
+        features = self.target(
+            tree.tokens, positions, cache, window, self.run_part, self.aux_layers
+        )
         return self.decide(cache, state, tree, noise, features)
 
     def place(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:

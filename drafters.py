@@ -18,13 +18,13 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import sampling
 from cli.tree_paths import MAX_NODES
 from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree
 from kv_cache import Window
-from model import Layers, Transformer
+from model import Transformer
 from ops.backends import TORCH, Backend
 from ops.tree import Candidates, Children, Frontier, Scores
 from runtime import Policy
@@ -70,7 +70,7 @@ class Drafter:
     size: int  # N, nodes of its tree, root included
     width: int  # a bound on the children of a node
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs are appended to the features
-    layers: Layers | None = None  # its transformer layers
+    layers: nn.ModuleList | None = None  # its transformer layers
     backend: Backend = TORCH  # as the target's
 
     def method(self) -> Method:

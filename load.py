@@ -8,7 +8,6 @@ session.py), prompts and results (generate.py).
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cli.io import log_note
 from cli.methods import entry_of, has_extras
 from cli.parsing import by_names, require
 from cli.prompts import read_grammar
@@ -101,7 +101,7 @@ def load(
 
         engine = replace(engine, guide=Grammar(engine, source))
     if asked.batch_size > 1:
-        print(f"note: {sequence_memory(engine)}", file=sys.stderr)
+        log_note(sequence_memory(engine))
     return warm_up(with_cycles(engine))
 
 
@@ -114,7 +114,7 @@ def _pick_device(config: GenerateConfig) -> str:
     unused = ", ".join(switches.without_effect(device))
     if unused:
         note = f"{unused}: only CUDA reads this, and the device is {device}; unset it"
-        print(f"note: {note}", file=sys.stderr)
+        log_note(note)
     return device
 
 
@@ -156,10 +156,7 @@ def keeps_fewer_bits(config: GenerateConfig, path: Path) -> bool:
         return False
     if not GgufFile(path).mostly_has(int(config.quant.removeprefix("int"))):
         return False
-    print(
-        f"note: {path} has no more bits than --quant {config.quant}: it is not rounded again",
-        file=sys.stderr,
-    )
+    log_note(f"{path} has no more bits than --quant {config.quant}: it is not rounded again")
     return True
 
 
@@ -243,9 +240,9 @@ def _note_attention(target: Transformer) -> None:
         "is PyTorch's: slower, and a draft may change a token where the best two are nearly equal"
     )
     if width % 16:
-        print(f"note: attention with heads of width {width} {theirs}", file=sys.stderr)
+        log_note(f"attention with heads of width {width} {theirs}")
     elif weight.dtype == DTYPES["float16"]:
-        print(f"note: attention in float16 {theirs}; use --set dtype=bfloat16", file=sys.stderr)
+        log_note(f"attention in float16 {theirs}; use --set dtype=bfloat16")
 
 
 def _without_head(config: GenerateConfig) -> str:
@@ -304,7 +301,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
 
         if entry.grows and config.tree_shape == "auto":
             reason = "--tree auto goes by the ranks' clocks, which differ"
-            print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
+            log_note(f"the tree is dynamic, as {reason}")
         return tp.split_lm_head(target, method)
     if entry.grows and config.tree_shape == "auto" and config.draft != "none":
         from extras.auto_trees import with_trees
@@ -338,7 +335,7 @@ def warm_up(engine: Engine) -> Engine:
     chosen = engine.resolved | {"compile": how}
     ranks.check_same_on_all_ranks(engine.config, **chosen)
     if reason:
-        print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
+        log_note(f"--compile does not work here ({reason}); running without it")
         return warm_up(with_cycles(replace(engine, resolved=chosen)))
     compile_s = 0.0
     if engine.captured:

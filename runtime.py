@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cli.io import log_note
 from ops import switches
 from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton
 
@@ -117,7 +118,7 @@ class Replay:
             self.capture_failed = True
             self.scratch.clear()  # the broken capture may hold its pool
             note = "a step runs uncaptured, and slower, since its capture as a CUDA graph failed"
-            print(f"note: {note}: {first_line(error.__context__ or error)}", file=sys.stderr)
+            log_note(f"{note}: {first_line(error.__context__ or error)}")
 
 
 def first_line(error: BaseException) -> str:

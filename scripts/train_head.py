@@ -42,7 +42,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import is_gguf, read_json, read_text, write_text
+from cli.io import is_gguf, log_note, read_json, read_text, write_text
 from cli.parsing import one_line_errors, option, parse
 from hf.chat import chat_template
 from hf.config import read_raw
@@ -322,7 +322,7 @@ def export(job: Job) -> None:
         for kind in export_head.FORMATS:
             export_head.write_gguf(head, job.out / f"head-{kind}.gguf", kind)
     except ValueError as error:
-        print(f"note: no GGUF files: {error}", file=sys.stderr)
+        log_note(f"no GGUF files: {error}")
 
 
 # ------------------------------------------------------------------------------- the model card
@@ -443,7 +443,7 @@ def run(config: HeadConfig) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if config.threads:
         torch.set_num_threads(config.threads)
-    with folder_lock(out, f"note: waiting for another process that writes to {out}"):
+    with folder_lock(out, f"waiting for another process that writes to {out}"):
         job = Job(config)
         if "plan" not in job.state:
             print("measuring for the plan", flush=True)

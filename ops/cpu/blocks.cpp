@@ -293,3 +293,19 @@ void block_rows(const at::Tensor& packed, const at::Tensor& table, const at::Ten
 
 }  // namespace
 }  // namespace blocks
+
+#include "operators.h"
+
+namespace blocks {
+
+OPERATORS(m) {
+  m.def("block_bytes(int type, int n, int k) -> int", block_bytes);
+  m.def("widen_blocks(Tensor content, int type, Tensor(a!) out) -> ()");
+  m.impl("widen_blocks", at::kCPU, widen_blocks);
+  m.def("pack_blocks(Tensor content, int type, Tensor? order, Tensor(a!) out) -> bool");
+  m.impl("pack_blocks", at::kCPU, pack_blocks);
+  m.def("block_rows(Tensor packed, Tensor table, Tensor rows, Tensor(a!) out) -> ()");
+  m.impl("block_rows", at::kCPU, block_rows);
+}
+
+}  // namespace blocks

@@ -39,8 +39,9 @@ bool use_tiles(std::string name);
 std::tuple<std::string, int64_t, int64_t> tiles();
 }  // namespace amx
 namespace attention {
-at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,
-                     const at::Tensor& mask);
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const at::Tensor& start, const at::Tensor& mask,
+                     const std::optional<at::Tensor>& first, double scale);
 }  // namespace attention
 namespace sampling {
 at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample,

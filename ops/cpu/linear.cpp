@@ -266,3 +266,24 @@ at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std:
 }
 
 }  // namespace linear
+
+#include "operators.h"
+
+namespace linear {
+
+// The result, empty, where steps are traced.
+at::Tensor empty_linear(const at::Tensor& x, const at::Tensor& weight,
+                        const std::optional<at::Tensor>&, bool fp32_out,
+                        const std::optional<at::Tensor>&) {
+  return empty_rows(x, weight.size(-2), fp32_out ? at::kFloat : x.scalar_type());
+}
+
+OPERATORS(m) {
+  m.def(
+      "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool fp32_out, Tensor? expert=None) "
+      "-> Tensor");
+  m.impl("linear_bf16", at::kCPU, linear_bf16);
+  m.impl("linear_bf16", at::kMeta, empty_linear);
+}
+
+}  // namespace linear

@@ -1,6 +1,7 @@
 // Lookup of continuations in the text so far on a CPU: the operators of extras/ngram_draft.py, which describes them.
 
 #include "common.h"
+#include "operators.h"
 
 #include <ATen/ops/empty_like.h>
 
@@ -289,6 +290,47 @@ void look_up(const at::Tensor& text, const at::Tensor& pos, const std::optional<
     estimate(drafted, sizes, sums + b * S, scratch);
     from[b] = one.root;
   }
+}
+
+// The results, empty, where steps are traced.
+std::tuple<at::Tensor, at::Tensor> empty_lookup(const at::Tensor& text, const at::Tensor&,
+                                                const std::optional<at::Tensor>&, int64_t tokens,
+                                                int64_t branches, int64_t, int64_t) {
+  const int64_t B = text.size(0);
+  return {at::empty({B, branches, tokens}, text.options()),
+          at::empty({B, branches}, text.options())};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_pool(const at::Tensor& tokens,
+                                                          const at::Tensor& values,
+                                                          const at::Tensor& parents,
+                                                          const at::Tensor& chains,
+                                                          const at::Tensor&) {
+  const int64_t size = tokens.size(1) + chains.size(1) * chains.size(2);
+  return {empty_rows(tokens, size, at::kLong), empty_rows(values, size, at::kFloat),
+          empty_rows(parents, size, at::kLong)};
+}
+void skip_look_up(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                  const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                  const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t,
+                  at::IntArrayRef) {}
+
+OPERATORS(m) {
+  m.def(
+      "lookup(Tensor text, Tensor pos, Tensor? kept, int tokens, int branches, int least, "
+      "int longest) -> (Tensor, Tensor)");
+  m.impl("lookup", at::kCPU, lookup);
+  m.impl("lookup", at::kMeta, empty_lookup);
+  m.def(
+      "look_up(Tensor text, Tensor pos, Tensor? kept, Tensor(a!) tokens, Tensor(b!) values, "
+      "Tensor(c!) parents, Tensor(d!) lengths, Tensor(e!) root, Tensor(f!) outcomes, "
+      "Tensor(g!) expected, int least, int longest, int[] sizes) -> ()");
+  m.impl("look_up", at::kCPU, look_up);
+  m.impl("look_up", at::kMeta, skip_look_up);
+  m.def(
+      "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.impl("add_chains", at::kCPU, add_chains);
+  m.impl("add_chains", at::kMeta, empty_pool);
 }
 
 }  // namespace lookup

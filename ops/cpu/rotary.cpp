@@ -7,6 +7,9 @@
 // Products are rounded before they are added, as in PyTorch's operators, so that the bits equal those of eager code.
 
 #include "common.h"
+#include "operators.h"
+
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -67,6 +70,30 @@ std::tuple<at::Tensor, at::Tensor> angles(const at::Tensor& freq, const at::Tens
     }
   });
   return {cos, sin};
+}
+
+// The results, empty, where steps are traced.
+std::tuple<at::Tensor, at::Tensor> empty_rotary(const at::Tensor& qkv, const at::Tensor&,
+                                                const at::Tensor&, int64_t heads,
+                                                int64_t kv_heads) {
+  const int64_t B = qkv.size(0), T = qkv.size(1), E = qkv.size(3);
+  return {at::empty({B, T, heads, E}, qkv.options()), at::empty({B, T, kv_heads, E}, qkv.options())};
+}
+std::tuple<at::Tensor, at::Tensor> empty_angles(const at::Tensor& freq, const at::Tensor& positions,
+                                                double) {
+  const at::Tensor cos =
+      at::empty({positions.size(0), positions.size(1), 1, 2 * freq.size(0)}, freq.options());
+  return {cos, at::empty_like(cos)};
+}
+
+OPERATORS(m) {
+  m.def(
+      "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)");
+  m.impl("rotary", at::kCPU, rotary);
+  m.impl("rotary", at::kMeta, empty_rotary);
+  m.def("angles(Tensor freq, Tensor positions, float factor) -> (Tensor, Tensor)");
+  m.impl("angles", at::kCPU, angles);
+  m.impl("angles", at::kMeta, empty_angles);
 }
 
 }  // namespace rotary

@@ -8,6 +8,7 @@
 // A row's result does not depend on the other rows, and is the same in compiled and in eager steps. Scores are not NaN.
 
 #include "common.h"
+#include "operators.h"
 
 #include <algorithm>
 #include <cmath>
@@ -238,6 +239,30 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const st
     }
   });
   return result;
+}
+
+// The results, empty, where steps are traced.
+at::Tensor empty_gumbel(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                        const std::optional<at::Tensor>&, const at::Tensor& first, int64_t rows,
+                        int64_t vocab, int64_t) {
+  return at::empty({first.size(0), rows, vocab}, first.options().dtype(at::kFloat));
+}
+at::Tensor empty_cut(const at::Tensor& scores, const at::Tensor&, const std::optional<at::Tensor>&,
+                     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
+  return at::empty(scores.sizes(), scores.options());
+}
+
+OPERATORS(m) {
+  m.def(
+      "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, int rows, "
+      "int vocab, int domain) -> Tensor");
+  m.impl("gumbel", at::kCPU, gumbel);
+  m.impl("gumbel", at::kMeta, empty_gumbel);
+  m.def(
+      "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? margin) "
+      "-> Tensor");
+  m.impl("cut", at::kCPU, cut);
+  m.impl("cut", at::kMeta, empty_cut);
 }
 
 }  // namespace sampling

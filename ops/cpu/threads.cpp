@@ -11,6 +11,7 @@
 // on its caller alone; so do all loops of a forked process, which has no workers.
 
 #include "common.h"
+#include "operators.h"
 
 #include <atomic>
 #include <mutex>
@@ -156,3 +157,5 @@ void run_loop(const Loop& loop) {
   if (threads > 1 && loop.size > loop.grain) pool.run(loop, threads, then);
   else if (loop.size > 0) loop.run(loop.body, 0, loop.size);
 }
+
+OPERATORS(m) { m.def("own_threads(int count) -> ()", own_threads); }

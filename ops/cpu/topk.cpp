@@ -8,6 +8,7 @@
 // A row's result does not depend on the other rows. Scores are not NaN.
 
 #include "common.h"
+#include "operators.h"
 
 #include <algorithm>
 #include <cmath>
@@ -44,7 +45,7 @@ void best_of(const float* x, int64_t n, int64_t k, float* best, int64_t* index) 
 
 }  // namespace
 
-// `topk_logsumexp` of ops/topk.py.
+// `topk` of ops/torch_backend.py.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, int64_t k) {
   TORCH_CHECK(scores.scalar_type() == at::kFloat, "scores must be float32");
   const at::Tensor rows = scores.contiguous();
@@ -64,7 +65,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, in
   return {values, index, total};
 }
 
-// `best` of ops/topk.py. scores: [B, N, V]; noise: [B, R, V]; row: [B, N]
+// `best` of ops/torch_backend.py. scores: [B, N, V]; noise: [B, R, V]; row: [B, N]
 at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise,
                 const std::optional<at::Tensor>& row) {
   const at::Tensor from = scores.contiguous();
@@ -99,6 +100,25 @@ at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise
     }
   });
   return token;
+}
+
+// The results, empty, where steps are traced.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_topk(const at::Tensor& scores, int64_t k) {
+  return {empty_rows(scores, k, at::kFloat), empty_rows(scores, k, at::kLong),
+          empty_rows(scores, 1, at::kFloat)};
+}
+at::Tensor empty_best(const at::Tensor& scores, const std::optional<at::Tensor>&,
+                      const std::optional<at::Tensor>&) {
+  return at::empty({scores.size(0), scores.size(1)}, scores.options().dtype(at::kLong));
+}
+
+OPERATORS(m) {
+  m.def("topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)");
+  m.impl("topk", at::kCPU, topk);
+  m.impl("topk", at::kMeta, empty_topk);
+  m.def("best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor");
+  m.impl("best", at::kCPU, best);
+  m.impl("best", at::kMeta, empty_best);
 }
 
 }  // namespace topk

@@ -10,6 +10,7 @@
 // Trees are small: only the scores of `next_level` pay for threads.
 
 #include "common.h"
+#include "operators.h"
 
 #include <ATen/ops/empty_like.h>
 
@@ -198,7 +199,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 
 // -------------------------------------------------------------------------------------------------- accepting
 
-// `accept` of draft_tree.py. tokens, parents, depths, valid, choice: [B, N]; mask: [B, N, N], which parents imply.
+// `accept` of ops/torch_backend.py. tokens, parents, depths, valid, choice: [B, N]; mask: [B, N, N], which parents imply.
 // Returns: path [B, D+1], length [B], emitted [B, D+1], moves [B, D+1].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept(
     const at::Tensor& tokens, const at::Tensor& parents, const at::Tensor& depths, const at::Tensor&,
@@ -248,7 +249,7 @@ bool all_finite(const void* data, int64_t count, at::ScalarType type) {
   return all_finite<uint32_t>(data, count, 0x7f800000);
 }
 
-// `advance` of decode.py. tokens: [B, S+1], written; pos, draws, done, limit: [B]; roots: [B, N], the tree's tokens;
+// `advance` of ops/torch_backend.py. tokens: [B, S+1], written; pos, draws, done, limit: [B]; roots: [B, N], the tree's tokens;
 // path, emitted: [B, D+1]; length: [B]; ends: [E]; features: [B, N, F].
 // Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the report [B, D+5], whose
 // `done` is 2 more where these features are not finite.
@@ -321,7 +322,7 @@ void keep_rows(at::Tensor kept, at::Tensor waiting, at::Tensor passed, const at:
 
 // ---------------------------------------------------------------------------------------------------- places
 
-// `place_tokens` of kv_cache.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
+// `place_tokens` of ops/torch_backend.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
 // positions [B, T].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos, const Optional& done,
                                                           const Optional& depths, int64_t rows, int64_t slot,
@@ -369,6 +370,113 @@ at::Tensor with_times(const at::Tensor& facts, at::IntArrayRef times) {
   for (int64_t b = 0; b < B; b++)
     std::copy(times.begin(), times.end(), std::copy_n(known.data + b * n, n, out(all) + b * (n + count)));
   return all;
+}
+
+// The results, empty, where steps are traced.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+           at::Tensor>
+empty_level(const at::Tensor& logits, double, const Optional&, const Optional&, int64_t,
+            const Optional&, const Optional& index, const Optional&, const Optional&,
+            const Optional&, int64_t k, int64_t count, at::IntArrayRef at, bool) {
+  const int64_t B = logits.size(0), R = index ? index->size(1) : logits.size(1);
+  const auto whole = logits.options().dtype(at::kLong);
+  const at::Tensor tokens = at::empty({B, R * k}, whole), next = at::empty({B, count}, whole);
+  return {tokens,
+          at::empty({B, R * k}, logits.options()),
+          at::empty_like(tokens),
+          next,
+          at::empty_like(next),
+          at::empty_like(next),
+          at::empty({B, count}, logits.options()),
+          at::empty({B, count, at[2]}, logits.options().dtype(at::kBool))};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+empty_tree(at::TensorList, at::TensorList, at::TensorList, at::TensorList, const Optional&,
+           int64_t count, const at::Tensor&, const at::Tensor& pos) {
+  const int64_t B = pos.size(0), N = count + 1;
+  const at::Tensor tokens = at::empty({B, N}, pos.options());
+  return {tokens,
+          at::empty_like(tokens),
+          at::empty_like(tokens),
+          at::empty({B, N, N}, pos.options().dtype(at::kBool)),
+          at::empty({B, N}, pos.options().dtype(at::kBool)),
+          at::empty({B, N}, pos.options().dtype(at::kFloat)),
+          at::empty_like(tokens)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+empty_path(const at::Tensor& tokens, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+           const at::Tensor&, const at::Tensor&, int64_t depth) {
+  const int64_t B = tokens.size(0);
+  const at::Tensor path = at::empty({B, depth + 1}, tokens.options());
+  return {path, at::empty({B}, tokens.options()), at::empty_like(path), at::empty_like(path)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+empty_advance(at::Tensor, const at::Tensor& pos, const at::Tensor& draws, const at::Tensor& done,
+              const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+              const at::Tensor& emitted, const at::Tensor&, const at::Tensor& features) {
+  const int64_t B = emitted.size(0), D = emitted.size(1), F = features.size(2);
+  return {at::empty_like(pos),
+          at::empty_like(draws),
+          at::empty_like(done),
+          at::empty_like(pos),
+          at::empty({B, D + 1}, pos.options()),
+          at::empty({B, D, F}, features.options()),
+          at::empty({B, D + 4}, pos.options())};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_places(const at::Tensor& pos, const Optional&,
+                                                            const Optional&, int64_t rows, int64_t,
+                                                            int64_t) {
+  const at::Tensor slots = at::empty({pos.size(0), rows}, pos.options());
+  return {slots, at::empty_like(pos), at::empty_like(slots)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_window(const at::Tensor& first, int64_t rows,
+                                                            int64_t) {
+  const int64_t B = first.size(0);
+  return {at::empty({B, rows}, first.options()), at::empty_like(first),
+          at::empty({B, rows, rows}, first.options().dtype(at::kBool))};
+}
+void skip_rows(at::Tensor, at::Tensor, at::Tensor, const at::Tensor&, const at::Tensor&) {}
+
+OPERATORS(m) {
+  m.def(
+      "next_level(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
+      "Tensor? temperature, Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, "
+      "int count, int[] at, bool by_value) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.impl("next_level", at::kCPU, next_level);
+  m.impl("next_level", at::kMeta, empty_level);
+  m.def(
+      "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "
+      "int count, Tensor text, Tensor pos) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.impl("rerank", at::kCPU, rerank);
+  m.impl("rerank", at::kMeta, empty_tree);
+  m.def(
+      "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
+      "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.impl("accept", at::kCPU, accept);
+  m.impl("accept", at::kMeta, empty_path);
+  m.def(
+      "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, "
+      "Tensor roots, Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.impl("advance", at::kCPU, advance);
+  m.impl("advance", at::kMeta, empty_advance);
+  m.def(
+      "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.impl("place_rows", at::kCPU, place_rows);
+  m.impl("place_rows", at::kMeta, empty_places);
+  m.def("causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)");
+  m.impl("causal", at::kCPU, causal);
+  m.impl("causal", at::kMeta, empty_window);
+  m.def(
+      "keep_rows(Tensor(a!) kept, Tensor(b!) waiting, Tensor(c!) passed, Tensor features, "
+      "Tensor count) -> ()");
+  m.impl("keep_rows", at::kCPU, keep_rows);
+  m.impl("keep_rows", at::kMeta, skip_rows);
+  m.def("with_times(Tensor facts, int[] times) -> Tensor");
+  m.impl("with_times", at::kCPU, with_times);
 }
 
 }  // namespace tree

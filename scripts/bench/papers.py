@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import bundled_head, check_outputs, is_gguf
+from cli.io import bundled_head, check_outputs, is_gguf, log_note
 from cli.methods import HEAD_KINDS
 from cli.parsing import SWITCHES, one_line_errors, option, parse
 from decode import Engine
@@ -229,16 +229,16 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
         try:
             of_heads += methods_of_file(path, setting)
         except (ValueError, OSError) as error:
-            say_once(f"note: left out of --methods all: {error}")
+            note_once(f"left out of --methods all: {error}")
     if not of_heads:
         raise ValueError(f"--heads {config.heads} has no head, draft model or datastore to measure")
     return found + of_heads
 
 
 @cache
-def say_once(line: str) -> None:
-    """Print a line to stderr, the first time only: the methods are listed for every setting."""
-    print(line, file=sys.stderr)
+def note_once(text: str) -> None:
+    """Log a note, the first time only: the methods are listed for every setting."""
+    log_note(text)
 
 
 def methods_of_file(path: Path, setting: Setting) -> list[str]:

@@ -120,7 +120,7 @@ def edited(*inputs, **more):
 REFERENCES = [
     ("attention", ops.attention, "tree_attention_reference", {}),
     ("compact", torch_backend, "compact", {}),
-    ("fused", model.Block, "forward", {}),
+    ("fused", model.Layer, "forward", {}),
     ("norm", ops.norm, "rms_norm_reference", {}),
     ("products", ops.qmatmul, "grouped_reference", {"quant": "int8"}),
     ("products", ops.qmatmul, "grouped_reference", {"quant": "int4"}),

@@ -12,10 +12,10 @@ import torch
 
 import helpers
 import sampling
-from model import rope_angles
 from ops.backends import TORCH, choose
 from ops.library import has_cpu_operators
 from ops.norm import rms_norm, rms_norm_reference
+from ops.rotary import rope_angles
 from runtime import compiled
 from sampling import Sampling, SamplingTensors
 

@@ -37,6 +37,7 @@ from extras.autosize import Autosizer, AutoTrees
 from generate import generate, load
 from helpers import (
     GOLDEN,
+    Mixture,
     decode,
     quantized,
     quantized_experts,
@@ -46,9 +47,9 @@ from helpers import (
 from hf.weights import load_model
 from kv_cache import KVCache
 from load import warm_up
-from model import ModelConfig, MoEFeedForward
+from model import ModelConfig
 from ops import torch_backend
-from ops.epilogues import Pending, Unscaled
+from ops.epilogues import LazyMatmul, UnnormalizedRows
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
@@ -417,17 +418,17 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     rope = ops.rotary.rope_angles(torch.rand(64, device="cuda"), slots * 9)
     caches = torch.zeros(2, 1, 8, rows, 128, **options)
 
-    def product(x: torch.Tensor | Unscaled, weights) -> Pending:
+    def product(x: torch.Tensor | UnnormalizedRows, weights) -> LazyMatmul:
         packed = weights.packed.bfloat16() if form == "float" else weights.packed
-        given = x if isinstance(x, Unscaled) else (x, None)
-        return Pending(*given, packed, weights.scale)
+        given = x if isinstance(x, UnnormalizedRows) else (x, None)
+        return LazyMatmul(*given, packed, weights.scale)
 
     def layer(at: slice = slice(None)) -> tuple[torch.Tensor, ...]:
         operands = product(x[:, at], narrow).operands()
         total, *norm = torch.ops.gpt_eagle.add_product(*operands, stream[:, at], scale, 1e-5)
-        gated = ops.epilogues.swiglu(product(Unscaled(*norm), wide))
+        gated = ops.epilogues.swiglu(product(UnnormalizedRows(*norm), wide))
         angles = tuple(part[:, at] for part in rope)
-        qkv = product(Unscaled(*norm), narrow)  # of 16 + 2 x 8 heads
+        qkv = product(UnnormalizedRows(*norm), narrow)  # of 16 + 2 x 8 heads
         q = ops.epilogues.rotary_cache(qkv, angles, *caches, slots[:, at], None)
         wide_x = product(gated, narrow).operands()
         if form == "float":
@@ -441,7 +442,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     cached = caches.clone()
     product_of_x = narrow.reference(x.float())
     total, norm = ops.epilogues.add_norm_reference(stream, product_of_x, scale, 1e-5)
-    ours = Unscaled(got[1], got[2][0].T)
+    ours = UnnormalizedRows(got[1], got[2][0].T)
     want = [total, norm.values, norm.squares.T[None]]
     want.append(ops.epilogues.swiglu_reference(wide.reference(ours.values.float()), ours))
     theirs = torch.zeros_like(cached)
@@ -557,7 +558,7 @@ def expert_layer(format, dtype=torch.bfloat16):
         dim=512, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=64, ffn_dim=896, vocab_size=9, n_experts=8,
         experts_per_token=2,
     )  # fmt: skip
-    layer = MoEFeedForward(config).to("cuda", dtype).requires_grad_(False)
+    layer = Mixture(config).to("cuda", dtype).requires_grad_(False)
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     if format != "none":
