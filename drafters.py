@@ -289,7 +289,7 @@ class TreeDrafter(Drafter):
                 scores = self.sampler.draw(self, out, number, inputs)
             else:
                 scores = self.score_children(out, number, inputs)
-            candidates, frontier = self.backend.next_level(scores, frontier, level)
+            candidates, frontier = self.backend.expand_frontier(scores, frontier, level)
             scored.append(scores)
             levels.append(candidates)
             if level.count:
@@ -302,7 +302,7 @@ class TreeDrafter(Drafter):
                 out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
         if self.graft:
             levels = [self.graft.add(Candidates.join(levels), inputs.text, self.backend)]
-        tree = self.backend.rerank(levels, ran, self.tree.nodes, self.depth, inputs.text)
+        tree = self.backend.select_nodes(levels, ran, self.tree.nodes, self.depth, inputs.text)
         if self.sampler is not None:
             tree = self.sampler.attach(tree, scored, ran)
         return tree

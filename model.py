@@ -205,7 +205,7 @@ class Rope(NamedTuple):
 # ----------------------------------------------------------------------------------------- modules
 
 
-def rope_frequencies(rope: Rope, device: torch.device | str | None = None) -> Tensor:
+def rope_frequencies(rope: Rope, device: torch.device | str = "cpu") -> Tensor:
     """Return inverse wavelengths, [E/2] fp32 (radians per position), scaled as the rope says.
 
     Source: RoFormer (arXiv 2104.09864); `llama3` scaling as in the Llama 3.1 reference code;
@@ -247,7 +247,7 @@ def _yarn_bounds(rope: Rope, scaling: dict) -> tuple[float, float]:
 class RotaryEmbeddings(nn.Module):
     """The wavelengths of a model's rotary embeddings. They are computed, and in no file."""
 
-    def __init__(self, ropes: Sequence[Rope], device: torch.device | str | None = None):
+    def __init__(self, ropes: Sequence[Rope], device: torch.device | str = "cpu"):
         super().__init__()
         self.factors = [rope.factor for rope in ropes]
         for i, rope in enumerate(ropes):  # [E/2] fp32
@@ -324,6 +324,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.embedding_scale = config.embedding_scale
+        self.windows = config.windows
         # zeros until loaded or initialized: normal_ on the meta device would import all of
         # torch.compile (1 s, 70 MB)
         zeros = torch.zeros(config.vocab_size, config.dim)
@@ -388,12 +390,12 @@ class Transformer(nn.Module):
         tokens, positions: [B, T]
         """
         x = to_stream_dtype(self.embedding(tokens))
-        if self.config.embedding_scale != 1:
-            x = x * self.config.embedding_scale
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
         return Rows(
             x,
             ropes=self.ropes(positions),
-            windows=windows_of(self.config.windows, window),
+            windows=windows_of(self.windows, window),
         )
 
     def logits(self, features: Tensor) -> Tensor:

@@ -124,10 +124,10 @@ def lookup(text: DecodedTokens, ngram: Ngram, backend: Backend = TORCH) -> tuple
     Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 for no continuation, in a kept
         text M more.
     """
-    if backend.lookup is not None:
+    if backend.ngram_match is not None:
         kept = None if ngram.kept is None else ngram.kept.searched
         sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
-        return backend.lookup(*text, kept, *sizes)
+        return backend.ngram_match(*text, kept, *sizes)
     before = 0
     if ngram.kept is not None:
         kept = ngram.kept.tokens
@@ -236,10 +236,10 @@ class NgramDrafter(PresetDrafter):
         """
         text = update.text
         sizes = (1, *self.sizes)
-        if self.backend.look_up is not None:
+        if self.backend.ngram_draft is not None:
             kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
-            self.backend.look_up(*text, kept, *state, *limits, sizes)
+            self.backend.ngram_draft(*text, kept, *state, *limits, sizes)
             return state
         outcomes = learn(state, text)
         chains, lengths = lookup(text, self.ngram)
@@ -254,7 +254,7 @@ class NgramDrafter(PresetDrafter):
         if self.size == 1:
             return self.backend.root_tree(inputs.text)
         pool = Candidates(*state[:3])
-        return self.backend.rerank([pool], (), self.size - 1, self.depth, inputs.text)
+        return self.backend.select_nodes([pool], (), self.size - 1, self.depth, inputs.text)
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:

@@ -4,7 +4,7 @@ Candidates of one key share a rate: the length of their match, the rank of their
 their depth in it, the last depth for all deeper ones. `learn` counts which were accepted, whether
 or not the tree had room for them; older outcomes fade. `estimate` multiplies the rates along every
 path, so that the sum over a tree's nodes is the number of accepted tokens that it can expect. On a
-CPU both are done by the C++ operator `look_up`.
+CPU both are done by the C++ operator `ngram_draft`.
 Counted on recorded answers, a size picked for every pass by such estimates is worth more than any
 further source of candidates. Each sequence of a batch learns alone.
 Not here: the search (ngram_draft.py), the choice of a size (autosize.py).

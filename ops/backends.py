@@ -37,8 +37,8 @@ class Backend:
     best: Callable = of("topk")
     topk: Callable = of("topk")
     # the tree
-    next_level: Callable = of("topk", "tree")
-    rerank: Callable = of("tree")
+    expand_frontier: Callable = of("topk", "tree")
+    select_nodes: Callable = of("tree")
     root_tree: Callable = of("tree")
     accept: Callable = of("tree")
     # the cycle and its cache
@@ -49,8 +49,8 @@ class Backend:
     compact: Callable = of("compact")
     # of the drafters in extras/, whose own plain versions run where there is None
     keep_rows: Callable | None = of("tree")
-    lookup: Callable | None = of("tree")
-    look_up: Callable | None = of("tree")
+    ngram_match: Callable | None = of("tree")
+    ngram_draft: Callable | None = of("tree")
     add_chains: Callable | None = of("tree")
 
 

@@ -161,7 +161,7 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 # ----------------------------------------------------------------------------------- the next level
 
 
-def next_level(
+def expand_frontier(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
     """Value the children of a frontier and choose the next one; of equal candidates, the first.
@@ -175,7 +175,7 @@ def next_level(
 def expanded(
     scores: Scores | Children, front: Frontier | None, level: Level, grow: Callable
 ) -> tuple[Candidates, Frontier | None]:
-    """Compute `next_level` around `grow`."""
+    """Compute `expand_frontier` around `grow`."""
     if front is None:
         of_root = scores.tokens if isinstance(scores, Children) else scores.logits
         values = torch.zeros(of_root.shape[:2], device=of_root.device)  # [B, 1]
@@ -248,7 +248,9 @@ def best_nodes(values: Tensor, count: int) -> Tensor:
     return best_first(values)[:, :count].sort(dim=1).values
 
 
-def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def link_nodes(
+    chosen: Tensor, parents: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Number the chosen candidates and find their ancestors.
 
     chosen: [B, N-1] int64 flat indices, ascending; parents: [B, P] int64 flat indices, -1: the root
@@ -283,7 +285,7 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     return reach.sum(-1) - 1, reach  # the root counts itself once
 
 
-def rerank(
+def select_nodes(
     levels: Sequence[Candidates],
     ran: Sequence[Tensor],
     nodes: Tensor | int,
@@ -303,7 +305,7 @@ def rerank(
         chosen = best_nodes(every.values, nodes)
     else:
         chosen = nodes.expand(len(every.values), -1)
-    return tree_of(every, chosen, relate(chosen, every.parents, depth), ran, text)
+    return tree_of(every, chosen, link_nodes(chosen, every.parents, depth), ran, text)
 
 
 def tree_of(
@@ -313,7 +315,7 @@ def tree_of(
     ran: Sequence[Tensor],
     text: tuple[Tensor, Tensor],
 ) -> DraftTree:
-    """Make the tree of the chosen candidates. related: the result of `relate`"""
+    """Make the tree of the chosen candidates. related: the result of `link_nodes`"""
     number, *related = related
     root = text[0].gather(1, text[1][:, None])  # [B, 1]
     tokens = torch.cat((root, every.tokens.gather(1, chosen)), 1)
@@ -328,7 +330,7 @@ def tree_of(
 
 
 def root_tree(text: tuple[Tensor, Tensor]) -> DraftTree:
-    """Build the tree that is only its root: vanilla decoding. text: as for `rerank`"""
+    """Build the tree that is only its root: vanilla decoding. text: as for `select_nodes`"""
     tokens = text[0].gather(1, text[1][:, None])  # [B, 1]
     zeros = torch.zeros_like(tokens)
     return DraftTree(tokens, zeros, *ancestors(zeros, 0), torch.ones_like(tokens, dtype=torch.bool))

@@ -1,8 +1,8 @@
 """The records of a draft tree, which grows level by level.
 
-A frontier is the nodes of a level that get children. A backend's `next_level` scores its children
-and picks the next one, `rerank` picks the nodes of the tree, and `accept` the path that the target
-agrees with (ops/backends.py).
+A frontier is the nodes of a level that get children. A backend's `expand_frontier` scores its
+children and picks the next one, `select_nodes` picks the nodes of the tree, and `accept` the path
+that the target agrees with (ops/backends.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Level(NamedTuple):
     by_value: bool = True  # the best paths have children; False: the best single steps
 
     def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `next_level` in C++."""
+        """Return the operands of `expand_frontier` in C++."""
         return self.places, self.k, self.count, (self.begin, self.slot, self.slots), self.by_value
 
 
@@ -52,7 +52,7 @@ class Scores(NamedTuple):
     temperature: Tensor | None = None  # [B] fp32, T
 
     def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `next_level` in C++: all fields, in order."""
+        """Return the operands of `expand_frontier` in C++: all fields, in order."""
         return tuple(self)
 
     def with_noise(self) -> Tensor:
@@ -102,7 +102,7 @@ class Frontier(NamedTuple):
     seen: Tensor  # [B, R, W] bool, the scratch slots that each sees: its ancestors' and its own
 
     def for_cpp(self) -> tuple[Tensor, ...]:
-        """Return the operands of `next_level` in C++."""
+        """Return the operands of `expand_frontier` in C++."""
         return self.index, self.values, self.seen
 
 

@@ -274,7 +274,7 @@ def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor
     """
     given: list[Tensor] = []
     hooks = [
-        block.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        block.register_forward_pre_hook(lambda _, args: given.append(args[0].stream))
         for block in target.layers
     ]
     try:

@@ -13,7 +13,12 @@
 // tree gets the bits that its token gets alone. Trade-off: all scores of a row are kept (4 bytes a
 // slot), where an online softmax would round by blocks.
 
-#include "common.h"
+#include "attention.h"
+
+#include "exponential.h"
+#include "operands.h"
+#include "simd.h"
+#include "threads.h"
 
 #include <cmath>
 

@@ -1,6 +1,6 @@
 """The functions of a backend (ops/backends.py) in C++, each one call.
 
-Imported once the operators are loaded (build.py); the sources are tree.cpp, lookup.cpp,
+Imported once the operators are loaded (build.py); the sources are tree.cpp, ngram.cpp,
 sampling.cpp, topk.cpp and compact.cpp.
 """
 
@@ -24,26 +24,26 @@ advance = _ops.advance.default
 with_times = _ops.with_times.default
 causal = _ops.causal.default
 keep_rows = _ops.keep_rows.default
-lookup = _ops.lookup.default
-look_up = _ops.look_up.default
+ngram_match = _ops.ngram_match.default
+ngram_draft = _ops.ngram_draft.default
 add_chains = _ops.add_chains.default
 
 
-def next_level(
+def expand_frontier(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
     if isinstance(scores, Children):  # drawn by a sampler, not scored
-        return torch_backend.next_level(scores, front, level)
+        return torch_backend.expand_frontier(scores, front, level)
     above = (None, None, None)
     if front:
         above = front.for_cpp()
-    tokens, values, parents, *chosen = _ops.next_level.default(
+    tokens, values, parents, *chosen = _ops.expand_frontier.default(
         *scores.for_cpp(), *above, *level.for_cpp()
     )
     return Candidates(tokens, values, parents), Frontier(*chosen)
 
 
-def rerank(
+def select_nodes(
     levels: Sequence[Candidates],
     ran: Sequence[Tensor],
     nodes: Tensor | int,
@@ -59,11 +59,11 @@ def rerank(
     values = [level.values for level in levels]
     parents = [level.parents for level in levels]
     operands = (tokens, values, parents, list(ran), fixed, count)
-    return DraftTree(*_ops.rerank.default(*operands, *text))
+    return DraftTree(*_ops.select_nodes.default(*operands, *text))
 
 
 def root_tree(text: tuple[Tensor, Tensor]) -> DraftTree:
-    return rerank((), (), 0, 0, text)  # no levels, so the root alone
+    return select_nodes((), (), 0, 0, text)  # no levels, so the root alone
 
 
 def accept(tree: DraftTree, target_tokens: Tensor, depth: int) -> Accepted:

@@ -6,7 +6,10 @@
 //
 // Source: dequantize_row_* of ggml (ggml-quants.c).
 
-#include "common.h"
+#include "blocks.h"
+
+#include "operands.h"
+#include "threads.h"
 #include "strips.h"
 
 #include <atomic>
@@ -277,6 +280,8 @@ template <class Out> void read_row(const BlockTable& of, const uint8_t* packed, 
   }
 }
 
+}  // namespace
+
 // Reads rows of packed blocks as numbers. table: see BlockTable; rows: [R] int64. Writes: out [R, k], float or bfloat16.
 void block_rows(const at::Tensor& packed, const at::Tensor& table, const at::Tensor& rows, const at::Tensor& out) {
   const BlockTable of(table, packed);
@@ -291,7 +296,6 @@ void block_rows(const at::Tensor& packed, const at::Tensor& table, const at::Ten
   });
 }
 
-}  // namespace
 }  // namespace blocks
 
 #include "operators.h"

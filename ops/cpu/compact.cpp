@@ -1,7 +1,7 @@
 // Moves of slots within the buffers of a cache on a CPU. Only slots that move are read, often the tail of a path.
 
-#include "common.h"
 #include "operators.h"
+#include "threads.h"
 
 #include <algorithm>
 

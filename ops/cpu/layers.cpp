@@ -9,7 +9,14 @@
 // A row's result does not depend on the other rows, bit for bit, as in the products and in attention: a norm's sum runs
 // over the row in one order, everything else is computed element by element.
 
-#include "common.h"
+#include "attention.h"
+#include "blocks.h"
+#include "exponential.h"
+#include "matmul.h"
+#include "operands.h"
+#include "rotary.h"
+#include "threads.h"
+#include "tree.h"
 #include "strips.h"
 
 #include <ATen/ops/from_blob.h>

@@ -84,8 +84,8 @@ class FusedModel:
     """The forward pass of a `Transformer`, from tokens to features."""
 
     def __init__(self, model: nn.Module):
-        scale = model.config.embedding_scale
-        self.program = Program(_layers_of(model), model.embedding, model.ropes, scale)
+        start = (model.embedding, model.ropes, model.embedding_scale)
+        self.program = Program(_layers_of(model), *start)
 
     def __call__(
         self,

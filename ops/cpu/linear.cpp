@@ -14,7 +14,11 @@
 // takes numbers below 2^-126 as zeros, and that tiles.h has another order.
 // Trade-off: adding the sums of lanes costs a long prompt 2 to 8 %, where transposed panels had none to add.
 
-#include "common.h"
+#include "experts.h"
+#include "matmul.h"
+#include "operands.h"
+#include "simd.h"
+#include "threads.h"
 #include "tiles.h"
 
 #include <algorithm>

@@ -1,19 +1,10 @@
-// The registration of all operators, and the files that are not in products.cpp. The two units are
-// compiled side by side; more units would take longer, since reading PyTorch's headers takes as
-// long as compiling most of the files.
+// The operators in torch.ops: each file's own definitions (operators.h), run when build.py loads the
+// library.
 
 #include "operators.h"
 
+#include <optional>
 #include <vector>
-
-#include "blocks.cpp"
-#include "compact.cpp"
-#include "layers.cpp"
-#include "lookup.cpp"
-#include "rotary.cpp"
-#include "threads.cpp"
-#include "topk.cpp"
-#include "tree.cpp"
 
 namespace {
 
@@ -29,7 +20,7 @@ std::vector<Define>& definitions() {
 
 Definition::Definition(Define define) { definitions().push_back(define); }
 
-// Adds the operators to a namespace of torch.ops. Called by build.py.
+// Adds the operators to a namespace of torch.ops. Called by build.py, once for a namespace.
 extern "C" __attribute__((visibility("default"))) void add_operators(const char* name) {
   static std::vector<torch::Library> libraries;  // an operator lives as long as its library
   libraries.emplace_back(torch::Library::FRAGMENT, name, std::nullopt, __FILE__, __LINE__);

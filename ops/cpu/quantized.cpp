@@ -17,7 +17,11 @@
 // run over the blocks of k in their order. Plain references: ops/qmatmul.py. Sources of the idea: Q8_0 x Q4_0 products
 // of llama.cpp (blockwise activations); VNNI packing of oneDNN; LLM.int8 (outliers apart).
 
-#include "common.h"
+#include "experts.h"
+#include "matmul.h"
+#include "operands.h"
+#include "simd.h"
+#include "threads.h"
 #include "strips.h"
 #include "tiles.h"
 

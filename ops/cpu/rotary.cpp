@@ -6,8 +6,11 @@
 //
 // Products are rounded before they are added, as in PyTorch's operators, so that the bits equal those of eager code.
 
-#include "common.h"
+#include "rotary.h"
+
+#include "operands.h"
 #include "operators.h"
+#include "threads.h"
 
 #include <ATen/ops/empty_like.h>
 

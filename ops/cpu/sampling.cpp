@@ -7,8 +7,10 @@
 //
 // A row's result does not depend on the other rows, and is the same in compiled and in eager steps. Scores are not NaN.
 
-#include "common.h"
+#include "exponential.h"
+#include "operands.h"
 #include "operators.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <cmath>

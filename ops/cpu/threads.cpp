@@ -10,10 +10,15 @@
 // A result does not depend on the thread that runs a piece. A loop that begins while another thread's loop runs, runs
 // on its caller alone; so do all loops of a forked process, which has no workers.
 
-#include "common.h"
+#include "threads.h"
+
 #include "operators.h"
 
+#include <ATen/Parallel.h>
+
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <system_error>
 #include <thread>

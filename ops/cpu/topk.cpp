@@ -7,8 +7,12 @@
 //
 // A row's result does not depend on the other rows. Scores are not NaN.
 
-#include "common.h"
+#include "topk.h"
+
+#include "exponential.h"
+#include "operands.h"
 #include "operators.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +23,8 @@ namespace {
 constexpr int64_t CHUNK = 64;       // scores that are passed over together
 constexpr int64_t GRAIN = 1 << 15;  // elements that pay for a thread's wake-up
 
-// Finds the k best of x [n], best first, of equal ones the lower index first.
+}  // namespace
+
 void best_of(const float* x, int64_t n, int64_t k, float* best, int64_t* index) {
   int64_t held = 0;
   const auto offer = [&](int64_t i) {
@@ -42,8 +47,6 @@ void best_of(const float* x, int64_t n, int64_t k, float* best, int64_t* index) 
   }
   for (; i < n; i++) offer(i);
 }
-
-}  // namespace
 
 // `topk` of ops/torch_backend.py.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, int64_t k) {

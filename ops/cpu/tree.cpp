@@ -1,16 +1,21 @@
 // Draft trees on a CPU: growing a level, choosing the nodes, accepting a path, and advancing the sequences.
 //
-// 1. `next_level` scores the children of every node of a frontier, keeps the best, and chooses the next frontier.
-// 2. `rerank` chooses the nodes of a tree among all candidates, and derives parents, depths and the attention mask.
+// 1. `expand_frontier` scores the children of every node of a frontier, keeps the best, and chooses the next frontier.
+// 2. `select_nodes` chooses the nodes of a tree among all candidates, and derives parents, depths and the attention mask.
 // 3. `accept` finds the deepest path that is the target's own choice; `advance` writes its tokens and moves the roots.
 // 4. `place_rows` (place_tokens in Python) and `causal` compute the cache slots of a step's tokens, and the slots that
 //    they see.
 //
 // Each computes the same as its plain reference (ops/tree.py, draft_tree.py, decode.py), in one call instead of dozens.
-// Trees are small: only the scores of `next_level` pay for threads.
+// Trees are small: only the scores of `expand_frontier` pay for threads.
 
-#include "common.h"
+#include "tree.h"
+
+#include "exponential.h"
+#include "operands.h"
 #include "operators.h"
+#include "threads.h"
+#include "topk.h"
 
 #include <ATen/ops/empty_like.h>
 
@@ -53,11 +58,11 @@ void score_row(const float* z, int64_t n, const Shared& shared, const int64_t* i
 
 // ------------------------------------------------------------------------------------------------ growing
 
-// `next_level` of ops/tree.py. logits: [B, R, V] fp32, or [B, 1, V], which all R nodes share; noise: [B, D+1, Vt] and temperature [B], both or none; ids: [V];
+// `expand_frontier` of ops/tree.py. logits: [B, R, V] fp32, or [B, 1, V], which all R nodes share; noise: [B, D+1, Vt] and temperature [B], both or none; ids: [V];
 // of the frontier index [B, R], values [B, R] and seen [B, R, W], none of the root's; places: [1, R']; at: the level's
 // first flat index and first scratch slot, and W. Returns: tokens, values and parents of the candidates, [B, X]; of the
 // next frontier index, tokens, parent and values, [B, R'], and seen, [B, R', W].
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> next_level(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> expand_frontier(
     const at::Tensor& logits, double sharpness, const Optional& ids, const Optional& noise, int64_t level,
     const Optional& temperature, const Optional& index, const Optional& values, const Optional& seen,
     const Optional& places, int64_t k, int64_t count, at::IntArrayRef at, bool by_value) {
@@ -127,10 +132,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   return {tokens, path, parents, next, chosen, above, value, sees};
 }
 
-// `rerank` of ops/tree.py. tokens, values, parents: of the candidates, level by level, each [B, X]; ran: of every level
+// `select_nodes` of ops/tree.py. tokens, values, parents: of the candidates, level by level, each [B, X]; ran: of every level
 // the flat indices that the drafter ran, [B, R]; nodes: [1 or B, N-1] flat indices, ascending; none: the `count` best.
 // text: [B, S]; pos: [B]. Returns: the first seven fields of `DraftTree`.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rerank(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> select_nodes(
     at::TensorList tokens, at::TensorList values, at::TensorList parents, at::TensorList ran, const Optional& nodes,
     int64_t count, const at::Tensor& text, const at::Tensor& pos) {
   TORCH_CHECK(text.dim() == 2 && tokens.size() == values.size() && parents.size() == values.size(), "levels differ");
@@ -439,18 +444,18 @@ void skip_rows(at::Tensor, at::Tensor, at::Tensor, const at::Tensor&, const at::
 
 OPERATORS(m) {
   m.def(
-      "next_level(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
+      "expand_frontier(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
       "Tensor? temperature, Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, "
       "int count, int[] at, bool by_value) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.impl("next_level", at::kCPU, next_level);
-  m.impl("next_level", at::kMeta, empty_level);
+  m.impl("expand_frontier", at::kCPU, expand_frontier);
+  m.impl("expand_frontier", at::kMeta, empty_level);
   m.def(
-      "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "
+      "select_nodes(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "
       "int count, Tensor text, Tensor pos) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.impl("rerank", at::kCPU, rerank);
-  m.impl("rerank", at::kMeta, empty_tree);
+  m.impl("select_nodes", at::kCPU, select_nodes);
+  m.impl("select_nodes", at::kMeta, empty_tree);
   m.def(
       "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
       "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)");

@@ -25,7 +25,9 @@ lib.define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 lib.define("best_nodes(Tensor values, int count) -> Tensor")
-lib.define("relate(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor, Tensor, Tensor)")
+lib.define(
+    "link_nodes(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor path) -> ()")
 
 _ops = torch.ops.gpt_eagle
@@ -45,7 +47,7 @@ def best(scores: Tensor, noise: Tensor | None, row: Tensor | None) -> Tensor:
     return index.squeeze(-1)
 
 
-def next_level(
+def expand_frontier(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
     return torch_backend.expanded(scores, front, level, grow)
@@ -63,7 +65,7 @@ def grow(
     return _ops.grow_level(*of_scores, values, seen, *of_level)
 
 
-def rerank(
+def select_nodes(
     levels: Sequence[Candidates],
     ran: Sequence[Tensor],
     nodes: Tensor | int,
@@ -75,7 +77,7 @@ def rerank(
         chosen = _ops.best_nodes(every.values, nodes)
     else:
         chosen = nodes.expand(len(every.values), -1)
-    related = _ops.relate(chosen, every.parents, depth)
+    related = _ops.link_nodes(chosen, every.parents, depth)
     return torch_backend.tree_of(every, chosen, related, ran, text)
 
 
@@ -120,11 +122,11 @@ def _best_nodes_cuda(values: Tensor, count: int) -> Tensor:
         return ops.cuda.tree.best_nodes(values, count)
 
 
-def _relate_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
+def _link_nodes_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
     import ops.cuda.tree
 
     with torch.cuda.device(chosen.device):
-        return ops.cuda.tree.relate(chosen, parents, depth)
+        return ops.cuda.tree.link_nodes(chosen, parents, depth)
 
 
 def _compact_plain(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
@@ -144,8 +146,8 @@ lib.impl("grow_level", _grow_plain, "CPU")
 lib.impl("grow_level", _grow_cuda, "CUDA")
 lib.impl("best_nodes", torch_backend.best_nodes, "CPU")
 lib.impl("best_nodes", _best_nodes_cuda, "CUDA")
-lib.impl("relate", torch_backend.relate, "CPU")
-lib.impl("relate", _relate_cuda, "CUDA")
+lib.impl("link_nodes", torch_backend.link_nodes, "CPU")
+lib.impl("link_nodes", _link_nodes_cuda, "CUDA")
 lib.impl("compact", _compact_plain, "CPU")
 lib.impl("compact", _compact_cuda, "CUDA")
 
@@ -175,7 +177,7 @@ def _(values, count):
     return values.new_empty(len(values), count, dtype=torch.long)
 
 
-@torch.library.register_fake("gpt_eagle::relate", lib=lib)
+@torch.library.register_fake("gpt_eagle::link_nodes", lib=lib)
 def _(chosen, parents, depth):
     B, drafted = chosen.shape
     N = drafted + 1

@@ -132,9 +132,9 @@ def tree(device: str) -> float:
     assert torch.equal(chosen, want), "best_nodes differs from its reference"
     parents = torch.full((2, 510), -1, device=device)
     parents.scatter_(1, chosen[:, 1:], chosen[:, :-1])  # a chain
-    got = torch.ops.gpt_eagle.relate(chosen, parents, 59)
-    want = torch_backend.relate(chosen, parents, 59)
-    assert all(map(torch.equal, got, want)), "relate differs from its reference"
+    got = torch.ops.gpt_eagle.link_nodes(chosen, parents, 59)
+    want = torch_backend.link_nodes(chosen, parents, 59)
+    assert all(map(torch.equal, got, want)), "link_nodes differs from its reference"
     return 0.0
 
 

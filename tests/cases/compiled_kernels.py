@@ -55,7 +55,7 @@ class CycleCase(NamedTuple):
     """One of the other kernels to compile (`CYCLE_SOURCES`).
 
     normed_rotary has norms of queries and keys. block and row are top-k; level, best_nodes and
-    relate grow and choose trees.
+    link_nodes grow and choose trees.
     """
 
     target: str
@@ -215,9 +215,9 @@ def _best_nodes(case: CycleCase) -> Source:  # of a pool of case.V candidates
     return source(ops.cuda.tree.best_nodes_kernel, case.dtype, constants)
 
 
-def _relate(case: CycleCase) -> Source:  # of case.T nodes
+def _link_nodes(case: CycleCase) -> Source:  # of case.T nodes
     constants = ops.cuda.tree.tiles_of_tree(case.V, case.T, 6)
-    return source(ops.cuda.tree.relate_kernel, case.dtype, constants, 8)
+    return source(ops.cuda.tree.link_nodes_kernel, case.dtype, constants, 8)
 
 
 def _lists(case: CycleCase) -> Source:
@@ -254,7 +254,7 @@ CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "row": _row,
     "level": _level,
     "best_nodes": _best_nodes,
-    "relate": _relate,
+    "link_nodes": _link_nodes,
 }
 
 
@@ -392,6 +392,6 @@ def cycle_cases() -> list[CycleCase]:
                 found.append(CycleCase(target, "compact", dtype, E, T=T))
         for kernel in ("block", "row", "level", "lists"):
             found.append(CycleCase(target, kernel, "fp32"))
-        for kernel in ("best_nodes", "relate"):
+        for kernel in ("best_nodes", "link_nodes"):
             found.append(CycleCase(target, kernel, "fp32", V=510))
     return found

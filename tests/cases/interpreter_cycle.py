@@ -327,8 +327,8 @@ def test_related_nodes(monkeypatch, B, P, N, chain):
         above = (torch.rand(B, N - 1) * torch.arange(1, N)).long()
     nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
     parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
-    got = ops.cuda.tree.relate(chosen, parents, N - 1)
-    want = torch_backend.relate(chosen, parents, N - 1)
+    got = ops.cuda.tree.link_nodes(chosen, parents, N - 1)
+    want = torch_backend.link_nodes(chosen, parents, N - 1)
     assert all(map(torch.equal, got, want)) and (not chain or want[2].max() == N - 1)
 
 

@@ -22,7 +22,7 @@ from helpers import golden_case, golden_head, golden_target, no_candidates, orde
 from kv_cache import KVCache
 from model import ModelConfig
 from ops.backends import choose
-from ops.torch_backend import accept, compaction, path_to, rerank, root_tree
+from ops.torch_backend import accept, compaction, path_to, root_tree, select_nodes
 from ops.tree import Children
 
 INF = float("inf")
@@ -47,7 +47,7 @@ def accept_reference(tokens, parents, valid, choice):
     return path, [choice[node] for node in path]
 
 
-def rerank_reference(root, tokens, values, parents, size):
+def select_nodes_reference(root, tokens, values, parents, size):
     """Returns: tokens, parents, valid per node. parents: flat index, -1 for the root."""
     best = sorted(range(len(tokens)), key=lambda i: (-values[i], i))[: size - 1]
     chosen = sorted(best)
@@ -321,7 +321,7 @@ def test_pool_and_rerank(depth, K, by, cut):
             [row[3][level] for row in plain] for level in range(depth - 1)
         ]
         for b, (names, values, above, frontiers) in enumerate(plain):
-            want, parents, valid = rerank_reference(b, names, values, above, size)
+            want, parents, valid = select_nodes_reference(b, names, values, above, size)
             assert tree.tokens[b].tolist() == want
             assert tree.parents[b].tolist() == parents
             assert tree.valid[b].tolist() == valid
@@ -429,9 +429,9 @@ def test_graft():
                     if v > -INF:
                         row[path] = max(v, row.get(path, -INF))
         assert [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))] == want
-        ours = rerank([pool], (), 5, 7, text_with(torch.arange(B)))
+        ours = select_nodes([pool], (), 5, 7, text_with(torch.arange(B)))
         for b, (tokens, values, parents) in enumerate(zip(*(x.tolist() for x in pool))):
-            tree = rerank_reference(b, tokens, values, parents, 6)
+            tree = select_nodes_reference(b, tokens, values, parents, 6)
             assert (
                 ours.tokens[b].tolist(),
                 ours.parents[b].tolist(),

@@ -312,7 +312,7 @@ def refused(directory, **options):
 def test_stacks_hold_gate_above_up(mixtral):
     model, files = load_model(mixtral), WeightFiles(mixtral)
     moe = "model.layers.1.block_sparse_moe."
-    layer = model.layers[1].ffn
+    layer = model.layers[1]
     assert torch.equal(layer.router.weight, files.read(f"{moe}gate.weight"))
     for e in range(4):
         gate, up, down = (files.read(f"{moe}experts.{e}.{w}.weight") for w in ("w1", "w3", "w2"))
@@ -332,10 +332,10 @@ def test_quantized_on_load_and_on_disk_are_the_same(mixture, tmp_path, format):
         if not dense:  # a router stays what it is
             assert torch.equal(ours.router.weight, full.router.weight)
         for name in ("w13", "w2"):
-            a, b = getattr(ours.ffn, name), getattr(theirs.ffn, name)
+            a, b = getattr(ours, name), getattr(theirs, name)
             assert isinstance(a, FORMATS[format] if dense else QuantExperts)
             assert torch.equal(a.packed, b.packed) and torch.equal(a.scale, b.scale)
-            error = (a.dequantize() - getattr(full.ffn, name).weight).std() / 0.15
+            error = (a.dequantize() - getattr(full, name).weight).std() / 0.15
             assert 1e-3 < error < {"int8": 0.02, "int4": 0.1}[format]
 
 

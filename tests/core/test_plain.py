@@ -7,6 +7,7 @@ beside them, so these two families are tried in fp32.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -35,12 +36,13 @@ from helpers import (
 from helpers import decode as decoded
 from load import load
 from ops import switches, torch_backend
-from ops.cpu.build import OPERATORS
+from ops.cpu.build import HERE
 from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
 from options import ROOT, GenerateConfig
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
-IN_CPP = {schema.partition("(")[0] for schema in OPERATORS}
+SOURCES = "\n".join(file.read_text(encoding="utf-8") for file in HERE.glob("*.cpp"))
+IN_CPP = set(re.findall(r"m\.def\(\s*\"(\w+)\(", SOURCES))
 needs_cpp = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
 
@@ -127,9 +129,9 @@ REFERENCES = [
     ("rotary", ops.rotary, "rotary_reference", {}),
     ("topk", torch_backend, "best", {}),
     ("topk", torch_backend, "gumbel", {"temperature": 1.0}),
-    ("topk", torch_backend, "next_level", {}),
-    ("tree", torch_backend, "next_level", {}),
-    ("tree", torch_backend, "rerank", {}),
+    ("topk", torch_backend, "expand_frontier", {}),
+    ("tree", torch_backend, "expand_frontier", {}),
+    ("tree", torch_backend, "select_nodes", {}),
     ("tree", torch_backend, "advance", {}),
     ("tree", torch_backend, "accept", {}),
 ]

@@ -271,7 +271,7 @@ def test_level_registration(count, places):
 def test_node_registration():
     chosen = torch.stack([torch.randperm(30)[:7].sort().values for _ in range(2)])
     check_registration("best_nodes", torch.randn(2, 30), 7)
-    check_registration("relate", chosen, torch.full((2, 30), -1), 5)
+    check_registration("link_nodes", chosen, torch.full((2, 30), -1), 5)
 
 
 # --------------------------------------------------------------------- int4 and int8 weights (CUDA)

@@ -37,7 +37,7 @@ OURS = choose(torch.device("cpu"))
 
 
 def reference(scores, front, level):
-    """`next_level` in PyTorch, but for the best children: equal ones come in the order of their indices."""
+    """`expand_frontier` in PyTorch, but for the best children: equal ones come in the order of their indices."""
 
     def grow(scores, values, seen, level):
         return torch_backend.expand(scores.best(level.k, OURS.topk), values, seen, level)
@@ -73,7 +73,7 @@ def assert_refused(operator: Callable, good: dict[str, Any], **wrong: list) -> N
     assert wrong.keys() <= good.keys() and not_refused(operator, cases) == []
 
 
-# --------------------------------------------------------------------------------------- next_level
+# ---------------------------------------------------------------------------------- expand_frontier
 
 
 def logits_of(kind: str, *shape: int) -> Tensor:
@@ -99,7 +99,7 @@ def front_of(batch: int, rows: int, slots: int) -> Frontier:
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "cut"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("vocab", [4, 97, 5000])
-def test_next_level(vocab, batch, kind):
+def test_expand_frontier(vocab, batch, kind):
     """With and without a draft vocabulary, noise, sharpness; the root's and others; by value, step and place; the last.
 
     The nodes of a level have scores of their own, or share them (`scored` 1).
@@ -122,7 +122,7 @@ def test_next_level(vocab, batch, kind):
             count = min(count, above * k, slots - 2)
             places = None if places is None else places[:, :count]
             inputs = found, front, Level(k, count, 11, 2, slots, places, by_value)
-            ours, theirs = OURS.next_level(*inputs), reference(*inputs)
+            ours, theirs = OURS.expand_frontier(*inputs), reference(*inputs)
             assert_equal(ours[0], theirs[0])
             if count:
                 assert_equal(ours[1], theirs[1])
@@ -137,7 +137,7 @@ def test_children_that_are_cut_away_are_no_candidates():
     three = (torch.tensor([[3, 4]]) for _ in range(3))
     front = Frontier(*three, torch.zeros(1, 2), torch.zeros(1, 2, 4).bool())
     inputs = Scores(z), front, Level(3, 4, 5, 0, 4)
-    level, chosen = OURS.next_level(*inputs)
+    level, chosen = OURS.expand_frontier(*inputs)
     assert_equal((level, chosen), reference(*inputs))
     assert level.tokens[0, [0, 3, 4]].tolist() == [4, 0, 5] and level.values[0, 0] == 0
     assert level.values[0, [1, 2, 5]].tolist() == [-INF] * 3
@@ -150,16 +150,16 @@ def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
     temperature = torch.tensor([0.9, 0.3, 1.0])
     found = Scores(torch.randn(3, 5, 9000), 1.2, None, torch.randn(3, 2, 9000), 1, temperature)
     front, level = front_of(3, 5, 9), Level(4, 5, 2, 3, 9)
-    want = OURS.next_level(found, front, level)
+    want = OURS.expand_frontier(found, front, level)
     torch.set_num_threads(threads)
     try:
-        assert_equal(OURS.next_level(found, front, level), want)
+        assert_equal(OURS.expand_frontier(found, front, level), want)
     finally:
         torch.set_num_threads(1)
     one = lambda x: x[1:2]  # noqa: E731
     first = {"logits": one(found.logits), "noise": one(found.noise)}
     alone = found._replace(temperature=one(temperature), **first)
-    ours = OURS.next_level(alone, Frontier(*map(one, front)), level)
+    ours = OURS.expand_frontier(alone, Frontier(*map(one, front)), level)
     assert_equal(ours, [one(x) for x in leaves(want)])
 
 
@@ -171,9 +171,9 @@ def test_wrong_levels():
         "temperature": torch.ones(2), "index": index, "values": values, "seen": seen,
         "places": torch.tensor([[0, 5]]), "k": 3, "count": 2, "at": (4, 0, 6), "by_value": True,
     }  # fmt: skip
-    assert len(CPP.next_level(*good.values())) == 8
+    assert len(CPP.expand_frontier(*good.values())) == 8
     assert_refused(
-        CPP.next_level,
+        CPP.expand_frontier,
         good,
         logits=[z[0], z.double(), torch.zeros(2, 2, 2)],
         ids=[ids[:4], torch.arange(6), ids + 5, ids - 1, ids.int(), None],
@@ -190,7 +190,7 @@ def test_wrong_levels():
     )
 
 
-# ------------------------------------------------------------------------------------------- rerank
+# ------------------------------------------------------------------------------------- select_nodes
 
 
 def text_of(batch: int) -> DecodedTokens:
@@ -221,7 +221,7 @@ def pool_of(
 @pytest.mark.parametrize(
     "sizes, widths", [([1], []), ([3, 9, 9], [3, 3]), ([10, 100], [10]), ([1, 1, 1, 1], [1, 1, 1])]
 )
-def test_rerank(sizes, widths, batch, ties):
+def test_select_nodes(sizes, widths, batch, ties):
     """The best, the first, or others of every row; a tree of the root alone, and of all candidates."""
     torch.manual_seed(len(sizes))
     for _ in range(5):
@@ -232,16 +232,16 @@ def test_rerank(sizes, widths, batch, ties):
         chosen = (first, first.expand(batch, -1), first.repeat(batch, 1), first[:, :0])
         for nodes in (*counts, *chosen):
             inputs = levels, ran, nodes, 6, text
-            assert_equal(OURS.rerank(*inputs), TORCH.rerank(*inputs))
+            assert_equal(OURS.select_nodes(*inputs), TORCH.select_nodes(*inputs))
 
 
-def test_rerank_of_rows_that_choose_different_nodes():
+def test_select_nodes_of_rows_that_choose_different_nodes():
     roots = torch.zeros(2, 2), torch.full((2, 2), -1)
     levels = [Candidates(torch.tensor([[4, 5], [6, 0]]), *roots)]
     text = DecodedTokens(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1]))
     inputs = levels, [], torch.tensor([[1], [0]]), 1, text
-    ours = OURS.rerank(*inputs)
-    assert_equal(ours, TORCH.rerank(*inputs))
+    ours = OURS.select_nodes(*inputs)
+    assert_equal(ours, TORCH.select_nodes(*inputs))
     assert ours.tokens.tolist() == [[0, 5], [7, 6]]
 
 
@@ -253,9 +253,9 @@ def test_wrong_nodes():
         "tokens": tokens, "values": values, "parents": parents, "ran": [ran],
         "nodes": torch.tensor([[0, 1, 2, 4]]), "count": 4, "text": text, "pos": pos,
     }  # fmt: skip
-    assert len(CPP.rerank(*good.values())) == 7
+    assert len(CPP.select_nodes(*good.values())) == 7
     assert_refused(
-        CPP.rerank,
+        CPP.select_nodes,
         good,
         tokens=[tokens[:1], [tokens[0], tokens[1][:1]], [tokens[0][:, :2], tokens[1]], [x.int() for x in tokens]],
         values=[values[:1], [values[0][:1], values[1]], [values[0], torch.zeros(2, 3)], [x.double() for x in values]],
@@ -268,7 +268,7 @@ def test_wrong_nodes():
         text=[text[:1], text[:, :3], text.int()],
         pos=[pos + 1, pos - 2, pos[:1], pos.int()],
     )  # fmt: skip
-    assert_refused(CPP.rerank, good | {"nodes": None}, count=[6])  # the best ones
+    assert_refused(CPP.select_nodes, good | {"nodes": None}, count=[6])  # the best ones
 
 
 # ------------------------------------------------------------------------------- accept and advance
@@ -548,8 +548,8 @@ def test_wrong_lookups():
     good = {"text": text, "pos": pos, "kept": kept}
     numbers = {"tokens": 3, "chains": 2, "least": 1, "longest": 3}
     further = {"kept": [*wrong["kept"], kept[None]], "tokens": [-1], "chains": [-1], "least": [0]}
-    assert_refused(CPP.lookup, good | numbers, **wrong | further)
-    assert_refused(CPP.lookup, good | numbers | {"least": 2}, longest=[1])
+    assert_refused(CPP.ngram_match, good | numbers, **wrong | further)
+    assert_refused(CPP.ngram_match, good | numbers | {"least": 2}, longest=[1])
     pool = {
         "tokens": torch.zeros(2, 4).long(), "values": torch.zeros(2, 4),
         "parents": torch.full((2, 4), -1), "chains": whole(5, 2, 2, 3),
@@ -575,8 +575,8 @@ def test_wrong_lookups():
     good |= state | {"least": 1, "longest": 2, "sizes": (1, 2)}
     for name, value in state.items():
         wrong[name] = [value[:1], value.half(), *([value.flatten()] if value.dim() > 1 else [])]
-    assert_refused(CPP.look_up, good, **wrong, least=[0])
-    CPP.look_up(*good.values())
+    assert_refused(CPP.ngram_draft, good, **wrong, least=[0])
+    CPP.ngram_draft(*good.values())
 
 
 def test_what_the_compiler_is_told():
@@ -586,16 +586,16 @@ def test_what_the_compiler_is_told():
     columns, text = [list(column) for column in zip(*levels)], text_of(2)
     front = front_of(2, 2, 4)
     cases = {
-        "next_level": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, torch.ones(2), *front.for_cpp(),
+        "expand_frontier": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, torch.ones(2), *front.for_cpp(),
                        None, 3, 2, (4, 2, 4), True),
         "gumbel": (whole(9, 2, 2), *text[1:], text[1], torch.tensor([True, False]), text[1], 3, 9, 0),
         "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0])),
-        "rerank": (*columns, ran, None, 4, *text),
+        "select_nodes": (*columns, ran, None, 4, *text),
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),
         "keep_rows": (torch.zeros(2, 5, 6), torch.tensor([0, 9]), text.pos, torch.randn(2, 3, 6), torch.tensor([1, 3])),
-        "lookup": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
-        "look_up": (
+        "ngram_match": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
+        "ngram_draft": (
             *text, torch.tensor([1, -1]), torch.zeros(2, 9).long(), torch.zeros(2, 9), torch.zeros(2, 9).long(),
             torch.zeros(2, 3).long(), torch.full((2,), -1), torch.ones(2, 4, 3, DEPTHS, 2), torch.zeros(2, 2), 1, 2, (1, 2),
         ),

@@ -48,7 +48,7 @@ def check(case: CycleCase) -> None:
     CycleCase("90", "row", k=ops.cuda.topk.MOST, V=256 * 1024),  # the largest that is thought of
     CycleCase("90", "level", k=ops.cuda.topk.MOST, V=256 * 1024),
     CycleCase("80", "best_nodes", V=510),
-    CycleCase("90", "relate", V=510, T=64),
+    CycleCase("90", "link_nodes", V=510, T=64),
     CycleCase("90", "lists"),  # of experts
     *slow([
         CycleCase("80", "attention", heads=28, kv_heads=4),  # groups of 7, Qwen2's

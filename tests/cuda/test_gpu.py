@@ -349,8 +349,8 @@ def test_nodes_of_a_tree(poisoned, P, N):
     above = (torch.rand(2, N - 1, device="cuda") * torch.arange(1, N, device="cuda")).long()
     nodes = torch.cat((torch.full((2, 1), -1, device="cuda"), chosen), 1).gather(1, above)
     parents = torch.randint(-1, P, (2, P), device="cuda").scatter(1, chosen, nodes)
-    got = torch.ops.gpt_eagle.relate(chosen, parents, N - 1)
-    assert all(map(torch.equal, got, torch_backend.relate(chosen, parents, N - 1)))
+    got = torch.ops.gpt_eagle.link_nodes(chosen, parents, N - 1)
+    assert all(map(torch.equal, got, torch_backend.link_nodes(chosen, parents, N - 1)))
 
 
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]

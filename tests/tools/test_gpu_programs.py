@@ -182,7 +182,7 @@ def test_a_family_agrees_with_its_reference(name, on_cpu, monkeypatch):
     assert families.check_family(name, "cpu")["relative_error"] < kernel_bench.TOLERANCE
     monkeypatch.setattr(kernel_bench, "relative_error", lambda got, want: 1.0)
     monkeypatch.setattr(families, "relative_error", lambda got, want: 1.0)
-    monkeypatch.setattr("ops.torch_backend.relate", lambda *_: [torch.zeros(1)])
+    monkeypatch.setattr("ops.torch_backend.link_nodes", lambda *_: [torch.zeros(1)])
     monkeypatch.setattr("ops.cuda.backend.compact", lambda *_: None)
     with pytest.raises(AssertionError):
         families.check_family(name, "cpu")

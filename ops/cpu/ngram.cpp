@@ -1,6 +1,6 @@
 // Lookup of continuations in the text so far on a CPU: the operators of extras/ngram_draft.py, which describes them.
 
-#include "common.h"
+#include "operands.h"
 #include "operators.h"
 
 #include <ATen/ops/empty_like.h>
@@ -9,7 +9,7 @@
 #include <cmath>
 #include <numeric>
 
-namespace lookup {
+namespace ngram {
 namespace {
 
 constexpr float FADING = .998f;  // weight of an outcome after the next one
@@ -205,7 +205,7 @@ template <class T> T* written(const at::Tensor& t, at::IntArrayRef shape, const 
 
 // Finds the best continuations in kept texts [C] and in each text, pairwise different. Returns: tokens [B, K, L]; the
 // tokens that match, 0 where there is no continuation, [B, K], `longest` more in a kept text.
-std::tuple<at::Tensor, at::Tensor> lookup(const at::Tensor& text, const at::Tensor& pos,
+std::tuple<at::Tensor, at::Tensor> ngram_match(const at::Tensor& text, const at::Tensor& pos,
                                           const std::optional<at::Tensor>& kept, int64_t tokens, int64_t branches,
                                           int64_t least, int64_t longest) {
   TORCH_CHECK(0 < least && least <= longest, "a match has 1 token or more; it is ", least, " to ", longest);
@@ -261,7 +261,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_chains(const at::Tensor& toke
 // Learns from the tokens that were decided since the last call, looks up what may follow in kept texts [C] and the text, and
 // estimates how probable that is. The other tensors are the state, as in `Lookup` of extras/ngram_estimates.py, and
 // written. sizes: of trees
-void look_up(const at::Tensor& text, const at::Tensor& pos, const std::optional<at::Tensor>& kept,
+void ngram_draft(const at::Tensor& text, const at::Tensor& pos, const std::optional<at::Tensor>& kept,
              const at::Tensor& tokens, const at::Tensor& values, const at::Tensor& parents, const at::Tensor& lengths,
              const at::Tensor& root, const at::Tensor& outcomes, const at::Tensor& expected, int64_t least,
              int64_t longest, at::IntArrayRef sizes) {
@@ -293,7 +293,7 @@ void look_up(const at::Tensor& text, const at::Tensor& pos, const std::optional<
 }
 
 // The results, empty, where steps are traced.
-std::tuple<at::Tensor, at::Tensor> empty_lookup(const at::Tensor& text, const at::Tensor&,
+std::tuple<at::Tensor, at::Tensor> empty_match(const at::Tensor& text, const at::Tensor&,
                                                 const std::optional<at::Tensor>&, int64_t tokens,
                                                 int64_t branches, int64_t, int64_t) {
   const int64_t B = text.size(0);
@@ -309,23 +309,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_pool(const at::Tensor& toke
   return {empty_rows(tokens, size, at::kLong), empty_rows(values, size, at::kFloat),
           empty_rows(parents, size, at::kLong)};
 }
-void skip_look_up(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+void skip_draft(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                   const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                   const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t,
                   at::IntArrayRef) {}
 
 OPERATORS(m) {
   m.def(
-      "lookup(Tensor text, Tensor pos, Tensor? kept, int tokens, int branches, int least, "
+      "ngram_match(Tensor text, Tensor pos, Tensor? kept, int tokens, int branches, int least, "
       "int longest) -> (Tensor, Tensor)");
-  m.impl("lookup", at::kCPU, lookup);
-  m.impl("lookup", at::kMeta, empty_lookup);
+  m.impl("ngram_match", at::kCPU, ngram_match);
+  m.impl("ngram_match", at::kMeta, empty_match);
   m.def(
-      "look_up(Tensor text, Tensor pos, Tensor? kept, Tensor(a!) tokens, Tensor(b!) values, "
+      "ngram_draft(Tensor text, Tensor pos, Tensor? kept, Tensor(a!) tokens, Tensor(b!) values, "
       "Tensor(c!) parents, Tensor(d!) lengths, Tensor(e!) root, Tensor(f!) outcomes, "
       "Tensor(g!) expected, int least, int longest, int[] sizes) -> ()");
-  m.impl("look_up", at::kCPU, look_up);
-  m.impl("look_up", at::kMeta, skip_look_up);
+  m.impl("ngram_draft", at::kCPU, ngram_draft);
+  m.impl("ngram_draft", at::kMeta, skip_draft);
   m.def(
       "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) "
       "-> (Tensor, Tensor, Tensor)");
@@ -333,4 +333,4 @@ OPERATORS(m) {
   m.impl("add_chains", at::kMeta, empty_pool);
 }
 
-}  // namespace lookup
+}  // namespace ngram
