@@ -294,7 +294,7 @@ class EagleDrafter(TreeDrafter):
             hidden, length = self.head.fused.extend(state, update)
             return replace_fields(state, length=length, hidden=hidden)
         count = update.count
-        window = causal_window(state.length, update.features.shape[1])
+        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         embedded = self.embedding(update.tokens[:, 1:])
         features = self.head.project(update.features)
         out = self.head(embedded, features, window.slots, state.cache, window)

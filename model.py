@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from fusions import FusedLayers
 from kv_cache import KVCache, Window, sliding
 from linear import LMHead
+from ops.backends import TORCH, Backend
 from ops.library import is_plain
 from ops.rotary import rope_angles
 from runtime import replace_fields
@@ -319,6 +320,7 @@ class Transformer(nn.Module):
 
     fused: FusedModel | None = None  # runs passes over a cache, on a CPU
     fused_layers: FusedLayers | None = None  # runs in place of `layers`, on CUDA
+    backend: Backend = TORCH  # chosen while loading (`decode.with_cycles`)
 
     def __init__(self, config: ModelConfig):
         super().__init__()

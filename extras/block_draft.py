@@ -145,7 +145,7 @@ class BlockDrafter(LevelDrafter):
 
     def extend(self, state: BlockState, update: DrafterUpdate) -> BlockState:
         """Read the confirmed tokens' hidden states. Writes: slots from length on."""
-        window = causal_window(state.length, update.features.shape[1])
+        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         taps = update.features[..., self.head.config.model.dim :]
         self.head.read(taps, state.cache, window)
         return replace_fields(state, length=state.length + update.count)
@@ -162,7 +162,7 @@ class BlockDrafter(LevelDrafter):
         block = self.head.config
         first = 0 if block.predicts_next else 1
         size = self.tree.depth + first if block.causal else block.block_size
-        window = causal_window(state.length, size)
+        window = causal_window(state.length, size, backend=self.backend)
         if not block.causal:
             window = Window(window.slots, window.start, torch.ones_like(window.mask))
         tokens = torch.full_like(window.slots, block.mask_token)  # [B, T]

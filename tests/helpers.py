@@ -40,6 +40,7 @@ from hf.gguf_blocks import Blocks, pack, table_of
 from hf.weights import export_weights, load_model, weight_names
 from load import accept_rule
 from model import Layer, ModelConfig, Transformer
+from ops.backends import TORCH, Backend
 from ops.library import has_cpu_operators
 from ops.norm import rms_norm_reference
 from ops.rotary import HeadNorms
@@ -514,10 +515,11 @@ def not_refused(function: Callable, cases: dict[str, tuple]) -> list[str]:
     return passed
 
 
-def process(logits: Tensor, rule: Sampling) -> Tensor:
+def process(logits: Tensor, rule: Sampling, backend: Backend = TORCH) -> Tensor:
     """`sampling.process` of rows with the same parameters. logits: [..., V]."""
     rows = logits.reshape(1, -1, logits.shape[-1])
-    return sampling.process(rows, SamplingTensors.from_params([rule])).view_as(logits)
+    rules = SamplingTensors.from_params([rule])
+    return sampling.process(rows, rules, backend).view_as(logits)
 
 
 def chi_square(counts: Tensor, p: Tensor) -> float:

@@ -9,7 +9,7 @@ namespace compact {
 
 constexpr int64_t GRAIN = 1 << 15;  // bytes that pay for a thread's wake-up
 
-// `compact` of ops/compact.py, for any dtype. buffers: each [B, H, S, E]; start: [B]; path: [B, D+1]
+// `compact` of ops/torch_backend.py, for any dtype. buffers: each [B, H, S, E]; start: [B]; path: [B, D+1]
 void move_rows(at::TensorList buffers, const at::Tensor& start, const at::Tensor& path) {
   const int64_t B = buffers[0].size(0), H = buffers[0].size(1), S = buffers[0].size(2), count = path.size(1);
   const int64_t row = buffers[0].size(3) * buffers[0].element_size();  // bytes

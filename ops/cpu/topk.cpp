@@ -48,7 +48,7 @@ void best_of(const float* x, int64_t n, int64_t k, float* best, int64_t* index) 
   for (; i < n; i++) offer(i);
 }
 
-// `topk_logsumexp` of ops/topk.py.
+// `topk` of ops/torch_backend.py.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, int64_t k) {
   TORCH_CHECK(scores.scalar_type() == at::kFloat, "scores must be float32");
   const at::Tensor rows = scores.contiguous();
@@ -68,7 +68,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk(const at::Tensor& scores, in
   return {values, index, total};
 }
 
-// `best` of ops/topk.py. scores: [B, N, V]; noise: [B, R, V]; row: [B, N]
+// `best` of ops/torch_backend.py. scores: [B, N, V]; noise: [B, R, V]; row: [B, N]
 at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise,
                 const std::optional<at::Tensor>& row) {
   const at::Tensor from = scores.contiguous();

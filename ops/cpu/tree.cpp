@@ -204,7 +204,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 
 // -------------------------------------------------------------------------------------------------- accepting
 
-// `accept` of draft_tree.py. tokens, parents, depths, valid, choice: [B, N]; mask: [B, N, N], which parents imply.
+// `accept` of ops/torch_backend.py. tokens, parents, depths, valid, choice: [B, N]; mask: [B, N, N], which parents imply.
 // Returns: path [B, D+1], length [B], emitted [B, D+1], moves [B, D+1].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> accept(
     const at::Tensor& tokens, const at::Tensor& parents, const at::Tensor& depths, const at::Tensor&,
@@ -254,7 +254,7 @@ bool all_finite(const void* data, int64_t count, at::ScalarType type) {
   return all_finite<uint32_t>(data, count, 0x7f800000);
 }
 
-// `advance` of decode.py. tokens: [B, S+1], written; pos, draws, done, limit: [B]; roots: [B, N], the tree's tokens;
+// `advance` of ops/torch_backend.py. tokens: [B, S+1], written; pos, draws, done, limit: [B]; roots: [B, N], the tree's tokens;
 // path, emitted: [B, D+1]; length: [B]; ends: [E]; features: [B, N, F].
 // Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the report [B, D+5], whose
 // `done` is 2 more where these features are not finite.
@@ -327,7 +327,7 @@ void keep_rows(at::Tensor kept, at::Tensor waiting, at::Tensor passed, const at:
 
 // ---------------------------------------------------------------------------------------------------- places
 
-// `place_tokens` of kv_cache.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
+// `place_tokens` of ops/torch_backend.py. depths: [B, T]; none: `depth` of all tokens. Returns: slots [B, T], start [B] and
 // positions [B, T].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> place_rows(const at::Tensor& pos, const Optional& done,
                                                           const Optional& depths, int64_t rows, int64_t slot,
@@ -408,6 +408,26 @@ empty_tree(at::TensorList, at::TensorList, at::TensorList, at::TensorList, const
           at::empty({B, N}, pos.options().dtype(at::kFloat)),
           at::empty_like(tokens)};
 }
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+empty_path(const at::Tensor& tokens, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+           const at::Tensor&, const at::Tensor&, int64_t depth) {
+  const int64_t B = tokens.size(0);
+  const at::Tensor path = at::empty({B, depth + 1}, tokens.options());
+  return {path, at::empty({B}, tokens.options()), at::empty_like(path), at::empty_like(path)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+empty_advance(at::Tensor, const at::Tensor& pos, const at::Tensor& draws, const at::Tensor& done,
+              const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+              const at::Tensor& emitted, const at::Tensor&, const at::Tensor& features) {
+  const int64_t B = emitted.size(0), D = emitted.size(1), F = features.size(2);
+  return {at::empty_like(pos),
+          at::empty_like(draws),
+          at::empty_like(done),
+          at::empty_like(pos),
+          at::empty({B, D + 1}, pos.options()),
+          at::empty({B, D, F}, features.options()),
+          at::empty({B, D + 4}, pos.options())};
+}
 std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_places(const at::Tensor& pos, const Optional&,
                                                             const Optional&, int64_t rows, int64_t,
                                                             int64_t) {
@@ -440,11 +460,13 @@ OPERATORS(m) {
       "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
       "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)");
   m.impl("accept", at::kCPU, accept);
+  m.impl("accept", at::kMeta, empty_path);
   m.def(
       "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, "
       "Tensor roots, Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.impl("advance", at::kCPU, advance);
+  m.impl("advance", at::kMeta, empty_advance);
   m.def(
       "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
       "-> (Tensor, Tensor, Tensor)");

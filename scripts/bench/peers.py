@@ -42,7 +42,6 @@ from decode import Engine
 from generate import encode, load
 from kv_cache import KVCache, causal_window
 from model import DTYPES
-from ops.topk import best
 from options import DEMO, GenerateConfig, pick_device
 from runtime import compiled
 from scripts import export_head
@@ -237,9 +236,12 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         start = torch.tensor([len(prompt)], device=device)
 
         def step(tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-            window = causal_window(start, tokens.shape[1])
+            window = causal_window(start, tokens.shape[1], backend=target.backend)
             features = target(tokens, window.slots, cache, window)
-            return best(target.logits(features))  # [1, M]; no threads of torch, which would spin
+            scores = target.logits(features)
+            return target.backend.best(
+                scores, None, None
+            )  # [1, M]; no threads of torch, which would spin
 
         with torch.inference_mode():
             window = causal_window(start * 0, len(prompt))
