@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draft_tree import DecodedTokens
 
-# the same in ops/cpu/lookup.cpp
+# the same in ops/cpu/ngram.cpp
 FADING = 0.998  # weight of an outcome after the next one
 PRIOR = 3.0  # outcomes that a rate before any outcome is worth
 MOST = 0.995  # largest rate
