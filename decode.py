@@ -127,11 +127,14 @@ class Engine:
         """Cache slots per sequence: the context, plus scratch for one tree or one prefill chunk."""
         return self.context + max(self.drafter.size, self.drafter.depth + 1, PREFILL_CHUNK)
 
-    def finish_reason(self, new: list[int]) -> str:
-        """Return the reason why a sequence ended: "stop", "length" or "context"."""
+    def finish_reason(self, new: list[int], limit: int) -> str:
+        """Return the reason why new tokens ended: "stop", "length" or "context".
+
+        limit: new tokens at most
+        """
         if new[-1] in self.eos_ids and not self.config.ignore_eos:
             return "stop"
-        return "length" if len(new) >= self.config.max_new_tokens else "context"
+        return "length" if len(new) >= limit else "context"
 
     def told_cut(self, reason: str) -> str:
         """Describe a reason of `finish_reason` that cuts an answer; "" for another one."""

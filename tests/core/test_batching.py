@@ -117,7 +117,7 @@ def three_rows(name: str, captured: bool = False) -> Engine:
 def test_a_late_host_and_fixed_buffers_change_nothing(name, captured, host_lag, monkeypatch):
     """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
     vanilla, want = alone()
-    monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=host_lag))
+    monkeypatch.setattr("scheduler.Session", lambda engine: Session(engine, host_lag=host_lag))
     got = generate(three_rows(name, captured), IDS, num_samples=2)
     prompts = sorted(IDS * 2, key=IDS.index)
     for index, prompt, ours, theirs in zip(got.index, prompts, got.tokens, want.tokens):

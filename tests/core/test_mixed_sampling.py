@@ -109,7 +109,7 @@ def test_plain_operations_do_the_same(drafter, monkeypatch):
 @pytest.mark.parametrize("drafter", ["none", *slow(["chain", "dynamic"])])
 def test_captured_cycles_do_the_same(drafter, monkeypatch):
     """The steps as on CUDA, over buffers that stay, with reports that come late."""
-    monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=1))
+    monkeypatch.setattr("scheduler.Session", lambda engine: Session(engine, host_lag=1))
     engine = engine_for(golden_target(), make(drafter), batch_size=3, **OPTIONS)
     check_alone(decoded(compiled_as_on_cuda(engine)))
 
