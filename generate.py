@@ -58,11 +58,11 @@ from scheduler import Piece, Request, Scheduler
 from stats import Stats, environment, share_of_equal, stats_line, summary
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Turn(Request):
     """A turn of a conversation."""
 
-    index: tuple[int, int, int] = (0, 0, 0)  # (prompt, sample, turn)
+    index: tuple[int, int, int]  # (prompt, sample, turn)
 
 
 @dataclass

@@ -210,10 +210,10 @@ class Scheduler:
         self.running[place] = request
         self.last[place] = request.prompt
         session.configure(place, request.sampling, request.seed, request.drafts)
-        self.on_admitted(request)
         own = (request.noise_id, request.limit, source, request.guide)
         session.admit(place, request.prompt, *own)
         request.cached = len(session.history[place])
+        self.on_admitted(request)
 
     def _leave(self, place: int) -> None:
         self.session.release(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NamedTuple
 
 from cli.methods import DRAFTERS
@@ -42,6 +43,32 @@ class Marks(NamedTuple):
     rejected: int  # rows of draft trees that were verified and not accepted
     cycles: list[int]  # of each token, the number of its cycle; -1 after the prompt
     trees: list[Nodes]  # of the cycles, where they are wanted
+
+
+class Spans:
+    """The sources of a text whose tokens come earlier than the text is certain."""
+
+    def __init__(self) -> None:
+        self.left: deque[tuple[str, int, int]] = deque()  # source, characters, cycle
+
+    def add(self, source: str, characters: int, cycle: int = 0) -> None:
+        """Add the text of a token."""
+        self.left.append((source, characters, cycle))
+
+    def take(self, characters: int) -> list[tuple[str, int, int]]:
+        """Return the spans of the next characters, equal neighbours as one."""
+        spans: list[tuple[str, int, int]] = []
+        while characters and self.left:
+            source, count, cycle = self.left.popleft()
+            if count > characters:
+                self.left.appendleft((source, count - characters, cycle))
+                count = characters
+            characters -= count
+            if spans and spans[-1][::2] == (source, cycle):
+                count += spans.pop()[1]
+            if count:
+                spans.append((source, count, cycle))
+        return spans
 
 
 class Drafted(Reader):

@@ -68,7 +68,7 @@ from scripts.bench.measure import (
     with_config,
 )
 from scripts.bench.papers import Setting, method_config, read_tasks
-from session import Session, common_prefix
+from session import common_prefix
 from stats import peak_memory_bytes
 
 EAGLE3 = "eagle3"
@@ -254,7 +254,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         return once
 
     def run(prompts: list[list[int]]) -> Outcome:
-        return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
+        return run_rows(engine, prompts)
 
     plain = engine.drafter.size == 1
     return Contestant(run, verify if plain else None)

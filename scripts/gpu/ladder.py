@@ -147,7 +147,7 @@ def decode(engine: Engine, prompts: list[str]) -> dict[str, Any]:
         "compile_s": engine.compile_s,
         "captured": sum(replay.graph is not None for replay in replays),
         "not_captured": sum(replay.graph is None for replay in replays),
-        "tokens": [entry.new for entry in batch.entries],
+        "tokens": [entry.tokens for entry in batch.entries],
     }
 
 

@@ -40,9 +40,9 @@ from hf.checkpoint import saved_quantization
 from hf.config import read_raw
 from load import MAX_DEFAULT_CONTEXT, warm_up
 from options import DEFAULT, ROOT, GenerateConfig
+from scheduler import Request, Scheduler
 from scripts.bench.measure import repeated
 from scripts.train import task_prompts
-from session import Session
 
 GIVEN = "given"
 CODE = "code"
@@ -387,7 +387,7 @@ class Run:
         streams = [(self.attempts + i, 1) for i in range(size)]
         found = []
         for new in decoded(engine, streams, [ids] * size, OWN_TOKENS):
-            found.append((text_of(engine, new).strip(), engine.finish_reason(new) == "stop"))
+            found.append((text_of(engine, new).strip(), new[-1] in engine.eos_ids))
         self._append("prompts.jsonl", [{"turns": [text], "ended": ended} for text, ended in found])
         self.attempts += size
         self.writes = self._add(OWN, [([text], ended) for text, ended in found], size) > 0
@@ -439,7 +439,7 @@ class Run:
             row["turns"] = row["turns"][:-1]
             return False
         row["answer_ids"] = row["answer_ids"] + new
-        row["ended"] = engine.finish_reason(new) == "stop"
+        row["ended"] = new[-1] in engine.eos_ids
         return bool(good and row["ended"])
 
     def _next_ids(self, p: Prompt, row: dict) -> list[int]:
@@ -472,13 +472,15 @@ def decoded(
     streams: the key of each sequence's noise
     Returns: the new tokens of every sequence.
     """
-    short = replace(engine, config=replace(engine.config, max_new_tokens=longest))
-    session = Session(short, streams)
-    for new in session.decode_turn(prompts):
-        unfinished = sum(bool(tokens) or session.busy(seq) for seq, tokens in enumerate(new))
+    requests = [
+        Request.of(engine, ids, limit=longest, noise_id=stream)
+        for ids, stream in zip(prompts, streams)
+    ]
+    for _ in Scheduler(engine).run(requests):
+        unfinished = sum(not request.reason for request in requests)
         if unfinished <= len(prompts) // TAIL:
             break
-    return [session.history[seq][len(prompt) :] for seq, prompt in enumerate(prompts)]
+    return [request.tokens for request in requests]
 
 
 def open_run(config: AnswerConfig) -> Run:

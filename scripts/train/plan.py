@@ -28,7 +28,6 @@ from scripts.bench.measure import run_rows
 from scripts.train import train_eagle
 from scripts.train.feature_cache import best_tokens
 from scripts.train.generate_answers import AnswerConfig, Run, open_run
-from session import Session
 from stats import peak_memory_bytes
 
 STAGES = ("answers", "features", "training", "evaluation")
@@ -129,7 +128,7 @@ def _answer_rates(run: Run) -> tuple[float, float]:
 def _rate(engine: Engine, prompts: list[list[int]]) -> float:
     """Return the tokens per second of answers of ANSWER_TOKENS, with the time of their prompts."""
     short = replace(engine, config=replace(engine.config, max_new_tokens=PROBE_TOKENS))
-    seen = run_rows(Session(short, [(i, 0) for i in range(len(prompts))]), prompts)
+    seen = run_rows(short, prompts)
     return 1 / (seen.first_s / (len(prompts) * ANSWER_TOKENS) + seen.step_s)
 
 

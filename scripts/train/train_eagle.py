@@ -51,11 +51,12 @@ from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
 from ops.library import lib
 from options import DEMO, ROOT, GenerateConfig, pick_device
+from scheduler import Request, Scheduler
 from scripts.train import losses as head_training
 from scripts.train import training
 from scripts.train.acceptance import ALPHAS, Drafted, chains, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
-from session import Session, common_prefix
+from session import common_prefix
 
 QUESTIONS = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # with answers of the data set
 SAVES = 4  # of the state, for each evaluation
@@ -530,16 +531,13 @@ def own_sequences(
     engine: Engine, prompts: list[list[int]], length: int
 ) -> list[tuple[int, list[int]]]:
     """Let the target continue the prompts greedily. Returns: (prompt length, all tokens) each."""
-    size = engine.config.batch_size
-    short = replace(engine, config=replace(engine.config, max_new_tokens=length))
-    sequences = []
-    for first in range(0, len(prompts), size):
-        group = prompts[first : first + size]
-        session = Session(short, [(first + i, 0) for i in range(len(group))])
-        for _ in session.decode_turn(group):
-            pass
-        sequences += [(len(p), session.history[i]) for i, p in enumerate(group)]
-    return sequences
+    requests = [
+        Request.of(engine, ids, limit=length, noise_id=(number, 0))
+        for number, ids in enumerate(prompts)
+    ]
+    for _ in Scheduler(engine).run(requests):
+        pass
+    return [(len(each.prompt), each.prompt + each.tokens) for each in requests]
 
 
 def make_engine(config: TrainOptions, target: Transformer) -> Engine:

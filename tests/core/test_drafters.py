@@ -214,7 +214,7 @@ def test_a_decoder_accepts_what_a_plain_lookup_does():
         batch.decode_all(batch.streams)
         (turn,) = batch.entries
         got = batch.stats.accept_lengths
-        assert got[:-1] == plain.lengths(turn.prompt, turn.new, 16)[:-1]  # the last one is cut
+        assert got[:-1] == plain.lengths(turn.prompt, turn.tokens, 16)[:-1]  # the last one is cut
         totals.append(len(got))
     assert 10 < totals[0] < 47 and totals[1] < 10
     for got, want in zip(engine.policy.every, plain.expected, strict=True):

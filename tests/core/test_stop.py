@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 
-import generate as program
 from generate import generate, load, main, stream
 from hf.tokenizer import Until
 from options import DEMO

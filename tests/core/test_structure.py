@@ -34,6 +34,7 @@ FLOORS = (
     ("hf",),
     ("decode", "eagle_draft", "parallel.tp"),
     ("session",),
+    ("scheduler",),
     ("extras",),
     ("load", "cli.start", "cli.results"),
     ("generate",),
