@@ -136,7 +136,7 @@ class Engine:
             return "stop"
         return "length" if len(new) >= limit else "context"
 
-    def told_cut(self, reason: str) -> str:
+    def truncation_note(self, reason: str) -> str:
         """Describe a reason of `finish_reason` that cuts an answer; "" for another one."""
         most = self.config.max_new_tokens
         if reason == "length" and most < self.context:

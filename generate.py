@@ -182,7 +182,7 @@ class Batch:
         scheduler = Scheduler(self.engine)
         turns: dict[tuple[int, int], list[Turn]] = {stream: [] for stream in streams}
         for pieces in scheduler.run([self._first_turn(stream) for stream in streams]):
-            self.reading = scheduler.session.told_reading()
+            self.reading = scheduler.session.prefill_progress()
             self._take_trace(scheduler.session.trace, pieces)
             on_pieces(pieces)
             for turn in (piece.request for piece in pieces if piece.request.reason):
@@ -423,7 +423,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             result = batch.result()
     if live:
         print()
-    line = stats_line(result.stats, config.verbose, told_cuts(engine, result))
+    line = stats_line(result.stats, config.verbose, truncation_notes(engine, result))
     print(line, file=sys.stderr if quiet else sys.stdout)
     write_files(engine, result, profiler)
     for turn in batch.entries:
@@ -437,11 +437,11 @@ def is_one_turn(batch: Batch) -> bool:
     return isinstance(batch.conversations[0][0], int) or len(batch.conversations[0]) == 1
 
 
-def told_cuts(engine: Engine, result: Result) -> str:
+def truncation_notes(engine: Engine, result: Result) -> str:
     """Describe the answers that were cut; "" where all ended by themselves."""
     parts = []
     for reason, count in Counter(result.finish_reason).items():
-        cut = engine.told_cut(reason)
+        cut = engine.truncation_note(reason)
         of_all = f"{count} of {len(result.text)} answers " if len(result.text) > 1 else ""
         if cut:
             parts.append(of_all + cut)

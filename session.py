@@ -238,7 +238,7 @@ class Session:
         """Return whether a sequence's turn goes on."""
         return self.live[seq] or seq in self.prefilling
 
-    def told_reading(self) -> str:
+    def prefill_progress(self) -> str:
         """Describe how far prompts are read; "" while none is."""
         read = sum(len(self.history[seq]) for seq in self.prefilling)
         of_all = sum(map(len, self.prefilling.values()))

@@ -151,12 +151,12 @@ class Chat:
         spans = Spans()
         self.drafted.take(0)
         for pieces in self.scheduler.run([request]):
-            self.status.show(self.scheduler.session.told_reading())
+            self.status.show(self.scheduler.session.prefill_progress())
             for piece in pieces:
                 for source, text in zip(self.drafted.take(0).sources, piece.texts):
                     spans.add(source, len(text))
                 self._print(piece.text, spans)
-        cut = request.fault or self.engine.told_cut(request.reason)
+        cut = request.fault or self.engine.truncation_note(request.reason)
         if cut:
             print(f" [{cut}]", end="")
 
