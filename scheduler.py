@@ -231,7 +231,7 @@ class Scheduler:
         for id in tokens:
             texts.append(request.push(id))
             if request.stopped:
-                session.cut(place, len(tokens) - len(texts))
+                session.truncate(place, len(tokens) - len(texts))
                 break
         reason = self._reason(request)
         if reason:
@@ -245,11 +245,11 @@ class Scheduler:
         place = request.place
         if request.stopped:
             return "stop"
-        if place in session.faults:
-            request.fault = session.faults[place]
+        if place in session.guide_errors:
+            request.fault = session.guide_errors[place]
             return "grammar"
-        if place in session.broken:
-            request.fault = session.broken[place]
+        if place in session.nan_sequences:
+            request.fault = session.nan_sequences[place]
             return "nan"
         if session.busy(place):
             return ""

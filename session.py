@@ -212,8 +212,10 @@ class Session:
         self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
         self.live = [False] * batch  # sequences that decode
         self.answers = [0] * batch  # where the answer of each turn begins
-        self.faults: dict[int, str] = {}  # sequences that their guide has ended, and why
-        self.broken: dict[int, str] = {}  # sequences that ended where numbers were not finite
+        self.guide_errors: dict[int, str] = {}  # sequences that their guide has ended, and why
+        self.nan_sequences: dict[
+            int, str
+        ] = {}  # sequences that ended where numbers were not finite
         # cycles whose reports were not read, and what each reader copies
         self.pending: deque[tuple[CycleResult, list[Any]]] = deque()
         self.stats = Stats()
@@ -262,7 +264,7 @@ class Session:
                 self.release(seq)
         while any(self.live) or self.prefilling:
             yield self.step()
-            for fault in (*self.faults.values(), *self.broken.values()):
+            for fault in (*self.guide_errors.values(), *self.nan_sequences.values()):
                 raise ValueError(fault)
 
     def configure(self, seq: int, params: Sampling, seed: int, drafts: bool = True) -> None:
@@ -297,8 +299,8 @@ class Session:
         guide: masks the tokens of the answer (extras/grammar.py); None: the engine's, if any
         """
         self.release(seq)
-        self.faults.pop(seq, None)
-        self.broken.pop(seq, None)
+        self.guide_errors.pop(seq, None)
+        self.nan_sequences.pop(seq, None)
         engine = self.engine
         guide = guide or engine.guide
         if guide is not None and self.guide is None:
@@ -338,7 +340,7 @@ class Session:
         if not any(self.live):
             self.pending.clear()
 
-    def cut(self, seq: int, count: int) -> None:
+    def truncate(self, seq: int, count: int) -> None:
         """End a sequence's turn, and drop the last `count` of the tokens that `step` returned.
 
         The draws of dropped tokens are taken back: the next turn is the same for every drafter.
@@ -346,7 +348,7 @@ class Session:
         kept = len(self.history[seq]) - count
         del self.history[seq][kept:]
         self.stats.tokens -= count
-        self.faults.pop(seq, None)  # of a token that is dropped
+        self.guide_errors.pop(seq, None)  # of a token that is dropped
         self.release(seq)
         state = self.state
         state.draws[seq] += kept - 1 - state.pos[seq]  # cycles advance both by the same numbers
@@ -469,7 +471,7 @@ class Session:
         allowed = self.guide.take(seq, tokens)
         if len(allowed) < len(tokens):
             self.release(seq)
-            self.faults[seq] = self.guide.fault
+            self.guide_errors[seq] = self.guide.fault
         return allowed
 
     def _prefill(self, new: list[list[int]]) -> None:
@@ -500,7 +502,7 @@ class Session:
                     new[seq] = self._allowed(seq, [root])
 
     def _break(self, seq: int) -> None:
-        """End a sequence whose numbers are not finite, and forget it. Writes: broken; the cache."""
+        """End a sequence whose numbers are not finite, and forget it. Writes: nan_sequences; the cache."""
         from hf.not_finite import reason
 
         tokens = self.history[seq]
@@ -509,7 +511,7 @@ class Session:
         self.history[seq] = []
         for buffer in (*self.buffers.cache.k, *self.buffers.cache.v):
             buffer[seq, :, : len(tokens) + PREFILL_CHUNK] = 0  # a mask does not hide NaN
-        self.broken[seq] = reason(self.engine.target, tokens)
+        self.nan_sequences[seq] = reason(self.engine.target, tokens)
 
     def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None) -> None:
         """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""

@@ -295,10 +295,10 @@ def test_a_grammar_that_allows_nothing_at_some_point(draft):
     while session.busy(0) or session.busy(1):
         for have, more in zip(new, session.step()):
             have += more
-    assert engine.tokenizer.decode(new[0]) == "abc" and list(session.faults) == [0]
+    assert engine.tokenizer.decode(new[0]) == "abc" and list(session.guide_errors) == [0]
     assert new[1] == generate(engine, [PROMPT, OTHER]).tokens[1]
     session.admit(0, ids[0], (0, 0), 4)
-    assert not session.faults
+    assert not session.guide_errors
 
 
 @pytest.mark.parametrize("options, asked, message", [
