@@ -146,7 +146,7 @@ class Engine:
         return ""
 
 
-def with_cycles(engine: Engine) -> Engine:
+def build_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every mode of sampling and preset, compiled as the options say.
 
     With --compile on a CPU weights may later change in place, but not be replaced.

@@ -52,7 +52,7 @@ if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
 import torch
 
 from decode import Engine
-from load import load, undrafted
+from load import load, without_draft
 from parallel import ranks
 from scheduler import Piece, Request, Scheduler
 from stats import Stats, environment, share_of_equal, stats_line, summary
@@ -311,7 +311,7 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
         `share_of_equal` (None with the residual rule).
     """
     engine = drafted.engine
-    vanilla = Batch(undrafted(engine), drafted.conversations, drafted.draws, drafted.guides)
+    vanilla = Batch(without_draft(engine), drafted.conversations, drafted.draws, drafted.guides)
     for number, group in enumerate(drafted.groups):
         order = (vanilla, drafted) if number % 2 == 0 else (drafted, vanilla)
         for batch in order:

@@ -30,7 +30,7 @@ import ops.experts
 import ops.linear
 import ops.qmatmul
 import sampling
-from decode import Cycle, Engine, with_cycles
+from decode import Cycle, Engine, build_cycles
 from draft_tree import DecodedTokens, StaticTree
 from drafters import Drafter, Method, TreeDrafter
 from eagle_draft import EagleHead, load_head
@@ -98,7 +98,7 @@ def engine_for(
     engine = engine.with_method(method or drafter.method())
     policy = copy(engine.policy)
     policy.warm = True
-    return with_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
+    return build_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
 
 
 class Scripted(AutoTrees):

@@ -2,7 +2,7 @@
 
 The kernels are in topk.py and tree.py beside this file; the references in ops/tree.py define the
 results, and serve without Triton, and beyond what the kernels take. Importing this file registers
-the operators: `with_cycles` (decode.py) does so for an engine on CUDA.
+the operators: `build_cycles` (decode.py) does so for an engine on CUDA.
 """
 
 from __future__ import annotations

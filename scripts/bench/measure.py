@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import stats
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from extras.presets import PresetPolicy
 from load import warm_up, with_draft
 from model import MoEFeedForward, Transformer
@@ -85,7 +85,7 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     engine = with_draft(engine, config, str(engine.device))
     if isinstance(engine.policy, PresetPolicy) and not config.draft_store:
         engine.policy.kept = None  # every prompt is the first request
-    return warm_up(with_cycles(engine))
+    return warm_up(build_cycles(engine))
 
 
 def draft_options(engine: Engine) -> dict[str, Any]:

@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from cli.parsing import one_line_errors, option, parse
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from generate import Batch, first_ids, load
 from load import warm_up, with_draft
 from ops.library import FAMILIES, PLAIN, set_plain
@@ -225,7 +225,7 @@ class Climb:
         set_plain(self.plain)
         engine = self.loaded(method)
         set_rung(rung, self.plain, self.config.device)
-        engine = warm_up(with_cycles(engine))
+        engine = warm_up(build_cycles(engine))
         found = decode(engine, self.prompts)
         tokens = found["tokens"]
         self.first = self.first or tokens

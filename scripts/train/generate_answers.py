@@ -33,7 +33,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from cli.io import is_gguf, read_jsonl
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from generate import load, text_of
 from hf.chat import PROBE
 from hf.checkpoint import saved_quantization
@@ -250,7 +250,7 @@ class Run:
         )
         sampled = load(options)
         greedy = replace(sampled, config=replace(sampled.config, temperature=0.0))
-        greedy = warm_up(with_cycles(greedy))
+        greedy = warm_up(build_cycles(greedy))
         self.engines = {False: sampled, True: greedy}  # by greedy
         self.long_tokens = _long_tokens(config, sampled)
         self.long_engines = {}  # as `engines`; made when they are needed
@@ -341,7 +341,7 @@ class Run:
             plain = self.engines[greedy]
             config = replace(plain.config, batch_size=self.size(LONG))
             context = self.long_tokens + self.config.answer_tokens
-            self.long_engines[greedy] = with_cycles(replace(plain, config=config, context=context))
+            self.long_engines[greedy] = build_cycles(replace(plain, config=config, context=context))
         return self.long_engines[greedy]
 
     def total(self) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from scripts.bench.measure import run_rows
 from scripts.train import train_eagle
 from scripts.train.feature_cache import best_tokens
@@ -121,7 +121,7 @@ def _answer_rates(run: Run) -> tuple[float, float]:
     """Return the tokens per second of a batch, and of one sequence."""
     engine = run.engines[False]
     prompts = [prompt.ids for queue in run.waiting.values() for prompt in queue]
-    single = with_cycles(replace(engine, config=replace(engine.config, batch_size=1)))
+    single = build_cycles(replace(engine, config=replace(engine.config, batch_size=1)))
     return _rate(engine, prompts[: run.config.batch_size]), _rate(single, prompts[:1])
 
 

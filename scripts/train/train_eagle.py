@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from cli.io import check_directory, check_output, read_jsonl, replace_file
 from cli.parsing import one_line_errors, option, parse, require
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
@@ -553,7 +553,7 @@ def make_engine(config: TrainOptions, target: Transformer) -> Engine:
         checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device
     )
     context = min(2048, target.config.max_context)
-    return with_cycles(
+    return build_cycles(
         Engine(
             options, target, (RootOnly(),), context, ends, tokenizer=tokenizer, template=template
         )

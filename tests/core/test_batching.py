@@ -24,7 +24,7 @@ from test_lossless import assert_same, held_out_prompts, make, needs_operators
 import generate as program
 import model
 from cli.results import Results
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from drafters import RootOnly
 from generate import Result, generate, in_order, load, main
 from helpers import Scripted, decode, engine_for, golden_run, golden_target, record, slow
@@ -50,7 +50,7 @@ def one_by_one(
     engine = load(**DEMO_IN_BF16, draft="none", temperature=temperature, max_new_tokens=length)
     free = generate(engine, list(texts)).tokens
     ends = tuple({new[length // 4 + row % (length // 2)] for row, new in enumerate(free[::3])})
-    return ends, generate(with_cycles(replace(engine, eos_ids=ends)), list(texts))
+    return ends, generate(build_cycles(replace(engine, eos_ids=ends)), list(texts))
 
 
 def check_rows(texts: list[str], rows: int, length: int, temperature: float, **draft) -> None:
@@ -59,7 +59,7 @@ def check_rows(texts: list[str], rows: int, length: int, temperature: float, **d
     engine = load(
         **DEMO_IN_BF16, temperature=temperature, max_new_tokens=length, batch_size=rows, **draft
     )
-    got = generate(with_cycles(replace(engine, eos_ids=ends)), texts)
+    got = generate(build_cycles(replace(engine, eos_ids=ends)), texts)
     for name in ("tokens", "index", "finish_reason"):
         assert getattr(got, name) == getattr(want, name)
     assert len(set(map(len, want.tokens))) > 3, "rows end at different times"

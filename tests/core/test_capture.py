@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops.attention
 import ops.compact
-from decode import pack_report, timed_report, with_cycles
+from decode import build_cycles, pack_report, timed_report
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -301,7 +301,7 @@ def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsy
     with monkeypatch.context() as patch:  # no step is compiled before the compiler is tried
         patch.setattr("decode.compiled", lambda step: step)
         config = replace(engine.config, device="cuda", compile=True)
-        asked = with_cycles(replace(engine, config=config))
+        asked = build_cycles(replace(engine, config=config))
     if how == "switched off":
         monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
     warm = warm_up(asked)

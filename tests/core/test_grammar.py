@@ -16,7 +16,7 @@ jsonschema = pytest.importorskip("jsonschema")
 
 import generate as program  # noqa: E402
 import sampling  # noqa: E402
-from decode import PREFILL_CHUNK, with_cycles  # noqa: E402
+from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
 from extras.autosize import Autosizer, TreeShape, unknown  # noqa: E402
 from extras.grammar import MOST_BYTES, STYLE, Grammar, SessionGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
@@ -180,7 +180,7 @@ def test_the_end_is_allowed_where_the_grammar_allows_to_stop():
     """Two ends of sequence; a text that may stop or go on; one that must stop."""
     engine = engine_of("none")
     ends = (engine.eos_ids[0], 7)
-    engine = with_cycles(replace(engine, eos_ids=ends))
+    engine = build_cycles(replace(engine, eos_ids=ends))
     place = Grammar(engine, 'start: "ab" ("c" "d")?').guide().place
     a, *rest = (engine.tokenizer.encode(text)[-1] for text in "abcd")
     may_end = [[place.allows(end) for end in ends]]
