@@ -26,7 +26,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from decode import PREFILL_CHUNK, Engine
-from hf.tokenizer import StreamDecoder, Until
+from hf.tokenizer import StopMatcher, StreamDecoder
 from options import Sampling
 from session import Session, common_prefix
 from stats import Stats
@@ -60,7 +60,7 @@ class Request:
     fault: str = field(default="", init=False)  # of the last two, for a person
 
     def __post_init__(self) -> None:
-        self._until = Until(self.stops)
+        self._until = StopMatcher(self.stops)
 
     @classmethod
     def of(cls, engine: Engine, prompt: list[int], **fields: Any) -> Request:

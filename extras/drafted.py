@@ -35,7 +35,7 @@ def told_draft(engine: Engine) -> str:
 Nodes = list[tuple[int, int, bool]]  # parent, token, whether it was accepted; the root first
 
 
-class Marks(NamedTuple):
+class DraftMarks(NamedTuple):
     """The sources of the new tokens of a sequence, and its counts."""
 
     sources: list[str]  # of each token's draft; "" where the target alone decided it
@@ -92,10 +92,10 @@ class Drafted(Reader):
         self.count[seq] = 0
         self.wants_trees[seq] = wants_trees
 
-    def take(self, seq: int) -> Marks:
+    def take(self, seq: int) -> DraftMarks:
         """Return the marks since the last call."""
         counts = (self.passes[seq], self.rejected[seq])
-        found = Marks(self.marks[seq], *counts, self.cycles[seq], self.trees[seq])
+        found = DraftMarks(self.marks[seq], *counts, self.cycles[seq], self.trees[seq])
         self.marks[seq] = []
         self.cycles[seq] = []
         self.trees[seq] = []

@@ -333,7 +333,7 @@ def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer 
         return None
 
 
-class Until:
+class StopMatcher:
     """A text up to the stop string that is complete first. What may begin one is held back."""
 
     def __init__(self, stops: Iterable[str]):
@@ -386,7 +386,7 @@ class StreamDecoder:
             self._piece = lambda id: tokenizer.name(id) if id in shown else tokenizer.piece(id)
         self._strip = tokenizer.strips_space and not continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._until = Until(stops)
+        self._until = StopMatcher(stops)
 
     @property
     def stopped(self) -> bool:

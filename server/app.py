@@ -53,7 +53,7 @@ from parallel import ranks
 from runtime import Policy
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
-from server.parameters import ABOUT, SHOWN, Asked, Reader, ServeConfig, no_model
+from server.parameters import ABOUT, SHOWN, Reader, RequestParams, ServeConfig, no_model
 from server.replies import Reply, joined
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
 
@@ -182,7 +182,9 @@ class Server:
             for job in jobs:
                 job.left = True
 
-    def _jobs(self, asked: Asked, chat: bool, pieces: asyncio.Queue[Delta | Refusal]) -> list[Job]:
+    def _jobs(
+        self, asked: RequestParams, chat: bool, pieces: asyncio.Queue[Delta | Refusal]
+    ) -> list[Job]:
         engine = self.engine
         loop = asyncio.get_running_loop()
 

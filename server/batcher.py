@@ -18,7 +18,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from decode import Engine
-from extras.drafted import Drafted, Marks, Nodes, Spans
+from extras.drafted import Drafted, DraftMarks, Nodes, Spans
 from extras.logprobs import Logprob, Logprobs
 from scheduler import Piece, Request, Scheduler
 from server.counters import Counters
@@ -90,7 +90,7 @@ class Job(Request):
     drafts_left: Drafts = Drafts()  # of the tokens since the last text, without spans
     spans: Spans = field(default_factory=Spans)  # of the text that is not told yet
 
-    def add(self, piece: Piece, scored: list[Logprob], marks: Marks) -> None:
+    def add(self, piece: Piece, scored: list[Logprob], marks: DraftMarks) -> None:
         """Add how the tokens of a piece were scored and drafted."""
         cycles = marks.cycles if self.wants_trees else repeat(0)
         logprobs = scored or repeat(None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf.tokenizer import Tokenizer
 from server.batcher import Delta, Drafts, Scored
-from server.parameters import Asked
+from server.parameters import RequestParams
 from server.tool_calls import Finder
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
@@ -19,7 +19,7 @@ LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 class Reply:
     """The JSON of a response, whole or in events."""
 
-    def __init__(self, asked: Asked, chat: bool, model: str, tokenizer: Tokenizer):
+    def __init__(self, asked: RequestParams, chat: bool, model: str, tokenizer: Tokenizer):
         self.asked = asked
         self.chat = chat
         self.tokenizer = tokenizer

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from generate import generate, load, main, stream
-from hf.tokenizer import Until
+from hf.tokenizer import StopMatcher
 from options import DEMO
 from session import Session
 
@@ -58,7 +58,7 @@ def test_the_stop_that_is_complete_first_ends_a_text_however_it_comes(engines):
     for engine in engines:
         assert generate(engine, [PROMPT], stop=stops).text[0] == want
         assert "".join(stream(engine, PROMPT, stop=stops)) == want
-    assert Until(stops).push(whole, last=True) == want
+    assert StopMatcher(stops).push(whole, last=True) == want
 
 
 @pytest.mark.parametrize("stop", [3, [""], "", ["a", 5]], ids=repr)
