@@ -502,7 +502,10 @@ class Session:
                     new[seq] = self._allowed(seq, [root])
 
     def _break(self, seq: int) -> None:
-        """End a sequence whose numbers are not finite, and forget it. Writes: nan_sequences; the cache."""
+        """End a sequence whose numbers are not finite, and forget it.
+
+        Writes: nan_sequences; the cache.
+        """
         from hf.not_finite import reason
 
         tokens = self.history[seq]
