@@ -53,7 +53,7 @@ class Ngram:
     branches: int = 4  # K, different continuations at most
     max: int = 6  # M, longest match that is counted
     min: int = 1  # shortest match that is used
-    kept: Any = field(default=None, repr=False)  # extras.kept_texts.KeptTexts, searched, too
+    kept: Any = field(default=None, repr=False)  # extras.kept_texts.PastTexts, searched, too
 
     def __post_init__(self):
         assert 1 <= self.min <= self.max and self.size <= MAX_NODES, self

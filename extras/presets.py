@@ -54,7 +54,7 @@ class PresetPolicy(Policy):
     def __init__(self, kept: Any = None, reach: int | None = None):
         """Take what the drafters read.
 
-        kept: `extras.kept_texts.KeptTexts`, which takes the text of every finished turn
+        kept: `extras.kept_texts.PastTexts`, which takes the text of every finished turn
         reach: positions that the drafter can read; None: all
         """
         self.kept = kept

@@ -21,7 +21,7 @@ from decode import DecodeState, advance, advance_fused, timed_report
 from draft_tree import Accepted, DecodedTokens, accept, accept_fused, build_tree
 from drafters import DrafterUpdate, RootOnly
 from extras.deferred import MAX_KEPT, DeferredState, Idle
-from extras.kept_texts import KeptTexts
+from extras.kept_texts import PastTexts
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from extras.ngram_estimates import DEPTHS
 from helpers import no_candidates, not_refused
@@ -511,7 +511,7 @@ def check_passes(plain, vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: 
     batch, size = tokens.shape
     drafters = []
     for _ in range(2):
-        kept = KeptTexts(capacity=30) if stored else None
+        kept = PastTexts(capacity=30) if stored else None
         drafters.append(NgramDrafter(replace(ngram, kept=kept), sizes=(2, 4, 99)))
     states = [drafter.init(batch, size) for drafter in drafters]
     outcomes = 5 * torch.rand(states[0].outcomes.shape).sort(-1).values
