@@ -161,9 +161,9 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) 
     rates = lookup.rates if lookup else None
     known = None
     if file:
-        known = known_of(recall(file), shapes, rates)
+        known = CostModel.parse(recall(file), shapes, rates)
     if known is None:
-        known = unknown(shapes, trained_miss(engine.option("head")))
+        known = CostModel.fresh(shapes, trained_miss(engine.option("head")))
     if timed_s:
         known.costs = [seconds / timed_s[0] for seconds in timed_s]
         known.seen = [RECALLED] * len(shapes)
@@ -248,7 +248,7 @@ def trained_miss(head: str) -> float | None:
 
 
 @dataclass
-class Known:
+class CostModel:
     """Remembered measurements: fading means and their weights.
 
     The accepted tokens of a preset depend on the text and are not remembered. The share of misses
@@ -262,46 +262,48 @@ class Known:
     # by length, rank and depth: accepted and tried candidates of a lookup; empty without one
     rates: list[float] = field(default_factory=list)
 
+    @classmethod
+    def fresh(cls, shapes: Sequence[TreeShape], miss: float | None = None) -> CostModel:
+        """Return the start without memory. miss: measured in the head's training; None: a default"""
+        costs = [1.0] * len(shapes)
+        seen = [0.0] * len(shapes)
+        if miss is None:
+            return cls(costs, seen, MISS, MISS_WEIGHT)
+        return cls(costs, seen, miss, RECALLED)
 
-def unknown(shapes: Sequence[TreeShape], miss: float | None = None) -> Known:
-    """Return the start without memory. miss: measured in the head's training; None: a default"""
-    costs = [1.0] * len(shapes)
-    seen = [0.0] * len(shapes)
-    if miss is None:
-        return Known(costs, seen, MISS, MISS_WEIGHT)
-    return Known(costs, seen, miss, RECALLED)
+    @classmethod
+    def parse(
+        cls, value: Any, shapes: Sequence[TreeShape], rates: Tensor | None = None
+    ) -> CostModel | None:
+        """Check remembered measurements and cap their weights.
 
-
-def known_of(value: Any, shapes: Sequence[TreeShape], rates: Tensor | None = None) -> Known | None:
-    """Check remembered measurements and cap their weights.
-
-    value: any JSON value
-    shapes: of the presets
-    rates: of the lookup, in their shape; None without one
-    Returns: the measurements; None where the value cannot be those of such presets.
-    """
-    names = [each.name for each in fields(Known)]
-    if not isinstance(value, dict) or not value.keys() >= set(names):
-        return None
-    known = Known(*(value[name] for name in names))
-    count = 0 if rates is None else rates.numel()
-    sizes = ((known.costs, len(shapes)), (known.seen, len(shapes)), (known.rates, count))
-    if not all(isinstance(each, list) and len(each) == size for each, size in sizes):
-        return None
-    ranges = [(known.miss, 0, 1), (known.miss_weight, 0, 1e6)]
-    ranges += [(cost, 0.01, 1e4) for cost in known.costs]
-    ranges += [(weight, 0, 1e6) for weight in known.seen + known.rates]
-    if not all(type(x) in (int, float) and low <= x <= high for x, low, high in ranges):
-        return None  # no NaN is in a range
-    known.seen = [min(weight, RECALLED) for weight in known.seen]
-    known.miss_weight = min(known.miss_weight, RECALLED)
-    scales = [min(1.0, RECALLED / max(tried, RECALLED)) for tried in known.rates[1::2]]
-    known.rates = [weight * scales[i // 2] for i, weight in enumerate(known.rates)]
-    return known
+        value: any JSON value
+        shapes: of the presets
+        rates: of the lookup, in their shape; None without one
+        Returns: the measurements; None where the value cannot be those of such presets.
+        """
+        names = [each.name for each in fields(cls)]
+        if not isinstance(value, dict) or not value.keys() >= set(names):
+            return None
+        known = cls(*(value[name] for name in names))
+        count = 0 if rates is None else rates.numel()
+        sizes = ((known.costs, len(shapes)), (known.seen, len(shapes)), (known.rates, count))
+        if not all(isinstance(each, list) and len(each) == size for each, size in sizes):
+            return None
+        ranges = [(known.miss, 0, 1), (known.miss_weight, 0, 1e6)]
+        ranges += [(cost, 0.01, 1e4) for cost in known.costs]
+        ranges += [(weight, 0, 1e6) for weight in known.seen + known.rates]
+        if not all(type(x) in (int, float) and low <= x <= high for x, low, high in ranges):
+            return None  # no NaN is in a range
+        known.seen = [min(weight, RECALLED) for weight in known.seen]
+        known.miss_weight = min(known.miss_weight, RECALLED)
+        scales = [min(1.0, RECALLED / max(tried, RECALLED)) for tried in known.rates[1::2]]
+        known.rates = [weight * scales[i // 2] for i, weight in enumerate(known.rates)]
+        return known
 
 
 def _save(
-    file: Path, known: Known, before: dict[str, Any], rates: Tensor | None, pool: list[Any]
+    file: Path, known: CostModel, before: dict[str, Any], rates: Tensor | None, pool: list[Any]
 ) -> None:
     """Remember the measurements if they differ from `before`.
 
@@ -327,7 +329,7 @@ class Autosizer:
     def __init__(
         self,
         shapes: Sequence[TreeShape],
-        known: Known,
+        known: CostModel,
         node: float,
         names: Sequence[str] = (),
         may_skip_prompts: bool = False,

@@ -33,14 +33,13 @@ from extras.autosize import (
     MISS,
     NODE,
     Autosizer,
+    CostModel,
     AutoTrees,
     TreeShape,
     accepted_of,
     cost_of,
-    known_of,
     shape_of,
     trained_miss,
-    unknown,
 )  # fmt: skip
 from extras.deferred import MAX_KEPT
 from extras.model_draft import ModelDrafter
@@ -99,7 +98,9 @@ VANILLA_IS_BEST = ("a slow draft", "a head that loses", "a broken head")
 def timed_sizer(costs: list[float], shapes=SHAPES) -> Autosizer:
     """Cycles were timed before the first, as on CUDA."""
     weights = [8.0] * len(costs)
-    known = replace(unknown(shapes), costs=[cost / costs[0] for cost in costs], seen=weights)
+    known = replace(
+        CostModel.fresh(shapes), costs=[cost / costs[0] for cost in costs], seen=weights
+    )
     return Autosizer(shapes, known, NODE["none"])
 
 
@@ -108,7 +109,7 @@ def learned(sizer: Autosizer) -> Autosizer:
     known = sizer.known
     value = asdict(known) | {"costs": [cost / known.costs[0] for cost in known.costs]}
     return Autosizer(
-        sizer.shapes, known_of(json.loads(json.dumps(value)), sizer.shapes), sizer.node
+        sizer.shapes, CostModel.parse(json.loads(json.dumps(value)), sizer.shapes), sizer.node
     )
 
 
@@ -136,7 +137,7 @@ def first_sizer(name: str, error: float = 1.0, miss: float | None = None) -> Aut
     """Nothing is known but a rule of thumb for costs, wrong by a factor."""
     costs, _ = MACHINES[name]
     node = (costs[3] - 1) / (SHAPES[3].size - 1)
-    return Autosizer(SHAPES, unknown(SHAPES, miss), error * node)
+    return Autosizer(SHAPES, CostModel.fresh(SHAPES, miss), error * node)
 
 
 @pytest.mark.parametrize("start", [*STARTS, "timed"])
@@ -237,7 +238,7 @@ def test_decisions_are_rare_while_no_tree_runs_and_frequent_while_one_does():
             super()._decide()
 
     for found, most in (([0.0, 0.0], 120 // IDLE_HOLD + 2), ([0.0, 0.9], 120 // HOLD + 2)):
-        sizer = Counted(shapes, unknown(shapes), 0.1, lookups=1)
+        sizer = Counted(shapes, CostModel.fresh(shapes), 0.1, lookups=1)
         for _ in range(120):
             preset = sizer.next(1, found)
             assert preset == (found[1] > 0)
@@ -305,7 +306,7 @@ LOOKUP = [TreeShape(0, 0, 1), TreeShape(10, 2, 21)]
 
 def test_only_what_makes_sense_is_run():
     """With `limit` 0 the root alone is verified, and no probe is spent on it."""
-    sizer = Autosizer(LOOKUP, unknown(LOOKUP), 0.01)
+    sizer = Autosizer(LOOKUP, CostModel.fresh(LOOKUP), 0.01)
     assert [sizer.next(0) for _ in range(20)] == [0] * 20
     assert [sizer.next(1) for _ in range(HOLD + 1)] == [0] * HOLD + [1]
     for limit in (0, 1) * 10:  # where a tree makes sense again, it runs at once
@@ -389,7 +390,7 @@ def test_the_end_of_a_process_saves_and_a_second_process_reads(trees, capsys):
     (file,) = trees.iterdir()
     engine = demo()
     shapes = [shape_of(preset) for preset in engine.presets]
-    known = known_of(recall(file), shapes, engine.policy.lookup.rates)
+    known = CostModel.parse(recall(file), shapes, engine.policy.lookup.rates)
     main(command[2:])
     assert capsys.readouterr().out.splitlines()[:-1] == ended.stdout.splitlines()[:-1]
     assert known and list(trees.iterdir()) == [file]
@@ -454,10 +455,13 @@ def test_garbage_is_as_if_it_were_not_there():
     value = {"costs": [1.0, 2.0, 3.0, 4.0, 5.0], "seen": [3.0] * 5}
     value |= {"miss": 0.3, "miss_weight": 50.0, "rates": [12.0, 24.0, 0.5, 1.0]}
     rates = torch.zeros(2, 2)
-    known = known_of(value, SHAPES, rates)
+    known = CostModel.parse(value, SHAPES, rates)
     assert known.costs == value["costs"] and known.seen == [3.0] * 5 and known.miss_weight == 8
     assert known.rates == [4.0, 8.0, 0.5, 1.0], "as much as 8 tried candidates at most"
-    assert known_of(value, SHAPES) is None and known_of(value, SHAPES, torch.zeros(2)) is None
+    assert (
+        CostModel.parse(value, SHAPES) is None
+        and CostModel.parse(value, SHAPES, torch.zeros(2)) is None
+    )
     wrong = [*BAD, value | {"costs": [0.0] * 5}]
     for name, right in value.items():
         wrong.append({k: v for k, v in value.items() if k != name})
@@ -467,7 +471,7 @@ def test_garbage_is_as_if_it_were_not_there():
             inside = [[*right[:2], bad, *right[3:]] for bad in BAD]
             wrong += [value | {name: bad} for bad in ends + inside]
     for each in wrong:
-        assert known_of(each, SHAPES, rates) is None, each
+        assert CostModel.parse(each, SHAPES, rates) is None, each
 
 
 def test_garbage_in_the_file(trees, capsys):
@@ -815,7 +819,7 @@ def test_lookup_whose_matches_are_wrong_is_given_up():
             super().observe(preset, accepted, 1 + 0.3 * preset, sequences)
 
     shapes = [shape_of(preset) for preset in engine.presets]
-    sizer = Steady(shapes, unknown(shapes), 0.3, lookups=len(shapes) - 1)
+    sizer = Steady(shapes, CostModel.fresh(shapes), 0.3, lookups=len(shapes) - 1)
     policy = AutoTrees(engine.drafter)
     policy.sizer = sizer
     session = decode(replace(engine, policy=policy), PROMPTS[1] * 6)

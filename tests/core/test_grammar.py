@@ -17,7 +17,7 @@ jsonschema = pytest.importorskip("jsonschema")
 import generate as program  # noqa: E402
 import sampling  # noqa: E402
 from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
-from extras.autosize import Autosizer, TreeShape, unknown  # noqa: E402
+from extras.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
 from extras.grammar import MOST_BYTES, STYLE, Grammar, SessionGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
 from helpers import InTurn, record, slow, trimmed_head  # noqa: E402
@@ -164,7 +164,7 @@ def test_forced_tokens_cost_no_pass_of_their_own(draft):
 
 def test_forced_tokens_below_a_tree_leave_its_misses_a_share():
     shapes = [TreeShape(0, 0, 1), TreeShape(3, 1, 4)]
-    sizer = Autosizer(shapes, unknown(shapes), 0.1)
+    sizer = Autosizer(shapes, CostModel.fresh(shapes), 0.1)
     for _ in range(50):
         sizer.observe(1, 20.0, 0.01)
     assert 0 <= sizer.known.miss < 0.1 and sizer.tokens(1) > 10
