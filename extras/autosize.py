@@ -38,7 +38,7 @@ from torch import Tensor
 from cli.io import read_json
 from decode import Engine
 from drafters import Drafter
-from extras.deferred import Deferred, catch_up
+from extras.deferred import LazyDrafter, read_skipped
 from extras.drafted import source_of
 from extras.presets import PresetPolicy, lookup_of
 from extras.remembered import file_of, recall, remember
@@ -126,7 +126,7 @@ class AutoTrees(PresetPolicy):
         return policy
 
     def prepare(self, session: Session, preset: int) -> None:
-        self.waiting = catch_up(session, preset, self.waiting)
+        self.waiting = read_skipped(session, preset, self.waiting)
 
     def pick_reading(self, limit: int) -> int:
         if self.sizer and self.sizer.rests_while_reading:
@@ -172,7 +172,9 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) 
     node *= batch / (1 + (batch - 1) * node)  # a cycle without a tree has one node per sequence
     # captured prefills read every prompt, because reading and skipping are two graphs
     smallest = engine.presets[0]
-    may_skip_prompts = not engine.captured and isinstance(smallest, Deferred) and smallest.may_skip
+    may_skip_prompts = (
+        not engine.captured and isinstance(smallest, LazyDrafter) and smallest.may_skip
+    )
     names = [preset.name for preset in engine.presets]
     lookups = len(lookup.sizes) if lookup else 0
     sources = [source_of(engine, preset) for preset in range(len(names))]

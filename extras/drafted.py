@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cli.methods import DRAFTERS
 from decode import Engine
 from drafters import DrafterUpdate
-from extras.deferred import Idle
+from extras.deferred import RestingDrafter
 from runtime import HostCopy
 from session import CycleResult, Reader
 
@@ -18,7 +18,7 @@ def source_of(engine: Engine, preset: int) -> str:
     drafter = engine.presets[preset]
     if drafter.size == 1:
         return ""
-    if isinstance(drafter, Idle):
+    if isinstance(drafter, RestingDrafter):
         return "lookup"
     return DRAFTERS[engine.option("draft") or "eagle"].source
 

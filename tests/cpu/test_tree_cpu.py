@@ -20,7 +20,7 @@ from torch import Tensor
 from decode import DecodeState, advance, advance_fused, timed_report
 from draft_tree import Accepted, DecodedTokens, accept, accept_fused, build_tree
 from drafters import DrafterUpdate, RootOnly
-from extras.deferred import MAX_KEPT, DeferredState, Idle
+from extras.deferred import MAX_KEPT, LazyState, RestingDrafter
 from extras.kept_texts import PastTexts
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from extras.ngram_estimates import DEPTHS
@@ -435,7 +435,12 @@ def test_rows_that_wait(plain, dtype, rows):
         new = DrafterUpdate(whole(9, 3, rows + 1), features, count)
         idle = SimpleNamespace(lookup=RootOnly())
         ours, theirs = (
-            call(Idle.extend, idle, DeferredState((), kept.clone(), *map(torch.clone, facts)), new)
+            call(
+                RestingDrafter.extend,
+                idle,
+                LazyState((), kept.clone(), *map(torch.clone, facts)),
+                new,
+            )
             for call in (lambda f, *x: f(*x), plain)
         )
         assert_equal(ours[2:], theirs[2:])
