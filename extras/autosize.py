@@ -266,7 +266,10 @@ class CostModel:
 
     @classmethod
     def fresh(cls, shapes: Sequence[TreeShape], miss: float | None = None) -> CostModel:
-        """Return the start without memory. miss: measured in the head's training; None: a default"""
+        """Return the start without memory.
+
+        miss: measured in the head's training; None: a default
+        """
         costs = [1.0] * len(shapes)
         seen = [0.0] * len(shapes)
         if miss is None:
@@ -277,7 +280,7 @@ class CostModel:
     def parse(
         cls, value: Any, shapes: Sequence[TreeShape], rates: Tensor | None = None
     ) -> CostModel | None:
-        """Check remembered measurements and cap their weights.
+        """Read remembered measurements, with their weights capped.
 
         value: any JSON value
         shapes: of the presets
