@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,10 +29,11 @@ from draft_tree import Accepted, DecodedTokens, DraftTree, accept, accept_fused
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
 from kv_cache import KVCache, Window, causal_window, place_tokens
 from model import Block, Transformer, call_block
+from observer import Observer
 from ops import switches
 from ops.library import has_cpu_operators, on_cpp_device
 from options import GenerateConfig
-from runtime import Clock, Policy, compiled, copy_into, replace_fields
+from runtime import Clock, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -68,6 +69,33 @@ def pick_tokens(
     return sampling.choose(target.logits(features), rule, noise, draw, allowed), None
 
 
+class Guide(Protocol):
+    """Masks the tokens that may follow the text of one sequence, as a grammar does."""
+
+    fault: str  # told where it allows nothing
+
+    def take(self, tokens: list[int]) -> list[int]:
+        """Go on behind decided tokens.
+
+        Returns: those that are allowed: all, unless it allows nothing behind them.
+        """
+
+    def root_mask(self, device: torch.device) -> Tensor | None:
+        """Return the tokens that may follow, [1, 1, V] bool; None: all."""
+
+    def around(
+        self, engine: Engine, preset: int, guides: list[Guide | None], live: list[bool]
+    ) -> Drafter:
+        """Return a preset of the engine whose trees keep to the guides of all sequences."""
+
+
+class GuideSource(Protocol):
+    """Something to write by, for any number of texts."""
+
+    def begin(self) -> Guide:
+        """Begin a text."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """Everything that decoding needs, loaded once."""
@@ -80,9 +108,9 @@ class Engine:
     # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
     pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (extras/residual.py)
-    policy: Policy = Policy()  # which preset runs next
+    policy: Observer = Observer()  # picks the preset of every step
     resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
-    guide: Any = None  # masks tokens, unless a turn brings its own (`Session.admit`)
+    guide: GuideSource | None = None  # masks tokens, unless a request brings its own
     eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
     # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
     cycles: tuple[tuple[Callable, ...], ...] = ()
@@ -323,7 +351,7 @@ def advance(
     text = DecodedTokens(state.tokens, pos)
     update = DrafterUpdate(tokens, features.gather(1, path), count, text)
     broken = ~update.features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
-    ends = done + 2 * broken  # 0 .. 3, as `done` of session.CycleResult
+    ends = done + 2 * broken  # 0 .. 3, as `done` of observer.CycleResult
     report = pack_report(emitted, count, accepted.length, ends, state.pos)
     new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
     return new, update, report
@@ -348,7 +376,7 @@ def pack_report(
 ) -> Tensor:
     """Pack what a cycle decided, for one copy to the host: [B, D+5] int64, its columns in order.
 
-    emitted: [B, D+1]; the others [B], named in `session.CycleResult`
+    emitted: [B, D+1]; the others [B], named in `observer.CycleResult`
     """
     columns = (count, length, done, pos)
     return torch.cat((emitted, torch.stack([x.long() for x in columns], 1)), 1)

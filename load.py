@@ -333,7 +333,7 @@ def warm_up(engine: Engine) -> Engine:
             _prefill_each_width(engine)
             time_cycles(engine, say_what_compiles)
         compile_s = time.perf_counter() - began
-    policy = engine.policy.started(engine, partial(time_cycles, engine))
+    policy = engine.policy.on_engine_ready(engine, partial(time_cycles, engine))
     return replace(engine, compile_s=compile_s, policy=policy)
 
 

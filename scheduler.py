@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
-from decode import PREFILL_CHUNK, Engine
+from decode import PREFILL_CHUNK, Engine, GuideSource
 from hf.tokenizer import StopMatcher, StreamDecoder
 from options import Sampling
 from session import Session, common_prefix
@@ -48,7 +48,7 @@ class Request:
     place: int = -1  # of the session, once it has one; a request may ask for one
     decoder: StreamDecoder | None = None  # makes the text; None: there is none
     stops: Sequence[str] = ()  # texts that end the answer before them
-    guide: Any = None  # masks the tokens of the answer; None: the engine's, if any
+    guide: GuideSource | None = None  # masks the tokens of the answer; None: the engine's, if any
     drafts: bool = True  # False: see `Session.configure`
     shows_half: bool = True  # an incomplete character at the end is U+FFFD; False: it is left out
 

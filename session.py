@@ -7,8 +7,8 @@
 
 Finished sequences run on, but neither their tokens nor their positions change. The output is a
 function of (weights, prompt, its own parameters, seed) alone, whatever the other sequences do.
-Three kinds of objects take part: the engine's `Policy` picks the preset of every step, a `Reader`
-takes more than the tokens to the host, and a guide masks tokens (`Session.admit`).
+Observers watch (observer.py): the engine's own, its policy, picks the preset of every step. A guide
+masks the tokens of a sequence (`decode.Guide`).
 
 Captured cycles need fixed addresses, so buffers stay with the engine when a session ends. With
 --compile on CUDA every step is captured once and replayed; elsewhere it is called.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, prefill_chunk
-from drafters import DrafterUpdate
+from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, Guide, GuideSource, prefill_chunk
+from draft_tree import DrafterUpdate
 from kv_cache import KVCache
+from observer import CycleResult, Observer, View
 from ops.library import single_torch_thread
 from options import Sampling
 from runtime import (
-    HostCopy,
     Replay,
     copy_into,
     copy_sequence,
@@ -50,87 +50,19 @@ from stats import Stats, sequence_memory, trace_row
 PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
 
 
-class CycleResult:
-    """A cycle that the host has launched, and its report, once `read`.
-
-    The report is one tensor, [B, D+9] int64: D+1 decided tokens, then the columns named below, then
-    the times (`decode.timed_report`; on a CPU `advance` in ops/cpu/tree.cpp).
-    """
-
-    EMITTED = slice(0, -8)
-    COLUMNS = slice(-8, -4)  # count, length, done, pos
-    TIMES = slice(-4, None)
-
-    # per sequence, once read:
-    emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
-    count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
-    length: list[int]  # accepted nodes
-    # 1: the sequence is finished; 2, 3: numbers on the accepted path are not finite
-    done: list[int]
-    pos: list[int]  # index of the root that was verified
-    times: list[int]  # of all: ns before, between and after the steps
-    seconds: float  # of the cycle
-    further: list[list]  # the other tensors
-
-    def __init__(self, report: Tensor, preset: int, began: float, further: tuple[Tensor, ...] = ()):
-        """Begin to copy the report.
-
-        report: of `decode.timed_report`; preset: the one that ran; began: the host's clock (s)
-        further: tensors that are read with it (`Policy.copied`)
-        """
-        self.preset = preset
-        self.began = began
-        self.copy = HostCopy(report, *further)
-
-    def read(self, by_device: bool = False) -> CycleResult:
-        """Wait for the copy, and set the fields.
-
-        by_device: take the cycle's time from the device's clock, because the host runs ahead
-        """
-        report, *self.further = self.copy.read()
-        self.emitted = [row[self.EMITTED] for row in report]
-        columns = zip(*(row[self.COLUMNS] for row in report))
-        self.count, self.length, self.done, self.pos = map(list, columns)
-        self.times = report[0][self.TIMES]
-        self.seconds = (self.times[-1] - self.times[0]) / 1e9
-        if not (by_device and self.seconds):
-            self.seconds = time.perf_counter() - self.began
-        return self
-
-
-class Reader:
-    """Takes more of every cycle to the host than its tokens."""
-
-    def launched(self, update: DrafterUpdate, live: list[bool]) -> Any:
-        """Start copies that follow a cycle that was launched.
-
-        live: per sequence, whether it decodes
-        Returns: the copies, for `read`; None: there are none.
-        """
-
-    def read(self, copies: Any, result: CycleResult, taken: dict[int, list[int]]) -> None:
-        """Read the copies of a cycle. taken: the new tokens of each sequence that decoded"""
-
-    def decided_root(self, seq: int, features: Tensor, root: int) -> None:
-        """Take the root of a prompt. features: [1, 1, F], that it was chosen from"""
-
-
-class Trace(Reader):
+class Trace(Observer):
     """The lines of `trace`: one per cycle and sequence."""
 
     def __init__(self):
         self.lines: list[dict[str, Any]] = []
 
-    def launched(self, update: DrafterUpdate, live: list[bool]) -> HostCopy:
+    def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
         tree = update.tree
-        traced = [tree.tokens, tree.parents, tree.depths, update.path]
-        if tree.values is not None:
-            traced.append(tree.values)
-        return HostCopy(*traced)
+        traced = (tree.tokens, tree.parents, tree.depths, update.path)
+        return traced if tree.values is None else (*traced, tree.values)
 
-    def read(self, copies: HostCopy, result: CycleResult, taken: dict[int, list[int]]) -> None:
-        columns = copies.read()
-        self.lines += [trace_row(columns, seq, result) for seq in taken]
+    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
+        self.lines += [trace_row(copied, seq, result) for seq in result.taken]
 
 
 class Buffers:
@@ -203,9 +135,9 @@ class Session:
         self.buffers.reset(engine, replace_fields(tensors, prompt=prompts, sample=samples))
         self.sampling = params
         self.drafts = [True] * batch
-        self.policy = engine.policy.begin()
-        self.guide: Any = None  # masks tokens, once a turn brings one
-        self.readers: list[Reader] = []
+        self.policy = engine.policy.for_session()
+        self.observers = [self.policy]
+        self.guides: list[Guide | None] = [None] * batch  # mask the tokens of each sequence
         self.read_at = 0.0  # when a report was last read (s)
         # every token of a sequence, prompt and roots included; during prefill, the cached part
         self.history: list[list[int]] = [[] for _ in range(batch)]
@@ -216,14 +148,13 @@ class Session:
         self.nan_sequences: dict[
             int, str
         ] = {}  # sequences that ended where numbers were not finite
-        # cycles whose reports were not read, and what each reader copies
-        self.pending: deque[tuple[CycleResult, list[Any]]] = deque()
+        self.pending: deque[CycleResult] = deque()  # cycles whose reports were not read
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []
         if engine.config.trace:
             trace = Trace()
             self.trace = trace.lines
-            self.readers.append(trace)
+            self.observers.append(trace)
 
     @property
     def state(self) -> DecodeState:
@@ -286,7 +217,7 @@ class Session:
         noise_id: tuple[int, int] | None = None,
         max_new_tokens: int = 0,
         source: int | None = None,
-        guide: Any = None,
+        guide: GuideSource | None = None,
     ) -> None:
         """Start a turn of a sequence, beside the others.
 
@@ -303,14 +234,11 @@ class Session:
         self.nan_sequences.pop(seq, None)
         engine = self.engine
         guide = guide or engine.guide
-        if guide is not None and self.guide is None:
-            self.guide = guide.for_session(len(self.live))
-        if self.guide is not None:
-            self.guide.begin(seq, guide)
+        self.guides[seq] = guide.begin() if guide else None
         state = self.state
         length = len(prompt)
         self.answers[seq] = length
-        self.policy.prepare(self, self.policy.next_preset(self, reads_prompt=True))
+        self._pick_preset(reads_prompt=True)
         if source not in (None, seq):
             shared = self.cached(source, prompt)
             self.history[seq] = self.history[source][: shared + 1]
@@ -331,9 +259,9 @@ class Session:
             state.draws[seq] = 0
 
     def release(self, seq: int) -> None:
-        """End a sequence's turn, if it has one; the policy gets its text."""
+        """End a sequence's turn, if it has one; the observers get its text."""
         if self.live[seq]:
-            self.policy.finished(self.history[seq], self.answers[seq])
+            self._finish(seq)
         self.prefilling.pop(seq, None)
         self.live[seq] = False
         self.state.done[seq] = True
@@ -357,7 +285,7 @@ class Session:
         """Run a cycle of the live sequences, and about one chunk of the prompts.
 
         Returns: the new tokens of every sequence that were read.
-        Writes: history, stats; the state of policy and readers.
+        Writes: history, stats; the state of the observers.
         """
         new: list[list[int]] = [[] for _ in self.history]
         began = time.perf_counter()
@@ -365,12 +293,12 @@ class Session:
             began = self.read_at
         lag = self.host_lag
         # prefill needs a state that no cycle changes, and a guide must have read every token
-        if self.prefilling or (self.guide is not None and self.guide.active(self.live)):
+        if self.prefilling or self._is_guided():
             lag = 0
         while any(self.live) and len(self.pending) <= lag:
             self.pending.append(self._launch())
         while len(self.pending) > lag:
-            self._read(*self.pending.popleft(), new)
+            self._read(self.pending.popleft(), new)
         self.read_at = time.perf_counter()
         self.stats.decode_s += self.read_at - began
         if self.prefilling:
@@ -379,10 +307,10 @@ class Session:
         for seq, tokens in enumerate(new):
             self.history[seq] += tokens
             if tokens and not self.busy(seq):
-                self.policy.finished(self.history[seq], self.answers[seq])
+                self._finish(seq)
         return new
 
-    def run_step(self, key: Any, body: Callable[[], Any]) -> Any:
+    def run_step(self, key: Hashable, body: Callable[[], Any]) -> Any:
         """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
 
         key: tells steps apart, in `Buffers.replays`
@@ -400,24 +328,56 @@ class Session:
 
     def time_cycle(self, preset: int) -> float:
         """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
-        result, _ = self._launch(preset)
-        return result.read(self.host_lag > 0).seconds
+        return self._launch(preset).read(self.host_lag > 0).seconds
 
-    def _launch(self, preset: int | None = None) -> tuple[CycleResult, list[Any]]:
+    def view(self, reads_prompt: bool = False) -> View:
+        """Return what observers may read. reads_prompt: before a chunk of a prompt"""
+        engine = self.engine
+        wants_drafts = any(wants and decodes for wants, decodes in zip(self.drafts, self.live))
+        return View(
+            presets=engine.presets,
+            history=self.history,
+            live=self.live,
+            drafter_state=self.state.drafter_state,
+            run_step=self._run_with_state,
+            limit=len(engine.presets) - 1 if wants_drafts or reads_prompt else 0,
+            reads_prompt=reads_prompt,
+        )
+
+    def _run_with_state(self, key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
+        buffers = self.buffers
+        return self.run_step(key, lambda: body(buffers.state))
+
+    def _pick_preset(self, preset: int | None = None, reads_prompt: bool = False) -> int:
+        """Return the preset of the next step, which the observers have prepared. preset: given"""
+        view = self.view(reads_prompt)
+        if preset is None:
+            preset = self.policy.next_preset(view)
+        for observer in self.observers:
+            observer.before_step(view, preset)
+        return preset
+
+    def _is_guided(self) -> bool:
+        """Return whether any sequence that decodes has a guide."""
+        return any(guide and decodes for guide, decodes in zip(self.guides, self.live))
+
+    def _finish(self, seq: int) -> None:
+        for observer in self.observers:
+            observer.finished(self.history[seq], self.answers[seq])
+
+    def _launch(self, preset: int | None = None) -> CycleResult:
         """Launch a cycle of a preset; None: of the one that the policy picks."""
         began = time.perf_counter()
         engine = self.engine
         buffers = self.buffers
-        if preset is None:
-            preset = self.policy.next_preset(self, reads_prompt=False)
-            if not any(wants for wants, decodes in zip(self.drafts, self.live) if decodes):
-                preset = 0
-        self.policy.prepare(self, preset)
+        preset = self._pick_preset(preset)
         mode = self.mode
         cycle = engine.cycles[mode][preset]
-        guided = self.guide is not None and self.guide.active(self.live)
+        guided = self._is_guided()
         if guided:
-            cycle = Cycle(engine, self.guide.around(engine, preset, self.live), mode)
+            guides = [guide if decodes else None for guide, decodes in zip(self.guides, self.live)]
+            around = next(filter(None, guides)).around
+            cycle = Cycle(engine, around(engine, preset, guides, self.live), mode)
 
         def in_place() -> tuple[DrafterUpdate, Tensor]:
             state, *outcome = cycle(buffers.cache, buffers.state)
@@ -431,26 +391,25 @@ class Session:
         else:
             with single_torch_thread(engine.target.fused is not None):
                 buffers.state, update, report = cycle(buffers.cache, buffers.state)
-        result = CycleResult(report, preset, began, self.policy.copied(self))
-        return result, [reader.launched(update, self.live) for reader in self.readers]
+        view = self.view()
+        further = [observer.host_tensors(update, view) for observer in self.observers]
+        return CycleResult(report, preset, began, further)
 
-    def _read(self, result: CycleResult, copies: list[Any], new: list[list[int]]) -> None:
+    def _read(self, result: CycleResult, new: list[list[int]]) -> None:
         """Read a cycle. Writes: its tokens, to `new`; live, stats."""
         result.read(self.host_lag > 0)
         live = [seq for seq, count in enumerate(result.count) if self.live[seq] and count]
         if not live:  # launched before the host knew that all were done
             return
-        taken = {}
+        result.live = live
+        result.taken = {}
         for seq in live:
             if result.done[seq] >= 2:
                 self._break(seq)
                 continue
             self.live[seq] = not result.done[seq]
-            taken[seq] = self._allowed(seq, result.emitted[seq][: result.count[seq]])
-            new[seq] += taken[seq]
-        for reader, own in zip(self.readers, copies):
-            if own is not None:
-                reader.read(own, result, taken)
+            result.taken[seq] = self._allowed(seq, result.emitted[seq][: result.count[seq]])
+            new[seq] += result.taken[seq]
         began, drafted, verified, ended = result.times
         stats = self.stats
         stats.live_sequences.append(live)
@@ -459,19 +418,22 @@ class Session:
         stats.draft_s += (drafted - began + ended - verified) / 1e9
         stats.verify_s += (verified - drafted) / 1e9
         stats.presets.append((result.preset, result.seconds))
-        self.policy.observe(self, result, live)
+        view = self.view()
+        for observer, copied in zip(self.observers, result.further):
+            observer.after_cycle(result, copied, view)
 
     def _allowed(self, seq: int, tokens: list[int]) -> list[int]:
         """Return the decided tokens that the sequence's guide allows.
 
         It allows all, or the sequence ends where nothing could follow.
         """
-        if self.guide is None:
+        guide = self.guides[seq]
+        if guide is None:
             return tokens
-        allowed = self.guide.take(seq, tokens)
+        allowed = guide.take(tokens)
         if len(allowed) < len(tokens):
             self.release(seq)
-            self.guide_errors[seq] = self.guide.fault
+            self.guide_errors[seq] = guide.fault
         return allowed
 
     def _prefill(self, new: list[list[int]]) -> None:
@@ -482,9 +444,10 @@ class Session:
                 begin = len(self.history[seq])
                 chunk = prompt[begin : begin + PREFILL_CHUNK]
                 allowed = None
+                guide = self.guides[seq]
                 # the last chunk alone decides a token
-                if self.guide is not None and begin + len(chunk) == len(prompt):
-                    allowed = self.guide.root_mask(seq, self.engine.device)
+                if guide is not None and begin + len(chunk) == len(prompt):
+                    allowed = guide.root_mask(self.engine.device)
                 self._read_chunk(seq, begin, len(chunk), allowed)
                 self.history[seq] += chunk
                 left -= len(chunk)
@@ -495,8 +458,8 @@ class Session:
                     if not is_finite(features):
                         self._break(seq)
                         continue
-                    for reader in self.readers:
-                        reader.decided_root(seq, features, root)
+                    for observer in self.observers:
+                        observer.after_prompt(seq, features, root)
                     self.live[seq] = not self.state.done[seq]
                     del self.prefilling[seq]
                     new[seq] = self._allowed(seq, [root])
@@ -509,7 +472,7 @@ class Session:
         from hf.not_finite import reason
 
         tokens = self.history[seq]
-        self.live[seq] = False  # so `release` does not give the policy its text
+        self.live[seq] = False  # so `release` does not give observers its text
         self.release(seq)
         self.history[seq] = []
         for buffer in (*self.buffers.cache.k, *self.buffers.cache.v):
@@ -523,8 +486,7 @@ class Session:
         if allowed is None and engine.captured:  # without a graph the host is slower than a GPU
             width = next(w for w in PREFILL_WIDTHS if w >= width)
         buffers.start.fill_(start)
-        preset = self.policy.next_preset(self, reads_prompt=True)
-        self.policy.prepare(self, preset)
+        preset = self._pick_preset(reads_prompt=True)
         mode = SamplingMode.needed_by(self.sampling[seq])
         own = replace(engine, presets=(engine.presets[preset],))
 

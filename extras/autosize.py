@@ -42,8 +42,8 @@ from extras.deferred import LazyDrafter, read_skipped
 from extras.drafted import source_of
 from extras.presets import PresetPolicy, lookup_of
 from extras.remembered import file_of, recall, remember
+from observer import CycleResult, View
 from parallel import ranks
-from session import CycleResult, Session
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
 FADE = 1 - 1 / 128
@@ -108,25 +108,25 @@ class AutoTrees(PresetPolicy):
         self.sizer: Autosizer | None = None
         self.waiting = 0  # cycles since the drafter caught up
 
-    def started(self, engine: Engine, seconds: Callable[[], list[float]]) -> AutoTrees:
+    def on_engine_ready(self, engine: Engine, time_presets: Callable[[], list[float]]) -> AutoTrees:
         """Learn from now on, and from what earlier processes have learnt.
 
         Only captured cycles are timed. Under the residual rule the tokens follow the tree, and the
         clocks of ranks differ: neither may depend on a time.
         """
-        policy = super().started(engine, seconds)
+        policy = super().on_engine_ready(engine, time_presets)
         if engine.config.accept == "exact" and ranks.this_rank().world_size == 1:
-            times = seconds() if engine.captured else ()
+            times = time_presets() if engine.captured else ()
             policy.sizer = sizer_of(engine, times, self.lookup)
         return policy
 
-    def begin(self) -> AutoTrees:
-        policy = super().begin()
+    def for_session(self) -> AutoTrees:
+        policy = super().for_session()
         policy.waiting = 0
         return policy
 
-    def prepare(self, session: Session, preset: int) -> None:
-        self.waiting = read_skipped(session, preset, self.waiting)
+    def before_step(self, view: View, preset: int) -> None:
+        self.waiting = read_skipped(view, preset, self.waiting)
 
     def pick_reading(self, limit: int) -> int:
         if self.sizer and self.sizer.rests_while_reading:
@@ -138,9 +138,10 @@ class AutoTrees(PresetPolicy):
             return super().pick(limit)
         return self.sizer.next(limit, self.expected)
 
-    def observe(self, session: Session, result: CycleResult, live: list[int]) -> None:
-        super().observe(session, result, live)
+    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
+        super().after_cycle(result, copied, view)
         if self.sizer:
+            live = result.live
             accepted = sum(result.length[seq] for seq in live) / len(live)
             self.sizer.observe(result.preset, accepted, result.seconds, len(live))
 

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from decode import DecodeState
 from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, RootOnly, TreeDrafter
 from extras.presets import PresetDrafter
 from model import Transformer
+from observer import View
 from ops.library import on_cpp_device
 from runtime import copy_into, replace_fields
-from session import Session
 
 MAX_KEPT = 16  # tokens whose features are kept
 
@@ -182,24 +183,22 @@ class RestingDrafter(LazyDrafter):
         return replace_fields(state, count=count, passed=passed, found=found)
 
 
-def read_skipped(session: Session, preset: int, waiting: int) -> int:
-    """Before a step: let the drafter catch up, if the preset may defer no more tokens.
+def read_skipped(view: View, preset: int, waiting: int) -> int:
+    """Before a step: let the drafter read what it has skipped, if the preset may defer no more.
 
     waiting: cycles since it last did. Writes: the drafter's state. Returns: cycles that wait then.
     """
-    drafter = session.engine.presets[preset]
+    drafter = view.presets[preset]
     if not isinstance(drafter, LazyDrafter):
         return 0
     due = waiting >= drafter.max_deferred and not drafter.may_skip
     if waiting and due:
-        largest = session.engine.drafter
-        buffers = session.buffers
+        largest = view.presets[-1]
 
-        def body() -> None:
-            state = buffers.state
+        def body(state: DecodeState) -> None:
             text = DecodedTokens(state.tokens, state.pos)
             copy_into(state.drafter_state, largest.read_skipped(state.drafter_state, text))
 
-        session.run_step("catch up", body)
+        view.run_step("read skipped", body)
         waiting = 0
     return waiting + (drafter.max_deferred > 0)

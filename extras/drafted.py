@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from cli.methods import DRAFTERS
 from decode import Engine
-from drafters import DrafterUpdate
+from draft_tree import DrafterUpdate
 from extras.deferred import RestingDrafter
-from runtime import HostCopy
-from session import CycleResult, Reader
+from observer import CycleResult, Observer, View
 
 
 def source_of(engine: Engine, preset: int) -> str:
@@ -71,7 +72,7 @@ class Spans:
         return spans
 
 
-class Drafted(Reader):
+class Drafted(Observer):
     """Notes for every new token of a session what drafted it."""
 
     def __init__(self, engine: Engine):
@@ -102,18 +103,17 @@ class Drafted(Reader):
         self.passes[seq] = self.rejected[seq] = 0
         return found
 
-    def launched(self, update: DrafterUpdate, live: list[bool]) -> HostCopy | tuple:
+    def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
         tree = update.tree
-        if not any(wants and decodes for wants, decodes in zip(self.wants_trees, live)):
+        if not any(wants and decodes for wants, decodes in zip(self.wants_trees, view.live)):
             return ()
-        return HostCopy(tree.tokens, tree.parents, tree.valid, update.path)
+        return (tree.tokens, tree.parents, tree.valid, update.path)
 
-    def read(self, copies: Any, result: CycleResult, taken: dict[int, list[int]]) -> None:
+    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
         source = self.sources[result.preset]
-        columns = copies.read() if copies else []
-        for seq, tokens in taken.items():
-            if columns and self.wants_trees[seq]:
-                self.trees[seq].append(nodes_of(columns, seq, result))
+        for seq, tokens in result.taken.items():
+            if copied and self.wants_trees[seq]:
+                self.trees[seq].append(nodes_of(copied, seq, result))
             self.cycles[seq] += [self.count[seq]] * len(tokens)
             self.count[seq] += 1
             drafted = min(result.length[seq], len(tokens)) if source else 0
@@ -121,7 +121,7 @@ class Drafted(Reader):
             self.passes[seq] += 1
             self.rejected[seq] += max(self.sizes[result.preset] - 1 - result.length[seq], 0)
 
-    def decided_root(self, seq: int, features: Any, root: int) -> None:
+    def after_prompt(self, seq: int, features: Tensor, root: int) -> None:
         self.marks[seq].append("")
         self.cycles[seq].append(-1)
 

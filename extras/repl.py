@@ -110,7 +110,7 @@ class Chat:
         self.encode = encode
         self.scheduler = Scheduler(engine)
         self.drafted = Drafted(engine)
-        self.scheduler.session.readers.append(self.drafted)
+        self.scheduler.session.observers.append(self.drafted)
         self.system = engine.config.system
         self.shows_drafts = engine.config.show_drafts and has_colours()
         self.turns: list[str] = []

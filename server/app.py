@@ -48,9 +48,9 @@ from decode import Engine
 from extras.drafted import told_draft
 from generate import load
 from load import warm_up
+from observer import Observer
 from options import Sampling
 from parallel import ranks
-from runtime import Policy
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
 from server.parameters import ABOUT, SHOWN, Reader, RequestParams, ServeConfig, no_model
@@ -308,7 +308,7 @@ def warm_other_modes(engine: Engine) -> None:
         served = sampling.temperature > 0 or config.accept == "exact"
         if served and SamplingMode.needed_by(sampling) != SamplingMode.needed_by(config.sampling):
             other = replace(config, **sampling._asdict())
-            warm_up(replace(engine, config=other, policy=Policy()))
+            warm_up(replace(engine, config=other, policy=Observer()))
 
 
 def main(argv: list[str] | None = None) -> None:

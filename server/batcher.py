@@ -130,7 +130,7 @@ class Batcher(threading.Thread):
         self.scheduler = Scheduler(engine, self._on_admitted)
         self.logprobs = Logprobs(engine.target)
         self.drafted = Drafted(engine)
-        self.scheduler.session.readers += [self.logprobs, self.drafted]
+        self.scheduler.session.observers += [self.logprobs, self.drafted]
         self.most = most
         self.capacity = most + engine.config.batch_size
         self.new: list[Job] = []  # not handed to the scheduler yet

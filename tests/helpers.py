@@ -108,7 +108,7 @@ class Scripted(AutoTrees):
         super().__init__(kept=kept)
         self.warm = True
 
-    def begin(self) -> Scripted:
+    def for_session(self) -> Scripted:
         self.waiting, self.expected = 0, None
         return self
 

@@ -28,9 +28,10 @@ from extras.model_draft import ModelDrafter
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
 from load import warm_up
 from model import ModelConfig, Transformer
+from observer import CycleResult
 from runtime import HostCopy, Replay, compiled, copy_into, set_cuda_device, tensors_of
 from sampling import SamplingMode
-from session import CycleResult, Session
+from session import Session
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ import generate as program  # noqa: E402
 import sampling  # noqa: E402
 from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
 from extras.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
-from extras.grammar import MOST_BYTES, STYLE, Grammar, SessionGuide, _vocabulary  # noqa: E402
+from extras.grammar import MOST_BYTES, STYLE, Grammar, TextGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
 from helpers import InTurn, record, slow, trimmed_head  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
@@ -134,7 +134,7 @@ def test_the_text_is_that_of_a_plain_loop(draft, quant, compile):
 
 
 def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
-    masks = record(monkeypatch, SessionGuide, "root_mask")
+    masks = record(monkeypatch, TextGuide, "root_mask")
     engine = engine_of(max_new_tokens=8)
     prompt = engine.tokenizer.encode(PROMPT) * PREFILL_CHUNK
     prompt = prompt[: 2 * PREFILL_CHUNK + 5]
@@ -181,7 +181,7 @@ def test_the_end_is_allowed_where_the_grammar_allows_to_stop():
     engine = engine_of("none")
     ends = (engine.eos_ids[0], 7)
     engine = build_cycles(replace(engine, eos_ids=ends))
-    place = Grammar(engine, 'start: "ab" ("c" "d")?').guide().place
+    place = Grammar(engine, 'start: "ab" ("c" "d")?').begin().place
     a, *rest = (engine.tokenizer.encode(text)[-1] for text in "abcd")
     may_end = [[place.allows(end) for end in ends]]
     for id in (a, *rest):

@@ -30,8 +30,8 @@ from helpers import (
     golden_target,
 )
 from load import _prefill_each_width
+from observer import Observer
 from options import DEMO
-from runtime import Policy
 from session import Session
 
 VOCABULARY = "ab" * 32
@@ -257,7 +257,7 @@ def test_warming_up_keeps_nothing():
     engine = replace(engine, policy=drafter.method().policy)  # cold
     _prefill_each_width(engine)
     assert not kept.texts
-    warm = replace(engine, policy=engine.policy.started(engine, list))
+    warm = replace(engine, policy=engine.policy.on_engine_ready(engine, list))
     _prefill_each_width(warm)
     assert kept.texts
 
@@ -279,4 +279,4 @@ def test_a_turn_that_is_ended_early_is_kept():
 def test_without_a_file_texts_stay_in_memory():
     options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 4}
     assert load(**options).policy.kept is not None, "lookup beside the bundled head"
-    assert type(load(**options, draft="eagle", tree="chain").policy) is Policy
+    assert type(load(**options, draft="eagle", tree="chain").policy) is Observer

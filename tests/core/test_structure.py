@@ -29,6 +29,7 @@ FLOORS = (
     ("options",),
     ("cli.prompts", "hf.untrusted", "hf.checkpoint"),
     ("sampling", "runtime", "kv_cache"),
+    ("observer",),
     ("model", "parallel.ranks"),
     ("drafters", "quantize"),
     ("hf",),
