@@ -12,7 +12,8 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
 drafter and each mode of sampling. With --compile on CUDA the steps are compiled (`fullgraph=True`),
 and a cycle is captured as one graph: no step waits for the host. On a CPU they call C++ operators.
-Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
+Not here: the host's side (scheduler.py, session.py), compiling and capturing (runtime.py), loading
+(load.py).
 """
 
 from __future__ import annotations

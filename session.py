@@ -14,7 +14,7 @@ Captured cycles need fixed addresses, so buffers stay with the engine when a ses
 --compile on CUDA every step is captured once and replayed; elsewhere it is called.
 Trade-off: prefill is not compiled, as matrix products take its time; where it is captured, chunks
 are padded to one of two widths.
-Not here: the cycle (decode.py), where prompts come from (generate.py).
+Not here: the cycle (decode.py); requests, texts and stop strings (scheduler.py).
 """
 
 from __future__ import annotations
