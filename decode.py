@@ -97,6 +97,18 @@ class GuideSource(Protocol):
         """Begin a text."""
 
 
+@dataclass(eq=False)
+class Cycles:
+    """The cycles of an engine, and the buffers that captured ones run over."""
+
+    eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
+    captured: bool = False  # they run over fixed buffers; on CUDA as graphs
+    compiled: bool = False  # torch.compile compiles the steps of captured ones
+    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
+    by_mode: tuple[tuple[Callable, ...], ...] = ()
+    buffers: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
+
+
 @dataclass(frozen=True)
 class Engine:
     """Everything that decoding needs, loaded once."""
@@ -112,21 +124,16 @@ class Engine:
     policy: Observer = Observer()  # picks the preset of every step
     resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
     guide: GuideSource | None = None  # masks tokens, unless a request brings its own
-    eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
-    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
-    cycles: tuple[tuple[Callable, ...], ...] = ()
-    captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
-    compiler_fails: bool = False  # the steps of captured cycles stay as they are
-    buffer_pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
+    cycles: Cycles = field(default_factory=Cycles)
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
     load_s: float = 0.0
     compile_s: float = 0.0
 
     @property
-    def compiles(self) -> bool:
-        """Whether torch.compile compiles the steps of captured cycles."""
-        return self.captured and not self.compiler_fails and switches.is_on("INDUCTOR")
+    def captured(self) -> bool:
+        """Whether cycles run over fixed buffers; on CUDA as graphs."""
+        return self.cycles.captured
 
     @property
     def drafter(self) -> Drafter:
@@ -156,28 +163,11 @@ class Engine:
         """Cache slots per sequence: the context, plus scratch for one tree or one prefill chunk."""
         return self.context + max(self.drafter.size, self.drafter.depth + 1, PREFILL_CHUNK)
 
-    def finish_reason(self, new: list[int], limit: int) -> str:
-        """Return the reason why new tokens ended: "stop", "length" or "context".
 
-        limit: new tokens at most
-        """
-        if new[-1] in self.eos_ids and not self.config.ignore_eos:
-            return "stop"
-        return "length" if len(new) >= limit else "context"
-
-    def truncation_note(self, reason: str) -> str:
-        """Describe a reason of `finish_reason` that cuts an answer; "" for another one."""
-        most = self.config.max_new_tokens
-        if reason == "length" and most < self.context:
-            return f"cut at {most} tokens: --max_new_tokens"
-        if reason in ("length", "context"):
-            return f"cut at the context of {self.context} tokens: --context"
-        return ""
-
-
-def build_cycles(engine: Engine) -> Engine:
+def build_cycles(engine: Engine, compiler_works: bool = True) -> Engine:
     """Give the engine a cycle for every mode of sampling and preset, compiled as the options say.
 
+    compiler_works: False: captured cycles stay as they are
     With --compile on a CPU weights may later change in place, but not be replaced.
     Writes: `fused` of target and drafter; engines that share them must agree on --compile.
     """
@@ -189,18 +179,19 @@ def build_cycles(engine: Engine) -> Engine:
     engine.target.fuse(compiles and not cuda)
     engine.drafter.fuse(compiles and not cuda)
     eos_ids = () if engine.config.ignore_eos else engine.eos_ids
-    engine = replace(
-        engine,
+    captured = compiles and cuda
+    cycles = Cycles(
         eos_tensor=torch.tensor([-1, *eos_ids], device=engine.device),
-        captured=compiles and cuda,
-        buffer_pool=[],
+        captured=captured,
+        compiled=captured and compiler_works and switches.is_on("INDUCTOR"),
     )
-    finish = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle
-    cycles = [
+    engine = replace(engine, cycles=cycles)
+    finish = Cycle.compiled_by_layer if cycles.compiled else lambda cycle: cycle
+    cycles.by_mode = tuple(
         tuple(finish(Cycle(engine, preset, mode)) for preset in engine.presets)
         for mode in SamplingMode
-    ]
-    return replace(engine, cycles=tuple(cycles))
+    )
+    return engine
 
 
 # -------------------------------------------------------------------------------------------- cycle
@@ -214,7 +205,7 @@ class Cycle:
         self.target = engine.target
         self.drafter = drafter
         self.mode = mode
-        self.eos_tensor = engine.eos_tensor
+        self.eos_tensor = engine.cycles.eos_tensor
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
@@ -437,7 +428,7 @@ def prefill_chunk(
     text = DecodedTokens(state.tokens, state.pos)
     tokens = state.tokens.gather(1, span)  # with the new roots
     update = DrafterUpdate(tokens, features, count, text, at_root=ends_here)
-    at_end = (root == engine.eos_tensor).any(1) | (state.pos >= state.limit)
+    at_end = (root == engine.cycles.eos_tensor).any(1) | (state.pos >= state.limit)
     done = torch.where(ends_here, at_end, state.done)
     drafter_state = engine.drafter.extend(state.drafter_state, update)
     draws = state.draws + ends_here

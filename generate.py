@@ -54,7 +54,7 @@ import torch
 from decode import Engine
 from load import load, without_draft
 from parallel import ranks
-from scheduler import Piece, Request, Scheduler
+from scheduler import Piece, Request, Scheduler, truncation_note
 from stats import Stats, environment, share_of_equal, stats_line, summary
 
 
@@ -441,7 +441,7 @@ def truncation_notes(engine: Engine, result: Result) -> str:
     """Describe the answers that were cut; "" where all ended by themselves."""
     parts = []
     for reason, count in Counter(result.finish_reason).items():
-        cut = engine.truncation_note(reason)
+        cut = truncation_note(engine, reason)
         of_all = f"{count} of {len(result.text)} answers " if len(result.text) > 1 else ""
         if cut:
             parts.append(of_all + cut)

@@ -315,14 +315,14 @@ def warm_up(engine: Engine) -> Engine:
     Where --compile does not work, a note says so: on CUDA cycles are captured as they are, on a CPU
     the engine runs without it.
     """
-    tries = engine.compiles if engine.captured else engine.option("compile")
+    tries = engine.cycles.compiled if engine.captured else engine.option("compile")
     reason = why_not_compiled(engine.option("device")) if tries else ""
     chosen = engine.resolved | {"compile": tries and not reason}
     ranks.check_same_on_all_ranks(engine.config, **chosen)
     if reason and engine.captured:
         note = f"the compiler does not work here ({reason}); cycles are captured without it"
         print(f"note: {note}", file=sys.stderr)
-        return warm_up(build_cycles(replace(engine, compiler_fails=True)))
+        return warm_up(build_cycles(engine, compiler_works=False))
     if reason:
         print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
         return warm_up(build_cycles(replace(engine, resolved=chosen)))

@@ -253,4 +253,16 @@ class Scheduler:
             return "nan"
         if session.busy(place):
             return ""
-        return self.engine.finish_reason(request.tokens, request.limit)
+        if request.tokens[-1] in self.engine.eos_ids and not self.engine.config.ignore_eos:
+            return "stop"
+        return "length" if len(request.tokens) >= request.limit else "context"
+
+
+def truncation_note(engine: Engine, reason: str) -> str:
+    """Describe the reason of an answer that was cut; "" for another reason."""
+    most = engine.config.max_new_tokens
+    if reason == "length" and most < engine.context:
+        return f"cut at {most} tokens: --max_new_tokens"
+    if reason in ("length", "context"):
+        return f"cut at the context of {engine.context} tokens: --context"
+    return ""

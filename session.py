@@ -10,7 +10,7 @@ function of (weights, prompt, its own parameters, seed) alone, whatever the othe
 Observers watch (observer.py): the engine's own, its policy, picks the preset of every step. A guide
 masks the tokens of a sequence (`decode.Guide`).
 
-Captured cycles need fixed addresses, so buffers stay with the engine when a session ends. With
+Captured cycles need fixed addresses, so buffers stay with the cycles when a session ends. With
 --compile on CUDA every step is captured once and replayed; elsewhere it is called.
 Trade-off: prefill is not compiled, as matrix products take its time; where it is captured, chunks
 are padded to one of two widths.
@@ -66,7 +66,7 @@ class Trace(Observer):
 
 
 class Buffers:
-    """KV cache, state and captured steps of B sequences; `engine.buffer_pool` keeps them."""
+    """KV cache, state and captured steps of B sequences; `Cycles.buffers` keeps them."""
 
     def __init__(self, engine: Engine):
         """Allocate. Raises: ValueError when memory does not suffice."""
@@ -112,7 +112,7 @@ class Session:
         noise_ids: Sequence[tuple[int, int]] = (),
         host_lag: int | None = None,
     ):
-        """Take buffers from the engine's pool, or make them; dropped, it gives them back.
+        """Take buffers of a finished session, or make them; dropped, it gives them back.
 
         noise_ids: (prompt, sample) per sequence, the key of its noise until `admit` names another;
             (0, 0) for further sequences
@@ -121,8 +121,9 @@ class Session:
         batch = engine.config.batch_size
         assert len(noise_ids) <= batch, (noise_ids, batch)
         self.engine = engine
-        self.buffers = engine.buffer_pool.pop() if engine.buffer_pool else Buffers(engine)
-        weakref.finalize(self, engine.buffer_pool.append, self.buffers)
+        unused = engine.cycles.buffers
+        self.buffers = unused.pop() if unused else Buffers(engine)
+        weakref.finalize(self, unused.append, self.buffers)
         device = self.state.pos.device
         if host_lag is None:
             host_lag = 1 if device.type == "cuda" else 0
@@ -372,7 +373,7 @@ class Session:
         buffers = self.buffers
         preset = self._pick_preset(preset)
         mode = self.mode
-        cycle = engine.cycles[mode][preset]
+        cycle = engine.cycles.by_mode[mode][preset]
         guided = self._is_guided()
         if guided:
             guides = [guide if decodes else None for guide, decodes in zip(self.guides, self.live)]

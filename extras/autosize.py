@@ -182,7 +182,7 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) 
     sizer = Autosizer(shapes, known, node, names, may_skip_prompts, lookups, sources)
     if known.rates:
         rates.copy_(torch.tensor(known.rates).view_as(rates))
-    pool = engine.buffer_pool
+    pool = engine.cycles.buffers
     for buffers in pool:  # of warm-ups
         found = lookup_of(buffers.state.drafter_state)
         if found is not None:

@@ -30,7 +30,7 @@ from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft
 from hf.chat import chat_template
 from hf.fetch import fetched
-from scheduler import Request, Scheduler
+from scheduler import Request, Scheduler, truncation_note
 from stats import stats_line, summary
 
 COMMANDS = {
@@ -156,7 +156,7 @@ class Chat:
                 for source, text in zip(self.drafted.take(0).sources, piece.texts):
                     spans.add(source, len(text))
                 self._print(piece.text, spans)
-        cut = request.fault or self.engine.truncation_note(request.reason)
+        cut = request.fault or truncation_note(self.engine, request.reason)
         if cut:
             print(f" [{cut}]", end="")
 

@@ -123,6 +123,13 @@ class InTurn(Scripted):
         return self.cycles % (limit + 1)
 
 
+def fresh(engine: Engine, captured: bool | None = None) -> Engine:
+    """The engine over buffers that hold nothing. captured: whether cycles run over fixed buffers; None: as before"""
+    if captured is None:
+        captured = engine.captured
+    return replace(engine, cycles=replace(engine.cycles, captured=captured, buffers=[]))
+
+
 def compiled_as_on_cuda(engine: Engine) -> Engine:
     """The engine with the cycles that --compile makes on CUDA: compiled by layer, over buffers that stay.
 
@@ -134,7 +141,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
         tuple(Cycle(engine, preset, mode).compiled_by_layer() for preset in engine.presets)
         for mode in SamplingMode
     )
-    return replace(engine, cycles=cycles, captured=True, buffer_pool=[])
+    return replace(engine, cycles=replace(engine.cycles, by_mode=cycles, captured=True, buffers=[]))
 
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:

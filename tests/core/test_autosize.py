@@ -50,6 +50,7 @@ from helpers import (
     Scripted,
     decode,
     engine_for,
+    fresh,
     golden_head,
     golden_target,
     noisy_copy,
@@ -597,7 +598,7 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
     assert [p.name for p in engine.presets] == names
     for host_lag in (0, 1):
         script = Script(ORDERS[order])
-        scripted = replace(engine, policy=script, captured=captured)
+        scripted = replace(fresh(engine, captured), policy=script)
         session = Session(scripted, [(i, 0) for i in range(batch)], host_lag)
         list(session.decode_turn(PROMPTS[:batch]))
         assert session.history == plain.history
@@ -619,7 +620,7 @@ def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, capture
     names = ["none", "tree of 2", "tree of 4", "tree of 8", "tree of 9", "chain 1", "chain 3"]
     assert [p.name for p in drafter.presets] == [*names, "dynamic 4/5/20"]
     script = Script([5, 1, 2, 0, 3, 4, 7, 2, 6, 1])
-    engine = replace(engine_for(target, drafter, **options), policy=script, captured=captured)
+    engine = replace(fresh(engine_for(target, drafter, **options), captured), policy=script)
     session = decode(engine, *prompts)
     assert session.history == plain.history
     assert {1, 2, 3, 5, 7} <= set(script.ran)
@@ -677,10 +678,10 @@ def test_while_idle_no_row_is_lost(kind, order):
             next(session.decode_turn([history + added for history in session.history]))
         if not all(session.live):  # the second row's prompt came last
             session.step()
-        fresh = Session(engine)
-        next(fresh.decode_turn([history[:-1] for history in session.history]))
-        assert fresh.history == session.history
-        tree, want = next_tree(engine, session), next_tree(engine, fresh)
+        other = Session(engine)
+        next(other.decode_turn([history[:-1] for history in session.history]))
+        assert other.history == session.history
+        tree, want = next_tree(engine, session), next_tree(engine, other)
         assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
         torch.testing.assert_close(tree.values, want.values, rtol=1e-4, atol=1e-4)
 
@@ -788,7 +789,7 @@ def test_switching_compiles_nothing():
         torch.compiler.set_stance("fail_on_recompile"),
     ):
         for captured, prompt in itertools.product((False, True), PROMPTS):
-            scripted = replace(engine, captured=captured, policy=Script([0, 1, 2]), buffer_pool=[])
+            scripted = replace(fresh(engine, captured), policy=Script([0, 1, 2]))
             assert decode(scripted, prompt).history == decode(plain, prompt).history
 
 

@@ -27,7 +27,7 @@ from cli.results import Results
 from decode import Engine, build_cycles
 from drafters import RootOnly
 from generate import Result, generate, in_order, load, main
-from helpers import Scripted, decode, engine_for, golden_run, golden_target, record, slow
+from helpers import Scripted, decode, engine_for, fresh, golden_run, golden_target, record, slow
 from load import time_cycles
 from options import DEMO, GenerateConfig
 from runtime import tensors_of
@@ -104,7 +104,7 @@ def small_chunks(monkeypatch):
 def three_rows(name: str, captured: bool = False) -> Engine:
     """An engine of three rows. name: a drafter, as `make` takes it"""
     engine = engine_for(golden_target(), make(name), batch_size=3, **THROUGH_ROWS)
-    return replace(engine, captured=captured)
+    return fresh(engine, captured)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -234,7 +234,7 @@ def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
 def test_cycles_are_timed_with_all_rows_and_they_decode():
     engine = engine_for(golden_target(), RootOnly(), batch_size=3)
     assert len(time_cycles(engine)) == 1
-    state = engine.buffer_pool[0].state
+    state = engine.cycles.buffers[0].state
     assert state.pos.tolist() == [204] * 3 and not state.done.any()
 
 

@@ -25,7 +25,15 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.auto_trees import with_smaller_trees
 from extras.model_draft import ModelDrafter
-from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
+from helpers import (
+    compiled_as_on_cuda,
+    decode,
+    engine_for,
+    fresh,
+    golden_head,
+    golden_target,
+    noisy_copy,
+)
 from load import warm_up
 from model import ModelConfig, Transformer
 from observer import CycleResult
@@ -73,7 +81,7 @@ def test_no_step_of_a_cycle_waits(temperature, version):
     next(session.decode_turn([PROMPT]))
     with NoWaiting():
         session._read_chunk(0, 0, 64, None)  # captured, too
-        for cycle in engine.cycles[session.mode]:
+        for cycle in engine.cycles.by_mode[session.mode]:
             state, *_ = cycle(session.buffers.cache, session.state)
             copy_into(session.state, state)
 
@@ -88,7 +96,7 @@ def test_waiting_is_noticed(wait):
 
 def test_buffers_stay_where_they_are():
     """A session leaves its buffers to the next one; their addresses never change, and nothing of it is left."""
-    engine = replace(sized_engine(1.0), captured=True)
+    engine = fresh(sized_engine(1.0), captured=True)
     first = Session(engine, [(0, 0)])
     list(first.decode_turn([PROMPT]))
     work, addresses = first.buffers, [x.data_ptr() for x in tensors_of(first.state)]
@@ -109,7 +117,7 @@ def test_prompts_run_in_passes_of_two_widths():
     engine = sized_engine(0.0, batch_size=2, context=400)
     prompts = [[i * 7 % 50 + 3 for i in range(300)], PROMPT]
     want = decode(engine, *prompts).history
-    session = decode(replace(engine, captured=True), *prompts)
+    session = decode(fresh(engine, captured=True), *prompts)
     assert session.history == want
     ran = {key[1:] for key in session.buffers.replays if key[0] == "prefill"}
     runs = {(width, seq, 3, SamplingMode.GREEDY) for width, seq in ((256, 0), (64, 0), (64, 1))}
@@ -138,7 +146,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     monkeypatch.setattr("kv_cache.compact", torch.ops.gpt_eagle.compact)
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)
-    (cycle,) = engine.cycles[SamplingMode.GREEDY]
+    (cycle,) = engine.cycles.by_mode[SamplingMode.GREEDY]
     for step in ("decide", "extend"):  # the passes around them are not what is tested
         setattr(cycle, step, compiled(getattr(cycle, step)))
     session = decode(engine, *prompts)
@@ -306,7 +314,7 @@ def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsy
     if how == "switched off":
         monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
     warm = warm_up(asked)
-    assert warm.captured and warm.config.compile and not warm.compiles
+    assert warm.captured and warm.config.compile and not warm.cycles.compiled
     assert asked.compiles == (how == "broken")
     assert decode(warm, PROMPT).history == want
     note = "note: the compiler does not work here (no gcc); cycles are captured without it"

@@ -20,7 +20,7 @@ from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
 from extras.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
 from extras.grammar import MOST_BYTES, STYLE, Grammar, TextGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
-from helpers import InTurn, record, slow, trimmed_head  # noqa: E402
+from helpers import InTurn, fresh, record, slow, trimmed_head  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from session import Session  # noqa: E402
@@ -197,7 +197,7 @@ def test_captured_cycles_stand_beside_those_with_a_grammar():
     engine, prompts = engine_of("auto", batch_size=2), [PROMPT, OTHER] * 2
     asked = {"grammar": [PERSON, None, None, LARK], "temperature": 1.0}
     want = generate(engine, prompts, **asked)
-    captured = replace(engine, captured=True, buffer_pool=[])
+    captured = fresh(engine, captured=True)
     assert generate(captured, prompts, **asked).tokens == want.tokens
 
 

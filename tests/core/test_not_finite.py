@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
 from generate import generate, load
-from helpers import decode
+from helpers import decode, fresh
 from options import Sampling
 from server.batcher import Batcher, Job, Refusal
 
@@ -97,7 +96,7 @@ def test_one_answer_of_a_server(breaks_at, tmp_path):
     engine = loaded(breaks_at[0], tmp_path, batch_size=3)
     # text is not asked for: ids alone show that the others are not touched
     silent = type("Silent", (), {"push": lambda self, ids: "", "flush": lambda self: ""})
-    batcher = Batcher(replace(engine, buffer_pool=[]), 8)
+    batcher = Batcher(fresh(engine), 8)
     told = [[], [], [], []]
     for prompt, pieces in zip((PROMPT, *OTHERS, PROMPT), told):
         served = {"choice": 0, "likeliest": None, "tell": pieces.append}

@@ -11,7 +11,7 @@ pytest.importorskip("starlette")
 from test_lossless import needs_operators  # noqa: E402
 
 from generate import Engine, generate, load  # noqa: E402
-from helpers import slow  # noqa: E402
+from helpers import fresh, slow  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from server.batcher import Batcher, Delta, Job  # noqa: E402
 
@@ -67,9 +67,9 @@ def engine() -> Engine:
 
 def own(engine: Engine, prompt: list[int], rule: Sampling = GREEDY, most: int = 12) -> str:
     """The text of `generate`, in buffers that hold nothing."""
-    fresh = replace(engine, buffer_pool=[], config=replace(engine.config, batch_size=1))
+    one = replace(fresh(engine), config=replace(engine.config, batch_size=1))
     options = {**rule._asdict(), "seed": 7, "max_new_tokens": most}
-    return generate(fresh, [prompt], **options).text[0]
+    return generate(one, [prompt], **options).text[0]
 
 
 def test_a_conversation_goes_on_in_its_place(engine):

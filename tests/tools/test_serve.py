@@ -24,6 +24,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from cli.parsing import parse  # noqa: E402
 from generate import encode, generate, load  # noqa: E402
+from helpers import fresh  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from sampling import SamplingMode  # noqa: E402
@@ -73,7 +74,7 @@ class Running:
     def own(self, prompts, seed: int, **options):
         """The result of `generate` for the same prompts."""
         config = replace(self.engine.config, batch_size=1)
-        engine = replace(self.engine, template=None, buffer_pool=[], config=config)
+        engine = replace(fresh(self.engine), template=None, config=config)
         return generate(engine, prompts, seed=seed, **{"max_new_tokens": 24, **options})
 
     def raw(self, body: bytes, path="/v1/completions", method="POST", kind="application/json"):
@@ -151,9 +152,7 @@ def test_a_request_has_its_own_parameters(running, rule):
         model="demo", messages=messages, seed=4, max_tokens=12, **as_sent(rule)
     )
     ids = encode(running.engine, ["Hello"], [])
-    chat = generate(
-        replace(running.engine, buffer_pool=[]), [ids], seed=4, max_new_tokens=12, **rule
-    )
+    chat = generate(fresh(running.engine), [ids], seed=4, max_new_tokens=12, **rule)
     assert found.choices[0].message.content == chat.text[0]
 
 
@@ -209,7 +208,7 @@ def test_chat(running):
         parameters.fetched(DEMO), running.engine.tokenizer, "vicuna", "Be short."
     )
     ids = encode(replace(running.engine, template=template), ["Hello", "Bye"], ["Hi"])
-    want = generate(replace(running.engine, buffer_pool=[]), [ids], seed=4, max_new_tokens=20)
+    want = generate(fresh(running.engine), [ids], seed=4, max_new_tokens=20)
     message = found.choices[0].message
     assert (message.role, message.content) == ("assistant", want.text[0])
     assert found.usage.prompt_tokens == len(ids) and found.object == "chat.completion"
@@ -467,9 +466,9 @@ def test_a_mistake_of_the_server_is_json(running, monkeypatch):
 def test_cycles_of_all_kinds_are_warm_before_a_request():
     """As on CUDA, where a kind that is met late would be compiled then."""
     sampled = load(checkpoint=DEMO, device="cpu", draft="none", temperature=1.0)
-    engine = replace(sampled, captured=True, buffer_pool=[])
+    engine = fresh(sampled, captured=True)
     serve.warm_other_modes(engine)
-    (buffers,) = engine.buffer_pool
+    (buffers,) = engine.cycles.buffers
     kinds = {key[0] for key in buffers.replays if isinstance(key[0], SamplingMode)}
     assert kinds == {SamplingMode.GREEDY, SamplingMode.TRUNCATED}, (
         "the engine's own is warm already"
