@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -77,17 +77,43 @@ class CycleResult:
         return self
 
 
-class View(NamedTuple):
+class View:
     """What observers may read of a session, and steps that they may run."""
 
-    presets: tuple[Any, ...]  # drafters.Drafter, smallest tree first
-    history: list[list[int]]  # every token of each sequence; during prefill, the cached part
-    live: list[bool]  # sequences that decode
-    drafter_state: Any
-    # runs a function of the `DecodeState`, which it may write in place; the key tells steps apart
-    run_step: Callable[[Hashable, Callable], Any]
-    limit: int  # the largest preset that may run
-    reads_prompt: bool = False  # the step is a chunk of a prompt
+    def __init__(
+        self,
+        presets: tuple[Any, ...],
+        history: list[list[int]],
+        live: list[bool],
+        wants_drafts: list[bool],
+        drafter_state: Callable[[], Any],
+        run_step: Callable[[Hashable, Callable], Any],
+    ):
+        """presets: `drafters.Drafter`, smallest tree first
+
+        history: every token of each sequence; during prefill, the cached part
+        live: whether each sequence decodes; wants_drafts: whether its request wants drafts
+        drafter_state: returns the state that the drafters share
+        run_step: runs a function of the `DecodeState`, which it may write in place; the key tells
+            steps apart
+        """
+        self.presets = presets
+        self.history = history
+        self.live = live
+        self.wants_drafts = wants_drafts
+        self._drafter_state = drafter_state
+        self.run_step = run_step
+
+    @property
+    def drafter_state(self) -> Any:
+        """The state that the drafters share, after all cycles that were launched."""
+        return self._drafter_state()
+
+    @property
+    def limit(self) -> int:
+        """The largest preset that a cycle may run."""
+        wanted = any(wants for wants, live in zip(self.wants_drafts, self.live) if live)
+        return len(self.presets) - 1 if wanted else 0
 
 
 class Observer:
@@ -108,9 +134,9 @@ class Observer:
         """Return the observer of a new session."""
         return self
 
-    def next_preset(self, view: View) -> int:
+    def next_preset(self, view: View, reads_prompt: bool) -> int:
         """Pick the preset of the next cycle, or of the next chunk of a prompt."""
-        return view.limit
+        return len(view.presets) - 1 if reads_prompt else view.limit
 
     def before_step(self, view: View, preset: int) -> None:
         """Run what a preset needs before a step."""

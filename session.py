@@ -103,6 +103,21 @@ class Buffers:
         copy_into(self.state, empty)
 
 
+def run_step(engine: Engine, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
+    """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
+
+    key: tells steps apart, in `Buffers.replays`
+    body: holds no session, since the buffers keep it; a captured one returns the same tensors
+        every time, and writes the state in place
+    """
+    if not engine.captured:
+        with single_torch_thread(engine.target.fused is not None):
+            return body()
+    if key not in buffers.replays:
+        buffers.replays[key] = Replay(body, engine.device, buffers.scratch)
+    return buffers.replays[key]()
+
+
 class Session:
     """B sequences over one cache, each a conversation. Cached tokens stay until overwritten."""
 
@@ -144,6 +159,7 @@ class Session:
         self.history: list[list[int]] = [[] for _ in range(batch)]
         self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
         self.live = [False] * batch  # sequences that decode
+        self.view = self._view()
         self.answers = [0] * batch  # where the answer of each turn begins
         self.guide_errors: dict[int, str] = {}  # sequences that their guide has ended, and why
         self.nan_sequences: dict[
@@ -156,6 +172,19 @@ class Session:
             trace = Trace()
             self.trace = trace.lines
             self.observers.append(trace)
+
+    def _view(self) -> View:
+        """Make the view of the observers, which holds no session: the buffers keep their steps."""
+        buffers = self.buffers
+        engine = self.engine
+
+        def drafter_state() -> Any:
+            return buffers.state.drafter_state
+
+        def run(key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
+            return run_step(engine, buffers, key, lambda: body(buffers.state))
+
+        return View(engine.presets, self.history, self.live, self.drafts, drafter_state, run)
 
     @property
     def state(self) -> DecodeState:
@@ -311,51 +340,16 @@ class Session:
                 self._finish(seq)
         return new
 
-    def run_step(self, key: Hashable, body: Callable[[], Any]) -> Any:
-        """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
-
-        key: tells steps apart, in `Buffers.replays`
-        body: holds no session, since the buffers keep it; a captured one returns the same tensors
-            every time, and writes the state in place
-        """
-        engine = self.engine
-        if not engine.captured:
-            with single_torch_thread(engine.target.fused is not None):
-                return body()
-        buffers = self.buffers
-        if key not in buffers.replays:
-            buffers.replays[key] = Replay(body, engine.device, buffers.scratch)
-        return buffers.replays[key]()
-
     def time_cycle(self, preset: int) -> float:
         """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
         return self._launch(preset).read(self.host_lag > 0).seconds
 
-    def view(self, reads_prompt: bool = False) -> View:
-        """Return what observers may read. reads_prompt: before a chunk of a prompt"""
-        engine = self.engine
-        wants_drafts = any(wants and decodes for wants, decodes in zip(self.drafts, self.live))
-        return View(
-            presets=engine.presets,
-            history=self.history,
-            live=self.live,
-            drafter_state=self.state.drafter_state,
-            run_step=self._run_with_state,
-            limit=len(engine.presets) - 1 if wants_drafts or reads_prompt else 0,
-            reads_prompt=reads_prompt,
-        )
-
-    def _run_with_state(self, key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
-        buffers = self.buffers
-        return self.run_step(key, lambda: body(buffers.state))
-
     def _pick_preset(self, preset: int | None = None, reads_prompt: bool = False) -> int:
         """Return the preset of the next step, which the observers have prepared. preset: given"""
-        view = self.view(reads_prompt)
         if preset is None:
-            preset = self.policy.next_preset(view)
+            preset = self.policy.next_preset(self.view, reads_prompt)
         for observer in self.observers:
-            observer.before_step(view, preset)
+            observer.before_step(self.view, preset)
         return preset
 
     def _is_guided(self) -> bool:
@@ -388,12 +382,11 @@ class Session:
         if engine.captured and guided:  # the host makes the masks, so the cycle is not captured
             update, report = in_place()
         elif engine.captured:
-            update, report = self.run_step((mode, preset), in_place)
+            update, report = run_step(engine, buffers, (mode, preset), in_place)
         else:
             with single_torch_thread(engine.target.fused is not None):
                 buffers.state, update, report = cycle(buffers.cache, buffers.state)
-        view = self.view()
-        further = [observer.host_tensors(update, view) for observer in self.observers]
+        further = [observer.host_tensors(update, self.view) for observer in self.observers]
         return CycleResult(report, preset, began, further)
 
     def _read(self, result: CycleResult, new: list[list[int]]) -> None:
@@ -419,9 +412,8 @@ class Session:
         stats.draft_s += (drafted - began + ended - verified) / 1e9
         stats.verify_s += (verified - drafted) / 1e9
         stats.presets.append((result.preset, result.seconds))
-        view = self.view()
         for observer, copied in zip(self.observers, result.further):
-            observer.after_cycle(result, copied, view)
+            observer.after_cycle(result, copied, self.view)
 
     def _allowed(self, seq: int, tokens: list[int]) -> list[int]:
         """Return the decided tokens that the sequence's guide allows.
@@ -502,7 +494,7 @@ class Session:
         if allowed is not None:
             with single_torch_thread(engine.target.fused is not None):
                 return body()
-        self.run_step(("prefill", width, seq, preset, mode), body)
+        run_step(engine, buffers, ("prefill", width, seq, preset, mode), body)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

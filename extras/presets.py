@@ -75,10 +75,10 @@ class PresetPolicy(Observer):
         policy.expected = None
         return policy
 
-    def next_preset(self, view: View) -> int:
-        if view.reads_prompt:
+    def next_preset(self, view: View, reads_prompt: bool) -> int:
+        if reads_prompt:
             self.read_prompt = True
-            return self.pick_reading(view.limit)
+            return self.pick_reading(len(view.presets) - 1)
         if self.read_prompt:
             self.read_prompt = False
             lookup = lookup_of(view.drafter_state)

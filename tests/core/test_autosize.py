@@ -648,7 +648,7 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
 
 def next_tree(engine: Engine, session: Session) -> DraftTree:
     """The tree that the drafter would propose now, with its largest preset."""
-    session.policy.before_step(session.view(), len(engine.presets) - 1)
+    session.policy.before_step(session.view, len(engine.presets) - 1)
     tree, _ = Cycle(engine, engine.drafter, session.mode).draft(session.state)
     return tree
 
@@ -698,7 +698,7 @@ def resting_session(new: int, prefill_tree: int = -1, batch: int = 2) -> Session
 def caught_up(monkeypatch, session: Session):
     """Let the head catch up. Returns: what it was given."""
     calls = record(monkeypatch, EagleDrafter, "extend")
-    session.policy.before_step(session.view(), len(session.engine.presets) - 1)
+    session.policy.before_step(session.view, len(session.engine.presets) - 1)
     ((_, _, rows),) = [call.args for call in calls]
     return rows
 
@@ -750,7 +750,7 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     session.policy.prefill_tree = then
     while len(session.stats.presets) < 3:
         session.step()
-    session.policy.before_step(session.view(), len(session.engine.presets) - 1)
+    session.policy.before_step(session.view, len(session.engine.presets) - 1)
     given = [call.args[2] for call in calls if call.args[2].count > 0]
     assert [int(rows.count) for rows in given] == ([MAX_KEPT] if then == 0 else [44, 3])
     assert given[-1].features.shape[1] == int(given[-1].count), "on a CPU only the rows that wait"

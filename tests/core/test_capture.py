@@ -315,7 +315,7 @@ def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsy
         monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
     warm = warm_up(asked)
     assert warm.captured and warm.config.compile and not warm.cycles.compiled
-    assert asked.compiles == (how == "broken")
+    assert asked.cycles.compiled == (how == "broken")
     assert decode(warm, PROMPT).history == want
     note = "note: the compiler does not work here (no gcc); cycles are captured without it"
     assert capsys.readouterr().err.splitlines() == ([note] if how == "broken" else [])
