@@ -36,6 +36,7 @@ from runtime import Clock, Policy, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
+REPORT = ("count", "length", "done", "pos")  # columns of a cycle's report (session.CycleResult)
 
 
 class DecodeState(NamedTuple):
@@ -320,8 +321,9 @@ def advance(
     text = DecodedTokens(state.tokens, pos)
     update = DrafterUpdate(tokens, features.gather(1, path), count, text)
     broken = ~update.features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
-    ends = done + 2 * broken  # 0 .. 3, as `done` of session.CycleResult
-    report = pack_report(emitted, count, accepted.length, ends, state.pos)
+    ends = done + 2 * broken  # 0 .. 3
+    columns = {"count": count, "length": accepted.length, "done": ends, "pos": state.pos}
+    report = pack_report(emitted, columns)
     new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
     return new, update, report
 
@@ -333,22 +335,20 @@ def advance_fused(
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
     decided = (accepted.path, accepted.length, accepted.emitted)
     pos, draws, done, count, tokens, path_features, report = torch.ops.gpt_eagle.advance(
-        *old, tree.tokens, *decided, cycle.eos_tensor, features
+        *old, tree.tokens, *decided, cycle.eos_tensor, features, REPORT
     )
     text = DecodedTokens(state.tokens, pos)
     new = replace_fields(state, pos=pos, draws=draws, done=done)
     return new, DrafterUpdate(tokens, path_features, count, text), report
 
 
-def pack_report(
-    emitted: Tensor, count: Tensor, length: Tensor, done: Tensor, pos: Tensor
-) -> Tensor:
-    """Pack what a cycle decided, for one copy to the host: [B, D+5] int64, its columns in order.
+def pack_report(emitted: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """Pack the tokens and facts of a cycle, for one copy to the host: [B, D+5] int64.
 
-    emitted: [B, D+1]; the others [B], named in `session.CycleResult`
+    emitted: [B, D+1]; columns: [B] each, by name, which the report has in the order of `REPORT`
     """
-    columns = (count, length, done, pos)
-    return torch.cat((emitted, torch.stack([x.long() for x in columns], 1)), 1)
+    facts = [columns[name].long() for name in REPORT]
+    return torch.cat((emitted, torch.stack(facts, 1)), 1)
 
 
 def timed_report(report: Tensor, times: list[Any]) -> Tensor:

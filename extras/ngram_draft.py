@@ -33,7 +33,7 @@ from draft_tree import DecodedTokens, DraftTree, root_tree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.autosize import AutoTrees
 from extras.kept_texts import texts_for
-from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
+from extras.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
 from extras.presets import PresetDrafter
 from model import Transformer
 from ops.library import on_cpp_device
@@ -239,7 +239,7 @@ class NgramDrafter(PresetDrafter):
         if on_cpp_device(text.pos, "tree"):
             kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
-            torch.ops.gpt_eagle.ngram_draft(*text, kept, *state, *limits, sizes)
+            torch.ops.gpt_eagle.ngram_draft(*text, kept, *state, *limits, sizes, RATES)
             return state
         outcomes = learn(state, text)
         chains, lengths = lookup(text, self.ngram)
