@@ -10,8 +10,9 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
 3. extend: the drafter reads the confirmed tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
-drafter and each mode of sampling. With --compile on CUDA the steps are compiled (`fullgraph=True`),
-and a cycle is captured as one graph: no step waits for the host. On a CPU they call C++ operators.
+drafter and each mode of sampling. On CUDA a cycle is captured as one graph: no step waits for the
+host. With --compile its steps are compiled first (`fullgraph=True`). On a CPU they call C++
+operators.
 Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
 """
 
@@ -28,8 +29,7 @@ import sampling
 from draft_tree import Accepted, DecodedTokens, DraftTree, accept, accept_fused
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
 from kv_cache import KVCache, Window, causal_window, place_tokens
-from model import Block, Transformer, call_block
-from ops import switches
+from model import Transformer, run_eagerly
 from ops.library import has_cpu_operators, on_cpp_device
 from options import GenerateConfig
 from runtime import Clock, Policy, compiled, copy_into, replace_fields
@@ -88,7 +88,6 @@ class Engine:
     # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
     cycles: tuple[tuple[Callable, ...], ...] = ()
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
-    compiler_fails: bool = False  # the steps of captured cycles stay as they are
     buffer_pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
@@ -98,7 +97,7 @@ class Engine:
     @property
     def compiles(self) -> bool:
         """Whether torch.compile compiles the steps of captured cycles."""
-        return self.captured and not self.compiler_fails and switches.is_on("INDUCTOR")
+        return self.captured and self.option("compile") is True
 
     @property
     def drafter(self) -> Drafter:
@@ -145,23 +144,26 @@ class Engine:
 
 
 def with_cycles(engine: Engine) -> Engine:
-    """Give the engine a cycle for every mode of sampling and preset, compiled as the options say.
+    """Give the engine a cycle for every mode of sampling and preset, as `compile` says.
 
-    With --compile on a CPU weights may later change in place, but not be replaced.
-    Writes: `fused` of target and drafter; engines that share them must agree on --compile.
+    On CUDA they are captured unless it is False, and compiled where it is True. On a CPU they call
+    whole passes in C++ where it is True (`load` chooses that by default). There weights may later
+    change in place, but not be replaced.
+    Writes: `fused` of target and drafter; engines that share them must agree on `compile`.
     """
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
     cuda = engine.option("device").startswith("cuda")
     if engine.device.type == "cuda":
         import ops.cuda.growth  # noqa: F401, registers the operators of trees
-    engine.target.fuse(compiles and not cuda)
-    engine.drafter.fuse(compiles and not cuda)
+    fuses = compiles is True and not cuda
+    engine.target.fuse(fuses)
+    engine.drafter.fuse(fuses)
     eos_ids = () if engine.config.ignore_eos else engine.eos_ids
     engine = replace(
         engine,
         eos_tensor=torch.tensor([-1, *eos_ids], device=engine.device),
-        captured=compiles and cuda,
+        captured=cuda and compiles is not False,
         buffer_pool=[],
     )
     finish = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle
@@ -187,7 +189,7 @@ class Cycle:
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
-        self.call = call_block  # runs a part of the target
+        self.run_part = run_eagerly  # runs a part of the target
         self.in_place = engine.captured  # a new state is copied into the old one
         self.accept = accept
         self.advance = advance
@@ -197,24 +199,27 @@ class Cycle:
             self.advance = advance_fused
 
     def compiled_by_layer(self) -> Cycle:
-        """Compile the steps, and one block of the target per type of block; all layers reuse it.
+        """Compile the steps, and one layer of the target of each kind; all layers reuse it.
 
         One graph of everything takes many times as long to compile. In a captured cycle, a call per
-        block costs nothing.
+        layer costs nothing.
         """
         for name in ("draft", "place", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
         embed = compiled(self.target.embed)
-        blocks = {}  # by type: no guard would tell dense blocks and mixtures apart
-        for block in self.target.layers:
-            blocks.setdefault(type(block.ffn), compiled(call_block))
+        fused = self.target.fused_layers
+        # by their steps: no guard would tell dense layers and mixtures apart
+        layers = {
+            layer.steps: compiled(run_eagerly)
+            for layer in (fused.segments if fused else self.target.layers)
+        }
 
-        def run(part: Callable, *inputs: Any) -> Any:
-            if isinstance(part, Block):
-                return blocks[type(part.ffn)](part, *inputs)
-            return embed(*inputs)
+        def run_part(part: Callable, *inputs: Any) -> Any:
+            if part == self.target.embed:
+                return embed(*inputs)
+            return layers[part.steps](part, *inputs)
 
-        self.call = run
+        self.run_part = run_part
         self.in_place = True
         return self
 
@@ -256,7 +261,9 @@ class Cycle:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         slots, start, positions = self.place(state, tree)
         window = Window(slots, start, tree.mask)
-        features = self.target(tree.tokens, positions, cache, window, self.call, self.aux_layers)
+        features = self.target(
+            tree.tokens, positions, cache, window, self.run_part, self.aux_layers
+        )
         return self.decide(cache, state, tree, noise, features)
 
     def place(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,13 +18,13 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import sampling
 from cli.tree_paths import MAX_NODES
 from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree, root_tree
 from kv_cache import Window, place_tokens
-from model import Layers, Transformer
+from model import Transformer
 from ops.tree import Candidates, Children, Frontier, Scores, expand_frontier, select_nodes
 from runtime import Policy
 from sampling import SamplingTensors
@@ -69,7 +69,7 @@ class Drafter:
     size: int  # N, nodes of its tree, root included
     width: int  # a bound on the children of a node
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs are appended to the features
-    layers: Layers | None = None  # its transformer layers
+    layers: nn.ModuleList | None = None  # its transformer layers
 
     def method(self) -> Method:
         """Return the way to draft with this drafter."""

@@ -3,7 +3,7 @@
 The cache is a plain tuple of tensors that the caller owns. A step writes its keys and values to the
 slots that it is given. It sees the prefix below `start`, and behind it the slots that `mask`
 allows. This is one rule for prefill (causal), decoding (one token), tree verification (ancestors)
-and the levels of a draft head.
+and the levels of a draft head. A layer with a sliding window sees the last of them (`sliding`).
 """
 
 from __future__ import annotations
@@ -82,6 +82,22 @@ class Window(NamedTuple):
     slots: Tensor  # [B, T] int64, slot that each token's key and value are written to
     start: Tensor  # [B] int64, prefix length: every slot below it is visible
     mask: Tensor  # [B, T, W] bool, visible ones of the slots start .. start+W-1 for each token
+    # [B, T] int64, the place of the first token that each one sees, counted along its path: below
+    # `start` it is that token's slot, and the slots before it are hidden; None: 0
+    first: Tensor | None = None
+
+
+def sliding(window: Window, size: int) -> Window:
+    """Return the window of a layer that sees the last `size` tokens of a path, its own included.
+
+    window: of a layer that sees them all: the visible slots of a row are its ancestors and itself,
+        in the order of the path
+    """
+    counts = window.mask.cumsum(2)  # [B, T, W], tokens of the path up to each slot
+    seen = counts[:, :, -1:]  # [B, T, 1]
+    mask = window.mask & (seen - counts < size)  # [B, T, W]
+    first = (window.start[:, None] + seen[:, :, 0] - size).clamp(min=0)  # [B, T]
+    return Window(window.slots, window.start, mask, first)
 
 
 def causal_window(start: Tensor, rows: int, back: int = 0) -> Window:

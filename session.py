@@ -10,8 +10,8 @@ function of (weights, prompt, its own parameters, seed) alone, whatever the othe
 Three kinds of objects take part: the engine's `Policy` picks the preset of every step, a `Reader`
 takes more than the tokens to the host, and a guide masks tokens (`Session.admit`).
 
-Captured cycles need fixed addresses, so buffers stay with the engine when a session ends. With
---compile on CUDA every step is captured once and replayed; elsewhere it is called.
+Captured cycles need fixed addresses, so buffers stay with the engine when a session ends. On
+CUDA every step is captured once and replayed; elsewhere it is called.
 Trade-off: prefill is not compiled, as matrix products take its time; where it is captured, chunks
 are padded to one of two widths.
 Not here: the cycle (decode.py), where prompts come from (generate.py).

@@ -17,14 +17,13 @@ Qwen2.5's are: tokens that both have are drafted.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cli.io import is_gguf
+from cli.io import is_gguf, log_note
 from cli.parsing import require
 from draft_tree import DraftTree, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftVocab, Method, RootOnly, TreeDrafter
@@ -217,7 +216,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
         quant = Quantization.of(config.quant_draft, config.group_size)
         if quant and config.quant_draft != config.quant:
             rounded = f"the draft model {path} is rounded to {quant.format}"
-            print(f"note: {rounded}; --set quant_draft=none leaves it as it is", file=sys.stderr)
+            log_note(f"{rounded}; --set quant_draft=none leaves it as it is")
     model = load_model(path, dtype, str(weight.device), quant)
     return ModelDrafter(
         model,

@@ -21,14 +21,13 @@ import platform
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
 
 import torch
 
-from cli.io import folder_lock
+from cli.io import folder_lock, log_note
 from ops.cpu import tiles
 
 HERE = Path(__file__).parent
@@ -49,7 +48,7 @@ UNITS = (
         "tree.cpp",
     ),
 )
-WAITING = "note: waiting for another process, which builds the CPU operators (20 s)"
+WAITING = "waiting for another process, which builds the CPU operators (20 s)"
 
 
 def compiler() -> str:
@@ -146,7 +145,7 @@ def _compile_and_link(
     # the sources that the key is made of, even if the files are edited meanwhile
     for name, text in sources.items():
         (made.parent / name).write_text(text)
-    print("note: building the CPU operators, once (20 s)", file=sys.stderr)
+    log_note("building the CPU operators, once (20 s)")
     if not _knows_tiles(command, made.parent):
         command = [*command, "-DNO_TILES"]
     commands, objects = [], []
@@ -263,7 +262,7 @@ def _load() -> str:
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"
-        print(f"note: {note} ({reason})", file=sys.stderr)
+        log_note(f"{note} ({reason})")
         return reason
     return ""
 

@@ -1,9 +1,9 @@
 """Our runtime beside other runtimes: same weights, prompts, tokens and threads, in one process.
 
-    python scripts/bench/peers.py --compile --threads 4
+    python scripts/bench/peers.py --threads 4
     python scripts/bench/peers.py --checkpoint DIR --methods none,eagle:chain:tree_depth=5 \\
         --peers llama.cpp:q4_0
-    python scripts/bench/peers.py --compile --methods none,eagle --peers transformers --limit 24 \\
+    python scripts/bench/peers.py --methods none,eagle --peers transformers --limit 24 \\
         --batch_sizes 1,2,4,16
 
 1. Ours are methods as in papers.py. Peers: `transformers` (`generate`), `transformers:lookup`
@@ -120,7 +120,7 @@ class PeersConfig:
     chat: str | None = option(
         None, "apply a chat template: the model's, or the one named", optional=True
     )
-    compile: bool = option(False, "compile our steps")
+    compile: bool | None = option(None, "on CUDA, compile our steps")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default", least=0)
@@ -244,7 +244,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         with torch.inference_mode():
             window = causal_window(start * 0, len(prompt))
             target(torch.tensor([prompt], device=device), window.slots, cache, window)
-        run = compiled(step) if engine.captured else step  # on a CPU its passes are fused
+        run = compiled(step) if engine.compiles else step  # on a CPU its passes are fused
         tokens = torch.tensor([prompt[:1] * width], device=device)
 
         @torch.inference_mode()

@@ -62,9 +62,9 @@ def fused(device: str) -> float:
     rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
     ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
     total, *found = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
-    norm = ops.epilogues.Unscaled(*found)
-    got = [total, ops.epilogues.swiglu(ops.epilogues.Pending(*norm, weight, None))]
-    product = ops.epilogues.Pending(*norm, weight, None)
+    norm = ops.epilogues.UnnormalizedRows(*found)
+    got = [total, ops.epilogues.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None))]
+    product = ops.epilogues.LazyMatmul(*norm, weight, None)
     got.append(ops.epilogues.rotary_cache(product, rope, *ours, slots, None))
     wide = weight.float()
     want = [ops.epilogues.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]

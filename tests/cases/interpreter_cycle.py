@@ -18,9 +18,10 @@ import ops.cuda.topk
 import ops.cuda.tree
 import ops.rotary
 from helpers import slow, with_head_norms
-from kv_cache import KVCache
-from model import ModelConfig, rope_angles
+from kv_cache import KVCache, sliding
+from model import ModelConfig
 from ops.cuda.launch import Device
+from ops.rotary import rope_angles
 from ops.tree import (
     Children,
     Level,
@@ -29,6 +30,7 @@ from ops.tree import (
     expand,
     link_nodes_reference,
 )
+from windows import KINDS, expected, random_step
 
 DEVICE = Device(132, 232448, 90)
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
@@ -47,9 +49,10 @@ def inputs(heads, starts, rows, window, E=32, spare=5):
     return q, k, v, torch.tensor(starts), mask
 
 
-def attend(*args):
+def attend(q, k, v, start, mask, first=None, scale=0.0):
     done = torch.zeros(64, dtype=torch.int32)
-    y = ops.cuda.attention.tree_attention(*args, DEVICE, done)
+    window = (start, mask, first)
+    y = ops.cuda.attention.tree_attention(q, k, v, window, scale, DEVICE, done)
     assert not done.any()  # as the next launch expects it
     return y
 
@@ -145,6 +148,32 @@ def test_a_tree_has_the_bits_of_vanilla_decoding(in_order, heads, start):
             new[:, :, start : start + len(slots)] = old[:, :, slots]
         end = torch.tensor([start + len(slots) - 1])
         assert torch.equal(attend(q[:, [node]], *accepted, end, one), tree[:, [node]]), node
+
+
+@pytest.mark.parametrize("kind,starts,heads,E,size", [
+    ("tree", [300, 0], "gqa", 16, 280), ("chunk", [37], "mha", 16, 16), ("token", [600], "mqa", 256, 300),
+    *slow([
+        *((kind, [300, 0], "gqa", 24, size) for kind in KINDS for size in (1, 2, 5, 16, 1000)),
+        ("chain", [4700, 8300], "mqa", 16, 512), ("tree", [37], "gqa", 256, 16),
+    ]),
+])  # fmt: skip
+def test_sliding_windows(in_order, kind, starts, heads, E, size):
+    """A row sees the last tokens of its path, and has the bits of its token alone; no slot before them is read."""
+    step = random_step(kind, starts, HEADS[heads], E)
+    window = sliding(step.window, size)
+    for b in range(len(starts)):
+        hidden = int(window.first[b].min()) // 64 * 64  # blocks of keys are read whole
+        step.k[b, :, :hidden] = step.v[b, :, :hidden] = float("nan")
+    operands = window.start, window.mask, window.first
+    for scale in (0.0, 0.1):
+        y = attend(step.q, step.k, step.v, *operands, scale)
+        want = expected(step, size, scale or E**-0.5).float()
+        torch.testing.assert_close(y, want, atol=2e-6, rtol=2e-6)
+    if kind == "chunk":
+        return  # not split
+    for b, paths in enumerate(step.paths):
+        for t in {0, len(paths) - 1}:
+            assert torch.equal(attend(*step.alone(b, t, size), 0.1)[0, 0], y[b, t]), (b, t)
 
 
 # ------------------------------------------------------------------------------------------- rotary

@@ -289,28 +289,33 @@ def test_a_gpu_that_is_too_old(monkeypatch):
         set_cuda_device("cuda:1")
 
 
-@pytest.mark.parametrize("how", ["broken", "switched off"])
-def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsys, how):
-    """By --compile on CUDA. Here the steps run on a CPU over fixed buffers, and nothing is compiled."""
-    if how == "broken":
+@pytest.mark.parametrize("compile", [True, None], ids=["broken", "by default"])
+def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsys, compile):
+    """On CUDA. Here the steps run on a CPU over fixed buffers, and nothing is compiled."""
+    if compile:
         monkeypatch.setattr("load.why_not_compiled", lambda device: "no gcc")
     else:
-        monkeypatch.setenv("GPT_EAGLE_INDUCTOR", "0")
         monkeypatch.setattr("load.why_not_compiled", lambda device: pytest.fail("it was probed"))
     engine = sized_engine(1.0)
     want = decode(engine, PROMPT).history
     with monkeypatch.context() as patch:  # no step is compiled before the compiler is tried
         patch.setattr("decode.compiled", lambda step: step)
-        config = replace(engine.config, device="cuda", compile=True)
+        config = replace(engine.config, device="cuda", compile=compile)
         asked = with_cycles(replace(engine, config=config))
-    if how == "switched off":
+    if not compile:
         monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
     warm = warm_up(asked)
-    assert warm.captured and warm.config.compile and not warm.compiles
-    assert asked.compiles == (how == "broken")
+    assert warm.captured and warm.option("compile") is None and not warm.compiles
+    assert asked.compiles == bool(compile)
     assert decode(warm, PROMPT).history == want
-    note = "note: the compiler does not work here (no gcc); cycles are captured without it"
-    assert capsys.readouterr().err.splitlines() == ([note] if how == "broken" else [])
+    note = "note: --compile does not work here (no gcc); running without it"
+    assert capsys.readouterr().err.splitlines() == ([note] if compile else [])
+
+
+def test_with_compile_false_no_cycle_is_captured():
+    engine = sized_engine(1.0)
+    config = replace(engine.config, device="cuda", compile=False)
+    assert not with_cycles(replace(engine, config=config)).captured
 
 
 def test_a_step_that_is_not_to_be_captured(monkeypatch, fake_graphs):

@@ -215,23 +215,32 @@ def test_names_of_files_in_the_text_are_true():
         )  # others'
 
 
+def test_notes_go_through_logging():
+    """`cli.io.log_note` is the way, so that a Python caller can silence them; programs may print."""
+    runtime = [f for f in sources() if "scripts" not in f.parts]
+    assert [f.name for f in runtime if '"note: ' in f.read_text(encoding="utf-8")] == ["parsing.py"]
+
+
 # ---------------------------------------------------------------------------------------- what runs
 
 EAGER = ["--checkpoint", DEMO, "--max_new_tokens", "12", "--device", "cpu"]
 
 
 def test_what_one_edits_is_what_runs(monkeypatch):
-    """Without --compile the modules of model.py run, in every format."""
+    """With compile=False, as with --plain, the modules of model.py run, in every format."""
 
     def edited(*inputs):
-        raise RuntimeError("Block.forward was edited")
+        raise RuntimeError("Layer.forward was edited")
 
     for options in ({}, {"quant": "int8"}, {"quant": "int4"}, {"draft": "none"}):
         with monkeypatch.context() as patch:
-            patch.setattr(model.Block, "forward", edited)
+            patch.setattr(model.Layer, "forward", edited)
             with pytest.raises(RuntimeError, match="was edited"):
                 generate.generate(
-                    generate.load(checkpoint=DEMO, max_new_tokens=4, device="cpu", **options), [[5]]
+                    generate.load(
+                        checkpoint=DEMO, max_new_tokens=4, device="cpu", compile=False, **options
+                    ),
+                    [[5]],
                 )
 
 

@@ -81,7 +81,7 @@ def test_visible_slots():
     start = torch.tensor([2, 0])
     mask = torch.tensor([[[1, 0], [1, 1]], [[0, 1], [1, 0]]]).bool()
     expected = [[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]]
-    assert visible_slots(start, mask, 5).int().tolist() == expected
+    assert visible_slots(start, mask, None, 5).int().tolist() == expected
 
 
 # ----------------------------------------------------------------------------------------- operator
@@ -123,7 +123,7 @@ def test_hidden_slots_do_not_matter(rows, window):
     """
     q, k, v, start, mask = inputs(HEADS["gqa"], [5, 0, 37], rows, window, spare=9)
     expected = tree_attention_reference(q, k, v, start, mask)
-    seen = visible_slots(start, mask, k.shape[2]).any(1)  # [B, S]
+    seen = visible_slots(start, mask, None, k.shape[2]).any(1)  # [B, S]
     assert not seen.all()
     for cache in (k, v):
         cache.copy_(torch.where(seen[:, None, :, None], cache, 1e4))

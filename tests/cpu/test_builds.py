@@ -165,7 +165,7 @@ def test_two_who_build_at_once_build_once(calls, monkeypatch, capsys):
         first, second = pool.map(build.build, ["x86-64", "x86-64"])
     assert first == second and len(calls()) == 1
     said = sorted(capsys.readouterr().err.splitlines())
-    assert len(said) == 2 and "building" in said[0] and said[1] == build.WAITING
+    assert len(said) == 2 and "building" in said[0] and said[1] == f"note: {build.WAITING}"
 
 
 # ------------------------------------------------------------------------ where there is no library

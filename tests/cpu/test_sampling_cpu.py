@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from helpers import process
-from model import rope_angles
 from ops.library import has_cpu_operators
 from ops.norm import rms_norm, rms_norm_reference
+from ops.rotary import rope_angles
 from ops.topk import best, best_reference
 from runtime import compiled
 from sampling import Sampling, SamplingTensors, gumbel

@@ -39,6 +39,7 @@ from extras.autosize import Autosizer, AutoTrees
 from generate import generate, load
 from helpers import (
     GOLDEN,
+    Mixture,
     decode,
     quantized,
     quantized_experts,
@@ -48,8 +49,8 @@ from helpers import (
 from hf.weights import load_model
 from kv_cache import KVCache
 from load import warm_up
-from model import ModelConfig, MoEFeedForward
-from ops.epilogues import Pending, Unscaled
+from model import ModelConfig
+from ops.epilogues import LazyMatmul, UnnormalizedRows
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
@@ -418,17 +419,17 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     rope = ops.rotary.rope_angles(torch.rand(64, device="cuda"), slots * 9)
     caches = torch.zeros(2, 1, 8, rows, 128, **options)
 
-    def product(x: torch.Tensor | Unscaled, weights) -> Pending:
+    def product(x: torch.Tensor | UnnormalizedRows, weights) -> LazyMatmul:
         packed = weights.packed.bfloat16() if form == "float" else weights.packed
-        given = x if isinstance(x, Unscaled) else (x, None)
-        return Pending(*given, packed, weights.scale)
+        given = x if isinstance(x, UnnormalizedRows) else (x, None)
+        return LazyMatmul(*given, packed, weights.scale)
 
     def layer(at: slice = slice(None)) -> tuple[torch.Tensor, ...]:
         operands = product(x[:, at], narrow).operands()
         total, *norm = torch.ops.gpt_eagle.add_product(*operands, stream[:, at], scale, 1e-5)
-        gated = ops.epilogues.swiglu(product(Unscaled(*norm), wide))
+        gated = ops.epilogues.swiglu(product(UnnormalizedRows(*norm), wide))
         angles = tuple(part[:, at] for part in rope)
-        qkv = product(Unscaled(*norm), narrow)  # of 16 + 2 x 8 heads
+        qkv = product(UnnormalizedRows(*norm), narrow)  # of 16 + 2 x 8 heads
         q = ops.epilogues.rotary_cache(qkv, angles, *caches, slots[:, at], None)
         wide_x = product(gated, narrow).operands()
         if form == "float":
@@ -442,7 +443,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     cached = caches.clone()
     product_of_x = narrow.reference(x.float())
     total, norm = ops.epilogues.add_norm_reference(stream, product_of_x, scale, 1e-5)
-    ours = Unscaled(got[1], got[2][0].T)
+    ours = UnnormalizedRows(got[1], got[2][0].T)
     want = [total, norm.values, norm.squares.T[None]]
     want.append(ops.epilogues.swiglu_reference(wide.reference(ours.values.float()), ours))
     theirs = torch.zeros_like(cached)
@@ -558,7 +559,7 @@ def expert_layer(format, dtype=torch.bfloat16):
         dim=512, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=64, ffn_dim=896, vocab_size=9, n_experts=8,
         experts_per_token=2,
     )  # fmt: skip
-    layer = MoEFeedForward(config).to("cuda", dtype).requires_grad_(False)
+    layer = Mixture(config).to("cuda", dtype).requires_grad_(False)
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     if format != "none":
@@ -602,8 +603,8 @@ def test_noise_is_the_same_on_both_devices():
 
 def golden_config(temperature: float, **options) -> GenerateConfig:
     """Options on the golden models, whose prompts and answers are ids."""
-    same = {"device": "cuda", "ignore_eos": True, "seed": 7}
-    return GenerateConfig(temperature=temperature, **same, **options)
+    same = {"device": "cuda", "ignore_eos": True, "seed": 7, "compile": False}
+    return GenerateConfig(temperature=temperature, **same | options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -745,7 +746,7 @@ def test_four_rows_that_come_and_go(compiled, temperature):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("compile", [[], ["--compile"]], ids=["eager", "captured"])
+@pytest.mark.parametrize("compile", [[], ["--compile"]], ids=["captured", "compiled"])
 def test_two_gpus_decode_what_one_does(tmp_path, compile):
     """The demo in fp32, sampled, with NCCL's collectives in the graphs."""
     runs = []
