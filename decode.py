@@ -38,6 +38,7 @@ from runtime import Clock, Policy, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
+REPORT = ("count", "length", "done", "pos")  # columns of a cycle's report (session.CycleResult)
 
 
 class DecodeState(NamedTuple):
@@ -315,7 +316,7 @@ def advance(
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
     decided = (accepted.path, accepted.length, accepted.emitted)
     pos, draws, done, count, tokens, path_features, report = cycle.backend.advance(
-        *old, tree.tokens, *decided, cycle.eos_tensor, features
+        *old, tree.tokens, *decided, cycle.eos_tensor, features, REPORT
     )
     text = DecodedTokens(state.tokens, pos)
     new = replace_fields(state, pos=pos, draws=draws, done=done)

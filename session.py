@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, prefill_chunk
+from decode import PREFILL_CHUNK, REPORT, Cycle, DecodeState, Engine, prefill_chunk
 from drafters import DrafterUpdate
 from kv_cache import KVCache
 from ops.library import single_torch_thread
@@ -58,7 +58,7 @@ class CycleResult:
     """
 
     EMITTED = slice(0, -8)
-    COLUMNS = slice(-8, -4)  # count, length, done, pos
+    COLUMNS = slice(-8, -4)  # `decode.REPORT`
     TIMES = slice(-4, None)
 
     # per sequence, once read:
@@ -90,7 +90,11 @@ class CycleResult:
         report, *self.further = self.copy.read()
         self.emitted = [row[self.EMITTED] for row in report]
         columns = zip(*(row[self.COLUMNS] for row in report))
-        self.count, self.length, self.done, self.pos = map(list, columns)
+        facts = dict(zip(REPORT, map(list, columns), strict=True))
+        self.count = facts["count"]
+        self.length = facts["length"]
+        self.done = facts["done"]
+        self.pos = facts["pos"]
         self.times = report[0][self.TIMES]
         self.seconds = (self.times[-1] - self.times[0]) / 1e9
         if not (by_device and self.seconds):

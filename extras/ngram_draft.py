@@ -33,7 +33,7 @@ from draft_tree import DecodedTokens, DraftTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.autosize import AutoTrees
 from extras.kept_texts import texts_for
-from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
+from extras.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
 from extras.presets import PresetDrafter
 from model import Transformer
 from ops.backends import TORCH, Backend
@@ -239,7 +239,7 @@ class NgramDrafter(PresetDrafter):
         if self.backend.ngram_draft is not None:
             kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
-            self.backend.ngram_draft(*text, kept, *state, *limits, sizes)
+            self.backend.ngram_draft(*text, kept, *state, *limits, sizes, RATES)
             return state
         outcomes = learn(state, text)
         chains, lengths = lookup(text, self.ngram)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops.attention
 import ops.cuda.backend
-from decode import with_cycles
+from decode import REPORT, with_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -262,7 +262,7 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
     """As on CUDA without Triton."""
     for ended, seconds in ((0, 2), (10**9, 1)):
         emitted = torch.zeros(1, 1, dtype=torch.long)
-        report = pack_report(emitted, *torch.zeros(4, 1, dtype=torch.long))
+        report = pack_report(emitted, [torch.zeros(1, dtype=torch.long)] * len(REPORT))
         report = with_times(report, [0, 0, 0, ended])
         result = CycleResult(report, 0, time.perf_counter() - 2).read(by_device=True)
         assert seconds <= result.seconds < (60 if seconds == 2 else 1.001)
