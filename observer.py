@@ -23,6 +23,8 @@ from torch import Tensor
 from draft_tree import DrafterUpdate
 from runtime import HostCopy
 
+REPORT = ("count", "length", "done", "pos")  # columns of a cycle's report
+
 
 class CycleResult:
     """A cycle that the host has launched, and its report, once `read`.
@@ -32,7 +34,7 @@ class CycleResult:
     """
 
     EMITTED = slice(0, -8)
-    COLUMNS = slice(-8, -4)  # count, length, done, pos
+    COLUMNS = slice(-8, -4)  # `REPORT`
     TIMES = slice(-4, None)
 
     # per sequence, once read:
@@ -69,7 +71,11 @@ class CycleResult:
         self.further = [[columns.pop(0) for _ in range(size)] for size in self.sizes]
         self.emitted = [row[self.EMITTED] for row in report]
         columns = zip(*(row[self.COLUMNS] for row in report))
-        self.count, self.length, self.done, self.pos = map(list, columns)
+        facts = dict(zip(REPORT, map(list, columns), strict=True))
+        self.count = facts["count"]
+        self.length = facts["length"]
+        self.done = facts["done"]
+        self.pos = facts["pos"]
         self.times = report[0][self.TIMES]
         self.seconds = (self.times[-1] - self.times[0]) / 1e9
         if not (by_device and self.seconds):

@@ -18,7 +18,6 @@ Not here: products; embeddings, which are looked up and never multiplied.
 from __future__ import annotations
 
 import signal
-import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
@@ -32,7 +31,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cli.io import bundled_head, is_gguf, read_json, show_progress
+from cli.io import bundled_head, is_gguf, log_note, read_json, show_progress
 from cli.parsing import one_line_errors, option, parse
 from hf.checkpoint import (
     METHOD,
@@ -46,7 +45,7 @@ from hf.checkpoint import (
     scale_name,
     write_checkpoint,
 )
-from ops.epilogues import Pending, Unscaled, add, pending
+from ops.epilogues import LazyMatmul, UnnormalizedRows, add, lazy_matmul
 from ops.library import cpu_operators_are_loaded, single_torch_thread
 from ops.qmatmul import PRODUCTS, join_zeros, split_zeros
 from options import FORMAT_NAMES, GROUP_SIZES, pick_device
@@ -198,14 +197,14 @@ class QuantLinear(nn.Module):
         return cls(codes, scale, bias, fp32_out)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        deferred = pending(x, self.packed, self.scale, None)
+        deferred = lazy_matmul(x, self.packed, self.scale, None)
         if deferred and self.bias is not None and not self.fp32_out:
             return add(self.bias, deferred)
         y = self.product.multiply(x, self.packed, self.scale, self.out_features, self.fp32_out)
         return y if self.bias is None else y + self.bias
 
-    def defer(self, x: Tensor | Unscaled) -> Tensor | Pending:  # see model.Linear
-        return pending(x, *self.operands()) or self(x)
+    def forward_lazy(self, x: Tensor | UnnormalizedRows) -> Tensor | LazyMatmul:  # see model.Linear
+        return lazy_matmul(x, *self.operands()) or self(x)
 
     def codes_and_scale(self) -> tuple[Tensor, Tensor]:
         """Unpack the codes and scales of the layer."""
@@ -508,10 +507,9 @@ def _usable(parts: list[Tensor], names: tuple[str, ...]) -> bool:
     elif not any(part.any() for part in parts):
         fault = "all zero"
     if fault:
-        print(
-            f"note: the inputs of {names[0]} are {fault} on the calibration text; it is rounded "
-            "without calibration",
-            file=sys.stderr,
+        log_note(
+            f"the inputs of {names[0]} are {fault} on the calibration text; it is rounded "
+            "without calibration"
         )
     return not fault
 

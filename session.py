@@ -10,8 +10,8 @@ function of (weights, prompt, its own parameters, seed) alone, whatever the othe
 Observers watch (observer.py): the engine's own, its policy, picks the preset of every step. A guide
 masks the tokens of a sequence (`decode.Guide`).
 
-Captured cycles need fixed addresses, so buffers stay with the cycles when a session ends. With
---compile on CUDA every step is captured once and replayed; elsewhere it is called.
+Captured cycles need fixed addresses, so buffers stay with the cycles when a session ends. On
+CUDA every step is captured once and replayed; elsewhere it is called.
 Trade-off: prefill is not compiled, as matrix products take its time; where it is captured, chunks
 are padded to one of two widths.
 Not here: the cycle (decode.py); requests, texts and stop strings (scheduler.py).

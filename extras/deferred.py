@@ -28,7 +28,7 @@ from drafters import Drafter, DrafterUpdate, DraftInputs, RootOnly, TreeDrafter
 from extras.presets import PresetDrafter
 from model import Transformer
 from observer import View
-from ops.library import on_cpp_device
+from ops.backends import Backend
 from runtime import copy_into, replace_fields
 
 MAX_KEPT = 16  # tokens whose features are kept
@@ -80,6 +80,11 @@ class LazyDrafter(PresetDrafter):
     @property
     def name(self) -> str:
         return self.grower.name if isinstance(self.grower, TreeDrafter) else super().name
+
+    def use(self, backend: Backend) -> None:
+        super().use(backend)
+        for inner in (self.drafter, self.grower, self.lookup):
+            inner.use(backend)
 
     def fuse(self, enable: bool) -> None:
         self.drafter.fuse(enable)
@@ -167,9 +172,10 @@ class RestingDrafter(LazyDrafter):
         rows = update.count
         if update.at_root is not None:  # of a prompt only the chunk that completes it waits
             rows = rows * update.at_root
-        if on_cpp_device(state.count, "tree"):
+        keep_rows = self.backend.keep_rows
+        if keep_rows is not None:
             kept = (state.features, state.count, state.passed)
-            torch.ops.gpt_eagle.keep_rows(*kept, update.features, rows)
+            keep_rows(*kept, update.features, rows)
             return state  # the lookup has written its own in place, too
         step = torch.arange(update.features.shape[1], device=state.count.device)
         count = rows[:, None]  # [B, 1]

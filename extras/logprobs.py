@@ -15,7 +15,6 @@ from draft_tree import DrafterUpdate
 from model import Transformer
 from observer import CycleResult, Observer, View
 from ops.library import single_torch_thread
-from ops.topk import topk_logsumexp
 
 
 class Logprob(NamedTuple):
@@ -37,7 +36,7 @@ def scored(
     """
     with single_torch_thread(target.fused is not None):
         logits = target.logits(features)  # [W, R, V] fp32
-        top, ids, total = topk_logsumexp(logits, max(1, likeliest))
+        top, ids, total = target.backend.topk(logits, max(1, likeliest))
         own = logits.gather(2, tokens[:, :, None]) - total  # [W, R, 1]
         return own.squeeze(2), ids, top - total
 

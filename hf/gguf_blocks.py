@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cli.io import is_gguf
 from hf.checkpoint import BLOCKS, Codes
-from model import LMHead
+from linear import LMHead
 from ops.library import has_cpu_operators
 from ops.qmatmul import PRODUCTS, numbers_of
 from options import GenerateConfig

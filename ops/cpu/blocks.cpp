@@ -6,7 +6,10 @@
 //
 // Source: dequantize_row_* of ggml (ggml-quants.c).
 
-#include "common.h"
+#include "blocks.h"
+
+#include "operands.h"
+#include "threads.h"
 #include "strips.h"
 
 #include <atomic>
@@ -277,6 +280,8 @@ template <class Out> void read_row(const BlockTable& of, const uint8_t* packed, 
   }
 }
 
+}  // namespace
+
 // Reads rows of packed blocks as numbers. table: see BlockTable; rows: [R] int64. Writes: out [R, k], float or bfloat16.
 void block_rows(const at::Tensor& packed, const at::Tensor& table, const at::Tensor& rows, const at::Tensor& out) {
   const BlockTable of(table, packed);
@@ -291,5 +296,20 @@ void block_rows(const at::Tensor& packed, const at::Tensor& table, const at::Ten
   });
 }
 
-}  // namespace
+}  // namespace blocks
+
+#include "operators.h"
+
+namespace blocks {
+
+OPERATORS(m) {
+  m.def("block_bytes(int type, int n, int k) -> int", block_bytes);
+  m.def("widen_blocks(Tensor content, int type, Tensor(a!) out) -> ()");
+  m.impl("widen_blocks", at::kCPU, widen_blocks);
+  m.def("pack_blocks(Tensor content, int type, Tensor? order, Tensor(a!) out) -> bool");
+  m.impl("pack_blocks", at::kCPU, pack_blocks);
+  m.def("block_rows(Tensor packed, Tensor table, Tensor rows, Tensor(a!) out) -> ()");
+  m.impl("block_rows", at::kCPU, block_rows);
+}
+
 }  // namespace blocks

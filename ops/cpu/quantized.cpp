@@ -17,7 +17,11 @@
 // run over the blocks of k in their order. Plain references: ops/qmatmul.py. Sources of the idea: Q8_0 x Q4_0 products
 // of llama.cpp (blockwise activations); VNNI packing of oneDNN; LLM.int8 (outliers apart).
 
-#include "common.h"
+#include "experts.h"
+#include "matmul.h"
+#include "operands.h"
+#include "simd.h"
+#include "threads.h"
 #include "strips.h"
 #include "tiles.h"
 
@@ -754,6 +758,38 @@ at::Tensor blocks(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
     parts.push_back({part.layout, nullptr, packed.const_data_ptr<uint8_t>() + part.offset, of.bytes, part.first, part.n,
                      nullptr});
   return multiply(x, parts, of.n, wide, experts, expert);
+}
+
+}  // namespace quantized
+
+#include "operators.h"
+
+namespace quantized {
+
+// The results, empty, where steps are traced.
+at::Tensor empty_grouped(const at::Tensor& x, const at::Tensor&, int64_t n, bool fp32_out,
+                         const std::optional<at::Tensor>&) {
+  return empty_rows(x, n, fp32_out ? at::kFloat : x.scalar_type());
+}
+at::Tensor empty_w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+                      bool fp32_out, const std::optional<at::Tensor>& expert) {
+  return empty_grouped(x, packed, scale.size(-1), fp32_out, expert);
+}
+
+OPERATORS(m) {
+  m.def("grouped(Tensor x, Tensor packed, int n, bool fp32_out, Tensor? expert=None) -> Tensor");
+  m.impl("grouped", at::kCPU, grouped);
+  m.impl("grouped", at::kMeta, empty_grouped);
+  m.def(
+      "w8a8(Tensor x, Tensor packed, Tensor scale, bool fp32_out, Tensor? expert=None) -> Tensor");
+  m.impl("w8a8", at::kCPU, w8a8);
+  m.impl("w8a8", at::kMeta, empty_w8a8);
+  m.def(
+      "blocks(Tensor x, Tensor packed, Tensor table, bool fp32_out, Tensor? expert=None) "
+      "-> Tensor");
+  m.impl("blocks", at::kCPU, blocks);
+  m.def("use_tiles(str name) -> bool", amx::use_tiles);
+  m.def("tiles() -> (str, int, int)", amx::tiles);
 }
 
 }  // namespace quantized

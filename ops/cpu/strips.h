@@ -13,7 +13,8 @@
 //           first, the minimum -dmin times the second (GGUF's K types)
 #pragma once
 
-#include "common.h"
+#include "operands.h"
+#include "simd.h"
 
 namespace {
 

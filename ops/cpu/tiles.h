@@ -14,7 +14,10 @@
 // the hardware. tiles.py compares them on every machine before it chooses the hardware.
 #pragma once
 
-#include "common.h"
+#include "experts.h"
+#include "operands.h"
+#include "simd.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <atomic>

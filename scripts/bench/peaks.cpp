@@ -4,6 +4,7 @@
 #define NO_TILES
 #include "linear.cpp"
 #include "quantized.cpp"
+#include "operators.cpp"
 #include "threads.cpp"
 
 namespace {

@@ -249,7 +249,7 @@ def test_blocks_are_the_default(block_file, capsys):
         f"note: weights run as they are in the file ({kinds}); --set dtype=bfloat16 converts them\n"
     )
     assert capsys.readouterr().err == note
-    assert {type(layer.attention.wqkv) for layer in engine.target.layers} == {BlockLinear}
+    assert {type(layer.wqkv) for layer in engine.target.layers} == {BlockLinear}
 
 
 def test_a_file_without_blocks_has_no_note_on_them(tmp_path, capsys):
@@ -391,7 +391,7 @@ def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_p
 
 
 def in_blocks(model) -> bool:
-    return isinstance(model.layers[0].attention.wqkv, BlockLinear)
+    return isinstance(model.layers[0].wqkv, BlockLinear)
 
 
 @pairwise(
@@ -595,7 +595,7 @@ def test_experts_of_several_types(capsys, tmp_path):
             tensors[name.replace("_exps", f".{expert}")] = (kind, content)
     path = write(tmp_path / "m.gguf", metadata, tensors)
     older = load_model(path, quant=IN_BLOCKS)
-    assert isinstance(older.layers[1].ffn.w13, BlockExperts)
+    assert isinstance(older.layers[1].w13, BlockExperts)
     assert "run as they are in the file" in capsys.readouterr().err
     other = gguf_blocks("Q5_K", 512, 256, 1 / 16)
     tensors["blk.1.ffn_up.2.weight"] = (Kind.Q5_K, other)
