@@ -13,14 +13,15 @@ Vanilla decoding is the cycle whose tree is only its root. There is a cycle for 
 drafter and each mode of sampling. On CUDA a cycle is captured as one graph: no step waits for the
 host. With --compile its steps are compiled first (`fullgraph=True`). On a CPU they call C++
 operators.
-Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
+Not here: the host's side (scheduler.py, session.py), compiling and capturing (runtime.py), loading
+(load.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,11 +31,12 @@ from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
+from observer import REPORT, Observer
 from ops.backends import choose
 from ops.library import PLAIN
 from ops.tree import Accepted
 from options import GenerateConfig
-from runtime import Clock, Policy, compiled, copy_into, replace_fields
+from runtime import Clock, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -71,6 +73,45 @@ def pick_tokens(
     return sampling.choose(scores, rule, noise, draw, allowed, target.backend), None
 
 
+class Guide(Protocol):
+    """Masks the tokens that may follow the text of one sequence, as a grammar does."""
+
+    fault: str  # told where it allows nothing
+
+    def take(self, tokens: list[int]) -> list[int]:
+        """Go on behind decided tokens.
+
+        Returns: those that are allowed: all, unless it allows nothing behind them.
+        """
+
+    def root_mask(self, device: torch.device) -> Tensor | None:
+        """Return the tokens that may follow, [1, 1, V] bool; None: all."""
+
+    def around(
+        self, engine: Engine, preset: int, guides: list[Guide | None], live: list[bool]
+    ) -> Drafter:
+        """Return a preset of the engine whose trees keep to the guides of all sequences."""
+
+
+class GuideSource(Protocol):
+    """Something to write by, for any number of texts."""
+
+    def begin(self) -> Guide:
+        """Begin a text."""
+
+
+@dataclass(eq=False)
+class Cycles:
+    """The cycles of an engine, and the buffers that captured ones run over."""
+
+    eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
+    captured: bool = False  # they run over fixed buffers; on CUDA as graphs
+    compiled: bool = False  # torch.compile compiles the steps of captured ones
+    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
+    by_mode: tuple[tuple[Callable, ...], ...] = ()
+    buffers: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
+
+
 @dataclass(frozen=True)
 class Engine:
     """Everything that decoding needs, loaded once."""
@@ -83,23 +124,19 @@ class Engine:
     # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
     pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (extras/residual.py)
-    policy: Policy = Policy()  # which preset runs next
+    policy: Observer = Observer()  # picks the preset of every step
     resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
-    guide: Any = None  # masks tokens, unless a turn brings its own (`Session.admit`)
-    eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
-    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
-    cycles: tuple[tuple[Callable, ...], ...] = ()
-    captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
-    buffer_pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
+    guide: GuideSource | None = None  # masks tokens, unless a request brings its own
+    cycles: Cycles = field(default_factory=Cycles)
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
     load_s: float = 0.0
     compile_s: float = 0.0
 
     @property
-    def compiles(self) -> bool:
-        """Whether torch.compile compiles the steps of captured cycles."""
-        return self.captured and self.option("compile") is True
+    def captured(self) -> bool:
+        """Whether cycles run over fixed buffers; on CUDA as graphs."""
+        return self.cycles.captured
 
     @property
     def drafter(self) -> Drafter:
@@ -129,23 +166,8 @@ class Engine:
         """Cache slots per sequence: the context, plus scratch for one tree or one prefill chunk."""
         return self.context + max(self.drafter.size, self.drafter.depth + 1, PREFILL_CHUNK)
 
-    def finish_reason(self, new: list[int]) -> str:
-        """Return the reason why a sequence ended: "stop", "length" or "context"."""
-        if new[-1] in self.eos_ids and not self.config.ignore_eos:
-            return "stop"
-        return "length" if len(new) >= self.config.max_new_tokens else "context"
 
-    def told_cut(self, reason: str) -> str:
-        """Describe a reason of `finish_reason` that cuts an answer; "" for another one."""
-        most = self.config.max_new_tokens
-        if reason == "length" and most < self.context:
-            return f"cut at {most} tokens: --max_new_tokens"
-        if reason in ("length", "context"):
-            return f"cut at the context of {self.context} tokens: --context"
-        return ""
-
-
-def with_cycles(engine: Engine) -> Engine:
+def build_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every mode of sampling and preset, as `compile` says.
 
     On CUDA they are captured unless it is False, and compiled where it is True. On a CPU they call
@@ -165,18 +187,18 @@ def with_cycles(engine: Engine) -> Engine:
     engine.target.fuse(fuses)
     engine.drafter.fuse(fuses)
     eos_ids = () if engine.config.ignore_eos else engine.eos_ids
-    engine = replace(
-        engine,
+    cycles = Cycles(
         eos_tensor=torch.tensor([-1, *eos_ids], device=engine.device),
         captured=cuda and compiles is not False,
-        buffer_pool=[],
+        compiled=cuda and compiles is True,
     )
-    finish = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle
-    cycles = [
+    engine = replace(engine, cycles=cycles)
+    finish = Cycle.compiled_by_layer if cycles.compiled else lambda cycle: cycle
+    cycles.by_mode = tuple(
         tuple(finish(Cycle(engine, preset, mode)) for preset in engine.presets)
         for mode in SamplingMode
-    ]
-    return replace(engine, cycles=tuple(cycles))
+    )
+    return engine
 
 
 # -------------------------------------------------------------------------------------------- cycle
@@ -191,7 +213,7 @@ class Cycle:
         self.backend = engine.target.backend
         self.drafter = drafter
         self.mode = mode
-        self.eos_tensor = engine.eos_tensor
+        self.eos_tensor = engine.cycles.eos_tensor
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
@@ -315,7 +337,7 @@ def advance(
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
     decided = (accepted.path, accepted.length, accepted.emitted)
     pos, draws, done, count, tokens, path_features, report = cycle.backend.advance(
-        *old, tree.tokens, *decided, cycle.eos_tensor, features
+        *old, tree.tokens, *decided, cycle.eos_tensor, features, REPORT
     )
     text = DecodedTokens(state.tokens, pos)
     new = replace_fields(state, pos=pos, draws=draws, done=done)
@@ -369,7 +391,7 @@ def prefill_chunk(
     text = DecodedTokens(state.tokens, state.pos)
     tokens = state.tokens.gather(1, span)  # with the new roots
     update = DrafterUpdate(tokens, features, count, text, at_root=ends_here)
-    at_end = (root == engine.eos_tensor).any(1) | (state.pos >= state.limit)
+    at_end = (root == engine.cycles.eos_tensor).any(1) | (state.pos >= state.limit)
     done = torch.where(ends_here, at_end, state.done)
     drafter_state = engine.drafter.extend(state.drafter_state, update)
     draws = state.draws + ends_here

@@ -39,6 +39,27 @@ class DecodedTokens(NamedTuple):
         return self.tokens.gather(1, self.pos[:, None]).squeeze(1)
 
 
+class DrafterUpdate(NamedTuple):
+    """Decided tokens and their features: f_j is the target's at x_j; x_{j+1} follows from it."""
+
+    tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
+    features: Tensor  # [B, R, F], f_j; with aux layers [B, R, (1 + aux) F]
+    count: Tensor  # [B] int64, leading features that are real; the rest is padding
+    text: DecodedTokens | None = None  # all decided tokens up to the new roots
+    # of a verified cycle, None after a prompt: its tree, and [B, R] int64, the accepted nodes,
+    # root first; 0 past the path
+    tree: DraftTree | None = None
+    path: Tensor | None = None
+    # [B] bool, after a chunk of prompts: the chunk ends at the root; None: all do
+    at_root: Tensor | None = None
+    extra: Any = None  # of a verified cycle: the second result of `Engine.pick_tokens`
+
+    @property
+    def places(self) -> Tensor:
+        """Numbers of the accepted nodes among those that the drafter ran, [B, R] int64."""
+        return self.tree.places.gather(1, self.path)
+
+
 def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> DraftTree:
     """Derive ancestors and depths from parents.
 

@@ -7,7 +7,7 @@ both as steps with static shapes over a state of its own, a NamedTuple of tensor
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
-The host picks one before every cycle (`runtime.Policy`); a wrong pick costs only time.
+The host picks one before every cycle (`observer.Observer`); a wrong pick costs only time.
 To add a method: subclass one of the drafters, write a `load_method` that returns its `method()`,
 and add its module to `DRAFTERS` (cli/methods.py).
 """
@@ -22,34 +22,13 @@ from torch import Tensor, nn
 
 import sampling
 from cli.tree_paths import MAX_NODES
-from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree
+from draft_tree import DecodedTokens, DrafterUpdate, DraftTree, DynamicTree, StaticTree
 from kv_cache import Window
 from model import Transformer
+from observer import Observer
 from ops.backends import TORCH, Backend
 from ops.tree import Candidates, Children, Frontier, Scores
-from runtime import Policy
 from sampling import SamplingTensors
-
-
-class DrafterUpdate(NamedTuple):
-    """Decided tokens and their features: f_j is the target's at x_j; x_{j+1} follows from it."""
-
-    tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
-    features: Tensor  # [B, R, F], f_j; with aux layers [B, R, (1 + aux) F]
-    count: Tensor  # [B] int64, leading features that are real; the rest is padding
-    text: DecodedTokens | None = None  # all decided tokens up to the new roots
-    # of a verified cycle, None after a prompt: its tree, and [B, R] int64, the accepted nodes,
-    # root first; 0 past the path
-    tree: DraftTree | None = None
-    path: Tensor | None = None
-    # [B] bool, after a chunk of prompts: the chunk ends at the root; None: all do
-    at_root: Tensor | None = None
-    extra: Any = None  # of a verified cycle: the second result of `Engine.pick_tokens`
-
-    @property
-    def places(self) -> Tensor:
-        """Numbers of the accepted nodes among those that the drafter ran, [B, R] int64."""
-        return self.tree.places.gather(1, self.path)
 
 
 class DraftInputs(NamedTuple):
@@ -120,7 +99,7 @@ class Method(NamedTuple):
 
     presets: tuple[Drafter, ...]  # which share a state, smallest tree first
     resolved: dict[str, Any] = {}  # the options that were used, under their names, for the record
-    policy: Policy = Policy()
+    policy: Observer = Observer()
     pick_tokens: Callable | None = None  # replaces the engine's (`decode.pick_tokens`)
 
 

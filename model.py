@@ -320,7 +320,7 @@ class Transformer(nn.Module):
 
     fused: FusedModel | None = None  # runs passes over a cache, on a CPU
     fused_layers: FusedLayers | None = None  # runs in place of `layers`, on CUDA
-    backend: Backend = TORCH  # chosen while loading (`decode.with_cycles`)
+    backend: Backend = TORCH  # chosen while loading (`decode.build_cycles`)
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -33,7 +33,7 @@ from draft_tree import DecodedTokens, DraftTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.autosize import AutoTrees
 from extras.kept_texts import texts_for
-from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
+from extras.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
 from extras.presets import PresetDrafter
 from model import Transformer
 from ops.backends import TORCH, Backend
@@ -53,7 +53,7 @@ class Ngram:
     branches: int = 4  # K, different continuations at most
     max: int = 6  # M, longest match that is counted
     min: int = 1  # shortest match that is used
-    kept: Any = field(default=None, repr=False)  # extras.kept_texts.KeptTexts, searched, too
+    kept: Any = field(default=None, repr=False)  # extras.kept_texts.PastTexts, searched, too
 
     def __post_init__(self):
         assert 1 <= self.min <= self.max and self.size <= MAX_NODES, self
@@ -239,7 +239,7 @@ class NgramDrafter(PresetDrafter):
         if self.backend.ngram_draft is not None:
             kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
-            self.backend.ngram_draft(*text, kept, *state, *limits, sizes)
+            self.backend.ngram_draft(*text, kept, *state, *limits, sizes, RATES)
             return state
         outcomes = learn(state, text)
         chains, lengths = lookup(text, self.ngram)

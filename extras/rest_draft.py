@@ -26,8 +26,8 @@ from extras.datastore import LENGTH, LONGEST, Datastore
 from extras.kept_texts import vocabulary_of
 from extras.presets import PresetDrafter
 from model import Transformer
+from observer import Observer
 from options import GenerateConfig
-from runtime import Policy
 
 SIZES = (2, 4, 8, 16)  # nodes of the trees of --tree auto, root included
 
@@ -69,7 +69,7 @@ class RestDrafter(PresetDrafter):
         self.width = size - 1
 
     def method(self) -> Method:
-        policy = AutoTrees() if self.smaller else Policy()
+        policy = AutoTrees() if self.smaller else Observer()
         return Method(self.presets, self.resolved_options(), policy)
 
     def resolved_options(self) -> dict[str, Any]:

@@ -396,6 +396,7 @@ def advance(
     emitted: Tensor,
     ends: Tensor,
     features: Tensor,
+    columns: Sequence[str],
 ) -> tuple[Tensor, ...]:
     """Cut at the end of sequence and at the limit, write the tokens, move the root.
 
@@ -404,6 +405,7 @@ def advance(
     path, length, emitted: as in `Accepted`
     ends: [E] int64, the tokens that end a sequence
     features: [B, N, F]
+    columns: the facts of the report, in their order
     Writes: tokens.
     Returns: pos, draws and done; the decided tokens' count, [B]; the root's and the emitted tokens,
         [B, D+2]; the features along the path, [B, D+1, F]; the report (`pack_report`).
@@ -423,21 +425,19 @@ def advance(
     along_path = path[:, :, None].expand(-1, -1, features.shape[2])
     path_features = features.gather(1, along_path)
     broken = ~path_features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
-    state = new_done + 2 * broken  # 0 .. 3, as `done` of session.CycleResult
-    report = pack_report(emitted, count, length, state, pos)
+    state = new_done + 2 * broken  # 0 .. 3
+    facts = {"count": count, "length": length, "done": state, "pos": pos}
+    report = pack_report(emitted, [facts[name] for name in columns])
     after = torch.cat((roots[:, :1], emitted), 1)  # [B, D+2]
     return new_pos, draws + count, new_done, count, after, path_features, report
 
 
-def pack_report(
-    emitted: Tensor, count: Tensor, length: Tensor, done: Tensor, pos: Tensor
-) -> Tensor:
-    """Pack what a cycle decided, for one copy to the host: [B, D+5] int64, its columns in order.
+def pack_report(emitted: Tensor, facts: Sequence[Tensor]) -> Tensor:
+    """Pack the tokens and facts of a cycle, for one copy to the host: [B, D+1 + facts] int64.
 
-    emitted: [B, D+1]; the others [B], named in `session.CycleResult`
+    emitted: [B, D+1]; facts: [B] each, in the order of the columns (`observer.REPORT`)
     """
-    columns = (count, length, done, pos)
-    return torch.cat((emitted, torch.stack([x.long() for x in columns], 1)), 1)
+    return torch.cat((emitted, torch.stack([fact.long() for fact in facts], 1)), 1)
 
 
 def with_times(report: Tensor, times: list[Any]) -> Tensor:

@@ -26,8 +26,8 @@ class Level(NamedTuple):
     by_value: bool = True  # the best paths have children; False: the best single steps
 
     def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `expand_frontier` in C++."""
-        return self.places, self.k, self.count, (self.begin, self.slot, self.slots), self.by_value
+        """Return the operands of `expand_frontier` in C++: all fields, in order."""
+        return tuple(self)
 
 
 class Children(NamedTuple):
@@ -123,7 +123,7 @@ class DraftTree(NamedTuple):
 
     def for_cpp(self) -> tuple[Tensor, ...]:
         """Return the operands of `accept` in C++."""
-        return self.tokens, self.parents, self.depths, self.mask, self.valid
+        return self.tokens, self.parents, self.depths, self.valid
 
 
 class Accepted(NamedTuple):

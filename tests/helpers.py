@@ -30,7 +30,7 @@ import ops.experts
 import ops.linear
 import ops.qmatmul
 import sampling
-from decode import Cycle, Engine, with_cycles
+from decode import Cycle, Engine, build_cycles
 from draft_tree import DecodedTokens, StaticTree
 from drafters import Drafter, Method, TreeDrafter
 from eagle_draft import EagleHead, load_head
@@ -110,7 +110,7 @@ def engine_for(
     engine = engine.with_method(method or drafter.method())
     policy = copy(engine.policy)
     policy.warm = True
-    return with_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
+    return build_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
 
 
 class Scripted(AutoTrees):
@@ -120,7 +120,7 @@ class Scripted(AutoTrees):
         super().__init__(kept=kept)
         self.warm = True
 
-    def begin(self) -> Scripted:
+    def for_session(self) -> Scripted:
         self.waiting, self.expected = 0, None
         return self
 
@@ -135,6 +135,13 @@ class InTurn(Scripted):
         return self.cycles % (limit + 1)
 
 
+def fresh(engine: Engine, captured: bool | None = None) -> Engine:
+    """The engine over buffers that hold nothing. captured: whether cycles run over fixed buffers; None: as before"""
+    if captured is None:
+        captured = engine.captured
+    return replace(engine, cycles=replace(engine.cycles, captured=captured, buffers=[]))
+
+
 def compiled_as_on_cuda(engine: Engine) -> Engine:
     """The engine with the cycles that --compile makes on CUDA: compiled by layer, over buffers that stay.
 
@@ -146,7 +153,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
         tuple(Cycle(engine, preset, mode).compiled_by_layer() for preset in engine.presets)
         for mode in SamplingMode
     )
-    return replace(engine, cycles=cycles, captured=True, buffer_pool=[])
+    return replace(engine, cycles=replace(engine.cycles, by_mode=cycles, captured=True, buffers=[]))
 
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:

@@ -67,7 +67,7 @@ from scripts.bench.measure import (
     with_config,
 )
 from scripts.bench.papers import Setting, method_config, read_tasks
-from session import Session, common_prefix
+from session import common_prefix
 from stats import peak_memory_bytes
 
 EAGLE3 = "eagle3"
@@ -246,7 +246,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         with torch.inference_mode():
             window = causal_window(start * 0, len(prompt))
             target(torch.tensor([prompt], device=device), window.slots, cache, window)
-        run = compiled(step) if engine.compiles else step  # on a CPU its passes are fused
+        run = compiled(step) if engine.cycles.compiled else step  # on a CPU its passes are fused
         tokens = torch.tensor([prompt[:1] * width], device=device)
 
         @torch.inference_mode()
@@ -256,7 +256,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         return once
 
     def run(prompts: list[list[int]]) -> Outcome:
-        return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
+        return run_rows(engine, prompts)
 
     plain = engine.drafter.size == 1
     return Contestant(run, verify if plain else None)

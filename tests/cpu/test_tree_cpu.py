@@ -20,11 +20,12 @@ from torch import Tensor
 from decode import DecodeState, advance
 from draft_tree import DecodedTokens, build_tree
 from drafters import DrafterUpdate, RootOnly
-from extras.deferred import MAX_KEPT, DeferredState, Idle
-from extras.kept_texts import KeptTexts
+from extras.deferred import MAX_KEPT, LazyState, RestingDrafter
+from extras.kept_texts import PastTexts
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
-from extras.ngram_estimates import DEPTHS
+from extras.ngram_estimates import DEPTHS, RATES, Rates
 from helpers import no_candidates, not_refused
+from observer import REPORT
 from ops import torch_backend
 from ops.backends import TORCH, choose
 from ops.library import has_cpu_operators
@@ -169,8 +170,12 @@ def test_wrong_levels():
     good = {
         "logits": z, "sharpness": 1.0, "ids": ids, "noise": noise, "level": 0,
         "temperature": torch.ones(2), "index": index, "values": values, "seen": seen,
-        "places": torch.tensor([[0, 5]]), "k": 3, "count": 2, "at": (4, 0, 6), "by_value": True,
+        "k": 3, "count": 2, "begin": 4, "slot": 0, "slots": 6,
+        "places": torch.tensor([[0, 5]]), "by_value": True,
     }  # fmt: skip
+    fields = (*Scores._fields, "index", "values", "seen", *Level._fields)
+    schema = CPP.expand_frontier.default._schema
+    assert [x.name for x in schema.arguments] == [*fields], "the records' fields, in order"
     assert len(CPP.expand_frontier(*good.values())) == 8
     assert_refused(
         CPP.expand_frontier,
@@ -186,7 +191,7 @@ def test_wrong_levels():
         places=[torch.tensor([row]) for row in ([0], [0, 6], [-1, 0], [0.0, 1.0])],
         k=[0, -1, 6],
         count=[7, -1],
-        at=[(4, 0), (4, 0, 7), (4, 0, -1)],
+        slots=[7, -1],
     )
 
 
@@ -295,8 +300,8 @@ def test_wrong_acceptance():
     parents = torch.tensor([[0, 0, 1, 2]] * 2)
     tree = build_tree(torch.arange(8).view(2, 4), parents, torch.ones(2, 4).bool(), 3)
     choice = torch.arange(1, 9).view(2, 4)
-    names = ("tokens", "parents", "depths", "mask", "valid", "choice", "depth")
-    good = dict(zip(names, (*tree[:5], choice, 3), strict=True))
+    names = ("tokens", "parents", "depths", "valid", "choice", "depth")
+    good = dict(zip(names, (*tree.for_cpp(), choice, 3), strict=True))
     assert CPP.accept(*good.values())[1].tolist() == [3, 3]
     parents, depths, valid = good["parents"], good["depths"], good["valid"]
     assert_refused(
@@ -361,9 +366,12 @@ def test_wrong_advances():
     names = ("tokens", "pos", "draws", "done", "limit")
     good = dict(zip(names, state[:5])) | {
         "roots": roots, "path": path, "length": length, "emitted": emitted,
-        "ends": torch.tensor([-1]), "features": torch.zeros(2, 4, 6),
+        "ends": torch.tensor([-1]), "features": torch.zeros(2, 4, 6), "columns": REPORT,
     }  # fmt: skip
-    assert CPP.advance(*good.values())[3].tolist() == [3, 2]
+    *_, count, _, _, report = CPP.advance(*good.values())
+    assert count.tolist() == [3, 2] and report[:, 3:].tolist() == [[3, 2, 0, 3], [2, 1, 0, 4]]
+    *_, turned = CPP.advance(*(good | {"columns": REPORT[::-1]}).values())
+    assert torch.equal(turned[:, 3:], report[:, 3:].flip(1)), "columns come in the given order"
     before = state.tokens.clone()
     assert_refused(
         CPP.advance,
@@ -379,6 +387,7 @@ def test_wrong_advances():
         emitted=[emitted[:1], emitted[:, :2], emitted.int()],
         ends=[torch.tensor([-1.0])],
         features=[torch.zeros(1, 4, 6), torch.zeros(2, 3, 6), torch.zeros(2, 4)],
+        columns=[("count", "length", "done", "place")],
     )
     state.tokens.copy_(before)
 
@@ -437,9 +446,9 @@ def test_rows_that_wait(dtype, rows):
         kept = torch.randn(3, MAX_KEPT + 1, 6).to(dtype)
         new = DrafterUpdate(whole(9, 3, rows + 1), features, count)
         ours, theirs = (
-            Idle.extend(
+            RestingDrafter.extend(
                 SimpleNamespace(lookup=RootOnly(), backend=backend),
-                DeferredState((), kept.clone(), *map(torch.clone, facts)),
+                LazyState((), kept.clone(), *map(torch.clone, facts)),
                 new,
             )
             for backend in (OURS, TORCH)
@@ -500,9 +509,14 @@ def test_lookup(batch, ngram):
                 assert_equal(ngram.add(pool, text, OURS), ngram.add(pool, text))
 
 
+@pytest.mark.parametrize(
+    "rates", [RATES, Rates(0.7, 1.0, 0.8, 0.2, 3, 0.4)], ids=["usual", "other"]
+)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_what_became_of_lookups(batch):
+def test_what_became_of_lookups(monkeypatch, batch, rates):
     """Pass by pass, by random outcomes, with a store and without one."""
+    monkeypatch.setattr("extras.ngram_estimates.RATES", rates)
+    monkeypatch.setattr("extras.ngram_draft.RATES", rates)
     torch.manual_seed(batch)
     for vocab, size, (tokens, branches, longest) in itertools.product(
         (1, 2, 4), (3, 12, 40), ((1, 1, 1), (3, 4, 2), (10, 4, 6))
@@ -517,7 +531,7 @@ def check_passes(vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: bool) -
     batch, size = tokens.shape
     drafters = []
     for _ in range(2):
-        kept = KeptTexts(capacity=30) if stored else None
+        kept = PastTexts(capacity=30) if stored else None
         drafters.append(NgramDrafter(replace(ngram, kept=kept), sizes=(2, 4, 99)))
     drafters[0].use(OURS)
     states = [drafter.init(batch, size) for drafter in drafters]
@@ -572,10 +586,10 @@ def test_wrong_lookups():
         "root": torch.full((2,), -1), "outcomes": torch.ones(2, 4, 3, DEPTHS, 2),
         "expected": torch.zeros(2, 2),
     }  # fmt: skip
-    good |= state | {"least": 1, "longest": 2, "sizes": (1, 2)}
+    good |= state | {"least": 1, "longest": 2, "sizes": (1, 2), "rates": RATES}
     for name, value in state.items():
         wrong[name] = [value[:1], value.half(), *([value.flatten()] if value.dim() > 1 else [])]
-    assert_refused(CPP.ngram_draft, good, **wrong, least=[0])
+    assert_refused(CPP.ngram_draft, good, **wrong, least=[0], rates=[RATES[:5]])
     CPP.ngram_draft(*good.values())
 
 
@@ -584,20 +598,25 @@ def test_what_the_compiler_is_told():
     torch.manual_seed(0)
     levels, ran = pool_of(2, [3, 6], [2], False)
     columns, text = [list(column) for column in zip(*levels)], text_of(2)
-    front = front_of(2, 2, 4)
+    front, tree = front_of(2, 2, 4), tree_of(2, 4)
+    noise = torch.randn(2, 3, 9)
+    scores = Scores(torch.randn(2, 2, 9), noise=noise, level=1, temperature=torch.ones(2))
+    accepted = OURS.accept(tree, whole(3, 2, 4), 2)
+    state = state_of(2, 12, text.pos, text.pos + 9, torch.zeros(2).bool())
     cases = {
-        "expand_frontier": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, torch.ones(2), *front.for_cpp(),
-                       None, 3, 2, (4, 2, 4), True),
+        "expand_frontier": (*scores.for_cpp(), *front.for_cpp(), *Level(3, 2, 4, 2, 4).for_cpp()),
         "gumbel": (whole(9, 2, 2), *text[1:], text[1], torch.tensor([True, False]), text[1], 3, 9, 0),
         "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0])),
         "select_nodes": (*columns, ran, None, 4, *text),
+        "accept": (*tree.for_cpp(), whole(3, 2, 4), 2),
+        "advance": (*state[:5], tree.tokens, *accepted[:3], whole(9, 1), torch.randn(2, 4, 6), REPORT),
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),
         "keep_rows": (torch.zeros(2, 5, 6), torch.tensor([0, 9]), text.pos, torch.randn(2, 3, 6), torch.tensor([1, 3])),
         "ngram_match": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
         "ngram_draft": (
             *text, torch.tensor([1, -1]), torch.zeros(2, 9).long(), torch.zeros(2, 9), torch.zeros(2, 9).long(),
-            torch.zeros(2, 3).long(), torch.full((2,), -1), torch.ones(2, 4, 3, DEPTHS, 2), torch.zeros(2, 2), 1, 2, (1, 2),
+            torch.zeros(2, 3).long(), torch.full((2,), -1), torch.ones(2, 4, 3, DEPTHS, 2), torch.zeros(2, 2), 1, 2, (1, 2), RATES,
         ),
         "add_chains": (*Candidates.join(levels), whole(9, 2, 2, 3), torch.ones(2, 2).long()),
     }  # fmt: skip

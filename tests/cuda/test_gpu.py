@@ -27,7 +27,7 @@ import ops.rotary
 import ops.tree
 import sampling
 from cli.tree_paths import EAGLE1_PATHS
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import RootOnly
@@ -614,12 +614,12 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
     config = golden_config(temperature, max_new_tokens=100, batch_size=batch)
-    vanilla = with_cycles(Engine(config, target, (RootOnly(),), 256, ()))
+    vanilla = build_cycles(Engine(config, target, (RootOnly(),), 256, ()))
     drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20)), target)
     config = replace(config, compile=True)
     policy = AutoTrees()
     drafted = Engine(config, target, drafter.presets, 256, (), policy=policy)
-    engine = warm_up(with_cycles(drafted))
+    engine = warm_up(build_cycles(drafted))
     assert engine.captured and isinstance(engine.policy.sizer, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
@@ -652,9 +652,9 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
     target = load_model(GOLDEN / f"models/target_{model}", torch.float32, "cuda")
     head = load_head(GOLDEN / f"models/head_eagle12_{model.removeprefix('llama_')}", target)
     config = golden_config(temperature, max_new_tokens=60, batch_size=2)
-    vanilla = with_cycles(Engine(config, target, (RootOnly(),), 256, ()))
+    vanilla = build_cycles(Engine(config, target, (RootOnly(),), 256, ()))
     drafter = EagleDrafter(head, target, TREES[tree])
-    drafted = with_cycles(Engine(replace(config, compile=compiled), target, (drafter,), 256, ()))
+    drafted = build_cycles(Engine(replace(config, compile=compiled), target, (drafter,), 256, ()))
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
 
@@ -703,10 +703,10 @@ def golden_engines(config: GenerateConfig, context: int, **changes) -> tuple[Eng
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    vanilla = with_cycles(Engine(config, target, (RootOnly(),), context, ()))
+    vanilla = build_cycles(Engine(config, target, (RootOnly(),), context, ()))
     drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20))
     config = replace(config, **changes)
-    return vanilla, warm_up(with_cycles(Engine(config, target, (drafter,), context, ())))
+    return vanilla, warm_up(build_cycles(Engine(config, target, (drafter,), context, ())))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
