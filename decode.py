@@ -13,26 +13,30 @@ Vanilla decoding is the cycle whose tree is only its root. There is a cycle for 
 drafter and each mode of sampling. On CUDA a cycle is captured as one graph: no step waits for the
 host. With --compile its steps are compiled first (`fullgraph=True`). On a CPU they call C++
 operators.
-Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
+Not here: the host's side (scheduler.py, session.py), compiling and capturing (runtime.py), loading
+(load.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import Accepted, DecodedTokens, DraftTree, accept, accept_fused
+from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
-from kv_cache import KVCache, Window, causal_window, place_tokens
+from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
-from ops.library import has_cpu_operators, on_cpp_device
+from observer import REPORT, Observer
+from ops.backends import choose
+from ops.library import PLAIN
+from ops.tree import Accepted
 from options import GenerateConfig
-from runtime import Clock, Policy, compiled, copy_into, replace_fields
+from runtime import Clock, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -65,7 +69,47 @@ def pick_tokens(
     draw: [B, N] int64, the row of the noise that belongs to each feature
     allowed: [B, N, V] bool, tokens that may follow each feature; None: all
     """
-    return sampling.choose(target.logits(features), rule, noise, draw, allowed), None
+    scores = target.logits(features)
+    return sampling.choose(scores, rule, noise, draw, allowed, target.backend), None
+
+
+class Guide(Protocol):
+    """Masks the tokens that may follow the text of one sequence, as a grammar does."""
+
+    fault: str  # told where it allows nothing
+
+    def take(self, tokens: list[int]) -> list[int]:
+        """Go on behind decided tokens.
+
+        Returns: those that are allowed: all, unless it allows nothing behind them.
+        """
+
+    def root_mask(self, device: torch.device) -> Tensor | None:
+        """Return the tokens that may follow, [1, 1, V] bool; None: all."""
+
+    def around(
+        self, engine: Engine, preset: int, guides: list[Guide | None], live: list[bool]
+    ) -> Drafter:
+        """Return a preset of the engine whose trees keep to the guides of all sequences."""
+
+
+class GuideSource(Protocol):
+    """Something to write by, for any number of texts."""
+
+    def begin(self) -> Guide:
+        """Begin a text."""
+
+
+@dataclass(eq=False)
+class Cycles:
+    """The cycles of an engine, and the buffers that captured ones run over."""
+
+    eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
+    captured: bool = False  # they run over fixed buffers; on CUDA as graphs
+    compiled: bool = False  # torch.compile compiles the steps of captured ones
+    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
+    by_mode: tuple[tuple[Callable, ...], ...] = ()
+    buffers: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
 
 
 @dataclass(frozen=True)
@@ -80,23 +124,19 @@ class Engine:
     # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
     pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (extras/residual.py)
-    policy: Policy = Policy()  # which preset runs next
+    policy: Observer = Observer()  # picks the preset of every step
     resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
-    guide: Any = None  # masks tokens, unless a turn brings its own (`Session.admit`)
-    eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
-    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
-    cycles: tuple[tuple[Callable, ...], ...] = ()
-    captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
-    buffer_pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
+    guide: GuideSource | None = None  # masks tokens, unless a request brings its own
+    cycles: Cycles = field(default_factory=Cycles)
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
     load_s: float = 0.0
     compile_s: float = 0.0
 
     @property
-    def compiles(self) -> bool:
-        """Whether torch.compile compiles the steps of captured cycles."""
-        return self.captured and self.option("compile") is True
+    def captured(self) -> bool:
+        """Whether cycles run over fixed buffers; on CUDA as graphs."""
+        return self.cycles.captured
 
     @property
     def drafter(self) -> Drafter:
@@ -126,51 +166,39 @@ class Engine:
         """Cache slots per sequence: the context, plus scratch for one tree or one prefill chunk."""
         return self.context + max(self.drafter.size, self.drafter.depth + 1, PREFILL_CHUNK)
 
-    def finish_reason(self, new: list[int]) -> str:
-        """Return the reason why a sequence ended: "stop", "length" or "context"."""
-        if new[-1] in self.eos_ids and not self.config.ignore_eos:
-            return "stop"
-        return "length" if len(new) >= self.config.max_new_tokens else "context"
 
-    def told_cut(self, reason: str) -> str:
-        """Describe a reason of `finish_reason` that cuts an answer; "" for another one."""
-        most = self.config.max_new_tokens
-        if reason == "length" and most < self.context:
-            return f"cut at {most} tokens: --max_new_tokens"
-        if reason in ("length", "context"):
-            return f"cut at the context of {self.context} tokens: --context"
-        return ""
-
-
-def with_cycles(engine: Engine) -> Engine:
+def build_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every mode of sampling and preset, as `compile` says.
 
     On CUDA they are captured unless it is False, and compiled where it is True. On a CPU they call
     whole passes in C++ where it is True (`load` chooses that by default). There weights may later
     change in place, but not be replaced.
-    Writes: `fused` of target and drafter; engines that share them must agree on `compile`.
+    Writes: `backend` and `fused` of target and drafters; engines that share them must agree on
+        `compile`.
     """
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
     cuda = engine.option("device").startswith("cuda")
-    if engine.device.type == "cuda":
-        import ops.cuda.growth  # noqa: F401, registers the operators of trees
+    backend = choose(engine.device, PLAIN)
+    engine.target.backend = backend
+    for preset in engine.presets:
+        preset.use(backend)
     fuses = compiles is True and not cuda
     engine.target.fuse(fuses)
     engine.drafter.fuse(fuses)
     eos_ids = () if engine.config.ignore_eos else engine.eos_ids
-    engine = replace(
-        engine,
+    cycles = Cycles(
         eos_tensor=torch.tensor([-1, *eos_ids], device=engine.device),
         captured=cuda and compiles is not False,
-        buffer_pool=[],
+        compiled=cuda and compiles is True,
     )
-    finish = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle
-    cycles = [
+    engine = replace(engine, cycles=cycles)
+    finish = Cycle.compiled_by_layer if cycles.compiled else lambda cycle: cycle
+    cycles.by_mode = tuple(
         tuple(finish(Cycle(engine, preset, mode)) for preset in engine.presets)
         for mode in SamplingMode
-    ]
-    return replace(engine, cycles=tuple(cycles))
+    )
+    return engine
 
 
 # -------------------------------------------------------------------------------------------- cycle
@@ -182,20 +210,15 @@ class Cycle:
     def __init__(self, engine: Engine, drafter: Drafter, mode: SamplingMode):
         """mode: the highest `SamplingMode` of the sequences that it decodes"""
         self.target = engine.target
+        self.backend = engine.target.backend
         self.drafter = drafter
         self.mode = mode
-        self.eos_tensor = engine.eos_tensor
+        self.eos_tensor = engine.cycles.eos_tensor
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
         self.run_part = run_eagerly  # runs a part of the target
         self.in_place = engine.captured  # a new state is copied into the old one
-        self.accept = accept
-        self.advance = advance
-        on_cpu = engine.device.type == "cpu"
-        if engine.option("compile") and on_cpu and has_cpu_operators("tree"):
-            self.accept = accept_fused
-            self.advance = advance_fused
 
     def compiled_by_layer(self) -> Cycle:
         """Compile the steps, and one layer of the target of each kind; all layers reuse it.
@@ -234,7 +257,7 @@ class Cycle:
         tree, noise = draft(state)
         state, update, report = verify(cache, state, tree, noise)
         state = extend(state, update)
-        return state, update, timed_report(report, clock.times)
+        return state, update, self.backend.with_times(report, clock.times)
 
     def write_back(self, state: DecodeState, new: DecodeState) -> DecodeState:
         """Return the new state. Writes: the old one, if in place."""
@@ -249,7 +272,8 @@ class Cycle:
         rule = state.sampling.needed(self.mode)
         if rule is not None:
             vocab = self.target.config.vocab_size
-            noise = sampling.gumbel(rule, state.draws, self.drafter.depth + 1, vocab)
+            rows = self.drafter.depth + 1
+            noise = sampling.gumbel(rule, state.draws, rows, vocab, backend=self.backend)
         text = DecodedTokens(state.tokens, state.pos)
         inputs = DraftInputs(noise, text, rule, state.draws)
         return self.drafter.propose(state.drafter_state, inputs), noise
@@ -266,9 +290,10 @@ class Cycle:
         return self.decide(cache, state, tree, noise, features)
 
     def place(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the nodes' slots, the window's first slot and the positions (`place_tokens`)."""
+        """Return the nodes' slots, the window's first slot and the positions."""
         # nodes of one depth share a position, not a slot; a finished sequence has an empty prefix
-        return place_tokens(state.pos, tree.depths, tree.tokens.shape[1], done=state.done)
+        count = tree.tokens.shape[1]
+        return self.backend.place_tokens(state.pos, tree.depths, count, done=state.done)
 
     def decide(
         self,
@@ -289,10 +314,10 @@ class Cycle:
             rule = state.sampling.needed(self.mode)
             inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
             tokens, extra = self.pick_tokens(*inputs)
-            accepted = self.accept(tree, tokens, self.drafter.depth)
+            accepted = self.backend.accept(tree, tokens, self.drafter.depth)
         if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
-            cache.compact(state.pos, accepted.moves)
-        new, update, report = self.advance(state, tree, accepted, features, self)
+            cache.compact(state.pos, accepted.moves, self.backend)
+        new, update, report = advance(state, tree, accepted, features, self)
         update = replace_fields(update, tree=tree, path=accepted.path, extra=extra)
         return self.write_back(state, new), update, report
 
@@ -309,61 +334,14 @@ def advance(
 
     Writes: state.tokens. Returns: the state, the update without its tree, the packed report.
     """
-    emitted = accepted.emitted  # [B, D+1]
-    width = emitted.shape[1]
-    steps = torch.arange(width, device=emitted.device)
-    inside = steps <= accepted.length[:, None]
-    is_end = inside & (emitted[:, :, None] == cycle.eos_tensor).any(-1)
-    to_end = torch.where(is_end, steps, width).amin(1) + 1  # [B], tokens up to the first end
-    count = torch.minimum(torch.minimum(accepted.length + 1, to_end), state.limit - state.pos)
-    count = torch.where(state.done, 0, count)
-    pos = state.pos + count
-    keep = steps < count[:, None]
-    trash = state.tokens.shape[1] - 1
-    state.tokens.scatter_(1, torch.where(keep, state.pos[:, None] + 1 + steps, trash), emitted)
-    done = state.done | (is_end & keep).any(1) | (pos >= state.limit)
-    path = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
-    tokens = torch.cat((tree.tokens[:, :1], emitted), 1)  # [B, D+2]
-    text = DecodedTokens(state.tokens, pos)
-    update = DrafterUpdate(tokens, features.gather(1, path), count, text)
-    broken = ~update.features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
-    ends = done + 2 * broken  # 0 .. 3, as `done` of session.CycleResult
-    report = pack_report(emitted, count, accepted.length, ends, state.pos)
-    new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
-    return new, update, report
-
-
-def advance_fused(
-    state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
-) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-    """Run `advance` in one C++ call (ops/cpu/tree.cpp), on a CPU. Writes: state.tokens."""
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
     decided = (accepted.path, accepted.length, accepted.emitted)
-    pos, draws, done, count, tokens, path_features, report = torch.ops.gpt_eagle.advance(
-        *old, tree.tokens, *decided, cycle.eos_tensor, features
+    pos, draws, done, count, tokens, path_features, report = cycle.backend.advance(
+        *old, tree.tokens, *decided, cycle.eos_tensor, features, REPORT
     )
     text = DecodedTokens(state.tokens, pos)
     new = replace_fields(state, pos=pos, draws=draws, done=done)
     return new, DrafterUpdate(tokens, path_features, count, text), report
-
-
-def pack_report(
-    emitted: Tensor, count: Tensor, length: Tensor, done: Tensor, pos: Tensor
-) -> Tensor:
-    """Pack what a cycle decided, for one copy to the host: [B, D+5] int64, its columns in order.
-
-    emitted: [B, D+1]; the others [B], named in `session.CycleResult`
-    """
-    columns = (count, length, done, pos)
-    return torch.cat((emitted, torch.stack([x.long() for x in columns], 1)), 1)
-
-
-def timed_report(report: Tensor, times: list[Any]) -> Tensor:
-    """Append the four times of a `Clock`, [B, D+9] int64."""
-    if on_cpp_device(report, "tree"):
-        return torch.ops.gpt_eagle.with_times(report, times)
-    columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
-    return torch.cat((report, *columns), 1)
 
 
 # ------------------------------------------------------------------------------------------ prefill
@@ -391,7 +369,8 @@ def prefill_chunk(
     rule = state.sampling.needed(mode)
     start = torch.minimum(start, state.pos)
     count = (state.pos - start).clamp(max=width)  # [B], tokens that are no padding
-    window = causal_window(start, width)
+    backend = engine.target.backend
+    window = causal_window(start, width, backend=backend)
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
     features = engine.target(
         tokens, window.slots, cache, window, aux_layers=engine.drafter.aux_layers
@@ -401,7 +380,7 @@ def prefill_chunk(
     noise = None
     if rule is not None:
         vocab = engine.target.config.vocab_size
-        noise = sampling.gumbel(rule, state.draws, 1, vocab)  # [B, 1, V]
+        noise = sampling.gumbel(rule, state.draws, 1, vocab, backend=backend)  # [B, 1, V]
     before_root = features.gather(1, last)  # [B, 1, F]
     inputs = (engine.target, before_root, rule, noise, draw, allowed)
     root, _ = engine.pick_tokens(*inputs)  # [B, 1]
@@ -412,7 +391,7 @@ def prefill_chunk(
     text = DecodedTokens(state.tokens, state.pos)
     tokens = state.tokens.gather(1, span)  # with the new roots
     update = DrafterUpdate(tokens, features, count, text, at_root=ends_here)
-    at_end = (root == engine.eos_tensor).any(1) | (state.pos >= state.limit)
+    at_end = (root == engine.cycles.eos_tensor).any(1) | (state.pos >= state.limit)
     done = torch.where(ends_here, at_end, state.done)
     drafter_state = engine.drafter.extend(state.drafter_state, update)
     draws = state.draws + ends_here

@@ -7,7 +7,7 @@ both as steps with static shapes over a state of its own, a NamedTuple of tensor
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
-The host picks one before every cycle (`runtime.Policy`); a wrong pick costs only time.
+The host picks one before every cycle (`observer.Observer`); a wrong pick costs only time.
 To add a method: subclass one of the drafters, write a `load_method` that returns its `method()`,
 and add its module to `DRAFTERS` (cli/methods.py).
 """
@@ -22,33 +22,13 @@ from torch import Tensor, nn
 
 import sampling
 from cli.tree_paths import MAX_NODES
-from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree, root_tree
-from kv_cache import Window, place_tokens
+from draft_tree import DecodedTokens, DrafterUpdate, DraftTree, DynamicTree, StaticTree
+from kv_cache import Window
 from model import Transformer
-from ops.tree import Candidates, Children, Frontier, Scores, expand_frontier, select_nodes
-from runtime import Policy
+from observer import Observer
+from ops.backends import TORCH, Backend
+from ops.tree import Candidates, Children, Frontier, Scores
 from sampling import SamplingTensors
-
-
-class DrafterUpdate(NamedTuple):
-    """Decided tokens and their features: f_j is the target's at x_j; x_{j+1} follows from it."""
-
-    tokens: Tensor  # [B, R + 1] int64, x_j and the token after the last
-    features: Tensor  # [B, R, F], f_j; with aux layers [B, R, (1 + aux) F]
-    count: Tensor  # [B] int64, leading features that are real; the rest is padding
-    text: DecodedTokens | None = None  # all decided tokens up to the new roots
-    # of a verified cycle, None after a prompt: its tree, and [B, R] int64, the accepted nodes,
-    # root first; 0 past the path
-    tree: DraftTree | None = None
-    path: Tensor | None = None
-    # [B] bool, after a chunk of prompts: the chunk ends at the root; None: all do
-    at_root: Tensor | None = None
-    extra: Any = None  # of a verified cycle: the second result of `Engine.pick_tokens`
-
-    @property
-    def places(self) -> Tensor:
-        """Numbers of the accepted nodes among those that the drafter ran, [B, R] int64."""
-        return self.tree.places.gather(1, self.path)
 
 
 class DraftInputs(NamedTuple):
@@ -70,10 +50,15 @@ class Drafter:
     width: int  # a bound on the children of a node
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs are appended to the features
     layers: nn.ModuleList | None = None  # its transformer layers
+    backend: Backend = TORCH  # as the target's
 
     def method(self) -> Method:
         """Return the way to draft with this drafter."""
         return Method((self,))
+
+    def use(self, backend: Backend) -> None:
+        """Run the functions of a backend. Writes: `backend`, of drafters inside, too."""
+        self.backend = backend
 
     def fuse(self, enable: bool) -> None:
         """Run its passes in one C++ call each, where the model allows that."""
@@ -106,7 +91,7 @@ class RootOnly(Drafter):
     width = 0
 
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
-        return root_tree(inputs.text)
+        return self.backend.root_tree(inputs.text)
 
 
 class Method(NamedTuple):
@@ -114,7 +99,7 @@ class Method(NamedTuple):
 
     presets: tuple[Drafter, ...]  # which share a state, smallest tree first
     resolved: dict[str, Any] = {}  # the options that were used, under their names, for the record
-    policy: Policy = Policy()
+    policy: Observer = Observer()
     pick_tokens: Callable | None = None  # replaces the engine's (`decode.pick_tokens`)
 
 
@@ -283,19 +268,20 @@ class TreeDrafter(Drafter):
                 scores = self.sampler.draw(self, out, number, inputs)
             else:
                 scores = self.score_children(out, number, inputs)
-            candidates, frontier = expand_frontier(scores, frontier, level)
+            candidates, frontier = self.backend.expand_frontier(scores, frontier, level)
             scored.append(scores)
             levels.append(candidates)
             if level.count:
                 ran.append(frontier.index)
                 if inputs.guide is not None:
                     frontier = inputs.guide.descend(frontier)
-                slots, _, positions = place_tokens(first_slot, number, level.count, level.slot)
+                places = (first_slot, number, level.count, level.slot)
+                slots, _, positions = self.backend.place_tokens(*places)
                 window = Window(slots, first_slot, frontier.seen)
                 out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
         if self.graft:
-            levels = [self.graft.add(Candidates.join(levels), inputs.text)]
-        tree = select_nodes(levels, ran, self.tree.nodes, self.depth, inputs.text)
+            levels = [self.graft.add(Candidates.join(levels), inputs.text, self.backend)]
+        tree = self.backend.select_nodes(levels, ran, self.tree.nodes, self.depth, inputs.text)
         if self.sampler is not None:
             tree = self.sampler.attach(tree, scored, ran)
         return tree
@@ -307,6 +293,6 @@ class TreeDrafter(Drafter):
             z = inputs.guide.mask(z, self.vocab)
         if self.children != "noise" or inputs.sampling is None:
             return Scores(z, self.sharpness, self.vocab.ids)
-        z = sampling.process(z, inputs.sampling)
+        z = sampling.process(z, inputs.sampling, self.backend)
         noise = (inputs.noise, level, inputs.sampling.temperature)
         return Scores(z, self.sharpness, self.vocab.ids, *noise)

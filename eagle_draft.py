@@ -130,7 +130,7 @@ class EagleHead(nn.Module):
         Returns: [B, T, F] in the weights' dtype.
         """
         rows = self.start(embedded, features, positions)
-        rows = rows._replace(windows=windows_of((), window))
+        rows = replace_fields(rows, windows=windows_of((), window))
         if self.fused_layers is not None and cache is not None:
             rows, _ = run_layers(self.fused_layers.segments, rows, cache)
             rows = self.fused_layers.end(rows)
@@ -294,7 +294,7 @@ class EagleDrafter(TreeDrafter):
             hidden, length = self.head.fused.extend(state, update)
             return replace_fields(state, length=length, hidden=hidden)
         count = update.count
-        window = causal_window(state.length, update.features.shape[1])
+        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         embedded = self.embedding(update.tokens[:, 1:])
         features = self.head.project(update.features)
         out = self.head(embedded, features, window.slots, state.cache, window)

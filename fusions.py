@@ -18,6 +18,7 @@ from torch import nn
 
 from ops import epilogues
 from ops.epilogues import UnnormalizedRows
+from runtime import replace_fields
 from steps import Add, Gate, HeadNorm, Norm, Project, Rotate, Rows, Step, run_steps
 
 NEXT_NORM = "next_norm"  # the name of the next layer's norm in a segment
@@ -70,7 +71,7 @@ class AddNorm(Step):
         reader = getattr(layer, self.reader) if self.reader else None
         norm = getattr(layer, self.norm.name)
         stream, h = epilogues.add_norm(rows.stream, delta, norm.gain, norm.eps, reader)
-        return rows._replace(stream=stream, h=h)
+        return replace_fields(rows, stream=stream, h=h)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ From Python:
 
 `load` reads the target, the drafter and the tokenizer, and warms the steps. `generate` decodes any
 number of prompts, `batch_size` sequences at a time. `stream` yields text as it is decided.
-The cycle is in decode.py, its loop in session.py, the options are in options.py.
+The cycle is in decode.py, its loop in session.py, requests are in scheduler.py, the options in
+options.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cli.io import StatusLine, log_note, write_text
 from cli.parsing import one_line_errors, require
@@ -39,7 +40,6 @@ from cli.prompts import Conversation, as_conversation, check_ids, with_options
 
 if TYPE_CHECKING:
     from cli.start import Command
-    from hf.tokenizer import StreamDecoder
 
 # The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
 # together (parallel/ranks.py).
@@ -52,21 +52,17 @@ if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
 import torch
 
 from decode import Engine
-from load import load, undrafted
+from load import load, without_draft
 from parallel import ranks
-from runtime import replace_fields
-from session import Session
+from scheduler import Piece, Request, Scheduler, truncation_note
 from stats import Stats, environment, share_of_equal, stats_line, summary
 
 
-class Turn(NamedTuple):
-    """One decoded turn."""
+@dataclass(eq=False, kw_only=True)
+class Turn(Request):
+    """A turn of a conversation."""
 
     index: tuple[int, int, int]  # (prompt, sample, turn)
-    prompt: list[int]
-    new: list[int]
-    decoder: StreamDecoder | None = None  # looks for stop strings; None: there are none
-    fault: str = ""  # of its guide, where that allows nothing
 
 
 @dataclass
@@ -83,7 +79,7 @@ class Result:
 
 
 def ignore(_: list) -> None:
-    """Do nothing. The default of the callbacks `on_tokens` and `on_finished`."""
+    """Do nothing. The default of callbacks."""
 
 
 # ----------------------------------------------------------------------------------------- generate
@@ -142,7 +138,7 @@ def with_messages(engine: Engine, prompts: list) -> list:
 
 
 class Batch:
-    """Conversations to decode, and their turns. Each takes a free sequence of a session in turn.
+    """Conversations to decode, and their turns.
 
     A stream is a (prompt, sample), the key of a conversation and of its noise.
     """
@@ -151,7 +147,7 @@ class Batch:
         """Encode and check all first turns before decoding starts, so that no result is lost.
 
         draws: the `Sampling` and the seed of each prompt; default: the engine's
-        guides: masks of each prompt's answers (`Session.admit`), None for the engine's
+        guides: masks of each prompt's answers (`Request.guide`), None for the engine's
         """
         self.engine = engine
         config = engine.config
@@ -174,132 +170,96 @@ class Batch:
     def decode_all(
         self,
         streams: list[tuple[int, int]],
-        on_tokens: Callable = ignore,
-        on_finished: Callable = ignore,
+        on_pieces: Callable[[list[Piece]], None] = ignore,
+        on_finished: Callable[[list[Turn]], None] = ignore,
     ) -> None:
         """Decode some of `streams`, in order. A finished conversation makes way for the next one.
 
-        on_tokens: called after every step with the new tokens of each sequence, a list of lists
-        on_finished: called with the turns of every finished conversation, a list of `Turn`
+        on_pieces: called after every step
+        on_finished: called with the turns of every finished conversation
+        Raises: ValueError where numbers are not finite.
         """
-        session = Session(self.engine)
-        queue = iter(streams)
-        finished: list[Turn] = []
-        # the turns of each sequence's conversation
-        running: list[list[Turn]] = [[] for _ in session.live]
-        while True:
-            for seq, turns in enumerate(running):
-                if session.busy(seq) or self._next_turn(session, seq, turns):
-                    continue
-                if turns:
-                    finished += turns
-                    on_finished(turns)
-                running[seq] = self._first_turn(session, seq, next(queue, None))
-            if not any(running):
-                break
-            new = session.step()
-            for seq, turns in enumerate(running):
-                if new[seq]:
-                    new[seq] = self._until_stop(session, seq, turns[-1], new[seq])
-                    turns[-1].new.extend(new[seq])
-                require(seq not in session.broken, session.broken.get(seq))
-                if turns and seq in session.faults:
-                    turns[-1] = replace_fields(turns[-1], fault=session.faults[seq])
-            for line in session.trace:
-                prompt, sample, _ = running[line["row"]][0].index
-                self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
-            session.trace.clear()
-            self.reading = session.told_reading()
-            on_tokens(new)
-        self.entries += sorted(finished)
-        self.stats.add(session.stats)
+        scheduler = Scheduler(self.engine)
+        turns: dict[tuple[int, int], list[Turn]] = {stream: [] for stream in streams}
+        for pieces in scheduler.run([self._first_turn(stream) for stream in streams]):
+            self.reading = scheduler.session.prefill_progress()
+            self._take_trace(scheduler.session.trace, pieces)
+            on_pieces(pieces)
+            for turn in (piece.request for piece in pieces if piece.request.reason):
+                require(turn.reason != "nan", turn.fault)
+                conversation = turns[turn.index[:2]]
+                conversation.append(turn)
+                following = self._next_turn(conversation)
+                if following is not None:
+                    scheduler.submit(following)
+                else:
+                    on_finished(conversation)
+        self.entries += [turn for stream in sorted(turns) for turn in turns[stream]]
+        self.stats.add(scheduler.take_stats())
 
-    def _first_turn(self, session: Session, seq: int, stream: tuple[int, int] | None) -> list[Turn]:
-        """Admit the first turn of a conversation, if there is one. Returns: its turns."""
-        if stream is None:
-            return []
-        ids = self.prompt_ids[stream[0]]
-        session.configure(seq, *self.draws[stream[0]])
-        session.admit(seq, ids, stream, guide=self.guides[stream[0]])
-        return [Turn((*stream, 0), ids, [], self._decoder())]
+    def _turn(self, index: tuple[int, int, int], ids: list[int], **fields: Any) -> Turn:
+        sampling, seed = self.draws[index[0]]
+        own = {"index": index, "sampling": sampling, "seed": seed, "guide": self.guides[index[0]]}
+        return Turn.of(self.engine, ids, **own | fields)
 
-    def _next_turn(self, session: Session, seq: int, turns: list[Turn]) -> bool:
-        """Admit the next turn of a conversation. A turn that does not fit ends the conversation.
+    def _first_turn(self, stream: tuple[int, int]) -> Turn:
+        return self._turn((*stream, 0), self.prompt_ids[stream[0]], noise_id=stream)
 
-        Returns: whether there is a next turn. Writes: `turns`.
+    def _next_turn(self, turns: list[Turn]) -> Turn | None:
+        """Return the turn that follows; None at the end of a conversation.
+
+        A turn that does not fit ends it, and so does a turn whose guide allowed nothing.
         """
-        if not turns or turns[-1].fault:
-            return False
-        prompt, sample, number = turns[-1].index
+        last = turns[-1]
+        prompt, sample, number = last.index
         texts = self.conversations[prompt]
-        if len(turns) == len(texts) or isinstance(texts[0], int):  # ids are a single turn
-            return False
-        answers = [text_of(self.engine, turn.new) for turn in turns]
-        ids = encode(self.engine, texts[: len(turns) + 1], answers)
+        ended = len(turns) == len(texts) or isinstance(texts[0], int)  # ids are a single turn
+        if ended or last.fault:
+            return None
+        ids = encode(self.engine, texts[: len(turns) + 1], [turn.text for turn in turns])
         if len(ids) >= self.engine.context:
             where = f"turn {number + 2} of prompt {prompt + 1}"
             limit = f"the context of {self.engine.context} tokens"
             log_note(f"{where} no longer fits {limit}")
-            return False
-        session.admit(seq, ids, guide=self.guides[prompt])
-        turns.append(Turn((prompt, sample, number + 1), ids, [], self._decoder()))
-        return True
+            return None
+        return self._turn((prompt, sample, number + 1), ids, place=last.place, noise_id=None)
 
-    def _decoder(self) -> StreamDecoder | None:
-        return answer_decoder(self.engine) if self.engine.config.stop else None
-
-    def _until_stop(self, session: Session, seq: int, turn: Turn, new: list[int]) -> list[int]:
-        """Return a turn's new tokens up to a stop string, which ends the turn."""
-        for count, id in enumerate(new if turn.decoder else [], 1):
-            turn.decoder.push([id])
-            if turn.decoder.stopped:
-                session.cut(seq, len(new) - count)
-                return new[:count]
-        return new
+    def _take_trace(self, lines: list[dict[str, Any]], pieces: list[Piece]) -> None:
+        """Move the lines of a step to the trace, each with the row of its conversation."""
+        index_of = {piece.request.place: piece.request.index for piece in pieces}
+        for line in lines:
+            prompt, sample, _ = index_of[line["row"]]
+            self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
+        lines.clear()
 
     def result(self) -> Result:
         """Return the turns decoded so far."""
-        turns = [turn_fields(self.engine, turn) for turn in self.entries]
+        turns = self.entries
         return Result(
-            index=[turn["index"] for turn in turns],
-            tokens=[turn["tokens"] for turn in turns],
-            text=[turn["text"] for turn in turns],
-            finish_reason=[turn["finish_reason"] for turn in turns],
-            prompt_tokens=[turn["prompt_tokens"] for turn in turns],
+            index=[turn.index for turn in turns],
+            tokens=[turn.tokens for turn in turns],
+            text=[turn.text for turn in turns],
+            finish_reason=[turn.reason for turn in turns],
+            prompt_tokens=[len(turn.prompt) for turn in turns],
             stats=summary(self.engine, self.stats),
             trace=self.trace,
         )
 
 
-def turn_fields(engine: Engine, turn: Turn) -> dict[str, Any]:
+def turn_fields(turn: Turn) -> dict[str, Any]:
     """Return the fields of one turn, under the names of `Result`."""
-    text, stopped = read_answer(engine, turn.new)
-    reason = "stop" if stopped else engine.finish_reason(turn.new)
     return {
         "index": turn.index,
-        "tokens": turn.new,
-        "text": text,
-        "finish_reason": "grammar" if turn.fault else reason,
+        "tokens": turn.tokens,
+        "text": turn.text,
+        "finish_reason": turn.reason,
         "prompt_tokens": len(turn.prompt),
     }
 
 
-def answer_decoder(engine: Engine) -> StreamDecoder:
-    """Return a decoder of an answer's tokens. A plain continuation keeps its leading space."""
-    return engine.tokenizer.stream(engine.template is None, stops=engine.config.stop)
-
-
-def read_answer(engine: Engine, ids: list[int]) -> tuple[str, bool]:
-    """Return the text of new tokens, empty without a tokenizer; whether a stop string ended it."""
-    if engine.tokenizer is None:
-        return "", False
-    decoder = answer_decoder(engine)
-    return decoder.push(ids) + decoder.flush(), decoder.stopped
-
-
 def text_of(engine: Engine, ids: list[int]) -> str:
-    """Return the text of new tokens, as `read_answer`."""
-    return read_answer(engine, ids)[0]
+    """Return the text of an answer's tokens, whatever stop strings are in it."""
+    return engine.tokenizer.decode(ids, continuation=engine.template is None)
 
 
 def generate(
@@ -314,7 +274,8 @@ def generate(
 
     A finished sequence makes way for the next one.
     prompts: texts, lists of turns, of messages or of token ids; or the messages of one prompt
-    on_tokens, on_finished: callbacks, see `Batch.decode_all`
+    on_tokens: called after every step with the new tokens of each sequence, a list of lists
+    on_finished: called with the turns of every finished conversation, a list of `Turn`
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
     options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `temperature`, `top_k`,
         `top_p`, `min_p` or `seed`, where they differ from the engine's; of the last five, a list
@@ -331,7 +292,14 @@ def generate(
 
         guides = compile_grammars(engine, grammar, len(prompts))
     batch = Batch(replace(engine, config=config), prompts, draws, guides)
-    batch.decode_all(batch.streams, on_tokens, on_finished)
+
+    def on_pieces(pieces: list[Piece]) -> None:
+        rows: list[list[int]] = [[] for _ in range(config.batch_size)]
+        for piece in pieces:
+            rows[piece.request.place] = piece.tokens
+        on_tokens(rows)
+
+    batch.decode_all(batch.streams, on_pieces, on_finished)
     return batch.result()
 
 
@@ -343,7 +311,7 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
         `share_of_equal` (None with the residual rule).
     """
     engine = drafted.engine
-    vanilla = Batch(undrafted(engine), drafted.conversations, drafted.draws, drafted.guides)
+    vanilla = Batch(without_draft(engine), drafted.conversations, drafted.draws, drafted.guides)
     for number, group in enumerate(drafted.groups):
         order = (vanilla, drafted) if number % 2 == 0 else (drafted, vanilla)
         for batch in order:
@@ -374,28 +342,15 @@ def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
         )
     if "num_samples" in options:
         raise ValueError("stream() decodes one answer; use generate() for num_samples")
-    config, draws = with_options(engine.config, options, 1)
-    session = Session(replace(engine, config=config))
-    session.configure(0, *draws[0])
-    conversation = [prompt] if isinstance(prompt, str) else prompt
-    yield from stream_text(session, first_ids(engine, conversation))
-
-
-def stream_text(session: Session, ids: list[int]) -> Iterator[str]:
-    """Decode the session's first sequence after `ids`. Yield its text as it is decided.
-
-    Raises: ValueError without a tokenizer.
-    """
-    engine = session.engine
+    config, [(sampling, seed)] = with_options(engine.config, options, 1)
+    engine = replace(engine, config=config)
     need_tokenizer(engine)
-    decoder = answer_decoder(engine)
-    for new in session.decode_turn([ids]):
-        for place, id in enumerate(new[0], 1):
-            yield decoder.push([id])
-            if decoder.stopped:
-                session.cut(0, len(new[0]) - place)
-                return
-    yield decoder.flush()
+    ids = first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
+    request = Request.of(engine, ids, sampling=sampling, seed=seed)
+    for pieces in Scheduler(engine).run([request]):
+        for piece in pieces:
+            yield piece.text
+    require(not request.fault, request.fault)
 
 
 def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
@@ -430,8 +385,6 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         streams = [stream for stream in streams if stream not in results.done]
     quiet = "-" in (config.json, config.trace, config.profile)
     live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
-    if live:  # it is printed as it is decoded
-        decoder = answer_decoder(engine)
     separators = chain([""], repeat("\n"))  # a blank line between conversations
     titled = sys.stdout.isatty() and len(streams) > 1
     status = StatusLine()
@@ -443,16 +396,16 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
 
     show = in_order(streams, print_texts)
 
-    def on_tokens(new: list[list[int]]) -> None:
-        count["tokens"] += sum(map(len, new))
+    def on_pieces(pieces: list[Piece]) -> None:
+        count["tokens"] += sum(len(piece.tokens) for piece in pieces)
         done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
         status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
-        if live:
-            print(decoder.push(new[0]), end="", flush=True)
+        for piece in pieces if live else ():  # it is printed as it is decoded
+            print(piece.text, end="", flush=True)
 
     def on_finished(turns: list[Turn]) -> None:
         count["finished"] += 1
-        decoded = [turn_fields(engine, turn) for turn in turns]
+        decoded = [turn_fields(turn) for turn in turns]
         if results is not None:
             results.add(decoded)
         if not quiet and not live:
@@ -466,11 +419,11 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             result, outcome = compare(batch, on_finished)
             result.stats |= outcome
         else:
-            batch.decode_all(streams, on_tokens, on_finished)
+            batch.decode_all(streams, on_pieces, on_finished)
             result = batch.result()
     if live:
-        print(decoder.flush())
-    line = stats_line(result.stats, config.verbose, told_cuts(engine, result))
+        print()
+    line = stats_line(result.stats, config.verbose, truncation_notes(engine, result))
     print(line, file=sys.stderr if quiet else sys.stdout)
     write_files(engine, result, profiler)
     for turn in batch.entries:
@@ -484,11 +437,11 @@ def is_one_turn(batch: Batch) -> bool:
     return isinstance(batch.conversations[0][0], int) or len(batch.conversations[0]) == 1
 
 
-def told_cuts(engine: Engine, result: Result) -> str:
+def truncation_notes(engine: Engine, result: Result) -> str:
     """Describe the answers that were cut; "" where all ended by themselves."""
     parts = []
     for reason, count in Counter(result.finish_reason).items():
-        cut = engine.told_cut(reason)
+        cut = truncation_note(engine, reason)
         of_all = f"{count} of {len(result.text)} answers " if len(result.text) > 1 else ""
         if cut:
             parts.append(of_all + cut)

@@ -22,11 +22,11 @@ from cli.io import log_note
 from cli.methods import entry_of, has_extras
 from cli.parsing import by_names, require
 from cli.prompts import read_grammar
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from drafters import Method, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
-from ops.library import FAMILIES, has_cpu_operators, on_cpp_device, set_plain
+from ops.library import FAMILIES, has_cpu_operators, set_plain
 from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
@@ -102,7 +102,7 @@ def load(
         engine = replace(engine, guide=Grammar(engine, source))
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
-    return warm_up(with_cycles(engine))
+    return warm_up(build_cycles(engine))
 
 
 def _pick_device(config: GenerateConfig) -> str:
@@ -121,7 +121,7 @@ def _pick_device(config: GenerateConfig) -> str:
 def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     """Return the engine with its target, and with the draft and the options that are asked for.
 
-    The cycles are still to be made (`with_cycles`).
+    The cycles are still to be made (`build_cycles`).
     Raises: ValueError for a draft that does not fit.
     """
     from hf.fetch import fetched
@@ -233,7 +233,7 @@ def _changes(asked: GenerateConfig, config: GenerateConfig) -> dict[str, Any]:
 def _note_attention(target: Transformer) -> None:
     """Print a note where a CPU runs PyTorch's attention, whose rows may depend on each other."""
     weight = target.norm.weight
-    if not on_cpp_device(weight, "attention"):
+    if weight.device.type != "cpu" or not has_cpu_operators("attention"):
         return
     width = target.config.head_dim
     theirs = (
@@ -310,7 +310,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     return method
 
 
-def undrafted(engine: Engine) -> Engine:
+def without_draft(engine: Engine) -> Engine:
     """Return an engine that decodes as this one does, without a draft."""
     config = replace(engine.config, accept="exact", trace="", compare=False)
     method = RootOnly().method()
@@ -319,7 +319,7 @@ def undrafted(engine: Engine) -> Engine:
 
         method = Method((RootOnly(),), pick_tokens=tp.pick_tokens)
     plain = engine.with_method(method)
-    return warm_up(with_cycles(replace(plain, config=config, accept_rule=None)))
+    return warm_up(build_cycles(replace(plain, config=config, accept_rule=None)))
 
 
 def warm_up(engine: Engine) -> Engine:
@@ -336,7 +336,7 @@ def warm_up(engine: Engine) -> Engine:
     ranks.check_same_on_all_ranks(engine.config, **chosen)
     if reason:
         log_note(f"--compile does not work here ({reason}); running without it")
-        return warm_up(with_cycles(replace(engine, resolved=chosen)))
+        return warm_up(build_cycles(replace(engine, resolved=chosen)))
     compile_s = 0.0
     if engine.captured:
         began = time.perf_counter()
@@ -344,7 +344,7 @@ def warm_up(engine: Engine) -> Engine:
             _prefill_each_width(engine)
             time_cycles(engine, say_what_compiles)
         compile_s = time.perf_counter() - began
-    policy = engine.policy.started(engine, partial(time_cycles, engine))
+    policy = engine.policy.on_engine_ready(engine, partial(time_cycles, engine))
     return replace(engine, compile_s=compile_s, policy=policy)
 
 

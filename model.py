@@ -28,8 +28,10 @@ from torch import Tensor, nn
 from fusions import FusedLayers
 from kv_cache import KVCache, Window, sliding
 from linear import LMHead
+from ops.backends import TORCH, Backend
 from ops.library import is_plain
 from ops.rotary import rope_angles
+from runtime import replace_fields
 from steps import (
     Add,
     Attend,
@@ -303,7 +305,7 @@ def run_layers(
         if i in aux_layers:
             aux.append(rows.stream)
         kv = (cache.k[i], cache.v[i]) if cache is not None else None
-        rows = run_part(layer, rows._replace(kv=kv))
+        rows = run_part(layer, replace_fields(rows, kv=kv))
     if len(layers) in aux_layers:
         aux.append(rows.stream)
     return rows, aux
@@ -318,6 +320,7 @@ class Transformer(nn.Module):
 
     fused: FusedModel | None = None  # runs passes over a cache, on a CPU
     fused_layers: FusedLayers | None = None  # runs in place of `layers`, on CUDA
+    backend: Backend = TORCH  # chosen while loading (`decode.build_cycles`)
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -8,7 +8,8 @@
    that copy alone, a cycle later. The next replay may overwrite its source: the copy comes first in
    the stream.
 4. `Clock` reads the time between steps, also inside captured ones.
-5. A drafter's presets are steps of their own; a `Policy` picks one of them before every cycle.
+5. A drafter's presets are steps of their own; an observer (observer.py) picks one before every
+   cycle.
 
 Elsewhere a `Replay` runs its body, so that the same path is tested without a GPU.
 Trade-off: one graph per preset, instead of conditional nodes inside one: a switch picks a graph.
@@ -232,50 +233,6 @@ def why_not_compiled(device: str) -> str:
     except Exception as error:  # a missing or broken compiler may raise anything
         return first_line(error)[:120]
     return ""
-
-
-class Policy:
-    """Picks the preset of every step of a session. This one picks the largest, and keeps nothing.
-
-    An engine has one, and a session the policy that `begin` gives it. A policy holds no session:
-    every call names it (`session.Session`).
-    """
-
-    def started(self, engine: Any, seconds: list[float]) -> Policy:
-        """Return the policy of a warm engine.
-
-        engine: `decode.Engine`; seconds: of a cycle of each preset, empty where none was timed
-        """
-        return self
-
-    def begin(self) -> Policy:
-        """Return the policy of a new session."""
-        return self
-
-    def next_preset(self, session: Any, reads_prompt: bool) -> int:
-        """Pick the preset of the next cycle, or of the next chunk of a prompt."""
-        return len(session.engine.presets) - 1
-
-    def prepare(self, session: Any, preset: int) -> None:
-        """Run what a preset needs before a step, as steps of the session (`Session.run_step`)."""
-
-    def copied(self, session: Any) -> tuple[Tensor, ...]:
-        """Return tensors that the host shall read after the cycle that was just launched."""
-        return ()
-
-    def observe(self, session: Any, result: Any, live: list[int]) -> None:
-        """Learn from a cycle.
-
-        result: `session.CycleResult`, with `further`, the tensors of `copied` as lists
-        live: the sequences that decoded
-        """
-
-    def finished(self, text: list[int], begin: int) -> None:
-        """Take the text of a turn that is over. begin: index of the answer's first token"""
-
-    def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
-        """Summarize the presets, for the record; empty without a choice. ran: `Stats.presets`."""
-        return []
 
 
 def say_what_compiles(number: int, presets: Sequence[Any]) -> None:

@@ -7,14 +7,14 @@
 
 Finished sequences run on, but neither their tokens nor their positions change. The output is a
 function of (weights, prompt, its own parameters, seed) alone, whatever the other sequences do.
-Three kinds of objects take part: the engine's `Policy` picks the preset of every step, a `Reader`
-takes more than the tokens to the host, and a guide masks tokens (`Session.admit`).
+Observers watch (observer.py): the engine's own, its policy, picks the preset of every step. A guide
+masks the tokens of a sequence (`decode.Guide`).
 
-Captured cycles need fixed addresses, so buffers stay with the engine when a session ends. On
+Captured cycles need fixed addresses, so buffers stay with the cycles when a session ends. On
 CUDA every step is captured once and replayed; elsewhere it is called.
 Trade-off: prefill is not compiled, as matrix products take its time; where it is captured, chunks
 are padded to one of two widths.
-Not here: the cycle (decode.py), where prompts come from (generate.py).
+Not here: the cycle (decode.py); requests, texts and stop strings (scheduler.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, prefill_chunk
-from drafters import DrafterUpdate
+from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, Guide, GuideSource, prefill_chunk
+from draft_tree import DrafterUpdate
 from kv_cache import KVCache
+from observer import CycleResult, Observer, View
 from ops.library import single_torch_thread
 from options import Sampling
 from runtime import (
-    HostCopy,
     Replay,
     copy_into,
     copy_sequence,
@@ -50,91 +50,23 @@ from stats import Stats, sequence_memory, trace_row
 PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
 
 
-class CycleResult:
-    """A cycle that the host has launched, and its report, once `read`.
-
-    The report is one tensor, [B, D+9] int64: D+1 decided tokens, then the columns named below, then
-    the times (`decode.timed_report`; on a CPU `advance` in ops/cpu/tree.cpp).
-    """
-
-    EMITTED = slice(0, -8)
-    COLUMNS = slice(-8, -4)  # count, length, done, pos
-    TIMES = slice(-4, None)
-
-    # per sequence, once read:
-    emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
-    count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
-    length: list[int]  # accepted nodes
-    # 1: the sequence is finished; 2, 3: numbers on the accepted path are not finite
-    done: list[int]
-    pos: list[int]  # index of the root that was verified
-    times: list[int]  # of all: ns before, between and after the steps
-    seconds: float  # of the cycle
-    further: list[list]  # the other tensors
-
-    def __init__(self, report: Tensor, preset: int, began: float, further: tuple[Tensor, ...] = ()):
-        """Begin to copy the report.
-
-        report: of `decode.timed_report`; preset: the one that ran; began: the host's clock (s)
-        further: tensors that are read with it (`Policy.copied`)
-        """
-        self.preset = preset
-        self.began = began
-        self.copy = HostCopy(report, *further)
-
-    def read(self, by_device: bool = False) -> CycleResult:
-        """Wait for the copy, and set the fields.
-
-        by_device: take the cycle's time from the device's clock, because the host runs ahead
-        """
-        report, *self.further = self.copy.read()
-        self.emitted = [row[self.EMITTED] for row in report]
-        columns = zip(*(row[self.COLUMNS] for row in report))
-        self.count, self.length, self.done, self.pos = map(list, columns)
-        self.times = report[0][self.TIMES]
-        self.seconds = (self.times[-1] - self.times[0]) / 1e9
-        if not (by_device and self.seconds):
-            self.seconds = time.perf_counter() - self.began
-        return self
-
-
-class Reader:
-    """Takes more of every cycle to the host than its tokens."""
-
-    def launched(self, update: DrafterUpdate, live: list[bool]) -> Any:
-        """Start copies that follow a cycle that was launched.
-
-        live: per sequence, whether it decodes
-        Returns: the copies, for `read`; None: there are none.
-        """
-
-    def read(self, copies: Any, result: CycleResult, taken: dict[int, list[int]]) -> None:
-        """Read the copies of a cycle. taken: the new tokens of each sequence that decoded"""
-
-    def decided_root(self, seq: int, features: Tensor, root: int) -> None:
-        """Take the root of a prompt. features: [1, 1, F], that it was chosen from"""
-
-
-class Trace(Reader):
+class Trace(Observer):
     """The lines of `trace`: one per cycle and sequence."""
 
     def __init__(self):
         self.lines: list[dict[str, Any]] = []
 
-    def launched(self, update: DrafterUpdate, live: list[bool]) -> HostCopy:
+    def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
         tree = update.tree
-        traced = [tree.tokens, tree.parents, tree.depths, update.path]
-        if tree.values is not None:
-            traced.append(tree.values)
-        return HostCopy(*traced)
+        traced = (tree.tokens, tree.parents, tree.depths, update.path)
+        return traced if tree.values is None else (*traced, tree.values)
 
-    def read(self, copies: HostCopy, result: CycleResult, taken: dict[int, list[int]]) -> None:
-        columns = copies.read()
-        self.lines += [trace_row(columns, seq, result) for seq in taken]
+    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
+        self.lines += [trace_row(copied, seq, result) for seq in result.taken]
 
 
 class Buffers:
-    """KV cache, state and captured steps of B sequences; `engine.buffer_pool` keeps them."""
+    """KV cache, state and captured steps of B sequences; `Cycles.buffers` keeps them."""
 
     def __init__(self, engine: Engine):
         """Allocate. Raises: ValueError when memory does not suffice."""
@@ -171,6 +103,21 @@ class Buffers:
         copy_into(self.state, empty)
 
 
+def run_step(engine: Engine, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
+    """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
+
+    key: tells steps apart, in `Buffers.replays`
+    body: holds no session, since the buffers keep it; a captured one returns the same tensors
+        every time, and writes the state in place
+    """
+    if not engine.captured:
+        with single_torch_thread(engine.target.fused is not None):
+            return body()
+    if key not in buffers.replays:
+        buffers.replays[key] = Replay(body, engine.device, buffers.scratch)
+    return buffers.replays[key]()
+
+
 class Session:
     """B sequences over one cache, each a conversation. Cached tokens stay until overwritten."""
 
@@ -180,7 +127,7 @@ class Session:
         noise_ids: Sequence[tuple[int, int]] = (),
         host_lag: int | None = None,
     ):
-        """Take buffers from the engine's pool, or make them; dropped, it gives them back.
+        """Take buffers of a finished session, or make them; dropped, it gives them back.
 
         noise_ids: (prompt, sample) per sequence, the key of its noise until `admit` names another;
             (0, 0) for further sequences
@@ -189,8 +136,9 @@ class Session:
         batch = engine.config.batch_size
         assert len(noise_ids) <= batch, (noise_ids, batch)
         self.engine = engine
-        self.buffers = engine.buffer_pool.pop() if engine.buffer_pool else Buffers(engine)
-        weakref.finalize(self, engine.buffer_pool.append, self.buffers)
+        unused = engine.cycles.buffers
+        self.buffers = unused.pop() if unused else Buffers(engine)
+        weakref.finalize(self, unused.append, self.buffers)
         device = self.state.pos.device
         if host_lag is None:
             host_lag = 1 if device.type == "cuda" else 0
@@ -203,25 +151,40 @@ class Session:
         self.buffers.reset(engine, replace_fields(tensors, prompt=prompts, sample=samples))
         self.sampling = params
         self.drafts = [True] * batch
-        self.policy = engine.policy.begin()
-        self.guide: Any = None  # masks tokens, once a turn brings one
-        self.readers: list[Reader] = []
+        self.policy = engine.policy.for_session()
+        self.observers = [self.policy]
+        self.guides: list[Guide | None] = [None] * batch  # mask the tokens of each sequence
         self.read_at = 0.0  # when a report was last read (s)
         # every token of a sequence, prompt and roots included; during prefill, the cached part
         self.history: list[list[int]] = [[] for _ in range(batch)]
         self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
         self.live = [False] * batch  # sequences that decode
+        self.view = self._view()
         self.answers = [0] * batch  # where the answer of each turn begins
-        self.faults: dict[int, str] = {}  # sequences that their guide has ended, and why
-        self.broken: dict[int, str] = {}  # sequences that ended where numbers were not finite
-        # cycles whose reports were not read, and what each reader copies
-        self.pending: deque[tuple[CycleResult, list[Any]]] = deque()
+        self.guide_errors: dict[int, str] = {}  # sequences that their guide has ended, and why
+        self.nan_sequences: dict[
+            int, str
+        ] = {}  # sequences that ended where numbers were not finite
+        self.pending: deque[CycleResult] = deque()  # cycles whose reports were not read
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []
         if engine.config.trace:
             trace = Trace()
             self.trace = trace.lines
-            self.readers.append(trace)
+            self.observers.append(trace)
+
+    def _view(self) -> View:
+        """Make the view of the observers, which holds no session: the buffers keep their steps."""
+        buffers = self.buffers
+        engine = self.engine
+
+        def drafter_state() -> Any:
+            return buffers.state.drafter_state
+
+        def run(key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
+            return run_step(engine, buffers, key, lambda: body(buffers.state))
+
+        return View(engine.presets, self.history, self.live, self.drafts, drafter_state, run)
 
     @property
     def state(self) -> DecodeState:
@@ -238,7 +201,7 @@ class Session:
         """Return whether a sequence's turn goes on."""
         return self.live[seq] or seq in self.prefilling
 
-    def told_reading(self) -> str:
+    def prefill_progress(self) -> str:
         """Describe how far prompts are read; "" while none is."""
         read = sum(len(self.history[seq]) for seq in self.prefilling)
         of_all = sum(map(len, self.prefilling.values()))
@@ -262,7 +225,7 @@ class Session:
                 self.release(seq)
         while any(self.live) or self.prefilling:
             yield self.step()
-            for fault in (*self.faults.values(), *self.broken.values()):
+            for fault in (*self.guide_errors.values(), *self.nan_sequences.values()):
                 raise ValueError(fault)
 
     def configure(self, seq: int, params: Sampling, seed: int, drafts: bool = True) -> None:
@@ -284,7 +247,7 @@ class Session:
         noise_id: tuple[int, int] | None = None,
         max_new_tokens: int = 0,
         source: int | None = None,
-        guide: Any = None,
+        guide: GuideSource | None = None,
     ) -> None:
         """Start a turn of a sequence, beside the others.
 
@@ -297,18 +260,15 @@ class Session:
         guide: masks the tokens of the answer (extras/grammar.py); None: the engine's, if any
         """
         self.release(seq)
-        self.faults.pop(seq, None)
-        self.broken.pop(seq, None)
+        self.guide_errors.pop(seq, None)
+        self.nan_sequences.pop(seq, None)
         engine = self.engine
         guide = guide or engine.guide
-        if guide is not None and self.guide is None:
-            self.guide = guide.for_session(len(self.live))
-        if self.guide is not None:
-            self.guide.begin(seq, guide)
+        self.guides[seq] = guide.begin() if guide else None
         state = self.state
         length = len(prompt)
         self.answers[seq] = length
-        self.policy.prepare(self, self.policy.next_preset(self, reads_prompt=True))
+        self._pick_preset(reads_prompt=True)
         if source not in (None, seq):
             shared = self.cached(source, prompt)
             self.history[seq] = self.history[source][: shared + 1]
@@ -329,16 +289,16 @@ class Session:
             state.draws[seq] = 0
 
     def release(self, seq: int) -> None:
-        """End a sequence's turn, if it has one; the policy gets its text."""
+        """End a sequence's turn, if it has one; the observers get its text."""
         if self.live[seq]:
-            self.policy.finished(self.history[seq], self.answers[seq])
+            self._finish(seq)
         self.prefilling.pop(seq, None)
         self.live[seq] = False
         self.state.done[seq] = True
         if not any(self.live):
             self.pending.clear()
 
-    def cut(self, seq: int, count: int) -> None:
+    def truncate(self, seq: int, count: int) -> None:
         """End a sequence's turn, and drop the last `count` of the tokens that `step` returned.
 
         The draws of dropped tokens are taken back: the next turn is the same for every drafter.
@@ -346,7 +306,7 @@ class Session:
         kept = len(self.history[seq]) - count
         del self.history[seq][kept:]
         self.stats.tokens -= count
-        self.faults.pop(seq, None)  # of a token that is dropped
+        self.guide_errors.pop(seq, None)  # of a token that is dropped
         self.release(seq)
         state = self.state
         state.draws[seq] += kept - 1 - state.pos[seq]  # cycles advance both by the same numbers
@@ -355,7 +315,7 @@ class Session:
         """Run a cycle of the live sequences, and about one chunk of the prompts.
 
         Returns: the new tokens of every sequence that were read.
-        Writes: history, stats; the state of policy and readers.
+        Writes: history, stats; the state of the observers.
         """
         new: list[list[int]] = [[] for _ in self.history]
         began = time.perf_counter()
@@ -363,12 +323,12 @@ class Session:
             began = self.read_at
         lag = self.host_lag
         # prefill needs a state that no cycle changes, and a guide must have read every token
-        if self.prefilling or (self.guide is not None and self.guide.active(self.live)):
+        if self.prefilling or self._is_guided():
             lag = 0
         while any(self.live) and len(self.pending) <= lag:
             self.pending.append(self._launch())
         while len(self.pending) > lag:
-            self._read(*self.pending.popleft(), new)
+            self._read(self.pending.popleft(), new)
         self.read_at = time.perf_counter()
         self.stats.decode_s += self.read_at - began
         if self.prefilling:
@@ -377,45 +337,42 @@ class Session:
         for seq, tokens in enumerate(new):
             self.history[seq] += tokens
             if tokens and not self.busy(seq):
-                self.policy.finished(self.history[seq], self.answers[seq])
+                self._finish(seq)
         return new
-
-    def run_step(self, key: Any, body: Callable[[], Any]) -> Any:
-        """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
-
-        key: tells steps apart, in `Buffers.replays`
-        body: holds no session, since the buffers keep it; a captured one returns the same tensors
-            every time, and writes the state in place
-        """
-        engine = self.engine
-        if not engine.captured:
-            with single_torch_thread(engine.target.fused is not None):
-                return body()
-        buffers = self.buffers
-        if key not in buffers.replays:
-            buffers.replays[key] = Replay(body, engine.device, buffers.scratch)
-        return buffers.replays[key]()
 
     def time_cycle(self, preset: int) -> float:
         """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
-        result, _ = self._launch(preset)
-        return result.read(self.host_lag > 0).seconds
+        return self._launch(preset).read(self.host_lag > 0).seconds
 
-    def _launch(self, preset: int | None = None) -> tuple[CycleResult, list[Any]]:
+    def _pick_preset(self, preset: int | None = None, reads_prompt: bool = False) -> int:
+        """Return the preset of the next step, which the observers have prepared. preset: given"""
+        if preset is None:
+            preset = self.policy.next_preset(self.view, reads_prompt)
+        for observer in self.observers:
+            observer.before_step(self.view, preset)
+        return preset
+
+    def _is_guided(self) -> bool:
+        """Return whether any sequence that decodes has a guide."""
+        return any(guide and decodes for guide, decodes in zip(self.guides, self.live))
+
+    def _finish(self, seq: int) -> None:
+        for observer in self.observers:
+            observer.finished(self.history[seq], self.answers[seq])
+
+    def _launch(self, preset: int | None = None) -> CycleResult:
         """Launch a cycle of a preset; None: of the one that the policy picks."""
         began = time.perf_counter()
         engine = self.engine
         buffers = self.buffers
-        if preset is None:
-            preset = self.policy.next_preset(self, reads_prompt=False)
-            if not any(wants for wants, decodes in zip(self.drafts, self.live) if decodes):
-                preset = 0
-        self.policy.prepare(self, preset)
+        preset = self._pick_preset(preset)
         mode = self.mode
-        cycle = engine.cycles[mode][preset]
-        guided = self.guide is not None and self.guide.active(self.live)
+        cycle = engine.cycles.by_mode[mode][preset]
+        guided = self._is_guided()
         if guided:
-            cycle = Cycle(engine, self.guide.around(engine, preset, self.live), mode)
+            guides = [guide if decodes else None for guide, decodes in zip(self.guides, self.live)]
+            around = next(filter(None, guides)).around
+            cycle = Cycle(engine, around(engine, preset, guides, self.live), mode)
 
         def in_place() -> tuple[DrafterUpdate, Tensor]:
             state, *outcome = cycle(buffers.cache, buffers.state)
@@ -425,30 +382,28 @@ class Session:
         if engine.captured and guided:  # the host makes the masks, so the cycle is not captured
             update, report = in_place()
         elif engine.captured:
-            update, report = self.run_step((mode, preset), in_place)
+            update, report = run_step(engine, buffers, (mode, preset), in_place)
         else:
             with single_torch_thread(engine.target.fused is not None):
                 buffers.state, update, report = cycle(buffers.cache, buffers.state)
-        result = CycleResult(report, preset, began, self.policy.copied(self))
-        return result, [reader.launched(update, self.live) for reader in self.readers]
+        further = [observer.host_tensors(update, self.view) for observer in self.observers]
+        return CycleResult(report, preset, began, further)
 
-    def _read(self, result: CycleResult, copies: list[Any], new: list[list[int]]) -> None:
+    def _read(self, result: CycleResult, new: list[list[int]]) -> None:
         """Read a cycle. Writes: its tokens, to `new`; live, stats."""
         result.read(self.host_lag > 0)
         live = [seq for seq, count in enumerate(result.count) if self.live[seq] and count]
         if not live:  # launched before the host knew that all were done
             return
-        taken = {}
+        result.live = live
+        result.taken = {}
         for seq in live:
             if result.done[seq] >= 2:
                 self._break(seq)
                 continue
             self.live[seq] = not result.done[seq]
-            taken[seq] = self._allowed(seq, result.emitted[seq][: result.count[seq]])
-            new[seq] += taken[seq]
-        for reader, own in zip(self.readers, copies):
-            if own is not None:
-                reader.read(own, result, taken)
+            result.taken[seq] = self._allowed(seq, result.emitted[seq][: result.count[seq]])
+            new[seq] += result.taken[seq]
         began, drafted, verified, ended = result.times
         stats = self.stats
         stats.live_sequences.append(live)
@@ -457,19 +412,21 @@ class Session:
         stats.draft_s += (drafted - began + ended - verified) / 1e9
         stats.verify_s += (verified - drafted) / 1e9
         stats.presets.append((result.preset, result.seconds))
-        self.policy.observe(self, result, live)
+        for observer, copied in zip(self.observers, result.further):
+            observer.after_cycle(result, copied, self.view)
 
     def _allowed(self, seq: int, tokens: list[int]) -> list[int]:
         """Return the decided tokens that the sequence's guide allows.
 
         It allows all, or the sequence ends where nothing could follow.
         """
-        if self.guide is None:
+        guide = self.guides[seq]
+        if guide is None:
             return tokens
-        allowed = self.guide.take(seq, tokens)
+        allowed = guide.take(tokens)
         if len(allowed) < len(tokens):
             self.release(seq)
-            self.faults[seq] = self.guide.fault
+            self.guide_errors[seq] = guide.fault
         return allowed
 
     def _prefill(self, new: list[list[int]]) -> None:
@@ -480,9 +437,10 @@ class Session:
                 begin = len(self.history[seq])
                 chunk = prompt[begin : begin + PREFILL_CHUNK]
                 allowed = None
+                guide = self.guides[seq]
                 # the last chunk alone decides a token
-                if self.guide is not None and begin + len(chunk) == len(prompt):
-                    allowed = self.guide.root_mask(seq, self.engine.device)
+                if guide is not None and begin + len(chunk) == len(prompt):
+                    allowed = guide.root_mask(self.engine.device)
                 self._read_chunk(seq, begin, len(chunk), allowed)
                 self.history[seq] += chunk
                 left -= len(chunk)
@@ -493,23 +451,26 @@ class Session:
                     if not is_finite(features):
                         self._break(seq)
                         continue
-                    for reader in self.readers:
-                        reader.decided_root(seq, features, root)
+                    for observer in self.observers:
+                        observer.after_prompt(seq, features, root)
                     self.live[seq] = not self.state.done[seq]
                     del self.prefilling[seq]
                     new[seq] = self._allowed(seq, [root])
 
     def _break(self, seq: int) -> None:
-        """End a sequence whose numbers are not finite, and forget it. Writes: broken; the cache."""
+        """End a sequence whose numbers are not finite, and forget it.
+
+        Writes: nan_sequences; the cache.
+        """
         from hf.not_finite import reason
 
         tokens = self.history[seq]
-        self.live[seq] = False  # so `release` does not give the policy its text
+        self.live[seq] = False  # so `release` does not give observers its text
         self.release(seq)
         self.history[seq] = []
         for buffer in (*self.buffers.cache.k, *self.buffers.cache.v):
             buffer[seq, :, : len(tokens) + PREFILL_CHUNK] = 0  # a mask does not hide NaN
-        self.broken[seq] = reason(self.engine.target, tokens)
+        self.nan_sequences[seq] = reason(self.engine.target, tokens)
 
     def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None) -> None:
         """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""
@@ -518,8 +479,7 @@ class Session:
         if allowed is None and engine.captured:  # without a graph the host is slower than a GPU
             width = next(w for w in PREFILL_WIDTHS if w >= width)
         buffers.start.fill_(start)
-        preset = self.policy.next_preset(self, reads_prompt=True)
-        self.policy.prepare(self, preset)
+        preset = self._pick_preset(reads_prompt=True)
         mode = SamplingMode.needed_by(self.sampling[seq])
         own = replace(engine, presets=(engine.presets[preset],))
 
@@ -534,7 +494,7 @@ class Session:
         if allowed is not None:
             with single_torch_thread(engine.target.fused is not None):
                 return body()
-        self.run_step(("prefill", width, seq, preset, mode), body)
+        run_step(engine, buffers, ("prefill", width, seq, preset, mode), body)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

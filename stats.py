@@ -213,7 +213,7 @@ def trace_row(tree_trace: list[list], seq: int, result: Any) -> dict[str, Any]:
 
     tree_trace: of all sequences, the tree's tokens, parents and depths, the accepted path, and the
     nodes' values if there are any (a padded node's is null)
-    result: `session.CycleResult`
+    result: `observer.CycleResult`
     """
     tokens, parents, depths, path, *values = (column[seq] for column in tree_trace)
     length = result.length[seq]

@@ -32,6 +32,7 @@ from ops.experts import route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
 from ops.norm import gain_of, geglu, rms_norm, swiglu
 from ops.rotary import rotary, rotary_cache
+from runtime import replace_fields
 
 # of `Rows`, by their numbers in C++
 REGISTERS = ("stream", "h", "embedded", "features", "normed")
@@ -56,7 +57,7 @@ class Rows(NamedTuple):
 
     def put(self, register: str, value: Any) -> Rows:
         """Return these rows with another value in a register."""
-        return self._replace(**{register: value})
+        return replace_fields(self, **{register: value})
 
 
 class CppStep(NamedTuple):
@@ -271,7 +272,7 @@ class Rotate(Step):
             return rows.put("h", q)
         q, k = rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
         v = qkv[:, :, -self.kv_heads :]
-        return rows._replace(h=q, kv=(k.transpose(1, 2), v.transpose(1, 2)))
+        return replace_fields(rows, h=q, kv=(k.transpose(1, 2), v.transpose(1, 2)))
 
     def for_cpp(self, layer: nn.Module) -> CppStep | None:
         if self.head_dim % 16:
@@ -388,7 +389,8 @@ class Route(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         expert, share = getattr(layer, self.name)(rows.h)  # [B, T, J]
         repeated = rows.h.flatten(0, 1).repeat_interleave(self.chosen, 0)
-        return rows._replace(h=repeated, routing=route(expert.flatten(), self.experts), share=share)
+        routing = route(expert.flatten(), self.experts)
+        return replace_fields(rows, h=repeated, routing=routing, share=share)
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         weight = getattr(layer, self.name).weight

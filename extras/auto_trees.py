@@ -11,7 +11,7 @@ from cli.tree_paths import candidates
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, Method, TreeDrafter
 from extras.autosize import AutoTrees, TreeShape
-from extras.deferred import Deferred, Idle
+from extras.deferred import LazyDrafter, RestingDrafter
 from extras.kept_texts import texts_for
 from extras.ngram_draft import Ngram, NgramDrafter
 from model import Transformer
@@ -28,7 +28,7 @@ SHAPES = (
 )
 
 
-class AutoDrafter(Deferred):
+class AutoDrafter(LazyDrafter):
     """The largest tree, with the presets that a policy picks from by the clock."""
 
     def method(self) -> Method:
@@ -46,9 +46,11 @@ def with_smaller_trees(
     """
     largest = drafter.tree
     shapes: list[TreeShape] = []
-    presets: list[Drafter] = [Idle(drafter, target, lookup)]
+    presets: list[Drafter] = [RestingDrafter(drafter, target, lookup)]
     if lookup:
-        presets += [Idle(drafter, target, lookup, 1 + size) for size in range(len(lookup.sizes))]
+        presets += [
+            RestingDrafter(drafter, target, lookup, 1 + size) for size in range(len(lookup.sizes))
+        ]
     for shape in SHAPES if target.norm.weight.device.type == "cpu" else SHAPES[1:]:
         shape = cut(shape, drafter.levels)
         fits = shape.depth <= largest.depth and shape.topk <= largest.width
@@ -56,7 +58,7 @@ def with_smaller_trees(
             continue
         shapes.append(shape)
         tree = StaticTree.chain(shape.depth) if shape.topk == 1 else DynamicTree(*shape)
-        presets.append(Deferred(drafter.with_tree(tree), target, lookup=lookup))
+        presets.append(LazyDrafter(drafter.with_tree(tree), target, lookup=lookup))
     return AutoDrafter(drafter, target, presets, lookup=lookup)
 
 

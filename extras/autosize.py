@@ -38,12 +38,12 @@ from torch import Tensor
 from cli.io import read_json
 from decode import Engine
 from drafters import Drafter
-from extras.deferred import Deferred, catch_up
+from extras.deferred import LazyDrafter, read_skipped
 from extras.drafted import source_of
 from extras.presets import PresetPolicy, lookup_of
 from extras.remembered import file_of, recall, remember
+from observer import CycleResult, View
 from parallel import ranks
-from session import CycleResult, Session
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
 FADE = 1 - 1 / 128
@@ -108,25 +108,25 @@ class AutoTrees(PresetPolicy):
         self.sizer: Autosizer | None = None
         self.waiting = 0  # cycles since the drafter caught up
 
-    def started(self, engine: Engine, seconds: Callable[[], list[float]]) -> AutoTrees:
+    def on_engine_ready(self, engine: Engine, time_presets: Callable[[], list[float]]) -> AutoTrees:
         """Learn from now on, and from what earlier processes have learnt.
 
         Only captured cycles are timed. Under the residual rule the tokens follow the tree, and the
         clocks of ranks differ: neither may depend on a time.
         """
-        policy = super().started(engine, seconds)
+        policy = super().on_engine_ready(engine, time_presets)
         if engine.config.accept == "exact" and ranks.this_rank().world_size == 1:
-            times = seconds() if engine.captured else ()
+            times = time_presets() if engine.captured else ()
             policy.sizer = sizer_of(engine, times, self.lookup)
         return policy
 
-    def begin(self) -> AutoTrees:
-        policy = super().begin()
+    def for_session(self) -> AutoTrees:
+        policy = super().for_session()
         policy.waiting = 0
         return policy
 
-    def prepare(self, session: Session, preset: int) -> None:
-        self.waiting = catch_up(session, preset, self.waiting)
+    def before_step(self, view: View, preset: int) -> None:
+        self.waiting = read_skipped(view, preset, self.waiting)
 
     def pick_reading(self, limit: int) -> int:
         if self.sizer and self.sizer.rests_while_reading:
@@ -138,9 +138,10 @@ class AutoTrees(PresetPolicy):
             return super().pick(limit)
         return self.sizer.next(limit, self.expected)
 
-    def observe(self, session: Session, result: CycleResult, live: list[int]) -> None:
-        super().observe(session, result, live)
+    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
+        super().after_cycle(result, copied, view)
         if self.sizer:
+            live = result.live
             accepted = sum(result.length[seq] for seq in live) / len(live)
             self.sizer.observe(result.preset, accepted, result.seconds, len(live))
 
@@ -161,9 +162,9 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) 
     rates = lookup.rates if lookup else None
     known = None
     if file:
-        known = known_of(recall(file), shapes, rates)
+        known = CostModel.parse(recall(file), shapes, rates)
     if known is None:
-        known = unknown(shapes, trained_miss(engine.option("head")))
+        known = CostModel.fresh(shapes, trained_miss(engine.option("head")))
     if timed_s:
         known.costs = [seconds / timed_s[0] for seconds in timed_s]
         known.seen = [RECALLED] * len(shapes)
@@ -172,14 +173,16 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) 
     node *= batch / (1 + (batch - 1) * node)  # a cycle without a tree has one node per sequence
     # captured prefills read every prompt, because reading and skipping are two graphs
     smallest = engine.presets[0]
-    may_skip_prompts = not engine.captured and isinstance(smallest, Deferred) and smallest.may_skip
+    may_skip_prompts = (
+        not engine.captured and isinstance(smallest, LazyDrafter) and smallest.may_skip
+    )
     names = [preset.name for preset in engine.presets]
     lookups = len(lookup.sizes) if lookup else 0
     sources = [source_of(engine, preset) for preset in range(len(names))]
     sizer = Autosizer(shapes, known, node, names, may_skip_prompts, lookups, sources)
     if known.rates:
         rates.copy_(torch.tensor(known.rates).view_as(rates))
-    pool = engine.buffer_pool
+    pool = engine.cycles.buffers
     for buffers in pool:  # of warm-ups
         found = lookup_of(buffers.state.drafter_state)
         if found is not None:
@@ -248,7 +251,7 @@ def trained_miss(head: str) -> float | None:
 
 
 @dataclass
-class Known:
+class CostModel:
     """Remembered measurements: fading means and their weights.
 
     The accepted tokens of a preset depend on the text and are not remembered. The share of misses
@@ -262,46 +265,51 @@ class Known:
     # by length, rank and depth: accepted and tried candidates of a lookup; empty without one
     rates: list[float] = field(default_factory=list)
 
+    @classmethod
+    def fresh(cls, shapes: Sequence[TreeShape], miss: float | None = None) -> CostModel:
+        """Return the start without memory.
 
-def unknown(shapes: Sequence[TreeShape], miss: float | None = None) -> Known:
-    """Return the start without memory. miss: measured in the head's training; None: a default"""
-    costs = [1.0] * len(shapes)
-    seen = [0.0] * len(shapes)
-    if miss is None:
-        return Known(costs, seen, MISS, MISS_WEIGHT)
-    return Known(costs, seen, miss, RECALLED)
+        miss: measured in the head's training; None: a default
+        """
+        costs = [1.0] * len(shapes)
+        seen = [0.0] * len(shapes)
+        if miss is None:
+            return cls(costs, seen, MISS, MISS_WEIGHT)
+        return cls(costs, seen, miss, RECALLED)
 
+    @classmethod
+    def parse(
+        cls, value: Any, shapes: Sequence[TreeShape], rates: Tensor | None = None
+    ) -> CostModel | None:
+        """Read remembered measurements, with their weights capped.
 
-def known_of(value: Any, shapes: Sequence[TreeShape], rates: Tensor | None = None) -> Known | None:
-    """Check remembered measurements and cap their weights.
-
-    value: any JSON value
-    shapes: of the presets
-    rates: of the lookup, in their shape; None without one
-    Returns: the measurements; None where the value cannot be those of such presets.
-    """
-    names = [each.name for each in fields(Known)]
-    if not isinstance(value, dict) or not value.keys() >= set(names):
-        return None
-    known = Known(*(value[name] for name in names))
-    count = 0 if rates is None else rates.numel()
-    sizes = ((known.costs, len(shapes)), (known.seen, len(shapes)), (known.rates, count))
-    if not all(isinstance(each, list) and len(each) == size for each, size in sizes):
-        return None
-    ranges = [(known.miss, 0, 1), (known.miss_weight, 0, 1e6)]
-    ranges += [(cost, 0.01, 1e4) for cost in known.costs]
-    ranges += [(weight, 0, 1e6) for weight in known.seen + known.rates]
-    if not all(type(x) in (int, float) and low <= x <= high for x, low, high in ranges):
-        return None  # no NaN is in a range
-    known.seen = [min(weight, RECALLED) for weight in known.seen]
-    known.miss_weight = min(known.miss_weight, RECALLED)
-    scales = [min(1.0, RECALLED / max(tried, RECALLED)) for tried in known.rates[1::2]]
-    known.rates = [weight * scales[i // 2] for i, weight in enumerate(known.rates)]
-    return known
+        value: any JSON value
+        shapes: of the presets
+        rates: of the lookup, in their shape; None without one
+        Returns: the measurements; None where the value cannot be those of such presets.
+        """
+        names = [each.name for each in fields(cls)]
+        if not isinstance(value, dict) or not value.keys() >= set(names):
+            return None
+        known = cls(*(value[name] for name in names))
+        count = 0 if rates is None else rates.numel()
+        sizes = ((known.costs, len(shapes)), (known.seen, len(shapes)), (known.rates, count))
+        if not all(isinstance(each, list) and len(each) == size for each, size in sizes):
+            return None
+        ranges = [(known.miss, 0, 1), (known.miss_weight, 0, 1e6)]
+        ranges += [(cost, 0.01, 1e4) for cost in known.costs]
+        ranges += [(weight, 0, 1e6) for weight in known.seen + known.rates]
+        if not all(type(x) in (int, float) and low <= x <= high for x, low, high in ranges):
+            return None  # no NaN is in a range
+        known.seen = [min(weight, RECALLED) for weight in known.seen]
+        known.miss_weight = min(known.miss_weight, RECALLED)
+        scales = [min(1.0, RECALLED / max(tried, RECALLED)) for tried in known.rates[1::2]]
+        known.rates = [weight * scales[i // 2] for i, weight in enumerate(known.rates)]
+        return known
 
 
 def _save(
-    file: Path, known: Known, before: dict[str, Any], rates: Tensor | None, pool: list[Any]
+    file: Path, known: CostModel, before: dict[str, Any], rates: Tensor | None, pool: list[Any]
 ) -> None:
     """Remember the measurements if they differ from `before`.
 
@@ -327,7 +335,7 @@ class Autosizer:
     def __init__(
         self,
         shapes: Sequence[TreeShape],
-        known: Known,
+        known: CostModel,
         node: float,
         names: Sequence[str] = (),
         may_skip_prompts: bool = False,

@@ -78,7 +78,8 @@ class BlockHead(Transformer):
         for layer, *kv in zip(self.layers, cache.k, cache.v):
             _, *steps = layer.steps  # h is normed already
             last = next(i for i, step in enumerate(steps) if isinstance(step, Rotate))
-            run_steps(steps[: last + 1], layer, rows._replace(kv=kv))  # the queries are not used
+            begun = replace_fields(rows, kv=kv)
+            run_steps(steps[: last + 1], layer, begun)  # the queries are not used
 
     def token_rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of the bias for the tokens before: [B, R] int64 -> [B, R, rank or 0]."""
@@ -144,7 +145,7 @@ class BlockDrafter(LevelDrafter):
 
     def extend(self, state: BlockState, update: DrafterUpdate) -> BlockState:
         """Read the confirmed tokens' hidden states. Writes: slots from length on."""
-        window = causal_window(state.length, update.features.shape[1])
+        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         taps = update.features[..., self.head.config.model.dim :]
         self.head.read(taps, state.cache, window)
         return replace_fields(state, length=state.length + update.count)
@@ -161,7 +162,7 @@ class BlockDrafter(LevelDrafter):
         block = self.head.config
         first = 0 if block.predicts_next else 1
         size = self.tree.depth + first if block.causal else block.block_size
-        window = causal_window(state.length, size)
+        window = causal_window(state.length, size, backend=self.backend)
         if not block.causal:
             window = Window(window.slots, window.start, torch.ones_like(window.mask))
         tokens = torch.full_like(window.slots, block.mask_token)  # [B, T]
@@ -218,7 +219,7 @@ class SparkDrafter(BlockDrafter):
         scores = super().score_children(out, level, inputs)
         if not self.head.config.confidence:
             return scores
-        best = scores.best(self.tree.plan[level].k)
+        best = scores.best(self.tree.plan[level].k, self.backend.topk)
         sure = self.head.confidence(out.hidden[:, level, None], out.before)  # [B, R]
         return Children(best.tokens, best.scores + sure[:, :, None])
 

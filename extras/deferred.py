@@ -1,8 +1,9 @@
 """Deferral: while no tree is wanted, a drafter postpones reading, which costs next to nothing.
 
 A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So the preset without a
-tree, `Idle`, only keeps the target's features of the last tokens, beside the drafter's own state.
-`catch_up` reads them before the next tree. Presets that propose what a lookup finds are idle, too.
+tree, `RestingDrafter`, only keeps the target's features of the last tokens, beside the drafter's
+own state. `read_skipped` reads them before the next tree. Presets that propose what a lookup finds
+rest, too.
 - An EAGLE head may skip older tokens, and prompts that come meanwhile: its cache then has a gap,
   and it attends to the text around it. (With captured prompts, on CUDA, it reads them.)
 - A draft model needs no features and has no gaps: it catches up before a prompt, and when the kept
@@ -21,18 +22,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from decode import DecodeState
 from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, RootOnly, TreeDrafter
 from extras.presets import PresetDrafter
 from model import Transformer
-from ops.library import on_cpp_device
+from observer import View
+from ops.backends import Backend
 from runtime import copy_into, replace_fields
-from session import Session
 
 MAX_KEPT = 16  # tokens whose features are kept
 
 
-class DeferredState(NamedTuple):
+class LazyState(NamedTuple):
     """A drafter's state, and the features of the tokens that it has not read."""
 
     own: Any  # with its `length`, [B] int64, tokens that it has read
@@ -43,10 +45,10 @@ class DeferredState(NamedTuple):
     found: Any = ()  # state of the lookup, where there is one
 
 
-class Deferred(PresetDrafter):
+class LazyDrafter(PresetDrafter):
     """A drafter that may defer. Its trees start from a state that has caught up."""
 
-    max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `catch_up`
+    max_deferred: int = 0  # cycles whose tokens `extend` may leave unread until `read_skipped`
     may_skip: bool = False  # it may defer for longer; the oldest tokens are then never read
 
     def __init__(
@@ -79,6 +81,11 @@ class Deferred(PresetDrafter):
     def name(self) -> str:
         return self.grower.name if isinstance(self.grower, TreeDrafter) else super().name
 
+    def use(self, backend: Backend) -> None:
+        super().use(backend)
+        for inner in (self.drafter, self.grower, self.lookup):
+            inner.use(backend)
+
     def fuse(self, enable: bool) -> None:
         self.drafter.fuse(enable)
 
@@ -86,20 +93,20 @@ class Deferred(PresetDrafter):
         names = [preset.name for preset in self.presets]
         return self.drafter.resolved_options() | {"tree": "auto", "trees": names}
 
-    def init(self, batch: int, slots: int) -> DeferredState:
+    def init(self, batch: int, slots: int) -> LazyState:
         width = (1 + len(self.aux_layers)) * self.weight.shape[-1]
         features = self.weight.new_zeros(batch, MAX_KEPT + 1, width)
         count = torch.zeros(batch, dtype=torch.long, device=self.weight.device)
         own = self.drafter.init(batch, slots)
         found = self.lookup.init(batch, slots)
-        return DeferredState(own, features, count, count.clone(), found)
+        return LazyState(own, features, count, count.clone(), found)
 
-    def extend(self, state: DeferredState, update: DrafterUpdate) -> DeferredState:
+    def extend(self, state: LazyState, update: DrafterUpdate) -> LazyState:
         own = self.drafter.extend(state.own, update)
         found = self.lookup.extend(state.found, update)
         return replace_fields(state, own=own, passed=state.passed + update.count, found=found)
 
-    def rewind(self, state: DeferredState, length: Tensor) -> DeferredState:
+    def rewind(self, state: LazyState, length: Tensor) -> LazyState:
         """Forget all but the first `length` tokens, and all deferred ones.
 
         Behind a gap the drafter may keep some tokens that the text no longer has. Before any token
@@ -114,10 +121,10 @@ class Deferred(PresetDrafter):
         found = self.lookup.rewind(state.found, length)
         return replace_fields(state, own=own, count=count, passed=length, found=found)
 
-    def propose(self, state: DeferredState, inputs: DraftInputs) -> DraftTree:
+    def propose(self, state: LazyState, inputs: DraftInputs) -> DraftTree:
         return self.grower.propose(state.own, inputs)
 
-    def catch_up(self, state: DeferredState, text: DecodedTokens) -> DeferredState:
+    def read_skipped(self, state: LazyState, text: DecodedTokens) -> LazyState:
         """Read the kept tokens. Writes: the drafter's own cache.
 
         A drafter that keeps its nodes also reads the token before: it may not have run it.
@@ -140,7 +147,7 @@ class Deferred(PresetDrafter):
         return replace_fields(state, own=own, count=torch.zeros_like(state.count))
 
 
-class Idle(Deferred):
+class RestingDrafter(LazyDrafter):
     """Proposes what a lookup finds, or nothing, and defers what is confirmed."""
 
     def __init__(
@@ -150,24 +157,25 @@ class Idle(Deferred):
         lookup: Drafter | None = None,
         size: int = 0,
     ):
-        """lookup: as for `Deferred`; size: number of its preset that proposes, 0 for nothing"""
+        """lookup: as for `LazyDrafter`; size: number of its preset that proposes, 0 for nothing"""
         grower = lookup.presets[size] if lookup else RootOnly()
         super().__init__(drafter, target, grower=grower, lookup=lookup)
         self.may_skip = not drafter.keeps_nodes
         self.max_deferred = MAX_KEPT - 1  # with the token before, as many as are kept
 
-    def propose(self, state: DeferredState, inputs: DraftInputs) -> DraftTree:
+    def propose(self, state: LazyState, inputs: DraftInputs) -> DraftTree:
         return self.grower.propose(state.found, inputs)
 
-    def extend(self, state: DeferredState, update: DrafterUpdate) -> DeferredState:
+    def extend(self, state: LazyState, update: DrafterUpdate) -> LazyState:
         """Keep the features of the last tokens. Writes: the kept features; on a CPU, the state."""
         found = self.lookup.extend(state.found, update)
         rows = update.count
         if update.at_root is not None:  # of a prompt only the chunk that completes it waits
             rows = rows * update.at_root
-        if on_cpp_device(state.count, "tree"):
+        keep_rows = self.backend.keep_rows
+        if keep_rows is not None:
             kept = (state.features, state.count, state.passed)
-            torch.ops.gpt_eagle.keep_rows(*kept, update.features, rows)
+            keep_rows(*kept, update.features, rows)
             return state  # the lookup has written its own in place, too
         step = torch.arange(update.features.shape[1], device=state.count.device)
         count = rows[:, None]  # [B, 1]
@@ -181,24 +189,22 @@ class Idle(Deferred):
         return replace_fields(state, count=count, passed=passed, found=found)
 
 
-def catch_up(session: Session, preset: int, waiting: int) -> int:
-    """Before a step: let the drafter catch up, if the preset may defer no more tokens.
+def read_skipped(view: View, preset: int, waiting: int) -> int:
+    """Before a step: let the drafter read what it has skipped, if the preset may defer no more.
 
     waiting: cycles since it last did. Writes: the drafter's state. Returns: cycles that wait then.
     """
-    drafter = session.engine.presets[preset]
-    if not isinstance(drafter, Deferred):
+    drafter = view.presets[preset]
+    if not isinstance(drafter, LazyDrafter):
         return 0
     due = waiting >= drafter.max_deferred and not drafter.may_skip
     if waiting and due:
-        largest = session.engine.drafter
-        buffers = session.buffers
+        largest = view.presets[-1]
 
-        def body() -> None:
-            state = buffers.state
+        def body(state: DecodeState) -> None:
             text = DecodedTokens(state.tokens, state.pos)
-            copy_into(state.drafter_state, largest.catch_up(state.drafter_state, text))
+            copy_into(state.drafter_state, largest.read_skipped(state.drafter_state, text))
 
-        session.run_step("catch up", body)
+        view.run_step("read skipped", body)
         waiting = 0
     return waiting + (drafter.max_deferred > 0)

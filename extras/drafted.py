@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import deque
+from typing import NamedTuple
+
+from torch import Tensor
 
 from cli.methods import DRAFTERS
 from decode import Engine
-from drafters import DrafterUpdate
-from extras.deferred import Idle
-from runtime import HostCopy
-from session import CycleResult, Reader
+from draft_tree import DrafterUpdate
+from extras.deferred import RestingDrafter
+from observer import CycleResult, Observer, View
 
 
 def source_of(engine: Engine, preset: int) -> str:
@@ -17,7 +19,7 @@ def source_of(engine: Engine, preset: int) -> str:
     drafter = engine.presets[preset]
     if drafter.size == 1:
         return ""
-    if isinstance(drafter, Idle):
+    if isinstance(drafter, RestingDrafter):
         return "lookup"
     return DRAFTERS[engine.option("draft") or "eagle"].source
 
@@ -34,7 +36,7 @@ def told_draft(engine: Engine) -> str:
 Nodes = list[tuple[int, int, bool]]  # parent, token, whether it was accepted; the root first
 
 
-class Marks(NamedTuple):
+class DraftMarks(NamedTuple):
     """The sources of the new tokens of a sequence, and its counts."""
 
     sources: list[str]  # of each token's draft; "" where the target alone decided it
@@ -44,7 +46,33 @@ class Marks(NamedTuple):
     trees: list[Nodes]  # of the cycles, where they are wanted
 
 
-class Drafted(Reader):
+class Spans:
+    """The sources of a text whose tokens come earlier than the text is certain."""
+
+    def __init__(self) -> None:
+        self.left: deque[tuple[str, int, int]] = deque()  # source, characters, cycle
+
+    def add(self, source: str, characters: int, cycle: int = 0) -> None:
+        """Add the text of a token."""
+        self.left.append((source, characters, cycle))
+
+    def take(self, characters: int) -> list[tuple[str, int, int]]:
+        """Return the spans of the next characters, equal neighbours as one."""
+        spans: list[tuple[str, int, int]] = []
+        while characters and self.left:
+            source, count, cycle = self.left.popleft()
+            if count > characters:
+                self.left.appendleft((source, count - characters, cycle))
+                count = characters
+            characters -= count
+            if spans and spans[-1][::2] == (source, cycle):
+                count += spans.pop()[1]
+            if count:
+                spans.append((source, count, cycle))
+        return spans
+
+
+class Drafted(Observer):
     """Notes for every new token of a session what drafted it."""
 
     def __init__(self, engine: Engine):
@@ -65,28 +93,27 @@ class Drafted(Reader):
         self.count[seq] = 0
         self.wants_trees[seq] = wants_trees
 
-    def take(self, seq: int) -> Marks:
+    def take(self, seq: int) -> DraftMarks:
         """Return the marks since the last call."""
         counts = (self.passes[seq], self.rejected[seq])
-        found = Marks(self.marks[seq], *counts, self.cycles[seq], self.trees[seq])
+        found = DraftMarks(self.marks[seq], *counts, self.cycles[seq], self.trees[seq])
         self.marks[seq] = []
         self.cycles[seq] = []
         self.trees[seq] = []
         self.passes[seq] = self.rejected[seq] = 0
         return found
 
-    def launched(self, update: DrafterUpdate, live: list[bool]) -> HostCopy | tuple:
+    def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
         tree = update.tree
-        if not any(wants and decodes for wants, decodes in zip(self.wants_trees, live)):
+        if not any(wants and decodes for wants, decodes in zip(self.wants_trees, view.live)):
             return ()
-        return HostCopy(tree.tokens, tree.parents, tree.valid, update.path)
+        return (tree.tokens, tree.parents, tree.valid, update.path)
 
-    def read(self, copies: Any, result: CycleResult, taken: dict[int, list[int]]) -> None:
+    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
         source = self.sources[result.preset]
-        columns = copies.read() if copies else []
-        for seq, tokens in taken.items():
-            if columns and self.wants_trees[seq]:
-                self.trees[seq].append(nodes_of(columns, seq, result))
+        for seq, tokens in result.taken.items():
+            if copied and self.wants_trees[seq]:
+                self.trees[seq].append(nodes_of(copied, seq, result))
             self.cycles[seq] += [self.count[seq]] * len(tokens)
             self.count[seq] += 1
             drafted = min(result.length[seq], len(tokens)) if source else 0
@@ -94,7 +121,7 @@ class Drafted(Reader):
             self.passes[seq] += 1
             self.rejected[seq] += max(self.sizes[result.preset] - 1 - result.length[seq], 0)
 
-    def decided_root(self, seq: int, features: Any, root: int) -> None:
+    def after_prompt(self, seq: int, features: Tensor, root: int) -> None:
         self.marks[seq].append("")
         self.cycles[seq].append(-1)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cli.io import log_note, one_line
 from cli.parsing import require
-from decode import Engine
+from decode import Engine, Guide
 from extras.guided_draft import Guided, masks
 from hf.tokenizer import Tokenizer
 
@@ -75,16 +75,11 @@ class Grammar:
         self.matcher = LLMatcher(vocabulary, definition, log_level=0)
         fault = self.matcher.get_error()
         require(not fault, f"the grammar is refused: {one_line(fault)}")
-        require(self.guide().place.bits.any(), "the grammar is refused: it allows no text")
+        require(self.begin().place.bits.any(), "the grammar is refused: it allows no text")
 
-    def guide(self) -> Guide:
+    def begin(self) -> TextGuide:
         """Begin a text."""
-        return Guide(Place(self, self.matcher.deep_copy()))
-
-    @staticmethod
-    def for_session(count: int) -> SessionGuide:
-        """Return what masks the tokens of a session of `count` sequences (`Session.guide`)."""
-        return SessionGuide(count)
+        return TextGuide(Place(self, self.matcher.deep_copy()))
 
 
 @lru_cache(maxsize=4)
@@ -215,59 +210,30 @@ class Place:
         return self.next[token]
 
 
-class Guide:
-    """The place of one sequence."""
+class TextGuide(Guide):
+    """The place of one text."""
+
+    fault = "the grammar allows neither a token nor the end here; correct it"
 
     def __init__(self, place: Place):
         self.place: Place | None = place  # None: at the end
+        self.vocab = place.grammar.vocab
 
     def take(self, tokens: list[int]) -> list[int]:
-        """Go on behind decided tokens.
-
-        Returns: those that are allowed: all, unless the grammar allows nothing behind them.
-        """
         for number, token in enumerate(tokens):
             if self.place is None or not self.place.allows(token):
                 return tokens[:number]
             self.place = self.place.after(token)
         return tokens
 
+    def root_mask(self, device: torch.device) -> Tensor:
+        return masks([[self.place]], self.vocab, device)
 
-class SessionGuide:
-    """The places of a session's sequences, each with its grammar or none."""
-
-    fault = "the grammar allows neither a token nor the end here; correct it"
-
-    def __init__(self, count: int):
-        """count: sequences"""
-        self.guides: list[Guide | None] = [None] * count
-
-    def begin(self, seq: int, grammar: Grammar | None) -> None:
-        """Begin a sequence's turn."""
-        self.guides[seq] = grammar.guide() if grammar else None
-
-    def active(self, live: list[bool]) -> bool:
-        """Return whether any sequence that decodes has a grammar."""
-        return any(guide and decodes for guide, decodes in zip(self.guides, live))
-
-    def take(self, seq: int, tokens: list[int]) -> list[int]:
-        """Return the decided tokens that a sequence's grammar allows, as `Guide.take`."""
-        guide = self.guides[seq]
-        return guide.take(tokens) if guide else tokens
-
-    def root_mask(self, seq: int, device: torch.device) -> Tensor | None:
-        """Return the tokens that may follow a prompt, [1, 1, V] bool; None: all."""
-        guide = self.guides[seq]
-        if guide is None:
-            return None
-        return masks([[guide.place]], guide.place.grammar.vocab, device)
-
-    def around(self, engine: Engine, preset: int, live: list[bool]) -> Guided:
-        """Return a preset of the engine under the grammars of the sequences that decode."""
-        guides = [guide if decodes else None for guide, decodes in zip(self.guides, live)]
+    def around(
+        self, engine: Engine, preset: int, guides: list[TextGuide | None], live: list[bool]
+    ) -> Guided:
         places = [guide.place if guide else None for guide in guides]
-        vocab = engine.target.config.vocab_size
-        return Guided(engine.drafter, engine.presets[preset], places, live, vocab)
+        return Guided(engine.drafter, engine.presets[preset], places, live, self.vocab)
 
 
 def compile_grammars(engine: Engine, grammar: Any, count: int) -> list[Any]:

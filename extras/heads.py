@@ -11,14 +11,14 @@ from extras.kept_texts import texts_for
 from extras.ngram_draft import Ngram
 from extras.presets import PresetPolicy
 from model import Transformer
+from observer import Observer
 from options import GenerateConfig
-from runtime import Policy
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
     """Load an EAGLE head. Raises: ValueError for options or files that do not fit."""
     added: dict[str, Any] = {}
-    policy = Policy()
+    policy = Observer()
     if config.inflate:
         from extras.stand_in import head_source
 

@@ -128,7 +128,7 @@ class HydraDrafter(TreeDrafter):
         if not self.heads.prefix:
             hidden = last_of(update.features, update.count, state.hidden)
             return FeatureState(length, hidden)
-        window = causal_window(state.length, update.features.shape[1])
+        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         out = self.heads.attend(update.features, window.slots, state.cache, window)
         hidden = last_of(out, update.count, state.hidden)
         return replace_fields(state, length=length, hidden=hidden)

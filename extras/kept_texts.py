@@ -39,20 +39,20 @@ RUN = 8  # tokens
 MOST_BYTES = 2**25  # of a file: texts, and the successors of 256 thousand tokens
 
 
-class Kept(NamedTuple):
+class PastText(NamedTuple):
     """A text."""
 
     tokens: list[int]
     runs: set[int]  # digests of its runs of RUN tokens
 
     @staticmethod
-    def of(tokens: list[int], begin: int = 0) -> Kept:
+    def of(tokens: list[int], begin: int = 0) -> PastText:
         """Keep the runs of some tokens. begin: of the first run"""
         runs = zip(*(tokens[begin + i :] for i in range(RUN)))
-        return Kept(tokens, set(map(hash, runs)))
+        return PastText(tokens, set(map(hash, runs)))
 
 
-class KeptTexts:
+class PastTexts:
     """The texts, from the least to the most recently used one."""
 
     def __init__(
@@ -62,7 +62,7 @@ class KeptTexts:
         successors: Tensor | None = None,
     ):
         """capacity: tokens and separators; successors: of `empty_matrix`, kept in the file, too"""
-        self.texts: list[Kept] = []
+        self.texts: list[PastText] = []
         self.capacity = capacity
         # [C] int64, the texts at its end; -1 is no token: a separator, or padding in front
         self.tokens = torch.full((capacity,), -1, dtype=torch.long, device=device)
@@ -71,13 +71,13 @@ class KeptTexts:
 
     def add(self, text: list[int], begin: int = 0) -> None:
         """Keep a text. begin: where its answer begins. Writes: tokens."""
-        answer = Kept.of(text, begin).runs
+        answer = PastText.of(text, begin).runs
         text = text[-(self.capacity - 1) :]
         others = [kept for kept in self.texts if text[: len(kept.tokens)] != kept.tokens]
         others.sort(key=lambda kept: not answer.isdisjoint(kept.runs))  # stable: used ones last
-        self._set([*others, Kept.of(text)])
+        self._set([*others, PastText.of(text)])
 
-    def _set(self, texts: list[Kept]) -> None:
+    def _set(self, texts: list[PastText]) -> None:
         """Keep the last texts that fit. Writes: tokens."""
         place = self.capacity
         first = len(texts)
@@ -101,7 +101,7 @@ class KeptTexts:
         """
         if file.is_file() and file.stat().st_size:
             texts, successors = _read(file, vocabulary, size)
-            self._set([Kept.of(tokens) for tokens in texts])
+            self._set([PastText.of(tokens) for tokens in texts])
             if self.successors is not None:
                 for token, *likeliest in successors:
                     known = torch.tensor(likeliest[: self.successors.shape[1]])
@@ -113,10 +113,10 @@ class KeptTexts:
 
 def texts_for(
     config: GenerateConfig, target: Transformer, tokenizer: Any, successors: Tensor | None = None
-) -> KeptTexts | None:
+) -> PastTexts | None:
     """Make what is kept of past requests, draft_store included; None where none is used.
 
-    successors: as for `KeptTexts`
+    successors: as for `PastTexts`
     Raises: ValueError for draft_store with another drafter, and for a file that is no store.
     """
     entry = entry_of(config)
@@ -126,7 +126,7 @@ def texts_for(
     require(keeps or not config.draft_store, f"--set draft_store {STORE.text}")
     if not keeps:
         return None
-    kept = KeptTexts(target.norm.weight.device, successors=successors)
+    kept = PastTexts(target.norm.weight.device, successors=successors)
     if config.draft_store:
         size = target.config.vocab_size
         kept.keep_in(Path(config.draft_store), vocabulary_of(tokenizer, size), size)
@@ -179,7 +179,7 @@ def _rows(matrix: Tensor | None) -> list[list[int]]:
 
 
 def _write(
-    file: Path, vocabulary: str, before: tuple[list[Kept], list], state: dict[str, Any]
+    file: Path, vocabulary: str, before: tuple[list[PastText], list], state: dict[str, Any]
 ) -> None:
     """Replace a file if its content has changed. If that fails, print one line."""
     successors = _rows(state["successors"])

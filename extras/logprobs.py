@@ -11,12 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters import DrafterUpdate
+from draft_tree import DrafterUpdate
 from model import Transformer
+from observer import CycleResult, Observer, View
 from ops.library import single_torch_thread
-from ops.topk import topk_logsumexp
-from runtime import HostCopy
-from session import CycleResult, Reader
 
 
 class Logprob(NamedTuple):
@@ -26,39 +24,31 @@ class Logprob(NamedTuple):
     top: list[tuple[int, float]]  # (token, log-probability), best first
 
 
-class ScoredStep(NamedTuple):
-    """The log-probabilities of a step's tokens, on their way to the host."""
+def scored(
+    target: Transformer, features: Tensor, tokens: Tensor, likeliest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Score decided tokens.
 
-    likeliest: dict[int, int]  # how many of the likeliest tokens each sequence gets
-    copy: HostCopy
-
-    @staticmethod
-    def launch(
-        target: Transformer, features: Tensor, tokens: Tensor, likeliest: dict[int, int]
-    ) -> ScoredStep:
-        """Launch the passes.
-
-        features: [B, R, F], of the target, before each token
-        tokens: [B, R] int64, the decided tokens; padding is scored, too
-        """
-        seqs = list(likeliest)
-        with single_torch_thread(target.fused is not None):
-            logits = target.logits(features[seqs])  # [W, R, V] fp32
-            top, ids, total = topk_logsumexp(logits, max(1, *likeliest.values()))
-            own = logits.gather(2, tokens[seqs][:, :, None]) - total  # [W, R, 1]
-            return ScoredStep(likeliest, HostCopy(own.squeeze(2), ids, top - total))
-
-    def read(self) -> dict[int, list[Logprob]]:
-        """Wait for the copy. Returns: by sequence, R entries each."""
-        found = {}
-        for (seq, count), own, ids, top in zip(self.likeliest.items(), *self.copy.read()):
-            best = [list(zip(*both))[:count] for both in zip(ids, top)]
-            found[seq] = [Logprob(*entry) for entry in zip(own, best)]
-        return found
+    features: [W, R, F], of the target, before each token
+    tokens: [W, R] int64; padding is scored, too
+    Returns: [W, R] fp32, their log-probabilities; [W, R, likeliest], the likeliest tokens at their
+        places, and the log-probabilities of these.
+    """
+    with single_torch_thread(target.fused is not None):
+        logits = target.logits(features)  # [W, R, V] fp32
+        top, ids, total = target.backend.topk(logits, max(1, likeliest))
+        own = logits.gather(2, tokens[:, :, None]) - total  # [W, R, 1]
+        return own.squeeze(2), ids, top - total
 
 
-class Logprobs(Reader):
-    """ScoredStep the tokens of a session's sequences, for those that `want` it."""
+def entries(own: list[float], ids: list, top: list, likeliest: int) -> list[Logprob]:
+    """Return the log-probabilities of a sequence. own, ids, top: of `scored`, as lists"""
+    best = [list(zip(*both))[:likeliest] for both in zip(ids, top)]
+    return [Logprob(*entry) for entry in zip(own, best)]
+
+
+class Logprobs(Observer):
+    """Scores the tokens of a session's sequences, for those that `want` it."""
 
     def __init__(self, target: Transformer):
         self.target = target
@@ -76,19 +66,23 @@ class Logprobs(Reader):
         """Return the log-probabilities of the tokens since the last call, in their order."""
         return self.scored.pop(seq, [])
 
-    def launched(self, update: DrafterUpdate, live: list[bool]) -> ScoredStep | None:
-        wanted = {seq: count for seq, count in self.wanted.items() if live[seq]}
-        if not wanted:
-            return None
-        return ScoredStep.launch(self.target, update.features, update.tokens[:, 1:], wanted)
+    def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
+        seqs = [seq for seq in self.wanted if view.live[seq]]
+        if not seqs:
+            return ()
+        most = max(self.wanted[seq] for seq in seqs)
+        tokens = update.tokens[seqs, 1:]
+        return (torch.tensor(seqs), *scored(self.target, update.features[seqs], tokens, most))
 
-    def read(self, copies: ScoredStep, result: CycleResult, taken: dict[int, list[int]]) -> None:
-        for seq, scored in copies.read().items():
-            if seq in taken:
-                self.scored.setdefault(seq, []).extend(scored[: len(taken[seq])])
+    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
+        for seq, *columns in zip(*copied):
+            if seq in result.taken:
+                found = entries(*columns, self.wanted[seq])
+                self.scored.setdefault(seq, []).extend(found[: len(result.taken[seq])])
 
-    def decided_root(self, seq: int, features: Tensor, root: int) -> None:
+    def after_prompt(self, seq: int, features: Tensor, root: int) -> None:
         if seq in self.wanted:
             token = features.new_full((1, 1), root, dtype=torch.long)
-            scored = ScoredStep.launch(self.target, features, token, {0: self.wanted[seq]})
-            self.scored.setdefault(seq, []).extend(scored.read()[0])
+            likeliest = self.wanted[seq]
+            columns = [x.tolist()[0] for x in scored(self.target, features, token, likeliest)]
+            self.scored.setdefault(seq, []).extend(entries(*columns, likeliest))

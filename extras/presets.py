@@ -17,13 +17,12 @@ from torch import Tensor
 
 import sampling
 from decode import Engine
+from draft_tree import DrafterUpdate
 from drafters import Drafter
 from extras.ngram_estimates import Lookup
 from model import Transformer
-from ops.topk import best, topk_logsumexp
-from runtime import Policy
+from observer import CycleResult, Observer, View
 from sampling import SamplingTensors
-from session import CycleResult, Session
 
 
 class PresetDrafter(Drafter):
@@ -48,13 +47,13 @@ def lookup_of(drafter_state: Any) -> Lookup | None:
     return found if isinstance(found, Lookup) else None
 
 
-class PresetPolicy(Policy):
+class PresetPolicy(Observer):
     """Picks the largest preset that makes sense, and keeps texts."""
 
     def __init__(self, kept: Any = None, reach: int | None = None):
         """Take what the drafters read.
 
-        kept: `extras.kept_texts.KeptTexts`, which takes the text of every finished turn
+        kept: `extras.kept_texts.PastTexts`, which takes the text of every finished turn
         reach: positions that the drafter can read; None: all
         """
         self.kept = kept
@@ -63,29 +62,28 @@ class PresetPolicy(Policy):
         self.expected: list[float] | None = None  # accepted tokens per preset, where known
         self.read_prompt = False  # since the last cycle
 
-    def started(self, engine: Engine, seconds: Callable[[], list[float]]) -> PresetPolicy:
+    def on_engine_ready(
+        self, engine: Engine, time_presets: Callable[[], list[float]]
+    ) -> PresetPolicy:
         policy = copy(self)
         policy.warm = True
         return policy
 
-    def begin(self) -> PresetPolicy:
+    def for_session(self) -> PresetPolicy:
         policy = copy(self)
         policy.expected = None
         return policy
 
-    def next_preset(self, session: Session, reads_prompt: bool) -> int:
-        limit = len(session.engine.presets) - 1
+    def next_preset(self, view: View, reads_prompt: bool) -> int:
         if reads_prompt:
             self.read_prompt = True
-            return self.pick_reading(limit)
+            return self.pick_reading(len(view.presets) - 1)
         if self.read_prompt:
             self.read_prompt = False
-            lookup = lookup_of(session.state.drafter_state)
+            lookup = lookup_of(view.drafter_state)
             if lookup is not None:
-                self._expect(session, lookup.expected.tolist())
-        if not self._within_reach(session):
-            limit = 0
-        return self.pick(limit)
+                self._expect(lookup.expected.tolist(), view)
+        return self.pick(view.limit if self._within_reach(view) else 0)
 
     def pick_reading(self, limit: int) -> int:
         """Pick the preset of a chunk of a prompt. limit: the largest preset"""
@@ -98,23 +96,23 @@ class PresetPolicy(Policy):
             return limit
         return max((preset for preset in range(limit + 1) if expected[preset] > 0), default=0)
 
-    def _within_reach(self, session: Session) -> bool:
+    def _within_reach(self, view: View) -> bool:
         if self.reach is None:
             return True
-        decoding = [text for text, live in zip(session.history, session.live) if live]
+        decoding = [text for text, live in zip(view.history, view.live) if live]
         return any(len(text) <= self.reach for text in decoding) or not decoding
 
-    def copied(self, session: Session) -> tuple[Tensor, ...]:
-        lookup = lookup_of(session.state.drafter_state)
+    def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
+        lookup = lookup_of(view.drafter_state)
         return () if lookup is None else (lookup.expected,)
 
-    def observe(self, session: Session, result: CycleResult, live: list[int]) -> None:
-        if result.further:
-            self._expect(session, result.further[0])
+    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
+        if copied:
+            self._expect(copied[0], view)
 
-    def _expect(self, session: Session, expected: list[list[float]]) -> None:
+    def _expect(self, expected: list[list[float]], view: View) -> None:
         """Set the tokens that the presets can expect: means over the sequences that decode."""
-        rows = [row for row, decodes in zip(expected, session.live) if decodes]
+        rows = [row for row, decodes in zip(expected, view.live) if decodes]
         if len(rows) > 1:
             rows = [[sum(column) / len(rows) for column in zip(*rows)]]
         self.expected = rows[0] if rows else None
@@ -138,7 +136,8 @@ def pick_and_rank(
     Returns: also the target's likeliest tokens after every node, [B, N, ranks], best first.
     """
     scores = target.logits(features)
-    tokens = sampling.choose(scores, rule, noise, draw, allowed)
+    backend = target.backend
+    tokens = sampling.choose(scores, rule, noise, draw, allowed, backend)
     if ranks == 1:
-        return tokens, best(scores)[:, :, None]
-    return tokens, topk_logsumexp(scores, ranks)[1]
+        return tokens, backend.best(scores, None, None)[:, :, None]
+    return tokens, backend.topk(scores, ranks)[1]

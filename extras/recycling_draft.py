@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from cli.tree_paths import MAX_NODES
-from draft_tree import DraftTree, StaticTree, root_tree
+from draft_tree import DraftTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.autosize import AutoTrees
-from extras.kept_texts import KeptTexts, texts_for
+from extras.kept_texts import PastTexts, texts_for
 from extras.presets import PresetDrafter, PresetPolicy, pick_and_rank
 from model import Transformer
-from ops.tree import ancestors
+from ops.torch_backend import ancestors
 from options import GenerateConfig
 
 RANKS = 8  # successors kept per token
@@ -61,7 +61,7 @@ def recycling_paths(size: int) -> tuple[tuple[int, ...], ...]:
 class RecyclingDrafter(PresetDrafter):
     """Proposes a static tree over the matrix of successors."""
 
-    kept: KeptTexts | None = None  # takes the texts of past requests
+    kept: PastTexts | None = None  # takes the texts of past requests
 
     def __init__(self, tree: StaticTree, matrix: Tensor):
         """matrix: [V + 1, RANKS] int64, from `empty_matrix`"""
@@ -110,7 +110,7 @@ class RecyclingDrafter(PresetDrafter):
 
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         if self.size == 1:
-            return root_tree(inputs.text)
+            return self.backend.root_tree(inputs.text)
         level = inputs.text.root[:, None]  # [B, 1]
         levels = [level]
         for parents, ranks in self.steps:

@@ -27,11 +27,11 @@ from pathlib import Path
 from cli.io import StatusLine, parse_json, read_named, write_text
 from cli.prompts import check_ids
 from decode import Engine
-from extras.drafted import Drafted, told_draft
+from extras.drafted import Drafted, Spans, told_draft
 from hf.chat import chat_template
 from hf.fetch import fetched
-from session import Session
-from stats import Stats, stats_line, summary
+from scheduler import Request, Scheduler, truncation_note
+from stats import stats_line, summary
 
 COMMANDS = {
     "help": "list the commands",
@@ -108,9 +108,9 @@ class Chat:
         """encode: token ids of (engine, turns, answers)"""
         self.engine = engine
         self.encode = encode
-        self.session = Session(engine)
+        self.scheduler = Scheduler(engine)
         self.drafted = Drafted(engine)
-        self.session.readers.append(self.drafted)
+        self.scheduler.session.observers.append(self.drafted)
         self.system = engine.config.system
         self.shows_drafts = engine.config.show_drafts and has_colours()
         self.turns: list[str] = []
@@ -133,51 +133,43 @@ class Chat:
             print(f"[{full}: {dropped} oldest turn(s) dropped]")
         self.turns = [*self.turns, turn][dropped:]
         self.answers = self.answers[dropped:]
-        self.session.stats = Stats()
-        answer = ""
-        new: list[int] = []
+        # whatever the prompt is, the noise goes on
+        request = Request.of(self.engine, ids, place=0, noise_id=None)
         try:
-            for piece, source in self._pieces(ids, new):
-                answer += piece
-                self._print(piece, source)
-            self._say_cut(new)
+            self._answer(request)
         except KeyboardInterrupt:
+            self.scheduler.cancel(request)
             self.status.show("")
             print(" [stopped]", end="")
-        except ValueError as error:  # of the grammar
-            print(f" [{error}]", end="")
-        self.answers.append(answer)
-        stats = summary(self.engine, self.session.stats)
+        self.answers.append(request.text)
+        stats = summary(self.engine, self.scheduler.take_stats())
         line = stats_line(stats, self.engine.config.verbose)
         print(f"\n[{line}]")
 
-    def _pieces(self, ids: list[int], new: list[int]) -> Iterator[tuple[str, str]]:
-        """Yield the text of every new token, and the source of its draft. Writes: new"""
-        engine = self.engine
-        decoder = engine.tokenizer.stream(engine.template is None, stops=engine.config.stop)
+    def _answer(self, request: Request) -> None:
+        """Print an answer as it is decided, and the reason if it is cut."""
+        spans = Spans()
         self.drafted.take(0)
-        for tokens in self.session.decode_turn([ids]):
-            self.status.show(self.session.told_reading())
-            new += tokens[0]
-            left = len(tokens[0])
-            for id, source in zip(tokens[0], self.drafted.take(0).sources):
-                yield decoder.push([id]), source
-                left -= 1
-                if decoder.stopped:
-                    self.session.cut(0, left)
-                    new.clear()  # the end is no cut that is to be said
-                    return
-        yield decoder.flush(), ""
-
-    def _print(self, piece: str, source: str) -> None:
-        if self.shows_drafts and source and piece:
-            piece = f"{COLOURS.get(source, GREEN)}{piece}{PLAIN}"
-        print(piece, end="", flush=True)
-
-    def _say_cut(self, new: list[int]) -> None:
-        cut = self.engine.told_cut(self.engine.finish_reason(new)) if new else ""
+        for pieces in self.scheduler.run([request]):
+            self.status.show(self.scheduler.session.prefill_progress())
+            for piece in pieces:
+                for source, text in zip(self.drafted.take(0).sources, piece.texts):
+                    spans.add(source, len(text))
+                self._print(piece.text, spans)
+        cut = request.fault or truncation_note(self.engine, request.reason)
         if cut:
             print(f" [{cut}]", end="")
+
+    def _print(self, text: str, spans: Spans) -> None:
+        """Print some text. spans: of it and of text that comes later"""
+        shown = ""
+        for source, count, _ in spans.take(len(text)):
+            part = text[:count]
+            text = text[count:]
+            if self.shows_drafts and source:
+                part = f"{COLOURS.get(source, GREEN)}{part}{PLAIN}"
+            shown += part
+        print(shown + text, end="", flush=True)
 
     def _history(self, turns: list[str]) -> tuple[list[int], int]:
         """Encode the latest turns that leave room for an answer.

@@ -19,15 +19,15 @@ import torch
 
 from cli.parsing import require
 from cli.tree_paths import MAX_NODES
-from draft_tree import DraftTree, build_tree, root_tree
+from draft_tree import DraftTree, build_tree
 from drafters import DraftInputs, Method
 from extras.autosize import AutoTrees
 from extras.datastore import LENGTH, LONGEST, Datastore
 from extras.kept_texts import vocabulary_of
 from extras.presets import PresetDrafter
 from model import Transformer
+from observer import Observer
 from options import GenerateConfig
-from runtime import Policy
 
 SIZES = (2, 4, 8, 16)  # nodes of the trees of --tree auto, root included
 
@@ -69,7 +69,7 @@ class RestDrafter(PresetDrafter):
         self.width = size - 1
 
     def method(self) -> Method:
-        policy = AutoTrees() if self.smaller else Policy()
+        policy = AutoTrees() if self.smaller else Observer()
         return Method(self.presets, self.resolved_options(), policy)
 
     def resolved_options(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class RestDrafter(PresetDrafter):
         text = inputs.text
         N = self.size
         if N == 1:
-            return root_tree(text)
+            return self.backend.root_tree(text)
         tokens = torch.zeros(len(text.pos), N, dtype=torch.long)
         parents = torch.zeros_like(tokens)
         valid = torch.zeros_like(tokens, dtype=torch.bool)

@@ -176,13 +176,9 @@ class Tokenizer:
         self,
         continuation: bool = False,
         shown: frozenset[int] = frozenset(),
-        stops: Iterable[str] = (),
     ) -> StreamDecoder:
-        """Return a decoder that takes the ids in parts.
-
-        shown: control tokens that have a text; stops: texts that end the text before them
-        """
-        return StreamDecoder(self, continuation, shown, stops)
+        """Return a decoder that takes the ids in parts. shown: control tokens that have a text"""
+        return StreamDecoder(self, continuation, shown)
 
     def piece(self, id: int) -> bytes:
         """Return the bytes of one token.
@@ -341,7 +337,7 @@ def load_tokenizer(path: Path, reads_text: bool, must_exist: bool) -> Tokenizer 
         return None
 
 
-class Until:
+class StopMatcher:
     """A text up to the stop string that is complete first. What may begin one is held back."""
 
     def __init__(self, stops: Iterable[str]):
@@ -351,6 +347,8 @@ class Until:
 
     def push(self, text: str, last: bool = False) -> str:
         """Add text. last: nothing follows. Returns: the text that is certain by now."""
+        if not self.stops:
+            return text
         if self.stopped:
             return ""
         self.held += text
@@ -379,7 +377,7 @@ class Until:
 class StreamDecoder:
     """Incremental `Tokenizer.decode`.
 
-    All pushes and the flush together give exactly the same text, up to a stop string.
+    All pushes and the flush together give exactly the same text.
     """
 
     def __init__(
@@ -387,19 +385,12 @@ class StreamDecoder:
         tokenizer: Tokenizer,
         continuation: bool,
         shown: frozenset[int] = frozenset(),
-        stops: Iterable[str] = (),
     ):
         self._piece = tokenizer.piece
         if shown:
             self._piece = lambda id: tokenizer.name(id) if id in shown else tokenizer.piece(id)
         self._strip = tokenizer.strips_space and not continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._until = Until(stops)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
-        return self._until.stopped
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids. Returns: the characters that they complete."""
@@ -407,11 +398,11 @@ class StreamDecoder:
         if self._strip and data:
             data = data.removeprefix(b" ")
             self._strip = False
-        return self._until.push(self._utf8.decode(data))
+        return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """End the text. Returns: the text held back, and U+FFFD for an incomplete character."""
-        return self._until.push(self._utf8.decode(b"", final=True), last=True)
+        """End the text. Returns: U+FFFD for an incomplete character."""
+        return self._utf8.decode(b"", final=True)
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -46,8 +46,8 @@ from hf.checkpoint import (
 from hf.config import open_source, read_config
 from hf.heads import rows_of
 from model import ModelConfig, Transformer
+from ops.backends import Backend
 from ops.library import lib
-from ops.topk import best
 from parallel.ranks import Rank, collective_errors, refuse_torchrun, this_rank
 from runtime import replace_fields
 from sampling import SamplingTensors
@@ -297,7 +297,12 @@ class VocabParallelHead(nn.Module):
         return scores[..., : self.vocab].contiguous()
 
     def best(
-        self, x: Tensor, rule: SamplingTensors | None, noise: Tensor | None, row: Tensor
+        self,
+        x: Tensor,
+        rule: SamplingTensors | None,
+        noise: Tensor | None,
+        row: Tensor,
+        backend: Backend,
     ) -> Tensor:
         """Choose the best of this rank's own tokens, without top-k or top-p.
 
@@ -306,9 +311,9 @@ class VocabParallelHead(nn.Module):
         """
         scores = self.part(x)  # [B, N, ceil(V / N)]
         if noise is not None:
-            scores = sampling.process(scores, rule)
+            scores = sampling.process(scores, rule, backend)
             noise = noise.index_select(2, self.ids)
-        token = best(scores, noise, row)
+        token = backend.best(scores, noise, row)
         score = scores.gather(2, token[..., None])[..., 0]
         if noise is not None:
             score = score + noise.flatten(1).gather(1, row * noise.shape[2] + token)
@@ -327,9 +332,10 @@ def pick_tokens(
 
     Top-k and top-p need all scores. Several ranks mask no tokens, hence no `allowed`.
     """
+    backend = target.backend
     if noise is not None and rule.top_k is not None:
-        return best(sampling.process(target.logits(features), rule), noise, row), None
-    own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row)
+        return sampling.choose(target.logits(features), rule, noise, row, None, backend), None
+    own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row, backend)
     score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]
     # of equal scores the first rank's, which is the lowest token's
     first = score.argmax(0, keepdim=True)

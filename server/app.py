@@ -49,12 +49,12 @@ from decode import Engine
 from extras.drafted import told_draft
 from generate import load
 from load import warm_up
+from observer import Observer
 from options import Sampling
 from parallel import ranks
-from runtime import Policy
 from sampling import SamplingMode
-from server.batcher import Answer, Batcher, Job, Piece, Refusal
-from server.parameters import ABOUT, SHOWN, Asked, Reader, ServeConfig, no_model
+from server.batcher import Batcher, Delta, Job, Refusal
+from server.parameters import ABOUT, SHOWN, Reader, RequestParams, ServeConfig, no_model
 from server.replies import Reply, joined
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
 
@@ -165,7 +165,7 @@ class Server:
         body = await json_body(request, self.config.max_body)
         async with self.reading:
             asked = await asyncio.to_thread(self.reader.read, body, chat)
-        pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
+        pieces: asyncio.Queue[Delta | Refusal] = asyncio.Queue()
         jobs = self._jobs(asked, chat, pieces)
         reply = Reply(asked, chat, self.name, self.engine.tokenizer)
         self.batcher.submit(jobs)
@@ -183,34 +183,34 @@ class Server:
             for job in jobs:
                 job.left = True
 
-    def _jobs(self, asked: Asked, chat: bool, pieces: asyncio.Queue[Piece | Refusal]) -> list[Job]:
+    def _jobs(
+        self, asked: RequestParams, chat: bool, pieces: asyncio.Queue[Delta | Refusal]
+    ) -> list[Job]:
         engine = self.engine
         loop = asyncio.get_running_loop()
 
-        def tell(piece: Piece | Refusal) -> None:
+        def tell(piece: Delta | Refusal) -> None:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        ends = [] if engine.config.ignore_eos else list(engine.eos_ids)
         jobs = []
         for number, prompt in enumerate(asked.prompts):
             for sample in range(asked.samples):
                 shown = asked.tools.syntax.controls if asked.tools else frozenset()
-                decoder = engine.tokenizer.stream(not chat, shown)
-                answer = Answer(decoder, asked.stops, ends)
-                stream = (number, sample)
                 job = Job(
-                    choice=len(jobs),
-                    prompt=prompt,
-                    stream=stream,
-                    sampling=asked.sampling,
-                    seed=asked.seed,
-                    most=asked.most,
-                    likeliest=asked.likeliest,
-                    answer=answer,
-                    tell=tell,
+                    prompt,
+                    asked.sampling,
+                    asked.seed,
+                    asked.most,
+                    noise_id=(number, sample),
+                    decoder=engine.tokenizer.stream(not chat, shown),
+                    stops=asked.stops,
                     guide=asked.guide,
-                    wants_drafts=asked.wants_drafts,
+                    drafts=asked.wants_drafts,
+                    shows_half=False,
+                    choice=len(jobs),
+                    likeliest=asked.likeliest,
+                    tell=tell,
                     wants_trees=asked.wants_trees and asked.stream,
                 )
                 jobs.append(job)
@@ -245,7 +245,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _take(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job]) -> AsyncIterator[Piece]:
+async def _take(pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job]) -> AsyncIterator[Delta]:
     """Yield the pieces of all answers until all are over.
 
     Raises: Refusal when the server ends or fails.
@@ -260,16 +260,16 @@ async def _take(pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job]) -> Asyn
 
 
 async def _whole(
-    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
+    pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
 ) -> dict[str, Any]:
-    answers: list[list[Piece]] = [[] for _ in jobs]
+    answers: list[list[Delta]] = [[] for _ in jobs]
     async for piece in _take(pieces, jobs):
         answers[piece.choice].append(piece)
     return reply.whole([joined(parts) for parts in answers])
 
 
 async def _events(
-    pieces: asyncio.Queue[Piece | Refusal], jobs: list[Job], reply: Reply
+    pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
 ) -> AsyncIterator[str]:
     tokens = [0] * len(jobs)
     try:
@@ -309,7 +309,7 @@ def warm_other_modes(engine: Engine) -> None:
         served = sampling.temperature > 0 or config.accept == "exact"
         if served and SamplingMode.needed_by(sampling) != SamplingMode.needed_by(config.sampling):
             other = replace(config, **sampling._asdict())
-            warm_up(replace(engine, config=other, policy=Policy()))
+            warm_up(replace(engine, config=other, policy=Observer()))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -120,7 +120,7 @@ def no_model(asked: Any, name: str) -> Refusal:
     return Refusal(404, f"there is no model {repr(asked)[:SHOWN]} here; this is {name}", "model")
 
 
-class Asked(NamedTuple):
+class RequestParams(NamedTuple):
     """A checked request."""
 
     prompts: list[list[int]]
@@ -157,7 +157,7 @@ class Reader:
         """The syntax of tool calls. Raises: ValueError where the template knows none."""
         return syntax_of(self.engine.template, self.engine.tokenizer)
 
-    def read(self, body: Any, chat: bool) -> Asked:
+    def read(self, body: Any, chat: bool) -> RequestParams:
         """Check a request. Raises: Refusal."""
         need(isinstance(body, dict), "the body must be a JSON object")
         body = _without_nulls(body)
@@ -194,7 +194,7 @@ class Reader:
         except ValueError as error:
             raise Refusal(400, str(error), source) from None
         seed = self._integer(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1)
-        return Asked(
+        return RequestParams(
             ids,
             samples,
             sampling,

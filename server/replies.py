@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf.tokenizer import Tokenizer
-from server.batcher import Drafts, Piece, Scored
-from server.parameters import Asked
+from server.batcher import Delta, Drafts, Scored
+from server.parameters import RequestParams
 from server.tool_calls import Finder
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
@@ -19,7 +19,7 @@ LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 class Reply:
     """The JSON of a response, whole or in events."""
 
-    def __init__(self, asked: Asked, chat: bool, model: str, tokenizer: Tokenizer):
+    def __init__(self, asked: RequestParams, chat: bool, model: str, tokenizer: Tokenizer):
         self.asked = asked
         self.chat = chat
         self.tokenizer = tokenizer
@@ -48,7 +48,7 @@ class Reply:
             "completion_tokens_details": details,
         }
 
-    def whole(self, answers: list[Piece]) -> dict[str, Any]:
+    def whole(self, answers: list[Delta]) -> dict[str, Any]:
         """Return all choices, with the usage."""
         choices = []
         for answer in answers:
@@ -69,7 +69,7 @@ class Reply:
             event |= {"usage": usage}
         return f"data: {json.dumps(event)}\n\n"
 
-    def piece(self, piece: Piece) -> str:
+    def piece(self, piece: Delta) -> str:
         """Return the event of a piece; "" where all its text is held back."""
         self.drafts = self.drafts.and_more(piece.drafts)
         text = {"text": piece.text}
@@ -79,7 +79,7 @@ class Reply:
                 return ""
         return self.event([self._choice(piece) | text | {"drafted": self._drafted(piece)}])
 
-    def _drafted(self, piece: Piece) -> dict[str, Any]:
+    def _drafted(self, piece: Delta) -> dict[str, Any]:
         """Return how the tokens of a piece were drafted; spans where its text is complete."""
         drafts = piece.drafts._asdict()
         spans = drafts.pop("spans")
@@ -95,7 +95,7 @@ class Reply:
         parent, token, accepted = node
         return [parent, _text(self.tokenizer.name(token)), accepted]
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, piece: Delta) -> dict[str, Any]:
         """Return a piece's content, and whole calls of tools."""
         if not self.finders:
             return {"content": piece.text}
@@ -107,7 +107,7 @@ class Reply:
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
         return delta
 
-    def _message(self, answer: Piece) -> dict[str, Any]:
+    def _message(self, answer: Delta) -> dict[str, Any]:
         """Return the message of a whole answer."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if self.finders:
@@ -122,7 +122,7 @@ class Reply:
         role = {"delta": {"role": "assistant", "content": ""}}
         return self.event([{"index": choice, "finish_reason": None, "logprobs": None} | role])
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: Delta) -> dict[str, Any]:
         logprobs = None
         if self.asked.likeliest is not None:
             logprobs = self._of_chat(piece) if self.chat else self._of_completion(piece)
@@ -131,7 +131,7 @@ class Reply:
             reason = "tool_calls"
         return {"index": piece.choice, "finish_reason": reason, "logprobs": logprobs}
 
-    def _of_chat(self, piece: Piece) -> dict[str, Any]:
+    def _of_chat(self, piece: Delta) -> dict[str, Any]:
         content = []
         for token in piece.scored:
             top = [self._entry(*pair) for pair in token.logprob.top]
@@ -142,7 +142,7 @@ class Reply:
         data = self.tokenizer.name(id)
         return {"token": _text(data), "logprob": max(logprob, LEAST), "bytes": list(data)}
 
-    def _of_completion(self, piece: Piece) -> dict[str, Any]:
+    def _of_completion(self, piece: Delta) -> dict[str, Any]:
         scored = piece.scored
         return {
             "tokens": [_text(self.tokenizer.name(token.id)) for token in scored],
@@ -157,7 +157,7 @@ class Reply:
         return {_text(self.tokenizer.name(id)): max(logprob, LEAST) for id, logprob in pairs}
 
 
-def joined(pieces: list[Piece]) -> Piece:
+def joined(pieces: list[Delta]) -> Delta:
     """Join all pieces of an answer."""
     text = "".join(piece.text for piece in pieces)
     scored = [token for piece in pieces for token in piece.scored]

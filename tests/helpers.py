@@ -30,7 +30,7 @@ import ops.experts
 import ops.linear
 import ops.qmatmul
 import sampling
-from decode import Cycle, Engine, with_cycles
+from decode import Cycle, Engine, build_cycles
 from draft_tree import DecodedTokens, StaticTree
 from drafters import Drafter, Method, TreeDrafter
 from eagle_draft import EagleHead, load_head
@@ -40,6 +40,7 @@ from hf.gguf_blocks import Blocks, pack, table_of
 from hf.weights import export_weights, load_model, weight_names
 from load import accept_rule
 from model import Layer, ModelConfig, Transformer
+from ops.backends import TORCH, Backend
 from ops.library import has_cpu_operators
 from ops.norm import rms_norm_reference
 from ops.rotary import HeadNorms
@@ -109,7 +110,7 @@ def engine_for(
     engine = engine.with_method(method or drafter.method())
     policy = copy(engine.policy)
     policy.warm = True
-    return with_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
+    return build_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
 
 
 class Scripted(AutoTrees):
@@ -119,7 +120,7 @@ class Scripted(AutoTrees):
         super().__init__(kept=kept)
         self.warm = True
 
-    def begin(self) -> Scripted:
+    def for_session(self) -> Scripted:
         self.waiting, self.expected = 0, None
         return self
 
@@ -134,6 +135,13 @@ class InTurn(Scripted):
         return self.cycles % (limit + 1)
 
 
+def fresh(engine: Engine, captured: bool | None = None) -> Engine:
+    """The engine over buffers that hold nothing. captured: whether cycles run over fixed buffers; None: as before"""
+    if captured is None:
+        captured = engine.captured
+    return replace(engine, cycles=replace(engine.cycles, captured=captured, buffers=[]))
+
+
 def compiled_as_on_cuda(engine: Engine) -> Engine:
     """The engine with the cycles that --compile makes on CUDA: compiled by layer, over buffers that stay.
 
@@ -145,7 +153,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
         tuple(Cycle(engine, preset, mode).compiled_by_layer() for preset in engine.presets)
         for mode in SamplingMode
     )
-    return replace(engine, cycles=cycles, captured=True, buffer_pool=[])
+    return replace(engine, cycles=replace(engine.cycles, by_mode=cycles, captured=True, buffers=[]))
 
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:
@@ -514,10 +522,11 @@ def not_refused(function: Callable, cases: dict[str, tuple]) -> list[str]:
     return passed
 
 
-def process(logits: Tensor, rule: Sampling) -> Tensor:
+def process(logits: Tensor, rule: Sampling, backend: Backend = TORCH) -> Tensor:
     """`sampling.process` of rows with the same parameters. logits: [..., V]."""
     rows = logits.reshape(1, -1, logits.shape[-1])
-    return sampling.process(rows, SamplingTensors.from_params([rule])).view_as(logits)
+    rules = SamplingTensors.from_params([rule])
+    return sampling.process(rows, rules, backend).view_as(logits)
 
 
 def chi_square(counts: Tensor, p: Tensor) -> float:

@@ -6,8 +6,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -40,6 +42,9 @@ inline int64_t within(int64_t index, int64_t size, const char* name) {
   TORCH_CHECK(index >= 0 && index < size, name, " must be 0 to ", size - 1, "; it is ", index);
   return index;
 }
+
+// A tuple of N tensors, as an operator returns them.
+template <size_t N> using Tensors = decltype(std::tuple_cat(std::array<at::Tensor, N>()));
 
 // Returns an empty tensor [..., width] for x [..., any].
 inline at::Tensor empty_rows(const at::Tensor& x, int64_t width, at::ScalarType type) {

@@ -1,5 +1,5 @@
-// The operators in torch.ops: each file's own definitions (operators.h), run when build.py loads the
-// library.
+// The operators in torch.ops: each file's own definitions (operators.h), run when build.py loads
+// the library.
 
 #include "operators.h"
 

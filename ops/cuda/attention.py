@@ -50,7 +50,7 @@ class AttentionPlan(NamedTuple):
 def plan_attention(
     rows: int, E: int, dtype: torch.dtype, device: Device, split: bool = True
 ) -> AttentionPlan:
-    """Choose the tile for `rows` rows per key head of width E; no spills up to E = 128.
+    """Choose the tile for `rows` rows per key head of width E; hardly any spills.
 
     split: the launch has chunks and tails; all of them have one plan, so one compiled kernel
 
@@ -81,6 +81,10 @@ def plan_attention(
     if width > 64 and device.capability == 80:
         warps = 8  # four spill
     keys = 64 if width == E <= 64 else 32  # more would spill
+    if width > 128:  # more would spill 500 bytes; these 16 at most
+        tile = 64 if hopper else 32
+        warps = 8
+        keys = 16
     stage = keys * width * 4  # bytes of keys and values
     # Hopper's tensor cores read a stage from shared memory; the others hold it in registers and
     # share the probabilities
@@ -148,6 +152,24 @@ def _tail_start(seen, start, KEYS: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
+def _of_sequence(first_ptr, tokens):
+    """Return the pointer to a sequence's first places, or None. tokens: of earlier sequences"""
+    if first_ptr is None:
+        return None
+    else:
+        return first_ptr + tokens
+
+
+@triton.jit
+def _load_first(first_ptr, t):
+    """Load the first place of its path that each row sees: [R] int32, or None."""
+    if first_ptr is None:
+        return None
+    else:
+        return tl.load(first_ptr + t).to(tl.int32)
+
+
+@triton.jit
 def _visible(mask_ptr, t, w, W, mask_t, mask_w):
     """Return the slots of a block that each row sees: [ROWS, KEYS] bool.
 
@@ -178,31 +200,15 @@ def _add(scores, v, top, weight, total, SCALE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q,
-    k_ptr,
-    v_ptr,
-    column,
-    mask_ptr,
-    low,
-    t,
-    start,
-    W,
-    first,
-    last,
-    mask_t,
-    mask_w,
-    SCALE: tl.constexpr,
-    E: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    q, k_ptr, v_ptr, column, mask_ptr, first_ptr, t, start, W, first, last, mask_t, mask_w,
+    SCALE: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """Attend to the slots first .. last, KEYS at a time; with a TAIL, to those before a row's own.
 
     q: [ROWS, WIDTH]; k, v: pointers to slot 0 of the key head
     column: [WIDTH] bool, False for padding; t: [ROWS] int32, tokens
-    low: [ROWS] int32, the first place of its path that each row sees, or None: 0
+    first_ptr: pointer to token 0's first place, or None
     Returns: maximum and weight, [ROWS] fp32, and total, [ROWS, WIDTH] fp32, as in `_add`.
     """
     n = tl.arange(0, KEYS)
@@ -212,6 +218,7 @@ def _attend(
     shared = start // KEYS * KEYS  # all rows see the blocks below
     if TAIL:
         shared = _tail_start(start + 1, start, KEYS, TAIL)
+    low = _load_first(first_ptr, t)  # a row's first place
     if low is not None:
         first = tl.maximum(first, tl.min(low, 0) // KEYS * KEYS)
     shared = tl.minimum(tl.maximum(shared, first), last)
@@ -228,19 +235,12 @@ def _attend(
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     weight = tl.full((q.shape[0],), 0.0, tl.float32)
     total = tl.full(q.shape, 0.0, tl.float32)
-    if low is not None:  # the blocks in which a row's slots begin
-        clear = tl.minimum(tl.cdiv(tl.max(low, 0), KEYS) * KEYS, shared)
-        for at in tl.range(first, clear, KEYS, num_stages=1):
-            k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
-            v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
-            scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, KEYS]
-            scores = tl.where((at + n)[None, :] >= low[:, None], scores, float("-inf"))
-            top, weight, total = _add(scores, v, top, weight, total, SCALE)
-        first = tl.maximum(first, clear)
     for at in tl.range(first, shared, KEYS, num_stages=STAGES):
         k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
         v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, KEYS]
+        if low is not None:
+            scores = tl.where((at + n)[None, :] >= low[:, None], scores, float("-inf"))
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
     for at in tl.range(shared, last, KEYS, num_stages=1):
         inside = at + n < start + W
@@ -259,22 +259,9 @@ def _attend(
 
 @triton.jit
 def _attend_tails(
-    q,
-    k_ptr,
-    v_ptr,
-    column,
-    mask_ptr,
-    low,
-    live,
-    start,
-    W,
-    mask_w,
-    SCALE: tl.constexpr,
-    E: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    q, k_ptr, v_ptr, column, mask_ptr, low, live, start, W, mask_w, SCALE: tl.constexpr,
+    E: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """Attend from rows to their tails, each along its path.
 
     The slots of the window that a row sees are its path, in ascending order.
@@ -387,15 +374,6 @@ def _rows(own, head, T, column, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.c
     return tl.minimum(token, T - 1), live, spots, cells, live[:, None] & column[None, :]
 
 
-@triton.jit
-def _load_first(first_ptr, place):
-    """Load what rows see first, [R] int32, or None."""
-    if first_ptr is None:
-        return None
-    else:
-        return tl.load(first_ptr + place).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["T", "S", "W", "mask_b", "mask_t", "mask_w"])
 def prompt_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, first_ptr, y_ptr, T, S, W, mask_b, mask_t, mask_w,
@@ -416,11 +394,11 @@ def prompt_kernel(
     column = (e < E) | (WIDTH == E)
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, _, _, cells, real = _rows(own, tl.program_id(1) % KV_HEADS, T, column, H, KV_HEADS, E)
-    low = _load_first(first_ptr, b * T + t)
+    first_ptr = _of_sequence(first_ptr, b * T)
     q = tl.load(q_ptr + before + cells, mask=real, other=0.0)
     _, weight, total = _attend(
-        q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, low, t, start, W,
-        0, start + W, mask_t, mask_w, SCALE, E, KEYS, STAGES, 0, 0,
+        q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, first_ptr, t,
+        start, W, 0, start + W, mask_t, mask_w, SCALE, E, KEYS, STAGES, 0, 0,
     )  # fmt: skip
     y = total / weight[:, None]
     tl.store(y_ptr + before + cells, y.to(y_ptr.dtype.element_ty), mask=real)
@@ -433,7 +411,7 @@ def _part(
 ):  # fmt: skip
     """Find the work of a block: the programs of the last axis are tails, then chunks.
 
-    rows: of a key head; low: what those of this block see first, or None
+    rows: of a key head; low: the first places that those of this block see, or None: 0
     Returns: the part that it writes, 0 for a tail, or -1: there is none; the number of parts; the
     slots of its chunk, from one to another; the number of chunks that nobody reads, which come
     first; of those that are read; and of blocks with work.
@@ -474,10 +452,9 @@ def attention_kernel(
     """Attend from ROWS rows of a key head to a chunk, or from few of them to their tails.
 
     q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, strided
-    first: [B, T] int64, or None
+    first: [B, T] int64, or None; done: [blocks of rows, B * KV_HEADS] int32, 0 before and after
     parts: [1 + chunks, B, T, H, E] fp32, not divided by their weights, tails first
-    stats: [2, 1 + chunks, B, T, H] fp32, maximum and weight
-    done: [blocks of rows, B * KV_HEADS] int32, zeros before and after. Writes: y; used parts, stats
+    stats: [2, 1 + chunks, B, T, H] fp32, maximum and weight. Writes: y; used parts, stats
     """
     b = tl.program_id(1) // KV_HEADS
     start = tl.load(start_ptr + b).to(tl.int32)
@@ -486,7 +463,8 @@ def attention_kernel(
     head = tl.program_id(1) % KV_HEADS
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, live, spots, cells, real = _rows(own, head, T, column, H, KV_HEADS, E)
-    low = _load_first(first_ptr, b * T + t)
+    first_ptr = _of_sequence(first_ptr, b * T)
+    low = _load_first(first_ptr, t)
     part, most, first, last, unread, used, blocks = _part(
         start, T * H // KV_HEADS, W, low, CHUNK, SPLITS, ROWS, KEYS, TAIL, TAIL_ROWS
     )
@@ -503,23 +481,21 @@ def attention_kernel(
         few = tl.program_id(0) * ROWS + tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
         u, some, few_spots, few_cells, there = _rows(few, head, T, column, H, KV_HEADS, E)
         x = tl.load(q_ptr + few_cells, mask=there, other=0.0).to(tl.float32)
-        few_low = _load_first(first_ptr, b * T + u)
         high, share, sums = _attend_tails(
-            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t, few_low, some,
-            start, W, mask_w, SCALE, E, KEYS, WINDOW, TAIL,
+            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t,
+            _load_first(first_ptr, u), some, start, W, mask_w, SCALE, E, KEYS, WINDOW, TAIL,
         )  # fmt: skip
         mine = parts_ptr + few_cells
         _write(mine, stats_ptr + few_spots, most * size, high, share, sums, some, there)
     else:
         q = tl.load(q_ptr + cells, mask=real, other=0.0)
         top, weight, total = _attend(
-            q, k_ptr + base, v_ptr + base, column, mask_ptr, low, t, start, W, first, last, mask_t,
-            mask_w, SCALE, E, KEYS, STAGES, WINDOW, TAIL,
+            q, k_ptr + base, v_ptr + base, column, mask_ptr, first_ptr, t, start, W, first, last,
+            mask_t, mask_w, SCALE, E, KEYS, STAGES, WINDOW, TAIL,
         )  # fmt: skip
+        ours = parts_ptr + part * size * E + cells
         stat = stats_ptr + part * size + spots
-        _write(
-            parts_ptr + part * size * E + cells, stat, most * size, top, weight, total, live, real
-        )
+        _write(ours, stat, most * size, top, weight, total, live, real)
     if is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), blocks):
         weights, totals = _combine(
             parts_ptr + cells, stats_ptr + spots, size, unread, 1 + used, most, live, real, E

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import stats
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from extras.presets import PresetPolicy
 from load import warm_up, with_draft
 from model import Transformer
 from ops.library import PLAIN, tiles_in_use
 from options import ROOT, GenerateConfig
-from session import Session
+from scheduler import Request, Scheduler
 from steps import Project
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
@@ -86,7 +86,7 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     engine = with_draft(engine, config, str(engine.device))
     if isinstance(engine.policy, PresetPolicy) and not config.draft_store:
         engine.policy.kept = None  # every prompt is the first request
-    return warm_up(with_cycles(engine))
+    return warm_up(build_cycles(engine))
 
 
 def draft_options(engine: Engine) -> dict[str, Any]:
@@ -103,23 +103,20 @@ class Outcome(NamedTuple):
     tau: float  # new tokens per pass and sequence, without those cut at the end
 
 
-def run_rows(session: Session, prompts: list[list[int]]) -> Outcome:
-    """Continue prompts with our runtime, side by side. Their cached prefixes stay cached.
+def run_rows(engine: Engine, prompts: list[list[int]]) -> Outcome:
+    """Continue prompts with our runtime, side by side.
 
     The prompts are cached first: decoding beside another sequence's prefill would be timed with it.
     """
-    caching = stats.Stats()
-    session.stats = caching
-    for seq, prompt in enumerate(prompts):
-        session.admit(seq, prompt, max_new_tokens=1)
-    while session.prefilling:
-        session.step()
-    seen = stats.Stats()
-    session.stats = seen
-    rows = [[] for _ in prompts]
-    for new in session.decode_turn(prompts):
-        for row, tokens in zip(rows, new):
-            row += tokens
+    scheduler = Scheduler(engine)
+    for _ in scheduler.run([Request.of(engine, ids, limit=1) for ids in prompts]):
+        pass
+    caching = scheduler.take_stats()
+    requests = [Request.of(engine, ids, noise_id=(row, 0)) for row, ids in enumerate(prompts)]
+    for _ in scheduler.run(requests):
+        pass
+    seen = scheduler.take_stats()
+    rows = [request.tokens for request in requests]
     assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
     step_s = seen.decode_s / seen.tokens if seen.tokens else 0.0
     tau = seen.tokens / max(len(seen.accept_lengths), 1)

@@ -372,7 +372,7 @@ def run_group(batch: Batch, number: int) -> tuple[dict[str, Any], list[Turn]]:
         "verify_s": stats.verify_s,
         "cycles": len(stats.live_sequences),
         "accept_lengths": list(lengths.values()),
-        "repeated": [repeated(entry.new) for entry in entries],
+        "repeated": [repeated(entry.tokens) for entry in entries],
     }
     return outcome, entries
 
@@ -390,7 +390,7 @@ def run_round(batches: dict[str, Batch], number: int) -> dict[str, dict[str, Any
         # the residual rule draws other tokens
         exact = "none" in done and batches[name].engine.config.accept == "exact"
         pairs = zip(done[name][1], done["none"][1]) if exact else ()
-        outcomes[name]["identical"] = [mine.new == plain.new for mine, plain in pairs]
+        outcomes[name]["identical"] = [mine.tokens == plain.tokens for mine, plain in pairs]
     return outcomes
 
 
@@ -606,7 +606,7 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
 
 def failed_captures(engine: Engine) -> int:
     """Count the steps of finished sessions whose capture as a graph failed."""
-    replays = [step for buffers in engine.buffer_pool for step in buffers.replays.values()]
+    replays = [step for buffers in engine.cycles.buffers for step in buffers.replays.values()]
     return sum(step.capture_failed for step in replays)
 
 

@@ -57,7 +57,7 @@ class PassesConfig:
 
 def seconds_of_pass(target: Transformer, cache: KVCache, rows: int) -> float:
     """Time a pass over `rows` tokens behind the cached ones. Writes: `cache`."""
-    window = causal_window(torch.tensor([CACHED]), rows)
+    window = causal_window(torch.tensor([CACHED]), rows, backend=target.backend)
     tokens = torch.arange(rows)[None] % 1000  # [1, rows]
     began = time.perf_counter()
     hidden = target(tokens, window.slots, cache, window)  # [1, rows, F]

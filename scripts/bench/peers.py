@@ -42,7 +42,6 @@ from decode import Engine
 from generate import encode, load
 from kv_cache import KVCache, causal_window
 from model import DTYPES
-from ops.topk import best
 from options import DEMO, GenerateConfig, pick_device
 from runtime import compiled
 from scripts import export_head
@@ -68,7 +67,7 @@ from scripts.bench.measure import (
     with_config,
 )
 from scripts.bench.papers import Setting, method_config, read_tasks
-from session import Session, common_prefix
+from session import common_prefix
 from stats import peak_memory_bytes
 
 EAGLE3 = "eagle3"
@@ -237,14 +236,17 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         start = torch.tensor([len(prompt)], device=device)
 
         def step(tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-            window = causal_window(start, tokens.shape[1])
+            window = causal_window(start, tokens.shape[1], backend=target.backend)
             features = target(tokens, window.slots, cache, window)
-            return best(target.logits(features))  # [1, M]; no threads of torch, which would spin
+            scores = target.logits(features)
+            return target.backend.best(
+                scores, None, None
+            )  # [1, M]; no threads of torch, which would spin
 
         with torch.inference_mode():
             window = causal_window(start * 0, len(prompt))
             target(torch.tensor([prompt], device=device), window.slots, cache, window)
-        run = compiled(step) if engine.compiles else step  # on a CPU its passes are fused
+        run = compiled(step) if engine.cycles.compiled else step  # on a CPU its passes are fused
         tokens = torch.tensor([prompt[:1] * width], device=device)
 
         @torch.inference_mode()
@@ -254,7 +256,7 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         return once
 
     def run(prompts: list[list[int]]) -> Outcome:
-        return run_rows(Session(engine, [(row, 0) for row in range(len(prompts))]), prompts)
+        return run_rows(engine, prompts)
 
     plain = engine.drafter.size == 1
     return Contestant(run, verify if plain else None)

@@ -21,7 +21,7 @@ def warm_session(engine: Engine, ids: list[int]) -> tuple[Session, int]:
     next(decoding)
     while session.prefilling:  # chunks of the prompt
         next(decoding)
-    preset = session.policy.next_preset(session, reads_prompt=False)
+    preset = session.policy.next_preset(session.view, reads_prompt=False)
     for _ in range(1 + WARM_UPS):
         session.time_cycle(preset)
     return session, preset

@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from cli.parsing import one_line_errors, option, parse
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from generate import Batch, first_ids, load
 from load import warm_up, with_draft
 from ops.library import FAMILIES, PLAIN, set_plain
@@ -136,7 +136,7 @@ def decode(engine: Engine, prompts: list[str]) -> dict[str, Any]:
         batch.decode_all(batch.streams)
     seen = batch.stats
     cycles = max(len(seen.live_sequences), 1)
-    replays = [replay for buffers in engine.buffer_pool for replay in buffers.replays.values()]
+    replays = [replay for buffers in engine.cycles.buffers for replay in buffers.replays.values()]
     return {
         "tokens_per_s": seen.tokens / seen.decode_s if seen.decode_s else 0.0,
         "tau": seen.tokens / cycles,
@@ -146,7 +146,7 @@ def decode(engine: Engine, prompts: list[str]) -> dict[str, Any]:
         "compile_s": engine.compile_s,
         "captured": sum(replay.graph is not None for replay in replays),
         "not_captured": sum(replay.graph is None for replay in replays),
-        "tokens": [entry.new for entry in batch.entries],
+        "tokens": [entry.tokens for entry in batch.entries],
     }
 
 
@@ -227,7 +227,7 @@ class Climb:
         if self.config.device != "cpu":
             how = {"compile": rung.compiles or None}
             engine = replace(engine, resolved=engine.resolved | how)
-        engine = warm_up(with_cycles(engine))
+        engine = warm_up(build_cycles(engine))
         found = decode(engine, self.prompts)
         tokens = found["tokens"]
         self.first = self.first or tokens

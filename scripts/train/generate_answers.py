@@ -33,16 +33,16 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from cli.io import is_gguf, read_jsonl
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from generate import load, text_of
 from hf.chat import PROBE
 from hf.checkpoint import saved_quantization
 from hf.config import read_raw
 from load import MAX_DEFAULT_CONTEXT, warm_up
 from options import DEFAULT, ROOT, GenerateConfig
+from scheduler import Request, Scheduler
 from scripts.bench.measure import repeated
 from scripts.train import task_prompts
-from session import Session
 
 GIVEN = "given"
 CODE = "code"
@@ -250,7 +250,7 @@ class Run:
         )
         sampled = load(options)
         greedy = replace(sampled, config=replace(sampled.config, temperature=0.0))
-        greedy = warm_up(with_cycles(greedy))
+        greedy = warm_up(build_cycles(greedy))
         self.engines = {False: sampled, True: greedy}  # by greedy
         self.long_tokens = _long_tokens(config, sampled)
         self.long_engines = {}  # as `engines`; made when they are needed
@@ -341,7 +341,7 @@ class Run:
             plain = self.engines[greedy]
             config = replace(plain.config, batch_size=self.size(LONG))
             context = self.long_tokens + self.config.answer_tokens
-            self.long_engines[greedy] = with_cycles(replace(plain, config=config, context=context))
+            self.long_engines[greedy] = build_cycles(replace(plain, config=config, context=context))
         return self.long_engines[greedy]
 
     def total(self) -> int:
@@ -387,7 +387,7 @@ class Run:
         streams = [(self.attempts + i, 1) for i in range(size)]
         found = []
         for new in decoded(engine, streams, [ids] * size, OWN_TOKENS):
-            found.append((text_of(engine, new).strip(), engine.finish_reason(new) == "stop"))
+            found.append((text_of(engine, new).strip(), new[-1] in engine.eos_ids))
         self._append("prompts.jsonl", [{"turns": [text], "ended": ended} for text, ended in found])
         self.attempts += size
         self.writes = self._add(OWN, [([text], ended) for text, ended in found], size) > 0
@@ -439,7 +439,7 @@ class Run:
             row["turns"] = row["turns"][:-1]
             return False
         row["answer_ids"] = row["answer_ids"] + new
-        row["ended"] = engine.finish_reason(new) == "stop"
+        row["ended"] = new[-1] in engine.eos_ids
         return bool(good and row["ended"])
 
     def _next_ids(self, p: Prompt, row: dict) -> list[int]:
@@ -472,13 +472,15 @@ def decoded(
     streams: the key of each sequence's noise
     Returns: the new tokens of every sequence.
     """
-    short = replace(engine, config=replace(engine.config, max_new_tokens=longest))
-    session = Session(short, streams)
-    for new in session.decode_turn(prompts):
-        unfinished = sum(bool(tokens) or session.busy(seq) for seq, tokens in enumerate(new))
+    requests = [
+        Request.of(engine, ids, limit=longest, noise_id=stream)
+        for ids, stream in zip(prompts, streams)
+    ]
+    for _ in Scheduler(engine).run(requests):
+        unfinished = sum(not request.reason for request in requests)
         if unfinished <= len(prompts) // TAIL:
             break
-    return [session.history[seq][len(prompt) :] for seq, prompt in enumerate(prompts)]
+    return [request.tokens for request in requests]
 
 
 def open_run(config: AnswerConfig) -> Run:

@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from scripts.bench.measure import run_rows
 from scripts.train import train_eagle
 from scripts.train.feature_cache import best_tokens
 from scripts.train.generate_answers import AnswerConfig, Run, open_run
-from session import Session
 from stats import peak_memory_bytes
 
 STAGES = ("answers", "features", "training", "evaluation")
@@ -122,14 +121,14 @@ def _answer_rates(run: Run) -> tuple[float, float]:
     """Return the tokens per second of a batch, and of one sequence."""
     engine = run.engines[False]
     prompts = [prompt.ids for queue in run.waiting.values() for prompt in queue]
-    single = with_cycles(replace(engine, config=replace(engine.config, batch_size=1)))
+    single = build_cycles(replace(engine, config=replace(engine.config, batch_size=1)))
     return _rate(engine, prompts[: run.config.batch_size]), _rate(single, prompts[:1])
 
 
 def _rate(engine: Engine, prompts: list[list[int]]) -> float:
     """Return the tokens per second of answers of ANSWER_TOKENS, with the time of their prompts."""
     short = replace(engine, config=replace(engine.config, max_new_tokens=PROBE_TOKENS))
-    seen = run_rows(Session(short, [(i, 0) for i in range(len(prompts))]), prompts)
+    seen = run_rows(short, prompts)
     return 1 / (seen.first_s / (len(prompts) * ANSWER_TOKENS) + seen.step_s)
 
 

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from cli.io import check_directory, check_output, read_jsonl, replace_file
 from cli.parsing import one_line_errors, option, parse, require
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
@@ -51,11 +51,12 @@ from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
 from ops.library import lib
 from options import DEMO, ROOT, GenerateConfig, pick_device
+from scheduler import Request, Scheduler
 from scripts.train import losses as head_training
 from scripts.train import training
 from scripts.train.acceptance import ALPHAS, Drafted, chains, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
-from session import Session, common_prefix
+from session import common_prefix
 
 QUESTIONS = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # with answers of the data set
 SAVES = 4  # of the state, for each evaluation
@@ -530,16 +531,13 @@ def own_sequences(
     engine: Engine, prompts: list[list[int]], length: int
 ) -> list[tuple[int, list[int]]]:
     """Let the target continue the prompts greedily. Returns: (prompt length, all tokens) each."""
-    size = engine.config.batch_size
-    short = replace(engine, config=replace(engine.config, max_new_tokens=length))
-    sequences = []
-    for first in range(0, len(prompts), size):
-        group = prompts[first : first + size]
-        session = Session(short, [(first + i, 0) for i in range(len(group))])
-        for _ in session.decode_turn(group):
-            pass
-        sequences += [(len(p), session.history[i]) for i, p in enumerate(group)]
-    return sequences
+    requests = [
+        Request.of(engine, ids, limit=length, noise_id=(number, 0))
+        for number, ids in enumerate(prompts)
+    ]
+    for _ in Scheduler(engine).run(requests):
+        pass
+    return [(len(each.prompt), each.prompt + each.tokens) for each in requests]
 
 
 def make_engine(config: TrainOptions, target: Transformer) -> Engine:
@@ -559,7 +557,7 @@ def make_engine(config: TrainOptions, target: Transformer) -> Engine:
         compile=False,  # the target is also read layer by layer
     )
     context = min(2048, target.config.max_context)
-    return with_cycles(
+    return build_cycles(
         Engine(
             options, target, (RootOnly(),), context, ends, tokenizer=tokenizer, template=template
         )

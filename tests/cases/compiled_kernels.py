@@ -54,8 +54,8 @@ class Case(NamedTuple):
 class CycleCase(NamedTuple):
     """One of the other kernels to compile (`CYCLE_SOURCES`).
 
-    normed_rotary has norms of queries and keys. block and row are top-k; level, best_nodes and
-    link_nodes grow and choose trees.
+    sliding_attention has windows. normed_rotary has norms of queries and keys. block and row are top-k;
+    level, best_nodes and link_nodes grow and choose trees.
     """
 
     target: str
@@ -92,7 +92,7 @@ class Resources(NamedTuple):
 
 # types of the kernels' arguments; other pointers are to the type of x, other numbers are i32
 TYPES = {
-    "*i64": "start slots addresses path chosen above number parents depths expert keys index tokens ranked order",
+    "*i64": "start first slots addresses path chosen above number parents depths expert keys index tokens ranked order",
     "*i32": "done lists",
     "*i16": "packed",
     "*i1": "mask seen sees",
@@ -176,7 +176,8 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
     split = case.T <= ops.cuda.attention.SPLIT_TOKENS
     sizes = (rows, case.E, DTYPES[case.dtype], TARGETS[case.target], split)
     plan = ops.cuda.attention.plan_attention(*sizes)
-    constants = ops.cuda.attention.constants_of(case.E, case.T, split) | {
+    constants: dict[str, object] = {} if case.kernel == "sliding_attention" else {"first_ptr": None}
+    constants |= ops.cuda.attention.constants_of(case.E, case.T, split) | {
         "H": case.heads,
         "KV_HEADS": case.kv_heads,
         "ROWS": plan.rows,
@@ -244,6 +245,7 @@ def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
 
 CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "attention": lambda case: attention_source(case)[0],
+    "sliding_attention": lambda case: attention_source(case)[0],
     "add_norm": _add_norm,
     "add_unscaled": _add_norm,
     "rotary": _rotary,

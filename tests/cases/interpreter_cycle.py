@@ -10,7 +10,6 @@ import torch
 
 import interpreted  # noqa: F401
 import ops.attention
-import ops.compact
 import ops.cuda.attention
 import ops.cuda.compact
 import ops.cuda.rotary
@@ -20,15 +19,13 @@ import ops.rotary
 from helpers import slow, with_head_norms
 from kv_cache import KVCache, sliding
 from model import ModelConfig
+from ops import torch_backend
 from ops.cuda.launch import Device
 from ops.rotary import rope_angles
 from ops.tree import (
     Children,
     Level,
     Scores,
-    best_nodes_reference,
-    expand,
-    link_nodes_reference,
 )
 from windows import KINDS, expected, random_step
 
@@ -264,7 +261,7 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
     level = Level(k, count, slot=spare, places=places, by_value=by_value)
     children = Children(*(x.view(B, R, k) for x in (tokens, scores)))
     got = ops.cuda.topk.grow_level(found, values, seen, level)
-    assert all(map(torch.equal, got, expand(children, values, seen, level)))
+    assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("B,R,V,k,by_value", [
@@ -310,11 +307,13 @@ def test_best_nodes(B, P, count):
     ):
         values[:, :: max(P // 4, 1)] *= 1e-45  # 0 or -0
         assert torch.equal(
-            ops.cuda.tree.best_nodes(values, count), best_nodes_reference(values, count)
+            ops.cuda.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
         )
     values = torch.full((B, P), float("-inf"))
     values[:, P // 2] = 2.0
-    assert torch.equal(ops.cuda.tree.best_nodes(values, count), best_nodes_reference(values, count))
+    assert torch.equal(
+        ops.cuda.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
+    )
 
 
 @pytest.mark.parametrize("B,P,N", [(1, 1, 2), (2, 10, 8), (2, 100, 33), (1, 510, 64)])
@@ -329,7 +328,7 @@ def test_related_nodes(monkeypatch, B, P, N, chain):
     nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
     parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
     got = ops.cuda.tree.link_nodes(chosen, parents, N - 1)
-    want = link_nodes_reference(chosen, parents, N - 1)
+    want = torch_backend.link_nodes(chosen, parents, N - 1)
     assert all(map(torch.equal, got, want)) and (not chain or want[2].max() == N - 1)
 
 
@@ -355,7 +354,7 @@ def check_compaction(cache, starts, paths):
     """Every slot of every buffer, bit for bit."""
     start, path, buffers = torch.as_tensor(starts), torch.as_tensor(paths), [*cache.k, *cache.v]
     want = bits(buffers)
-    ops.compact.compact_reference(want, start, path)
+    torch_backend.compact(want, torch.empty(0), start, path)
     ops.cuda.compact.compact(buffers, cache.addresses, start, path)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(bits(buffers), want, strict=True))
 

@@ -34,13 +34,12 @@ from extras.autosize import (
     NODE,
     Autosizer,
     AutoTrees,
+    CostModel,
     TreeShape,
     accepted_of,
     cost_of,
-    known_of,
     shape_of,
     trained_miss,
-    unknown,
 )  # fmt: skip
 from extras.deferred import MAX_KEPT
 from extras.model_draft import ModelDrafter
@@ -51,6 +50,7 @@ from helpers import (
     Scripted,
     decode,
     engine_for,
+    fresh,
     golden_head,
     golden_target,
     noisy_copy,
@@ -99,7 +99,9 @@ VANILLA_IS_BEST = ("a slow draft", "a head that loses", "a broken head")
 def timed_sizer(costs: list[float], shapes=SHAPES) -> Autosizer:
     """Cycles were timed before the first, as on CUDA."""
     weights = [8.0] * len(costs)
-    known = replace(unknown(shapes), costs=[cost / costs[0] for cost in costs], seen=weights)
+    known = replace(
+        CostModel.fresh(shapes), costs=[cost / costs[0] for cost in costs], seen=weights
+    )
     return Autosizer(shapes, known, NODE["none"])
 
 
@@ -108,7 +110,7 @@ def learned(sizer: Autosizer) -> Autosizer:
     known = sizer.known
     value = asdict(known) | {"costs": [cost / known.costs[0] for cost in known.costs]}
     return Autosizer(
-        sizer.shapes, known_of(json.loads(json.dumps(value)), sizer.shapes), sizer.node
+        sizer.shapes, CostModel.parse(json.loads(json.dumps(value)), sizer.shapes), sizer.node
     )
 
 
@@ -136,7 +138,7 @@ def first_sizer(name: str, error: float = 1.0, miss: float | None = None) -> Aut
     """Nothing is known but a rule of thumb for costs, wrong by a factor."""
     costs, _ = MACHINES[name]
     node = (costs[3] - 1) / (SHAPES[3].size - 1)
-    return Autosizer(SHAPES, unknown(SHAPES, miss), error * node)
+    return Autosizer(SHAPES, CostModel.fresh(SHAPES, miss), error * node)
 
 
 @pytest.mark.parametrize("start", [*STARTS, "timed"])
@@ -237,7 +239,7 @@ def test_decisions_are_rare_while_no_tree_runs_and_frequent_while_one_does():
             super()._decide()
 
     for found, most in (([0.0, 0.0], 120 // IDLE_HOLD + 2), ([0.0, 0.9], 120 // HOLD + 2)):
-        sizer = Counted(shapes, unknown(shapes), 0.1, lookups=1)
+        sizer = Counted(shapes, CostModel.fresh(shapes), 0.1, lookups=1)
         for _ in range(120):
             preset = sizer.next(1, found)
             assert preset == (found[1] > 0)
@@ -305,7 +307,7 @@ LOOKUP = [TreeShape(0, 0, 1), TreeShape(10, 2, 21)]
 
 def test_only_what_makes_sense_is_run():
     """With `limit` 0 the root alone is verified, and no probe is spent on it."""
-    sizer = Autosizer(LOOKUP, unknown(LOOKUP), 0.01)
+    sizer = Autosizer(LOOKUP, CostModel.fresh(LOOKUP), 0.01)
     assert [sizer.next(0) for _ in range(20)] == [0] * 20
     assert [sizer.next(1) for _ in range(HOLD + 1)] == [0] * HOLD + [1]
     for limit in (0, 1) * 10:  # where a tree makes sense again, it runs at once
@@ -389,7 +391,7 @@ def test_the_end_of_a_process_saves_and_a_second_process_reads(trees, capsys):
     (file,) = trees.iterdir()
     engine = demo()
     shapes = [shape_of(preset) for preset in engine.presets]
-    known = known_of(recall(file), shapes, engine.policy.lookup.rates)
+    known = CostModel.parse(recall(file), shapes, engine.policy.lookup.rates)
     main(command[2:])
     assert capsys.readouterr().out.splitlines()[:-1] == ended.stdout.splitlines()[:-1]
     assert known and list(trees.iterdir()) == [file]
@@ -454,10 +456,13 @@ def test_garbage_is_as_if_it_were_not_there():
     value = {"costs": [1.0, 2.0, 3.0, 4.0, 5.0], "seen": [3.0] * 5}
     value |= {"miss": 0.3, "miss_weight": 50.0, "rates": [12.0, 24.0, 0.5, 1.0]}
     rates = torch.zeros(2, 2)
-    known = known_of(value, SHAPES, rates)
+    known = CostModel.parse(value, SHAPES, rates)
     assert known.costs == value["costs"] and known.seen == [3.0] * 5 and known.miss_weight == 8
     assert known.rates == [4.0, 8.0, 0.5, 1.0], "as much as 8 tried candidates at most"
-    assert known_of(value, SHAPES) is None and known_of(value, SHAPES, torch.zeros(2)) is None
+    assert (
+        CostModel.parse(value, SHAPES) is None
+        and CostModel.parse(value, SHAPES, torch.zeros(2)) is None
+    )
     wrong = [*BAD, value | {"costs": [0.0] * 5}]
     for name, right in value.items():
         wrong.append({k: v for k, v in value.items() if k != name})
@@ -467,7 +472,7 @@ def test_garbage_is_as_if_it_were_not_there():
             inside = [[*right[:2], bad, *right[3:]] for bad in BAD]
             wrong += [value | {name: bad} for bad in ends + inside]
     for each in wrong:
-        assert known_of(each, SHAPES, rates) is None, each
+        assert CostModel.parse(each, SHAPES, rates) is None, each
 
 
 def test_garbage_in_the_file(trees, capsys):
@@ -593,7 +598,7 @@ def test_switching_changes_no_token(kind, temperature, batch, captured, order):
     assert [p.name for p in engine.presets] == names
     for host_lag in (0, 1):
         script = Script(ORDERS[order])
-        scripted = replace(engine, policy=script, captured=captured)
+        scripted = replace(fresh(engine, captured), policy=script)
         session = Session(scripted, [(i, 0) for i in range(batch)], host_lag)
         list(session.decode_turn(PROMPTS[:batch]))
         assert session.history == plain.history
@@ -615,7 +620,7 @@ def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, capture
     names = ["none", "tree of 2", "tree of 4", "tree of 8", "tree of 9", "chain 1", "chain 3"]
     assert [p.name for p in drafter.presets] == [*names, "dynamic 4/5/20"]
     script = Script([5, 1, 2, 0, 3, 4, 7, 2, 6, 1])
-    engine = replace(engine_for(target, drafter, **options), policy=script, captured=captured)
+    engine = replace(fresh(engine_for(target, drafter, **options), captured), policy=script)
     session = decode(engine, *prompts)
     assert session.history == plain.history
     assert {1, 2, 3, 5, 7} <= set(script.ran)
@@ -643,7 +648,7 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
 
 def next_tree(engine: Engine, session: Session) -> DraftTree:
     """The tree that the drafter would propose now, with its largest preset."""
-    session.policy.prepare(session, len(engine.presets) - 1)
+    session.policy.before_step(session.view, len(engine.presets) - 1)
     tree, _ = Cycle(engine, engine.drafter, session.mode).draft(session.state)
     return tree
 
@@ -673,10 +678,10 @@ def test_while_idle_no_row_is_lost(kind, order):
             next(session.decode_turn([history + added for history in session.history]))
         if not all(session.live):  # the second row's prompt came last
             session.step()
-        fresh = Session(engine)
-        next(fresh.decode_turn([history[:-1] for history in session.history]))
-        assert fresh.history == session.history
-        tree, want = next_tree(engine, session), next_tree(engine, fresh)
+        other = Session(engine)
+        next(other.decode_turn([history[:-1] for history in session.history]))
+        assert other.history == session.history
+        tree, want = next_tree(engine, session), next_tree(engine, other)
         assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
         torch.testing.assert_close(tree.values, want.values, rtol=1e-4, atol=1e-4)
 
@@ -693,7 +698,7 @@ def resting_session(new: int, prefill_tree: int = -1, batch: int = 2) -> Session
 def caught_up(monkeypatch, session: Session):
     """Let the head catch up. Returns: what it was given."""
     calls = record(monkeypatch, EagleDrafter, "extend")
-    session.policy.prepare(session, len(session.engine.presets) - 1)
+    session.policy.before_step(session.view, len(session.engine.presets) - 1)
     ((_, _, rows),) = [call.args for call in calls]
     return rows
 
@@ -745,7 +750,7 @@ def test_a_prompt_that_comes_at_rest_is_left_out(monkeypatch, then):
     session.policy.prefill_tree = then
     while len(session.stats.presets) < 3:
         session.step()
-    session.policy.prepare(session, len(session.engine.presets) - 1)
+    session.policy.before_step(session.view, len(session.engine.presets) - 1)
     given = [call.args[2] for call in calls if call.args[2].count > 0]
     assert [int(rows.count) for rows in given] == ([MAX_KEPT] if then == 0 else [44, 3])
     assert given[-1].features.shape[1] == int(given[-1].count), "on a CPU only the rows that wait"
@@ -784,7 +789,7 @@ def test_switching_compiles_nothing():
         torch.compiler.set_stance("fail_on_recompile"),
     ):
         for captured, prompt in itertools.product((False, True), PROMPTS):
-            scripted = replace(engine, captured=captured, policy=Script([0, 1, 2]), buffer_pool=[])
+            scripted = replace(fresh(engine, captured), policy=Script([0, 1, 2]))
             assert decode(scripted, prompt).history == decode(plain, prompt).history
 
 
@@ -815,7 +820,7 @@ def test_lookup_whose_matches_are_wrong_is_given_up():
             super().observe(preset, accepted, 1 + 0.3 * preset, sequences)
 
     shapes = [shape_of(preset) for preset in engine.presets]
-    sizer = Steady(shapes, unknown(shapes), 0.3, lookups=len(shapes) - 1)
+    sizer = Steady(shapes, CostModel.fresh(shapes), 0.3, lookups=len(shapes) - 1)
     policy = AutoTrees(engine.drafter)
     policy.sizer = sizer
     session = decode(replace(engine, policy=policy), PROMPTS[1] * 6)

@@ -24,10 +24,10 @@ from test_lossless import assert_same, held_out_prompts, make, needs_operators
 import generate as program
 import steps
 from cli.results import Results
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from drafters import RootOnly
 from generate import Result, generate, in_order, load, main
-from helpers import Scripted, decode, engine_for, golden_run, golden_target, record, slow
+from helpers import Scripted, decode, engine_for, fresh, golden_run, golden_target, record, slow
 from load import time_cycles
 from options import DEMO, GenerateConfig
 from runtime import tensors_of
@@ -50,7 +50,7 @@ def one_by_one(
     engine = load(**DEMO_IN_BF16, draft="none", temperature=temperature, max_new_tokens=length)
     free = generate(engine, list(texts)).tokens
     ends = tuple({new[length // 4 + row % (length // 2)] for row, new in enumerate(free[::3])})
-    return ends, generate(with_cycles(replace(engine, eos_ids=ends)), list(texts))
+    return ends, generate(build_cycles(replace(engine, eos_ids=ends)), list(texts))
 
 
 def check_rows(texts: list[str], rows: int, length: int, temperature: float, **draft) -> None:
@@ -59,7 +59,7 @@ def check_rows(texts: list[str], rows: int, length: int, temperature: float, **d
     engine = load(
         **DEMO_IN_BF16, temperature=temperature, max_new_tokens=length, batch_size=rows, **draft
     )
-    got = generate(with_cycles(replace(engine, eos_ids=ends)), texts)
+    got = generate(build_cycles(replace(engine, eos_ids=ends)), texts)
     for name in ("tokens", "index", "finish_reason"):
         assert getattr(got, name) == getattr(want, name)
     assert len(set(map(len, want.tokens))) > 3, "rows end at different times"
@@ -104,7 +104,7 @@ def small_chunks(monkeypatch):
 def three_rows(name: str, captured: bool = False) -> Engine:
     """An engine of three rows. name: a drafter, as `make` takes it"""
     engine = engine_for(golden_target(), make(name), batch_size=3, **THROUGH_ROWS)
-    return replace(engine, captured=captured)
+    return fresh(engine, captured)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -117,7 +117,7 @@ def three_rows(name: str, captured: bool = False) -> Engine:
 def test_a_late_host_and_fixed_buffers_change_nothing(name, captured, host_lag, monkeypatch):
     """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
     vanilla, want = alone()
-    monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=host_lag))
+    monkeypatch.setattr("scheduler.Session", lambda engine: Session(engine, host_lag=host_lag))
     got = generate(three_rows(name, captured), IDS, num_samples=2)
     prompts = sorted(IDS * 2, key=IDS.index)
     for index, prompt, ours, theirs in zip(got.index, prompts, got.tokens, want.tokens):
@@ -234,7 +234,7 @@ def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
 def test_cycles_are_timed_with_all_rows_and_they_decode():
     engine = engine_for(golden_target(), RootOnly(), batch_size=3)
     assert len(time_cycles(engine)) == 1
-    state = engine.buffer_pool[0].state
+    state = engine.cycles.buffers[0].state
     assert state.pos.tolist() == [204] * 3 and not state.done.any()
 
 

@@ -10,6 +10,7 @@ import itertools
 import shutil
 import time
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,19 +19,30 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops.attention
-import ops.compact
-from decode import pack_report, timed_report, with_cycles
+import ops.cuda.backend
+from decode import build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.auto_trees import with_smaller_trees
 from extras.model_draft import ModelDrafter
-from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
+from helpers import (
+    compiled_as_on_cuda,
+    decode,
+    engine_for,
+    fresh,
+    golden_head,
+    golden_target,
+    noisy_copy,
+)
 from load import warm_up
 from model import ModelConfig, Transformer
+from observer import REPORT, CycleResult
+from ops import torch_backend
+from ops.torch_backend import pack_report, with_times
 from runtime import HostCopy, Replay, compiled, copy_into, set_cuda_device, tensors_of
 from sampling import SamplingMode
-from session import CycleResult, Session
+from session import Session
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 aten = torch.ops.aten
@@ -72,7 +84,7 @@ def test_no_step_of_a_cycle_waits(temperature, version):
     next(session.decode_turn([PROMPT]))
     with NoWaiting():
         session._read_chunk(0, 0, 64, None)  # captured, too
-        for cycle in engine.cycles[session.mode]:
+        for cycle in engine.cycles.by_mode[session.mode]:
             state, *_ = cycle(session.buffers.cache, session.state)
             copy_into(session.state, state)
 
@@ -87,7 +99,7 @@ def test_waiting_is_noticed(wait):
 
 def test_buffers_stay_where_they_are():
     """A session leaves its buffers to the next one; their addresses never change, and nothing of it is left."""
-    engine = replace(sized_engine(1.0), captured=True)
+    engine = fresh(sized_engine(1.0), captured=True)
     first = Session(engine, [(0, 0)])
     list(first.decode_turn([PROMPT]))
     work, addresses = first.buffers, [x.data_ptr() for x in tensors_of(first.state)]
@@ -108,7 +120,7 @@ def test_prompts_run_in_passes_of_two_widths():
     engine = sized_engine(0.0, batch_size=2, context=400)
     prompts = [[i * 7 % 50 + 3 for i in range(300)], PROMPT]
     want = decode(engine, *prompts).history
-    session = decode(replace(engine, captured=True), *prompts)
+    session = decode(fresh(engine, captured=True), *prompts)
     assert session.history == want
     ran = {key[1:] for key in session.buffers.replays if key[0] == "prefill"}
     runs = {(width, seq, 3, SamplingMode.GREEDY) for width, seq in ((256, 0), (64, 0), (64, 1))}
@@ -127,17 +139,18 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
     options = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True}
     want = decode(engine_for(target, RootOnly(), **options), *prompts).history
-    moved, reference = [], ops.compact.compact_reference
+    moved, reference = [], torch_backend.compact
 
-    def compact(buffers, start, path):
+    def compact(buffers, addresses, start, path):
         moved.append(tuple(b.data_ptr() for b in buffers))
-        reference(buffers, start, path)
+        reference(buffers, addresses, start, path)
 
-    monkeypatch.setattr(ops.compact, "compact_reference", compact)
-    monkeypatch.setattr("kv_cache.compact", torch.ops.gpt_eagle.compact)
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)
-    (cycle,) = engine.cycles[SamplingMode.GREEDY]
+    (cycle,) = engine.cycles.by_mode[SamplingMode.GREEDY]
+    backend = replace(cycle.backend, compact=ops.cuda.backend.compact)
+    cycle.backend = backend
+    drafter.use(backend)
     for step in ("decide", "extend"):  # the passes around them are not what is tested
         setattr(cycle, step, compiled(getattr(cycle, step)))
     session = decode(engine, *prompts)
@@ -145,6 +158,19 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     assert any(line["path"] not in ([], [1], [1, 2]) for line in session.trace), "nothing moved"
     caches = (session.buffers.cache, session.state.drafter_state.cache)
     assert set(moved) == {tuple(cache.addresses.tolist()) for cache in caches}
+
+
+@pytest.mark.usefixtures("traced")
+def test_cudas_functions_of_a_cycle_are_traced_whole(monkeypatch):
+    """Here its operators are the plain ones. No recompilation, and vanilla's tokens."""
+    monkeypatch.setattr("ops.backends._module_of", lambda device: ops.cuda.backend)
+    target = deepcopy(golden_target())
+    options = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.0, "top_k": 9}
+    want = decode(engine_for(target, RootOnly(), **options), PROMPT).history
+    drafter = EagleDrafter(golden_head(target=target), target, DynamicTree(3, 3, 9))
+    engine = compiled_as_on_cuda(engine_for(target, drafter, **options))
+    assert drafter.backend.select_nodes is ops.cuda.backend.select_nodes
+    assert decode(engine, PROMPT).history == want
 
 
 def test_store_copies_what_is_not_there_yet():
@@ -259,8 +285,8 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
     """As on CUDA without Triton."""
     for ended, seconds in ((0, 2), (10**9, 1)):
         emitted = torch.zeros(1, 1, dtype=torch.long)
-        report = pack_report(emitted, *torch.zeros(4, 1, dtype=torch.long))
-        report = timed_report(report, [0, 0, 0, ended])
+        report = pack_report(emitted, [torch.zeros(1, dtype=torch.long)] * len(REPORT))
+        report = with_times(report, [0, 0, 0, ended])
         result = CycleResult(report, 0, time.perf_counter() - 2).read(by_device=True)
         assert seconds <= result.seconds < (60 if seconds == 2 else 1.001)
 
@@ -300,12 +326,12 @@ def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsy
     with monkeypatch.context() as patch:  # no step is compiled before the compiler is tried
         patch.setattr("decode.compiled", lambda step: step)
         config = replace(engine.config, device="cuda", compile=compile)
-        asked = with_cycles(replace(engine, config=config))
+        asked = build_cycles(replace(engine, config=config))
     if not compile:
         monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
     warm = warm_up(asked)
-    assert warm.captured and warm.option("compile") is None and not warm.compiles
-    assert asked.compiles == bool(compile)
+    assert warm.captured and warm.option("compile") is None and not warm.cycles.compiled
+    assert asked.cycles.compiled == bool(compile)
     assert decode(warm, PROMPT).history == want
     note = "note: --compile does not work here (no gcc); running without it"
     assert capsys.readouterr().err.splitlines() == ([note] if compile else [])
@@ -314,7 +340,7 @@ def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsy
 def test_with_compile_false_no_cycle_is_captured():
     engine = sized_engine(1.0)
     config = replace(engine.config, device="cuda", compile=False)
-    assert not with_cycles(replace(engine, config=config)).captured
+    assert not build_cycles(replace(engine, config=config)).captured
 
 
 def test_a_step_that_is_not_to_be_captured(monkeypatch, fake_graphs):

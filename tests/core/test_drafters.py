@@ -20,7 +20,7 @@ from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
 from drafters import DecodedTokens, DrafterUpdate, DraftInputs, RootOnly
 from eagle_draft import EagleDrafter
-from extras.kept_texts import KeptTexts
+from extras.kept_texts import PastTexts
 from extras.model_draft import ModelDrafter, check_same_tokens
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from generate import Batch, load
@@ -97,7 +97,7 @@ def test_lookup_equals_a_plain_search(ngram):
             lengths = torch.randint(1, 25, (2,), generator=generator).tolist()
             rows = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
             text = text_of(*rows)
-            kept = KeptTexts(capacity=12)
+            kept = PastTexts(capacity=12)
             for row in rows:
                 kept.add(row[: int(lengths[0] / 2)] or row)
             searching = replace(ngram, kept=kept)
@@ -190,7 +190,7 @@ class Plain:
 class Watched(Scripted):
     """The tree always, whatever its speed; the tokens that could be expected are kept."""
 
-    def __init__(self, kept: KeptTexts):
+    def __init__(self, kept: PastTexts):
         super().__init__(kept)
         self.every: list[list[float]] = []
 
@@ -214,7 +214,7 @@ def test_a_decoder_accepts_what_a_plain_lookup_does():
         batch.decode_all(batch.streams)
         (turn,) = batch.entries
         got = batch.stats.accept_lengths
-        assert got[:-1] == plain.lengths(turn.prompt, turn.new, 16)[:-1]  # the last one is cut
+        assert got[:-1] == plain.lengths(turn.prompt, turn.tokens, 16)[:-1]  # the last one is cut
         totals.append(len(got))
     assert 10 < totals[0] < 47 and totals[1] < 10
     for got, want in zip(engine.policy.every, plain.expected, strict=True):

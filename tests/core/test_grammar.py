@@ -16,11 +16,11 @@ jsonschema = pytest.importorskip("jsonschema")
 
 import generate as program  # noqa: E402
 import sampling  # noqa: E402
-from decode import PREFILL_CHUNK, with_cycles  # noqa: E402
-from extras.autosize import Autosizer, TreeShape, unknown  # noqa: E402
-from extras.grammar import MOST_BYTES, STYLE, Grammar, SessionGuide, _vocabulary  # noqa: E402
+from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
+from extras.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
+from extras.grammar import MOST_BYTES, STYLE, Grammar, TextGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
-from helpers import InTurn, record, slow, trimmed_head  # noqa: E402
+from helpers import InTurn, fresh, record, slow, trimmed_head  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from session import Session  # noqa: E402
@@ -134,7 +134,7 @@ def test_the_text_is_that_of_a_plain_loop(draft, quant, compile):
 
 
 def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
-    masks = record(monkeypatch, SessionGuide, "root_mask")
+    masks = record(monkeypatch, TextGuide, "root_mask")
     engine = engine_of(max_new_tokens=8)
     prompt = engine.tokenizer.encode(PROMPT) * PREFILL_CHUNK
     prompt = prompt[: 2 * PREFILL_CHUNK + 5]
@@ -164,7 +164,7 @@ def test_forced_tokens_cost_no_pass_of_their_own(draft):
 
 def test_forced_tokens_below_a_tree_leave_its_misses_a_share():
     shapes = [TreeShape(0, 0, 1), TreeShape(3, 1, 4)]
-    sizer = Autosizer(shapes, unknown(shapes), 0.1)
+    sizer = Autosizer(shapes, CostModel.fresh(shapes), 0.1)
     for _ in range(50):
         sizer.observe(1, 20.0, 0.01)
     assert 0 <= sizer.known.miss < 0.1 and sizer.tokens(1) > 10
@@ -180,8 +180,8 @@ def test_the_end_is_allowed_where_the_grammar_allows_to_stop():
     """Two ends of sequence; a text that may stop or go on; one that must stop."""
     engine = engine_of("none")
     ends = (engine.eos_ids[0], 7)
-    engine = with_cycles(replace(engine, eos_ids=ends))
-    place = Grammar(engine, 'start: "ab" ("c" "d")?').guide().place
+    engine = build_cycles(replace(engine, eos_ids=ends))
+    place = Grammar(engine, 'start: "ab" ("c" "d")?').begin().place
     a, *rest = (engine.tokenizer.encode(text)[-1] for text in "abcd")
     may_end = [[place.allows(end) for end in ends]]
     for id in (a, *rest):
@@ -197,7 +197,7 @@ def test_captured_cycles_stand_beside_those_with_a_grammar():
     engine, prompts = engine_of("auto", batch_size=2), [PROMPT, OTHER] * 2
     asked = {"grammar": [PERSON, None, None, LARK], "temperature": 1.0}
     want = generate(engine, prompts, **asked)
-    captured = replace(engine, captured=True, buffer_pool=[])
+    captured = fresh(engine, captured=True)
     assert generate(captured, prompts, **asked).tokens == want.tokens
 
 
@@ -295,10 +295,10 @@ def test_a_grammar_that_allows_nothing_at_some_point(draft):
     while session.busy(0) or session.busy(1):
         for have, more in zip(new, session.step()):
             have += more
-    assert engine.tokenizer.decode(new[0]) == "abc" and list(session.faults) == [0]
+    assert engine.tokenizer.decode(new[0]) == "abc" and list(session.guide_errors) == [0]
     assert new[1] == generate(engine, [PROMPT, OTHER]).tokens[1]
     session.admit(0, ids[0], (0, 0), 4)
-    assert not session.faults
+    assert not session.guide_errors
 
 
 @pytest.mark.parametrize("options, asked, message", [

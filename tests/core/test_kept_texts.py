@@ -15,7 +15,7 @@ from draft_tree import DecodedTokens, DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras import ngram_draft
-from extras.kept_texts import MOST_BYTES, RUN, KeptTexts
+from extras.kept_texts import MOST_BYTES, RUN, PastTexts
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.presets import PresetPolicy
 from extras.recycling_draft import empty_matrix
@@ -30,15 +30,15 @@ from helpers import (
     golden_target,
 )
 from load import _prefill_each_width
+from observer import Observer
 from options import DEMO
-from runtime import Policy
 from session import Session
 
 VOCABULARY = "ab" * 32
 SIZE = 9
 
 
-def texts_of(kept: KeptTexts) -> list[list[int]]:
+def texts_of(kept: PastTexts) -> list[list[int]]:
     """The texts as they lie in the buffer."""
     texts: list[list[int]] = [[]]
     for token in kept.tokens.tolist():
@@ -50,7 +50,7 @@ def texts_of(kept: KeptTexts) -> list[list[int]]:
 
 
 def test_the_least_recently_used_text_makes_way():
-    kept = KeptTexts(capacity=40)
+    kept = PastTexts(capacity=40)
     runs = [list(range(begin, begin + RUN + 2)) for begin in (100, 200, 300)]
     for run in runs:
         kept.add(run)
@@ -81,7 +81,7 @@ def check_warm(kind: str, temperature: float, batch: int, traced: bool = False) 
     options = {"max_new_tokens": 30, "ignore_eos": True, "temperature": temperature, "seed": 5}
     options["batch_size"] = batch
     want = golden_run(RootOnly(), *PROMPTS[:batch], **options).history
-    kept = KeptTexts()
+    kept = PastTexts()
     method = lookup(kept).method()
     if kind == "grafted":
         tree, ngram = DynamicTree(3, 4, 24), Ngram(6, 2, kept=kept)
@@ -99,7 +99,7 @@ def check_warm(kind: str, temperature: float, batch: int, traced: bool = False) 
     assert 2 * max(cycles[1:]) < cycles[0], cycles
 
 
-def lookup(kept: KeptTexts) -> NgramDrafter:
+def lookup(kept: PastTexts) -> NgramDrafter:
     return NgramDrafter(Ngram(kept=kept))
 
 
@@ -114,7 +114,7 @@ def test_kept_texts_change_no_token(kind, temperature, batch):
 def test_a_traced_lookup_reads_the_buffer(monkeypatch):
     """Texts change between requests, and nothing is traced again."""
     monkeypatch.setattr("ops.library._cpp_available", [False])
-    ngram = Ngram(2, 2, 2, kept=KeptTexts(capacity=64))
+    ngram = Ngram(2, 2, 2, kept=PastTexts(capacity=64))
     text = DecodedTokens(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
     step = torch.compile(ngram_draft.lookup, fullgraph=True, dynamic=False)
     found = []
@@ -139,8 +139,8 @@ def test_kept_texts_in_traced_steps_change_no_token(monkeypatch):
 # ------------------------------------------------------------------------------------------ the file
 
 
-def opened(file, vocabulary: str = VOCABULARY) -> KeptTexts:
-    kept = KeptTexts(successors=empty_matrix(SIZE, "cpu"))
+def opened(file, vocabulary: str = VOCABULARY) -> PastTexts:
+    kept = PastTexts(successors=empty_matrix(SIZE, "cpu"))
     kept.keep_in(file, vocabulary, SIZE)
     return kept
 
@@ -251,20 +251,20 @@ def test_stores_that_the_command_line_refuses(tmp_path, capsys):
 
 
 def test_warming_up_keeps_nothing():
-    kept = KeptTexts()
+    kept = PastTexts()
     drafter = lookup(kept)
     engine = engine_for(golden_target(), drafter, context=100)
     engine = replace(engine, policy=drafter.method().policy)  # cold
     _prefill_each_width(engine)
     assert not kept.texts
-    warm = replace(engine, policy=engine.policy.started(engine, list))
+    warm = replace(engine, policy=engine.policy.on_engine_ready(engine, list))
     _prefill_each_width(warm)
     assert kept.texts
 
 
 def test_a_turn_that_is_ended_early_is_kept():
     """As a server ends one at a text that the client names."""
-    kept = KeptTexts()
+    kept = PastTexts()
     engine = engine_for(golden_target(), lookup(kept), max_new_tokens=20)
     session = Session(engine)
     session.admit(0, PROMPTS[0], (0, 0))
@@ -279,4 +279,4 @@ def test_a_turn_that_is_ended_early_is_kept():
 def test_without_a_file_texts_stay_in_memory():
     options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 4}
     assert load(**options).policy.kept is not None, "lookup beside the bundled head"
-    assert type(load(**options, draft="eagle", tree="chain").policy) is Policy
+    assert type(load(**options, draft="eagle", tree="chain").policy) is Observer

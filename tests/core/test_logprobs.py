@@ -26,7 +26,7 @@ def scored(
     """New tokens of one sequence and their log-probabilities, beside a sequence that asks for none."""
     session = Session(engine, host_lag=host_lag)
     logprobs = Logprobs(engine.target)
-    session.readers.append(logprobs)
+    session.observers.append(logprobs)
     for seq, prompt in enumerate((OTHER, IDS)):
         session.configure(seq, rule, 7)
         logprobs.want(seq, likeliest if seq else None)
@@ -92,10 +92,10 @@ def test_every_drafter_gives_the_same_bits(quant):
 
 
 def test_nobody_pays_where_nobody_asks(monkeypatch):
-    monkeypatch.setattr("extras.logprobs.ScoredStep", None)
+    monkeypatch.setattr("extras.logprobs.scored", None)
     engine = engine_for(golden_target(), make("dynamic"), **OPTIONS)
     session = Session(engine)
     logprobs = Logprobs(engine.target)
-    session.readers.append(logprobs)
+    session.observers.append(logprobs)
     list(session.decode_turn([IDS]))
     assert logprobs.take(0) == []

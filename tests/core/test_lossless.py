@@ -28,7 +28,7 @@ import ops.cpu.build
 import sampling
 from cli import methods
 from cli.tree_paths import EAGLE1_PATHS
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
 from drafter_files import write_drafter
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
@@ -347,7 +347,7 @@ def test_a_trimmed_head_stops_at_the_end_of_sequence(kept, temperature):
     ]
     for at, tree in itertools.product(ends[:2], ("chain", "dynamic")):
         engine = engine_for(golden_target(), make(f"trimmed:{tree}"), **options)
-        session = decode(with_cycles(replace(engine, eos_ids=(truth[at],))), PROMPTS[0])
+        session = decode(build_cycles(replace(engine, eos_ids=(truth[at],))), PROMPTS[0])
         assert new_tokens(session, 0, PROMPTS[0]) == truth[: at + 1]
     assert ends
 
@@ -390,7 +390,7 @@ def check_compiled(
             rows = [(row, 0) for row in range(len(prompts))]
             ours = Session(replace(compiled, policy=InTurn()), rows, host_lag=1)
             in_turn(ours, *prompts)
-            state, *_ = compiled.cycles[ours.mode][-1](ours.buffers.cache, ours.state)
+            state, *_ = compiled.cycles.by_mode[ours.mode][-1](ours.buffers.cache, ours.state)
             assert all(map(operator.is_, tensors_of(state), tensors_of(ours.state)))
         for row, prompt in enumerate(prompts):
             want = new_tokens(plain, row, prompt)
@@ -521,7 +521,7 @@ def scripted_run(script, depth=4, eos_ids=(), **options):
     prompt = PROMPTS[0]
     drafter = Scripted(script, depth, len(prompt))
     engine = engine_for(golden_target(), drafter, **{"ignore_eos": not eos_ids, **options})
-    session = Session(with_cycles(replace(engine, eos_ids=eos_ids)), [(0, 0)])
+    session = Session(build_cycles(replace(engine, eos_ids=eos_ids)), [(0, 0)])
     cycles = list(session.decode_turn([prompt]))
     return session, cycles, new_tokens(session, 0, prompt)
 

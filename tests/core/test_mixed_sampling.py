@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -109,7 +108,7 @@ def test_plain_operations_do_the_same(drafter, monkeypatch):
 @pytest.mark.parametrize("drafter", ["none", *slow(["chain", "dynamic"])])
 def test_captured_cycles_do_the_same(drafter, monkeypatch):
     """The steps as on CUDA, over buffers that stay, with reports that come late."""
-    monkeypatch.setattr(program, "Session", lambda engine: Session(engine, host_lag=1))
+    monkeypatch.setattr("scheduler.Session", lambda engine: Session(engine, host_lag=1))
     engine = engine_for(golden_target(), make(drafter), batch_size=3, **OPTIONS)
     check_alone(decoded(compiled_as_on_cuda(engine)))
 
@@ -156,7 +155,7 @@ def test_the_residual_rule_takes_parameters_too():
     prompts = [each.ids for each in asked]
     one = engine_for(golden_target(), drafter, **options)
     want = generate(one, prompts, **per_prompt(asked)).tokens
-    three = replace(engine_for(golden_target(), drafter, batch_size=3, **options), buffer_pool=[])
+    three = engine_for(golden_target(), drafter, batch_size=3, **options)
     assert generate(three, prompts, **per_prompt(asked)).tokens == want
     with pytest.raises(ValueError, match="temperature must be above 0 with accept=residual"):
         generate(one, prompts, temperature=[1.0, 1.0, 0.0, 1.0, 1.0])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
 from generate import generate, load
-from helpers import decode
+from helpers import decode, fresh
 from options import Sampling
-from server.batcher import Answer, Batcher, Job, Refusal
+from server.batcher import Batcher, Job, Refusal
 
 PROMPT, OTHERS = [5, 6, 7], [[9, 8], [30, 31, 32, 33]]
 NAMED = {-1: "the embedding", 0: "layer 0 (of 0 to 2)", 2: "layer 2 (of 0 to 2)"}
@@ -97,12 +96,12 @@ def test_one_answer_of_a_server(breaks_at, tmp_path):
     engine = loaded(breaks_at[0], tmp_path, batch_size=3)
     # text is not asked for: ids alone show that the others are not touched
     silent = type("Silent", (), {"push": lambda self, ids: "", "flush": lambda self: ""})
-    batcher = Batcher(replace(engine, buffer_pool=[]), 8)
+    batcher = Batcher(fresh(engine), 8)
     told = [[], [], [], []]
     for prompt, pieces in zip((PROMPT, *OTHERS, PROMPT), told):
-        answer = Answer(silent(), [], [])
-        batcher.submit([Job(0, prompt, (0, 0), Sampling(), 0, 12, None, answer, pieces.append)])
-    while batcher.waiting or any(batcher.jobs):
+        served = {"choice": 0, "likeliest": None, "tell": pieces.append}
+        batcher.submit([Job(prompt, Sampling(), 0, 12, decoder=silent(), **served)])
+    while batcher.new or batcher.jobs:
         assert batcher._schedule()
         batcher._step()
     for pieces in (told[0], told[-1]):

@@ -16,17 +16,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import decode
 import generate
 import model
 import ops.attention
-import ops.compact
 import ops.norm
 import ops.qmatmul
 import ops.rotary
-import ops.topk
-import ops.tree
-import sampling
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -40,7 +35,7 @@ from helpers import (
 )
 from helpers import decode as decoded
 from load import load
-from ops import switches
+from ops import switches, torch_backend
 from ops.cpu.build import HERE
 from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
 from options import ROOT, GenerateConfig
@@ -126,19 +121,19 @@ def edited(*inputs, **more):
 # a family, the module and the name of a reference of it, the options with which it runs
 REFERENCES = [
     ("attention", ops.attention, "tree_attention_reference", {}),
-    ("compact", ops.compact, "compact_reference", {}),
+    ("compact", torch_backend, "compact", {}),
     ("fused", model.Layer, "forward", {}),
     ("norm", ops.norm, "rms_norm_reference", {}),
     ("products", ops.qmatmul, "grouped_reference", {"quant": "int8"}),
     ("products", ops.qmatmul, "grouped_reference", {"quant": "int4"}),
     ("rotary", ops.rotary, "rotary_reference", {}),
-    ("topk", ops.topk, "best_reference", {}),
-    ("topk", sampling, "uniforms", {"temperature": 1.0}),
-    ("topk", ops.tree, "expand_frontier_reference", {}),
-    ("tree", ops.tree, "expand_frontier_reference", {}),
-    ("tree", ops.tree, "select_nodes_reference", {}),
-    ("tree", decode, "advance", {}),
-    ("tree", decode, "accept", {}),
+    ("topk", torch_backend, "best", {}),
+    ("topk", torch_backend, "gumbel", {"temperature": 1.0}),
+    ("topk", torch_backend, "expand_frontier", {}),
+    ("tree", torch_backend, "expand_frontier", {}),
+    ("tree", torch_backend, "select_nodes", {}),
+    ("tree", torch_backend, "advance", {}),
+    ("tree", torch_backend, "accept", {}),
 ]
 
 

@@ -8,9 +8,8 @@ from functools import partial
 
 import pytest
 
-import generate as program
 from generate import generate, load, main, stream
-from hf.tokenizer import Until
+from hf.tokenizer import StopMatcher
 from options import DEMO
 from session import Session
 
@@ -26,7 +25,7 @@ def engines():
 @pytest.mark.parametrize("lag", [0, 1])
 def test_drafts_change_nothing_behind_a_stop(engines, lag, monkeypatch):
     """Nor in later turns, whose noise goes on behind the last token that is kept."""
-    monkeypatch.setattr(program, "Session", partial(Session, host_lag=lag))
+    monkeypatch.setattr("scheduler.Session", partial(Session, host_lag=lag))
     prompts = [[PROMPT, "def g(b):\n", "# "], ["class A:", "\n x"], ["import"]]
     options = {"stop": ["re", "s", "("], "temperature": 1.0, "seed": [1, 2, 3]}
     found, want = (generate(engine, prompts, **options) for engine in engines)
@@ -59,7 +58,7 @@ def test_the_stop_that_is_complete_first_ends_a_text_however_it_comes(engines):
     for engine in engines:
         assert generate(engine, [PROMPT], stop=stops).text[0] == want
         assert "".join(stream(engine, PROMPT, stop=stops)) == want
-    assert Until(stops).push(whole, last=True) == want
+    assert StopMatcher(stops).push(whole, last=True) == want
 
 
 @pytest.mark.parametrize("stop", [3, [""], "", ["a", 5]], ids=repr)

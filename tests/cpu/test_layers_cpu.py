@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import ops.attention
-import ops.compact
 from draft_tree import StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
@@ -21,6 +19,7 @@ from hf.heads import Eagle3, EagleConfig
 from kv_cache import KVCache, Window, causal_window
 from linear import ExpertLinear, Linear
 from model import ModelConfig, Transformer, run_layers
+from ops import torch_backend
 from ops.cpu.layers import FusedHead, FusedModel, fits
 from ops.tree import Frontier
 from quantize import FORMATS, Int4Linear, QuantExperts
@@ -423,7 +422,7 @@ def test_moved_rows(path, dtype):
     buffers = [torch.randn(2, 3, 20, 16, generator=generator).to(dtype) for _ in range(4)]
     want = [b.clone() for b in buffers]
     start, paths = torch.tensor([7, 14]), torch.tensor([path, [0, 3, 5]])
-    ops.compact.compact_reference(want, start, paths)
+    torch_backend.compact(want, torch.empty(0), start, paths)
     torch.ops.gpt_eagle.move_rows(buffers, start, paths)
     assert all(map(torch.equal, buffers, want))
     with pytest.raises(RuntimeError, match="no slot 20"):

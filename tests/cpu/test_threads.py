@@ -15,7 +15,7 @@ import torch
 from extras.residual import residual_accept
 from generate import generate, load
 from ops.library import has_cpu_operators, single_torch_thread
-from session import Session
+from session import run_step
 
 DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"
 
@@ -47,8 +47,7 @@ def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
         torch.set_num_threads(3)
         for fused, threads in ((object(), 1), (None, 3)):
             engine = SimpleNamespace(captured=False, target=SimpleNamespace(fused=fused))
-            session = SimpleNamespace(engine=engine)
-            assert Session.run_step(session, "", torch.get_num_threads) == threads
+            assert run_step(engine, None, "", torch.get_num_threads) == threads
     finally:
         torch.set_num_threads(1)
 

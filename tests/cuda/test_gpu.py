@@ -17,19 +17,17 @@ import torch
 
 import lost_device
 import ops.attention
-import ops.compact
-import ops.cuda.growth
+import ops.cuda.backend
 import ops.epilogues
 import ops.experts
 import ops.linear
 import ops.norm
 import ops.qmatmul
 import ops.rotary
-import ops.topk
 import ops.tree
 import sampling
 from cli.tree_paths import EAGLE1_PATHS
-from decode import Engine, with_cycles
+from decode import Engine, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import RootOnly
@@ -50,6 +48,7 @@ from hf.weights import load_model
 from kv_cache import KVCache
 from load import warm_up
 from model import ModelConfig
+from ops import torch_backend
 from ops.epilogues import LazyMatmul, UnnormalizedRows
 from options import DEMO, GenerateConfig
 from quantize import FORMATS as KINDS
@@ -237,7 +236,7 @@ def filled_cache(kv_heads, E, batch, slots, dtype, layers=3):
 def compact_by_reference(cache, start, path):
     """The contents of the buffers after compaction. The cache itself stays as it is."""
     want = [b.clone() for b in (*cache.k, *cache.v)]
-    ops.compact.compact_reference(want, start, path)
+    torch_backend.compact(want, torch.empty(0), start, path)
     return want
 
 
@@ -269,7 +268,7 @@ def test_compaction(dtype, kv_heads, E):
             start = torch.randint(700 - 64, (batch,), device="cuda")
             path = random_paths(batch, steps, 64)
             want = compact_by_reference(cache, start, path)
-            ops.compact.compact([*cache.k, *cache.v], cache.addresses, start, path)
+            ops.cuda.backend.compact([*cache.k, *cache.v], cache.addresses, start, path)
             assert same_buffers(cache, want), (batch, steps)
 
 
@@ -305,7 +304,7 @@ def test_topk_logsumexp(poisoned, V, k):
     scores[1] = scores[1].round()  # ties
     scores[0, 3, 20:] = float("-inf")  # as after top-p
     scores[0, 4] = float("-inf")
-    values, index, total = ops.topk.topk_logsumexp(scores, k)
+    values, index, total = ops.cuda.backend.topk(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want[..., :k])
     if k <= 64:
@@ -314,7 +313,7 @@ def test_topk_logsumexp(poisoned, V, k):
     torch.testing.assert_close(
         total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6
     )
-    assert torch.equal(ops.topk.best(scores), order[..., 0])
+    assert torch.equal(ops.cuda.backend.best(scores), order[..., 0])
 
 
 @pytest.mark.parametrize("k", [1, 10, 64, 65])
@@ -337,7 +336,7 @@ def test_grow_level(poisoned, by_value, V, k):
     values = -torch.rand(B, R, device="cuda").round(decimals=1)
     got = operator(logits, 1.25, ids, values, seen, None, k, count, 3, by_value)
     level = ops.tree.Level(k, count, slot=3, by_value=by_value)
-    assert all(map(torch.equal, got, ops.tree.expand(children, values, seen, level)))
+    assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("P,N", [(10, 8), (510, 60), (510, 64), (20000, 33)])
@@ -345,13 +344,13 @@ def test_nodes_of_a_tree(poisoned, P, N):
     torch.manual_seed(0)
     values = -torch.randint(0, 99, (2, P), device="cuda").float()
     values[1, 3:] = float("-inf")
-    chosen = ops.tree.best_nodes(values, N - 1)
-    assert torch.equal(chosen, ops.tree.best_nodes_reference(values, N - 1))
+    chosen = torch.ops.gpt_eagle.best_nodes(values, N - 1)
+    assert torch.equal(chosen, torch_backend.best_nodes(values, N - 1))
     above = (torch.rand(2, N - 1, device="cuda") * torch.arange(1, N, device="cuda")).long()
     nodes = torch.cat((torch.full((2, 1), -1, device="cuda"), chosen), 1).gather(1, above)
     parents = torch.randint(-1, P, (2, P), device="cuda").scatter(1, chosen, nodes)
-    got = ops.tree.link_nodes(chosen, parents, N - 1)
-    assert all(map(torch.equal, got, ops.tree.link_nodes_reference(chosen, parents, N - 1)))
+    got = torch.ops.gpt_eagle.link_nodes(chosen, parents, N - 1)
+    assert all(map(torch.equal, got, torch_backend.link_nodes(chosen, parents, N - 1)))
 
 
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
@@ -615,12 +614,12 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
     config = golden_config(temperature, max_new_tokens=100, batch_size=batch)
-    vanilla = with_cycles(Engine(config, target, (RootOnly(),), 256, ()))
+    vanilla = build_cycles(Engine(config, target, (RootOnly(),), 256, ()))
     drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20)), target)
     config = replace(config, compile=True)
     policy = AutoTrees()
     drafted = Engine(config, target, drafter.presets, 256, (), policy=policy)
-    engine = warm_up(with_cycles(drafted))
+    engine = warm_up(build_cycles(drafted))
     assert engine.captured and isinstance(engine.policy.sizer, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
@@ -653,9 +652,9 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
     target = load_model(GOLDEN / f"models/target_{model}", torch.float32, "cuda")
     head = load_head(GOLDEN / f"models/head_eagle12_{model.removeprefix('llama_')}", target)
     config = golden_config(temperature, max_new_tokens=60, batch_size=2)
-    vanilla = with_cycles(Engine(config, target, (RootOnly(),), 256, ()))
+    vanilla = build_cycles(Engine(config, target, (RootOnly(),), 256, ()))
     drafter = EagleDrafter(head, target, TREES[tree])
-    drafted = with_cycles(Engine(replace(config, compile=compiled), target, (drafter,), 256, ()))
+    drafted = build_cycles(Engine(replace(config, compile=compiled), target, (drafter,), 256, ()))
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
 
@@ -704,10 +703,10 @@ def golden_engines(config: GenerateConfig, context: int, **changes) -> tuple[Eng
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    vanilla = with_cycles(Engine(config, target, (RootOnly(),), context, ()))
+    vanilla = build_cycles(Engine(config, target, (RootOnly(),), context, ()))
     drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20))
     config = replace(config, **changes)
-    return vanilla, warm_up(with_cycles(Engine(config, target, (drafter,), context, ())))
+    return vanilla, warm_up(build_cycles(Engine(config, target, (drafter,), context, ())))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -11,9 +11,9 @@ pytest.importorskip("starlette")
 from test_lossless import needs_operators  # noqa: E402
 
 from generate import Engine, generate, load  # noqa: E402
-from helpers import slow  # noqa: E402
+from helpers import fresh, slow  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
-from server.batcher import Answer, Batcher, Job, Piece  # noqa: E402
+from server.batcher import Batcher, Delta, Job  # noqa: E402
 
 SYSTEM = [(7 * i + i * i) % 250 + 4 for i in range(400)]  # a prompt of more than one chunk
 GREEDY = Sampling()
@@ -26,13 +26,16 @@ class Client:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.batcher = Batcher(engine, 64)
-        self.session = self.batcher.session
-        self.told: dict[Job, list[Piece]] = {}
+        self.scheduler = self.batcher.scheduler
+        self.session = self.scheduler.session
+        self.told: dict[Job, list[Delta]] = {}
 
     def ask(self, prompt: list[int], rule: Sampling = GREEDY, most: int = 12) -> Job:
-        pieces: list[Piece] = []
-        answer = Answer(self.engine.tokenizer.stream(True), [], [])
-        job = Job(0, prompt, (0, 0), rule, 7, most, None, answer, pieces.append)
+        pieces: list[Delta] = []
+        decoder = self.engine.tokenizer.stream(True)
+        job = Job(
+            prompt, rule, 7, most, decoder=decoder, choice=0, likeliest=None, tell=pieces.append
+        )
         self.told[job] = pieces
         self.batcher.submit([job])
         return job
@@ -42,7 +45,7 @@ class Client:
         self.batcher._step()
 
     def finish(self) -> None:
-        while self.batcher.waiting or any(self.batcher.jobs):
+        while self.batcher.new or self.batcher.jobs:
             self.step()
 
     def text(self, job: Job) -> str:
@@ -52,7 +55,7 @@ class Client:
         """Decode a prompt to its end. Returns: the place that it took."""
         job = self.ask(prompt)
         self.step()
-        place = self.batcher.jobs.index(job)
+        place = job.place
         self.finish()
         return place
 
@@ -64,9 +67,9 @@ def engine() -> Engine:
 
 def own(engine: Engine, prompt: list[int], rule: Sampling = GREEDY, most: int = 12) -> str:
     """The text of `generate`, in buffers that hold nothing."""
-    fresh = replace(engine, buffer_pool=[], config=replace(engine.config, batch_size=1))
+    one = replace(fresh(engine), config=replace(engine.config, batch_size=1))
     options = {**rule._asdict(), "seed": 7, "max_new_tokens": most}
-    return generate(fresh, [prompt], **options).text[0]
+    return generate(one, [prompt], **options).text[0]
 
 
 def test_a_conversation_goes_on_in_its_place(engine):
@@ -98,10 +101,10 @@ def test_answers_to_one_prompt_read_it_once(engine):
     client = Client(engine)
     jobs = [client.ask([*SYSTEM, number]) for number in (10, 11, 12, 13)]
     client.step()
-    assert sum(job is not None for job in client.batcher.jobs) == 1
+    assert sum(job is not None for job in client.scheduler.running) == 1
     client.step()
     client.step()
-    assert None not in client.batcher.jobs, "all at once then"
+    assert None not in client.scheduler.running, "all at once then"
     client.finish()
     assert client.batcher.counters.cached_tokens == 3 * (len(SYSTEM) - 1)
     for job in jobs:
@@ -116,7 +119,7 @@ def test_a_reader_that_leaves_makes_way(engine):
     client.step()
     leaves.left = True
     client.step()
-    assert stays in client.batcher.jobs
+    assert stays in client.scheduler.running
     client.finish()
     assert client.text(stays) == own(engine, stays.prompt)
     assert client.batcher.counters.cached_tokens == 254

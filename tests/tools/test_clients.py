@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ openai = pytest.importorskip("openai")
 from test_serve import Running  # noqa: E402
 
 from generate import encode, generate  # noqa: E402
+from helpers import fresh  # noqa: E402
 
 QUESTIONS = ["Hello", "def f(x):", "Write a class.", "Why?"]
 
@@ -30,7 +30,7 @@ def running():
 
 def answer(running, turns: list[str], answers: list[str] = (), **options) -> str:
     """The text of `generate` for a chat."""
-    engine = replace(running.engine, buffer_pool=[])
+    engine = fresh(running.engine)
     ids = encode(engine, turns, list(answers))
     return generate(engine, [ids], **options).text[0]
 

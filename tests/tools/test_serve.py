@@ -24,12 +24,13 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from cli.parsing import parse  # noqa: E402
 from generate import encode, generate, load  # noqa: E402
+from helpers import fresh  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
-from options import DEMO  # noqa: E402
+from options import DEMO, Sampling  # noqa: E402
 from sampling import SamplingMode  # noqa: E402
+from scheduler import Request  # noqa: E402
 from server import app as serve  # noqa: E402
 from server import parameters, transport  # noqa: E402
-from server.batcher import Answer  # noqa: E402
 
 PROMPT = "def read_lines(path):"
 TREE = ["--tree", "auto:4,4,12"]
@@ -73,7 +74,7 @@ class Running:
     def own(self, prompts, seed: int, **options):
         """The result of `generate` for the same prompts."""
         config = replace(self.engine.config, batch_size=1)
-        engine = replace(self.engine, template=None, buffer_pool=[], config=config)
+        engine = replace(fresh(self.engine), template=None, config=config)
         return generate(engine, prompts, seed=seed, **{"max_new_tokens": 24, **options})
 
     def raw(self, body: bytes, path="/v1/completions", method="POST", kind="application/json"):
@@ -151,9 +152,7 @@ def test_a_request_has_its_own_parameters(running, rule):
         model="demo", messages=messages, seed=4, max_tokens=12, **as_sent(rule)
     )
     ids = encode(running.engine, ["Hello"], [])
-    chat = generate(
-        replace(running.engine, buffer_pool=[]), [ids], seed=4, max_new_tokens=12, **rule
-    )
+    chat = generate(fresh(running.engine), [ids], seed=4, max_new_tokens=12, **rule)
     assert found.choices[0].message.content == chat.text[0]
 
 
@@ -209,7 +208,7 @@ def test_chat(running):
         parameters.fetched(DEMO), running.engine.tokenizer, "vicuna", "Be short."
     )
     ids = encode(replace(running.engine, template=template), ["Hello", "Bye"], ["Hi"])
-    want = generate(replace(running.engine, buffer_pool=[]), [ids], seed=4, max_new_tokens=20)
+    want = generate(fresh(running.engine), [ids], seed=4, max_new_tokens=20)
     message = found.choices[0].message
     assert (message.role, message.content) == ("assistant", want.text[0])
     assert found.usage.prompt_tokens == len(ids) and found.object == "chat.completion"
@@ -293,6 +292,10 @@ class Letters:
         return "".join(map(chr, ids))
 
 
+def request_of(decoder, stops: tuple[str, ...] = ()) -> Request:
+    return Request([1], Sampling(), 0, 99, decoder=decoder, stops=stops, shows_half=False)
+
+
 @pytest.mark.parametrize("text", ["a\u00e9", "\u20ac", "ok \U0001f600"])
 @pytest.mark.parametrize("ends", [True, False])
 def test_half_a_character_is_left_out(text, ends):
@@ -300,42 +303,45 @@ def test_half_a_character_is_left_out(text, ends):
     letters = SimpleNamespace(piece=lambda id: bytes([id]) if id < 256 else b"", strips_space=False)
     *data, last = text.encode()
     for ids, want in ((data, text[:-1]), ([*data, last], text)):
-        answer = Answer(StreamDecoder(letters, True), [], [256])
-        found = "".join(map(answer.push, ids))
-        assert found + (answer.push(256) if ends else answer.close()) == want
-        assert answer.stopped == ends
+        request = request_of(StreamDecoder(letters, True))
+        for id in [*ids, 256] if ends else ids:
+            request.push(id)
+        request.close("stop" if ends else "length")
+        assert request.text == want
 
 
 @pytest.mark.parametrize("text, stops, want", [
-    ("abcabd.", ["abd"], ["", "", "", "abc"] + [""] * 2), ("aab", ["ab"], ["", "a", ""]), ("abc", ["bd"], ["a", "", "bc"]),
-    ("xyz", ["z", "yz"], ["x", "", ""]), ("ab!cd", [], ["a", "b", "!"]), ("ab", ["abc"], ["", "", "ab"]),
+    ("abcabd.", ["abd"], ["", "", "", "abc"]), ("aab", ["ab"], ["", "a", ""]), ("abc", ["bd"], ["a", "", "bc"]),
+    ("xyz", ["z", "yz"], ["x", "", ""]), ("ab!", [], ["a", "b", "!"]), ("ab", ["abc"], ["", "", "ab"]),
 ])  # fmt: skip
 def test_text_that_may_begin_a_stop_is_held_back(text, stops, want):
-    """`!` ends the sequence. A text that ends otherwise gets the part that was held back."""
-    answer, told = Answer(Letters(), stops, [ord("!")]), []
+    """A text that ends otherwise gets the part that was held back."""
+    request, told = request_of(Letters(), stops), []
     for letter in text:
-        if not answer.over:
-            told.append(answer.push(ord(letter)))
-    stopped = answer.over
-    if not stopped:
-        told.append(answer.close())
+        known = len(request.text)
+        if not request.stopped:
+            assert request.push(ord(letter)) == letter
+            told.append(request.text[known:])
+    stopped, known = request.stopped, len(request.text)
+    request.close("")
+    told.append(request.text[known:])
     assert [t for t in told if t] == [t for t in want if t]
-    assert answer.stopped == stopped and answer.tokens == len(told) - (not stopped)
+    assert stopped == any(stop in text for stop in stops) and (not stopped or not told[-1])
 
 
 def test_who_leaves_frees_the_row(running):
     """In the middle of a stream, and while waiting for a whole answer."""
     events = running.complete(max_tokens=400, stream=True, n=3)
     next(iter(events))
-    assert None not in running.batcher.jobs
+    assert None not in running.batcher.scheduler.running
     events.close()
-    wait_for(lambda: running.batcher.jobs == [None] * 3)
-    assert max(map(len, running.batcher.session.history)) < 300, "long before the end"
+    wait_for(lambda: not running.batcher.jobs)
+    assert max(map(len, running.batcher.scheduler.session.history)) < 300, "long before the end"
     with pytest.raises(openai.APITimeoutError):
         running.client.with_options(timeout=0.2).completions.create(
             model="demo", prompt=PROMPT, max_tokens=400, n=3
         )
-    wait_for(lambda: running.batcher.jobs == [None] * 3)
+    wait_for(lambda: not running.batcher.jobs)
 
 
 def test_too_many_are_refused(running):
@@ -346,7 +352,7 @@ def test_too_many_are_refused(running):
     finally:
         for stream in streams:
             stream.close()
-    wait_for(lambda: running.batcher.jobs == [None] * 3 and not running.batcher.waiting)
+    wait_for(lambda: not running.batcher.jobs)
     assert running.complete(max_tokens=1).usage.completion_tokens == 1
 
 
@@ -432,7 +438,7 @@ def test_health_and_counters():
     busy = page_of(running)
     assert busy["answers_running"] == 3 and busy["answers_waiting"] == 0
     stream.close()
-    wait_for(lambda: running.batcher.jobs == [None] * 3)
+    wait_for(lambda: not running.batcher.jobs)
     page = page_of(running)
     usage = [answer.usage for answer in answers]
     assert busy["prompt_tokens_total"] == 2 * sum(each.prompt_tokens for each in usage)
@@ -460,9 +466,9 @@ def test_a_mistake_of_the_server_is_json(running, monkeypatch):
 def test_cycles_of_all_kinds_are_warm_before_a_request():
     """As on CUDA, where a kind that is met late would be compiled then."""
     sampled = load(checkpoint=DEMO, device="cpu", draft="none", temperature=1.0)
-    engine = replace(sampled, captured=True, buffer_pool=[])
+    engine = fresh(sampled, captured=True)
     serve.warm_other_modes(engine)
-    (buffers,) = engine.buffer_pool
+    (buffers,) = engine.cycles.buffers
     kinds = {key[0] for key in buffers.replays if isinstance(key[0], SamplingMode)}
     assert kinds == {SamplingMode.GREEDY, SamplingMode.TRUNCATED}, (
         "the engine's own is warm already"
@@ -497,7 +503,7 @@ def test_without_a_template_a_chat_is_refused(running):
 @pytest.mark.parametrize("part", ["step", "admit"])
 def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
     running = Running()
-    monkeypatch.setattr(running.batcher.session, part, lambda *_: 1 / 0)
+    monkeypatch.setattr(running.batcher.scheduler.session, part, lambda *_: 1 / 0)
     with pytest.raises(
         openai.InternalServerError, match="the decoding thread failed; see the terminal"
     ):

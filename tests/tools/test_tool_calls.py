@@ -19,6 +19,7 @@ from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
 
 import hf.sandbox  # noqa: E402
 from generate import generate  # noqa: E402
+from helpers import fresh  # noqa: E402
 from hf.chat import CHAT_TEMPLATES, chat_template  # noqa: E402
 from hf.tokenizer import Tokenizer  # noqa: E402
 from options import DEMO  # noqa: E402
@@ -212,7 +213,7 @@ def ask(running, messages=ASKED, **options):
 def test_forced_calls(running):
     """The text is that of `generate` under the call's grammar; the arguments follow the schema."""
     answer = ask(running, tools=TOOLS, tool_choice=NAMED, n=2)
-    engine = replace(running.engine, buffer_pool=[])
+    engine = fresh(running.engine)
     text = engine.template.render_messages(ASKED, TOOLS) + "<tool_call>\n"
     ids = engine.tokenizer.encode(text, bos=False, special=True)
     syntax = syntax_of(engine.template, engine.tokenizer)
@@ -258,7 +259,7 @@ def test_a_conversation_goes_on_behind_a_call(running):
     called = {"id": call.id, "function": {"name": "weather", "arguments": arguments}}
     said = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [called]}]
     said.append({"role": "tool", "content": "sun"})
-    engine = replace(running.engine, buffer_pool=[])
+    engine = fresh(running.engine)
     text = engine.template.render_messages(said, TOOLS)
     assert "<tool_response>\nsun\n</tool_response>" in text and call.function.arguments in text
     ids = engine.tokenizer.encode(text, bos=False, special=True)

@@ -1,0 +1,165 @@
+"""The report of a cycle, and observers: objects on the host that watch decoding.
+
+    next_preset, before_step --> cycle --> host_tensors --> after_cycle ... finished
+
+1. Before a cycle the engine's own observer, its policy, picks the preset that runs. Every observer
+   may prepare it.
+2. Behind a cycle an observer names tensors that the host shall read; later, on CUDA a cycle later,
+   it gets them with the report.
+3. When a turn ends it gets the text.
+
+An observer changes the speed, or notes something; it never changes a token. It reads a `View`, not
+the session. Guides, which mask tokens, are a protocol of their own (`decode.Guide`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from draft_tree import DrafterUpdate
+from runtime import HostCopy
+
+REPORT = ("count", "length", "done", "pos")  # columns of a cycle's report
+
+
+class CycleResult:
+    """A cycle that the host has launched, and its report, once `read`.
+
+    The report is one tensor, [B, D+9] int64: D+1 decided tokens, then the columns named below, then
+    the times (`decode.timed_report`; on a CPU `advance` in ops/cpu/tree.cpp).
+    """
+
+    EMITTED = slice(0, -8)
+    COLUMNS = slice(-8, -4)  # `REPORT`
+    TIMES = slice(-4, None)
+
+    # per sequence, once read:
+    emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
+    count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
+    length: list[int]  # accepted nodes
+    # 1: the sequence is finished; 2, 3: numbers on the accepted path are not finite
+    done: list[int]
+    pos: list[int]  # index of the root that was verified
+    times: list[int]  # of all: ns before, between and after the steps
+    seconds: float  # of the cycle
+    live: list[int]  # the sequences that decoded
+    taken: dict[int, list[int]]  # their new tokens, of those whose numbers are finite
+
+    def __init__(
+        self, report: Tensor, preset: int, began: float, further: Sequence[tuple[Tensor, ...]] = ()
+    ):
+        """Begin to copy the report.
+
+        report: of `decode.timed_report`; preset: the one that ran; began: the host's clock (s)
+        further: tensors of each observer, which are read with it
+        """
+        self.preset = preset
+        self.began = began
+        self.sizes = list(map(len, further))
+        self.copy = HostCopy(report, *(tensor for own in further for tensor in own))
+
+    def read(self, by_device: bool = False) -> CycleResult:
+        """Wait for the copy, and set the fields.
+
+        by_device: take the cycle's time from the device's clock, because the host runs ahead
+        """
+        report, *columns = self.copy.read()
+        self.further = [[columns.pop(0) for _ in range(size)] for size in self.sizes]
+        self.emitted = [row[self.EMITTED] for row in report]
+        columns = zip(*(row[self.COLUMNS] for row in report))
+        facts = dict(zip(REPORT, map(list, columns), strict=True))
+        self.count = facts["count"]
+        self.length = facts["length"]
+        self.done = facts["done"]
+        self.pos = facts["pos"]
+        self.times = report[0][self.TIMES]
+        self.seconds = (self.times[-1] - self.times[0]) / 1e9
+        if not (by_device and self.seconds):
+            self.seconds = time.perf_counter() - self.began
+        return self
+
+
+class View:
+    """What observers may read of a session, and steps that they may run."""
+
+    def __init__(
+        self,
+        presets: tuple[Any, ...],
+        history: list[list[int]],
+        live: list[bool],
+        wants_drafts: list[bool],
+        drafter_state: Callable[[], Any],
+        run_step: Callable[[Hashable, Callable], Any],
+    ):
+        """presets: `drafters.Drafter`, smallest tree first
+
+        history: every token of each sequence; during prefill, the cached part
+        live: whether each sequence decodes; wants_drafts: whether its request wants drafts
+        drafter_state: returns the state that the drafters share
+        run_step: runs a function of the `DecodeState`, which it may write in place; the key tells
+            steps apart
+        """
+        self.presets = presets
+        self.history = history
+        self.live = live
+        self.wants_drafts = wants_drafts
+        self._drafter_state = drafter_state
+        self.run_step = run_step
+
+    @property
+    def drafter_state(self) -> Any:
+        """The state that the drafters share, after all cycles that were launched."""
+        return self._drafter_state()
+
+    @property
+    def limit(self) -> int:
+        """The largest preset that a cycle may run."""
+        wanted = any(wants for wants, live in zip(self.wants_drafts, self.live) if live)
+        return len(self.presets) - 1 if wanted else 0
+
+
+class Observer:
+    """Watches decoding. This one keeps nothing, and picks the largest preset.
+
+    An engine has one, its policy, and a session the observer that `for_session` returns. A session
+    may have further ones, which pick nothing.
+    """
+
+    def on_engine_ready(self, engine: Any, time_presets: Callable[[], list[float]]) -> Observer:
+        """Return the observer of a warm engine.
+
+        engine: `decode.Engine`; time_presets: returns the seconds of a cycle of each preset
+        """
+        return self
+
+    def for_session(self) -> Observer:
+        """Return the observer of a new session."""
+        return self
+
+    def next_preset(self, view: View, reads_prompt: bool) -> int:
+        """Pick the preset of the next cycle, or of the next chunk of a prompt."""
+        return len(view.presets) - 1 if reads_prompt else view.limit
+
+    def before_step(self, view: View, preset: int) -> None:
+        """Run what a preset needs before a step."""
+
+    def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
+        """Return tensors that the host shall read after the cycle that was just launched."""
+        return ()
+
+    def after_prompt(self, seq: int, features: Tensor, root: int) -> None:
+        """Take the root of a prompt. features: [1, 1, F], that it was chosen from"""
+
+    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
+        """Learn from a cycle. copied: the tensors of `host_tensors`, as lists"""
+
+    def finished(self, text: list[int], begin: int) -> None:
+        """Take the text of a turn that is over. begin: index of the answer's first token"""
+
+    def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
+        """Summarize the presets, for the record; empty without a choice. ran: `Stats.presets`."""
+        return []
