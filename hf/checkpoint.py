@@ -47,6 +47,12 @@ FILES = (
     "hydra_lm_head.safetensors",
     "hydra_lm_head.pt",
 )
+# beginnings of tensors' names in a model that also takes pictures or sound -> in one of text alone
+TEXT_PART = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 # files with the quantization of AutoGPTQ and AutoAWQ, where config.json has none -> their method
 OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # files of the source that are copied if they exist: the tokenizer, end-of-sequence ids, a draft
@@ -238,6 +244,14 @@ class TensorSource(Protocol):
         return tensor
 
 
+def _text_name(name: str) -> str:
+    """Return a tensor's name in a model of text alone."""
+    for begin, own in TEXT_PART.items():
+        if name.startswith(begin):
+            return own + name.removeprefix(begin)
+    return name
+
+
 class WeightFiles(TensorSource):
     """The tensors of a model directory, in memory-mapped files.
 
@@ -261,6 +275,7 @@ class WeightFiles(TensorSource):
                 self._open_safetensors(file)
             else:
                 self._open_bin(file)
+        self.readers = {_text_name(name): read for name, read in self.readers.items()}
 
     def _shards(self) -> list[Path]:
         for name in FILES:

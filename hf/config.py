@@ -36,12 +36,6 @@ from options import GenerateConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-# beginnings of tensors' names in a model that also takes pictures or sound -> in one of text alone
-TEXT_PART = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ def open_files(path: Path) -> WeightFiles:
     only; two that differ are both used, as in transformers 5.
     """
     files = WeightFiles(path)
-    readers = {_text_name(name): read for name, read in files.readers.items()}
+    readers = files.readers
     is_head = "fc.weight" in readers  # a draft head's names have no prefix
     if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
@@ -105,14 +99,6 @@ def open_files(path: Path) -> WeightFiles:
             files.config["tie_word_embeddings"] = False
     files.readers = readers
     return files
-
-
-def _text_name(name: str) -> str:
-    """Return a tensor's name in a model of text alone."""
-    for begin, own in TEXT_PART.items():
-        if name.startswith(begin):
-            return own + name.removeprefix(begin)
-    return name
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
