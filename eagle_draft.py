@@ -40,7 +40,6 @@ from model import (
     Block,
     Layers,
     Linear,
-    LMHead,
     NoNorm,
     RMSNorm,
     Transformer,
@@ -131,7 +130,7 @@ class Eagle3Head(EagleHead):
         if eagle3.embedding:
             self.embedding = nn.Embedding.from_pretrained(torch.zeros(model.vocab_size, dim))
         if eagle3.lm_head:
-            self.lm_head = LMHead(dim, eagle3.draft_vocab, bias=False)
+            self.lm_head = Linear(dim, eagle3.draft_vocab, bias=False, fp32_out=True)
 
     def project(self, features: Tensor) -> Tensor:
         eagle3 = self.config.eagle3

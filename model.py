@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from kv_cache import KVCache, Window
 from ops.attention import tree_attention
-from ops.epilogues import Pending, Unscaled, add, add_norm, pending, rotary_cache, swiglu
-from ops.experts import experts_linear, route
+from ops.epilogues import Pending, Unscaled, add, add_norm, rotary_cache, swiglu
+from ops.experts import route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
+from ops.linear_layer import Linear
 from ops.norm import rms_norm
 from ops.rotary import HeadNorms, rope_angles, rotary
 
@@ -164,29 +165,6 @@ class NoNorm(nn.Module):
         return x, x
 
 
-class Linear(nn.Linear):
-    """A linear layer, by the product that serves its dtype and device."""
-
-    fp32_out = False  # outputs in fp32
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        return linear(x, self.weight, self.bias, self.fp32_out)
-
-    def operands(self) -> tuple[Tensor, None, Tensor | None]:
-        """Return weight, scale and bias, as ops/cpu/layers.py and ops/epilogues.py take them."""
-        return self.weight, None, self.bias
-
-    def defer(self, x: Tensor | Unscaled) -> Tensor | Pending:
-        """Return the outputs, [..., N], or a product, which the next operator computes."""
-        return pending(x, *self.operands()) or self(x)
-
-
-class LMHead(Linear):
-    """The scores of tokens, in fp32: in bf16, the best two would often tie."""
-
-    fp32_out = True
-
-
 class Attention(nn.Module):
     """Grouped-query attention with fused projections."""
 
@@ -279,23 +257,6 @@ class Router(nn.Module):
         return expert, scores.softmax(-1).gather(-1, expert)
 
 
-class ExpertLinear(nn.Module):
-    """The linear layers of all experts, stacked."""
-
-    def __init__(self, experts: int, inputs: int, outputs: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
-        self.in_features = inputs
-
-    def forward(self, x: Tensor, routing: Tensor) -> Tensor:
-        """Multiply rows with their experts: [P, K] -> [P, N]. routing: from `ops.experts.route`"""
-        return experts_linear(x, self.weight, routing)
-
-    def operands(self) -> tuple[Tensor, None, None]:
-        """Return weights, scale and bias, as ops/cpu/layers.py takes them."""
-        return self.weight, None, None
-
-
 class MoEFeedForward(nn.Module):
     """SwiGLU by the best experts of each token."""
 
@@ -303,8 +264,9 @@ class MoEFeedForward(nn.Module):
         super().__init__()
         self.router = Router(config)
         width = config.expert_dim or config.ffn_dim
-        self.w13 = ExpertLinear(config.n_experts, config.dim, 2 * width)  # gate above up
-        self.w2 = ExpertLinear(config.n_experts, width, config.dim)
+        # gate above up
+        self.w13 = Linear(config.dim, 2 * width, bias=False, experts=config.n_experts)
+        self.w2 = Linear(width, config.dim, bias=False, experts=config.n_experts)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
         expert, share = self.router(x)  # [B, T, J]
@@ -417,7 +379,8 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(zeros, freeze=False)
         self.layers = Layers(Block(config.at(i)) for i in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
+        # scores in fp32: in bf16, the best two would often tie
+        self.lm_head = Linear(config.dim, config.vocab_size, bias=False, fp32_out=True)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
         self.register_buffer("rope_freq", rope_frequencies(config), persistent=False)  # [E/2] fp32

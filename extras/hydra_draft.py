@@ -35,7 +35,6 @@ from model import (
     Block,
     Layers,
     Linear,
-    LMHead,
     RMSNorm,
     Transformer,
     rope_angles,
@@ -60,7 +59,7 @@ class HydraHeads(nn.Module):
             first = Linear((i + 2) * dim, 2 * dim)  # W above R
             self.mlps.append(nn.ModuleList([first, *(Linear(dim, dim) for _ in range(deeper))]))
             if config.own_lm_heads:
-                self.lm_heads.append(LMHead(dim, config.vocab_size))
+                self.lm_heads.append(Linear(dim, config.vocab_size, fp32_out=True))
         self.prefix = None
         if config.prefix:
             self.prefix = Layers([Block(config.prefix)])

@@ -31,9 +31,11 @@ from hf.config import read_raw
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model, weight_names
 from model import Transformer
+from ops.formats import WIDTH
+from ops.linear_layer import Linear
 from options import ROOT
 from parallel.ranks import this_rank
-from quantize import WIDTH, Moments, quantize_directory
+from quantize import Moments, quantize_directory
 
 SEQUENCES = 32
 LENGTH = 256  # tokens of a sequence
@@ -45,7 +47,7 @@ VERSION = 1  # of the rounding, for the cache
 class Recorder(nn.Module):
     """A linear layer that adds up the second moments of its inputs."""
 
-    def __init__(self, layer: nn.Linear):
+    def __init__(self, layer: Linear):
         super().__init__()
         self.layer = layer
         widths = [min(WIDTH, layer.in_features - i) for i in range(0, layer.in_features, WIDTH)]
@@ -63,7 +65,7 @@ class Recorder(nn.Module):
         return self.layer(x)
 
     def operands(self) -> tuple[Tensor, None, Tensor | None]:
-        """Return the layer's, as `model.Linear` does."""
+        """Return the layer's, as `Linear` does."""
         return self.layer.operands()
 
     defer = forward
@@ -104,7 +106,7 @@ def second_moments(model: Transformer, ids: Tensor) -> Iterator[tuple[str, list[
     for number, (block, after) in enumerate(zip(model.layers, norms)):
         recorders = {}
         for name, layer in list(block.named_modules()):
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, Linear):
                 recorders[name] = Recorder(layer)
                 block.set_submodule(name, recorders[name])
         streams = [(*block(x, h, after, rope), rope) for x, h, rope in streams]

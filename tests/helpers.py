@@ -28,7 +28,7 @@ from torch import Tensor
 import ops.cuda.layout
 import ops.experts
 import ops.linear
-import ops.qmatmul
+import ops.weight
 import sampling
 from decode import Cycle, Engine, with_cycles
 from draft_tree import DecodedTokens, StaticTree
@@ -300,14 +300,14 @@ class Quantized(NamedTuple):
         """The product in the plainest way."""
         if self.scale is None:
             return x @ self.packed.to(x.dtype).T
-        product = ops.qmatmul.w4a16_reference if self.group else ops.qmatmul.w8a16_reference
+        product = ops.weight.w4a16_reference if self.group else ops.weight.w8a16_reference
         return product(x, self.packed, self.scale)
 
     def operator(self, x: Tensor) -> Tensor:
         """The product by the operator."""
         if self.scale is None:
             return ops.linear.halves_product(x, self.packed.to(x.dtype), "none")
-        return (ops.qmatmul.w4a16 if self.group else ops.qmatmul.w8a16)(x, self.packed, self.scale)
+        return (ops.weight.w4a16 if self.group else ops.weight.w8a16)(x, self.packed, self.scale)
 
 
 def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
@@ -326,7 +326,7 @@ def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> 
     if group:
         zero = torch.randint(-8, 9, scale.shape, generator=g, device=device, dtype=torch.int8)
         scale = (
-            ops.qmatmul.join_zeros(scale.half(), zero)
+            ops.weight.join_zeros(scale.half(), zero)
             if form.endswith("zeros")
             else scale.bfloat16()
         )
@@ -360,7 +360,7 @@ class QuantizedExperts(NamedTuple):
         """The product by the operator."""
         if not self.parts:
             return ops.experts.experts_linear(x, self.weight, routing)
-        return (ops.qmatmul.w4a16 if self.parts[0].group else ops.qmatmul.w8a16)(
+        return (ops.weight.w4a16 if self.parts[0].group else ops.weight.w8a16)(
             x, self.weight, self.scale, routing
         )
 

@@ -129,15 +129,9 @@ def _causal(first, rows, back):
 # schema -> a function that returns empty results of the right shapes, for torch.compile; None: the
 # operator is never compiled
 OPERATORS: dict[str, Callable | None] = {
-    "grouped(Tensor x, Tensor packed, int n, bool fp32_out, Tensor? expert=None) -> Tensor": (
-        lambda x, packed, n, fp32_out, expert=None: _rows_of(x, n, fp32_out)
-    ),
-    "w8a8(Tensor x, Tensor packed, Tensor scale, bool fp32_out, Tensor? expert=None) -> Tensor": (
-        lambda x, packed, scale, fp32_out, expert=None: _rows_of(x, scale.shape[-1], fp32_out)
-    ),
-    "linear_bf16(Tensor x, Tensor weight, Tensor? bias, bool fp32_out, Tensor? expert=None) "
-    "-> Tensor": (
-        lambda x, weight, bias, fp32_out, expert=None: _rows_of(x, weight.shape[-2], fp32_out)
+    "matmul(Tensor x, Tensor weight, Tensor? table, Tensor? bias, int n, bool fp32_out, "
+    "Tensor? expert=None) -> Tensor": (
+        lambda x, weight, table, bias, n, fp32_out, expert=None: _rows_of(x, n, fp32_out)
     ),
     "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor": (
         lambda q, k, v, start, mask: q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3])
@@ -202,12 +196,10 @@ OPERATORS: dict[str, Callable | None] = {
     "-> (Tensor, Tensor, Tensor)": _add_chains,
     "causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)": _causal,
     "with_times(Tensor facts, int[] times) -> Tensor": None,
-    "blocks(Tensor x, Tensor packed, Tensor table, bool fp32_out, Tensor? expert=None) "
-    "-> Tensor": None,
-    "block_bytes(int type, int n, int k) -> int": None,
+    "weight_bytes(int layout, int n, int k, int group) -> int": None,
     "widen_blocks(Tensor content, int type, Tensor(a!) out) -> ()": None,
     "pack_blocks(Tensor content, int type, Tensor? order, Tensor(a!) out) -> bool": None,
-    "block_rows(Tensor packed, Tensor table, Tensor rows, Tensor(a!) out) -> ()": None,
+    "read_rows(Tensor weight, Tensor? table, Tensor rows, Tensor(a!) out) -> ()": None,
     "own_threads(int count) -> ()": None,
     "use_tiles(str name) -> bool": None,
     "tiles() -> (str, int, int)": None,

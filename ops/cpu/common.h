@@ -22,18 +22,6 @@
 
 // ------------------------------------------------------------------------ functions that other files call
 
-namespace quantized {
-at::Tensor grouped(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
-                   const std::optional<at::Tensor>& expert);
-at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
-                const std::optional<at::Tensor>& expert);
-at::Tensor blocks(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& table, bool wide,
-                  const std::optional<at::Tensor>& expert);
-}  // namespace quantized
-namespace linear {
-at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool wide,
-                       const std::optional<at::Tensor>& expert);
-}  // namespace linear
 namespace amx {
 bool use_tiles(std::string name);
 std::tuple<std::string, int64_t, int64_t> tiles();
@@ -101,7 +89,7 @@ constexpr int32_t two_halves(int32_t low, int32_t high) {
 // choose: the bits of a that `bits` has, and the others of b. join: the same where b has none of `bits`. words_of: the
 // same bits. low_half, high_half: the bfloat16 in either half of a word. transpose: word j of vector i becomes word i of
 // vector j.
-// For quantized.cpp, by registers: tiles have up to MB rows; those of up to MOST_SUMS vectors of sums take a strip whole;
+// For dot.h, by registers: tiles have up to MB rows; those of up to MOST_SUMS vectors of sums take a strip whole;
 // CHAINS sums that do not wait for each other hide the latency of dot, 0 where they need not.
 
 #if defined(__AVX512VNNI__)

@@ -9,7 +9,8 @@
 // over the row in one order, everything else is computed element by element.
 
 #include "common.h"
-#include "strips.h"
+#include "matmul.h"
+#include "weight_layout.h"
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/softmax.h>
@@ -38,9 +39,9 @@ template <class F> void each_row(int64_t rows, int64_t width, const F& f) {
 
 // ------------------------------------------------------------------------------------------------- weights
 
-struct Matrix {  // of a linear layer, or a stack of them: as model.py holds it in bfloat16, or packed in strips
+struct Matrix {  // of a linear layer, or a stack of them: see `Weight` in weight_layout.h
   at::Tensor weight;
-  std::optional<at::Tensor> scale, bias;
+  std::optional<at::Tensor> table, bias;
 };
 struct Layer {
   std::optional<at::Tensor> attention_norm;  // the first layer of a draft head has none
@@ -62,8 +63,8 @@ constexpr int64_t PER_LAYER = 17;  // tensors, in this order
 Layer layer_of(const Weights& weights, int64_t i, int64_t inner) {
   const auto next = [&] { return weights.get(i++); };
   const auto matrix = [&] {
-    const auto weight = next(), scale = next(), bias = next();
-    return Matrix{*weight, scale, bias};
+    const auto weight = next(), table = next(), bias = next();
+    return Matrix{*weight, table, bias};
   };
   Layer layer;
   layer.attention_norm = next(), layer.wqkv = matrix(), layer.q_norm = next(), layer.k_norm = next();
@@ -91,33 +92,16 @@ const Prepared& prepared_in(const at::Tensor& holder) {
   return *static_cast<const Prepared*>(at);
 }
 
-// x [..., K] -> [..., n], by the product of quantized weights; blocks have a table in place of scales, and groups
-// have their scales among the codes.
-at::Tensor product(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert) {
-  if (!by.scale || !by.scale->numel()) return quantized::grouped(x, by.weight, n, false, expert);
-  if (by.scale->scalar_type() == at::kLong) return quantized::blocks(x, by.weight, *by.scale, false, expert);
-  return quantized::w8a8(x, by.weight, *by.scale, false, expert);
-}
-
 // Names the matrix of the product behind the next one, or null where it is not known.
 void then_read(const Matrix* by) {
   if (by) read_next(by->weight.const_data_ptr(), by->weight.nbytes());
   else read_next(nullptr, 0);
 }
 
-// x [..., K] -> [..., n], by the product for the weight's layout. expert: of each row, int64, for a stack.
+// x [..., K] -> [..., n]. expert: of each row, int64, for a stack.
 at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert = {}) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
-  if (by.weight.scalar_type() == at::kBFloat16) return linear::linear_bf16(x, by.weight, by.bias, true, expert);
-  const at::Tensor y = product(x, by, n, expert);
-  if (by.bias) {
-    float* to = y.mutable_data_ptr<float>();
-    const Value* bias = data(*by.bias);
-    each_row(y.numel() / n, n, [&](int64_t r) {
-      for (int64_t i = 0; i < n; i++) to[r * n + i] += widen(bias[i]);
-    });
-  }
-  return y;
+  return matmul::matmul(x, by.weight, by.table, by.bias, n, true, expert);
 }
 
 // --------------------------------------------------------------------------------------------------- rows
@@ -196,7 +180,7 @@ struct Routes {  // of the rows' experts, in the router's order: a row's first, 
 // x [..., F] -> a router's scores of the experts, [..., E] fp32
 at::Tensor score(const at::Tensor& x, const at::Tensor& router) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
-  return linear::linear_bf16(x, router, {}, true, {});
+  return matmul::matmul(x, router, {}, {}, router.size(0), true, {});
 }
 
 // The best experts of every row of x [..., F]; of equal ones the first.
@@ -365,13 +349,13 @@ at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
   return y;
 }
 
-// tokens [B, T] -> their rows of the weight [V, F], or of packed blocks with their table, [B, T, F]
+// tokens [B, T] -> their rows of the weight [V, F], or of packed bytes with their table, [B, T, F]
 at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight, const std::optional<at::Tensor>& table) {
   TORCH_CHECK(tokens.dim() == 2 && weight.is_contiguous(), "tokens must be [B, T], and weights contiguous");
-  const int64_t F = table ? BlockTable(*table, weight).k : weight.size(1), count = tokens.numel();
+  const int64_t F = table ? Weight(weight, table).k : weight.size(1), count = tokens.numel();
   const at::Tensor x = at::empty({tokens.size(0), tokens.size(1), F}, weight.options().dtype(at::kFloat));
   if (table) {
-    blocks::block_rows(weight, *table, tokens.flatten(), x);
+    blocks::read_rows(weight, *table, tokens.flatten(), x);
     return x;
   }
   const Whole token(tokens, tokens.sizes(), "tokens");
@@ -421,7 +405,7 @@ at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& 
 // ------------------------------------------------------------------------------------------------- a draft head
 
 // The parts of a head besides its layers, in this order; some heads lack some. Then one norm per aux hidden state.
-enum Part { EMBEDDING, EMBEDDING_TABLE, FREQ, NORM, EMBEDDING_NORM, HIDDEN_NORM, INPUT_NORM, FC, FC_SCALE, FC_BIAS, FC_NORMS };
+enum Part { EMBEDDING, EMBEDDING_TABLE, FREQ, NORM, EMBEDDING_NORM, HIDDEN_NORM, INPUT_NORM, FC, FC_TABLE, FC_BIAS, FC_NORMS };
 
 struct Head {
   const Prepared& prepared;
@@ -434,7 +418,7 @@ struct Head {
   bool of_version_3() const { return part(HIDDEN_NORM).has_value(); }
   at::Tensor fc(const at::Tensor& x) const {
     const int64_t dim = prepared.layers[0].ffn_norm.numel();
-    return multiply(x, Matrix{*part(FC), part(FC_SCALE), part(FC_BIAS)}, dim);
+    return multiply(x, Matrix{*part(FC), part(FC_TABLE), part(FC_BIAS)}, dim);
   }
   at::Tensor normed(const at::Tensor& x, int64_t i) const { return norm(x, *part(i), prepared.eps); }
 

@@ -19,10 +19,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
     return libraries.emplace_back(torch::Library::IMPL, name, key, __FILE__, __LINE__);
   };
   add(c10::DispatchKey::CPU)
-      .impl("grouped", quantized::grouped)
-      .impl("w8a8", quantized::w8a8)
-      .impl("blocks", quantized::blocks)
-      .impl("linear_bf16", linear::linear_bf16)
+      .impl("matmul", matmul::matmul)
       .impl("attention", attention::attention)
       .impl("topk", topk::topk)
       .impl("rotary", rotary::rotary)
@@ -33,7 +30,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("best", topk::best)
       .impl("widen_blocks", blocks::widen_blocks)
       .impl("pack_blocks", blocks::pack_blocks)
-      .impl("block_rows", blocks::block_rows)
+      .impl("read_rows", blocks::read_rows)
       .impl("rms_norm", layers::rms_norm)
       .impl("swiglu", layers::swiglu)
       .impl("prepare_layers", layers::prepare_layers)
@@ -52,7 +49,7 @@ extern "C" __attribute__((visibility("default"))) void add_operators(const char*
       .impl("look_up", lookup::look_up)
       .impl("add_chains", lookup::add_chains);
   add(c10::DispatchKey::CompositeExplicitAutograd)
-      .impl("block_bytes", blocks::block_bytes)
+      .impl("weight_bytes", blocks::weight_bytes)
       .impl("own_threads", own_threads)
       .impl("use_tiles", amx::use_tiles)
       .impl("tiles", amx::tiles);

@@ -1,6 +1,5 @@
-// Products, attention and sampling, as one unit: together they take as long to compile as operators.cpp.
+// Matmuls, attention and sampling as one unit: they take as long to compile as operators.cpp.
 
 #include "attention.cpp"
-#include "linear.cpp"
-#include "quantized.cpp"
+#include "matmul.cpp"
 #include "sampling.cpp"

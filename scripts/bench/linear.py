@@ -48,7 +48,7 @@ from hf.gguf import TYPES
 from hf.gguf_blocks import Blocks, pack, table_of
 from ops.cpu import build
 from ops.cpu.pages import HugePages
-from ops.qmatmul import PRODUCTS
+from ops.weight import PRODUCTS
 from quantize import FORMATS
 from scripts.bench.measure import Series, environment, read_bandwidth
 

@@ -29,7 +29,6 @@ from eagle_draft import Eagle3Head, EagleHead
 from hf.heads import Eagle3, EagleConfig
 from model import Attention, Linear, ModelConfig, Transformer
 from ops.rotary import rope_angles, rotary
-from quantize import QuantLinear
 
 STEPS = {1: 1, 3: 7}  # steps that a version is unrolled over, officially
 DECAY = 0.8  # of a step's weight, for each step before it
@@ -156,7 +155,7 @@ def unrolled_losses(
 class ScaledLinear(Linear):
     """A linear layer that divides its inputs by their scale first, and computes the same."""
 
-    def __init__(self, plain: nn.Linear, scale: Tensor):
+    def __init__(self, plain: Linear, scale: Tensor):
         """scale: [K] fp32, the root mean square of each input"""
         super().__init__(
             plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta"
@@ -193,7 +192,7 @@ def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
     hardly use the token ahead.
     embedded: [B, T, F]; features: [B, T, (1 + aux_layers) F]; a batch
     """
-    if isinstance(head.fc, nn.Linear):
+    if isinstance(head.fc, Linear):
         seen: list[Tensor] = []
         hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
         head.first(embedded, head.project(features))
@@ -252,7 +251,7 @@ def new_head(
     head.vocab = vocab
     if from_target:
         own = target.lm_head
-        weight = own.dequantize() if isinstance(own, QuantLinear) else own.weight
+        weight = own.dequantize()
         with torch.no_grad():
             head.fc.weight.normal_(std=0.02)
             head.fc.weight[:, -dim:] += torch.eye(dim)

@@ -14,7 +14,7 @@ from helpers import quantized_experts, slow
 from model import ModelConfig, MoEFeedForward
 from ops.cuda.qmatmul import Device, ProductPlan
 from ops.library import lib
-from ops.qmatmul import PRODUCTS
+from ops.weight import PRODUCTS
 from quantize import FORMATS as KINDS
 from quantize import QuantExperts
 

@@ -31,7 +31,7 @@ from hf.weights import load_model
 from model import ExpertLinear, ModelConfig, MoEFeedForward, Transformer, rope_frequencies
 from ops.cpu import build
 from ops.experts import experts_linear, experts_linear_reference
-from ops.qmatmul import grouped_reference
+from ops.weight import grouped_reference
 from quantize import FORMATS, QuantExperts, quantize_directory
 from random_model import watch_loading
 from scripts.train import train_eagle, training

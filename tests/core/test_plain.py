@@ -21,10 +21,10 @@ import model
 import ops.attention
 import ops.compact
 import ops.norm
-import ops.qmatmul
 import ops.rotary
 import ops.topk
 import ops.tree
+import ops.weight
 import sampling
 from draft_tree import DynamicTree
 from drafters import RootOnly
@@ -127,8 +127,8 @@ REFERENCES = [
     ("compact", ops.compact, "compact_reference", {}),
     ("fused", model.Block, "forward", {}),
     ("norm", ops.norm, "rms_norm_reference", {}),
-    ("products", ops.qmatmul, "grouped_reference", {"quant": "int8"}),
-    ("products", ops.qmatmul, "grouped_reference", {"quant": "int4"}),
+    ("products", ops.weight, "grouped_reference", {"quant": "int8"}),
+    ("products", ops.weight, "grouped_reference", {"quant": "int4"}),
     ("rotary", ops.rotary, "rotary_reference", {}),
     ("topk", ops.topk, "best_reference", {}),
     ("topk", sampling, "uniforms", {"temperature": 1.0}),
@@ -174,7 +174,7 @@ def test_products_of_cuda_unpack_their_weights(form):
     set_plain(["products", "experts"])
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = quantized(form, 96, 256)
-    run = ops.qmatmul._quantized_matmul_cuda
+    run = ops.weight._quantized_matmul_cuda
     assert torch.equal(run(x, weight.packed, weight.scale, None, "none"), weight.reference(x))
     wide = run(x, weight.packed, weight.scale, None, "fp32")
     assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), weight.reference(x))

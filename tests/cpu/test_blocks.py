@@ -39,7 +39,7 @@ import ops.cpu.build
 from helpers import BLOCK_KINDS, gguf_blocks, not_refused, packed_blocks, random_blocks, set_halves
 from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
 from ops.library import tiles_in_use
-from ops.qmatmul import blocks_reference, round_activations, rounding_of_blocks
+from ops.weight import blocks_reference, round_activations, rounding_of_blocks
 
 MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")

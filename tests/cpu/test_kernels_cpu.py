@@ -27,12 +27,12 @@ import ops.cpu.build
 import ops.cpu.layout
 import ops.experts
 import ops.linear
-import ops.qmatmul
 import ops.rotary
+import ops.weight
 from helpers import share_that_differs, with_head_norms
 from model import rope_angles
 from ops.library import tiles_in_use
-from ops.qmatmul import BLOCK8, join_zeros
+from ops.weight import BLOCK8, join_zeros
 from quantize import FORMATS
 
 U = 2.0**-24
@@ -67,7 +67,7 @@ class Case:
         self.codes, self.scale = codes, scale
         self.weight = form.decode(codes, scale)  # [N, K] fp32
         self.half = {"int4": 8, "int8": 128}[kind[0]]
-        self.packed, _ = ops.qmatmul.PRODUCTS[kind[0], "cpu"].pack(codes, scale)
+        self.packed, _ = ops.weight.PRODUCTS[kind[0], "cpu"].pack(codes, scale)
 
     def operator(self, x: Tensor, fp32_out: bool = False, namespace: str = "gpt_eagle") -> Tensor:
         operators = getattr(torch.ops, namespace)
@@ -77,8 +77,8 @@ class Case:
 
     def reference(self, x: Tensor) -> Tensor:
         if self.group:
-            return ops.qmatmul.grouped_reference(x, self.codes, self.scale, self.half)
-        return ops.qmatmul.w8a8_reference(x, self.codes, self.scale)
+            return ops.weight.grouped_reference(x, self.codes, self.scale, self.half)
+        return ops.weight.w8a8_reference(x, self.codes, self.scale)
 
     def blocks(self, t: Tensor) -> Tensor:  # [R, K] -> [R, B, block]
         return F.pad(t, (0, -t.shape[1] % self.block)).unflatten(1, (-1, self.block))
@@ -103,7 +103,7 @@ class Case:
 
 def rounding_steps(x: Tensor, block: int, *farthest: int) -> Tensor:
     """The steps of the codes of activations, [M, B]: codes of 8 bits are multiples of 128."""
-    codes, scales = ops.qmatmul.round_activations(x, block, *farthest)
+    codes, scales = ops.weight.round_activations(x, block, *farthest)
     return (scales * torch.where((codes % 128 == 0).all(-1, keepdim=True), 128, 1)).squeeze(-1)
 
 
@@ -347,7 +347,7 @@ def test_int8_of_any_length(k):
 def test_packing_is_undone(kind, n):
     case = make_case(kind, n, 256)
     packed = case.scale.new_empty(0) if case.group else case.scale
-    codes, scale = ops.qmatmul.PRODUCTS[kind[0], "cpu"].unpack(case.packed, packed, n, 256)
+    codes, scale = ops.weight.PRODUCTS[kind[0], "cpu"].unpack(case.packed, packed, n, 256)
     assert torch.equal(scale, case.scale)
     assert torch.equal(codes, case.codes)
     x = random(3, 256)

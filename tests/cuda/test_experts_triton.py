@@ -22,7 +22,7 @@ from helpers import check_product_fits, slow  # noqa: E402
 from model import ModelConfig, MoEFeedForward  # noqa: E402
 from ops.cuda.experts import most_tiles, plan_experts  # noqa: E402
 from ops.cuda.launch import TARGETS  # noqa: E402
-from ops.qmatmul import PRODUCTS  # noqa: E402
+from ops.weight import PRODUCTS  # noqa: E402
 from quantize import FORMATS, QuantExperts  # noqa: E402
 
 # ----------------------------------------------------------------------------------------- compiled

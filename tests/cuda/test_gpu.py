@@ -23,10 +23,10 @@ import ops.epilogues
 import ops.experts
 import ops.linear
 import ops.norm
-import ops.qmatmul
 import ops.rotary
 import ops.topk
 import ops.tree
+import ops.weight
 import sampling
 from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine, with_cycles
@@ -434,7 +434,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
         if form == "float":
             scores = ops.linear.halves_product(*wide_x[:2], "fp32")
         else:
-            w = ops.qmatmul.w4a16 if form.startswith("int4") else ops.qmatmul.w8a16
+            w = ops.weight.w4a16 if form.startswith("int4") else ops.weight.w8a16
             scores = w(*wide_x, epilogue="fp32")
         return total, norm[0], norm[1].T[None], gated, q, scores
 

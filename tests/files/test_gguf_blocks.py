@@ -52,7 +52,7 @@ from hf.gguf_blocks import (
 from hf.weights import Storage, export_weights, keep_blocks, load_model, load_weights, weight_names
 from model import Transformer
 from ops.library import has_cpu_operators
-from ops.qmatmul import PRODUCTS
+from ops.weight import PRODUCTS
 from options import GenerateConfig
 from quantize import QuantExperts, QuantLinear
 

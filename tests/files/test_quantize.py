@@ -34,7 +34,7 @@ from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantizati
 from hf.heads import draft_lm_head
 from hf.weights import load_model
 from ops.cpu import build
-from ops.qmatmul import grouped_reference
+from ops.weight import grouped_reference
 from options import DEMO
 from quantize import FORMATS, Int4Linear, Int8Linear, QuantExperts, quantize_directory
 
