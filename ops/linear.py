@@ -116,7 +116,7 @@ lib.impl("linear_halves", _linear_halves_cuda, "CUDA")
 
 
 def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply in bf16 plainly, bit for bit as on a CPU: an output has CHAINS sums, added in the end.
+    """Multiply in bf16 plainly, bit for bit as a CPU does: an output has CHAINS sums.
 
     On AMX tiles it is `linear_tiles_reference`.
     x: [M, K] bf16; weight: [N, K] bf16. Returns: [M, N] fp32.

@@ -36,14 +36,17 @@ from drafters import Drafter, Method, TreeDrafter
 from eagle_draft import EagleHead, load_head
 from extras.autosize import AutoTrees
 from extras.residual import sample_children
-from hf.gguf_blocks import Blocks, pack, table_of
+from hf.gguf_blocks import Blocks, Numbers
 from hf.weights import export_weights, load_model, weight_names
 from load import accept_rule
 from model import ModelConfig, Transformer
+from ops.formats import FORMATS
 from ops.library import has_cpu_operators
+from ops.linear_layer import Linear
 from ops.norm import rms_norm_reference
 from ops.rotary import HeadNorms
 from ops.tree import Candidates
+from ops.weight import Weight, stack, table_of
 from options import GenerateConfig
 from sampling import Sampling, SamplingMode, SamplingTensors
 from scripts.train import training
@@ -433,12 +436,39 @@ def random_blocks(name: str, n: int, k: int, seed: int = 0, order: Tensor | None
     return Blocks(name, content, BLOCK_KINDS[name].type_id, k, order)
 
 
-def packed_blocks(*parts: Blocks) -> tuple[Tensor, Tensor]:
-    """Packed blocks of a layer, and their table."""
-    table = table_of(parts)
-    out = torch.full((int(table[2]),), 255, dtype=torch.uint8)
-    pack(parts, table, out, Path("m.gguf"))
-    return out, table
+def weight_of_blocks(*parts: Blocks | Numbers) -> Weight:
+    """The weight of a layer whose parts lie in a GGUF file."""
+    inputs = parts[0].shape[1]
+    kinds = tuple(part.part for part in parts)
+    sizes = [kind.bytes(inputs) for kind in kinds]
+    out = torch.full((sum(sizes),), 255, dtype=torch.uint8)
+    for part, strips in zip(parts, out.split(sizes)):
+        part.pack(strips, Path("m.gguf"))
+    return Weight(out, kinds, inputs, table_of(kinds, inputs, sizes))
+
+
+def packed_blocks(*parts: Blocks | Numbers) -> tuple[Tensor, Tensor]:
+    """The bytes and the table of such a weight."""
+    weight = weight_of_blocks(*parts)
+    return weight.data, weight.table
+
+
+def planes_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lay out codes for CUDA on every device, so that layers multiply as there."""
+    layout_of = ops.weight.layout_of
+    monkeypatch.setattr(
+        ops.weight, "layout_of", lambda format, device, scale: layout_of(format, "cuda", scale)
+    )
+
+
+def rounded(
+    format: str, weight: Tensor, bias: Tensor | None = None, group: int = 128, wide: bool = False
+) -> Linear:
+    """A layer of a weight, [N, K] or [E, N, K] float, rounded to a format."""
+    kind = FORMATS[format]
+    if weight.dim() == 2:
+        return Linear.of(kind.round(weight, group), bias, wide)
+    return Linear.of(stack((kind.round(each, group) for each in weight), len(weight)))
 
 
 # -------------------------------------------------------------------------------------------- tools

@@ -10,13 +10,11 @@ import interpreted  # noqa: F401
 import model
 import ops.cuda.experts
 import ops.experts
-from helpers import quantized_experts, slow
+import ops.linear_layer
+from helpers import planes_of_cuda, quantized_experts, rounded, slow
 from model import ModelConfig, MoEFeedForward
 from ops.cuda.qmatmul import Device, ProductPlan
 from ops.library import lib
-from ops.weight import PRODUCTS
-from quantize import FORMATS as KINDS
-from quantize import QuantExperts
 
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
 DEVICE = Device(8, 232448, 90)  # few processors, few splits
@@ -159,15 +157,12 @@ def test_a_layer(monkeypatch, format):
     ours, made = MoEFeedForward(config).requires_grad_(False), []
     ours.load_state_dict(plain.state_dict())
     if format != "none":
-        monkeypatch.setitem(PRODUCTS, (format, "cpu"), PRODUCTS[format, "cuda"])
-        kind = KINDS[format]
+        planes_of_cuda(monkeypatch)
         group = 32 if format == "int4" else 0  # int8 has a scale per output on CUDA
         for name in ("w13", "w2"):
-            stack = QuantExperts(
-                kind, (kind.encode(w, group) for w in getattr(plain, name).weight), 4
-            )
-            setattr(ours, name, stack)
-            getattr(plain, name).weight[:] = stack.dequantize()
+            layer = rounded(format, getattr(plain, name).weight, group=group)
+            setattr(ours, name, layer)
+            getattr(plain, name).weight[:] = layer.dequantize()
     x = torch.randn(2, 7, 64)
     want = plain(x)
 
@@ -177,7 +172,7 @@ def test_a_layer(monkeypatch, format):
 
     monkeypatch.setattr(model, "route", route)
     monkeypatch.setattr(
-        model, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists)
+        ops.linear_layer, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists)
     )
     torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
     assert len(made) == 1

@@ -25,7 +25,7 @@ from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
 from kv_cache import KVCache, Window, causal_window
 from load import load
-from model import LMHead, rope_frequencies
+from model import Linear, rope_frequencies
 from ops.cpu.pages import HUGE_PAGE, HugePages
 from ops.library import needs_gradients
 from options import DEMO
@@ -603,7 +603,7 @@ class Operations(TorchDispatchMode):
 def test_logits_of_16_bits_are_not_rounded_on_a_gpu(rows, product, dtype, gradients):
     """The product itself gives fp32, with gradients enabled too, as decoding runs; also PyTorch's."""
     with FakeTensorMode(), torch.set_grad_enabled(gradients):
-        head = LMHead(64, 97, bias=False, device="meta")
+        head = Linear(64, 97, bias=False, fp32_out=True, device="meta")
         weight = torch.empty(97, 64, dtype=dtype, device="cuda")
         head.weight = torch.nn.Parameter(weight, requires_grad=False)
         with Operations() as ran:

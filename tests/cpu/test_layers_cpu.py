@@ -20,9 +20,7 @@ from helpers import decode, engine_for, not_refused
 from hf.heads import Eagle3, EagleConfig
 from kv_cache import KVCache, Window, causal_window
 from model import (
-    ExpertLinear,
     Layers,
-    Linear,
     ModelConfig,
     NoNorm,
     Router,
@@ -30,8 +28,11 @@ from model import (
     rope_angles,
 )
 from ops.cpu.layers import FusedHead, FusedModel, fits
+from ops.formats import FORMATS, Int4
+from ops.linear_layer import Linear
 from ops.tree import Frontier
-from quantize import FORMATS, Int4Linear, QuantExperts
+from ops.weight import stack
+from parallel.tp import RowParallel
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
 pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
@@ -53,7 +54,7 @@ def rounded(weight: Tensor, quant: str) -> tuple[Tensor, ...]:
     """Codes and scales; with "zeros", fp16 scales, and zero points that shift the codes back and forth."""
     if quant != "zeros":
         return FORMATS[quant].encode(weight, 32)
-    codes, scale = Int4Linear.encode(weight, 32)
+    codes, scale = Int4.encode(weight, 32)
     zero = torch.arange(scale.numel(), dtype=torch.int8).view(scale.shape) % 5 - 2
     return (codes + zero.repeat_interleave(32, 1)).clamp(-8, 7), scale.half(), zero
 
@@ -68,15 +69,15 @@ def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
         parameter.data = (noise + (parameter.dim() == 1)).to(BF16)
     module = module.requires_grad_(False).eval()
     if quant:
-        kind = FORMATS.get(quant, Int4Linear)
-        for name, linear in list(module.named_modules()):
-            if type(linear) is Linear:
-                codes, scale, *zero = rounded(linear.weight, quant)
-                bias = None if linear.bias is None else linear.bias.data
-                module.set_submodule(name, kind(codes, scale, bias, False, *zero))
-            elif type(linear) is ExpertLinear:
-                parts = (rounded(weight, quant) for weight in linear.weight)
-                module.set_submodule(name, QuantExperts(kind, parts, len(linear.weight)))
+        kind = FORMATS.get(quant, Int4)
+        for linear in module.modules():
+            if not isinstance(linear, Linear) or linear.fp32_out:
+                continue
+            if linear.experts:
+                parts = (kind.pack(*rounded(weight, quant)) for weight in linear.weight)
+                linear.pack(stack(parts, linear.experts))
+            else:
+                linear.pack(kind.pack(*rounded(linear.weight, quant)))
     for router in (m for m in module.modules() if isinstance(m, Router)):
         router.weight.data *= 16  # so that no roundings decide between experts
     return module
@@ -256,7 +257,7 @@ def test_what_is_left_to_the_modules():
         engine_for(target, RootOnly(), compile=True)
         assert target.fused is None
     target = model()
-    target.layers[1].attention.wo.format = "fp8"
+    target.layers[1].attention.wo = RowParallel(target.layers[1].attention.wo)
     assert not fits(target.layers)
     target = fused(model())
     tokens = torch.arange(7)[None]

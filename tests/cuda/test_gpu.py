@@ -42,6 +42,7 @@ from helpers import (
     decode,
     quantized,
     quantized_experts,
+    rounded,
     share_that_differs,
     with_head_norms,
 )
@@ -51,8 +52,6 @@ from load import warm_up
 from model import ModelConfig, MoEFeedForward
 from ops.epilogues import Pending, Unscaled
 from options import DEMO, GenerateConfig
-from quantize import FORMATS as KINDS
-from quantize import QuantExperts
 from runtime import WARM_UPS
 from session import Session
 
@@ -562,10 +561,8 @@ def expert_layer(format, dtype=torch.bfloat16):
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     if format != "none":
-        kind = KINDS[format]
         for name in ("w13", "w2"):
-            codes_and_scales = (kind.encode(w, 128) for w in getattr(layer, name).weight)
-            setattr(layer, name, QuantExperts(kind, codes_and_scales, 8))
+            setattr(layer, name, rounded(format, getattr(layer, name).weight))
     return layer
 
 

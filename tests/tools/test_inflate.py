@@ -29,6 +29,7 @@ from hf.weights import load_model, weight_names
 from kv_cache import KVCache, causal_window
 from model import ModelConfig, Transformer
 from ops.cpu.build import load_operators
+from ops.linear_layer import Linear
 from options import DEMO
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
@@ -182,7 +183,7 @@ def test_int4_outputs_are_the_int4_small_models(monkeypatch, pairs):
         target = load_model(path, torch.float64, source=files)
         head = load_head(HEAD, target, source=head_files)
         for name, module in [*target.named_modules(), *head.named_modules()]:
-            if isinstance(module, torch.nn.Linear):
+            if isinstance(module, Linear):
                 group = 32 if name.endswith("wo") and files is None else 128
                 rounded, scale = codes(module.weight, 4, group)
                 module.weight.data = (rounded.unflatten(1, (-1, group)) * scale[..., None]).flatten(
