@@ -1,4 +1,4 @@
-"""Matmuls on AMX tiles (ops/cpu/tiles.h), by emulation and on the hardware, and the choice of the unit (tiles.py).
+"""Matmuls on AMX tiles (ops/cpu/amx.h), by emulation and on the hardware, and the choice of the unit (tiles.py).
 
 The hardware is tested where it is in use. GPT_EAGLE_TILES=hardware tests it where the check at the start fails.
 """

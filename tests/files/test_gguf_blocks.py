@@ -71,15 +71,10 @@ CASES = {  # family, options, the type of most matrices, those of others by thei
     "tied floats": ("Llama", {"tie_word_embeddings": True}, "Q4_0", {"token_embd": "F16"}),
     "floats": ("Llama", {}, "Q4_0", {"token_embd": "F16", "output": "BF16", "ffn_down": "F32"}),
     "floats beside blocks": (
-        "Mixtral",
-        {"num_local_experts": 4},
+        "Llama",
+        {},
         "Q8_0",
-        {
-            "token_embd": "F16",
-            "attn_v": "F16",
-            "attn_q": "BF16",
-            "ffn_gate_exps": "F32",
-        },
+        {"token_embd": "F16", "attn_v": "F16", "attn_q": "BF16", "ffn_gate": "F32"},
     ),
 }
 

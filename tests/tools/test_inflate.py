@@ -154,7 +154,7 @@ BF16 = {  # sizes, models, tokens, whether the bits are equal
     ["width x2.5", "width x4, heads x4", *slow(["width x16, heads x4", "heads x2"])],
 )
 def test_bf16_bit_for_bit_at_powers_of_four(pairs, name):
-    """linear.cpp and attention.cpp add a sum's terms in order, so that zeros between them change no bit."""
+    """matmul_bf16.h and attention.cpp add a sum's terms in order, so that zeros between them change no bit."""
     sizes, pair, length, equal = BF16[name]
     shape = Shape.parse(sizes)
     for small, large in both(shape, torch.bfloat16, pairs[pair], length, cached=True):
