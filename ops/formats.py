@@ -18,8 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ops.weight import LAYOUTS, Weight, join_zeros, pack
-from options import GROUP_SIZES
+from ops.weight import GROUPS, LAYOUTS, Weight, join_zeros, pack
 
 # weights rounded at a time: that many fit a CPU's cache, and a GPU needs few launches
 AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
@@ -82,10 +81,10 @@ class Encoder:
     def _in_groups(cls, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Return the scales of the layouts' groups, of which a file's group may make several."""
         group, rest = divmod(codes.shape[1], scale.shape[1])
-        sizes = [size for size in GROUP_SIZES if group % size == 0 and not rest]
+        sizes = [size for size in GROUPS if group % size == 0 and not rest]
         if not sizes:
             raise ValueError(
-                f"{cls.format} groups must be of a multiple of {GROUP_SIZES[0]} inputs; "
+                f"{cls.format} groups must be of a multiple of {GROUPS[0]} inputs; "
                 f"{scale.shape[1]} scales of {codes.shape[1]} inputs make none; use --quant int8"
             )
         is_plain = zero is None and scale.dtype == torch.bfloat16

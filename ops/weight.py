@@ -44,6 +44,7 @@ FARTHEST = 128  # an outlier's code is at most this many times 127
 FARTHEST_OF_SUPER = 32  # the same beside K types, so that integer sums of a block fit 32 bits
 # values of K per activation scale, where the weights' group has no fp32 scale
 BLOCK8 = 128
+GROUPS = (32, 64, 128)  # inputs that share a scale, where they are not all
 ZERO_BITS = 511  # of a word of `join_zeros`
 
 lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor")
@@ -207,13 +208,13 @@ def stack(weights: Iterator[Weight], experts: int) -> Weight:
         data[number] = weight.data
         if scale is not None:
             scale[number] = weight.scale
-    return first._replace(data=data, scale=scale, experts=experts)
+    return Weight(data, first.parts, first.inputs, first.table, scale, experts)
 
 
 def expert(weight: Weight, number: int) -> Weight:
     """Return the weight of one expert of a stack."""
     scale = None if weight.scale is None else weight.scale[number]
-    return weight._replace(data=weight.data[number], scale=scale, experts=0)
+    return Weight(weight.data[number], weight.parts, weight.inputs, weight.table, scale)
 
 
 def table_of(parts: Sequence[Part], inputs: int, sizes: Sequence[int]) -> Tensor:

@@ -37,7 +37,7 @@ from hf.weights import load_model
 from ops.cpu import build
 from ops.formats import FORMATS, Int4, Int8
 from ops.linear_layer import Linear
-from ops.weight import grouped_reference, stack, unpack
+from ops.weight import GROUPS, grouped_reference, stack, unpack
 from options import DEMO
 from quantize import quantize_directory
 
@@ -106,6 +106,7 @@ WEIGHTS = {
 def test_every_format_is_named():
     """hf/checkpoint.py and options.py lie below the formats."""
     assert tuple(FORMATS) == checkpoint.FORMAT_NAMES
+    assert GROUPS == checkpoint.GROUP_SIZES
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
