@@ -507,7 +507,12 @@ for _name in ("w4a16", "w8a16"):
 
 def _strips(format: str, id: int, scale: torch.dtype, half: int) -> Layout:
     """Return the layout of codes in strips on a CPU, with scales of one type."""
-    reference = w8a8_reference if scale == torch.float32 else partial(grouped_reference, half=half)
+
+    def reference(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        if scale.dim() == 1:
+            return w8a8_reference(x, codes, scale)
+        return grouped_reference(x, codes, scale, half)
+
     bits = 4 if format == "int4" else 8
     return Layout(
         format,

@@ -89,8 +89,9 @@ constexpr Layout LAYOUTS[] = {
 
 // Returns a layout with its group. group: k of a scale, where the layout leaves it to its parts
 inline Layout layout_of(int64_t id, int64_t group) {
-  for (Layout layout : LAYOUTS) {
-    if (layout.id != id) continue;
+  for (const Layout& row : LAYOUTS) {
+    if (row.id != id) continue;
+    Layout layout = row;
     if (layout.group) {
       TORCH_CHECK(!group, "the groups of layout ", id, " are not of ", group, ": they are fixed");
     } else {

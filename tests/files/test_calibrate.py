@@ -18,6 +18,7 @@ from hf.calibrate import WIDTH, Recorder, calibration_text, moments_of, second_m
 from hf.checkpoint import Quantization, WeightFiles, scale_name
 from hf.weights import load_model
 from ops.formats import Int4
+from ops.linear_layer import Linear
 from ops.weight import unpack
 from options import DEMO, ROOT
 from quantize import quantize_directory
@@ -92,7 +93,7 @@ def test_moments_are_those_of_the_model():
     ids = torch.randint(0, 97, (6, 12), generator=torch.Generator().manual_seed(0))
     found = dict(second_moments(model, ids))
     assert all(not isinstance(module, Recorder) for module in model.modules())
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     assert list(found) == list(linear)
     seen: dict[str, Tensor] = {}
     for name, layer in linear.items():
