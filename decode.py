@@ -10,8 +10,9 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
 3. extend: the drafter reads the confirmed tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
-drafter and each mode of sampling. With --compile on CUDA the steps are compiled (`fullgraph=True`),
-and a cycle is captured as one graph: no step waits for the host. On a CPU they call C++ operators.
+drafter and each mode of sampling. On CUDA a cycle is captured as one graph: no step waits for the
+host. With --compile its steps are compiled first (`fullgraph=True`). On a CPU they call C++
+operators.
 Not here: the host's side (session.py), compiling and capturing (runtime.py), loading (load.py).
 """
 
@@ -25,17 +26,19 @@ import torch
 from torch import Tensor
 
 import sampling
-from draft_tree import Accepted, DecodedTokens, DraftTree, accept, accept_fused
+from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
-from kv_cache import KVCache, Window, causal_window, place_tokens
-from model import Block, Transformer, call_block
-from ops import switches
-from ops.library import has_cpu_operators, on_cpp_device
+from kv_cache import KVCache, Window, causal_window
+from model import Transformer, run_eagerly
+from ops.backends import choose
+from ops.library import PLAIN
+from ops.tree import Accepted
 from options import GenerateConfig
 from runtime import Clock, Policy, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
+REPORT = ("count", "length", "done", "pos")  # columns of a cycle's report (session.CycleResult)
 
 
 class DecodeState(NamedTuple):
@@ -65,7 +68,8 @@ def pick_tokens(
     draw: [B, N] int64, the row of the noise that belongs to each feature
     allowed: [B, N, V] bool, tokens that may follow each feature; None: all
     """
-    return sampling.choose(target.logits(features), rule, noise, draw, allowed), None
+    scores = target.logits(features)
+    return sampling.choose(scores, rule, noise, draw, allowed, target.backend), None
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,6 @@ class Engine:
     # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
     cycles: tuple[tuple[Callable, ...], ...] = ()
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
-    compiler_fails: bool = False  # the steps of captured cycles stay as they are
     buffer_pool: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
@@ -97,7 +100,7 @@ class Engine:
     @property
     def compiles(self) -> bool:
         """Whether torch.compile compiles the steps of captured cycles."""
-        return self.captured and not self.compiler_fails and switches.is_on("INDUCTOR")
+        return self.captured and self.option("compile") is True
 
     @property
     def drafter(self) -> Drafter:
@@ -144,23 +147,29 @@ class Engine:
 
 
 def with_cycles(engine: Engine) -> Engine:
-    """Give the engine a cycle for every mode of sampling and preset, compiled as the options say.
+    """Give the engine a cycle for every mode of sampling and preset, as `compile` says.
 
-    With --compile on a CPU weights may later change in place, but not be replaced.
-    Writes: `fused` of target and drafter; engines that share them must agree on --compile.
+    On CUDA they are captured unless it is False, and compiled where it is True. On a CPU they call
+    whole passes in C++ where it is True (`load` chooses that by default). There weights may later
+    change in place, but not be replaced.
+    Writes: `backend` and `fused` of target and drafters; engines that share them must agree on
+        `compile`.
     """
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
     cuda = engine.option("device").startswith("cuda")
-    if engine.device.type == "cuda":
-        import ops.cuda.growth  # noqa: F401, registers the operators of trees
-    engine.target.fuse(compiles and not cuda)
-    engine.drafter.fuse(compiles and not cuda)
+    backend = choose(engine.device, PLAIN)
+    engine.target.backend = backend
+    for preset in engine.presets:
+        preset.use(backend)
+    fuses = compiles is True and not cuda
+    engine.target.fuse(fuses)
+    engine.drafter.fuse(fuses)
     eos_ids = () if engine.config.ignore_eos else engine.eos_ids
     engine = replace(
         engine,
         eos_tensor=torch.tensor([-1, *eos_ids], device=engine.device),
-        captured=compiles and cuda,
+        captured=cuda and compiles is not False,
         buffer_pool=[],
     )
     finish = Cycle.compiled_by_layer if engine.compiles else lambda cycle: cycle
@@ -180,40 +189,38 @@ class Cycle:
     def __init__(self, engine: Engine, drafter: Drafter, mode: SamplingMode):
         """mode: the highest `SamplingMode` of the sequences that it decodes"""
         self.target = engine.target
+        self.backend = engine.target.backend
         self.drafter = drafter
         self.mode = mode
         self.eos_tensor = engine.eos_tensor
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.accept_rule = engine.accept_rule
-        self.call = call_block  # runs a part of the target
+        self.run_part = run_eagerly  # runs a part of the target
         self.in_place = engine.captured  # a new state is copied into the old one
-        self.accept = accept
-        self.advance = advance
-        on_cpu = engine.device.type == "cpu"
-        if engine.option("compile") and on_cpu and has_cpu_operators("tree"):
-            self.accept = accept_fused
-            self.advance = advance_fused
 
     def compiled_by_layer(self) -> Cycle:
-        """Compile the steps, and one block of the target per type of block; all layers reuse it.
+        """Compile the steps, and one layer of the target of each kind; all layers reuse it.
 
         One graph of everything takes many times as long to compile. In a captured cycle, a call per
-        block costs nothing.
+        layer costs nothing.
         """
         for name in ("draft", "place", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
         embed = compiled(self.target.embed)
-        blocks = {}  # by type: no guard would tell dense blocks and mixtures apart
-        for block in self.target.layers:
-            blocks.setdefault(type(block.ffn), compiled(call_block))
+        fused = self.target.fused_layers
+        # by their steps: no guard would tell dense layers and mixtures apart
+        layers = {
+            layer.steps: compiled(run_eagerly)
+            for layer in (fused.segments if fused else self.target.layers)
+        }
 
-        def run(part: Callable, *inputs: Any) -> Any:
-            if isinstance(part, Block):
-                return blocks[type(part.ffn)](part, *inputs)
-            return embed(*inputs)
+        def run_part(part: Callable, *inputs: Any) -> Any:
+            if part == self.target.embed:
+                return embed(*inputs)
+            return layers[part.steps](part, *inputs)
 
-        self.call = run
+        self.run_part = run_part
         self.in_place = True
         return self
 
@@ -229,7 +236,7 @@ class Cycle:
         tree, noise = draft(state)
         state, update, report = verify(cache, state, tree, noise)
         state = extend(state, update)
-        return state, update, timed_report(report, clock.times)
+        return state, update, self.backend.with_times(report, clock.times)
 
     def write_back(self, state: DecodeState, new: DecodeState) -> DecodeState:
         """Return the new state. Writes: the old one, if in place."""
@@ -244,7 +251,8 @@ class Cycle:
         rule = state.sampling.needed(self.mode)
         if rule is not None:
             vocab = self.target.config.vocab_size
-            noise = sampling.gumbel(rule, state.draws, self.drafter.depth + 1, vocab)
+            rows = self.drafter.depth + 1
+            noise = sampling.gumbel(rule, state.draws, rows, vocab, backend=self.backend)
         text = DecodedTokens(state.tokens, state.pos)
         inputs = DraftInputs(noise, text, rule, state.draws)
         return self.drafter.propose(state.drafter_state, inputs), noise
@@ -255,13 +263,16 @@ class Cycle:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         slots, start, positions = self.place(state, tree)
         window = Window(slots, start, tree.mask)
-        features = self.target(tree.tokens, positions, cache, window, self.call, self.aux_layers)
+        features = self.target(
+            tree.tokens, positions, cache, window, self.run_part, self.aux_layers
+        )
         return self.decide(cache, state, tree, noise, features)
 
     def place(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the nodes' slots, the window's first slot and the positions (`place_tokens`)."""
+        """Return the nodes' slots, the window's first slot and the positions."""
         # nodes of one depth share a position, not a slot; a finished sequence has an empty prefix
-        return place_tokens(state.pos, tree.depths, tree.tokens.shape[1], done=state.done)
+        count = tree.tokens.shape[1]
+        return self.backend.place_tokens(state.pos, tree.depths, count, done=state.done)
 
     def decide(
         self,
@@ -282,10 +293,10 @@ class Cycle:
             rule = state.sampling.needed(self.mode)
             inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
             tokens, extra = self.pick_tokens(*inputs)
-            accepted = self.accept(tree, tokens, self.drafter.depth)
+            accepted = self.backend.accept(tree, tokens, self.drafter.depth)
         if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
-            cache.compact(state.pos, accepted.moves)
-        new, update, report = self.advance(state, tree, accepted, features, self)
+            cache.compact(state.pos, accepted.moves, self.backend)
+        new, update, report = advance(state, tree, accepted, features, self)
         update = replace_fields(update, tree=tree, path=accepted.path, extra=extra)
         return self.write_back(state, new), update, report
 
@@ -302,61 +313,14 @@ def advance(
 
     Writes: state.tokens. Returns: the state, the update without its tree, the packed report.
     """
-    emitted = accepted.emitted  # [B, D+1]
-    width = emitted.shape[1]
-    steps = torch.arange(width, device=emitted.device)
-    inside = steps <= accepted.length[:, None]
-    is_end = inside & (emitted[:, :, None] == cycle.eos_tensor).any(-1)
-    to_end = torch.where(is_end, steps, width).amin(1) + 1  # [B], tokens up to the first end
-    count = torch.minimum(torch.minimum(accepted.length + 1, to_end), state.limit - state.pos)
-    count = torch.where(state.done, 0, count)
-    pos = state.pos + count
-    keep = steps < count[:, None]
-    trash = state.tokens.shape[1] - 1
-    state.tokens.scatter_(1, torch.where(keep, state.pos[:, None] + 1 + steps, trash), emitted)
-    done = state.done | (is_end & keep).any(1) | (pos >= state.limit)
-    path = accepted.path[:, :, None].expand(-1, -1, features.shape[2])
-    tokens = torch.cat((tree.tokens[:, :1], emitted), 1)  # [B, D+2]
-    text = DecodedTokens(state.tokens, pos)
-    update = DrafterUpdate(tokens, features.gather(1, path), count, text)
-    broken = ~update.features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
-    ends = done + 2 * broken  # 0 .. 3, as `done` of session.CycleResult
-    report = pack_report(emitted, count, accepted.length, ends, state.pos)
-    new = replace_fields(state, pos=pos, draws=state.draws + count, done=done)
-    return new, update, report
-
-
-def advance_fused(
-    state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
-) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-    """Run `advance` in one C++ call (ops/cpu/tree.cpp), on a CPU. Writes: state.tokens."""
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
     decided = (accepted.path, accepted.length, accepted.emitted)
-    pos, draws, done, count, tokens, path_features, report = torch.ops.gpt_eagle.advance(
-        *old, tree.tokens, *decided, cycle.eos_tensor, features
+    pos, draws, done, count, tokens, path_features, report = cycle.backend.advance(
+        *old, tree.tokens, *decided, cycle.eos_tensor, features, REPORT
     )
     text = DecodedTokens(state.tokens, pos)
     new = replace_fields(state, pos=pos, draws=draws, done=done)
     return new, DrafterUpdate(tokens, path_features, count, text), report
-
-
-def pack_report(
-    emitted: Tensor, count: Tensor, length: Tensor, done: Tensor, pos: Tensor
-) -> Tensor:
-    """Pack what a cycle decided, for one copy to the host: [B, D+5] int64, its columns in order.
-
-    emitted: [B, D+1]; the others [B], named in `session.CycleResult`
-    """
-    columns = (count, length, done, pos)
-    return torch.cat((emitted, torch.stack([x.long() for x in columns], 1)), 1)
-
-
-def timed_report(report: Tensor, times: list[Any]) -> Tensor:
-    """Append the four times of a `Clock`, [B, D+9] int64."""
-    if on_cpp_device(report, "tree"):
-        return torch.ops.gpt_eagle.with_times(report, times)
-    columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
-    return torch.cat((report, *columns), 1)
 
 
 # ------------------------------------------------------------------------------------------ prefill
@@ -384,7 +348,8 @@ def prefill_chunk(
     rule = state.sampling.needed(mode)
     start = torch.minimum(start, state.pos)
     count = (state.pos - start).clamp(max=width)  # [B], tokens that are no padding
-    window = causal_window(start, width)
+    backend = engine.target.backend
+    window = causal_window(start, width, backend=backend)
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
     features = engine.target(
         tokens, window.slots, cache, window, aux_layers=engine.drafter.aux_layers
@@ -394,7 +359,7 @@ def prefill_chunk(
     noise = None
     if rule is not None:
         vocab = engine.target.config.vocab_size
-        noise = sampling.gumbel(rule, state.draws, 1, vocab)  # [B, 1, V]
+        noise = sampling.gumbel(rule, state.draws, 1, vocab, backend=backend)  # [B, 1, V]
     before_root = features.gather(1, last)  # [B, 1, F]
     inputs = (engine.target, before_root, rule, noise, draw, allowed)
     root, _ = engine.pick_tokens(*inputs)  # [B, 1]

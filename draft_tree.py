@@ -1,4 +1,4 @@
-"""Draft trees: what is accepted of them, and the shapes that they grow in.
+"""Draft trees: the text that they continue, and the shapes that they grow in.
 
 A tree has N nodes, node 0 the root (the token decided last, not cached yet). Parents precede
 children. Ancestors and depths follow from `parents`, and the accepted path from these, by tensor
@@ -8,8 +8,8 @@ A shape, `DynamicTree` or `StaticTree`, is plain data. `to` moves it to a device
 plan, by which `TreeDrafter.propose` (drafters.py) grows a tree level by level.
 
 Padding is where `valid` is False; no token id stands for it. All scores are fp32.
-Not here: scoring tokens (drafters.py), the operators of growth (ops/tree.py), deciding tokens
-(sampling.py).
+Not here: scoring tokens (drafters.py), the functions of growth and acceptance (ops/backends.py),
+deciding tokens (sampling.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from cli.tree_paths import chain_paths, check_candidates
-from ops.library import on_cpp_device, tiles_in_use
-from ops.tree import DraftTree, Level, ancestors, rerank
+from ops.library import tiles_in_use
+from ops.torch_backend import ancestors
+from ops.tree import DraftTree, Level
 
 
 class DecodedTokens(NamedTuple):
@@ -38,15 +39,6 @@ class DecodedTokens(NamedTuple):
         return self.tokens.gather(1, self.pos[:, None]).squeeze(1)
 
 
-class Accepted(NamedTuple):
-    """The accepted path, padded to the deepest one that the tree allows."""
-
-    path: Tensor  # [B, D+1] int64, accepted node of each depth, root first; 0 past length
-    length: Tensor  # [B] int64, accepted nodes without the root
-    emitted: Tensor  # [B, D+1] int64, length + 1 decided tokens (bonus last), then padding
-    moves: Tensor  # [B, D+1] int64, from `compaction`
-
-
 def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> DraftTree:
     """Derive ancestors and depths from parents.
 
@@ -54,65 +46,6 @@ def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> Dr
     depth: a bound on the depth of any node
     """
     return DraftTree(tokens, parents, *ancestors(parents, depth), valid)
-
-
-def root_tree(text: DecodedTokens) -> DraftTree:
-    """Build the tree that is only its root: vanilla decoding."""
-    if on_cpp_device(text.pos, "tree"):
-        return rerank((), (), 0, 0, text)  # no levels, so the root alone
-    tokens = text.root[:, None]
-    zeros = torch.zeros_like(tokens)
-    return build_tree(tokens, zeros, torch.ones_like(tokens, dtype=torch.bool), 0)
-
-
-# ------------------------------------------------------------------------------------- acceptance
-
-
-def accept(tree: DraftTree, target_tokens: Tensor, depth: int) -> Accepted:
-    """Accept the deepest path on which every token is the target's own at its parent.
-
-    target_tokens: [B, N] int64, the target's token after each node
-    depth: D, the deepest path the tree can hold
-    Of equally deep paths the one with the lowest node numbers wins.
-    """
-    matches = tree.valid & (tree.tokens == target_tokens.gather(1, tree.parents))
-    matches[:, 0] = True
-    # [B, N]: the node and all its ancestors match
-    accepted = ~(tree.mask & ~matches[:, None]).any(-1)
-    N = accepted.shape[1]
-    lowest_first = torch.arange(N - 1, -1, -1, device=target_tokens.device)
-    order = tree.depths * N + lowest_first  # unique keys: no ties
-    node = torch.where(accepted, order, -1).argmax(-1)  # [B]
-    path, length = path_to(tree, node, depth)
-    emitted = target_tokens.gather(1, path)
-    return Accepted(path, length, emitted, compaction(path, length))
-
-
-def accept_fused(tree: DraftTree, target_tokens: Tensor, depth: int) -> Accepted:
-    """Run `accept` in one C++ call (ops/cpu/tree.cpp), on a CPU."""
-    return Accepted(*torch.ops.gpt_eagle.accept(*tree.for_cpp(), target_tokens, depth))
-
-
-def path_to(tree: DraftTree, node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """List the nodes from the root to `node`, [B].
-
-    Returns: the path, [B, D+1], padded with 0; its length without the root, [B].
-    """
-    length = tree.depths.gather(1, node[:, None]).squeeze(1)  # [B]
-    index = node[:, None, None].expand(-1, 1, tree.mask.shape[2])
-    on_path = tree.mask.gather(1, index)  # [B, 1, N]: the node's ancestors and itself
-    levels = torch.arange(depth + 1, device=node.device)[:, None]  # [D+1, 1]
-    hit = on_path & (tree.depths[:, None] == levels)  # [B, D+1, N], at most one per depth
-    return hit.int().argmax(-1), length  # 0 where a depth has none
-
-
-def compaction(path: Tensor, length: Tensor) -> Tensor:
-    """Return the slot offset that each depth's key and value come from, [B, D+1].
-
-    Slots past the path keep their content.
-    """
-    steps = torch.arange(path.shape[1], device=path.device)
-    return torch.where(steps <= length[:, None], path, steps)
 
 
 # ------------------------------------------------------------------------------------------ shapes

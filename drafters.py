@@ -18,14 +18,15 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import sampling
 from cli.tree_paths import MAX_NODES
-from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree, root_tree
-from kv_cache import Window, place_tokens
-from model import Layers, Transformer
-from ops.tree import Candidates, Children, Frontier, Scores, next_level, rerank
+from draft_tree import DecodedTokens, DraftTree, DynamicTree, StaticTree
+from kv_cache import Window
+from model import Transformer
+from ops.backends import TORCH, Backend
+from ops.tree import Candidates, Children, Frontier, Scores
 from runtime import Policy
 from sampling import SamplingTensors
 
@@ -69,11 +70,16 @@ class Drafter:
     size: int  # N, nodes of its tree, root included
     width: int  # a bound on the children of a node
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs are appended to the features
-    layers: Layers | None = None  # its transformer layers
+    layers: nn.ModuleList | None = None  # its transformer layers
+    backend: Backend = TORCH  # as the target's
 
     def method(self) -> Method:
         """Return the way to draft with this drafter."""
         return Method((self,))
+
+    def use(self, backend: Backend) -> None:
+        """Run the functions of a backend. Writes: `backend`, of drafters inside, too."""
+        self.backend = backend
 
     def fuse(self, enable: bool) -> None:
         """Run its passes in one C++ call each, where the model allows that."""
@@ -106,7 +112,7 @@ class RootOnly(Drafter):
     width = 0
 
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
-        return root_tree(inputs.text)
+        return self.backend.root_tree(inputs.text)
 
 
 class Method(NamedTuple):
@@ -283,19 +289,20 @@ class TreeDrafter(Drafter):
                 scores = self.sampler.draw(self, out, number, inputs)
             else:
                 scores = self.score_children(out, number, inputs)
-            candidates, frontier = next_level(scores, frontier, level)
+            candidates, frontier = self.backend.expand_frontier(scores, frontier, level)
             scored.append(scores)
             levels.append(candidates)
             if level.count:
                 ran.append(frontier.index)
                 if inputs.guide is not None:
                     frontier = inputs.guide.descend(frontier)
-                slots, _, positions = place_tokens(first_slot, number, level.count, level.slot)
+                places = (first_slot, number, level.count, level.slot)
+                slots, _, positions = self.backend.place_tokens(*places)
                 window = Window(slots, first_slot, frontier.seen)
                 out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
         if self.graft:
-            levels = [self.graft.add(Candidates.join(levels), inputs.text)]
-        tree = rerank(levels, ran, self.tree.nodes, self.depth, inputs.text)
+            levels = [self.graft.add(Candidates.join(levels), inputs.text, self.backend)]
+        tree = self.backend.select_nodes(levels, ran, self.tree.nodes, self.depth, inputs.text)
         if self.sampler is not None:
             tree = self.sampler.attach(tree, scored, ran)
         return tree
@@ -307,6 +314,6 @@ class TreeDrafter(Drafter):
             z = inputs.guide.mask(z, self.vocab)
         if self.children != "noise" or inputs.sampling is None:
             return Scores(z, self.sharpness, self.vocab.ids)
-        z = sampling.process(z, inputs.sampling)
+        z = sampling.process(z, inputs.sampling, self.backend)
         noise = (inputs.noise, level, inputs.sampling.temperature)
         return Scores(z, self.sharpness, self.vocab.ids, *noise)

@@ -14,6 +14,7 @@ Not here: the files of a head (hf/heads.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
+from fusions import FusedLayers
 from hf.checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from hf.heads import (
     EagleConfig,
@@ -36,28 +38,40 @@ from hf.heads import (
 )
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
-from model import (
-    Block,
-    Layers,
-    Linear,
-    NoNorm,
-    RMSNorm,
-    Transformer,
-    rope_angles,
-    rope_frequencies,
-    widen,
-)
+from linear import Linear
+from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
 from ops.cpu.layers import FusedHead, fits
+from ops.library import is_plain
 from ops.tree import Frontier
 from options import GenerateConfig
 from runtime import replace_fields
+from steps import (
+    Beside,
+    Columns,
+    Copy,
+    Norm,
+    PartNorm,
+    Project,
+    RMSNorm,
+    Rows,
+    Step,
+    add_modules,
+    run_steps,
+    to_stream_dtype,
+)
 
 
 class EagleHead(nn.Module):
-    """Versions 1 and 2: fc(embedding, feature), then the layers."""
+    """A head of any version: lists of steps around the layers of a model.
+
+    `inputs` turns the target's features into those that `first` takes; `first` makes the residual
+    stream and the first layer's input of them; `last` makes the output. Versions 1 and 2 multiply
+    embedding and feature by fc, side by side.
+    """
 
     aux_layers: tuple[int, ...] = ()  # see `Drafter`
-    fused: FusedHead | None = None  # with --compile on a CPU, runs in place of `forward`
+    fused: FusedHead | None = None  # runs in place of `forward`, on a CPU
+    fused_layers: FusedLayers | None = None  # runs in place of `layers`, on CUDA
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -66,21 +80,42 @@ class EagleHead(nn.Module):
         self.embedding = None  # None: the target's
         self.lm_head = None
         self.vocab = None
-        self.layers = Layers(Block(model) for _ in range(model.n_layers))
-        self.layers[0].attention_norm = NoNorm()
-        self.norm = NoNorm()  # of every output
-        self.output_norm = NoNorm()  # of the LM head's input
-        self.register_buffer("rope_freq", rope_frequencies(model), persistent=False)  # [E/2] fp32
-        if config.eagle3 is None:
-            self.fc = Linear(2 * model.dim, model.dim, bias=config.fc_bias)
+        self.inputs: tuple[Step, ...] = (Columns(),)
+        self.first: tuple[Step, ...] = ()
+        self.last: tuple[Step, ...] = (Copy("stream", "h"),)  # there is no norm
+        self.output_norm = nn.Identity()  # of the LM head's input
+        self.make_steps()
+        steps = [list(model.layer(i)) for i in range(model.n_layers)]
+        steps[0] = self.first_layer(steps[0])
+        self.layers = nn.ModuleList(map(Layer, steps))
+        add_modules(self, (*self.inputs, *self.first, *self.last))
+        self.ropes = RotaryEmbeddings(model.ropes)
+
+    def make_steps(self) -> None:
+        """Make the lists of versions 1 and 2. Writes: inputs, first, last."""
+        dim = self.config.model.dim
+        self.first = (
+            Beside("embedded", "features"),
+            Project("fc", 2 * dim, dim, self.config.fc_bias, to="stream"),
+            Copy("stream", "h"),
+        )
+
+    def first_layer(self, steps: list[Step]) -> list[Step]:
+        """Return the steps of the first layer, from a model's: it begins without a norm."""
+        return steps[1:]
 
     def project(self, features: Tensor) -> Tensor:
         """Turn the target's features into inputs of `forward`: [B, T, (1 + aux) F] -> [B, T, F]."""
-        return widen(features)
+        return run_steps(self.inputs, self, Rows(features=features)).h
 
-    def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream, [B, T, F], and the first attention's input if it differs."""
-        return self.fc(torch.cat((embedded, features), dim=-1)), None  # embedding first
+    def start(self, embedded: Tensor, features: Tensor, positions: Tensor) -> Rows:
+        """Return the inputs of the layers; operands as for `forward`."""
+        rows = Rows(
+            embedded=to_stream_dtype(embedded),
+            features=to_stream_dtype(features),
+            ropes=self.ropes(positions),
+        )
+        return run_steps(self.first, self, rows)
 
     def forward(
         self,
@@ -94,10 +129,20 @@ class EagleHead(nn.Module):
 
         Returns: [B, T, F] in the weights' dtype.
         """
-        x, h = self.first(widen(embedded), widen(features))
-        rope = rope_angles(self.rope_freq, positions, self.config.model.rope_factor)
-        out = self.layers(x, rope, self.norm, cache, window, h=h)
-        return out.to(self.layers[0].ffn_norm.weight.dtype)
+        rows = self.start(embedded, features, positions)
+        rows = replace_fields(rows, windows=windows_of((), window))
+        if self.fused_layers is not None and cache is not None:
+            rows, _ = run_layers(self.fused_layers.segments, rows, cache)
+            rows = self.fused_layers.end(rows)
+        else:
+            rows, _ = run_layers(self.layers, rows, cache)
+            rows = run_steps(self.last, self, rows)
+        return rows.h.to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights that are not quantized, of outputs and of the cache."""
+        return self.layers[0].ffn_norm.weight.dtype
 
 
 class Eagle3Head(EagleHead):
@@ -107,44 +152,46 @@ class Eagle3Head(EagleHead):
         super().__init__(config)
         model = config.model
         eagle3 = config.eagle3
-        dim = model.dim
-        eps = model.norm_eps
-        aux_width = len(eagle3.aux_layers) * eagle3.target_dim
         self.aux_layers = eagle3.aux_layers
-        attention = self.layers[0].attention
-        attention.wqkv = Linear(2 * dim, attention.wqkv.out_features, bias=model.qkv_bias)
-        self.embedding_norm = RMSNorm(dim, eps)
-        self.hidden_norm = RMSNorm(dim, eps)
-        if eagle3.last_norm == "fed":
-            self.norm = RMSNorm(dim, eps)
-        elif eagle3.last_norm != "none":
-            self.output_norm = RMSNorm(dim, eps)
-        self.input_norm = NoNorm()
-        if eagle3.norm_before_fc:
-            self.input_norm = RMSNorm(aux_width, eps)
-        normed = eagle3.aux_layers if eagle3.fc_norm else ()
-        self.fc_norm = nn.ModuleList(RMSNorm(eagle3.target_dim, eps) for _ in normed)
-        self.fc = NoNorm()
-        if eagle3.aux_layers:
-            self.fc = Linear(aux_width, dim, bias=config.fc_bias)
+        if eagle3.last_norm == "logits":
+            self.output_norm = RMSNorm(model.dim, model.norm_eps)
         if eagle3.embedding:
-            self.embedding = nn.Embedding.from_pretrained(torch.zeros(model.vocab_size, dim))
+            zeros = torch.zeros(model.vocab_size, model.dim)
+            self.embedding = nn.Embedding.from_pretrained(zeros)
         if eagle3.lm_head:
-            self.lm_head = Linear(dim, eagle3.draft_vocab, bias=False, fp32_out=True)
+            self.lm_head = Linear(model.dim, eagle3.draft_vocab, bias=False, fp32_out=True)
 
-    def project(self, features: Tensor) -> Tensor:
+    def make_steps(self) -> None:
+        """Make the lists of version 3. Writes: inputs, first, last."""
         eagle3 = self.config.eagle3
-        skip = eagle3.target_dim if eagle3.aux_layers else 0  # the feature, before aux states
-        x = self.input_norm(widen(features[..., skip:]))  # [B, T, aux F], or [B, T, F]
+        dim = self.config.model.dim
+        eps = self.config.model.norm_eps
+        parts = len(eagle3.aux_layers)
+        width = parts * eagle3.target_dim
+        # the features lie before the aux states, and are not read beside them
+        inputs: list[Step] = [Columns(eagle3.target_dim if parts else 0)]
+        if eagle3.norm_before_fc:
+            inputs.append(Norm("input_norm", width, eps, source="h"))
         if eagle3.fc_norm:
-            parts = x.chunk(len(eagle3.aux_layers), -1)
-            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
-        return self.fc(x)
+            inputs += [
+                PartNorm(f"fc_norm_{i}", eagle3.target_dim, eps, i, parts) for i in range(parts)
+            ]
+        if parts:
+            inputs.append(Project("fc", width, dim, self.config.fc_bias))
+        self.inputs = tuple(inputs)
+        self.first = (
+            Norm("hidden_norm", dim, eps, source="features", to="normed"),
+            Copy("normed" if eagle3.norm_before_residual else "features", "stream"),
+            Norm("embedding_norm", dim, eps, source="embedded"),
+            Beside("h", "normed"),
+        )
+        if eagle3.last_norm == "fed":
+            self.last = (Norm("norm", dim, eps),)
 
-    def first(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        normed = self.hidden_norm(features)
-        x = normed if self.config.eagle3.norm_before_residual else features
-        return x, torch.cat((self.embedding_norm(embedded), normed), dim=-1)  # [B, T, 2F]
+    def first_layer(self, steps: list[Step]) -> list[Step]:
+        """Return the steps of the first layer: its projection reads two rows side by side."""
+        _, project, *rest = steps
+        return [replace(project, inputs=2 * self.config.model.dim), *rest]
 
 
 def load_head(
@@ -168,7 +215,7 @@ def load_head(
     saved = saved_quantization(files.config, path)
     storage = Storage(weight.dtype, str(weight.device), saved or quant)
     load_weights(head, files, head_names(config), storage, lambda name: is_unused(name, config))
-    head.rope_freq = rope_frequencies(config.model, weight.device)
+    head.ropes = RotaryEmbeddings(config.model.ropes, weight.device)
     if head.embedding is not None and is_same_embedding(head.embedding, target):
         head.embedding = None  # one copy is enough
     print_notes(files, config)
@@ -222,16 +269,24 @@ class EagleDrafter(TreeDrafter):
         config = self.head.config.model
         weight = self.layers[0].ffn_norm.weight
         room = slots + self.scratch
-        cache = KVCache.empty(config, batch, room, weight.dtype, str(weight.device))
+        cache = KVCache.empty(config, batch, room, self.head.dtype, str(weight.device))
         length = torch.zeros(batch, dtype=torch.long, device=weight.device)
         hidden = weight.new_zeros(batch, 1, config.dim)
         return EagleState(cache, length, hidden)
 
     def fuse(self, enable: bool) -> None:
-        """Run the head's passes in one C++ call each, if it fits. Writes: `fused` of the head."""
-        self.head.fused = None
-        if enable and fits(self.head.layers):
-            self.head.fused = FusedHead(self.head, self.embedding)
+        """Run the head's passes in one C++ call each, if it fits; on CUDA in few launches.
+
+        enable: on a CPU. Writes: `fused` and `fused_layers` of the head.
+        """
+        head = self.head
+        head.fused = None
+        head.fused_layers = None
+        if head.layers[0].ffn_norm.weight.is_cuda:
+            if not is_plain("fused"):
+                head.fused_layers = FusedLayers(head.layers, head.last, head)
+        elif enable and fits(head.layers, head.dtype):
+            head.fused = FusedHead(head, self.embedding)
 
     def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:
         """Read the confirmed tokens. Writes: slots length .. length + R - 1, padding included."""
@@ -239,7 +294,7 @@ class EagleDrafter(TreeDrafter):
             hidden, length = self.head.fused.extend(state, update)
             return replace_fields(state, length=length, hidden=hidden)
         count = update.count
-        window = causal_window(state.length, update.features.shape[1])
+        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         embedded = self.embedding(update.tokens[:, 1:])
         features = self.head.project(update.features)
         out = self.head(embedded, features, window.slots, state.cache, window)

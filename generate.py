@@ -1,9 +1,9 @@
 """Generate text with a target model and a drafter, by speculative decoding.
 
-    python generate.py --compile --prompt "Why is the sky blue?"
+    python generate.py --prompt "Why is the sky blue?"
 
 From Python:
-    engine = load(checkpoint="checkpoints/demo", compile=True)
+    engine = load(checkpoint="checkpoints/demo")
     result = generate(engine, ["def f():"])  # .text, .tokens, .finish_reason, .stats
     for piece in stream(engine, "def f():"): print(piece, end="")
 
@@ -33,7 +33,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cli.io import StatusLine, write_text
+from cli.io import StatusLine, log_note, write_text
 from cli.parsing import one_line_errors, require
 from cli.prompts import Conversation, as_conversation, check_ids, with_options
 
@@ -239,7 +239,7 @@ class Batch:
         if len(ids) >= self.engine.context:
             where = f"turn {number + 2} of prompt {prompt + 1}"
             limit = f"the context of {self.engine.context} tokens"
-            print(f"note: {where} no longer fits {limit}", file=sys.stderr)
+            log_note(f"{where} no longer fits {limit}")
             return False
         session.admit(seq, ids, guide=self.guides[prompt])
         turns.append(Turn((prompt, sample, number + 1), ids, [], self._decoder()))

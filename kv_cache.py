@@ -3,7 +3,7 @@
 The cache is a plain tuple of tensors that the caller owns. A step writes its keys and values to the
 slots that it is given. It sees the prefix below `start`, and behind it the slots that `mask`
 allows. This is one rule for prefill (causal), decoding (one token), tree verification (ancestors)
-and the levels of a draft head.
+and the levels of a draft head. A layer with a sliding window sees the last of them (`sliding`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.compact import compact
-from ops.library import on_cpp_device
+from ops.backends import TORCH, Backend
 
 
 class KVCache(NamedTuple):
@@ -56,7 +55,7 @@ class KVCache(NamedTuple):
         for buffer in (*self.k, *self.v):
             buffer[seq, :, :length] = buffer[source, :, :length]
 
-    def compact(self, start: Tensor, path: Tensor) -> None:
+    def compact(self, start: Tensor, path: Tensor, backend: Backend = TORCH) -> None:
         """Move the accepted slots of a verified tree next to the prefix.
 
         start: [B] int64, slot of node 0
@@ -64,7 +63,7 @@ class KVCache(NamedTuple):
             depth moves nothing
         Writes: slots start .. start+D of every buffer.
         """
-        compact([*self.k, *self.v], self.addresses, start, path)
+        backend.compact([*self.k, *self.v], self.addresses, start, path)
 
 
 def _zeros_on_demand(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -82,40 +81,28 @@ class Window(NamedTuple):
     slots: Tensor  # [B, T] int64, slot that each token's key and value are written to
     start: Tensor  # [B] int64, prefix length: every slot below it is visible
     mask: Tensor  # [B, T, W] bool, visible ones of the slots start .. start+W-1 for each token
+    # [B, T] int64, the place of the first token that each one sees, counted along its path: below
+    # `start` it is that token's slot, and the slots before it are hidden; None: 0
+    first: Tensor | None = None
 
 
-def causal_window(start: Tensor, rows: int, back: int = 0) -> Window:
+def sliding(window: Window, size: int) -> Window:
+    """Return the window of a layer that sees the last `size` tokens of a path, its own included.
+
+    window: of a layer that sees them all: the visible slots of a row are its ancestors and itself,
+        in the order of the path
+    """
+    counts = window.mask.cumsum(2)  # [B, T, W], tokens of the path up to each slot
+    seen = counts[:, :, -1:]  # [B, T, 1]
+    mask = window.mask & (seen - counts < size)  # [B, T, W]
+    first = (window.start[:, None] + seen[:, :, 0] - size).clamp(min=0)  # [B, T]
+    return Window(window.slots, window.start, mask, first)
+
+
+def causal_window(start: Tensor, rows: int, back: int = 0, backend: Backend = TORCH) -> Window:
     """Return the window of `rows` consecutive tokens from slot `start` on, under a causal mask.
 
     start: [B] int64
     back: begin so many slots earlier, but not before slot 0
     """
-    if on_cpp_device(start, "tree"):
-        return Window(*torch.ops.gpt_eagle.causal(start, rows, back))
-    if back:
-        start = (start - back).clamp(min=0)
-    steps = torch.arange(rows, device=start.device)
-    mask = (steps[None, :] <= steps[:, None]).expand(start.shape[0], rows, rows)  # [B, T, T]
-    return Window(start[:, None] + steps, start, mask)
-
-
-def place_tokens(
-    pos: Tensor, depths: Tensor | int, count: int, slot: int = 0, done: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the cache slots and positions of the tokens of a step.
-
-    pos: [B] int64, slot and position of the root
-    depths: [B, T] int64, or one for all tokens, below the root
-    count: T
-    slot: the first token's, counted from the root's; the others follow
-    done: [B] bool, sequences that attend to nothing
-    Returns: slots [B, T]; the first slot of the window, [B]; RoPE positions [B, T].
-    """
-    if on_cpp_device(pos, "tree"):
-        if isinstance(depths, int):
-            return torch.ops.gpt_eagle.place_rows(pos, done, None, count, slot, depths)
-        return torch.ops.gpt_eagle.place_rows(pos, done, depths, count, slot, 0)
-    slots = pos[:, None] + slot + torch.arange(count, device=pos.device)  # [B, T]
-    positions = (pos[:, None] + depths).expand(-1, count)
-    start = pos if done is None else torch.where(done, 0, pos)
-    return slots, start, positions
+    return Window(*backend.causal(start, rows, back))

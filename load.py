@@ -1,14 +1,13 @@
 """Load everything that a config names: the target, the drafter and the tokenizer, as a warm engine.
 
 On a CPU an engine is ready when its weights are. On CUDA `warm_up` runs the cycles until they are
-compiled and captured.
+captured, and with --compile compiled.
 Not here: the ways to draft (cli/methods.py), the formats of files (hf/), the loop (decode.py,
 session.py), prompts and results (generate.py).
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cli.io import log_note
 from cli.methods import entry_of, has_extras
 from cli.parsing import by_names, require
 from cli.prompts import read_grammar
@@ -26,7 +26,7 @@ from decode import Engine, with_cycles
 from drafters import Method, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
-from ops.library import FAMILIES, on_cpp_device, set_plain
+from ops.library import FAMILIES, has_cpu_operators, on_cpp_device, set_plain
 from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
@@ -53,7 +53,7 @@ def load(
     text: TextFiles | None = None,
     **options: Any,
 ) -> Engine:
-    """Load everything that `config` names, and compile.
+    """Load everything that `config` names, and make the engine ready.
 
     config: options, or the path of the checkpoint
     text: the tokenizer and the template, where they are read already
@@ -101,7 +101,7 @@ def load(
 
         engine = replace(engine, guide=Grammar(engine, source))
     if asked.batch_size > 1:
-        print(f"note: {sequence_memory(engine)}", file=sys.stderr)
+        log_note(sequence_memory(engine))
     return warm_up(with_cycles(engine))
 
 
@@ -114,7 +114,7 @@ def _pick_device(config: GenerateConfig) -> str:
     unused = ", ".join(switches.without_effect(device))
     if unused:
         note = f"{unused}: only CUDA reads this, and the device is {device}; unset it"
-        print(f"note: {note}", file=sys.stderr)
+        log_note(note)
     return device
 
 
@@ -156,10 +156,7 @@ def keeps_fewer_bits(config: GenerateConfig, path: Path) -> bool:
         return False
     if not GgufFile(path).mostly_has(int(config.quant.removeprefix("int"))):
         return False
-    print(
-        f"note: {path} has no more bits than --quant {config.quant}: it is not rounded again",
-        file=sys.stderr,
-    )
+    log_note(f"{path} has no more bits than --quant {config.quant}: it is not rounded again")
     return True
 
 
@@ -193,7 +190,7 @@ def _resolved(
     from hf.checkpoint import BLOCKS, saved_quantization
     from hf.config import read_raw, resolve_draft
 
-    config = replace(config, device=device)
+    config = replace(config, device=device, compile=how_to_run(config, device))
     saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes
         config = replace(config, quant=saved.format)
@@ -204,6 +201,23 @@ def _resolved(
         config = replace(config, quant="int4")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     return resolve_draft(config, path, dtype, _without_head(config))
+
+
+def how_to_run(config: GenerateConfig, device: str) -> bool | None:
+    """Choose `compile` where the options leave it open.
+
+    Returns: True: C++ operators on a CPU, torch.compile on CUDA; None: cycles on CUDA are captured
+        as they are; False: PyTorch's modules, step by step.
+
+    A captured cycle without torch.compile has 90 to 96 % of the rate with it (7B on an H200, bf16
+    and int4; benchmarks/results/2026-11-26-h200/ladder.jsonl), and is ready in seconds: each method
+    compiles for 2 to 19 s in every process, and for minutes in the first one.
+    """
+    if config.plain:
+        return False
+    if config.compile is None and device.startswith("cpu"):
+        return has_cpu_operators()
+    return config.compile
 
 
 def _changes(asked: GenerateConfig, config: GenerateConfig) -> dict[str, Any]:
@@ -226,9 +240,9 @@ def _note_attention(target: Transformer) -> None:
         "is PyTorch's: slower, and a draft may change a token where the best two are nearly equal"
     )
     if width % 16:
-        print(f"note: attention with heads of width {width} {theirs}", file=sys.stderr)
+        log_note(f"attention with heads of width {width} {theirs}")
     elif weight.dtype == DTYPES["float16"]:
-        print(f"note: attention in float16 {theirs}; use --set dtype=bfloat16", file=sys.stderr)
+        log_note(f"attention in float16 {theirs}; use --set dtype=bfloat16")
 
 
 def _without_head(config: GenerateConfig) -> str:
@@ -287,7 +301,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
 
         if entry.grows and config.tree_shape == "auto":
             reason = "--tree auto goes by the ranks' clocks, which differ"
-            print(f"note: the tree is dynamic, as {reason}", file=sys.stderr)
+            log_note(f"the tree is dynamic, as {reason}")
         return tp.split_lm_head(target, method)
     if entry.grows and config.tree_shape == "auto" and config.draft != "none":
         from extras.auto_trees import with_trees
@@ -311,20 +325,17 @@ def undrafted(engine: Engine) -> Engine:
 def warm_up(engine: Engine) -> Engine:
     """Make the engine ready for its first prompt.
 
-    On a CPU nothing is left to do. On CUDA the cycles run until they are compiled and captured.
-    Where --compile does not work, a note says so: on CUDA cycles are captured as they are, on a CPU
-    the engine runs without it.
+    On a CPU nothing is left to do. On CUDA the cycles run until they are captured, and with
+    --compile compiled. Where that does not work, a note says so, and the engine does without it.
     """
-    tries = engine.compiles if engine.captured else engine.option("compile")
-    reason = why_not_compiled(engine.option("device")) if tries else ""
-    chosen = engine.resolved | {"compile": tries and not reason}
-    ranks.check_same_on_all_ranks(engine.config, **chosen)
-    if reason and engine.captured:
-        note = f"the compiler does not work here ({reason}); cycles are captured without it"
-        print(f"note: {note}", file=sys.stderr)
-        return warm_up(with_cycles(replace(engine, compiler_fails=True)))
+    how = engine.option("compile")
+    reason = why_not_compiled(engine.option("device")) if how else ""
     if reason:
-        print(f"note: --compile does not work here ({reason}); running without it", file=sys.stderr)
+        how = None if engine.captured else False
+    chosen = engine.resolved | {"compile": how}
+    ranks.check_same_on_all_ranks(engine.config, **chosen)
+    if reason:
+        log_note(f"--compile does not work here ({reason}); running without it")
         return warm_up(with_cycles(replace(engine, resolved=chosen)))
     compile_s = 0.0
     if engine.captured:

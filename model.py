@@ -1,11 +1,13 @@
 """A minimal LLaMA, Qwen or Mixtral with a static key-value cache (kv_cache.py).
 
-1. `Transformer.forward` turns tokens into features (the hidden state after the final norm).
+1. A layer is a list of steps (`ModelConfig.layer`; steps.py). Other architectures are files in
+   models/, which override that list.
+2. `Transformer.forward` turns tokens into features (the hidden state after the final norm).
    `Transformer.logits` applies the LM head to the features that need it.
-2. These modules are the code that runs, with one exception: with --compile on a CPU,
-   `Transformer.fused` runs a pass over a cache in one C++ call (ops/cpu/layers.cpp), with weights
-   in bf16, int8, int4 or GGUF blocks.
-3. RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are
+3. The steps' PyTorch is the code that runs with --plain. Else C++ on a CPU runs the list over a
+   cache in one call (`Transformer.fused`, ops/cpu/layers.cpp), and on CUDA neighbours in the list
+   are one launch (fusions.py).
+4. RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are
    computed per call, once for all layers. That keeps positions unlimited and costs less than 1 % of
    a step.
 
@@ -16,26 +18,64 @@ sampling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv_cache import KVCache, Window
-from ops.attention import tree_attention
-from ops.epilogues import Pending, Unscaled, add, add_norm, rotary_cache, swiglu
-from ops.experts import route
-from ops.linear import has_cuda_product, has_linear_kernel, linear
-from ops.linear_layer import Linear
-from ops.norm import rms_norm
-from ops.rotary import HeadNorms, rope_angles, rotary
+from fusions import FusedLayers
+from kv_cache import KVCache, Window, sliding
+from linear import Linear
+from ops.backends import TORCH, Backend
+from ops.library import is_plain
+from ops.rotary import rope_angles
+from runtime import replace_fields
+from steps import (
+    Add,
+    Attend,
+    Gate,
+    HeadNorm,
+    Merge,
+    Norm,
+    Project,
+    Rotate,
+    Route,
+    Rows,
+    Step,
+    add_modules,
+    run_steps,
+    to_stream_dtype,
+)
 
 if TYPE_CHECKING:
     from ops.cpu.layers import FusedModel
 
+# the modules of a layer -> Hugging Face's, of which a module's rows are made, in their order
+NAMES = {
+    "attention_norm": ("input_layernorm",),
+    "wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "wo": ("self_attn.o_proj",),
+    "ffn_norm": ("post_attention_layernorm",),
+    "w13": ("mlp.gate_proj", "mlp.up_proj"),
+    "w2": ("mlp.down_proj",),
+}
+# the same of a mixture; {}: the number of an expert
+MIXTURES = {
+    "mixtral": {
+        "router": ("block_sparse_moe.gate",),
+        "experts.w13": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "experts.w2": ("block_sparse_moe.experts.{}.w2",),
+    },
+    "qwen": {
+        "router": ("mlp.gate",),
+        "experts.w13": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "experts.w2": ("mlp.experts.{}.down_proj",),
+    },
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -67,7 +107,7 @@ class ModelConfig:
     norm_topk: bool = True  # norm_topk_prob: the chosen experts' routing weights add up to 1
     # mlp_only_layers, decoder_sparse_step: layers without experts
     dense_layers: tuple[int, ...] = ()
-    # (ours) names of the experts' weights in files: a key of hf/weights.py's EXPERTS
+    # (ours) names of the experts' weights in files: a key of MIXTURES
     expert_names: str = "mixtral"
     tie_embeddings: bool = False  # tie_word_embeddings
     bos_id: int | None = None
@@ -77,35 +117,110 @@ class ModelConfig:
     stand_in: str = ""
 
     @property
-    def rope_factor(self) -> float:
-        """The factor of RoPE's cosines and sines."""
-        return (self.rope_scaling or {}).get("attention_factor", 1.0)
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embeddings of the layers; `Rotate.rope` counts them."""
+        return (Rope(self.head_dim, self.rope_theta, self.rope_scaling),)
 
-    def at(self, layer: int) -> ModelConfig:
-        """Return the config of one layer: without experts, where the layer is dense."""
-        if layer in self.dense_layers:
-            return replace(self, n_experts=0)
-        return self
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The sliding windows of the layers (tokens), besides 0, which is none."""
+        return ()
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The names of a layer's modules in files, as `NAMES`."""
+        return NAMES | MIXTURES[self.expert_names]
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of embeddings."""
+        return 1.0
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether the feed-forward of a layer is a mixture of experts."""
+        return self.n_experts > 0 and layer not in self.dense_layers
+
+    def layer(self, i: int) -> tuple[Step, ...]:
+        """Return the steps of layer i: a pre-norm block with grouped-query attention."""
+        return (
+            Norm("attention_norm", self.dim, self.norm_eps),
+            *self.attention(),
+            Add(),
+            Norm("ffn_norm", self.dim, self.norm_eps),
+            *(self.mixture() if self.has_experts(i) else self.feed_forward()),
+            Add(),
+        )
+
+    def attention(self) -> tuple[Step, ...]:
+        """Return the steps of attention, over fused projections of queries, keys and values."""
+        heads = (self.n_heads, self.n_kv_heads, self.head_dim)
+        width = self.n_heads * self.head_dim
+        both = 2 * self.n_kv_heads * self.head_dim
+        head_norm = (HeadNorm(*heads, self.norm_eps),) if self.qk_norm else ()
+        return (
+            Project("wqkv", self.dim, width + both, self.qkv_bias),
+            *head_norm,
+            Rotate(*heads),
+            Attend(),
+            Project("wo", width, self.dim, self.o_bias, row_parallel=True),
+        )
+
+    def feed_forward(self) -> tuple[Step, ...]:
+        """Return the steps of SwiGLU, with gate above up in one weight."""
+        return (
+            Project("w13", self.dim, 2 * self.ffn_dim, self.mlp_bias),
+            Gate("silu"),
+            Project("w2", self.ffn_dim, self.dim, self.mlp_bias, row_parallel=True),
+        )
+
+    def mixture(self) -> tuple[Step, ...]:
+        """Return the steps of SwiGLU by the best experts of each token."""
+        width = self.expert_dim or self.ffn_dim
+        count = self.n_experts
+        return (
+            Route(self.dim, count, self.experts_per_token, self.norm_topk),
+            Project("w13", self.dim, 2 * width, experts=count),
+            Gate("silu"),
+            Project("w2", width, self.dim, experts=count, row_parallel=True),
+            Merge(),
+        )
+
+    def last(self) -> tuple[Step, ...]:
+        """Return the steps behind the layers."""
+        return (Norm("norm", self.dim, self.norm_eps),)
+
+
+class Rope(NamedTuple):
+    """One rotary position embedding."""
+
+    width: int  # of a head, E
+    theta: float  # base of the wavelengths
+    scaling: dict | None = None  # as `ModelConfig.rope_scaling`
+
+    @property
+    def factor(self) -> float:
+        """The factor of cosines and sines."""
+        return (self.scaling or {}).get("attention_factor", 1.0)
 
 
 # ----------------------------------------------------------------------------------------- modules
 
 
-def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Return inverse wavelengths, [E/2] fp32 (radians per position), scaled as the config says.
+def rope_frequencies(rope: Rope, device: torch.device | str = "cpu") -> Tensor:
+    """Return inverse wavelengths, [E/2] fp32 (radians per position), scaled as the rope says.
 
     Source: RoFormer (arXiv 2104.09864); `llama3` scaling as in the Llama 3.1 reference code;
     `yarn`: arXiv 2309.00071, 3.2, with transformers' rounding of the bounds.
     """
-    exponent = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
-    freq = 1.0 / config.rope_theta**exponent  # [E/2]
-    scaling = config.rope_scaling
+    exponent = torch.arange(0, rope.width, 2, device=device).float() / rope.width
+    freq = 1.0 / rope.theta**exponent  # [E/2]
+    scaling = rope.scaling
     if scaling is None:
         return freq
     if scaling["rope_type"] == "linear":
         return freq / scaling["factor"]
     if scaling["rope_type"] == "yarn":
-        low, high = _yarn_bounds(config, scaling)
+        low, high = _yarn_bounds(rope, scaling)
         place = torch.arange(len(freq), device=device)
         blend = 1 - ((place - low) / (high - low or 0.001)).clamp(0, 1)
     else:
@@ -118,272 +233,112 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
     return blend * freq + (1 - blend) * freq / scaling["factor"]
 
 
-def _yarn_bounds(config: ModelConfig, scaling: dict) -> tuple[float, float]:
+def _yarn_bounds(rope: Rope, scaling: dict) -> tuple[float, float]:
     """Return where waves make `beta_fast` and `beta_slow` turns within the original context."""
     original = scaling["original_max_position_embeddings"]
-    base = 2 * math.log(config.rope_theta)
-    low = config.head_dim * math.log(original / (2 * math.pi * scaling["beta_fast"])) / base
-    high = config.head_dim * math.log(original / (2 * math.pi * scaling["beta_slow"])) / base
+    base = 2 * math.log(rope.theta)
+    low = rope.width * math.log(original / (2 * math.pi * scaling["beta_fast"])) / base
+    high = rope.width * math.log(original / (2 * math.pi * scaling["beta_slow"])) / base
     if scaling["truncate"]:
         low = math.floor(low)
         high = math.ceil(high)
-    return max(float(low), 0.0), min(float(high), config.head_dim - 1.0)
+    return max(float(low), 0.0), min(float(high), rope.width - 1.0)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm."""
+class RotaryEmbeddings(nn.Module):
+    """The wavelengths of a model's rotary embeddings. They are computed, and in no file."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, ropes: Sequence[Rope], device: torch.device | str = "cpu"):
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.factors = [rope.factor for rope in ropes]
+        for i, rope in enumerate(ropes):  # [E/2] fp32
+            self.register_buffer(str(i), rope_frequencies(rope, device), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
-        return rms_norm(x, self.weight, self.eps)
-
-    def add(
-        self, x: Tensor, delta: Tensor | Pending | None, reader: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor | Unscaled]:
-        """Add a layer's output to the residual stream.
-
-        x: [..., F]; delta: [..., F], its partial sums, [S, ..., F] fp32, a product, or None
-        Returns: the stream and its norm, as the linear layer `reader` takes it, [..., F] each.
-        """
-        return add_norm(x, delta, self.weight, self.eps, reader)
+    def forward(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return cosines and sines for every embedding, [B, T, 1, E] each. positions: [B, T]"""
+        freqs = self.buffers()
+        return tuple(rope_angles(freq, positions, by) for freq, by in zip(freqs, self.factors))
 
 
-class NoNorm(nn.Module):
-    """The identity, in the place of a norm."""
+class Layer(nn.Module):
+    """The weights of one layer, and its steps."""
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
-        return x
-
-    def add(
-        self, x: Tensor, delta: Tensor | Pending | None, reader: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor]:  # see RMSNorm.add
-        x = add(x, delta)
-        return x, x
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with fused projections."""
-
-    def __init__(self, config: ModelConfig):
+    def __init__(self, steps: Sequence[Step]):
         super().__init__()
-        self.heads = config.n_heads
-        self.kv_heads = config.n_kv_heads
-        self.head_dim = config.head_dim
-        width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        self.wqkv = Linear(config.dim, width, bias=config.qkv_bias)
-        self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
-        self.qk_norm = config.qk_norm
-        if self.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
-
-    def forward(
-        self,
-        x: Tensor | Unscaled,  # [B, T, F]; without a cache a tensor
-        rope: tuple[Tensor, Tensor],
-        kv: tuple[Tensor, Tensor] | None = None,  # this layer's buffers, [B, Hkv, S, E] each
-        window: Window | None = None,
-    ) -> Tensor | Pending:
-        """Attend to the cache through `window`; without a cache, causally among the T tokens.
-
-        Writes: k and v at `window.slots`.
-        Returns: [B, T, F] or a product, as `RMSNorm.add` takes them.
-        """
-        if kv is None:
-            qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
-            # [B, T, H, E], [B, T, Hkv, E]
-            q, k = rotary(qkv, rope, self.heads, self.kv_heads, self.head_norms)
-            y = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                qkv[:, :, -self.kv_heads :].transpose(1, 2),
-                is_causal=True,
-                enable_gqa=True,
-            )  # [B, H, T, E]
-            return self.wo(y.transpose(1, 2).flatten(2))
-        qkv = self.wqkv.defer(x)  # [B, T, (H + 2 Hkv) E]
-        q = rotary_cache(qkv, rope, *kv, window.slots, self.head_norms)  # [B, T, H, E]
-        return self.wo.defer(tree_attention(q, *kv, window.start, window.mask))
+        self.steps = tuple(steps)
+        add_modules(self, steps)
 
     @property
-    def head_norms(self) -> HeadNorms | None:
-        """The norms of each query and key before their rotation, as `rotary` takes them."""
-        if not self.qk_norm:
-            return None
-        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+    def cache_width(self) -> int:
+        """The number of keys and values of a slot."""
+        rotations = [step for step in self.steps if isinstance(step, Rotate)]
+        return sum(2 * step.kv_heads * step.head_dim for step in rotations)
+
+    def forward(self, rows: Rows) -> Rows:
+        """Run the layer. Writes: the cache, `rows.kv`, at the slots of the windows."""
+        return run_steps(self.steps, self, rows)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU with gate and up projections fused."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.w13 = Linear(config.dim, 2 * config.ffn_dim, bias=config.mlp_bias)  # gate above up
-        self.w2 = Linear(config.ffn_dim, config.dim, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor | Unscaled) -> Tensor | Pending:  # as `Attention.forward`
-        return self.w2.defer(swiglu(self.w13.defer(x)))
-
-
-class Router(nn.Module):
-    """The ranking of the experts of each token. Source: Mixtral (arXiv 2401.04088), section 2.1."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.chosen = config.experts_per_token
-        self.norm_topk = config.norm_topk
-        self.weight = nn.Parameter(torch.zeros(config.n_experts, config.dim))
-
-    def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
-        if has_linear_kernel(x, self.weight) or has_cuda_product(x, self.weight):
-            return linear(x, self.weight, fp32_out=True)
-        # rounded to 16 bits, experts would tie
-        return F.linear(x.float(), self.weight.float())
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the best experts of each token, best first; of equal ones the first.
-
-        Returns: the experts, [..., J] int64; their routing weights, [..., J] fp32.
-        """
-        scores = self.logits(x)  # [..., E]
-        best, expert = scores.sort(dim=-1, descending=True, stable=True)
-        expert = expert[..., : self.chosen]
-        if self.norm_topk:
-            return expert, best[..., : self.chosen].softmax(-1)
-        return expert, scores.softmax(-1).gather(-1, expert)
-
-
-class MoEFeedForward(nn.Module):
-    """SwiGLU by the best experts of each token."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.router = Router(config)
-        width = config.expert_dim or config.ffn_dim
-        # gate above up
-        self.w13 = Linear(config.dim, 2 * width, bias=False, experts=config.n_experts)
-        self.w2 = Linear(width, config.dim, bias=False, experts=config.n_experts)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
-        expert, share = self.router(x)  # [B, T, J]
-        # [P, F], P = B T J: a row per token and expert, a token's experts in order
-        rows = x.flatten(0, 1).repeat_interleave(share.shape[2], 0)
-        routing = route(expert.flatten(), len(self.router.weight))
-        y = self.w2(swiglu(self.w13(rows, routing)), routing)  # [P, F]
-        each = y.view(*share.shape, -1).float() * share[..., None]  # [B, T, J, F]
-        # always summed in the router's order, whichever rows shared an expert
-        return sum(each.unbind(2)).to(x.dtype)
-
-
-class Block(nn.Module):
-    """One pre-norm transformer layer. Each of its halves ends with the norm that comes after it."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.ffn = MoEFeedForward(config) if config.n_experts else FeedForward(config)
-
-    def forward(
-        self, x: Tensor, h: Tensor | Unscaled, after: nn.Module, rope, kv=None, window=None
-    ) -> tuple[Tensor, Tensor | Unscaled]:
-        """Run the layer. rope, kv, window: as in `Attention.forward`.
-
-        x: [B, T, F], the residual stream
-        h: [B, T, F], its norm
-        after: the norm that the next layer, or the LM head, reads through
-        Returns: the stream and its norm, as a layer of this kind takes them.
-        """
-        reader = self.ffn.w13 if isinstance(self.ffn, FeedForward) else None
-        x, h = self.ffn_norm.add(x, self.attention(h, rope, kv, window), reader)
-        return after.add(x, self.ffn(h), self.attention.wqkv if kv else None)
-
-
-def widen(x: Tensor) -> Tensor:
-    """Return rows in the dtype of the residual stream: fp32 for bf16 on a CPU, else their own.
-
-    Rows are small beside weights, so a CPU reads all of them in fp32 at no cost, and rounds only
-    what it keeps: keys, values and features. On CUDA rows keep 16 bits.
-    """
-    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
-
-
-def call_block(part: Callable, *inputs: Any) -> Any:
+def run_eagerly(part: Callable, *inputs: Any) -> Any:
     """Call a part of a model."""
     return part(*inputs)
 
 
-class Layers(nn.ModuleList):
-    """The blocks of a target or a draft head, one after the other."""
+def run_layers(
+    layers: Sequence[nn.Module],
+    rows: Rows,
+    cache: KVCache | None = None,
+    run_part: Callable = run_eagerly,
+    aux_layers: tuple[int, ...] = (),
+) -> tuple[Rows, list[Tensor]]:
+    """Run layers, or segments (fusions.py), one after the other.
 
-    def forward(
-        self,
-        x: Tensor,  # [B, T, F]
-        rope: tuple[Tensor, Tensor],
-        norm: nn.Module,
-        cache: KVCache | None = None,
-        window: Window | None = None,
-        run: Callable = call_block,
-        aux_layers: tuple[int, ...] = (),
-        h: Tensor | None = None,
-    ) -> Tensor:
-        """Run the blocks over T tokens, and the norm behind them.
-
-        run: the call of a block. Blocks of a kind have the same shapes, so a compiled call compiles
-            once for each kind.
-        aux_layers: ascending layers that give aux hidden states: their inputs, the residual stream;
-            len(self) stands for the last layer's output
-        h: input of the first attention, where it is not the norm of x
-        Returns: [B, T, F], or with aux_layers [B, T, (1 + aux_layers) F].
-        Writes: the cache at `window.slots`.
-        """
-        if h is None:
-            reader = self[0].attention.wqkv if cache is not None else None
-            _, h = self[0].attention_norm.add(x, None, reader)
-        aux = []
-        for i, block in enumerate(self):
-            if i in aux_layers:
-                aux.append(x)
-            after = self[i + 1].attention_norm if i + 1 < len(self) else norm
-            kv = (cache.k[i], cache.v[i]) if cache is not None else None
-            x, h = run(block, x, h, after, rope, kv, window)
-        if isinstance(h, Unscaled):
-            h = norm(x)
-        if len(self) in aux_layers:
-            aux.append(x)
-        if aux_layers:
-            h = torch.cat((h, *aux), -1)
-        return h
+    run_part: the call of a layer. Layers with equal steps have the same shapes, so a compiled call
+        compiles once for each kind.
+    aux_layers: ascending layers that give aux hidden states: their inputs, the residual stream;
+        len(layers) stands for the last layer's output
+    Writes: the cache at the slots of `rows.windows`.
+    Returns: the rows behind the last layer; the aux hidden states, [B, T, F] each.
+    """
+    aux = []
+    for i, layer in enumerate(layers):
+        if i in aux_layers:
+            aux.append(rows.stream)
+        kv = (cache.k[i], cache.v[i]) if cache is not None else None
+        rows = run_part(layer, replace_fields(rows, kv=kv))
+    if len(layers) in aux_layers:
+        aux.append(rows.stream)
+    return rows, aux
 
 
 class Transformer(nn.Module):
-    """The target model: embedding, blocks, final norm, LM head.
+    """The target model: embedding, layers, final norm, LM head.
 
-    `fuse` makes passes over a cache run in one C++ call, which computes the same. After a change of
-    a module here, change ops/cpu/layers.cpp too, or run without --compile.
+    `fuse` makes passes over a cache run in one C++ call, or in fewer launches, which computes the
+    same.
     """
 
-    fused: FusedModel | None = None
+    fused: FusedModel | None = None  # runs passes over a cache, on a CPU
+    fused_layers: FusedLayers | None = None  # runs in place of `layers`, on CUDA
+    backend: Backend = TORCH  # chosen while loading (`decode.with_cycles`)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.embedding_scale = config.embedding_scale
+        self.windows = config.windows
         # zeros until loaded or initialized: normal_ on the meta device would import all of
         # torch.compile (1 s, 70 MB)
         zeros = torch.zeros(config.vocab_size, config.dim)
         self.embedding = nn.Embedding.from_pretrained(zeros, freeze=False)
-        self.layers = Layers(Block(config.at(i)) for i in range(config.n_layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.layers = nn.ModuleList(Layer(config.layer(i)) for i in range(config.n_layers))
+        self.last = config.last()
+        add_modules(self, self.last)
         # scores in fp32: in bf16, the best two would often tie
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False, fp32_out=True)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        self.register_buffer("rope_freq", rope_frequencies(config), persistent=False)  # [E/2] fp32
+        self.ropes = RotaryEmbeddings(config.ropes)
 
     def forward(
         self,
@@ -391,34 +346,59 @@ class Transformer(nn.Module):
         positions: Tensor,  # [B, T] int64, RoPE positions
         cache: KVCache | None = None,
         window: Window | None = None,
-        run: Callable = call_block,
+        run_part: Callable = run_eagerly,
         aux_layers: tuple[int, ...] = (),
     ) -> Tensor:
         """Run the layers over T tokens. Writes: the cache at `window.slots`.
 
         Returns: features after the final norm, [B, T, F] in the weights' dtype; with aux_layers,
-            the aux hidden states of these layers (see `Layers.forward`) behind them.
+            the aux hidden states of these layers (see `run_layers`) behind them.
         """
         if self.fused is not None and cache is not None:
             return self.fused(tokens, positions, cache, window, aux_layers)
-        x, rope = run(self.embed, tokens, positions)
-        features = self.layers(x, rope, self.norm, cache, window, run, aux_layers)
-        return features.to(self.norm.weight.dtype)
+        rows = run_part(self.embed, tokens, positions, window)
+        if self.fused_layers is not None and cache is not None:
+            rows = self.fused_layers.begin(rows)
+            segments = self.fused_layers.segments
+            rows, aux = run_layers(segments, rows, cache, run_part, aux_layers)
+            rows = self.fused_layers.end(rows)
+        else:
+            rows, aux = run_layers(self.layers, rows, cache, run_part, aux_layers)
+            rows = run_steps(self.last, self, rows)
+        return torch.cat((rows.h, *aux), -1).to(self.norm.weight.dtype)
 
     def fuse(self, enable: bool) -> None:
-        """Run passes over a cache in one C++ call, where that is served. Writes: `fused`."""
+        """Run passes over a cache in one C++ call, where that is served; on CUDA in few launches.
+
+        enable: on a CPU
+        Writes: `fused`, `fused_layers`.
+        """
         self.fused = None
+        self.fused_layers = None
+        if self.norm.weight.is_cuda:
+            if not is_plain("fused"):
+                self.fused_layers = FusedLayers(self.layers, self.last, self)
+            return
         if not enable:
             return
         from ops.cpu.layers import FusedModel, fits
 
-        if fits(self.layers):
+        if fits(self.layers, self.norm.weight.dtype):
             self.fused = FusedModel(self)
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the first layer's inputs: embeddings, [B, T, F], and RoPE's angles."""
-        x = widen(self.embedding(tokens))
-        return x, rope_angles(self.rope_freq, positions, self.config.rope_factor)
+    def embed(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:
+        """Return the first layer's inputs: embeddings, RoPE's angles, and what each token sees.
+
+        tokens, positions: [B, T]
+        """
+        x = to_stream_dtype(self.embedding(tokens))
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        return Rows(
+            x,
+            ropes=self.ropes(positions),
+            windows=windows_of(self.windows, window),
+        )
 
     def logits(self, features: Tensor) -> Tensor:
         """Return scores of tokens, [..., V] fp32.
@@ -428,3 +408,10 @@ class Transformer(nn.Module):
         if features.shape[-1] > self.config.dim:
             features = features[..., : self.config.dim]
         return self.lm_head(features)
+
+
+def windows_of(sizes: Sequence[int], window: Window | None) -> dict[int, Window] | None:
+    """Return `Rows.windows`: a step's own window, and those of layers that see fewer tokens."""
+    if window is None:
+        return None
+    return {0: window} | {size: sliding(window, size) for size in sizes}

@@ -16,7 +16,6 @@ Not here: matmuls (ops/weight.py); embeddings, which are looked up and never mul
 from __future__ import annotations
 
 import signal
-import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
@@ -29,7 +28,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cli.io import bundled_head, is_gguf, read_json, show_progress
+from cli.io import bundled_head, is_gguf, log_note, read_json, show_progress
 from cli.parsing import one_line_errors, option, parse
 from hf.checkpoint import (
     METHOD,
@@ -131,10 +130,9 @@ def _usable(parts: list[Tensor], names: tuple[str, ...]) -> bool:
     elif not any(part.any() for part in parts):
         fault = "all zero"
     if fault:
-        print(
-            f"note: the inputs of {names[0]} are {fault} on the calibration text; it is rounded "
-            "without calibration",
-            file=sys.stderr,
+        log_note(
+            f"the inputs of {names[0]} are {fault} on the calibration text; it is rounded "
+            "without calibration"
         )
     return not fault
 

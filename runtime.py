@@ -12,7 +12,7 @@
 
 Elsewhere a `Replay` runs its body, so that the same path is tested without a GPU.
 Trade-off: one graph per preset, instead of conditional nodes inside one: a switch picks a graph.
-Not here: the cycle (decode.py); the C++ operators that --compile means on a CPU (ops/cpu/).
+Not here: the cycle (decode.py); the C++ operators that run on a CPU (ops/cpu/).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cli.io import log_note
 from ops import switches
 from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton
 
@@ -117,7 +118,7 @@ class Replay:
             self.capture_failed = True
             self.scratch.clear()  # the broken capture may hold its pool
             note = "a step runs uncaptured, and slower, since its capture as a CUDA graph failed"
-            print(f"note: {note}: {first_line(error.__context__ or error)}", file=sys.stderr)
+            log_note(f"{note}: {first_line(error.__context__ or error)}")
 
 
 def first_line(error: BaseException) -> str:
@@ -220,7 +221,7 @@ _compiled = itertools.count()
 
 def why_not_compiled(device: str) -> str:
     """Try the compiler on a small step. Returns: the reason why it does not work, or ""."""
-    if device.startswith("cpu"):  # there --compile means the C++ operators
+    if device.startswith("cpu"):  # there it means the C++ operators
         if has_cpu_operators():
             return ""
         if len(PLAIN) == len(FAMILIES):

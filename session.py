@@ -10,8 +10,8 @@ function of (weights, prompt, its own parameters, seed) alone, whatever the othe
 Three kinds of objects take part: the engine's `Policy` picks the preset of every step, a `Reader`
 takes more than the tokens to the host, and a guide masks tokens (`Session.admit`).
 
-Captured cycles need fixed addresses, so buffers stay with the engine when a session ends. With
---compile on CUDA every step is captured once and replayed; elsewhere it is called.
+Captured cycles need fixed addresses, so buffers stay with the engine when a session ends. On
+CUDA every step is captured once and replayed; elsewhere it is called.
 Trade-off: prefill is not compiled, as matrix products take its time; where it is captured, chunks
 are padded to one of two widths.
 Not here: the cycle (decode.py), where prompts come from (generate.py).
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, prefill_chunk
+from decode import PREFILL_CHUNK, REPORT, Cycle, DecodeState, Engine, prefill_chunk
 from drafters import DrafterUpdate
 from kv_cache import KVCache
 from ops.library import single_torch_thread
@@ -58,7 +58,7 @@ class CycleResult:
     """
 
     EMITTED = slice(0, -8)
-    COLUMNS = slice(-8, -4)  # count, length, done, pos
+    COLUMNS = slice(-8, -4)  # `decode.REPORT`
     TIMES = slice(-4, None)
 
     # per sequence, once read:
@@ -90,7 +90,11 @@ class CycleResult:
         report, *self.further = self.copy.read()
         self.emitted = [row[self.EMITTED] for row in report]
         columns = zip(*(row[self.COLUMNS] for row in report))
-        self.count, self.length, self.done, self.pos = map(list, columns)
+        facts = dict(zip(REPORT, map(list, columns), strict=True))
+        self.count = facts["count"]
+        self.length = facts["length"]
+        self.done = facts["done"]
+        self.pos = facts["pos"]
         self.times = report[0][self.TIMES]
         self.seconds = (self.times[-1] - self.times[0]) / 1e9
         if not (by_device and self.seconds):

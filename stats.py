@@ -346,4 +346,4 @@ def sequence_memory(engine: Any) -> str:
 
 def _cache_width(layers: Any) -> int:
     """Return the number of keys and values of a slot, over all layers."""
-    return sum(2 * each.attention.kv_heads * each.attention.head_dim for each in layers)
+    return sum(layer.cache_width for layer in layers)

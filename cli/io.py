@@ -1,4 +1,4 @@
-"""Files: read as text or JSON, and written completely or not at all.
+"""Files, read as text or JSON, and written completely or not at all; and notes to a person.
 
 A file that cannot be read or written is reported as one ValueError on one line with its name.
 This module imports no torch, so that a mistake on the command line is reported before torch is
@@ -10,6 +10,7 @@ Not here: files that libraries read (hf/untrusted.py), the keys that a JSON file
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import stat
@@ -26,6 +27,19 @@ except ImportError:  # Windows has no such locks
     fcntl = None
 
 TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
+
+
+NOTES = logging.getLogger("gpt_eagle")
+
+# ---------------------------------------------------------------------- notes
+
+
+def log_note(text: str) -> None:
+    """Tell a person what was done, in one line, by the logger `gpt_eagle`.
+
+    A command prints the line (`cli.parsing.show_notes`); a Python caller configures the logger.
+    """
+    NOTES.warning(text, stacklevel=2)
 
 
 # ---------------------------------------------------------------------- text and JSON
@@ -311,7 +325,7 @@ def folder_lock(folder: Path, note: str = "") -> Iterator[bool]:
 
     Where a file system has no locks, two processes may make the same file, which does no harm.
 
-    note: printed if the lock is held
+    note: logged if the lock is held
     Yields: True with the lock, False without locks.
     """
     descriptor = os.open(folder, os.O_RDONLY)
@@ -322,7 +336,7 @@ def folder_lock(folder: Path, note: str = "") -> Iterator[bool]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if note:
-                    print(note, file=sys.stderr, flush=True)
+                    log_note(note)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             locked = True
         yield locked

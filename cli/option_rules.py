@@ -69,6 +69,7 @@ FIXED = Need(  # the residual rule's tokens follow the tree, and --tree auto goe
 )
 
 # the run
+NOT_COMPILED = Need("is the opposite of --compile; drop one of them", lambda o: not o.compile)
 TEXT = Need(
     "renders text; it cannot go with prompt_ids",
     lambda o: o.prompt_ids is None or o.chat == "none",

@@ -2,7 +2,7 @@
 
 `parse` reads a command line into a dataclass of options, for generate.py and scripts/.
 An option that only measurements need has no flag of its own: `--set name=value` sets it.
-`one_line_errors` reports a user's mistake as one line and exit status 2.
+`one_line_errors` reports a user's mistake as one line and exit status 2; `show_notes` prints notes.
 This module imports no torch, so that a mistake is reported before torch is imported.
 Not here: the options of generate.py (options.py).
 """
@@ -13,6 +13,7 @@ import argparse
 import difflib
 import errno
 import io
+import logging
 import os
 import re
 import sys
@@ -23,17 +24,18 @@ from functools import partial
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
-from cli.io import one_line
+from cli.io import NOTES, log_note, one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
+SWITCHES = ("bool", "bool | None")  # the types of an option without a value; None: by default
 # of requirements.txt
 PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy", "jinja2", "huggingface_hub")
 # flags of the last release, which still work (`_OldFlag`): what is written now
 OLD = dict.fromkeys(
     (
         "accept", "datastore", "draft_store", "dtype", "group_size", "ignore_eos",
-        "inflate", "num_samples", "plain", "profile", "prompt_ids", "quant_draft", "results",
+        "inflate", "num_samples", "profile", "prompt_ids", "quant_draft", "results",
         "show_drafts", "threads", "trace", "verbose",
     ),
     "--set {name}={value}",
@@ -147,9 +149,9 @@ def check_kinds(options: Any) -> None:
         choices = f.metadata["choices"]
         if f.type in ("int", "float"):
             continue
-        if f.type == "bool":
+        if f.type in SWITCHES:
             fault = f"{flag_of(f)} must be True or False; it is {value!r}"
-            require(isinstance(value, bool), fault)
+            require(isinstance(value, bool) or value is f.default, fault)
         elif f.type == SEVERAL:
             texts = isinstance(value, tuple) and all(isinstance(t, str) and t for t in value)
             require(texts, f"{flag_of(f)} must be texts that are not empty; it is {value!r}")
@@ -229,7 +231,7 @@ class _OldFlag(argparse.Action):
         option_name = self.option_strings[0].removeprefix("--")
         value = "true" if self.nargs == 0 else values
         spelling = str(self.const).format(name=option_name, value=value)
-        print(one_line(f"note: {name} is now {spelling}"), file=sys.stderr)
+        log_note(one_line(f"{name} is now {spelling}"))
         namespace.set = [*getattr(namespace, "set", []), f"{option_name}={value}"]
 
 
@@ -261,6 +263,7 @@ def parse_given(
     argv: default: that of the process, whose text is then UTF-8 in every locale
     Returns: the options; the names of those that were given.
     """
+    show_notes()
     if argv is None:
         argv = _utf8_arguments()
     parser = _Parser(
@@ -316,7 +319,7 @@ def read_settings(options: type, texts: list[str]) -> dict[str, Any]:
 
 
 def _value_of(f: Field, text: str) -> Any:
-    if f.type == "bool":
+    if f.type in SWITCHES:
         return {"true": True, "false": False}.get(text.lower(), text)
     if f.type in ("int", "float"):
         with suppress(ValueError):
@@ -354,7 +357,7 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     arguments: dict[str, Any] = {
         "help": (f.metadata["help"] + default).replace("%", "%%"),
     }
-    if f.type == "bool":
+    if f.type in SWITCHES:
         arguments["action"] = "store_true"
     else:
         arguments["type"] = {"int": int, "float": float}.get(str(f.type), str)
@@ -403,6 +406,20 @@ def _add_settings(parser: argparse.ArgumentParser, options: type) -> None:
 def _drop_output() -> None:
     """Let standard output lead nowhere, so that the rest of its buffer cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _PrintNotes(logging.Handler):
+    """Prints notes to what is standard error at that moment, in the order of other lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"note: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+def show_notes() -> None:
+    """Let notes appear on standard error, as a command does; the logger's level still holds."""
+    if not any(isinstance(handler, _PrintNotes) for handler in NOTES.handlers):
+        NOTES.addHandler(_PrintNotes())
+        NOTES.propagate = False
 
 
 @contextmanager

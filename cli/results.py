@@ -14,13 +14,12 @@ import fcntl
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cli.io import parse_json, read_text
+from cli.io import log_note, parse_json, read_text
 from cli.prompts import Conversation, Row, read_grammar
 from decode import Engine
 
@@ -95,7 +94,7 @@ class Results:
         if text:
             total = len(self.conversations) * self.samples
             done = sum(sample < self.samples for _, sample in self.done)
-            print(f"note: {done} of {total} results are in {self.path} already", file=sys.stderr)
+            log_note(f"{done} of {total} results are in {self.path} already")
 
     def _digest(self, prompt: int, sample: int) -> str:
         parts = json.dumps([self.facts, self.conversations[prompt], prompt, sample])

@@ -51,8 +51,11 @@ def with_text(command: Command) -> Command:
     with one_line_errors("generate.py"):
         from hf.chat import read_text_files
         from hf.fetch import fetched
+        from models.registry import check_architecture
 
-        text = read_text_files(fetched(config.checkpoint), config)
+        path = fetched(config.checkpoint)
+        check_architecture(path)
+        text = read_text_files(path, config)
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
         return Command(config, prompts, text, to_end)

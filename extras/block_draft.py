@@ -32,11 +32,12 @@ from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.heads import draft_lm_head, head_files
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
-from model import Linear, RMSNorm, Transformer, rope_angles, rope_frequencies
-from ops.epilogues import rotary_cache
+from linear import Linear
+from model import RotaryEmbeddings, Transformer, windows_of
 from ops.tree import Children, Frontier, Scores
 from options import GenerateConfig
 from runtime import replace_fields
+from steps import RMSNorm, Rotate, Rows, run_steps
 
 
 class BlockHead(Transformer):
@@ -72,11 +73,13 @@ class BlockHead(Transformer):
         Writes: the cache at `window.slots`.
         """
         h = self.hidden_norm(self.fc(taps))  # [B, R, F]
-        rope = rope_angles(self.rope_freq, window.slots, self.config.rope_factor)
-        for layer, k, v in zip(self.layers, cache.k, cache.v):
-            attention = layer.attention  # its queries are not used
-            qkv = attention.wqkv.defer(h)
-            rotary_cache(qkv, rope, k, v, window.slots, attention.head_norms)
+        windows = windows_of((), window)
+        rows = Rows(h=h, ropes=self.ropes(window.slots), windows=windows)
+        for layer, *kv in zip(self.layers, cache.k, cache.v):
+            _, *steps = layer.steps  # h is normed already
+            last = next(i for i, step in enumerate(steps) if isinstance(step, Rotate))
+            begun = replace_fields(rows, kv=kv)
+            run_steps(steps[: last + 1], layer, begun)  # the queries are not used
 
     def token_rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of the bias for the tokens before: [B, R] int64 -> [B, R, rank or 0]."""
@@ -142,7 +145,7 @@ class BlockDrafter(LevelDrafter):
 
     def extend(self, state: BlockState, update: DrafterUpdate) -> BlockState:
         """Read the confirmed tokens' hidden states. Writes: slots from length on."""
-        window = causal_window(state.length, update.features.shape[1])
+        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         taps = update.features[..., self.head.config.model.dim :]
         self.head.read(taps, state.cache, window)
         return replace_fields(state, length=state.length + update.count)
@@ -159,7 +162,7 @@ class BlockDrafter(LevelDrafter):
         block = self.head.config
         first = 0 if block.predicts_next else 1
         size = self.tree.depth + first if block.causal else block.block_size
-        window = causal_window(state.length, size)
+        window = causal_window(state.length, size, backend=self.backend)
         if not block.causal:
             window = Window(window.slots, window.start, torch.ones_like(window.mask))
         tokens = torch.full_like(window.slots, block.mask_token)  # [B, T]
@@ -237,7 +240,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     load_weights(
         head, files, block_names(config), storage, lambda name: name.endswith("rotary_emb.inv_freq")
     )
-    head.rope_freq = rope_frequencies(config.model, weight.device)
+    head.ropes = RotaryEmbeddings(config.model.ropes, weight.device)
     if head.embedding is None or is_same_embedding(head.embedding, target):
         head.embedding = target.embedding  # one copy is enough
     return head.eval()

@@ -25,7 +25,7 @@ from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, RootOnly, TreeDrafter
 from extras.presets import PresetDrafter
 from model import Transformer
-from ops.library import on_cpp_device
+from ops.backends import Backend
 from runtime import copy_into, replace_fields
 from session import Session
 
@@ -78,6 +78,11 @@ class Deferred(PresetDrafter):
     @property
     def name(self) -> str:
         return self.grower.name if isinstance(self.grower, TreeDrafter) else super().name
+
+    def use(self, backend: Backend) -> None:
+        super().use(backend)
+        for inner in (self.drafter, self.grower, self.lookup):
+            inner.use(backend)
 
     def fuse(self, enable: bool) -> None:
         self.drafter.fuse(enable)
@@ -165,9 +170,10 @@ class Idle(Deferred):
         rows = update.count
         if update.at_root is not None:  # of a prompt only the chunk that completes it waits
             rows = rows * update.at_root
-        if on_cpp_device(state.count, "tree"):
+        keep_rows = self.backend.keep_rows
+        if keep_rows is not None:
             kept = (state.features, state.count, state.passed)
-            torch.ops.gpt_eagle.keep_rows(*kept, update.features, rows)
+            keep_rows(*kept, update.features, rows)
             return state  # the lookup has written its own in place, too
         step = torch.arange(update.features.shape[1], device=state.count.device)
         count = rows[:, None]  # [B, 1]

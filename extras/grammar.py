@@ -14,7 +14,6 @@ with a grammar is not captured. Not here: several ranks; formats of strings but 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cli.io import one_line
+from cli.io import log_note, one_line
 from cli.parsing import require
 from decode import Engine
 from extras.guided_draft import Guided, masks
@@ -121,7 +120,7 @@ def without_formats(schema: Any) -> Any:
         raise ValueError("the schema is nested too deeply; flatten it") from None
     if unknown:
         names = ", ".join(map(repr, sorted(unknown)))
-        print(f"note: the grammar does not enforce the format {names}"[:300], file=sys.stderr)
+        log_note(f"the grammar does not enforce the format {names}"[:300])
     return copied
 
 

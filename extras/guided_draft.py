@@ -109,6 +109,7 @@ class Guided(Drafter):
         roots: the places of the sequences, None without a grammar; vocab: V
         """
         self.drafter = drafter
+        self.backend = drafter.backend
         self.roots = roots
         self.live = live
         self.vocab = vocab

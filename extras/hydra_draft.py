@@ -31,18 +31,12 @@ from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.token_heads import TokenHeads, hydra_names, is_unused, read_hydra
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
-from model import (
-    Block,
-    Layers,
-    Linear,
-    RMSNorm,
-    Transformer,
-    rope_angles,
-    rope_frequencies,
-)
+from linear import Linear
+from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
 from ops.tree import Frontier
 from options import GenerateConfig
 from runtime import replace_fields
+from steps import Rows, add_modules, run_steps
 
 
 class HydraHeads(nn.Module):
@@ -62,10 +56,10 @@ class HydraHeads(nn.Module):
                 self.lm_heads.append(Linear(dim, config.vocab_size, fp32_out=True))
         self.prefix = None
         if config.prefix:
-            self.prefix = Layers([Block(config.prefix)])
-            self.norm = RMSNorm(dim, config.prefix.norm_eps)
-            table = rope_frequencies(config.prefix)
-            self.register_buffer("rope_freq", table, persistent=False)  # [E/2] fp32
+            self.prefix = nn.ModuleList([Layer(config.prefix.layer(0))])
+            self.last = config.prefix.last()
+            add_modules(self, self.last)
+            self.ropes = RotaryEmbeddings(config.prefix.ropes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input of a level's LM head: [..., (i + 2) F] -> [..., F], level i."""
@@ -86,8 +80,10 @@ class HydraHeads(nn.Module):
         features: [B, T, F]; positions: [B, T] int64
         Returns: [B, T, F].
         """
-        rope = rope_angles(self.rope_freq, positions, self.config.prefix.rope_factor)
-        return self.prefix(features, rope, self.norm, cache, window)
+        windows = windows_of((), window)
+        rows = Rows(features, ropes=self.ropes(positions), windows=windows)
+        rows, _ = run_layers(self.prefix, rows, cache)
+        return run_steps(self.last, self, rows).h
 
 
 class HydraDrafter(TreeDrafter):
@@ -132,7 +128,7 @@ class HydraDrafter(TreeDrafter):
         if not self.heads.prefix:
             hidden = last_of(update.features, update.count, state.hidden)
             return FeatureState(length, hidden)
-        window = causal_window(state.length, update.features.shape[1])
+        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         out = self.heads.attend(update.features, window.slots, state.cache, window)
         hidden = last_of(out, update.count, state.hidden)
         return replace_fields(state, length=length, hidden=hidden)
@@ -176,7 +172,7 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
     storage = Storage(weight.dtype, str(weight.device), saved_quantization(files.config) or quant)
     load_weights(heads, files, hydra_names(config), storage, is_unused)
     if config.prefix:
-        heads.rope_freq = rope_frequencies(config.prefix, weight.device)
+        heads.ropes = RotaryEmbeddings(config.prefix.ropes, weight.device)
     return heads.eval()
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cli.io import folder_lock, parse_json, read_named, replace_file
+from cli.io import folder_lock, log_note, parse_json, read_named, replace_file
 from cli.methods import entry_of
 from cli.option_rules import STORE
 from cli.parsing import require
@@ -198,4 +197,4 @@ def _write(
     except OSError as error:
         with suppress(OSError, ValueError, AttributeError):  # standard error may be closed by now
             reason = error.strerror or error
-            print(f"note: --set draft_store: cannot write {file}: {reason}", file=sys.stderr)
+            log_note(f"--set draft_store: cannot write {file}: {reason}")

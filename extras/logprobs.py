@@ -14,7 +14,6 @@ from torch import Tensor
 from drafters import DrafterUpdate
 from model import Transformer
 from ops.library import single_torch_thread
-from ops.topk import topk_logsumexp
 from runtime import HostCopy
 from session import CycleResult, Reader
 
@@ -44,7 +43,7 @@ class ScoredStep(NamedTuple):
         seqs = list(likeliest)
         with single_torch_thread(target.fused is not None):
             logits = target.logits(features[seqs])  # [W, R, V] fp32
-            top, ids, total = topk_logsumexp(logits, max(1, *likeliest.values()))
+            top, ids, total = target.backend.topk(logits, max(1, *likeliest.values()))
             own = logits.gather(2, tokens[seqs][:, :, None]) - total  # [W, R, 1]
             return ScoredStep(likeliest, HostCopy(own.squeeze(2), ids, top - total))
 

@@ -29,7 +29,7 @@ from draft_tree import DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
 from extras.presets import pick_and_rank
 from model import Transformer
-from ops.tree import ancestors
+from ops.torch_backend import ancestors
 from options import GenerateConfig
 from runtime import replace_fields
 

@@ -24,7 +24,8 @@ from extras.level_draft import LevelDrafter, head_options, score_with, tree_of
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
 from hf.weights import Storage, load_weights
-from model import Linear, Transformer
+from linear import Linear
+from model import Transformer
 from options import GenerateConfig
 from runtime import replace_fields
 

@@ -17,14 +17,13 @@ Qwen2.5's are: tokens that both have are drafted.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cli.io import is_gguf
+from cli.io import is_gguf, log_note
 from cli.parsing import require
 from draft_tree import DraftTree, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftVocab, Method, RootOnly, TreeDrafter
@@ -36,6 +35,7 @@ from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer
+from ops.backends import Backend
 from ops.tree import Frontier
 from options import GenerateConfig
 from runtime import replace_fields
@@ -91,6 +91,11 @@ class ModelDrafter(TreeDrafter):
             return super().method()
         return Method((RootOnly(), self), self.resolved_options(), PresetPolicy(reach=self.reach))
 
+    def use(self, backend: Backend) -> None:
+        """Run the functions of a backend, in the model, too. Writes: `backend` of both."""
+        super().use(backend)
+        self.model.backend = backend
+
     def fuse(self, enable: bool) -> None:
         """Run each pass of the model in one C++ call, where that is supported."""
         self.model.fuse(enable)
@@ -108,10 +113,10 @@ class ModelDrafter(TreeDrafter):
         Writes: cache slots from length on.
         """
         if update.tree is None:
-            window = causal_window(state.length, update.features.shape[1])
+            window = causal_window(state.length, update.features.shape[1], backend=self.backend)
             self.model(self._read(update.tokens[:, :-1]), window.slots, state.cache, window)
         elif self.width > 1:  # a chain's nodes are in their final slots already
-            state.cache.compact(state.length, update.places)
+            state.cache.compact(state.length, update.places, self.backend)
         return replace_fields(state, length=state.length + update.count)
 
     def rewind(self, state: ModelState, length: Tensor) -> ModelState:
@@ -131,7 +136,8 @@ class ModelDrafter(TreeDrafter):
         return replace_fields(tree, valid=tree.valid & (inside | (tree.depths == 0)))
 
     def root_output(self, state: ModelState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
-        window = causal_window(state.length, 2, back=1)  # only an idle sequence has length 0
+        # only an idle sequence has length 0
+        window = causal_window(state.length, 2, back=1, backend=self.backend)
         tokens = self._read(inputs.text.tokens.gather(1, window.slots))  # [B, 2]
         out = self.model(tokens, window.slots, state.cache, window)  # [B, 2, F]
         first = state.length + 1 if self.scratch else state.length  # unread without scratch slots
@@ -217,7 +223,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
         quant = Quantization.of(config.quant_draft, config.group_size)
         if quant and config.quant_draft != config.quant:
             rounded = f"the draft model {path} is rounded to {quant.format}"
-            print(f"note: {rounded}; --set quant_draft=none leaves it as it is", file=sys.stderr)
+            log_note(f"{rounded}; --set quant_draft=none leaves it as it is")
     model = load_model(path, dtype, str(weight.device), quant)
     return ModelDrafter(
         model,

@@ -29,15 +29,15 @@ import torch
 from torch import Tensor
 
 from cli.tree_paths import MAX_NODES
-from draft_tree import DecodedTokens, DraftTree, root_tree
+from draft_tree import DecodedTokens, DraftTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.autosize import AutoTrees
 from extras.kept_texts import texts_for
-from extras.ngram_estimates import DEPTHS, Lookup, estimate, learn
+from extras.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
 from extras.presets import PresetDrafter
 from model import Transformer
-from ops.library import on_cpp_device
-from ops.tree import Candidates, rerank
+from ops.backends import TORCH, Backend
+from ops.tree import Candidates
 from options import GenerateConfig
 from runtime import replace_fields
 
@@ -86,14 +86,14 @@ class Ngram:
                 "raise NODES of --tree"
             )
 
-    def add(self, pool: Candidates, text: DecodedTokens) -> Candidates:
+    def add(self, pool: Candidates, text: DecodedTokens, backend: Backend = TORCH) -> Candidates:
         """Add the continuations to the candidates of a tree.
 
         Each one ranks before the next, and all rank before candidates with values below -K.
         """
-        tokens, lengths = lookup(text, self)
-        if on_cpp_device(tokens, "tree"):
-            return Candidates(*torch.ops.gpt_eagle.add_chains(*pool, tokens, lengths))
+        tokens, lengths = lookup(text, self, backend)
+        if backend.add_chains is not None:
+            return Candidates(*backend.add_chains(*pool, tokens, lengths))
         for k in range(self.branches):
             values = torch.where(lengths[:, k, None] > 0, -float(k), float("-inf"))  # [B, 1]
             pool = add_chain(pool, tokens[:, k], values.expand(-1, self.tokens))
@@ -117,17 +117,17 @@ def match_lengths(text: DecodedTokens, longest: int) -> Tensor:
     return length
 
 
-def lookup(text: DecodedTokens, ngram: Ngram) -> tuple[Tensor, Tensor]:
+def lookup(text: DecodedTokens, ngram: Ngram, backend: Backend = TORCH) -> tuple[Tensor, Tensor]:
     """Return the best continuations, pairwise different: longest match first, then the latest.
 
     Kept texts lie before the text, with -1 behind each, which a copy takes as 0.
     Returns: tokens [B, K, L]; the tokens that match, [B, K] int64, 0 for no continuation, in a kept
         text M more.
     """
-    if on_cpp_device(text.pos, "tree"):
+    if backend.ngram_match is not None:
         kept = None if ngram.kept is None else ngram.kept.searched
         sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
-        return torch.ops.gpt_eagle.lookup(*text, kept, *sizes)
+        return backend.ngram_match(*text, kept, *sizes)
     before = 0
     if ngram.kept is not None:
         kept = ngram.kept.tokens
@@ -236,10 +236,10 @@ class NgramDrafter(PresetDrafter):
         """
         text = update.text
         sizes = (1, *self.sizes)
-        if on_cpp_device(text.pos, "tree"):
+        if self.backend.ngram_draft is not None:
             kept = None if self.kept is None else self.kept.searched
             limits = (self.ngram.min, self.ngram.max)
-            torch.ops.gpt_eagle.look_up(*text, kept, *state, *limits, sizes)
+            self.backend.ngram_draft(*text, kept, *state, *limits, sizes, RATES)
             return state
         outcomes = learn(state, text)
         chains, lengths = lookup(text, self.ngram)
@@ -252,9 +252,9 @@ class NgramDrafter(PresetDrafter):
 
     def propose(self, state: Lookup, inputs: DraftInputs) -> DraftTree:
         if self.size == 1:
-            return root_tree(inputs.text)
+            return self.backend.root_tree(inputs.text)
         pool = Candidates(*state[:3])
-        return rerank([pool], (), self.size - 1, self.depth, inputs.text)
+        return self.backend.select_nodes([pool], (), self.size - 1, self.depth, inputs.text)
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:

@@ -4,7 +4,7 @@ Candidates of one key share a rate: the length of their match, the rank of their
 their depth in it, the last depth for all deeper ones. `learn` counts which were accepted, whether
 or not the tree had room for them; older outcomes fade. `estimate` multiplies the rates along every
 path, so that the sum over a tree's nodes is the number of accepted tokens that it can expect. On a
-CPU both are done by the C++ operator `look_up`.
+CPU both are done by the C++ operator `ngram_draft`.
 Counted on recorded answers, a size picked for every pass by such estimates is worth more than any
 further source of candidates. Each sequence of a batch learns alone.
 Not here: the search (ngram_draft.py), the choice of a size (autosize.py).
@@ -20,11 +20,23 @@ from torch import Tensor
 
 from draft_tree import DecodedTokens
 
-# the same in ops/cpu/lookup.cpp
-FADING = 0.998  # weight of an outcome after the next one
-PRIOR = 3.0  # outcomes that a rate before any outcome is worth
-MOST = 0.995  # largest rate
 DEPTHS = 4  # depths whose outcomes are counted apart
+
+
+class Rates(NamedTuple):
+    """The constants of the estimates, which the C++ operator takes as they stand here."""
+
+    fading: float = 0.998  # weight of an outcome after the next one
+    prior: float = 3.0  # outcomes that a rate before any outcome is worth
+    most: float = 0.995  # largest rate
+    # rate before any outcome, of a chain's first token for every token that matches, and of others.
+    # The first one is learnt from every cycle, so that little has to be hoped for
+    first_hope: float = 0.1
+    hoped_tokens: int = 6  # matching tokens that raise it
+    later_hope: float = 0.6
+
+
+RATES = Rates()
 
 
 class Lookup(NamedTuple):
@@ -64,7 +76,7 @@ def learn(found: Lookup, text: DecodedTokens) -> Tensor:
     length = torch.arange(1, M + 1, device=tokens.device)[:, None]
     mine = (found.lengths.clamp(max=M)[:, None] == length)[..., None, None]  # [B, M, K, 1, 1]
     new = mine * by_depth[:, None]
-    return found.outcomes * FADING ** new[..., 1:] + new
+    return found.outcomes * RATES.fading ** new[..., 1:] + new
 
 
 def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[int]) -> tuple:
@@ -86,13 +98,13 @@ def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[
     first = lengths.clamp(1, M)[:, None, :, None, None] - 1
     counted = outcomes.gather(1, first.expand(-1, -1, -1, D, 2))[:, 0]  # [B, K, D, 2]
     counted = counted[:, :, step.clamp(max=D - 1)]  # [B, K, L, 2]
-    # the first token is learnt from every cycle, so that little has to be hoped for
     matched = (lengths - 1) % (M // 2) + 1
-    hope = torch.where(step == 0, 0.1 * matched.clamp(max=6)[..., None], 0.6)  # [B, K, L]
+    of_first = RATES.first_hope * matched.clamp(max=RATES.hoped_tokens)[..., None]
+    hope = torch.where(step == 0, of_first, RATES.later_hope)  # [B, K, L]
     prior = hope / (1 + rank[:, None])
-    rate = (counted[..., 0] + PRIOR * prior) / (counted[..., 1] + PRIOR)
+    rate = (counted[..., 0] + RATES.prior * prior) / (counted[..., 1] + RATES.prior)
     own = (owner == rank[:, None]) & there[..., None]
-    rate = rate.clamp(max=MOST)
+    rate = rate.clamp(max=RATES.most)
     levels = []  # probability of the paths to a depth, [B, K]
     above = torch.ones_like(rate[:, :, 0])
     for depth in range(L):

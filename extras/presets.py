@@ -20,7 +20,6 @@ from decode import Engine
 from drafters import Drafter
 from extras.ngram_estimates import Lookup
 from model import Transformer
-from ops.topk import best, topk_logsumexp
 from runtime import Policy
 from sampling import SamplingTensors
 from session import CycleResult, Session
@@ -138,7 +137,8 @@ def pick_and_rank(
     Returns: also the target's likeliest tokens after every node, [B, N, ranks], best first.
     """
     scores = target.logits(features)
-    tokens = sampling.choose(scores, rule, noise, draw, allowed)
+    backend = target.backend
+    tokens = sampling.choose(scores, rule, noise, draw, allowed, backend)
     if ranks == 1:
-        return tokens, best(scores)[:, :, None]
-    return tokens, topk_logsumexp(scores, ranks)[1]
+        return tokens, backend.best(scores, None, None)[:, :, None]
+    return tokens, backend.topk(scores, ranks)[1]

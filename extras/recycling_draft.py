@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from cli.tree_paths import MAX_NODES
-from draft_tree import DraftTree, StaticTree, root_tree
+from draft_tree import DraftTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.autosize import AutoTrees
 from extras.kept_texts import KeptTexts, texts_for
 from extras.presets import PresetDrafter, PresetPolicy, pick_and_rank
 from model import Transformer
-from ops.tree import ancestors
+from ops.torch_backend import ancestors
 from options import GenerateConfig
 
 RANKS = 8  # successors kept per token
@@ -110,7 +110,7 @@ class RecyclingDrafter(PresetDrafter):
 
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         if self.size == 1:
-            return root_tree(inputs.text)
+            return self.backend.root_tree(inputs.text)
         level = inputs.text.root[:, None]  # [B, 1]
         levels = [level]
         for parents, ranks in self.steps:

@@ -16,14 +16,13 @@ import hashlib
 import json
 import os
 import stat
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cli.io import folder_lock, replace_file
+from cli.io import folder_lock, log_note, replace_file
 from decode import Engine
 from ops.cpu.build import check_own, loaded, processor
 from ops.library import tiles_in_use
@@ -118,7 +117,4 @@ def remember(file: Path, value: Any) -> None:
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         with suppress(OSError, ValueError, AttributeError):  # standard error may be closed by now
-            print(
-                f"note: --tree auto cannot write to {parent} ({reason}) and will start anew",
-                file=sys.stderr,
-            )
+            log_note(f"--tree auto cannot write to {parent} ({reason}) and will start anew")

@@ -19,9 +19,10 @@ from torch import Tensor
 import sampling
 from cli.tree_paths import MAX_NODES
 from decode import Cycle, DecodeState
-from draft_tree import Accepted, DraftTree, DynamicTree, compaction, path_to
+from draft_tree import DraftTree, DynamicTree
 from drafters import DraftInputs, TreeDrafter
-from ops.tree import Children
+from ops.torch_backend import compaction, path_to
+from ops.tree import Accepted, Children
 from runtime import replace_fields
 
 
@@ -35,7 +36,8 @@ def accept_residual(
     """
     depth = cycle.drafter.depth
     width = cycle.drafter.width
-    p = sampling.process(logits, state.sampling.needed(cycle.mode)).softmax(-1)  # [B, N, V]
+    rule = state.sampling.needed(cycle.mode)
+    p = sampling.process(logits, rule, cycle.backend).softmax(-1)  # [B, N, V]
     draws = state.draws[:, None]  # [B, 1]
     uniform = sampling.uniforms(state.sampling, draws, tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
     node, rest = residual_accept(tree, p, uniform, depth, width)
@@ -77,10 +79,11 @@ class SampledChildren:
         rows = self.rows[level]
         first = sum(self.rows[:level])  # rows of noise of earlier levels
         z = drafter.logits_of(out, level).expand(-1, rows, -1)  # [B, R, Vd]
-        log_q = sampling.process(z, inputs.sampling).log_softmax(-1)
+        log_q = sampling.process(z, inputs.sampling, drafter.backend).log_softmax(-1)
         own = inputs.draws * MAX_NODES + first  # rows of noise that nothing else reads
         size = drafter.vocab.size
-        fresh = sampling.gumbel(inputs.sampling, own, rows, size, sampling.DRAFT)
+        noise = (inputs.sampling, own, rows, size, sampling.DRAFT, drafter.backend)
+        fresh = sampling.gumbel(*noise)
         fresh = drafter.vocab.columns(fresh)  # [B, R, Vd]
         columns = (log_q + fresh).topk(drafter.tree.plan[level].k, dim=-1).indices
         tokens = drafter.vocab.tokens(columns)

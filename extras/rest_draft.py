@@ -19,7 +19,7 @@ import torch
 
 from cli.parsing import require
 from cli.tree_paths import MAX_NODES
-from draft_tree import DraftTree, build_tree, root_tree
+from draft_tree import DraftTree, build_tree
 from drafters import DraftInputs, Method
 from extras.autosize import AutoTrees
 from extras.datastore import LENGTH, LONGEST, Datastore
@@ -79,7 +79,7 @@ class RestDrafter(PresetDrafter):
         text = inputs.text
         N = self.size
         if N == 1:
-            return root_tree(text)
+            return self.backend.root_tree(text)
         tokens = torch.zeros(len(text.pos), N, dtype=torch.long)
         parents = torch.zeros_like(tokens)
         valid = torch.zeros_like(tokens, dtype=torch.bool)

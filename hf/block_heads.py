@@ -12,18 +12,19 @@ Sources: the official code of the three. Not here: modules (extras/block_draft.p
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
+from cli.io import log_note
 from hf.checkpoint import TensorSource
-from hf.config import HFArchitecture, HFConfig
+from hf.config import HFArchitecture
 from hf.fields import FLAG, NAMES, OBJECT, TOKEN_ID, Rule, integer, key, naming, only, read_fields
 from hf.heads import BIASES, NEUTRAL, OFF, HFHead, layer_config
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
+from models.keys import HFConfig, HFSwiGLU
 
 TAPS = Rule(
     "a list of layers, whole numbers from -1 (the embedding) on",
@@ -76,11 +77,6 @@ class BlockConfig:
     def levels(self) -> int:
         """Tokens that a pass predicts."""
         return self.block_size if self.predicts_next else self.block_size - 1
-
-    @property
-    def rope_factor(self) -> float:
-        """The factor of RoPE's cosines and sines, as for `ModelConfig`."""
-        return self.model.rope_factor
 
 
 def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
@@ -195,20 +191,21 @@ def _check_weights(files: TensorSource, config: BlockConfig) -> None:
 
 def _print_notes(path: Path, raw: dict, flags: dict) -> None:
     """Print the keys of config.json that have no effect here."""
-    records = (HFArchitecture, HFConfig, HFBlockHead, HFNestedBlockHead)
+    records = (HFArchitecture, HFConfig, HFSwiGLU, HFBlockHead, HFNestedBlockHead)
     known = NEUTRAL | TRAINING | OFF.keys()
     known |= {declared.name for record in records for declared in fields(record)}
     unknown = sorted((raw.keys() | flags.keys()) - known)
     if unknown:
         listed = ", ".join(unknown)
-        print(f"note: {path}: keys of config.json without effect here: {listed}", file=sys.stderr)
+        log_note(f"{path}: keys of config.json without effect here: {listed}")
 
 
 def block_names(config: BlockConfig) -> dict[str, tuple[str, ...]]:
     """Return our parameter's name -> the official tensors."""
     names = {f"{norm}.weight": (f"{norm}.weight",) for norm in ("norm", "fc", "hidden_norm")}
     for i in range(config.model.n_layers):
-        names |= layer_names(f"layers.{i}.", f"layers.{i}.", config.model)
+        layer = f"layers.{i}."
+        names |= layer_names(layer, layer, config.model.layer(i), config.model.names)
     if config.markov_rank:
         names |= {f"markov_{w}.weight": (f"markov_head.markov_{w}.weight",) for w in ("w1", "w2")}
     if config.confidence:

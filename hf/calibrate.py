@@ -18,24 +18,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from cli.io import folder_lock, read_jsonl
+from cli.io import folder_lock, log_note, read_jsonl
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.config import read_raw
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model, weight_names
+from linear import Linear
 from model import Transformer
 from ops.formats import WIDTH
-from ops.linear_layer import Linear
 from options import ROOT
 from parallel.ranks import this_rank
 from quantize import Moments, quantize_directory
+from steps import run_steps
 
 SEQUENCES = 32
 LENGTH = 256  # tokens of a sequence
@@ -68,7 +68,7 @@ class Recorder(nn.Module):
         """Return the layer's, as `Linear` does."""
         return self.layer.operands()
 
-    defer = forward
+    forward_lazy = forward
 
 
 def calibration_text(path: Path) -> Tensor:
@@ -98,24 +98,20 @@ def second_moments(model: Transformer, ids: Tensor) -> Iterator[tuple[str, list[
     ids: [B, T] int64. Writes: nothing that remains.
     """
     positions = torch.arange(ids.shape[1]).expand(AT_ONCE, -1)
-    streams = []
-    for part in ids.split(AT_ONCE):
-        x, rope = model.embed(part, positions[: len(part)])
-        streams.append((x, model.layers[0].attention_norm(x), rope))
-    norms = [block.attention_norm for block in model.layers][1:] + [model.norm]
-    for number, (block, after) in enumerate(zip(model.layers, norms)):
+    batches = [model.embed(part, positions[: len(part)], None) for part in ids.split(AT_ONCE)]
+    for number, layer in enumerate(model.layers):
         recorders = {}
-        for name, layer in list(block.named_modules()):
-            if isinstance(layer, Linear):
-                recorders[name] = Recorder(layer)
-                block.set_submodule(name, recorders[name])
-        streams = [(*block(x, h, after, rope), rope) for x, h, rope in streams]
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, Linear) and not module.experts:
+                recorders[name] = Recorder(module)
+                layer.set_submodule(name, recorders[name])
+        batches = [layer(rows) for rows in batches]
         for name, recorder in recorders.items():
-            block.set_submodule(name, recorder.layer)
+            layer.set_submodule(name, recorder.layer)
             yield f"layers.{number}.{name}", recorder.moments
     head = Recorder(model.lm_head)
-    for _, features, _ in streams:
-        head.add(features)
+    for rows in batches:
+        head.add(run_steps(model.last, model, rows).h)
     yield "lm_head", head.moments
 
 
@@ -125,10 +121,9 @@ def moments_of(path: Path) -> Iterator[Moments]:
     Nothing, and one line, for a checkpoint without a tokenizer.
     """
     if not has_tokenizer(path):
-        print(
-            f"note: {path} has no tokenizer, so that int4 is rounded without calibration, which "
-            "is less exact; add tokenizer.json",
-            file=sys.stderr,
+        log_note(
+            f"{path} has no tokenizer, so that int4 is rounded without calibration, which "
+            "is less exact; add tokenizer.json"
         )
         return
     ids = calibration_text(path)
@@ -173,8 +168,8 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
             f"cannot write {parent} ({error.strerror}); GPT_EAGLE_QUANTIZED names another "
             "place; or use quantize.py"
         ) from None
-    with folder_lock(parent, f"note: another process writes {parent}; waiting"):
+    with folder_lock(parent, f"another process writes {parent}; waiting"):
         if not out.is_dir():
-            print(f"note: weights in int4 are stored in {out}", file=sys.stderr)
+            log_note(f"weights in int4 are stored in {out}")
             quantize_directory(path, out, quant, moments=moments_of(path))
     return WeightFiles(out)

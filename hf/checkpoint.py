@@ -31,6 +31,7 @@ from torch import Tensor
 
 from cli.io import one_line, read_json, set_usual_mode
 from hf.untrusted import load_pickle, read_untrusted
+from models.registry import text_part
 from options import FORMAT_NAMES, GROUP_SIZES
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
@@ -107,6 +108,8 @@ class Quantization:
 def read_model_config(path: Path) -> dict:
     """Read config.json of a directory, with the quantization that older files have beside it.
 
+    Of a model that also takes pictures or sound it is the text part's.
+
     Raises: ValueError when it is missing or broken.
     """
     raw = read_json(path / "config.json")
@@ -114,7 +117,7 @@ def read_model_config(path: Path) -> dict:
         beside = path / name
         if "quantization_config" not in raw and beside.is_file():
             raw["quantization_config"] = {"quant_method": method} | read_json(beside)
-    return raw
+    return text_part(raw)
 
 
 def foreign_quantization(raw: dict) -> Any:

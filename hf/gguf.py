@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,8 @@ from hf.checkpoint import Codes, TensorSource
 from hf.gguf_blocks import Q4_0, Blocks, int4_codes
 from hf.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from hf.gguf_tokenizer import end_ids, special_id
-from model import rope_frequencies
+from model import Rope, rope_frequencies
+from models.registry import GGUF_NAMES, gguf_refusal, row_named, row_of_gguf
 from ops.library import cpu_operators_are_loaded
 
 STORED = ("F32", "F16", "BF16")
@@ -45,23 +45,6 @@ PIECE = 2**18  # values that are made of blocks at a time: they fit in the secon
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, which yields `factor`
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}
-# of a mixture: the prefix of its router and experts, and the matrices of an expert
-MIXTRAL = ("block_sparse_moe.", {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"})
-QWEN_MOE = ("mlp.", {"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"})
-QWEN = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 
 
 class Type(NamedTuple):
@@ -96,9 +79,9 @@ class GgufFile(TensorSource):
     """The tensors of a GGUF file: as numbers, or after `keep_blocks` in their blocks."""
 
     makes_tensors = True
-    architectures: tuple[str, ...] = ("llama", *QWEN)
+    architectures: tuple[str, ...] = GGUF_NAMES
     names = NAMES
-    layer_names = LAYER
+    further_names: dict[str, str] = {}  # of a layer, beside the architecture's
 
     def __init__(self, path: Path):
         """Read the header.
@@ -110,10 +93,7 @@ class GgufFile(TensorSource):
         self._header = header = self._read_header()
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in self.architectures:
-            known = ", ".join(self.architectures)
-            raise ValueError(
-                f"{path}: the architecture {architecture} is not supported; supported are {known}"
-            )
+            raise ValueError(f"{path}: {gguf_refusal(architecture)}")
         if header.metadata.read("split.count", int, 0) > 1:
             raise ValueError(
                 f"{path} is one of several parts; join them first: llama-gguf-split --merge"
@@ -125,6 +105,7 @@ class GgufFile(TensorSource):
         found = {type_names[name] for name in header.tensors if self._in_blocks(name)}
         self.block_types = ", ".join(sorted(found))
         self.config = self._read_config(type_names)
+        self.layout = row_named(self.config["architectures"][0]).load().GGUF
         self._add_rope_scaling()
         self.quantized = {}
         self.readers: dict[str, Callable[[], Tensor]] = {}
@@ -258,8 +239,7 @@ class GgufFile(TensorSource):
         layer = f"model.layers.{part[1]}."
         kind = part[2]
         suffix = part[3]
-        llama = self.config["architectures"][0] not in QWEN.values()
-        moe, matrices = MIXTRAL if llama else QWEN_MOE
+        matrices = self.layout.mixture
         if suffix == "_exps" and kind in matrices:  # all experts of a layer
             shape = self._header.tensors[name].shape
             if len(shape) != 3 or shape[0] > MOST_EXPERTS:
@@ -268,24 +248,26 @@ class GgufFile(TensorSource):
                     f"{self.path}: {name} has the shape {list(shape)}; experts are {stack}"
                 )
             for expert in range(shape[0]):
-                official = f"{layer}{moe}experts.{expert}.{matrices[kind]}.{leaf}"
+                official = f"{layer}{matrices[kind].format(expert)}.{leaf}"
                 yield official, partial(self._tensor, name, expert)
         elif suffix and kind in matrices:  # one expert, in older files
-            yield f"{layer}{moe}experts.{suffix[1:]}.{matrices[kind]}.{leaf}", read
+            yield f"{layer}{matrices[kind].format(suffix[1:])}.{leaf}", read
         elif not suffix and kind == "ffn_gate_inp":
-            yield f"{layer}{moe}gate.{leaf}", read
-        elif not suffix and kind in self.layer_names:
-            heads = 0
-            if llama and kind == "attn_q":
-                heads = self.config["num_attention_heads"]
-            if llama and kind == "attn_k":
-                heads = self.config["num_key_value_heads"]
-            yield (
-                f"{layer}{self.layer_names[kind]}.{leaf}",
-                partial(self._tensor, name, heads=heads),
-            )
+            yield f"{layer}{matrices[kind]}.{leaf}", read
+        elif not suffix and kind in self.layout.layer | self.further_names:
+            official = (self.layout.layer | self.further_names)[kind]
+            yield f"{layer}{official}.{leaf}", self._layer_reader(name, kind)
         else:
             yield f"{stem}.{leaf}", read
+
+    def _layer_reader(self, name: str, kind: str) -> Callable[[], Tensor]:
+        """Return the reader of a tensor of a layer in Hugging Face's form."""
+        heads = 0
+        if self.layout.interleaved and kind == "attn_q":
+            heads = self.config["num_attention_heads"]
+        if self.layout.interleaved and kind == "attn_k":
+            heads = self.config["num_key_value_heads"]
+        return partial(self._tensor, name, heads=heads)
 
     def _tensor(
         self, name: str, part: int | None = None, heads: int = 0, dtype: torch.dtype | None = None
@@ -297,6 +279,8 @@ class GgufFile(TensorSource):
         shape, blocks = self._content(name, part)
         info = self._header.tensors[name]
         value = self._values(blocks, info.type_id, dtype).view(shape)
+        if self.layout.norms_plus_one and name.endswith("_norm.weight"):
+            value = value.float() - 1
         order = row_order(shape[0], heads)
         return value if order is None else value[order]
 
@@ -372,9 +356,9 @@ class GgufFile(TensorSource):
         if bool((divisors == 1).all()):
             return
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
-        head = {"head_dim": self.config["head_dim"], "rope_theta": self.config["rope_theta"]}
-        plain = rope_frequencies(SimpleNamespace(**head, rope_scaling=None))
-        scaled = rope_frequencies(SimpleNamespace(**head, rope_scaling=scaling))
+        head = (self.config["head_dim"], self.config["rope_theta"])
+        plain = rope_frequencies(Rope(*head))
+        scaled = rope_frequencies(Rope(*head, scaling))
         same = plain.shape == divisors.shape and torch.allclose(
             plain / divisors, scaled, rtol=1e-4, atol=0
         )
@@ -438,8 +422,10 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
     window = None
     if has_window:
         window = metadata.size(key("attention.sliding_window"), None, MAX_COUNT)
+    row = row_of_gguf(architecture, "num_local_experts" in sizes)
+    further = row.load().GGUF.keys(metadata, key)
     return sizes | {
-        "architectures": [_architecture(architecture, "num_local_experts" in sizes)],
+        "architectures": [row.name],
         "max_position_embeddings": max_positions,
         "sliding_window": window,
         "use_sliding_window": has_window,
@@ -452,6 +438,7 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": end_ids(metadata),
         "torch_dtype": _dtype_name(header, type_names),
+        **further,
     }
 
 
@@ -527,10 +514,6 @@ def _experts(size: Callable[..., Any], experts: int) -> dict:
         "moe_intermediate_size": size("expert_feed_forward_length", None),
         "norm_topk_prob": True,
     }
-
-
-def _architecture(name: str, has_experts: bool) -> str:
-    return QWEN.get(name, "MixtralForCausalLM" if has_experts else "LlamaForCausalLM")
 
 
 def _rope_scaling(metadata: Metadata, key: Callable[[str], str]) -> dict | None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf.gguf import LAYER, NAMES, GgufFile, config_of, embedding_shape
+from hf.gguf import NAMES, GgufFile, config_of, embedding_shape
 from hf.gguf_header import Header, read_header
 
 EAGLE3 = "eagle3"
@@ -43,7 +43,7 @@ class GgufHead(GgufFile):
     """The tensors of a head: as numbers, or after `keep_blocks` in their blocks."""
 
     architectures = (EAGLE3, DFLASH)
-    layer_names = LAYER | {"attn_norm_2": "hidden_norm"}
+    further_names = {"attn_norm_2": "hidden_norm"}
 
     def __init__(self, path: Path):
         """Read the header. Raises: ValueError as for a model, and for ids that are not whole."""

@@ -15,14 +15,15 @@ Not here: other kinds (WordPiece, Unigram, RWKV), other names of splits.
 from __future__ import annotations
 
 import struct
-import sys
 from typing import Any
 
+from cli.io import log_note
 from hf.gguf_header import Metadata
 from hf.untrusted import read_untrusted
 
 # token_type, sentencepiece's numbers; llama.cpp takes others for normal tokens
 NORMAL = 1
+UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
 BYTE = 6
@@ -80,7 +81,7 @@ def end_ids(metadata: Metadata) -> list[int]:
 
 def _ends(tokens: list[str]) -> frozenset[str]:
     """Return the texts in `ENDS` that end a text of this vocabulary. Source: as `ENDS`."""
-    found = ENDS.intersection(token for token in tokens if type(token) is str)
+    found = ENDS.intersection(tokens)
     if {"<|return|>", "<|call|>"} <= found or {"<|calls|>", "<|flush|>"} <= found:
         found -= {"<|end|>"}  # it ends one of several messages there
     if "<|tool_response>" in found:
@@ -111,10 +112,9 @@ def tokenizer_config(metadata: Metadata) -> dict:
         if i is not None:
             config[f"{kind}_token"] = tokens[i]
         elif named is not None and kind in ("bos", "eos"):
-            print(
-                f"note: {metadata.path}: {kind}_token_id {named} is not one of the {len(tokens)} "
-                "tokens; it is ignored",
-                file=sys.stderr,
+            log_note(
+                f"{metadata.path}: {kind}_token_id {named} is not one of the {len(tokens)} "
+                "tokens; it is ignored"
             )
     # the default of llama.cpp
     is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
@@ -165,7 +165,7 @@ def _split(metadata: Metadata) -> str | tuple[str, ...]:
     """Return the value of `SPLITS` for the file. Raises: ValueError for an unknown name."""
     name = metadata.read("tokenizer.ggml.pre", str, "default")
     if name == "default":
-        print(f"note: {metadata.path} names no pre-tokenizer; GPT-2's is taken", file=sys.stderr)
+        log_note(f"{metadata.path} names no pre-tokenizer; GPT-2's is taken")
         name = "gpt-2"
     if name not in SPLITS:
         known = ", ".join(SPLITS)
@@ -192,9 +192,10 @@ def _pre_tokenizer(split: str | tuple[str, ...]) -> Any:
     return pre_tokenizers.Sequence([*first, to_bytes])
 
 
-def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, int]]:
-    """Return a serialized sentencepiece model, and the ids of the tokens that users added.
+def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, tuple[int, bool]]]:
+    """Return a serialized sentencepiece model, and its control and added tokens.
 
+    Returns: the model; text -> (id, whether it is a control token)
     Raises: ValueError for another kind of tokenizer, or broken lists.
     """
     kind = metadata.read("tokenizer.ggml.model", str)
@@ -204,18 +205,17 @@ def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, int]]:
         )
     tokens, types = _tokens(metadata)
     scores = metadata.read("tokenizer.ggml.scores", list)
-    if len(scores) != len(tokens) or not all(type(score) is float for score in scores):
+    if len(scores) != len(tokens) or set(map(type, scores)) != {float}:
         raise ValueError(
             f"{metadata.path}: tokenizer.ggml.scores must be a number per token; "
             "convert the model again"
         )
-    pieces = []
-    added = {}
-    for i, (token, score, kind) in enumerate(zip(tokens, scores, types)):
-        piece = _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _flag(3, kind)
-        pieces.append(_field(1, piece))
-        if token and kind == USER_DEFINED:
-            added[token] = i
+    pieces = map(_piece, map(str.encode, tokens), scores, types)
+    added = {
+        tokens[i]: (i, kind != USER_DEFINED)
+        for i, kind in enumerate(types)
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED) and tokens[i]
+    }
     byte_fallback = _flag(35, int(BYTE in types))  # bytes stand for text without a token
     trainer = _flag(3, 2) + byte_fallback  # 2: BPE
     spaces = metadata.read("tokenizer.ggml.add_space_prefix", bool, True)
@@ -228,7 +228,7 @@ def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
     """Return every token's text and type. A token that ends a text is a control token."""
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     types = metadata.read("tokenizer.ggml.token_type", list, [NORMAL] * len(tokens))
-    if len(types) != len(tokens) or not all(type(kind) is int for kind in types):
+    if len(types) != len(tokens) or set(map(type, types)) != {int}:
         raise ValueError(
             f"{metadata.path}: tokenizer.ggml.token_type must be a whole number for every token; "
             "convert the model again"
@@ -241,7 +241,7 @@ def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
 
 def _strings(metadata: Metadata, key: str) -> list[str]:
     values = metadata.read(key, list)
-    if not values or not all(type(value) is str for value in values):
+    if set(map(type, values)) != {str}:
         raise ValueError(
             f"{metadata.path}: the metadata {key} must be a list of texts; convert the model again"
         )
@@ -249,6 +249,15 @@ def _strings(metadata: Metadata, key: str) -> list[str]:
 
 
 # --------------------------------------------------------------- protobuf: number, kind, value
+FLOAT = struct.Struct("<f")
+
+
+def _piece(token: bytes, score: float, kind: int) -> bytes:
+    """Return the message of a token. Lengths below 128 take a byte, so most need no `_field`."""
+    size = len(token)
+    if size < 100:
+        return b"\n%c\n%c%b\x15%b\x18%c" % (size + 9, size, token, FLOAT.pack(score), kind)
+    return _field(1, _field(1, token) + b"\x15" + FLOAT.pack(score) + _flag(3, kind))
 
 
 def _varint(value: int) -> bytes:

@@ -17,7 +17,6 @@ Not here: modules (eagle_draft.py).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -26,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cli.io import is_gguf, read_json
+from cli.io import is_gguf, log_note, read_json
 from drafters import DraftVocab
 from hf.checkpoint import (
     BLOCKS,
@@ -37,7 +36,7 @@ from hf.checkpoint import (
     saved_quantization,
     scale_name,
 )
-from hf.config import WIDTH, HFArchitecture, HFConfig, config_from, open_source
+from hf.config import HFArchitecture, config_from, open_source
 from hf.fields import (
     FLAG,
     OBJECT,
@@ -51,9 +50,10 @@ from hf.fields import (
 )
 from hf.untrusted import load_pickle, read_untrusted
 from hf.weights import check_layers, layer_names
+from linear import Linear
 from model import ModelConfig
+from models.keys import WIDTH, HFConfig, HFSwiGLU
 from ops.formats import FORMATS, Encoder
-from ops.linear_layer import Linear
 
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 DRAFT_INPUTS = "feature&shifted"
@@ -313,8 +313,8 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
         theirs = f"layers.{i}."
         if eagle3 and i == 0:
             theirs = "midlayer."
-        names |= layer_names(f"layers.{i}.", theirs, config.model)
-    del names["layers.0.attention_norm.weight"]  # the first layer has no norm before its attention
+        steps = config.model.layer(i)[i == 0 :]  # the first layer has no norm before its attention
+        names |= layer_names(f"layers.{i}.", theirs, steps, config.model.names)
     if eagle3 is None:
         return names
     norms = {"embedding_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
@@ -325,7 +325,7 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
     if eagle3.norm_before_fc:
         norms["input_norm"] = "input_norm"
     if eagle3.fc_norm:
-        norms |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))}
+        norms |= {f"fc_norm_{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))}
     names |= {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in norms.items()}
     if eagle3.embedding:
         names["embedding.weight"] = (eagle3.embedding,)
@@ -391,10 +391,7 @@ def print_notes(files: HeadFiles, config: EagleConfig) -> None:
     unknown = _keys_without_effect(raw, config)
     if unknown:
         listed = ", ".join(sorted(unknown))
-        print(
-            f"note: {files.path}: keys of config.json without effect here: {listed}",
-            file=sys.stderr,
-        )
+        log_note(f"{files.path}: keys of config.json without effect here: {listed}")
     if config.eagle3 is None:
         return
     output = (raw | (raw.get("eagle_config") or {})).get("norm_output")
@@ -404,10 +401,7 @@ def print_notes(files: HeadFiles, config: EagleConfig) -> None:
             "logits": "is normed before the LM head only",
             "none": "is not normed",
         }[config.eagle3.last_norm]
-        print(
-            f"note: {files.path}: norm_output is {str(output).lower()}; here the output {meaning}",
-            file=sys.stderr,
-        )
+        log_note(f"{files.path}: norm_output is {str(output).lower()}; here the output {meaning}")
 
 
 def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
@@ -418,14 +412,14 @@ def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
         flags = raw.get("eagle_config")
         top = (HFArchitecture, HFNestedConfig, HFEagle3Head)
         if not layer:
-            top += (HFConfig,)
+            top += (HFConfig, HFSwiGLU)
         parts = [
             (raw, top),
-            (layer or {}, (HFArchitecture, HFConfig)),
+            (layer or {}, (HFArchitecture, HFConfig, HFSwiGLU)),
             (flags or {}, (HFEagle3Head,)),
         ]
     else:
-        parts = [(raw, (HFArchitecture, HFConfig, HFEagle2Head))]
+        parts = [(raw, (HFArchitecture, HFConfig, HFSwiGLU, HFEagle2Head))]
     model = config.model
     expected = OFF | {
         "bias": config.fc_bias,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kv_cache import KVCache, causal_window
-from model import Transformer, call_block
+from model import Transformer, run_eagerly, run_layers
 from runtime import is_finite
 
 DOWNLOAD = "download the checkpoint again, or use another file"
@@ -45,17 +45,17 @@ def reason(target: Transformer, tokens: list[int]) -> str:
     found: list[Any] = []
 
     def run(part: Any, *inputs: Any) -> Any:
-        output = call_block(part, *inputs)
-        if not found and not is_finite(output[0]):
+        rows = run_eagerly(part, *inputs)
+        if not found and not is_finite(rows.stream):
             found.append(part)
-        return output
+        return rows
 
     weight = target.norm.weight
     ids = torch.tensor([tokens], device=weight.device)
     window = causal_window(torch.zeros_like(ids[:, 0]), len(tokens))
     cache = KVCache.empty(target.config, 1, len(tokens), weight.dtype, str(weight.device))
-    x, rope = run(target.embed, ids, window.slots)
-    target.layers(x, rope, target.norm, cache, window, run)
+    rows = run(target.embed, ids, window.slots, window)
+    run_layers(target.layers, rows, cache, run)
     where = parts[found[0]] if found else "the final norm"
     part = found[0] if found else target.norm
     return (

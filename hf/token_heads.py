@@ -16,9 +16,9 @@ Not here: modules (extras/medusa_draft.py, extras/hydra_draft.py).
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields, replace
 
+from cli.io import log_note
 from cli.tree_paths import MAX_NODES
 from hf.checkpoint import TensorSource
 from hf.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
@@ -142,10 +142,9 @@ def _count(files: TensorSource, prefix: str, said: int, key_name: str) -> int:
             "download them again"
         )
     if held > said:
-        print(
-            f"note: {files.path}: config.json says {key_name} {said}; the weights hold {held} "
-            "heads, and all of them draft",
-            file=sys.stderr,
+        log_note(
+            f"{files.path}: config.json says {key_name} {said}; the weights hold {held} "
+            "heads, and all of them draft"
         )
     return held
 
@@ -180,10 +179,7 @@ def _note_keys(files: TensorSource, kind: type) -> None:
     known = NEUTRAL | OFFICIAL_ONLY | {f.name for f in fields(kind)}
     unknown = sorted(files.config.keys() - known)
     if unknown:
-        print(
-            f"note: {files.path}: keys of config.json without effect here: {', '.join(unknown)}",
-            file=sys.stderr,
-        )
+        log_note(f"{files.path}: keys of config.json without effect here: {', '.join(unknown)}")
 
 
 # ---------------------------------------------------------------------------------------- names

@@ -17,8 +17,7 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cli.io import StatusLine, is_gguf, one_line
+from cli.io import StatusLine, is_gguf, log_note, one_line
 from hf.checkpoint import (
     BLOCKS,
     Quantization,
@@ -38,25 +37,20 @@ from hf.checkpoint import (
 )
 from hf.config import EMBEDDING, open_source, read_config
 from hf.gguf_blocks import Blocks, Numbers
-from model import DTYPES, ModelConfig, Transformer, rope_frequencies
+from linear import Embedding, Linear
+from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer
 from ops.cpu.pages import REGION, HugePages
 from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
-from ops.linear_layer import Embedding, Linear
 from ops.weight import Weight, stack, table_of
 from stats import check_memory
+from steps import Project, Step
 
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
 # another program, and one of them loads this much in less than 1 s
 SMALL = 2**29
 # the beginnings of the names of a model's tensors; others are parts that it may have beside
 PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
-# `ModelConfig.expert_names` -> the files' names of a layer's feed-forward, and of an expert's gate,
-# up and down
-EXPERTS = {
-    "mixtral": ("block_sparse_moe.", ("w1", "w3", "w2")),
-    "qwen": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
-}
 
 
 def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -68,46 +62,26 @@ def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     if not config.tie_embeddings:
         names["lm_head.weight"] = ("lm_head.weight",)
     for i in range(config.n_layers):
-        names |= layer_names(f"layers.{i}.", f"model.layers.{i}.", config.at(i))
+        names |= layer_names(f"layers.{i}.", f"model.layers.{i}.", config.layer(i), config.names)
     return names
 
 
-def layer_names(ours: str, theirs: str, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Return `weight_names` of one layer; an EAGLE head's layers have the same names.
+def layer_names(
+    ours: str, theirs: str, steps: Iterable[Step], official: dict[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return `weight_names` of one layer.
 
-    ours, theirs: the prefixes of the names; config: the layer's, from `ModelConfig.at`
+    ours, theirs: the prefixes of the names; steps: the layer's; official: `ModelConfig.names`
     """
-    kinds = {
-        "weight": (True, True, True),
-        "bias": (config.qkv_bias, config.o_bias, config.mlp_bias),
-    }
-    names = {
-        ours + "attention_norm.weight": (theirs + "input_layernorm.weight",),
-        ours + "ffn_norm.weight": (theirs + "post_attention_layernorm.weight",),
-    }
-    if config.qk_norm:
-        names |= {
-            f"{ours}attention.{p}_norm.weight": (f"{theirs}self_attn.{p}_norm.weight",)
-            for p in "qk"
-        }
-    for kind, (qkv, out, mlp) in kinds.items():
-        if qkv:
-            names[f"{ours}attention.wqkv.{kind}"] = tuple(
-                f"{theirs}self_attn.{p}_proj.{kind}" for p in "qkv"
-            )
-        if out:
-            names[f"{ours}attention.wo.{kind}"] = (f"{theirs}self_attn.o_proj.{kind}",)
-        if mlp and not config.n_experts:
-            names[f"{ours}ffn.w13.{kind}"] = tuple(
-                f"{theirs}mlp.{p}_proj.{kind}" for p in ("gate", "up")
-            )
-            names[f"{ours}ffn.w2.{kind}"] = (f"{theirs}mlp.down_proj.{kind}",)
-    if config.n_experts:
-        moe, (*gate_up, down) = EXPERTS[config.expert_names]
-        experts = [f"{theirs}{moe}experts.{e}." for e in range(config.n_experts)]
-        names[f"{ours}ffn.router.weight"] = (f"{theirs}{moe}gate.weight",)
-        names[f"{ours}ffn.w13.weight"] = tuple(f"{e}{w}.weight" for e in experts for w in gate_up)
-        names[f"{ours}ffn.w2.weight"] = tuple(f"{e}{down}.weight" for e in experts)
+    names = {}
+    for step in steps:
+        experts = step.experts if isinstance(step, Project) else 0
+        for parameter in step.parameters():
+            module, _, kind = parameter.rpartition(".")
+            parts = official[f"experts.{module}" if experts else module]
+            if experts:
+                parts = tuple(part.format(e) for e in range(experts) for part in parts)
+            names[ours + parameter] = tuple(f"{theirs}{part}.{kind}" for part in parts)
     return names
 
 
@@ -172,10 +146,9 @@ def load_weights(
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     if loading.wide:
-        print(
-            f"note: {files.path}: int8 on CUDA has no groups of inputs and no code -128; "
-            f"converted to {str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}",
-            file=sys.stderr,
+        log_note(
+            f"{files.path}: int8 on CUDA has no groups of inputs and no code -128; "
+            f"converted to {str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}"
         )
     return storage.quant
 
@@ -215,7 +188,7 @@ def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str],
             )
     if others:
         unused = f"{len(others)} weight(s) of other parts are not used: {_some(others)}"
-        print(f"note: {files.path}: {one_line(unused)}", file=sys.stderr)
+        log_note(f"{files.path}: {one_line(unused)}")
 
 
 def _quantized_by_others(
@@ -508,7 +481,7 @@ def export_weights(
         value = model.get_parameter(ours).detach().to("cpu", dtype)
         if value.dim() == 3:
             value = value.flatten(0, 1)  # [E N, K]
-        parts = value.split(qkv if ".wqkv." in ours else len(value) // len(theirs))
+        parts = value.split(qkv if "wqkv." in ours else len(value) // len(theirs))
         tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}
     return tensors
 
@@ -560,10 +533,10 @@ def load_model(
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
     if config.tie_embeddings:
         _tie_lm_head(model, None if files.quantized else quant)  # others leave it in 16 bits
-    model.rope_freq = rope_frequencies(config, device)
+    model.ropes = RotaryEmbeddings(config.ropes, device)
     for note in (files.note, block_note(files, storage)):
         if note:
-            print(f"note: {note}", file=sys.stderr)
+            log_note(note)
     return model.eval()
 
 
@@ -639,10 +612,12 @@ def check_experts(config: ModelConfig, files: TensorSource) -> None:
 
     Raises: ValueError when the routers have more or fewer than the config says.
     """
-    first = next(i for i in range(config.n_layers) if i not in config.dense_layers)
-    router = f"model.layers.{first}.{EXPERTS[config.expert_names][0]}gate.weight"
+    if not config.n_experts:
+        return
+    first = next(i for i in range(config.n_layers) if config.has_experts(i))
+    router = f"model.layers.{first}.{config.names['router'][0]}.weight"
     held = len(files.read(router)) if router in files.readers else config.n_experts
-    if config.n_experts and held != config.n_experts:
+    if held != config.n_experts:
         key = "num_experts" if files.config.get("num_experts") else "num_local_experts"
         remedy = "use another file" if is_gguf(files.path) else f"set it to {held} in config.json"
         raise ValueError(

@@ -1,11 +1,11 @@
 """Products on CUDA with the work behind them in the same launch (cuda/epilogues.py).
 
-1. A layer returns a product that is not computed yet (`Pending`); the function that takes it
+1. A layer returns a product that is not computed yet (`LazyMatmul`); the function that takes it
    computes it: `rotary_cache`, `add`, `add_norm`, `swiglu`. Elsewhere and of tensors these are
    those of norm.py and rotary.py.
 2. An RMSNorm costs no launch: `add_norm` writes its sum times the norm's weight, and sums of
-   squares (`Unscaled`). A product commutes with the division of a row by its root mean square, so
-   the next product divides its own result.
+   squares (`UnnormalizedRows`). A product commutes with the division of a row by its root mean
+   square, so the next product divides its own result.
 3. That rounds x w once, where `rms_norm` rounds x / rms and its product with w. So whether a norm
    is left unscaled depends on the layers and on the dtype, and is the same for a token as for a
    tree. Not in fp16, where x w may overflow.
@@ -43,7 +43,7 @@ lib.define(
 )
 
 
-class Unscaled(NamedTuple):
+class UnnormalizedRows(NamedTuple):
     """An RMSNorm's result before the division of each row by its root mean square."""
 
     values: Tensor  # [..., F], x w
@@ -55,11 +55,11 @@ class Unscaled(NamedTuple):
         return mean.sqrt().view(*self.values.shape[:-1], 1)
 
 
-class Pending(NamedTuple):
+class LazyMatmul(NamedTuple):
     """A product x W^T that is not computed yet."""
 
     x: Tensor  # [..., K]
-    squares: Tensor | None  # of `Unscaled`, by which the result is to be divided
+    squares: Tensor | None  # of `UnnormalizedRows`, by which the result is to be divided
     packed: Tensor  # the weight, or its codes, and their scales as in ops/weight.py
     scale: Tensor | None
 
@@ -69,36 +69,36 @@ class Pending(NamedTuple):
         return self.x, self.packed, self.scale
 
 
-def pending(
-    x: Tensor | Unscaled, packed: Tensor, scale: Tensor | None, bias: Tensor | None
-) -> Pending | None:
+def lazy_matmul(
+    x: Tensor | UnnormalizedRows, packed: Tensor, scale: Tensor | None, bias: Tensor | None
+) -> LazyMatmul | None:
     """Return the product of a layer, or None where another operator has to compute it.
 
     x: [..., K]; packed, scale, bias: the layer's operands
     """
-    values, squares = x if isinstance(x, Unscaled) else (x, None)
+    values, squares = x if isinstance(x, UnnormalizedRows) else (x, None)
     if is_plain("fused", "norm", "products", "rotary"):  # a product of these families in one launch
         return None
     if bias is not None or not values.is_cuda or needs_gradients(values):
         return None
     if scale is None and not has_cuda_product(values, packed):
         return None
-    return Pending(values, squares, packed, scale)
+    return LazyMatmul(values, squares, packed, scale)
 
 
-def reads_unscaled(layer: torch.nn.Module | None, x: Tensor) -> bool:
-    """Check that a layer takes the norm of x as `Unscaled`; None does not."""
+def can_normalize_later(layer: torch.nn.Module | None, x: Tensor) -> bool:
+    """Check that a layer takes the norm of x as `UnnormalizedRows`; None does not."""
     if layer is None or x.dtype == torch.float16:
         return False
-    return pending(x, *layer.operands()) is not None
+    return lazy_matmul(x, *layer.operands()) is not None
 
 
-def add(x: Tensor, delta: Tensor | Pending | None) -> Tensor:
+def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:
     """Add a layer's output to the residual stream: `ops.norm.add`, a product, or nothing.
 
     x: [..., N], or a bias, [N]
     """
-    if isinstance(delta, Pending):
+    if isinstance(delta, LazyMatmul):
         total, *_ = torch.ops.gpt_eagle.add_product(*delta.operands(), x, None, 0.0)
         return total
     return x if delta is None else ops.norm.add(x, delta)
@@ -106,37 +106,37 @@ def add(x: Tensor, delta: Tensor | Pending | None) -> Tensor:
 
 def add_norm(
     x: Tensor,
-    delta: Tensor | Pending | None,
+    delta: Tensor | LazyMatmul | None,
     weight: Tensor,
     eps: float,
     reader: torch.nn.Module | None,
-) -> tuple[Tensor, Tensor | Unscaled]:
+) -> tuple[Tensor, Tensor | UnnormalizedRows]:
     """Compute `add` and the RMSNorm of its result, as the linear layer `reader` takes it.
 
     x: [..., F]; weight: [F]; reader: None: scaled
     Returns: both.
     """
-    if reads_unscaled(reader, x):
-        if isinstance(delta, Pending):
+    if can_normalize_later(reader, x):
+        if isinstance(delta, LazyMatmul):
             total, *norm = torch.ops.gpt_eagle.add_product(*delta.operands(), x, weight, eps)
         else:
             total, *norm = torch.ops.gpt_eagle.add_unscaled(x, delta, weight, eps)
-        return x if delta is None else total, Unscaled(*norm)
+        return x if delta is None else total, UnnormalizedRows(*norm)
     if isinstance(delta, Tensor):
         return ops.norm.add_norm(x, delta, weight, eps)
     x = add(x, delta)
     return x, ops.norm.rms_norm(x, weight, eps)
 
 
-def swiglu(y: Tensor | Pending) -> Tensor:
+def swiglu(y: Tensor | LazyMatmul) -> Tensor:
     """Compute `ops.norm.swiglu` of outputs or of a product: [..., N / 2]."""
-    if isinstance(y, Pending):
+    if isinstance(y, LazyMatmul):
         return torch.ops.gpt_eagle.gated_product(*y)
     return ops.norm.swiglu(y)
 
 
 def rotary_cache(
-    qkv: Tensor | Pending,
+    qkv: Tensor | LazyMatmul,
     rope: tuple[Tensor, Tensor],
     k: Tensor,
     v: Tensor,
@@ -147,7 +147,7 @@ def rotary_cache(
 
     Writes: k, v at the slots. Returns: the queries, [B, T, H, E].
     """
-    if isinstance(qkv, Pending):
+    if isinstance(qkv, LazyMatmul):
         given = norms or (None, None, 0.0)
         return torch.ops.gpt_eagle.rotary_product(*qkv, *rope, k, v, slots, *given)
     qkv = qkv.unflatten(-1, (-1, k.shape[3]))  # [B, T, H + 2 Hkv, E]
@@ -157,30 +157,30 @@ def rotary_cache(
 # -------------------------------------------------------------------------------------- references
 
 
-def unscaled_reference(x: Tensor, weight: Tensor, eps: float) -> Unscaled:
+def unnormalized_reference(x: Tensor, weight: Tensor, eps: float) -> UnnormalizedRows:
     """Compute an RMSNorm but for the division, plainly."""
     parts = F.pad(x.float(), (0, -x.shape[-1] % PART)).unflatten(-1, (-1, PART))
     squares = parts.pow(2).sum(-1).flatten(0, -2).T.contiguous()  # [ceil(F / PART), M]
     squares[0] += eps * x.shape[-1]
-    return Unscaled(x * weight, squares)
+    return UnnormalizedRows(x * weight, squares)
 
 
 def add_norm_reference(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Unscaled]:
+) -> tuple[Tensor, UnnormalizedRows]:
     """Compute `add_norm` plainly, unscaled. delta: [..., F] fp32, the product"""
     total = (x.float() + delta).to(x.dtype)
-    return total, unscaled_reference(total, weight, eps)
+    return total, unnormalized_reference(total, weight, eps)
 
 
-def swiglu_reference(y: Tensor, x: Unscaled) -> Tensor:
+def swiglu_reference(y: Tensor, x: UnnormalizedRows) -> Tensor:
     """Compute `swiglu` plainly from the product of x.values in fp32, y: [..., N]."""
     return ops.norm.swiglu(y / x.rms()).to(x.values.dtype)
 
 
 def rotary_cache_reference(
     y: Tensor,
-    x: Unscaled,
+    x: UnnormalizedRows,
     rope: tuple[Tensor, Tensor],
     k: Tensor,
     v: Tensor,
@@ -200,7 +200,7 @@ def _outputs(packed: Tensor) -> int:
 
 
 def _sizes(x: Tensor, width: int) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return the shapes of `Unscaled` of the rows of x, with `width` features."""
+    """Return the shapes of `UnnormalizedRows` of the rows of x, with `width` features."""
     return (*x.shape[:-1], width), (-(-width // PART), x.numel() // x.shape[-1])
 
 
@@ -217,7 +217,7 @@ def _add_product_cuda(x, packed, scale, stream, weight, eps):
     with torch.cuda.device(x.device):
         gpu = ops.cuda.epilogues.gpu_of(x)
         return ops.cuda.epilogues.add_product(
-            Pending(x, None, packed, scale), stream, weight, eps, gpu
+            LazyMatmul(x, None, packed, scale), stream, weight, eps, gpu
         )
 
 
@@ -233,7 +233,7 @@ def _rotary_product_cuda(x, squares, packed, scale, cos, sin, k, v, slots, *norm
 
     with torch.cuda.device(x.device):
         gpu = ops.cuda.epilogues.gpu_of(x)
-        product = Pending(x, squares, packed, scale)
+        product = LazyMatmul(x, squares, packed, scale)
         return ops.cuda.epilogues.rotary_product(product, (cos, sin), k, v, slots, norms, gpu)
 
 

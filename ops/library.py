@@ -11,7 +11,6 @@ registered with `torch.library`, so that a step that uses them compiles with `fu
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -20,6 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from cli.io import log_note
 from ops import switches
 from ops.switches import FAMILIES
 
@@ -65,10 +65,9 @@ def has_triton(*families: str) -> bool:
 def _triton_is_installed() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
-    print(
-        "note: Triton is missing: attention, top-k and experts are slow, and steps are not timed; "
-        "pip install triton",
-        file=sys.stderr,
+    log_note(
+        "Triton is missing: attention, top-k and experts are slow, and steps are not timed; "
+        "pip install triton"
     )
     return False
 

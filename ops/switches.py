@@ -22,7 +22,7 @@ FAMILIES = (
     "topk",  # scores: the best, the noise, the cuts of sampling
     "tree",  # drafts from scores and lookups, acceptance, slots, reports
 )
-CUDA_ONLY = ("GPT_EAGLE_INDUCTOR", "GPT_EAGLE_GRAPHS")
+CUDA_ONLY = ("GPT_EAGLE_GRAPHS",)
 
 
 def checked(families: Iterable[str]) -> set[str]:
@@ -69,8 +69,7 @@ def _one_of(name: str, choices: tuple[str, ...]) -> str:
 def check() -> None:
     """Check all switches. Raises: ValueError for a value that none of them has."""
     plain_families()
-    for name in ("INDUCTOR", "GRAPHS"):
-        is_on(name)
+    is_on("GRAPHS")
     kind_of_tiles()
 
 

@@ -1,21 +1,17 @@
-"""Operators of a draft tree: the next level, and the nodes.
+"""The records of a draft tree, which grows level by level.
 
-A frontier is the nodes of a level that get children. `next_level` scores its children and picks the
-next one. `rerank` picks the nodes of the tree. On a CPU each is one C++ call (ops/cpu/tree.cpp).
-Elsewhere they consist of smaller operators: on CUDA `grow_level`, `best_nodes` and `relate` in
-Triton (ops/cuda/growth.py), and plain ones, which the compiler fuses.
+A frontier is the nodes of a level that get children. A backend's `expand_frontier` scores its
+children and picks the next one, `select_nodes` picks the nodes of the tree, and `accept` the path
+that the target agrees with (ops/backends.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from ops.library import on_cpp_device, uses_cpp
-from ops.topk import topk_logsumexp
 
 
 class Level(NamedTuple):
@@ -30,8 +26,8 @@ class Level(NamedTuple):
     by_value: bool = True  # the best paths have children; False: the best single steps
 
     def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `next_level` in C++."""
-        return self.places, self.k, self.count, (self.begin, self.slot, self.slots), self.by_value
+        """Return the operands of `expand_frontier` in C++: all fields, in order."""
+        return tuple(self)
 
 
 class Children(NamedTuple):
@@ -56,7 +52,7 @@ class Scores(NamedTuple):
     temperature: Tensor | None = None  # [B] fp32, T
 
     def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `next_level` in C++: all fields, in order."""
+        """Return the operands of `expand_frontier` in C++: all fields, in order."""
         return tuple(self)
 
     def with_noise(self) -> Tensor:
@@ -68,10 +64,10 @@ class Scores(NamedTuple):
             noise = noise.index_select(-1, self.ids)
         return self.temperature[:, None, None] * (self.logits + noise)
 
-    def best(self, k: int) -> Children:
-        """Return the k best children of every node."""
+    def best(self, k: int, topk: Callable) -> Children:
+        """Return the k best children of every node. topk: of a backend"""
         # [B, R, k] twice, [B, R, 1]
-        best, columns, total = topk_logsumexp(self.sharpness * self.with_noise(), k)
+        best, columns, total = topk(self.sharpness * self.with_noise(), k)
         tokens = columns
         if self.ids is not None:
             tokens = self.ids[columns]
@@ -106,7 +102,7 @@ class Frontier(NamedTuple):
     seen: Tensor  # [B, R, W] bool, the scratch slots that each sees: its ancestors' and its own
 
     def for_cpp(self) -> tuple[Tensor, ...]:
-        """Return the operands of `next_level` in C++."""
+        """Return the operands of `expand_frontier` in C++."""
         return self.index, self.values, self.seen
 
 
@@ -127,205 +123,14 @@ class DraftTree(NamedTuple):
 
     def for_cpp(self) -> tuple[Tensor, ...]:
         """Return the operands of `accept` in C++."""
-        return self.tokens, self.parents, self.depths, self.mask, self.valid
+        return self.tokens, self.parents, self.depths, self.valid
 
 
-# ----------------------------------------------------------------------------------- the next level
+class Accepted(NamedTuple):
+    """The accepted path, padded to the deepest one that the tree allows."""
 
-
-def next_level(
-    scores: Scores | Children, front: Frontier | None, level: Level
-) -> tuple[Candidates, Frontier | None]:
-    """Value the children of a frontier and choose the next one; of equal candidates, the first.
-
-    front: the frontier; None: the root
-    Returns: the level's R k candidates; the next frontier, empty or None after the last level.
-    """
-    if isinstance(scores, Scores) and uses_cpp(scores.logits, "topk", "tree"):
-        above = (None, None, None)
-        if front:
-            above = front.for_cpp()
-        tokens, values, parents, *chosen = torch.ops.gpt_eagle.next_level(
-            *scores.for_cpp(), *above, *level.for_cpp()
-        )
-        return Candidates(tokens, values, parents), Frontier(*chosen)
-    return next_level_reference(scores, front, level)
-
-
-def next_level_reference(
-    scores: Scores | Children, front: Frontier | None, level: Level
-) -> tuple[Candidates, Frontier | None]:
-    """Compute `next_level` by smaller operators."""
-    if front is None:
-        of_root = scores.tokens if isinstance(scores, Children) else scores.logits
-        values = torch.zeros(of_root.shape[:2], device=of_root.device)  # [B, 1]
-        seen = torch.zeros(*of_root.shape[:2], level.slots, dtype=torch.bool, device=values.device)
-        index = torch.full_like(values, -1, dtype=torch.long)
-        front = Frontier(index, index, index, values, seen)  # its tokens and parents are unread
-    if isinstance(scores, Children):
-        found = expand(scores, front.values, front.seen, level)
-    elif scores.logits.is_cuda and scores.logits.shape[1] == front.index.shape[1]:
-        of_scores = (scores.with_noise(), scores.sharpness, scores.ids)
-        of_level = (level.places, level.k, level.count, level.slot, level.by_value)
-        found = torch.ops.gpt_eagle.grow_level(*of_scores, front.values, front.seen, *of_level)
-    else:
-        found = expand(scores.best(level.k), front.values, front.seen, level)
-    tokens, values, order, best, seen = found
-    candidates = Candidates(tokens, values, front.index.repeat_interleave(level.k, dim=1))
-    if not level.count:
-        return candidates, None
-    chosen = tokens.gather(1, order)
-    return candidates, Frontier(level.begin + order, chosen, order // level.k, best, seen)
-
-
-def expand(children: Children, values: Tensor, seen: Tensor, level: Level) -> tuple[Tensor, ...]:
-    """Value the children of R nodes and choose those that have children themselves.
-
-    values: [B, R] fp32, of the nodes; seen: [B, R, W] bool, their visible scratch slots
-    Returns: tokens and values of the candidates, [B, X = R k]; places among them, values and
-        visible slots of the chosen ones, [B, R'], [B, R'], [B, R', W].
-    """
-    every = (-1, values.shape[1], -1)  # [B, R, k]
-    tokens = children.tokens.expand(every).flatten(1)  # [B, X]
-    scores = children.scores.expand(every)
-    total = (values[:, :, None] + scores).flatten(1)  # [B, X]
-    if level.places is not None:
-        order = level.places[:, : level.count].repeat(len(total), 1)  # [B, R']
-    elif level.by_value:
-        order = best_first(total)[:, : level.count]
-    else:
-        order = best_first(scores.flatten(1))[:, : level.count]
-    parent = (order // level.k)[:, :, None]  # [B, R', 1]
-    nodes = torch.arange(level.count, device=order.device)
-    slots = torch.arange(seen.shape[2], device=order.device)
-    own = slots == level.slot + nodes[:, None]  # [R', W]
-    # a node sees its ancestors and itself
-    visible = seen.gather(1, parent.expand(-1, -1, len(slots))) | own
-    return tokens, total, order.contiguous(), total.gather(1, order), visible
-
-
-# ------------------------------------------------------------------------------------------- nodes
-
-
-def best_first(values: Tensor) -> Tensor:
-    """Return the indices by descending value: [B, P].
-
-    Equal values keep their order, so a parent stays before its child.
-    """
-    return values.sort(dim=1, descending=True, stable=True).indices
-
-
-def best_nodes(values: Tensor, count: int) -> Tensor:
-    """Choose the best of all candidates.
-
-    A value never exceeds its parent's, and ties keep the parent first: the parent of every chosen
-    node is chosen.
-
-    values: [B, P] fp32
-    Returns: [B, count] flat indices, ascending.
-    """
-    if values.is_cuda:
-        return torch.ops.gpt_eagle.best_nodes(values, count)
-    return best_nodes_reference(values, count)
-
-
-def best_nodes_reference(values: Tensor, count: int) -> Tensor:
-    """Compute `best_nodes` with torch's own operators."""
-    return best_first(values)[:, :count].sort(dim=1).values
-
-
-def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Number the chosen candidates and find their ancestors.
-
-    chosen: [B, N-1] int64 flat indices, ascending; parents: [B, P] int64 flat indices, -1: the root
-    depth: a bound on the depth of any node
-    Returns: the node of the root and of each candidate, [B, P+1] int64, 0: none; and the nodes'
-        parents, depths and mask, as in `DraftTree`.
-    """
-    if chosen.is_cuda:
-        return torch.ops.gpt_eagle.relate(chosen, parents, depth)
-    return relate_reference(chosen, parents, depth)
-
-
-def relate_reference(
-    chosen: Tensor, parents: Tensor, depth: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `relate` with torch's own operators."""
-    B, drafted = chosen.shape
-    P = parents.shape[1]
-    nodes = torch.arange(1, drafted + 1, device=chosen.device).expand_as(chosen)
-    number = torch.zeros(B, P + 1, dtype=torch.long, device=chosen.device)  # [B, P+1]
-    number = number.scatter(1, chosen + 1, nodes)
-    above = number.gather(1, parents.gather(1, chosen) + 1)  # [B, N-1]
-    above = torch.cat((torch.zeros_like(number[:, :1]), above), 1)
-    return number, above, *ancestors(above, depth)
-
-
-def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Return the depths and the mask of `DraftTree`.
-
-    parents: [B, N]; parents precede their children
-    depth: a bound on the depth of any node
-    """
-    N = parents.shape[1]
-    eye = torch.eye(N, dtype=torch.bool, device=parents.device)
-    nodes = torch.arange(N, device=parents.device)
-    reach = eye | (parents[:, :, None] == nodes)  # [B, N, N]: self and parent
-    hops = 1
-    while hops < depth:  # squaring doubles the reach
-        reach = torch.bmm(reach.float(), reach.float()) > 0
-        hops *= 2
-    return reach.sum(-1) - 1, reach  # the root counts itself once
-
-
-def rerank(
-    levels: Sequence[Candidates],
-    ran: Sequence[Tensor],
-    nodes: Tensor | int,
-    depth: int,
-    text: tuple[Tensor, Tensor],
-) -> DraftTree:
-    """Choose the nodes of a tree among the candidates of all levels.
-
-    ran: per level, the flat indices of the candidates that the drafter ran, [B, R]
-    nodes: [1 or B, N-1] flat indices, ascending; a number: so many best, of equals the first
-    depth: a bound on the depth of any node
-    text: tokens [B, S+1], and the index of the root in them, [B]
-    Source: EAGLE-2 (arXiv 2406.16858) 4.2.
-    """
-    if on_cpp_device(text[1], "tree"):
-        fixed, count = None, nodes
-        if isinstance(nodes, Tensor):
-            fixed, count = nodes, nodes.shape[1]
-        tokens = [level.tokens for level in levels]
-        values = [level.values for level in levels]
-        parents = [level.parents for level in levels]
-        chosen = torch.ops.gpt_eagle.rerank(tokens, values, parents, list(ran), fixed, count, *text)
-        return DraftTree(*chosen)
-    return rerank_reference(levels, ran, nodes, depth, text)
-
-
-def rerank_reference(
-    levels: Sequence[Candidates],
-    ran: Sequence[Tensor],
-    nodes: Tensor | int,
-    depth: int,
-    text: tuple[Tensor, Tensor],
-) -> DraftTree:
-    """Compute `rerank` by smaller operators."""
-    every = Candidates.join(levels)
-    root = text[0].gather(1, text[1][:, None])  # [B, 1]
-    if isinstance(nodes, int):
-        chosen = best_nodes(every.values, nodes)
-    else:
-        chosen = nodes.expand(len(root), -1)
-    number, *related = relate(chosen, every.parents, depth)
-    tokens = torch.cat((root, every.tokens.gather(1, chosen)), 1)
-    root_value = every.values.new_zeros(len(root), 1)
-    values = torch.cat((root_value, every.values.gather(1, chosen)), 1)  # [B, N]
-    # [B, 1 + sum R]: the root, then the frontiers
-    frontiers = torch.cat((torch.full_like(root, -1), *ran), 1)
-    order = torch.arange(frontiers.shape[1], device=root.device).expand_as(frontiers)
-    places = torch.zeros_like(number).scatter(1, frontiers + 1, order)  # [B, P+1]
-    places = torch.cat((places[:, :1], places.gather(1, chosen + 1)), 1)
-    return DraftTree(tokens, *related, values > float("-inf"), values, places)
+    path: Tensor  # [B, D+1] int64, accepted node of each depth, root first; 0 past length
+    length: Tensor  # [B] int64, accepted nodes without the root
+    emitted: Tensor  # [B, D+1] int64, length + 1 decided tokens (bonus last), then padding
+    # [B, D+1] int64, slot offset that each depth's key and value come from
+    moves: Tensor

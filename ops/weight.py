@@ -12,7 +12,7 @@
 
 With a routing (`ops.experts.route`), x is [P, K], the weight is a stack, and row i is multiplied by
 the weight of its own expert. Not here: numbers of 16 bits alone (linear.py, experts.py), rounding
-(formats.py), the layer (linear_layer.py).
+(formats.py), the layer (linear.py).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Tensor parallelism: one model over N devices, one process (rank) per device, started by torchrun.
 
-    torchrun --nproc_per_node 4 generate.py --checkpoint DIR --compile --prompt "The capital of"
+    torchrun --nproc_per_node 4 generate.py --checkpoint DIR --prompt "The capital of"
     torchrun --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --device cpu
 
 1. A rank loads its `ShardedFiles`: its heads and its columns of each feed-forward, cut first, then
    quantized. int4 has the codes of one device. In int8, o and down get a scale per output and rank,
    so tokens may differ from those of one device.
-2. `RowParallel` sums the ranks' outputs behind attention and behind the feed-forward. CPUs add in
-   fp32, in the order of the ranks. NCCL's order may vary with the number of rows from 3 ranks on,
-   so near ties may differ.
+2. `SumRanks`, a step behind row-parallel projections, sums the ranks' outputs. CPUs add in fp32, in
+   the order of the ranks. NCCL's order may vary with the number of rows from 3 ranks on, so near
+   ties may differ.
 3. `VocabParallelHead` holds some tokens' rows of the LM head. The target's own token is the best of
    the ranks' best (`pick_tokens`, 16 bytes a node). Top-k, top-p, the residual rule and some draft
    heads gather all scores.
@@ -21,7 +21,8 @@ processes themselves (ranks.py). CUDA and several machines follow the same path 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import gcd
@@ -43,17 +44,13 @@ from hf.checkpoint import (
     scale_name,
 )
 from hf.config import open_source, read_config
-from model import Block, ModelConfig, MoEFeedForward, Transformer
+from model import ModelConfig, Transformer
+from ops.backends import Backend
 from ops.library import lib
-from ops.topk import best
 from parallel.ranks import Rank, collective_errors, refuse_torchrun, this_rank
 from runtime import replace_fields
 from sampling import SamplingTensors
-
-# layers with split outputs
-ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
-COLUMNS = ("o_proj", "down_proj", "w2")  # layers with split inputs
-
+from steps import Merge, Project, Rows, Step
 
 # ------------------------------------------------------------------------------------------- shares
 
@@ -76,6 +73,7 @@ class ShardedFiles(TensorSource):
         self.full_config = config
         check_parts(config, here.world_size, files.path)
         self.kv_parts = min(here.world_size, config.n_kv_heads)
+        self.split_dims = split_dims(config)
         self.config = files.config | {
             "num_attention_heads": config.n_heads // here.world_size,
             "intermediate_size": config.ffn_dim // here.world_size,
@@ -102,7 +100,7 @@ class ShardedFiles(TensorSource):
         codes, *scales = read()
         scale = scales[0]
         grouped = scale.dim() > 1 and scale.shape[-1] > 1
-        if grouped and name.split(".")[-2] in COLUMNS:
+        if grouped and self.split_dims.get(name.split(".")[-2]) == 1:
             # a group of the files may be several of ours
             group = codes.shape[1] // scale.shape[1]
             check_parts(self.full_config, self.here.world_size, self.path, group)
@@ -117,8 +115,8 @@ class ShardedFiles(TensorSource):
         A tensor of a wrong shape stays complete: the loader reports it.
         """
         layer = name.split(".")[-2] if "." in name else ""
-        dim = int(layer in COLUMNS)
-        if layer not in (*ROWS, *COLUMNS):
+        dim = self.split_dims.get(layer)
+        if dim is None:
             return tensor
         if tensor.dim() <= dim or tensor.shape[dim] == 1:  # a bias, scales of outputs
             return tensor
@@ -131,6 +129,16 @@ class ShardedFiles(TensorSource):
         if rest:
             return tensor
         return tensor.narrow(dim, part * size, size)
+
+
+def split_dims(config: ModelConfig) -> dict[str, int]:
+    """Return the last part of the name of every split weight -> 0: by outputs; 1: by inputs."""
+    dims = {}
+    for step in {step for i in range(config.n_layers) for step in config.layer(i)}:
+        if isinstance(step, Project):
+            names = config.names[f"experts.{step.name}" if step.experts else step.name]
+            dims |= {name.rpartition(".")[2]: int(step.row_parallel) for name in names}
+    return dims
 
 
 def split_inputs(config: ModelConfig) -> list[int]:
@@ -203,25 +211,30 @@ def load_model(
             share.full_config, here.world_size, path, max(form.group_size, 1), not form.saved
         )
     model = hf.weights.load_model(path, dtype, device, quant, share)
-    for block in model.layers:
-        _make_row_parallel(block, here, device)
+    for layer in model.layers:
+        layer.steps = with_sums(layer.steps)
+        for step in layer.steps:
+            if _is_split(step):
+                part = getattr(layer, step.name)
+                part.fp32_out = device == "cpu"
+                if here.rank:  # rank 0 adds the bias
+                    part.bias = None
     return model
 
 
-def _make_row_parallel(block: Block, here: Rank, device: str) -> None:
-    """Sum the outputs of a block's two halves over the ranks."""
-    layers = [(block.attention, "wo")]
-    if isinstance(block.ffn, MoEFeedForward):
-        layers.append((block, "ffn"))
-    else:
-        layers.append((block.ffn, "w2"))
-    for owner, name in layers:
-        part = getattr(owner, name)
-        if owner is not block:
-            part.fp32_out = device == "cpu"
-            if here.rank:  # rank 0 adds the bias
-                part.bias = None
-        setattr(owner, name, RowParallel(part))
+def _is_split(step: Step) -> bool:
+    """Return whether ranks sum the outputs of a step; those of experts are merged first."""
+    return isinstance(step, Project) and step.row_parallel and not step.experts
+
+
+def with_sums(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """Add the sums over the ranks to the steps of a layer."""
+    split = []
+    for step in steps:
+        split.append(step)
+        if isinstance(step, Merge) or _is_split(step):
+            split.append(SumRanks())
+    return tuple(split)
 
 
 def split_lm_head(target: Transformer, method: Method) -> Method:
@@ -247,29 +260,18 @@ lib.define("gather_ranks(Tensor x) -> Tensor")
 lib.define("sum_ranks(Tensor x) -> Tensor")
 
 
-class RowParallel(nn.Module):
-    """A row-parallel layer: each rank has some of its inputs, and the outputs are summed.
+@dataclass(frozen=True)
+class SumRanks(Step):
+    """Add up the results of all ranks, each of which had some of the inputs.
 
-    The layer may be a mixture of experts.
+    C++ does not know this step, so that PyTorch runs the layers of several ranks.
     """
 
-    format = "split"  # not a format of the C++ call over all layers (ops/cpu/layers.py)
-
-    def __init__(self, part: nn.Module):
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return outputs as `RMSNorm.add` takes them.
-
-        Returns: [..., N] on CUDA; elsewhere the partial sums, [ranks, ..., N] fp32.
-        """
-        y = self.part(x)
-        if y.is_cuda:
-            return torch.ops.gpt_eagle.sum_ranks(y)
-        return torch.ops.gpt_eagle.gather_ranks(y.float())
-
-    defer = forward
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        if rows.h.is_cuda:
+            return rows.put("h", torch.ops.gpt_eagle.sum_ranks(rows.h))
+        every = torch.ops.gpt_eagle.gather_ranks(rows.h.float())  # [ranks, B, T, F]
+        return rows.put("h", every.sum(0))
 
 
 class VocabParallelHead(nn.Module):
@@ -294,7 +296,12 @@ class VocabParallelHead(nn.Module):
         return scores[..., : self.vocab].contiguous()
 
     def best(
-        self, x: Tensor, rule: SamplingTensors | None, noise: Tensor | None, row: Tensor
+        self,
+        x: Tensor,
+        rule: SamplingTensors | None,
+        noise: Tensor | None,
+        row: Tensor,
+        backend: Backend,
     ) -> Tensor:
         """Choose the best of this rank's own tokens, without top-k or top-p.
 
@@ -303,9 +310,9 @@ class VocabParallelHead(nn.Module):
         """
         scores = self.part(x)  # [B, N, ceil(V / N)]
         if noise is not None:
-            scores = sampling.process(scores, rule)
+            scores = sampling.process(scores, rule, backend)
             noise = noise.index_select(2, self.ids)
-        token = best(scores, noise, row)
+        token = backend.best(scores, noise, row)
         score = scores.gather(2, token[..., None])[..., 0]
         if noise is not None:
             score = score + noise.flatten(1).gather(1, row * noise.shape[2] + token)
@@ -324,9 +331,10 @@ def pick_tokens(
 
     Top-k and top-p need all scores. Several ranks mask no tokens, hence no `allowed`.
     """
+    backend = target.backend
     if noise is not None and rule.top_k is not None:
-        return best(sampling.process(target.logits(features), rule), noise, row), None
-    own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row)
+        return sampling.choose(target.logits(features), rule, noise, row, None, backend), None
+    own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row, backend)
     score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]
     # of equal scores the first rank's, which is the lowest token's
     first = score.argmax(0, keepdim=True)

@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import check_output, folder_lock, replace_file, show_progress
+from cli.io import check_output, folder_lock, log_note, replace_file, show_progress
 from cli.parsing import one_line_errors, option, parse, require
 from extras.datastore import LONGEST
 from extras.kept_texts import vocabulary_of
@@ -64,7 +64,7 @@ def read_texts(folder: Path) -> Iterator[str]:
         yield text
     require(found, f"{folder} has no text in UTF-8 ({skipped} other files); name another folder")
     if skipped:
-        print(f"note: {skipped} files are empty or no text in UTF-8", file=sys.stderr)
+        log_note(f"{skipped} files are empty or no text in UTF-8")
 
 
 def tokens_of(folder: Path, tokenizer, memory: int) -> np.ndarray:

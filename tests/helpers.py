@@ -38,11 +38,12 @@ from extras.autosize import AutoTrees
 from extras.residual import sample_children
 from hf.gguf_blocks import Blocks, Numbers
 from hf.weights import export_weights, load_model, weight_names
+from linear import Linear
 from load import accept_rule
-from model import ModelConfig, Transformer
+from model import Layer, ModelConfig, Transformer
+from ops.backends import TORCH, Backend
 from ops.formats import FORMATS
 from ops.library import has_cpu_operators
-from ops.linear_layer import Linear
 from ops.norm import rms_norm_reference
 from ops.rotary import HeadNorms
 from ops.tree import Candidates
@@ -51,10 +52,21 @@ from options import GenerateConfig
 from sampling import Sampling, SamplingMode, SamplingTensors
 from scripts.train import training
 from session import Session
+from steps import Rows
 
 GOLDEN = Path(__file__).parent / "golden"
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]  # a prompt that repeats itself
+
+
+class Mixture(Layer):
+    """The feed-forward of a layer with experts."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config.mixture())
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, F] -> [B, T, F]
+        return super().forward(Rows(h=x)).h
 
 
 def trimmed_head(head: str | Path, out: Path, ids: Tensor) -> str:
@@ -265,7 +277,7 @@ def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor
     """
     given: list[Tensor] = []
     hooks = [
-        block.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        block.register_forward_pre_hook(lambda _, args: given.append(args[0].stream))
         for block in target.layers
     ]
     try:
@@ -533,10 +545,11 @@ def not_refused(function: Callable, cases: dict[str, tuple]) -> list[str]:
     return passed
 
 
-def process(logits: Tensor, rule: Sampling) -> Tensor:
+def process(logits: Tensor, rule: Sampling, backend: Backend = TORCH) -> Tensor:
     """`sampling.process` of rows with the same parameters. logits: [..., V]."""
     rows = logits.reshape(1, -1, logits.shape[-1])
-    return sampling.process(rows, SamplingTensors.from_params([rule])).view_as(logits)
+    rules = SamplingTensors.from_params([rule])
+    return sampling.process(rows, rules, backend).view_as(logits)
 
 
 def chi_square(counts: Tensor, p: Tensor) -> float:

@@ -1,6 +1,6 @@
 """Report what the default command loads: the project's modules in memory after it, and their lines.
 
-python tests/house.py        # decodes a few tokens of the demo, compiled, and prints one row per file
+python tests/house.py        # decodes a few tokens of the demo, and prints one row per file
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-COMMAND = ("--checkpoint", "checkpoints/demo", "--compile", "--prompt", "def", "--device", "cpu")
+COMMAND = ("--checkpoint", "checkpoints/demo", "--prompt", "def", "--device", "cpu")
 
 
 def lines(path: Path) -> int:

@@ -7,11 +7,18 @@
 #pragma once
 
 #include "amx.h"
-#include "common.h"
+#include "experts.h"
+#include "numbers.h"
+#include "simd.h"
+#include "threads.h"
 #include "weight_layout.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <limits>
+#include <optional>
+#include <vector>
 
 namespace matmul {
 namespace {

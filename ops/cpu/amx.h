@@ -20,7 +20,10 @@
 // machine before it chooses the hardware.
 #pragma once
 
-#include "common.h"
+#include "experts.h"
+#include "operands.h"
+#include "simd.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,15 +1,24 @@
-// Attention of a few new tokens over a cache on a CPU: the prefix below `start`, and behind it a masked window.
+// Attention of a few new tokens over a cache on a CPU: the prefix below `start`, and behind it a
+// masked window. A layer with a sliding window has for each token the `first` slot that it sees.
 //
-// 1. A thread takes one key-value head and up to ROWS of the query rows that share it (tokens x heads of its group).
-// 2. LANES keys at a time are widened, transposed and multiplied by all rows: scores, a register per row.
+// 1. A thread takes one key-value head and up to ROWS of the query rows that share it (tokens x
+//    heads of its group). It reads the slots from the lowest `first` of its rows on.
+// 2. LANES keys at a time are widened, transposed and multiplied by all rows: scores, a register
+//    per row.
 // 3. Softmax in fp32: exact maximum, exponentials, sums.
 // 4. The values are added up, a few columns and up to TILE rows in registers.
 //
-// Every sum runs in one order for any number of rows: a score over the head's elements, the others over the keys in the
-// order of their slots, where a hidden key adds zero. So a node of a draft tree gets the bits that its token gets
-// alone. Trade-off: all scores of a row are kept (4 bytes a slot), where an online softmax would round by blocks.
+// Every sum runs in one order for any number of rows: a score over the head's elements, the others
+// over the keys in the order of their slots, where a hidden key adds zero. So a node of a draft
+// tree gets the bits that its token gets alone. Trade-off: all scores of a row are kept (4 bytes a
+// slot), where an online softmax would round by blocks.
 
-#include "common.h"
+#include "attention.h"
+
+#include "exponential.h"
+#include "operands.h"
+#include "simd.h"
+#include "threads.h"
 
 #include <cmath>
 
@@ -20,7 +29,8 @@ constexpr int64_t ROWS = 64;  // query rows that share the transposed keys
 constexpr int64_t TILE = 8;   // of them in registers at a time
 
 struct Shape {
-  int64_t rows, heads, kv_heads, width, window;  // tokens, query heads, key-value heads, elements of a head, slots
+  int64_t rows, heads, kv_heads, width;  // tokens, query heads, key-value heads, elements of a head
+  float scale;                           // of the scores
 };
 
 template <class T> struct Strided {  // [B, Hkv, S, E], elements of a slot side by side
@@ -30,9 +40,10 @@ template <class T> struct Strided {  // [B, Hkv, S, E], elements of a slot side 
       : data(t.const_data_ptr<T>()), batch(t.stride(0)), head(t.stride(1)), slot(t.stride(2)) {}
 };
 
-// ------------------------------------------------------------------------------------------------- keys
+// -------------------------------------------------------------------------------------------- keys
 
-// to[i][l] = element i of key l, widened, for the i < e that fill whole blocks. Returns: the number of these i.
+// to[i][l] = element i of key l, widened, for the i < e that fill whole blocks. Returns: the number
+// of these i.
 template <class T> int64_t transpose_words(const T* const (&key)[LANES], int64_t e, float* to) {
   constexpr int64_t PER = 4 / sizeof(T);  // elements of a 32-bit word
   const int64_t whole = e / (LANES * PER) * (LANES * PER);
@@ -53,15 +64,18 @@ template <class T> int64_t transpose_words(const T* const (&key)[LANES], int64_t
   return whole;
 }
 
-// The LANES keys from slot `first` on; from `last` on the key before it is repeated, and those scores are not used.
-template <class T> void transpose_keys(const T* keys, int64_t slot, int64_t first, int64_t last, int64_t e, float* to) {
+// The LANES keys from slot `first` on; from `last` on the key before it is repeated, and those
+// scores are not used.
+template <class T>
+void transpose_keys(const T* keys, int64_t slot, int64_t first, int64_t last, int64_t e,
+                    float* to) {
   const T* key[LANES];
   for (int64_t l = 0; l < LANES; l++) key[l] = keys + std::min(first + l, last - 1) * slot;
   for (int64_t i = transpose_words(key, e, to); i < e; i++)
     for (int64_t l = 0; l < LANES; l++) to[i * LANES + l] = widen(key[l][i]);
 }
 
-// ------------------------------------------------------------------------------------------------ tiles
+// ------------------------------------------------------------------------------------------- tiles
 // M rows at a time; `rows` of `each` pick the M.
 
 struct Scores {  // q [M, E] x keys [E, LANES] -> to [M, stride]
@@ -125,65 +139,98 @@ template <int M = TILE, class Step> void each(int64_t rows, const Step& step) {
   step.template run<M>();
 }
 
-// -------------------------------------------------------------------------------------------- attention
+// --------------------------------------------------------------------------------------- attention
 
-// Replaces scores [stride] by exponentials; the slots from `start` on that `seen` hides become 0.
-void softmax_row(float* scores, int64_t used, int64_t stride, int64_t start, const bool* seen) {
-  for (int64_t w = start; w < used; w++)
-    if (!seen[w - start]) scores[w] = -INFINITY;
-  for (int64_t j = used; j < stride; j++) scores[j] = -INFINITY;
-  const float most = largest(scores, stride);
-  for (int64_t j = 0; j < stride; j++) scores[j] = exponential(scores[j] - most);
-}
+// The slots that the tokens of a sequence see: first[t] .. start - 1, and behind them those that
+// the mask allows.
+struct Visible {
+  int64_t start, window;
+  const bool* mask;      // [T, window]
+  const int64_t* first;  // [T], or null: 0
+  int64_t first_of(int64_t token) const { return first ? first[token] : 0; }
+};
 
-// Returns the slots of the window up to the last one that a token of first .. last sees.
-int64_t count_seen(const bool* mask, int64_t window, int64_t first, int64_t last) {
-  const auto sees = [=](int64_t slot) {
+struct Slots {
+  int64_t begin, end;
+};
+
+// Returns the slots from the first to the last one that a token of first .. last sees.
+Slots slots_of(const Visible& visible, int64_t first, int64_t last) {
+  int64_t begin = visible.first_of(first);
+  for (int64_t t = first; t <= last; t++) begin = std::min(begin, visible.first_of(t));
+  const auto sees = [&](int64_t offset) {
     for (int64_t t = last; t >= first; t--)
-      if (mask[t * window + slot]) return true;
+      if (visible.mask[t * visible.window + offset]) return true;
     return false;
   };
-  int64_t count = window;
+  int64_t count = visible.window;
   while (count && !sees(count - 1)) count--;
-  return count;
+  return {begin, visible.start + count};
+}
+
+// Replaces a token's scores [stride] of the slots from slots.begin on by exponentials; those of
+// hidden slots, and those behind slots.end, become 0.
+void softmax_row(float* scores, int64_t stride, const Slots& slots, const Visible& visible,
+                 int64_t token) {
+  const int64_t first = std::min(visible.first_of(token), slots.end);
+  const bool* seen = visible.mask + token * visible.window;
+  for (int64_t s = slots.begin; s < first; s++) scores[s - slots.begin] = -INFINITY;
+  for (int64_t s = std::max(visible.start, slots.begin); s < slots.end; s++)
+    if (!seen[s - visible.start]) scores[s - slots.begin] = -INFINITY;
+  for (int64_t j = slots.end - slots.begin; j < stride; j++) scores[j] = -INFINITY;
+  const float most = largest(scores, stride);
+  for (int64_t j = 0; j < stride; j++) scores[j] = exponential(scores[j] - most);
 }
 
 struct Buffers {
   std::vector<float> q, keys, scores, out;
 };
 
-// Rows first .. first + n of key-value head h of sequence b; row r is token r / group, head h * group + r % group.
+// Rows first .. first + n of key-value head h of a sequence; row r is token r / group, head
+// h * group + r % group.
 template <class Q, class T>
-void attend(const Shape& shape, const Q* q, const T* keys, int64_t key_slot, const T* values, int64_t value_slot,
-            int64_t start, const bool* mask, int64_t h, int64_t first, int64_t n, Q* y, Buffers& buffer) {
+void attend(const Shape& shape, const Q* q, const T* keys, int64_t key_slot, const T* values,
+            int64_t value_slot, const Visible& visible, int64_t h, int64_t first, int64_t n, Q* y,
+            Buffers& buffer) {
   const int64_t e = shape.width, group = shape.heads / shape.kv_heads;
-  const int64_t used = start + count_seen(mask, shape.window, first / group, (first + n - 1) / group);
-  const int64_t stride = (used + LANES - 1) / LANES * LANES;
-  const auto offset = [&](int64_t r) { return (r / group * shape.heads + h * group + r % group) * e; };
-  buffer.q.resize(n * e), buffer.keys.resize(e * LANES), buffer.scores.resize(n * stride), buffer.out.resize(n * e);
-  float *rows = buffer.q.data(), *scores = buffer.scores.data(), *out = buffer.out.data(), sums[ROWS];
-  const float unit = 1.0f / std::sqrt(float(e));
+  const Slots slots = slots_of(visible, first / group, (first + n - 1) / group);
+  const int64_t count = slots.end - slots.begin;
+  const int64_t stride = (count + LANES - 1) / LANES * LANES;
+  const auto offset = [&](int64_t r) {
+    return (r / group * shape.heads + h * group + r % group) * e;
+  };
+  keys += slots.begin * key_slot;
+  values += slots.begin * value_slot;
+  buffer.q.resize(n * e);
+  buffer.keys.resize(e * LANES);
+  buffer.scores.resize(n * stride);
+  buffer.out.resize(n * e);
+  float *rows = buffer.q.data(), *scores = buffer.scores.data(), *out = buffer.out.data();
   for (int64_t r = 0; r < n; r++)
-    for (int64_t i = 0; i < e; i++) rows[r * e + i] = widen(q[offset(first + r) + i]) * unit;
-  for (int64_t j = 0; j < used; j += LANES) {
-    for (int64_t l = 0; l < LANES; l++)  // keys of the next blocks, and values, which come after all keys
+    for (int64_t i = 0; i < e; i++)
+      rows[r * e + i] = widen(q[offset(first + r) + i]) * shape.scale;
+  for (int64_t j = 0; j < count; j += LANES) {
+    for (int64_t l = 0; l < LANES; l++)  // keys of the next blocks, and values, after all keys
       for (int64_t i = 0; i < e; i += 64 / int64_t(sizeof(T))) {
-        __builtin_prefetch(keys + std::min(j + 2 * LANES + l, used - 1) * key_slot + i);
-        __builtin_prefetch(values + std::min(j + l, used - 1) * value_slot + i, 0, 2);
+        __builtin_prefetch(keys + std::min(j + 2 * LANES + l, count - 1) * key_slot + i);
+        __builtin_prefetch(values + std::min(j + l, count - 1) * value_slot + i, 0, 2);
       }
-    transpose_keys(keys, key_slot, j, used, e, buffer.keys.data());
+    transpose_keys(keys, key_slot, j, count, e, buffer.keys.data());
     for (int64_t r = 0; r < n; r += TILE)
       each(n - r, Scores{rows + r * e, buffer.keys.data(), e, scores + r * stride + j, stride});
   }
   for (int64_t r = 0; r < n; r++)
-    softmax_row(scores + r * stride, used, stride, start, mask + (first + r) / group * shape.window);
+    softmax_row(scores + r * stride, stride, slots, visible, (first + r) / group);
+  float sums[ROWS];
   for (int64_t r = 0; r < n; r += TILE) {
     const float* p = scores + r * stride;
-    each(n - r, Sums{p, stride, used, sums + r});
+    float* to = out + r * e;
+    each(n - r, Sums{p, stride, count, sums + r});
     int64_t i = 0;
     for (; i + 2 * LANES <= e; i += 2 * LANES)
-      each(n - r, Mix<T, 2>{p, stride, used, values + i, value_slot, out + r * e + i, e});
-    for (; i < e; i += LANES) each(n - r, Mix<T, 1>{p, stride, used, values + i, value_slot, out + r * e + i, e});
+      each(n - r, Mix<T, 2>{p, stride, count, values + i, value_slot, to + i, e});
+    for (; i < e; i += LANES)
+      each(n - r, Mix<T, 1>{p, stride, count, values + i, value_slot, to + i, e});
   }
   for (int64_t r = 0; r < n; r++) {
     const float scale = 1.0f / sums[r];
@@ -191,51 +238,89 @@ void attend(const Shape& shape, const Q* q, const T* keys, int64_t key_slot, con
   }
 }
 
+// visible: of each sequence
 template <class T, class Q>
 void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-         const at::Tensor& start, const at::Tensor& mask, Q* y) {
+         const std::vector<Visible>& visible, Q* y) {
   const Strided<T> k(keys), v(values);
-  const int64_t total = shape.rows * shape.heads / shape.kv_heads, parts = (total + ROWS - 1) / ROWS;
+  const Q* queries = q.const_data_ptr<Q>();
+  const int64_t total = shape.rows * shape.heads / shape.kv_heads;
+  const int64_t parts = (total + ROWS - 1) / ROWS;
   const int64_t row = shape.rows * shape.heads * shape.width;  // elements of a sequence in q and y
   parallel(q.size(0) * shape.kv_heads * parts, 1, [&](int64_t begin, int64_t end) {
     Buffers buffer;
     for (int64_t item = begin; item < end; item++) {
-      const int64_t part = item % parts, h = item / parts % shape.kv_heads, b = item / parts / shape.kv_heads;
+      const int64_t part = item % parts;
+      const int64_t h = item / parts % shape.kv_heads;
+      const int64_t b = item / parts / shape.kv_heads;
       const int64_t first = total * part / parts, n = total * (part + 1) / parts - first;
-      attend(shape, q.const_data_ptr<Q>() + b * row, k.data + b * k.batch + h * k.head, k.slot,
-             v.data + b * v.batch + h * v.head, v.slot, start.const_data_ptr<int64_t>()[b],
-             mask.const_data_ptr<bool>() + b * shape.rows * shape.window, h, first, n, y + b * row, buffer);
+      attend(shape, queries + b * row, k.data + b * k.batch + h * k.head, k.slot,
+             v.data + b * v.batch + h * v.head, v.slot, visible[b], h, first, n, y + b * row,
+             buffer);
     }
   });
 }
 
 }  // namespace
 
-// `tree_attention` of ops/attention.py, for bfloat16 and float32, and queries in float32 over a cache in bfloat16.
-at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& start,
-                     const at::Tensor& mask) {
-  const Shape shape{q.size(1), q.size(2), k.size(1), q.size(3), mask.size(2)};
-  TORCH_CHECK(shape.width % LANES == 0, "heads must have multiples of ", LANES, " elements; they have ", shape.width);
+// `tree_attention` of ops/attention.py, for bfloat16 and float32, and queries in float32 over a
+// cache in bfloat16.
+at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const at::Tensor& start, const at::Tensor& mask,
+                     const std::optional<at::Tensor>& first, double scale) {
+  const int64_t B = q.size(0), T = q.size(1), heads = q.size(2), width = q.size(3);
+  const int64_t kv_heads = k.size(1), window = mask.size(2);
+  TORCH_CHECK(width % LANES == 0, "heads must have multiples of ", LANES,
+              " elements; they have ", width);
   TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "elements of a slot must lie side by side");
   const bool narrow = k.scalar_type() == at::kBFloat16;
   TORCH_CHECK(v.scalar_type() == k.scalar_type() && (narrow || k.scalar_type() == at::kFloat) &&
                   (q.scalar_type() == k.scalar_type() || q.scalar_type() == at::kFloat),
-              "k and v must have one dtype, and q the same or float32; they have ", q.scalar_type(), ", ",
-              k.scalar_type(), ", ", v.scalar_type());
-  TORCH_CHECK(shape.heads % shape.kv_heads == 0 && k.size(0) == q.size(0) && v.sizes() == k.sizes() &&
-                  start.numel() == q.size(0) && mask.size(0) == q.size(0) && mask.size(1) == q.size(1),
+              "k and v must have one dtype, and q the same or float32; they have ",
+              q.scalar_type(), ", ", k.scalar_type(), ", ", v.scalar_type());
+  TORCH_CHECK(heads % kv_heads == 0 && k.size(0) == B && v.sizes() == k.sizes() &&
+                  start.numel() == B && mask.size(0) == B && mask.size(1) == T,
               "heads, batch rows or mask rows do not match");
   const at::Tensor rows = q.contiguous(), begin = start.contiguous(), seen = mask.contiguous();
-  for (int64_t b = 0; b < q.size(0); b++) {
-    const int64_t first = begin.const_data_ptr<int64_t>()[b];
-    TORCH_CHECK(first >= 0 && first + shape.window <= k.size(2), "the window must lie in the cache");
+  const auto lowest = optional<int64_t>(first, {B, T}, "first");
+  std::vector<Visible> visible;
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t at = begin.const_data_ptr<int64_t>()[b];
+    TORCH_CHECK(at >= 0 && at + window <= k.size(2), "the window must lie in the cache");
+    const int64_t* own = lowest ? lowest->data + b * T : nullptr;
+    for (int64_t t = 0; own && t < T; t++) within(own[t], at + window, "first");
+    visible.push_back({at, window, seen.const_data_ptr<bool>() + b * T * window, own});
   }
-  const at::Tensor y = at::empty({q.size(0), shape.rows, shape.heads * shape.width}, q.options());
+  const float unit = scale ? float(scale) : 1.0f / std::sqrt(float(width));
+  const Shape shape{T, heads, kv_heads, width, unit};
+  const at::Tensor y = at::empty({B, T, heads * width}, q.options());
   fill(y, [&](auto* to) {
-    if (narrow) run<at::BFloat16>(shape, rows, k, v, begin, seen, to);
-    else if constexpr (std::is_same_v<decltype(to), float*>) run<float>(shape, rows, k, v, begin, seen, to);
+    if (narrow) run<at::BFloat16>(shape, rows, k, v, visible, to);
+    else if constexpr (std::is_same_v<decltype(to), float*>)
+      run<float>(shape, rows, k, v, visible, to);
   });
   return y;
+}
+
+}  // namespace attention
+
+#include "operators.h"
+
+namespace attention {
+
+// The result, empty, where steps are traced.
+at::Tensor empty_attention(const at::Tensor& q, const at::Tensor&, const at::Tensor&,
+                           const at::Tensor&, const at::Tensor&,
+                           const std::optional<at::Tensor>&, double) {
+  return at::empty({q.size(0), q.size(1), q.size(2) * q.size(3)}, q.options());
+}
+
+OPERATORS(m) {
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask, Tensor? first=None, "
+      "float scale=0.0) -> Tensor");
+  m.impl("attention", at::kCPU, attention);
+  m.impl("attention", at::kMeta, empty_attention);
 }
 
 }  // namespace attention

@@ -7,7 +7,12 @@
 //
 // Source: dequantize_row_* of ggml (ggml-quants.c).
 
-#include "common.h"
+#include "blocks.h"
+
+#include "numbers.h"
+#include "operands.h"
+#include "operators.h"
+#include "threads.h"
 #include "weight_layout.h"
 
 #include <atomic>
@@ -309,6 +314,8 @@ template <class Out> void read_row(const Weight& weight, int64_t row, Out* y) {
   for (int64_t i = 0; i < weight.k; i++) put(y + i, widen(from[i]));
 }
 
+}  // namespace
+
 // Reads rows of a weight as numbers, of GGUF's types and of bfloat16. data, table: see `Weight`;
 // rows: [R] int64. Writes: out [R, k], float or bfloat16.
 void read_rows(const at::Tensor& data, const std::optional<at::Tensor>& table,
@@ -334,5 +341,14 @@ int64_t weight_bytes(int64_t layout, int64_t n, int64_t k, int64_t group) {
   return part_bytes(layout_of(layout, group), n, k);
 }
 
-}  // namespace
+OPERATORS(m) {
+  m.def("weight_bytes(int layout, int n, int k, int group) -> int", weight_bytes);
+  m.def("widen_blocks(Tensor content, int type, Tensor(a!) out) -> ()");
+  m.impl("widen_blocks", at::kCPU, widen_blocks);
+  m.def("pack_blocks(Tensor content, int type, Tensor? order, Tensor(a!) out) -> bool");
+  m.impl("pack_blocks", at::kCPU, pack_blocks);
+  m.def("read_rows(Tensor weight, Tensor? table, Tensor rows, Tensor(a!) out) -> ()");
+  m.impl("read_rows", at::kCPU, read_rows);
+}
+
 }  // namespace blocks

@@ -21,192 +21,34 @@ import platform
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from cli.io import folder_lock
+from cli.io import folder_lock, log_note
 from ops.cpu import tiles
 
 HERE = Path(__file__).parent
-UNITS = ("operators.cpp", "products.cpp")  # compiled side by side
-WAITING = "note: waiting for another process, which builds the CPU operators (20 s)"
-
-
-def _rows_of(x: Tensor, n: int, fp32_out: bool) -> Tensor:
-    return x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if fp32_out else x.dtype)
-
-
-def _topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = scores.shape[:-1]
-    values = scores.new_empty(*rows, k)
-    index = scores.new_empty(*rows, k, dtype=torch.int64)
-    return values, index, scores.new_empty(*rows, 1)
-
-
-def _rotary(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    return tuple(qkv.new_empty(*qkv.shape[:2], count, qkv.shape[3]) for count in (heads, kv_heads))
-
-
-def _angles(freq: Tensor, positions: Tensor, factor: float) -> tuple[Tensor, ...]:
-    return tuple(freq.new_empty(*positions.shape, 1, 2 * len(freq)) for _ in range(2))
-
-
-def _next_level(
-    logits,
-    sharpness,
-    ids,
-    noise,
-    level,
-    temperature,
-    index,
-    values,
-    seen,
-    places,
-    k,
-    count,
-    at,
-    by_value,
-):
-    B = len(logits)
-    R = logits.shape[1] if index is None else index.shape[1]
-    slots = at[2]
-    candidates = [
-        logits.new_empty(B, R * k, dtype=torch.long),  # tokens
-        logits.new_empty(B, R * k),  # values
-        logits.new_empty(B, R * k, dtype=torch.long),  # parents
-    ]
-    front = [
-        logits.new_empty(B, count, dtype=torch.long),  # index
-        logits.new_empty(B, count, dtype=torch.long),  # tokens
-        logits.new_empty(B, count, dtype=torch.long),  # parent
-        logits.new_empty(B, count),  # values
-        logits.new_empty(B, count, slots, dtype=torch.bool),  # seen
-    ]
-    return *candidates, *front
-
-
-def _rerank(tokens, values, parents, ran, nodes, count, text, pos):
-    B = len(pos)
-    N = count + 1
-    return (
-        pos.new_empty(B, N),  # tokens
-        pos.new_empty(B, N),  # parents
-        pos.new_empty(B, N),  # depths
-        pos.new_empty(B, N, N, dtype=torch.bool),  # mask
-        pos.new_empty(B, N, dtype=torch.bool),  # valid
-        pos.new_empty(B, N, dtype=torch.float32),  # values
-        pos.new_empty(B, N),  # places
-    )
-
-
-def _place_rows(pos, done, depths, rows, slot, depth):
-    slots = pos.new_empty(len(pos), rows)
-    return slots, torch.empty_like(pos), torch.empty_like(slots)
-
-
-def _lookup(text, pos, kept, tokens, branches, least, longest):
-    chains = text.new_empty(len(text), branches, tokens)
-    return chains, text.new_empty(len(text), branches)
-
-
-def _add_chains(tokens, values, parents, chains, found):
-    added = chains[0].numel()
-    return tuple(x.new_empty(len(x), x.shape[1] + added) for x in (tokens, values, parents))
-
-
-def _causal(first, rows, back):
-    slots = first.new_empty(len(first), rows)
-    mask = first.new_empty(len(first), rows, rows, dtype=torch.bool)
-    return slots, torch.empty_like(first), mask
-
-
-# schema -> a function that returns empty results of the right shapes, for torch.compile; None: the
-# operator is never compiled
-OPERATORS: dict[str, Callable | None] = {
-    "matmul(Tensor x, Tensor weight, Tensor? table, Tensor? bias, int n, bool fp32_out, "
-    "Tensor? expert=None) -> Tensor": (
-        lambda x, weight, table, bias, n, fp32_out, expert=None: _rows_of(x, n, fp32_out)
+# files that are compiled together, the two groups side by side: about half of the work each. More
+# groups would take longer, as PyTorch's headers take 5 s, as long as most of the files
+UNITS = (
+    ("attention.cpp", "matmul.cpp"),
+    (
+        "blocks.cpp",
+        "compact.cpp",
+        "layers.cpp",
+        "ngram.cpp",
+        "operators.cpp",
+        "rotary.cpp",
+        "sampling.cpp",
+        "threads.cpp",
+        "topk.cpp",
+        "tree.cpp",
     ),
-    "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask) -> Tensor": (
-        lambda q, k, v, start, mask: q.new_empty(*q.shape[:2], q.shape[2] * q.shape[3])
-    ),
-    "topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)": _topk,
-    "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) "
-    "-> (Tensor, Tensor)": _rotary,
-    "move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()": (
-        lambda buffers, start, path: None
-    ),
-    "angles(Tensor freq, Tensor positions, float factor) -> (Tensor, Tensor)": _angles,
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": (
-        lambda x, weight, eps: x.new_empty(x.shape)
-    ),
-    "swiglu(Tensor both) -> Tensor": (
-        lambda both: both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-    ),
-    "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, int rows, "
-    "int vocab, int domain) -> Tensor": (
-        lambda seed, prompt, sample, greedy, first, rows, vocab, domain: first.new_empty(
-            len(first), rows, vocab, dtype=torch.float32
-        )
-    ),
-    "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? margin) "
-    "-> Tensor": (lambda scores, temperature, top_k, top_p, margin: scores.new_empty(scores.shape)),
-    "best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor": (
-        lambda scores, noise, row: scores.new_empty(*scores.shape[:-1], dtype=torch.int64)
-    ),
-    "prepare_layers(Tensor?[] weights, int heads, int[] inner, int chosen, bool norm, float eps) "
-    "-> Tensor": None,
-    "model(Tensor tokens, Tensor positions, Tensor prepared, Tensor embedding, "
-    "Tensor? embedding_table, Tensor freq, Tensor norm, float factor, Tensor(a!)[] k, "
-    "Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor": None,
-    "head_step(Tensor tokens, Tensor out, Tensor parent, Tensor positions, Tensor prepared, "
-    "Tensor?[] parts, float factor, bool normed_residual, Tensor(a!)[] k, Tensor(b!)[] v, "
-    "Tensor slots, Tensor start, Tensor mask) -> Tensor": None,
-    "head_extend(Tensor tokens, Tensor features, Tensor count, Tensor length, Tensor hidden, "
-    "Tensor prepared, Tensor?[] parts, float factor, bool normed_residual, int inputs, "
-    "Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)": None,
-    "next_level(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
-    "Tensor? temperature, Tensor? index, Tensor? values, Tensor? seen, Tensor? places, int k, "
-    "int count, int[] at, bool by_value) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _next_level,
-    "rerank(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, Tensor? nodes, "
-    "int count, Tensor text, Tensor pos) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _rerank,
-    "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor mask, Tensor valid, "
-    "Tensor choice, int depth) -> (Tensor, Tensor, Tensor, Tensor)": None,
-    "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, Tensor roots, "
-    "Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": None,
-    "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
-    "-> (Tensor, Tensor, Tensor)": _place_rows,
-    "keep_rows(Tensor(a!) kept, Tensor(b!) waiting, Tensor(c!) passed, Tensor features, "
-    "Tensor count) -> ()": (lambda *operands: None),
-    "look_up(Tensor text, Tensor pos, Tensor? kept, Tensor(a!) tokens, Tensor(b!) values, "
-    "Tensor(c!) parents, Tensor(d!) lengths, Tensor(e!) root, Tensor(f!) outcomes, "
-    "Tensor(g!) expected, int least, int longest, int[] sizes) -> ()": (lambda *operands: None),
-    "lookup(Tensor text, Tensor pos, Tensor? kept, int tokens, int branches, int least, "
-    "int longest) -> (Tensor, Tensor)": _lookup,
-    "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor found) "
-    "-> (Tensor, Tensor, Tensor)": _add_chains,
-    "causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)": _causal,
-    "with_times(Tensor facts, int[] times) -> Tensor": None,
-    "weight_bytes(int layout, int n, int k, int group) -> int": None,
-    "widen_blocks(Tensor content, int type, Tensor(a!) out) -> ()": None,
-    "pack_blocks(Tensor content, int type, Tensor? order, Tensor(a!) out) -> bool": None,
-    "read_rows(Tensor weight, Tensor? table, Tensor rows, Tensor(a!) out) -> ()": None,
-    "own_threads(int count) -> ()": None,
-    "use_tiles(str name) -> bool": None,
-    "tiles() -> (str, int, int)": None,
-}
-
-
-# -------------------------------------------------------------------------------------- the library
+)
+WAITING = "waiting for another process, which builds the CPU operators (20 s)"
 
 
 def compiler() -> str:
@@ -260,7 +102,7 @@ def build(march: str = "") -> Path:
         if file.suffix in (".cpp", ".h")
     }
     target = processor() if march == "native" else ""
-    parts = [torch.__version__, target, *sources.values(), *command, *link]
+    parts = [torch.__version__, target, *sources.values(), str(UNITS), *command, *link]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
     library = folder / f"{march}-{key}.so"
@@ -303,12 +145,16 @@ def _compile_and_link(
     # the sources that the key is made of, even if the files are edited meanwhile
     for name, text in sources.items():
         (made.parent / name).write_text(text)
-    print("note: building the CPU operators, once (20 s)", file=sys.stderr)
+    log_note("building the CPU operators, once (20 s)")
     if not _knows_tiles(command, made.parent):
         command = [*command, "-DNO_TILES"]
-    units = [made.parent / name for name in UNITS]
-    objects = [str(unit.with_suffix(".o")) for unit in units]
-    _run(*([*command, "-c", str(unit), "-o", out] for unit, out in zip(units, objects)))
+    commands, objects = [], []
+    for number, names in enumerate(UNITS):
+        unit = made.parent / f"unit{number}.cpp"
+        unit.write_text("".join(f'#include "{name}"\n' for name in names))
+        objects.append(str(unit.with_suffix(".o")))
+        commands.append([*command, "-c", str(unit), "-o", objects[-1]])
+    _run(*commands)
     _run([command[0], *objects, *link, "-o", str(made)])
     made.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
     made.chmod(0o700)  # independent of the umask
@@ -390,22 +236,14 @@ def processor() -> str:
     return platform.machine()
 
 
-def register(namespace: str, library: Path) -> torch.library.Library:
-    """Define the operators in `torch.ops.<namespace>` with their shapes, and load their code."""
-    code = ctypes.CDLL(str(library))
-    definition = torch.library.Library(namespace, "FRAGMENT")
-    for schema, fake in OPERATORS.items():
-        definition.define(schema)
-        if fake is not None:
-            name = schema.partition("(")[0]
-            torch.library.register_fake(f"{namespace}::{name}", fake, lib=definition)
-    code.add_operators(namespace.encode())
-    return definition
+def register(namespace: str, library: Path) -> None:
+    """Load the library, and define its operators in `torch.ops.<namespace>` (operators.h)."""
+    ctypes.CDLL(str(library)).add_operators(namespace.encode())
 
 
 @functools.cache
 def load_operators() -> str:
-    """Make the operators of `OPERATORS` available in `torch.ops.gpt_eagle`.
+    """Make the operators available in `torch.ops.gpt_eagle`.
 
     Several threads may call this.
     Returns: the reason for a failure, which is also printed once, or the empty string.
@@ -418,20 +256,21 @@ def load_operators() -> str:
 def _load() -> str:
     try:
         library = build()
-        _libraries[library.name] = register("gpt_eagle", library)
+        register("gpt_eagle", library)
+        _loaded.append(library.name)
         tiles.choose()
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"
-        print(f"note: {note} ({reason})", file=sys.stderr)
+        log_note(f"{note} ({reason})")
         return reason
     return ""
 
 
 def loaded() -> str:
     """Return the library's name, made of all that its code depends on; empty if none is loaded."""
-    return next(iter(_libraries), "")
+    return "".join(_loaded)
 
 
 _one_at_a_time = threading.Lock()
-_libraries: dict[str, torch.library.Library] = {}  # by name; a definition ends with its object
+_loaded: list[str] = []  # the library's name, once it is loaded

@@ -11,7 +11,9 @@
 #pragma once
 
 #include "activations.h"
-#include "common.h"
+#include "numbers.h"
+#include "simd.h"
+#include "threads.h"
 #include "weight_layout.h"
 
 #include <algorithm>

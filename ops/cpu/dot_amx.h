@@ -13,9 +13,10 @@
 
 #include "activations.h"
 #include "amx.h"
-#include "common.h"
 #include "dot.h"
 #include "dot_k_types.h"
+#include "experts.h"
+#include "simd.h"
 #include "weight_layout.h"
 
 #include <algorithm>

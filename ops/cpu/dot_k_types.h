@@ -8,8 +8,9 @@
 #pragma once
 
 #include "activations.h"
-#include "common.h"
 #include "dot.h"
+#include "numbers.h"
+#include "simd.h"
 #include "weight_layout.h"
 
 namespace matmul {

@@ -1,15 +1,22 @@
-// A forward pass of a model, or of a draft head, on a CPU in one call.
+// A forward pass of a model, or of a draft head, on a CPU in one call: a machine that runs a list of steps.
 //
-// The steps are those of model.py's modules, from the embedding to the last norm, with the products and the attention
-// of the other files between them. As separate operators, the hundreds of small ones of a step cost more in dispatch,
-// guards and allocations than in work. All rows are in fp32, as in the modules; keys, values and features are kept in
-// bfloat16.
+// 1. Lists are made in Python (steps.py; model.py and models/ for models, eagle_draft.py for heads) and passed once, with
+//    their weights (`prepare_steps`). A step reads a register of rows, and writes one.
+// 2. `run` is one switch over the steps, with the matmuls and the attention of the other files between them. As separate
+//    operators, the hundreds of small ones of a pass cost more in dispatch, guards and allocations than in work.
+// 3. All rows are in fp32, as in Python; keys, values and features are kept in bfloat16.
 //
 // A row's result does not depend on the other rows, bit for bit, as in the products and in attention: a norm's sum runs
 // over the row in one order, everything else is computed element by element.
 
-#include "common.h"
+#include "attention.h"
+#include "blocks.h"
+#include "exponential.h"
 #include "matmul.h"
+#include "operands.h"
+#include "rotary.h"
+#include "threads.h"
+#include "tree.h"
 #include "weight_layout.h"
 
 #include <ATen/ops/from_blob.h>
@@ -43,71 +50,25 @@ struct Matrix {  // of a linear layer, or a stack of them: see `Weight` in weigh
   at::Tensor weight;
   std::optional<at::Tensor> table, bias;
 };
-struct Layer {
-  std::optional<at::Tensor> attention_norm;  // the first layer of a draft head has none
-  at::Tensor ffn_norm;
-  std::optional<at::Tensor> q_norm, k_norm;  // of every query and key, where the model has them
-  std::optional<at::Tensor> router;          // of a mixture of experts; w13 and w2 are stacks then
-  Matrix wqkv, wo, w13, w2;
-  int64_t inner;  // values between w13 and w2
-};
-struct Prepared {
-  const Prepared* self;  // the content of the tensor that owns this record
-  std::vector<Layer> layers;
-  int64_t heads, chosen;  // chosen: experts of a row
-  bool norm;              // the shares of a row's experts add up to 1; else all experts' do
-  double eps;
-};
 
-constexpr int64_t PER_LAYER = 17;  // tensors, in this order
-Layer layer_of(const Weights& weights, int64_t i, int64_t inner) {
-  const auto next = [&] { return weights.get(i++); };
-  const auto matrix = [&] {
-    const auto weight = next(), table = next(), bias = next();
-    return Matrix{*weight, table, bias};
-  };
-  Layer layer;
-  layer.attention_norm = next(), layer.wqkv = matrix(), layer.q_norm = next(), layer.k_norm = next();
-  layer.wo = matrix();
-  layer.ffn_norm = *next(), layer.router = next(), layer.w13 = matrix(), layer.w2 = matrix(), layer.inner = inner;
-  return layer;
-}
-
-// The operator `prepare_layers`. Returns: a tensor that owns a `Prepared`.
-at::Tensor prepare_layers(const Weights& weights, int64_t heads, at::IntArrayRef inner, int64_t chosen, bool norm,
-                          double eps) {
-  const int64_t count = int64_t(inner.size());
-  TORCH_CHECK(count && count * PER_LAYER == int64_t(weights.size()), weights.size(), " tensors are not ", count,
-              " layers of ", PER_LAYER);
-  Prepared* prepared = new Prepared{nullptr, {}, heads, chosen, norm, eps};
-  prepared->self = prepared;
-  for (int64_t i = 0; i < count; i++) prepared->layers.push_back(layer_of(weights, i * PER_LAYER, inner[i]));
-  return at::from_blob(prepared, {1}, [prepared](void*) { delete prepared; }, at::TensorOptions().dtype(at::kLong));
-}
-
-const Prepared& prepared_in(const at::Tensor& holder) {
-  const void* at = holder.const_data_ptr();
-  TORCH_CHECK(holder.nbytes() == sizeof(void*) && *static_cast<const void* const*>(at) == at,
-              "a copy of prepared layers holds nothing: prepare the layers of the copied model");
-  return *static_cast<const Prepared*>(at);
-}
-
-// Names the matrix of the product behind the next one, or null where it is not known.
-void then_read(const Matrix* by) {
-  if (by) read_next(by->weight.const_data_ptr(), by->weight.nbytes());
+// Names the weight of the product behind the next one, or null where it is not known.
+void then_read(const at::Tensor* weight) {
+  if (weight) read_next(weight->const_data_ptr(), weight->nbytes());
   else read_next(nullptr, 0);
 }
 
 // x [..., K] -> [..., n]. expert: of each row, int64, for a stack.
-at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert = {}) {
+at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n,
+                    const std::optional<at::Tensor>& expert = {}) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
   return matmul::matmul(x, by.weight, by.table, by.bias, n, true, expert);
 }
 
 // --------------------------------------------------------------------------------------------------- rows
 
-// row [width] -> to [width], normed; `to` may be the row itself.
-template <class T> void norm_row(const T* row, const Value* w, int64_t width, double eps, T* to) {
+// row [width] -> to [width], normed; `to` may be the row itself. w: [width], in bfloat16 or fp32
+template <class T, class W>
+void norm_row(const T* row, const W* w, int64_t width, double eps, T* to) {
   constexpr int64_t SUMS = 32;  // side by side, on all processors
   float sums[SUMS] = {}, total = 0;
   int64_t i = 0;
@@ -123,16 +84,26 @@ template <class T> void norm_row(const T* row, const Value* w, int64_t width, do
   }
 }
 
+// Calls f(weights of a norm), which are in bfloat16, or in fp32 where they count from one.
+template <class F> void with_gain(const at::Tensor& gain, const F& f) {
+  if (gain.scalar_type() == at::kFloat) f(rows_of(gain));
+  else f(data(gain));
+}
+
 // x [..., F], of fp32 or bfloat16 -> the same
-at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  TORCH_CHECK(weight.numel() == x.size(-1), "a norm of ", weight.numel(), " features does not fit ", x.size(-1));
+at::Tensor norm(const at::Tensor& x, const at::Tensor& gain, double eps) {
+  TORCH_CHECK(gain.numel() == x.size(-1), "a norm of ", gain.numel(), " features does not fit ",
+              x.size(-1));
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
   const int64_t width = x.size(-1);
   const at::Tensor y = empty_rows(x, width, x.scalar_type());
-  const Value* w = data(weight);
-  fill(y, [&]<class T>(T* to) {
-    const T* from = x.const_data_ptr<T>();
-    each_row(x.numel() / width, width, [&](int64_t r) { norm_row(from + r * width, w, width, eps, to + r * width); });
+  with_gain(gain, [&](const auto* w) {
+    fill(y, [&]<class T>(T* to) {
+      const T* from = x.const_data_ptr<T>();
+      each_row(x.numel() / width, width, [&](int64_t r) {
+        norm_row(from + r * width, w, width, eps, to + r * width);
+      });
+    });
   });
   return y;
 }
@@ -148,23 +119,33 @@ void add_to(const at::Tensor& x, at::Tensor& y) {
   });
 }
 
-// SwiGLU: gate and up [..., 2 inner], of fp32 or bfloat16, side by side -> silu(gate) * up.
-at::Tensor gate(const at::Tensor& both) {
-  RECORD_FUNCTION("gpt_eagle::silu", std::vector<c10::IValue>{});
+enum class Activation { SILU, GELU_TANH };
+
+// Returns the x of `x / (1 + e^-x)`, by which the activation multiplies its argument.
+inline float logit_of(Activation activation, float x) {
+  constexpr float TWICE_ROOT = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+  return activation == Activation::SILU ? x : TWICE_ROOT * (x + 0.044715f * x * x * x);
+}
+
+// gate and up [..., 2 inner], of fp32 or bfloat16, side by side -> activation(gate) * up.
+template <Activation A> at::Tensor gate(const at::Tensor& both) {
+  RECORD_FUNCTION("gpt_eagle::gate", std::vector<c10::IValue>{});
   constexpr int64_t CHUNK = 256;
   const int64_t inner = both.size(-1) / 2, chunks = (inner + CHUNK - 1) / CHUNK;
   const at::Tensor y = empty_rows(both, inner, both.scalar_type());
   fill(y, [&]<class T>(T* to) {
     const T* from = both.const_data_ptr<T>();
-    each_row(y.numel() / inner * chunks, 8 * CHUNK, [&](int64_t piece) {  // an exponential is worth several sums
-      const int64_t r = piece / chunks, first = piece % chunks * CHUNK, n = std::min(CHUNK, inner - first);
+    // an exponential is worth several sums
+    each_row(y.numel() / inner * chunks, 8 * CHUNK, [&](int64_t piece) {
+      const int64_t r = piece / chunks, first = piece % chunks * CHUNK;
+      const int64_t n = std::min(CHUNK, inner - first);
       const T *gates = from + r * 2 * inner + first, *ups = gates + inner;
       T* out = to + r * inner + first;
       for (int64_t i = 0; i < n; i++) {
-        const float g = widen(gates[i]), e = exponential(g < 0 ? g : -g);
-        T silu;
-        put(&silu, g * ((g < 0 ? e : 1.0f) / (1.0f + e)));
-        put(out + i, widen(silu) * widen(ups[i]));
+        const float g = widen(gates[i]), x = logit_of(A, g), e = exponential(x < 0 ? x : -x);
+        T activated;
+        put(&activated, g * ((x < 0 ? e : 1.0f) / (1.0f + e)));
+        put(out + i, widen(activated) * widen(ups[i]));
       }
     });
   });
@@ -231,56 +212,73 @@ at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x)
   return sum;
 }
 
-// The feed-forward layer: x [..., F] -> [..., F], without norm and residual. next: the layer behind it, or null.
-at::Tensor feed_forward(const Prepared& prepared, const Layer& layer, const Layer* next, const at::Tensor& x) {
-  const int64_t width = x.size(-1);
-  if (!layer.router) {
-    then_read(&layer.w2);
-    const at::Tensor gated = gate(multiply(x, layer.w13, 2 * layer.inner));
-    then_read(next ? &next->wqkv : nullptr);
-    return multiply(gated, layer.w2, width);
-  }
-  const Routes to = route(x, *layer.router, prepared.chosen, prepared.norm);
-  const at::Tensor both = multiply(to.rows, layer.w13, 2 * layer.inner, to.expert);
-  return merge(multiply(gate(both), layer.w2, width, to.expert), to, x);
-}
+// ------------------------------------------------------------------------------------------------ attention
 
-// ------------------------------------------------------------------------------------------------- layers
-
-struct Rows {  // the inputs that all layers share
-  const at::Tensor &cos, &sin, &slots, &start, &mask;
+struct Cache {  // a layer each; the slots of the new tokens, and the slots that they see
+  at::TensorList k, v;
+  const at::Tensor &slots, &start, &mask;
+};
+struct Window {  // what the layers of one window see
+  int64_t size;  // tokens; 0: all
+  at::Tensor mask;
+  std::optional<at::Tensor> first;
 };
 
-// Norms the queries and keys of qkv [B, T, H + 2 Hkv, E] in place, where the layer has such norms.
-void norm_heads(at::Tensor& qkv, const Layer& layer, int64_t heads, int64_t kv_heads, double eps) {
-  if (!layer.q_norm) return;
+// Returns the mask and the first slots of a layer that sees the last `size` tokens: kv_cache.sliding
+Window sliding(const Cache& cache, int64_t size) {
+  const at::Tensor all = cache.mask.contiguous(), begin = cache.start.contiguous();
+  const int64_t B = all.size(0), T = all.size(1), W = all.size(2);
+  Window window{size, at::empty(all.sizes(), all.options()),
+                at::empty({B, T}, begin.options().dtype(at::kLong))};
+  const bool* seen = all.const_data_ptr<bool>();
+  bool* mask = window.mask.mutable_data_ptr<bool>();
+  int64_t* first = window.first->mutable_data_ptr<int64_t>();
+  for (int64_t r = 0; r < B * T; r++) {
+    int64_t count = 0;  // tokens of the path in the window, from the row's own back
+    for (int64_t w = W - 1; w >= 0; w--) {
+      mask[r * W + w] = seen[r * W + w] && count < size;
+      count += seen[r * W + w];
+    }
+    const int64_t end = begin.const_data_ptr<int64_t>()[r / T] + count;
+    first[r] = std::max<int64_t>(0, end - size);
+  }
+  return window;
+}
+
+// Norms the queries and keys of qkv [B, T, H + 2 Hkv, E] in place.
+void norm_heads(at::Tensor& qkv, int64_t heads, int64_t kv_heads, const at::Tensor& q_gain,
+                const at::Tensor& k_gain, double eps) {
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
   const int64_t all = heads + 2 * kv_heads, e = qkv.size(3);
-  const Value *q_weight = data(*layer.q_norm), *k_weight = data(*layer.k_norm);
   float* to = qkv.mutable_data_ptr<float>();
-  each_row(qkv.numel() / (all * e), all * e, [&](int64_t r) {
-    for (int64_t h = 0; h < heads + kv_heads; h++) {
-      float* head = to + (r * all + h) * e;
-      norm_row(head, h < heads ? q_weight : k_weight, e, eps, head);
-    }
+  with_gain(q_gain, [&]<class W>(const W* q_weight) {
+    const W* k_weight = k_gain.const_data_ptr<W>();
+    each_row(qkv.numel() / (all * e), all * e, [&](int64_t r) {
+      for (int64_t h = 0; h < heads + kv_heads; h++) {
+        float* head = to + (r * all + h) * e;
+        norm_row(head, h < heads ? q_weight : k_weight, e, eps, head);
+      }
+    });
   });
 }
 
 // Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values at their slots.
 // Returns: the queries.
-at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
+at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& slots, const std::tuple<at::Tensor, at::Tensor>& rope) {
   RECORD_FUNCTION("gpt_eagle::rotary", std::vector<c10::IValue>{});
   const int64_t B = qkv.size(0), T = qkv.size(1), kv_heads = k.size(1), e = k.size(3);
   const int64_t heads = qkv.size(2) - 2 * kv_heads;
   at::Tensor q = at::empty({B, T, heads, e}, qkv.options());
   float* to_q = q.mutable_data_ptr<float>();
   Value *to_k = k.mutable_data_ptr<Value>(), *to_v = v.mutable_data_ptr<Value>();
-  const float *cos = rows.cos.const_data_ptr<float>(), *sin = rows.sin.const_data_ptr<float>();
-  const int64_t* slot = rows.slots.const_data_ptr<int64_t>();
+  const float *cos = rows_of(std::get<0>(rope)), *sin = rows_of(std::get<1>(rope));
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
   const float* all = rows_of(qkv);
   each_row(B * T, (heads + 2 * kv_heads) * e, [&](int64_t r) {
     const float* from = all + r * (heads + 2 * kv_heads) * e;
-    for (int64_t h = 0; h < heads; h++) rotate(from + h * e, cos + r * e, sin + r * e, e, to_q + (r * heads + h) * e);
+    for (int64_t h = 0; h < heads; h++)
+      rotate(from + h * e, cos + r * e, sin + r * e, e, to_q + (r * heads + h) * e);
     for (int64_t h = 0; h < kv_heads; h++) {
       const int64_t at_k = r / T * k.stride(0) + h * k.stride(1) + slot[r] * k.stride(2);
       const int64_t at_v = r / T * v.stride(0) + h * v.stride(1) + slot[r] * v.stride(2);
@@ -291,29 +289,13 @@ at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at
   return q;
 }
 
-at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Cache& cache,
+                  const Window& window, double scale) {
   RECORD_FUNCTION("gpt_eagle::attention", std::vector<c10::IValue>{});
-  return attention::attention(q, k, v, rows.start, rows.mask);
+  return attention::attention(q, k, v, cache.start, window.mask, window.first, scale);
 }
 
-// A layer: x [B, T, F] -> [B, T, F]. h: the input of attention, where it is not the norm of x. Writes: k and v at the
-// tokens' slots. next: the layer behind it, or null.
-at::Tensor run_layer(const Prepared& prepared, const Layer& layer, const Layer* next, const at::Tensor& x,
-                     const std::optional<at::Tensor>& h, const at::Tensor& k, const at::Tensor& v, const Rows& rows) {
-  const int64_t B = x.size(0), T = x.size(1), F = x.size(2), all = prepared.heads + 2 * k.size(1), e = k.size(3);
-  const at::Tensor normed = h ? *h : layer.attention_norm ? norm(x, *layer.attention_norm, prepared.eps) : x;
-  then_read(&layer.wo);
-  at::Tensor qkv = multiply(normed, layer.wqkv, all * e).view({B, T, all, e});
-  norm_heads(qkv, layer, prepared.heads, k.size(1), prepared.eps);
-  const at::Tensor q = rotate_and_store(qkv, k, v, rows);
-  const at::Tensor heads = attend(q, k, v, rows);
-  then_read(layer.router ? nullptr : &layer.w13);
-  at::Tensor attended = multiply(heads, layer.wo, F);
-  add_to(x, attended);
-  at::Tensor y = feed_forward(prepared, layer, next, norm(attended, layer.ffn_norm, prepared.eps));
-  add_to(attended, y);
-  return y;
-}
+// ------------------------------------------------------------------------------------------------- columns
 
 // Copies x [..., F] to the columns of y [..., whole], of fp32 or bfloat16, from `first` on.
 void copy_columns(const at::Tensor& x, const at::Tensor& y, int64_t first) {
@@ -349,7 +331,7 @@ at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
   return y;
 }
 
-// tokens [B, T] -> their rows of the weight [V, F], or of packed bytes with their table, [B, T, F]
+// tokens [B, T] -> their rows of the weight [V, F], or of packed blocks with their table, [B, T, F]
 at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight, const std::optional<at::Tensor>& table) {
   TORCH_CHECK(tokens.dim() == 2 && weight.is_contiguous(), "tokens must be [B, T], and weights contiguous");
   const int64_t F = table ? Weight(weight, table).k : weight.size(1), count = tokens.numel();
@@ -367,118 +349,292 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight, const std::
   return x;
 }
 
-struct Cache {  // the slots of the new tokens, and the slots that they see
-  at::TensorList k, v;
-  const at::Tensor &slots, &start, &mask;
+// -------------------------------------------------------------------------------------------------- the list
+
+enum class Op {
+  NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, ROUTE, MERGE, COPY, COLUMNS, BESIDE
+};
+constexpr std::pair<const char*, Op> OPS[] = {
+    {"norm", Op::NORM},     {"part_norm", Op::PART_NORM}, {"project", Op::PROJECT},
+    {"silu", Op::SILU},     {"head_norm", Op::HEAD_NORM}, {"gelu_tanh", Op::GELU_TANH},
+    {"rotate", Op::ROTATE}, {"attend", Op::ATTEND},       {"add", Op::ADD},
+    {"route", Op::ROUTE},   {"merge", Op::MERGE},         {"copy", Op::COPY},
+    {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},
+};
+enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, REGISTERS };  // steps.REGISTERS
+
+struct Step {  // operands: what `for_cpp` in steps.py says of each kind
+  Op op;
+  Register source, to;
+  int64_t layer;  // -1: before the first
+  int64_t counts[4];
+  double numbers[2];
+  std::optional<at::Tensor> weights[3];
+  const at::Tensor* next = nullptr;  // the weight of the next projection, where it is known
+
+  const at::Tensor& weight(int i = 0) const { return *weights[i]; }
 };
 
-// Runs x [B, T, F] through all layers. positions: [B, T]; h: as in `run_layer`, of the first. Where `aux_layers`
-// ascend, copies these layers' inputs (aux hidden states) side by side to `kept` [B, T, any], from column F on. Writes:
-// the cache.
-at::Tensor run_layers(const Prepared& prepared, at::Tensor x, const at::Tensor& freq, double factor,
-                      const at::Tensor& positions, const Cache& cache, at::IntArrayRef aux_layers, const at::Tensor& kept,
-                      const std::optional<at::Tensor>& h) {
-  const int64_t B = x.size(0), T = x.size(1), F = x.size(2), count = int64_t(cache.k.size()), S = cache.k[0].size(2);
-  TORCH_CHECK(cache.k.size() == prepared.layers.size() && cache.v.size() == cache.k.size(), "the cache is of ", count,
-              " layers, not of ", prepared.layers.size());
-  TORCH_CHECK(x.scalar_type() == at::kFloat, "rows must be float32");
-  TORCH_CHECK(positions.numel() == B * T && cache.slots.numel() == B * T && cache.k[0].size(0) == B,
-              "a position and a slot per row, and a cache row per batch row");
-  const at::Tensor to = cache.slots.contiguous();
-  for (int64_t r = 0; r < B * T; r++) {
-    const int64_t slot = to.const_data_ptr<int64_t>()[r];
-    TORCH_CHECK(slot >= 0 && slot < S, "the cache has ", S, " slots, and no slot ", slot);
+struct Program {  // steps, and what a pass begins with
+  const Program* self;  // the content of the tensor that owns this record
+  std::vector<Step> steps;
+  int64_t layers;
+  at::Tensor embedding;
+  std::optional<at::Tensor> embedding_table;
+  double embedding_scale;
+  std::vector<at::Tensor> freqs;
+  std::vector<double> factors;
+};
+
+Op op_of(const std::string& name) {
+  for (const auto& [known, op] : OPS)
+    if (name == known) return op;
+  TORCH_CHECK(false, "there is no step ", name);
+}
+
+// Lets every projection know the one behind it, whose weight may be fetched meanwhile. Experts are
+// known only when they are chosen.
+void link_projections(std::vector<Step>& steps) {
+  const at::Tensor* next = nullptr;
+  for (int64_t i = int64_t(steps.size()) - 1; i >= 0; i--) {
+    const bool is_projection = steps[i].op == Op::PROJECT, is_mixture = is_projection && steps[i].counts[1];
+    if (is_projection && !is_mixture) steps[i].next = next, next = &steps[i].weight();
+    if (is_mixture || steps[i].op == Op::ROUTE) next = nullptr;
   }
-  const auto [cos, sin] = rotary::angles(freq, positions, factor);
-  const Rows rows{cos, sin, to, cache.start, cache.mask};
-  size_t tap = 0;
-  for (int64_t i = 0; i <= count; i++) {
-    if (tap < aux_layers.size() && aux_layers[tap] == i) copy_columns(x, kept, int64_t(++tap) * F);
-    if (i == count) break;
-    const Layer* next = i + 1 < count ? &prepared.layers[i + 1] : nullptr;
-    x = run_layer(prepared, prepared.layers[i], next, x, i ? std::nullopt : h, cache.k[i], cache.v[i], rows);
+}
+
+// Returns the program in a tensor of `prepare_steps`.
+const Program& program_in(const at::Tensor& holder) {
+  const void* at = holder.const_data_ptr();
+  TORCH_CHECK(holder.nbytes() == sizeof(void*) && *static_cast<const void* const*>(at) == at,
+              "a copy of prepared layers holds nothing: prepare the layers of the copied model");
+  return *static_cast<const Program*>(at);
+}
+
+// --------------------------------------------------------------------------------------------------- the machine
+
+class Machine {
+ public:
+  std::optional<at::Tensor> rows[REGISTERS];  // [B, T, F] each
+
+  explicit Machine(const Program& program) : program(program) {}
+
+  // Makes the angles, and checks the operands of a pass over a cache. positions: [B, T]
+  void use(const Cache& cache, const at::Tensor& positions, int64_t B, int64_t T) {
+    const int64_t count = int64_t(cache.k.size());
+    TORCH_CHECK(count == program.layers && int64_t(cache.v.size()) == count, "the cache is of ", count,
+                " layers, not of ", program.layers);
+    TORCH_CHECK(positions.numel() == B * T && cache.slots.numel() == B * T && cache.k[0].size(0) == B,
+                "a position and a slot per row, and a cache row per batch row");
+    const int64_t S = cache.k[0].size(2);
+    slots = cache.slots.contiguous();
+    for (int64_t r = 0; r < B * T; r++) {
+      const int64_t slot = slots.const_data_ptr<int64_t>()[r];
+      TORCH_CHECK(slot >= 0 && slot < S, "the cache has ", S, " slots, and no slot ", slot);
+    }
+    for (size_t i = 0; i < program.freqs.size(); i++)
+      ropes.push_back(rotary::angles(program.freqs[i], positions, program.factors[i]));
+    this->cache = &cache;
+    windows.push_back({0, cache.mask, std::nullopt});
   }
-  TORCH_CHECK(tap == aux_layers.size(), "aux_layers must ascend, from 0 to ", count, "; they are ", aux_layers);
+
+  // Runs all steps. Where `aux_layers` ascend, copies these layers' inputs (aux hidden states) side by
+  // side to `kept` [B, T, any], from column F on. Writes: the cache. Returns: the last result, H.
+  const at::Tensor& run(at::IntArrayRef aux_layers = {}, const at::Tensor* kept = nullptr) {
+    size_t tap = 0;
+    int64_t begun = -1;  // layers, and what is behind them
+    for (const Step& step : program.steps) {
+      if (step.layer > begun && tap < aux_layers.size() && aux_layers[tap] == step.layer) {
+        const at::Tensor& stream = *rows[STREAM];
+        copy_columns(stream, *kept, int64_t(++tap) * stream.size(-1));
+      }
+      begun = step.layer;
+      rows[step.to] = result(step);
+    }
+    TORCH_CHECK(tap == aux_layers.size(), "aux_layers must ascend, from 0 to ", program.layers,
+                "; they are ", aux_layers);
+    return at(H);
+  }
+
+ private:
+  const Program& program;
+  const Cache* cache = nullptr;
+  at::Tensor slots;
+  std::vector<std::tuple<at::Tensor, at::Tensor>> ropes;  // cosines and sines
+  std::vector<Window> windows;
+  Routes routes;
+
+  const at::Tensor& at(Register of) const {
+    TORCH_CHECK(rows[of] && rows[of]->defined(), "a step reads a register that no step has written");
+    return *rows[of];
+  }
+
+  // Takes a register, for a step that works in place. What another register still holds is copied.
+  at::Tensor take(Register of) {
+    at::Tensor x = at(of);
+    rows[of].reset();
+    return x.use_count() > 1 ? x.clone() : x;
+  }
+
+  at::Tensor result(const Step& step) {
+    if (step.op == Op::HEAD_NORM) return head_norm(take(step.source), step);
+    if (step.op == Op::ADD) return add(take(step.source));
+    const at::Tensor& x = at(step.source);
+    switch (step.op) {
+      case Op::NORM: return norm(x, step.weight(), step.numbers[0]);
+      case Op::PART_NORM: return norm_part(x, step);
+      case Op::PROJECT: return project(x, step);
+      case Op::ROTATE: return rotate(x, step);
+      case Op::ATTEND: return attend_by(x, step);
+      case Op::SILU: return gate<Activation::SILU>(x);
+      case Op::GELU_TANH: return gate<Activation::GELU_TANH>(x);
+      case Op::ROUTE: return choose(x, step);
+      case Op::MERGE: return merge(x, routes, at(STREAM));
+      case Op::COPY: return x;
+      case Op::COLUMNS: return columns_of(x, step.counts[0], x.size(-1) - step.counts[0]);
+      case Op::BESIDE: return side_by_side(x, at(Register(step.counts[0])));
+      default: break;
+    }
+    TORCH_CHECK(false, "no step of this kind");
+  }
+
+  at::Tensor project(const at::Tensor& x, const Step& step) {
+    const bool is_mixture = step.counts[1] > 0;
+    then_read(step.next);
+    const Matrix by{step.weight(0), step.weights[1], step.weights[2]};
+    return multiply(x, by, step.counts[0],
+                    is_mixture ? std::optional<at::Tensor>(routes.expert) : std::nullopt);
+  }
+
+  at::Tensor norm_part(const at::Tensor& x, const Step& step) {
+    const int64_t width = x.size(-1) / step.counts[1], first = step.counts[0] * width;
+    const at::Tensor y = x.clone();
+    copy_columns(norm(columns_of(x, first, width), step.weight(), step.numbers[0]), y, first);
+    return y;
+  }
+
+  // Returns [B, T, H + 2 Hkv, E] of the result of a projection.
+  at::Tensor as_heads(const at::Tensor& x, const Step& step) {
+    const int64_t all = step.counts[0] + 2 * step.counts[1], e = step.counts[2];
+    TORCH_CHECK(x.size(-1) == all * e || x.dim() == 4, "rows of ", x.size(-1), " are not ", all, " heads");
+    return x.view({x.size(0), x.size(1), all, e});
+  }
+
+  // Works in place.
+  at::Tensor head_norm(const at::Tensor& x, const Step& step) {
+    at::Tensor qkv = as_heads(x, step);
+    norm_heads(qkv, step.counts[0], step.counts[1], step.weight(0), step.weight(1), step.numbers[0]);
+    return qkv;
+  }
+
+  at::Tensor rotate(const at::Tensor& x, const Step& step) {
+    const at::Tensor &k = cache->k[step.layer], &v = cache->v[step.layer];
+    TORCH_CHECK(k.size(1) == step.counts[1] && k.size(3) == step.counts[2] && v.sizes() == k.sizes(),
+                "the cache has other heads than the layer");
+    return rotate_and_store(as_heads(x, step), k, v, slots, ropes.at(step.counts[3]));
+  }
+
+  at::Tensor attend_by(const at::Tensor& q, const Step& step) {
+    const int64_t size = step.counts[0];
+    auto at = std::find_if(windows.begin(), windows.end(), [&](const Window& w) { return w.size == size; });
+    if (at == windows.end()) {
+      windows.push_back(sliding(*cache, size));
+      at = windows.end() - 1;
+    }
+    const at::Tensor &k = cache->k[step.layer], &v = cache->v[step.layer];
+    return attend(q, k, v, *cache, *at, step.numbers[0]);
+  }
+
+  // Works in place.
+  at::Tensor add(at::Tensor x) {
+    add_to(at(STREAM), x);
+    return x;
+  }
+
+  at::Tensor choose(const at::Tensor& x, const Step& step) {
+    routes = route(x, step.weight(), step.counts[0], step.counts[1]);
+    return routes.rows;
+  }
+};
+
+// tokens [B, T] -> their embeddings, [B, T, F]
+at::Tensor embed(const at::Tensor& tokens, const Program& program) {
+  const at::Tensor x = embed(tokens, program.embedding, program.embedding_table);
+  const float scale = float(program.embedding_scale);
+  float* to = x.mutable_data_ptr<float>();
+  if (scale != 1)
+    for (int64_t i = 0; i < x.numel(); i++) to[i] *= scale;
   return x;
 }
 
-// ------------------------------------------------------------------------------------------------- a draft head
-
-// The parts of a head besides its layers, in this order; some heads lack some. Then one norm per aux hidden state.
-enum Part { EMBEDDING, EMBEDDING_TABLE, FREQ, NORM, EMBEDDING_NORM, HIDDEN_NORM, INPUT_NORM, FC, FC_TABLE, FC_BIAS, FC_NORMS };
-
-struct Head {
-  const Prepared& prepared;
-  const Weights& parts;
-  double factor;
-  bool normed_residual;  // EAGLE-3: the residual stream begins with the normed hidden state
-  int64_t inputs;        // EAGLE-3: inputs of fc
-
-  std::optional<at::Tensor> part(int64_t i) const { return parts.get(i); }
-  bool of_version_3() const { return part(HIDDEN_NORM).has_value(); }
-  at::Tensor fc(const at::Tensor& x) const {
-    const int64_t dim = prepared.layers[0].ffn_norm.numel();
-    return multiply(x, Matrix{*part(FC), part(FC_TABLE), part(FC_BIAS)}, dim);
-  }
-  at::Tensor normed(const at::Tensor& x, int64_t i) const { return norm(x, *part(i), prepared.eps); }
-
-  // The target's features, in bfloat16 -> those that `step` takes: [B, T, (1 + aux_layers) F] -> [B, T, F].
-  at::Tensor fuse(const at::Tensor& features) const {
-    const int64_t each = int64_t(parts.size()) - FC_NORMS, width = features.size(-1), aux_layers = std::max<int64_t>(each, 1);
-    const bool fuses = of_version_3() && part(FC);
-    at::Tensor x = fuses ? columns_of(features, width - inputs, inputs) : columns_of(features, 0, width);
-    if (part(INPUT_NORM)) x = normed(x, INPUT_NORM);
-    if (!fuses) return x;
-    if (each)
-      for (int64_t i = 0; i < aux_layers; i++)
-        copy_columns(normed(columns_of(x, i * inputs / aux_layers, inputs / aux_layers), FC_NORMS + i), x, i * inputs / aux_layers);
-    return fc(x);
-  }
-  // One forward pass. tokens: [B, T]; features: [B, T, F]. Writes: the cache. Returns: [B, T, F] in bfloat16.
-  at::Tensor step(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& positions,
-                  const Cache& cache) const {
-    const at::Tensor embedded = embed(tokens, *part(EMBEDDING), part(EMBEDDING_TABLE));
-    at::Tensor x = features;
-    std::optional<at::Tensor> h;
-    if (of_version_3()) {
-      const at::Tensor hidden = normed(features, HIDDEN_NORM);
-      x = normed_residual ? hidden : features;
-      h = side_by_side(normed(embedded, EMBEDDING_NORM), hidden);
-    } else {
-      x = fc(side_by_side(embedded, features));
-    }
-    const at::Tensor y = run_layers(prepared, x, *part(FREQ), factor, positions, cache, {}, x, h);
-    const at::Tensor out = empty_rows(y, y.size(-1), at::kBFloat16);
-    copy_columns(part(NORM) ? normed(y, NORM) : y, out, 0);
-    return out;
-  }
-};
+// Runs a draft head over tokens [B, T] and features [B, T, F]. Writes: the cache. Returns: [B, T, F] in bfloat16.
+at::Tensor step_head(const Program& program, const at::Tensor& tokens, const at::Tensor& features,
+                     const at::Tensor& positions, const Cache& cache) {
+  Machine machine(program);
+  machine.rows[EMBEDDED] = embed(tokens, program);
+  machine.rows[FEATURES] = features;
+  machine.use(cache, positions, features.size(0), features.size(1));
+  const at::Tensor& y = machine.run();
+  const at::Tensor out = empty_rows(y, y.size(-1), at::kBFloat16);
+  copy_columns(y, out, 0);
+  return out;
+}
 
 }  // namespace
 
 // -------------------------------------------------------------------------------------------------- operators
 
+// Makes a program of steps, each of which has an op, PER_STEP counts (source, to, layer, its own), 2 numbers and 3 weights.
+// Returns: a tensor that owns it.
+constexpr int64_t PER_STEP = 7;
+at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts, at::ArrayRef<double> numbers,
+                         const Weights& weights, const at::Tensor& embedding,
+                         const std::optional<at::Tensor>& embedding_table, double embedding_scale,
+                         at::TensorList freqs, at::ArrayRef<double> factors) {
+  const int64_t count = int64_t(ops.size());
+  TORCH_CHECK(count && int64_t(counts.size()) == count * PER_STEP && int64_t(numbers.size()) == 2 * count &&
+                  int64_t(weights.size()) == 3 * count && freqs.size() == factors.size(),
+              weights.size(), " weights do not fit ", count, " steps of 3");
+  Program* program = new Program{nullptr, {}, 0, embedding, embedding_table, embedding_scale, freqs.vec(),
+                                 factors.vec()};
+  program->self = program;
+  const at::Tensor holder = at::from_blob(program, {1}, [program](void*) { delete program; },
+                                          at::TensorOptions().dtype(at::kLong));
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t* of = counts.data() + i * PER_STEP;
+    TORCH_CHECK(of[0] >= 0 && of[0] < REGISTERS && of[1] >= 0 && of[1] < REGISTERS, "no such register");
+    Step step{op_of(ops[i]), Register(of[0]), Register(of[1]), of[2], {}, {}, {}};
+    std::copy_n(of + 3, 4, step.counts);
+    std::copy_n(numbers.data() + 2 * i, 2, step.numbers);
+    for (int64_t w = 0; w < 3; w++) step.weights[w] = weights.get(3 * i + w);
+    if (step.op == Op::ROTATE) program->layers = std::max(program->layers, step.layer + 1);
+    program->steps.push_back(std::move(step));
+  }
+  link_projections(program->steps);
+  return holder;
+}
+
 // `Transformer.forward` of model.py: tokens, positions, slots [B, T] -> features after the final norm, and behind them
 // the inputs of the layers in aux_layers: [B, T, (1 + aux_layers) F]. Writes: k, v at the slots.
-at::Tensor model(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& holder,
-                 const at::Tensor& embedding, const std::optional<at::Tensor>& embedding_table, const at::Tensor& freq,
-                 const at::Tensor& final_norm, double factor, at::TensorList k, at::TensorList v, const at::Tensor& slots, const at::Tensor& start,
-                 const at::Tensor& mask, at::IntArrayRef aux_layers) {
-  const Prepared& prepared = prepared_in(holder);
-  const at::Tensor x = embed(tokens, embedding, embedding_table);
-  const at::Tensor features = empty_rows(x, (1 + int64_t(aux_layers.size())) * x.size(2), at::kBFloat16);
+at::Tensor run_model(const at::Tensor& holder, const at::Tensor& tokens, const at::Tensor& positions,
+                     at::TensorList k, at::TensorList v, const at::Tensor& slots, const at::Tensor& start,
+                     const at::Tensor& mask, at::IntArrayRef aux_layers) {
+  const Program& program = program_in(holder);
+  Machine machine(program);
+  const at::Tensor x = embed(tokens, program);
+  machine.rows[STREAM] = machine.rows[H] = x;
   const Cache cache{k, v, slots, start, mask};
-  const at::Tensor y = run_layers(prepared, x, freq, factor, positions, cache, aux_layers, features, std::nullopt);
-  copy_columns(norm(y, final_norm, prepared.eps), features, 0);
+  machine.use(cache, positions, x.size(0), x.size(1));
+  const at::Tensor features = empty_rows(x, (1 + int64_t(aux_layers.size())) * x.size(2), at::kBFloat16);
+  copy_columns(machine.run(aux_layers, &features), features, 0);
   return features;
 }
 
 // `EagleHead.forward` of eagle_draft.py over nodes [B, R] of a level. out: [B, R', F], outputs of the nodes before;
 // parent: [B, R], the index of each node's parent among these. Writes: k, v at the slots. Returns: [B, R, F].
-at::Tensor head_step(const at::Tensor& tokens, const at::Tensor& out, const at::Tensor& parent,
-                     const at::Tensor& positions, const at::Tensor& holder, const Weights& parts, double factor,
-                     bool normed_residual, at::TensorList k, at::TensorList v, const at::Tensor& slots,
-                     const at::Tensor& start, const at::Tensor& mask) {
+at::Tensor head_step(const at::Tensor& holder, const at::Tensor& tokens, const at::Tensor& out,
+                     const at::Tensor& parent, const at::Tensor& positions, at::TensorList k, at::TensorList v,
+                     const at::Tensor& slots, const at::Tensor& start, const at::Tensor& mask) {
   TORCH_CHECK(tokens.dim() == 2 && out.dim() == 3, "tokens must be [B, R], out [B, R', F]");
   const int64_t B = tokens.size(0), R = tokens.size(1), before = out.size(1), F = out.size(2);
   const Operand<Value> of(out, {B, before, F}, "out");
@@ -489,21 +645,18 @@ at::Tensor head_step(const at::Tensor& tokens, const at::Tensor& out, const at::
     const int64_t place = r / R * before + within(from[r], before, "a parent");
     for (int64_t i = 0; i < F; i++) to[r * F + i] = widen(of.data[place * F + i]);
   }
-  const Head head{prepared_in(holder), parts, factor, normed_residual, 0};
-  return head.step(tokens, rows, positions, {k, v, slots, start, mask});
+  return step_head(program_in(holder), tokens, rows, positions, {k, v, slots, start, mask});
 }
 
-// `EagleDrafter.extend` of eagle_draft.py. tokens: [B, R + 1]; features: [B, R, (1 + aux_layers) F]; count, length:
-// [B]; hidden: [B, 1, F]; inputs: of fc. Writes: k, v from slot `length` on. Returns: hidden and length after the first
-// `count` tokens.
-std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const at::Tensor& features,
+// `EagleDrafter.extend` of eagle_draft.py. inputs: the program of `EagleHead.inputs`; tokens: [B, R + 1]; features:
+// [B, R, (1 + aux_layers) F]; count, length: [B]; hidden: [B, 1, F]. Writes: k, v from slot `length` on. Returns: hidden
+// and length after the first `count` tokens.
+std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& holder, const at::Tensor& inputs,
+                                               const at::Tensor& tokens, const at::Tensor& features,
                                                const at::Tensor& count, const at::Tensor& length,
-                                               const at::Tensor& hidden, const at::Tensor& holder, const Weights& parts,
-                                               double factor, bool normed_residual, int64_t inputs, at::TensorList k,
-                                               at::TensorList v) {
+                                               const at::Tensor& hidden, at::TensorList k, at::TensorList v) {
   TORCH_CHECK(features.dim() == 3 && features.scalar_type() == at::kBFloat16 && hidden.dim() == 3,
               "features and hidden have 3 dimensions, and features are bfloat16");
-  const Head head{prepared_in(holder), parts, factor, normed_residual, inputs};
   const int64_t B = features.size(0), R = features.size(1), F = hidden.size(2);
   const Whole token(tokens, {B, R + 1}, "tokens"), real(count, {B}, "count"), before(length, {B}, "length");
   const Operand<Value> held(hidden, {B, 1, F}, "hidden");
@@ -512,7 +665,10 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const a
   for (int64_t b = 0; b < B; b++)
     std::copy_n(token.data + b * (R + 1) + 1, R, next.mutable_data_ptr<int64_t>() + b * R);
   const auto [slots, start, mask] = tree::causal(length, R, 0);
-  const at::Tensor y = head.step(next, head.fuse(features.contiguous()), slots, {k, v, slots, start, mask});
+  Machine reader(program_in(inputs));
+  reader.rows[FEATURES] = features.contiguous();
+  const at::Tensor& x = reader.run();
+  const at::Tensor y = step_head(program_in(holder), next, x, slots, {k, v, slots, start, mask});
   const Operand<Value> out(y, {B, R, F}, "the head's output");
   for (int64_t b = 0; b < B; b++) {
     const int64_t rows = within(real[b], R + 1, "a count");
@@ -526,11 +682,55 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& tokens, const a
 // `rms_norm` of ops/norm.py for bfloat16 weights. x: [..., F], fp32 or bfloat16; weight: [F]
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   const bool known = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat;
-  TORCH_CHECK(known && weight.scalar_type() == at::kBFloat16, "x must be bfloat16 or float32, and weight bfloat16");
+  const bool fits = weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kFloat;
+  TORCH_CHECK(known && fits, "x and weight must be bfloat16 or float32");
   return norm(x.contiguous(), weight.contiguous(), eps);
 }
 
-// `swiglu` of ops/norm.py. both: [..., 2 F], fp32 or bfloat16
-at::Tensor swiglu(const at::Tensor& both) { return gate(both.contiguous()); }
+// `swiglu` and `geglu` of ops/norm.py. both: [..., 2 F], fp32 or bfloat16
+at::Tensor swiglu(const at::Tensor& both) { return gate<Activation::SILU>(both.contiguous()); }
+at::Tensor geglu(const at::Tensor& both) { return gate<Activation::GELU_TANH>(both.contiguous()); }
+
+}  // namespace layers
+
+#include "operators.h"
+
+namespace layers {
+
+// The results, empty, where steps are traced.
+at::Tensor empty_norm(const at::Tensor& x, const at::Tensor&, double) {
+  return at::empty(x.sizes(), x.options());
+}
+at::Tensor empty_swiglu(const at::Tensor& both) {
+  return empty_rows(both, both.size(-1) / 2, both.scalar_type());
+}
+
+OPERATORS(m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.impl("rms_norm", at::kCPU, rms_norm);
+  m.impl("rms_norm", at::kMeta, empty_norm);
+  m.def("swiglu(Tensor both) -> Tensor");
+  m.impl("swiglu", at::kCPU, swiglu);
+  m.impl("swiglu", at::kMeta, empty_swiglu);
+  m.def("geglu(Tensor both) -> Tensor");
+  m.impl("geglu", at::kCPU, geglu);
+  m.impl("geglu", at::kMeta, empty_swiglu);
+  m.def(
+      "prepare_steps(str[] ops, int[] counts, float[] numbers, Tensor?[] weights, Tensor embedding, "
+      "Tensor? embedding_table, float embedding_scale, Tensor[] freqs, float[] factors) -> Tensor");
+  m.impl("prepare_steps", at::kCPU, prepare_steps);
+  m.def(
+      "run_model(Tensor program, Tensor tokens, Tensor positions, Tensor(a!)[] k, Tensor(b!)[] v, "
+      "Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor");
+  m.impl("run_model", at::kCPU, run_model);
+  m.def(
+      "head_step(Tensor program, Tensor tokens, Tensor out, Tensor parent, Tensor positions, "
+      "Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask) -> Tensor");
+  m.impl("head_step", at::kCPU, head_step);
+  m.def(
+      "head_extend(Tensor program, Tensor inputs, Tensor tokens, Tensor features, Tensor count, "
+      "Tensor length, Tensor hidden, Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)");
+  m.impl("head_extend", at::kCPU, head_extend);
+}
 
 }  // namespace layers

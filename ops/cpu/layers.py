@@ -1,14 +1,14 @@
 """A forward pass of a model, or of a draft head, in one C++ call on a CPU (layers.cpp).
 
-It computes the same as model.py's modules, with weights in bfloat16, int8, int4 or GGUF blocks:
-rows in fp32, bfloat16 in the cache and in features. Any of the layers may be mixtures of experts.
-One call replaces hundreds of small operators. Other dtypes, gradients, other devices and machines
-without a C++ compiler are left to the modules.
+It runs the same lists of steps as PyTorch does (steps.py), with weights in bfloat16, int8, int4
+or GGUF blocks: rows in fp32, bfloat16 in the cache and in features. One call replaces hundreds of
+small operators. Other dtypes, gradients, other devices, steps that C++ does not know, and machines
+without a C++ compiler are left to PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,57 +18,60 @@ from ops.library import has_cpu_operators
 
 # of operators that a pass consists of
 FAMILIES = ("attention", "experts", "fused", "norm", "products", "rotary")
+REGISTERS = ("stream", "h", "embedded", "features", "normed")  # as in steps.py
+EMPTY = (None, None, None)
+
+# steps with the module that holds their weights, and the number of their layer: -1 before the first
+Placed = tuple[Sequence[Any], nn.Module, int]
 
 
-def fits(layers: Sequence[nn.Module]) -> bool:
-    """Check that the C++ operators can run these blocks of model.py."""
-    weight = layers[0].ffn_norm.weight
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    formats = [getattr(layer.attention.wo, "format", "none") for layer in layers]
-    known = all(name in ("none", "int8", "int4", "blocks") for name in formats)
-    known = known and layers[0].attention.head_dim % 16 == 0
-    return on_cpu and known and has_cpu_operators(*FAMILIES)
+def fits(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
+    """Return whether C++ runs all steps of these layers. dtype: of weights without codes"""
+    weight = next(layers[0].parameters())
+    if weight.device.type != "cpu" or dtype != torch.bfloat16 or not has_cpu_operators(*FAMILIES):
+        return False
+    return all(step.for_cpp(layer) for layer in layers for step in layer.steps)
 
 
-def prepare(layers: Sequence[nn.Module]) -> Tensor:
-    """Pass the layers' weights to the operators once, so that no step passes them one by one.
+class Program:
+    """Steps with their weights, as C++ holds them.
 
     Weights may change in place afterwards. If a module replaces one by another tensor, the old one
     stays in use.
-    Returns: a tensor that owns the weights.
     """
-    first = layers[0]
-    weights = [tensor for layer in layers for tensor in _weights_of(layer)]
-    inner = [layer.ffn.w2.in_features for layer in layers]
-    chosen = 0
-    norm_topk = True
-    router = next((layer.ffn.router for layer in layers if hasattr(layer.ffn, "router")), None)
-    if router:
-        chosen = router.chosen
-        norm_topk = router.norm_topk
-    return torch.ops.gpt_eagle.prepare_layers(
-        weights, first.attention.heads, inner, chosen, norm_topk, first.ffn_norm.eps
-    )
+
+    def __init__(
+        self, parts: Sequence[Placed], embedding: nn.Module, ropes: nn.Module, scale: float = 1.0
+    ):
+        """Pass all steps to C++. scale: of embeddings"""
+        ops: list[str] = []
+        counts: list[int] = []
+        numbers: list[float] = []
+        weights: list[Tensor | None] = []
+        for number, step in _described(parts):
+            ops.append(step.op)
+            registers = [REGISTERS.index(name) for name in (step.source, step.to)]
+            counts += [*registers, number, *step.counts, *[0] * (4 - len(step.counts))]
+            numbers += [*step.numbers, *[0.0] * (2 - len(step.numbers))]
+            weights += [*step.weights, *EMPTY[len(step.weights) :]]
+        held = [None if weight is None else weight.detach() for weight in weights]
+        steps = (ops, counts, numbers, held)
+        freqs = [*ropes.buffers()]
+        self.prepared = torch.ops.gpt_eagle.prepare_steps(
+            *steps, *embedding_operands(embedding), scale, freqs, ropes.factors
+        )
 
 
-def _weights_of(layer: nn.Module) -> list[Tensor | None]:
-    """Return a layer's weights in the order of `layer_of` in layers.cpp."""
-    attention = layer.attention
-    ffn = layer.ffn
-    attention_norm = getattr(layer.attention_norm, "weight", None)  # None in a head's first layer
-    q_norm, k_norm, _ = attention.head_norms or (None, None, 0.0)
-    router = ffn.router.weight if hasattr(ffn, "router") else None
-    return [
-        attention_norm,
-        *attention.wqkv.operands(),
-        q_norm,
-        k_norm,
-        *attention.wo.operands(),
-        layer.ffn_norm.weight,
-        router,
-        *ffn.w13.operands(),
-        *ffn.w2.operands(),
-    ]
+def _described(parts: Sequence[Placed]) -> Iterator[tuple[int, Any]]:
+    for steps, owner, number in parts:
+        for step in steps:
+            yield number, step.for_cpp(owner)
+
+
+def _layers_of(model: nn.Module) -> list[Placed]:
+    """Return the layers of a model or a head, and the steps behind them."""
+    layers = [(layer.steps, layer, number) for number, layer in enumerate(model.layers)]
+    return [*layers, (model.last, model, len(layers))]
 
 
 def embedding_operands(embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -81,13 +84,8 @@ class FusedModel:
     """The forward pass of a `Transformer`, from tokens to features."""
 
     def __init__(self, model: nn.Module):
-        self.prepared = prepare(model.layers)
-        self.parts = (
-            *embedding_operands(model.embedding),
-            model.rope_freq,
-            model.norm.weight.detach(),
-            model.config.rope_factor,
-        )
+        start = (model.embedding, model.ropes, model.embedding_scale)
+        self.program = Program(_layers_of(model), *start)
 
     def __call__(
         self,
@@ -102,9 +100,8 @@ class FusedModel:
         Writes: the cache at `window.slots`.
         Returns: [B, T, (1 + aux_layers) F].
         """
-        return torch.ops.gpt_eagle.model(
-            tokens, positions, self.prepared, *self.parts, cache.k, cache.v, *window, aux_layers
-        )
+        rows = (tokens, positions, cache.k, cache.v, window.slots, window.start, window.mask)
+        return torch.ops.gpt_eagle.run_model(self.program.prepared, *rows, aux_layers)
 
 
 class FusedHead:
@@ -112,18 +109,8 @@ class FusedHead:
 
     def __init__(self, head: nn.Module, embedding: nn.Module):
         """Pass the head's weights to the operators. embedding: the head's or the target's"""
-        names = ("norm", "embedding_norm", "hidden_norm", "input_norm")
-        norms = [getattr(getattr(head, name, None), "weight", None) for name in names]
-        fc = head.fc.operands() if hasattr(head.fc, "operands") else (None, None, None)
-        aux_norms = [norm.weight for norm in getattr(head, "fc_norm", ())]
-        # in the order of `Part` in layers.cpp
-        weights = [*embedding_operands(embedding), head.rope_freq, *norms, *fc, *aux_norms]
-        eagle3 = head.config.eagle3
-        self.prepared = prepare(head.layers)
-        self.parts = [None if weight is None else weight.detach() for weight in weights]
-        normed_residual = bool(eagle3 and eagle3.norm_before_residual)
-        self.kind = (head.config.model.rope_factor, normed_residual)
-        self.inputs = head.fc.in_features if fc[0] is not None else 0
+        self.inputs = Program([(head.inputs, head, -1)], embedding, head.ropes)
+        self.program = Program([(head.first, head, -1), *_layers_of(head)], embedding, head.ropes)
 
     def step(self, level: Any, out: Tensor, positions: Tensor, cache: Any, window: Any) -> Tensor:
         """Run the nodes of a level; arguments as for `TreeDrafter.forward_nodes`.
@@ -131,18 +118,10 @@ class FusedHead:
         Writes: the cache at `window.slots`.
         Returns: [B, R, F].
         """
-        return torch.ops.gpt_eagle.head_step(
-            level.tokens,
-            out,
-            level.parent,
-            positions,
-            self.prepared,
-            self.parts,
-            *self.kind,
-            cache.k,
-            cache.v,
-            *window,
-        )
+        rows = (level.tokens, out, level.parent, positions)
+        places = (window.slots, window.start, window.mask)
+        prepared = self.program.prepared
+        return torch.ops.gpt_eagle.head_step(prepared, *rows, cache.k, cache.v, *places)
 
     def extend(self, state: Any, rows: Any) -> tuple[Tensor, Tensor]:
         """Process accepted tokens as `EagleDrafter.extend` does.
@@ -151,12 +130,5 @@ class FusedHead:
         Returns: hidden [B, 1, F]; length [B].
         """
         inputs = (rows.tokens, rows.features, rows.count, state.length, state.hidden)
-        return torch.ops.gpt_eagle.head_extend(
-            *inputs,
-            self.prepared,
-            self.parts,
-            *self.kind,
-            self.inputs,
-            state.cache.k,
-            state.cache.v,
-        )
+        programs = (self.program.prepared, self.inputs.prepared)
+        return torch.ops.gpt_eagle.head_extend(*programs, *inputs, state.cache.k, state.cache.v)

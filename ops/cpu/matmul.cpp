@@ -19,11 +19,14 @@
 #include "matmul.h"
 
 #include "activations.h"
-#include "common.h"
 #include "dot.h"
 #include "dot_amx.h"
 #include "dot_k_types.h"
+#include "experts.h"
 #include "matmul_bf16.h"
+#include "operands.h"
+#include "operators.h"
+#include "threads.h"
 #include "weight_layout.h"
 
 #include <algorithm>
@@ -249,6 +252,23 @@ at::Tensor matmul(const at::Tensor& x, const at::Tensor& data,
   if (bias) add_bias(weight, rows, biases, y);
   multiply_rows(weight, rows, biases, y);
   return y;
+}
+
+// The result, empty, where steps are traced.
+at::Tensor empty_matmul(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>&,
+                        const std::optional<at::Tensor>&, int64_t n, bool fp32_out,
+                        const std::optional<at::Tensor>&) {
+  return empty_rows(x, n, fp32_out ? at::kFloat : x.scalar_type());
+}
+
+OPERATORS(m) {
+  m.def(
+      "matmul(Tensor x, Tensor weight, Tensor? table, Tensor? bias, int n, bool fp32_out, "
+      "Tensor? expert=None) -> Tensor");
+  m.impl("matmul", at::kCPU, matmul);
+  m.impl("matmul", at::kMeta, empty_matmul);
+  m.def("use_tiles(str name) -> bool", amx::use_tiles);
+  m.def("tiles() -> (str, int, int)", amx::tiles);
 }
 
 }  // namespace matmul

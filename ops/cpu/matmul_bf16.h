@@ -22,7 +22,10 @@
 #pragma once
 
 #include "amx.h"
-#include "common.h"
+#include "experts.h"
+#include "operands.h"
+#include "simd.h"
+#include "threads.h"
 
 #include <algorithm>
 
@@ -41,7 +44,7 @@ constexpr int TALL = 8, SHORT = 6;
 using Pairs = Ints;
 inline Pairs pairs(Ints words) { return words; }
 inline Floats dot(Pairs w, Pairs x, Floats acc) {
-  asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));  // as for integers in common.h
+  asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));  // as for integers in simd.h
   return acc;
 }
 

@@ -1,17 +1,31 @@
 // Sampling on a CPU: the noise of sampling.py, and the cuts of top-k, top-p and min-p.
 //
-// 1. `gumbel` computes Philox4x32-10 for many counters side by side, the words of each in the lower halves of 64-bit
-//    lanes, since a product of two words has 64 bits; then both logarithms, in loops that vectorize.
-// 2. `cut` sorts only the tokens that can be kept. Tokens beyond the k-th best are dropped first, and tokens that
-//    together have less mass than top-p may leave out. Of 49,152 tokens a few hundred stay.
+// 1. `gumbel` computes Philox4x32-10 for many counters side by side, the words of each in the lower
+//    halves of 64-bit lanes, since a product of two words has 64 bits; then both logarithms, in
+//    loops that vectorize.
+// 2. `cut` sorts only the tokens that can be kept. Tokens beyond the k-th best are dropped first,
+//    and tokens that together have less mass than top-p may leave out. Of 49,152 tokens a few
+//    hundred stay.
 //
-// A row's result does not depend on the other rows, and is the same in compiled and in eager steps. Scores are not NaN.
+// A row's result does not depend on the other rows, and is the same in compiled and in eager steps.
+// Scores are not NaN.
 
-#include "common.h"
+#include "exponential.h"
+#include "operands.h"
+#include "operators.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <functional>
+#include <optional>
+#include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace sampling {
 namespace {
@@ -29,7 +43,8 @@ inline float fused(float a, float b, float c) {
 #endif
 }
 
-// ln x for finite x > 0, to about 1e-7; it has no branch, so that loops vectorize (polynomial of Cephes).
+// ln x for finite x > 0, to about 1e-7; it has no branch, so that loops vectorize (polynomial of
+// Cephes).
 inline float logarithm(float x) {
   int32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -43,8 +58,8 @@ inline float logarithm(float x) {
   const float square = m * m;
   float y = 7.0376836292e-2f;
 #pragma GCC unroll 8
-  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
-                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
+                  -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
     y = fused(y, m, c);
   y = fused(y * m, square, fused(-2.12194440e-4f, float(power), -0.5f * square));
   return fused(0.693359375f, float(power), m + y);
@@ -52,7 +67,9 @@ inline float logarithm(float x) {
 
 // ln (1 - u) for 0 < u < 1; the factor corrects the rounding of 1 - u (Kahan).
 inline float logarithm_of_rest(float u) {
-  const float rest = 1.0f - u, lost = 1.0f - rest, factor = u / (lost > 0.0f ? lost : 1.0f);
+  const float rest = 1.0f - u;
+  const float lost = 1.0f - rest;
+  const float factor = u / (lost > 0.0f ? lost : 1.0f);
   return lost > 0.0f ? logarithm(rest) * factor : -u;
 }
 
@@ -60,7 +77,8 @@ struct Key {
   uint32_t seed[2], prompt, sample;
 };
 
-// Four counters' words, each in the lower half of 64 bits; what the upper halves hold is never read.
+// Four counters' words, each in the lower half of 64 bits; what the upper halves hold is never
+// read.
 using Words = uint64_t __attribute__((vector_size(32)));
 
 inline Words low_halves(Words a) { return a & uint64_t(0xffffffff); }
@@ -76,28 +94,38 @@ inline Words product(Words a, uint32_t by) {
 void fill_noise(const Key& key, uint32_t word, uint32_t first, float* noise) {
   constexpr int64_t PARTS = SIDE / 4;
   Words c[4][PARTS];
-  uint32_t words[4 * SIDE], k0 = key.seed[0], k1 = key.seed[1];
+  uint32_t k0 = key.seed[0];
+  uint32_t k1 = key.seed[1];
   for (int64_t p = 0; p < PARTS; p++) {
-    c[0][p] = Words{0, 1, 2, 3} + uint64_t(first / 4 + 4 * p), c[1][p] = Words{} + word;
-    c[2][p] = Words{} + key.sample, c[3][p] = Words{} + key.prompt;
+    c[0][p] = Words{0, 1, 2, 3} + uint64_t(first / 4 + 4 * p);
+    c[1][p] = Words{} + word;
+    c[2][p] = Words{} + key.sample;
+    c[3][p] = Words{} + key.prompt;
   }
   for (int round = 0; round < 10; round++) {
     for (int64_t p = 0; p < PARTS; p++) {
-      const Words a = product(c[0][p], 0xD2511F53u), b = product(c[2][p], 0xCD9E8D57u);
-      c[0][p] = (b >> 32) ^ c[1][p] ^ uint64_t(k0), c[1][p] = b;
-      c[2][p] = (a >> 32) ^ c[3][p] ^ uint64_t(k1), c[3][p] = a;
+      const Words a = product(c[0][p], 0xD2511F53u);
+      const Words b = product(c[2][p], 0xCD9E8D57u);
+      c[0][p] = (b >> 32) ^ c[1][p] ^ uint64_t(k0);
+      c[1][p] = b;
+      c[2][p] = (a >> 32) ^ c[3][p] ^ uint64_t(k1);
+      c[3][p] = a;
     }
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
   }
+  uint32_t words[4 * SIDE];
   for (int64_t p = 0; p < PARTS; p++) {
-    const Words even = low_halves(c[0][p]) | c[1][p] << 32, odd = low_halves(c[2][p]) | c[3][p] << 32;
+    const Words even = low_halves(c[0][p]) | c[1][p] << 32;
+    const Words odd = low_halves(c[2][p]) | c[3][p] << 32;
     for (int64_t i = 0; i < 4; i++) {
       const uint64_t both[2] = {even[i], odd[i]};
       std::memcpy(words + 16 * p + 4 * i, both, sizeof both);
     }
   }
   for (int64_t i = 0; i < 4 * SIDE; i++) {
-    const float u = (float(words[i]) + 0.5f) * 0x1p-32f, most = 1.0f - 0x1p-24f;
+    const float most = 1.0f - 0x1p-24f;
+    const float u = (float(words[i]) + 0.5f) * 0x1p-32f;
     noise[i] = -logarithm_of_rest(u < most ? u : most);
   }
   // a loop of its own: more of its iterations overlap than if each had both logarithms
@@ -112,7 +140,8 @@ inline bool before(const Scored& a, const Scored& b) {
   return a.score > b.score || (a.score == b.score && a.token < b.token);
 }
 
-// Returns a bound below which no token is among the k best of z [n]: the k-th best of the maxima of parts.
+// Returns a bound below which no token is among the k best of z [n]: the k-th best of the maxima of
+// parts.
 float least_of_best(const float* z, int64_t n, int64_t k, std::vector<float>& maxima) {
   constexpr int64_t PART = 64;
   maxima.clear();
@@ -127,7 +156,8 @@ void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Sco
   static thread_local std::vector<float> maxima;  // its memory is kept from row to row
   const float most = largest(z, n);
   const double total = top_p < 1 && top_k <= 0 ? exponential_sum(z, n, most) : 0;
-  const double rest = total * (1 - top_p) / (2 * double(n));  // n tokens below it: half of the mass that may go
+  // n tokens below it have half of the mass that may go
+  const double rest = total * (1 - top_p) / (2 * double(n));
   float floor = rest > 0 ? most + float(std::log(rest)) : LEAST;
   if (top_k > 0) floor = least_of_best(z, n, top_k, maxima);
   kept.clear();
@@ -145,13 +175,15 @@ void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Sco
   double mass = total, sum = 0;
   if (top_k > 0)
     for (const Scored& each : kept) mass += std::exp(each.score - most);
-  // in their order, as many as it takes: the mass before a kept token is less than top_p; the first is always kept
+  // in their order, as many as it takes: the mass before a kept token is less than top_p; the first
+  // is always kept
   size_t count = 0, sorted = 0;
   for (; count < kept.size() && (count == 0 || sum < top_p * mass); count++) {
     if (count == sorted) {
       sorted = std::min(kept.size(), std::max<size_t>(256, 4 * sorted));
-      if (sorted < kept.size()) std::nth_element(kept.begin() + count, kept.begin() + sorted, kept.end(), before);
-      std::sort(kept.begin() + count, kept.begin() + sorted, before);
+      const auto begin = kept.begin() + count;
+      if (sorted < kept.size()) std::nth_element(begin, kept.begin() + sorted, kept.end(), before);
+      std::sort(begin, kept.begin() + sorted, before);
     }
     sum += std::exp(kept[count].score - most);
   }
@@ -160,46 +192,68 @@ void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Sco
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------- operators
+// ----------------------------------------------------------------------------------------------
+// operators
 
-// `gumbel` of sampling.py: [B, R, V] fp32. seed: [B, 2] or [2]; prompt, sample, first: [B], all int64; greedy: [B] bool,
-// or none; per_row: R
+// Computes `gumbel` of sampling.py: [B, R, V] fp32. seed: [B, 2] or [2]; prompt, sample, first:
+// [B], all int64; greedy: [B] bool, or none; per_row: R
 at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Tensor& sample,
-                  const std::optional<at::Tensor>& greedy, const at::Tensor& first, int64_t per_row, int64_t vocab,
-                  int64_t domain) {
-  const int64_t B = first.size(0), rows = B * per_row, whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
+                  const std::optional<at::Tensor>& greedy, const at::Tensor& first, int64_t per_row,
+                  int64_t vocab, int64_t domain) {
+  const int64_t B = first.size(0);
+  const int64_t rows = B * per_row;
+  const int64_t whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
   const at::Tensor noise = at::empty({B, per_row, vocab}, first.options().dtype(at::kFloat));
   TORCH_CHECK(seed.size(-1) == 2, "a seed has two words; this one has ", seed.size(-1));
-  const at::Tensor draws = first.contiguous(), both = seed.expand({B, 2}).contiguous();
+  if (first.is_meta()) return noise;
+
+  const at::Tensor draws = first.contiguous();
+  const at::Tensor both = seed.expand({B, 2}).contiguous();
   const at::Tensor of_row = prompt.expand({B}).contiguous();
   const at::Tensor of_sample = sample.expand({B}).contiguous();
-  const int64_t *seeds = both.const_data_ptr<int64_t>(), *draw = draws.const_data_ptr<int64_t>();
-  const int64_t *prompts = of_row.const_data_ptr<int64_t>(), *samples = of_sample.const_data_ptr<int64_t>();
+  const int64_t* seeds = both.const_data_ptr<int64_t>();
+  const int64_t* draw = draws.const_data_ptr<int64_t>();
+  const int64_t* prompts = of_row.const_data_ptr<int64_t>();
+  const int64_t* samples = of_sample.const_data_ptr<int64_t>();
   const auto is_greedy = optional<bool>(greedy, {B}, "greedy");
   float* to = noise.mutable_data_ptr<float>();
   parallel(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; piece++) {
-      const int64_t row = piece / whole, token = piece % whole * 4 * SIDE, b = row / per_row;
+      const int64_t row = piece / whole;
+      const int64_t token = piece % whole * 4 * SIDE;
+      const int64_t count = std::min<int64_t>(4 * SIDE, vocab - token);
+      const int64_t b = row / per_row;
       if (is_greedy && (*is_greedy)[b]) {
-        std::fill_n(to + row * vocab + token, std::min<int64_t>(4 * SIDE, vocab - token), 0.0f);
+        std::fill_n(to + row * vocab + token, count, 0.0f);
         continue;
       }
-      const Key key{{uint32_t(seeds[2 * b]), uint32_t(seeds[2 * b + 1])}, uint32_t(prompts[b]), uint32_t(samples[b])};
+      const uint32_t low = uint32_t(seeds[2 * b]);
+      const uint32_t high = uint32_t(seeds[2 * b + 1]);
+      const Key key{{low, high}, uint32_t(prompts[b]), uint32_t(samples[b])};
+      const uint32_t word = uint32_t(draw[b] + row % per_row) + (uint32_t(domain) << 30);
       float made[4 * SIDE];
-      fill_noise(key, uint32_t(draw[b] + row % per_row) + (uint32_t(domain) << 30), uint32_t(token), made);
-      std::copy_n(made, std::min<int64_t>(4 * SIDE, vocab - token), to + row * vocab + token);
+      fill_noise(key, word, uint32_t(token), made);
+      std::copy_n(made, count, to + row * vocab + token);
     }
   });
   return noise;
 }
 
-// `process` of sampling.py: scores [B, N, V] divided by the temperature, -inf where they are cut away. temperature,
-// top_p, margin (log of min-p): [B] fp32; top_k: [B] int64, 0 keeps all; without these three nothing is cut away
-at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const std::optional<at::Tensor>& top_k,
-               const std::optional<at::Tensor>& top_p, const std::optional<at::Tensor>& margin) {
-  const at::Tensor from = scores.contiguous(), result = at::empty(from.sizes(), from.options());
+// Computes `process` of sampling.py: scores [B, N, V] divided by the temperature, -inf where they
+// are cut away. temperature, top_p, margin (log of min-p): [B] fp32; top_k: [B] int64, 0 keeps all;
+// without these three nothing is cut away
+at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature,
+               const std::optional<at::Tensor>& top_k, const std::optional<at::Tensor>& top_p,
+               const std::optional<at::Tensor>& margin) {
+  const at::Tensor from = scores.contiguous();
+  const at::Tensor result = at::empty(from.sizes(), from.options());
   TORCH_CHECK(from.numel() && from.dim() == 3, "there are no scores [B, N, V]");
-  const int64_t B = from.size(0), N = from.size(1), n = from.size(2), rows = B * N;
+  if (from.is_meta()) return result;
+
+  const int64_t B = from.size(0);
+  const int64_t N = from.size(1);
+  const int64_t n = from.size(2);
+  const int64_t rows = B * N;
   const Operand<float> by(temperature, {B}, "temperature");
   const auto most = optional<int64_t>(top_k, {B}, "top_k");
   const auto mass = optional<float>(top_p, {B}, "top_p");
@@ -207,12 +261,16 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const st
   const float* x = from.const_data_ptr<float>();
   float* y = result.mutable_data_ptr<float>();
   bool cuts = false;
-  for (int64_t b = 0; b < B; b++)
-    cuts |= (most && (*most)[b] > 0) || (mass && (*mass)[b] < 1) || (below && (*below)[b] > LEAST);
+  for (int64_t b = 0; b < B; b++) {
+    cuts |= most && (*most)[b] > 0;
+    cuts |= mass && (*mass)[b] < 1;
+    cuts |= below && (*below)[b] > LEAST;
+  }
   if (!cuts) {
     parallel(rows * n, GRAIN, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end;) {
-        const int64_t b = i / (N * n), until = std::min(end, (b + 1) * N * n);
+        const int64_t b = i / (N * n);
+        const int64_t until = std::min(end, (b + 1) * N * n);
         const float t = by[b];
         for (; i < until; i++) y[i] = x[i] / t;
       }
@@ -223,10 +281,13 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const st
     std::vector<float> z(n);
     std::vector<Scored> kept;
     for (int64_t r = begin; r < end; r++) {
-      const int64_t b = r / N, k = most ? (*most)[b] : 0;
-      const float t = by[b], p = mass ? (*mass)[b] : 1.0f;
+      const int64_t b = r / N;
+      const int64_t k = most ? (*most)[b] : 0;
+      const float t = by[b];
+      const float p = mass ? (*mass)[b] : 1.0f;
       for (int64_t i = 0; i < n; i++) z[i] = x[r * n + i] / t;
-      const float least = below && (*below)[b] > LEAST ? largest(z.data(), n) + (*below)[b] : LEAST;
+      float least = LEAST;
+      if (below && (*below)[b] > LEAST) least = largest(z.data(), n) + (*below)[b];
       if (k <= 0 && p >= 1) {
         for (int64_t i = 0; i < n; i++) y[r * n + i] = z[i] >= least ? z[i] : LEAST;
         continue;
@@ -238,6 +299,20 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature, const st
     }
   });
   return result;
+}
+
+// Every operator of a traced step is defined for tensors without data, too.
+OPERATORS(m) {
+  m.def(
+      "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, int rows, "
+      "int vocab, int domain) -> Tensor");
+  m.impl("gumbel", at::kCPU, gumbel);
+  m.impl("gumbel", at::kMeta, gumbel);
+  m.def(
+      "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? margin) "
+      "-> Tensor");
+  m.impl("cut", at::kCPU, cut);
+  m.impl("cut", at::kMeta, cut);
 }
 
 }  // namespace sampling

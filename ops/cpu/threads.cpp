@@ -1,27 +1,38 @@
 // The threads of the CPU operators.
 //
-// A loop is cut into pieces. Each thread takes those of its own share, then those that others have not begun. Threads
-// are the caller, and workers that spin for a moment after their last piece, then sleep. The caller waits for pieces
-// that a worker has begun, never for a worker: on a busy machine a worker without a processor delays nothing, while the
-// barrier of an OpenMP team would wait for it in every one of the hundreds of loops of a step.
+// A loop is cut into pieces. Each thread takes those of its own share, then those that others have
+// not begun. Threads are the caller, and workers that spin for a moment after their last piece,
+// then sleep. The caller waits for pieces that a worker has begun, never for a worker: on a busy
+// machine a worker without a processor delays nothing, while the barrier of an OpenMP team would
+// wait for it in every one of the hundreds of loops of a step.
 //
-// A thread that waits fetches weights of a coming loop, if they are named: memory is idle between two products.
+// A thread that waits fetches weights of a coming loop, if they are named: memory is idle between
+// two products.
 //
-// A result does not depend on the thread that runs a piece. A loop that begins while another thread's loop runs, runs
-// on its caller alone; so do all loops of a forked process, which has no workers.
+// A result does not depend on the thread that runs a piece. A loop that begins while another
+// thread's loop runs, runs on its caller alone; so do all loops of a forked process, which has no
+// workers.
 
-#include "common.h"
+#include "threads.h"
 
+#include "operators.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <system_error>
 #include <thread>
 
 namespace {
 
-constexpr int64_t PIECES = 4;  // per thread: small enough to even out, large enough to be worth taking
+// pieces per thread: small enough to even out, large enough to be worth taking
+constexpr int64_t PIECES = 4;
 constexpr int64_t MOST_THREADS = 256;
-constexpr int64_t MOST_FETCHED = 256 << 10;  // bytes of coming weights that a thread fetches: half of a Zen 3's L2
+// bytes of coming weights that a thread fetches: half of a Zen 3's L2
+constexpr int64_t MOST_FETCHED = 256 << 10;
 constexpr int SPINS = 20000;  // pauses before a worker sleeps or a caller gives way: 0.2 to 1 ms
 
 inline void pause() {
@@ -67,8 +78,11 @@ class Pool {
     coming_at.store(then.at, std::memory_order_relaxed);
     coming_bytes.store(then.bytes, std::memory_order_relaxed);
     coming_threads.store(threads, std::memory_order_relaxed);
-    const int64_t most = (next.size + next.grain - 1) / next.grain;  // pieces that are worth their while
-    loop = next, shares = std::min(threads, most), each = std::min(PIECES, most / shares);
+    // pieces that are worth their while
+    const int64_t most = (next.size + next.grain - 1) / next.grain;
+    loop = next;
+    shares = std::min(threads, most);
+    each = std::min(PIECES, most / shares);
     finished.store(0, std::memory_order_relaxed);
     const uint32_t now = round.load(std::memory_order_relaxed) + 1;
     for (int64_t share = 0; share < shares; share++)
@@ -77,17 +91,19 @@ class Pool {
     round.store(now, std::memory_order_release);
     round.notify_all();
     work_on(now, 0, shares);
-    for (int spins = 0; finished.load(std::memory_order_acquire) < shares * each; spins++)
+    for (int spins = 0; finished.load(std::memory_order_acquire) < shares * each; spins++) {
       if (fetched.some(then, 0, threads)) continue;
-      else if (spins < SPINS) pause();
+      if (spins < SPINS) pause();
       else std::this_thread::yield();
+    }
   }
 
  private:
   // Starts workers until there are this many, or as many as the system allows.
   void hire(int64_t wanted) {
     try {
-      for (; workers < wanted; workers++) std::thread([this, number = workers + 1] { work(number); }).detach();
+      for (; workers < wanted; workers++)
+        std::thread([this, number = workers + 1] { work(number); }).detach();
     } catch (const std::system_error&) {
     }
   }
@@ -99,13 +115,15 @@ class Pool {
       }
   }
 
-  // Runs one piece of a share, if one is left. The loop may be read only after a piece of it is taken.
+  // Runs one piece of a share, if one is left. The loop may be read only after a piece of it is
+  // taken.
   bool take(uint32_t now, int64_t share) {
     uint64_t state = left[share].load(std::memory_order_acquire);
     do
       if (uint32_t(state >> 32) != now || uint32_t(state) == 0) return false;
     while (!left[share].compare_exchange_weak(state, state - 1, std::memory_order_acq_rel));
-    const int64_t piece = share * each + each - int64_t(uint32_t(state)), pieces = shares * each;
+    const int64_t piece = share * each + each - int64_t(uint32_t(state));
+    const int64_t pieces = shares * each;
     loop.run(loop.body, loop.size * piece / pieces, loop.size * (piece + 1) / pieces);
     finished.fetch_add(1, std::memory_order_release);
     return true;
@@ -116,12 +134,14 @@ class Pool {
     for (uint32_t seen = 0;;) {
       int spins = 0;
       uint32_t now = round.load(std::memory_order_acquire);
-      const Weights coming{coming_at.load(std::memory_order_relaxed), coming_bytes.load(std::memory_order_relaxed)};
+      const Weights coming{coming_at.load(std::memory_order_relaxed),
+                           coming_bytes.load(std::memory_order_relaxed)};
       const int64_t all = coming_threads.load(std::memory_order_relaxed);
-      for (; now == seen; now = round.load(std::memory_order_acquire))
+      for (; now == seen; now = round.load(std::memory_order_acquire)) {
         if (number < all && own.some(coming, number, all)) continue;
-        else if (spins++ < SPINS) pause();
+        if (spins++ < SPINS) pause();
         else round.wait(seen, std::memory_order_acquire);
+      }
       seen = now;
       const int64_t count = helpers.load(std::memory_order_relaxed);
       if (number < count) work_on(now, number, count);
@@ -130,25 +150,31 @@ class Pool {
 
   Fetcher fetched;  // of the caller
   std::mutex busy;
-  int64_t workers = 0, shares = 0, each = 0;  // pieces of a share
+  int64_t workers = 0;
+  int64_t shares = 0;
+  int64_t each = 0;  // pieces of a share
   Loop loop{};
-  std::atomic<uint32_t> round{0};                 // of the loop that runs
-  std::atomic<uint64_t> left[MOST_THREADS] = {};  // of every share: its round, and its pieces that are not taken
+  std::atomic<uint32_t> round{0};  // of the loop that runs
+  // of every share: its round, and its pieces that are not taken
+  std::atomic<uint64_t> left[MOST_THREADS] = {};
   std::atomic<int64_t> finished{0}, helpers{0};
-  // Weights of a loop behind the one that runs, and its threads. A worker may read values of two loops: then it fetches
-  // lines for nothing.
+  // weights of a loop behind the one that runs, and its threads. A worker may read values of two
+  // loops: then it fetches lines for nothing
   std::atomic<const char*> coming_at{nullptr};
   std::atomic<int64_t> coming_bytes{0}, coming_threads{0};
 };
 
-thread_local Weights then{};    // from `read_next`
-thread_local int64_t own = 0;  // threads of loops that this thread begins; 0: as many as PyTorch's own
+thread_local Weights then{};  // from `read_next`
+// threads of loops that this thread begins; 0: as many as PyTorch's own
+thread_local int64_t own = 0;
 
 }  // namespace
 
 void own_threads(int64_t count) { own = count; }
 
-void read_next(const void* weights, int64_t bytes) { then = {static_cast<const char*>(weights), bytes}; }
+void read_next(const void* weights, int64_t bytes) {
+  then = {static_cast<const char*>(weights), bytes};
+}
 
 void run_loop(const Loop& loop) {
   static Pool& pool = *new Pool;  // never destroyed: its workers run until the process ends
@@ -156,3 +182,5 @@ void run_loop(const Loop& loop) {
   if (threads > 1 && loop.size > loop.grain) pool.run(loop, threads, then);
   else if (loop.size > 0) loop.run(loop.body, 0, loop.size);
 }
+
+OPERATORS(m) { m.def("own_threads(int count) -> ()", own_threads); }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cli.io import log_note
 from ops import switches
 from ops.cpu.layout import pack_strips
 
@@ -35,13 +35,13 @@ def choose() -> None:
     if kind != "auto":
         if not operators.use_tiles(kind):
             note = "AMX tiles are missing or refused here, so other kernels run: unset it"
-            print(f"note: GPT_EAGLE_TILES={kind}: {note}", file=sys.stderr)
+            log_note(f"GPT_EAGLE_TILES={kind}: {note}")
     elif operators.use_tiles("hardware"):
         fault = fault_of_hardware()
         if fault:
             operators.use_tiles("none")
             note = f"{fault}, so other kernels run; GPT_EAGLE_TILES=none omits the check"
-            print(f"note: AMX tiles: {note}", file=sys.stderr)
+            log_note(f"AMX tiles: {note}")
 
 
 def fault_of_hardware() -> str:

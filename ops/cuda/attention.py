@@ -11,8 +11,9 @@
 4. Tails and chunks write fp32 sums with their maximum and weight. The block that finishes last adds
    them in a fixed order, so equal runs give equal bits. `plan_attention` has the trade-offs.
 5. More than 64 tokens, of a prompt, are not split: a block reads all slots, by the mask.
+6. In a layer with a sliding window, no block reads slots before the `first` of all its rows.
 
-Not here: writes to the cache, sliding windows.
+Not here: writes to the cache.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SPLIT_TOKENS = 64  # more tokens than these are not split
 TAIL = 32  # slots that a tail has at least: as many as a path may have below its root
 TAIL_ROWS = 2  # whose tails a block reads
 COUNTERS = 2**16  # blocks of rows of a split launch, at most
+LOG2_E = 1.4426950408889634
 
 
 class AttentionPlan(NamedTuple):
@@ -48,7 +50,7 @@ class AttentionPlan(NamedTuple):
 def plan_attention(
     rows: int, E: int, dtype: torch.dtype, device: Device, split: bool = True
 ) -> AttentionPlan:
-    """Choose the tile for `rows` rows per key head of width E; no spills up to E = 128.
+    """Choose the tile for `rows` rows per key head of width E; hardly any spills.
 
     split: the launch has chunks and tails; all of them have one plan, so one compiled kernel
 
@@ -79,6 +81,10 @@ def plan_attention(
     if width > 64 and device.capability == 80:
         warps = 8  # four spill
     keys = 64 if width == E <= 64 else 32  # more would spill
+    if width > 128:  # more would spill 500 bytes; these 16 at most
+        tile = 64 if hopper else 32
+        warps = 8
+        keys = 16
     stage = keys * width * 4  # bytes of keys and values
     # Hopper's tensor cores read a stage from shared memory; the others hold it in registers and
     # share the probabilities
@@ -97,12 +103,14 @@ def splits_of(S: int) -> int:
     return doubled * (SPLITS // 2) + triton.cdiv(S, CHUNK << doubled)
 
 
-def constants_of(E: int, W: int, split: bool) -> dict[str, int]:
+def constants_of(E: int, W: int, split: bool, scale: float = 0.0) -> dict[str, int | float]:
     """Return a kernel's constants that follow from E and, in a split launch, from the window.
 
+    scale: of the scores; 0: E ** -0.5. SCALE has log2(e) in it: exponentials are to the base 2
     WIDTH and WINDOW: E and W padded to powers of two; all trees and chains have one WINDOW
     """
-    constants = {"E": E, "WIDTH": max(16, triton.next_power_of_2(E))}
+    constants: dict[str, int | float] = {"E": E, "WIDTH": max(16, triton.next_power_of_2(E))}
+    constants["SCALE"] = LOG2_E * scale if scale else LOG2_E / E**0.5
     if split:
         constants |= {"CHUNK": CHUNK, "SPLITS": SPLITS, "TAIL": TAIL, "TAIL_ROWS": TAIL_ROWS}
         constants["WINDOW"] = max(SPLIT_TOKENS, triton.next_power_of_2(W))
@@ -114,7 +122,7 @@ def constants_of(E: int, W: int, split: bool) -> dict[str, int]:
 
 @triton.jit
 def _chunk(c, end, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
-    """Return the slots of chunk c, from one to another, and the number of chunks before `end`.
+    """Return the slots of chunk c, from one to another, none of them behind `end`.
 
     A chunk lies at fixed slots, so that a row's bits do not depend on the prefix's end.
     """
@@ -122,18 +130,43 @@ def _chunk(c, end, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
     doubled = tl.maximum(c // HALF - 1, 0)
     slots = tl.full((), CHUNK, tl.int32) << doubled
     first = (c - doubled * HALF) * slots
+    return first, tl.minimum(first + slots, end)
+
+
+@triton.jit
+def _chunks_before(end, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the number of chunks that begin before a slot."""
+    HALF: tl.constexpr = SPLITS // 2
     most = tl.full((), CHUNK, tl.int32)
     used = 0
     while end > most * SPLITS:
         most *= 2
         used += HALF
-    return first, tl.minimum(first + slots, end), used + tl.cdiv(end, most)
+    return used + tl.cdiv(end, most)
 
 
 @triton.jit
 def _tail_start(seen, start, KEYS: tl.constexpr, TAIL: tl.constexpr):
     """Return where the tail of rows begins that see `seen` slots; never in the window."""
     return tl.minimum(tl.maximum(seen - 1 - TAIL, 0), start) // KEYS * KEYS
+
+
+@triton.jit
+def _of_sequence(first_ptr, tokens):
+    """Return the pointer to a sequence's first places, or None. tokens: of earlier sequences"""
+    if first_ptr is None:
+        return None
+    else:
+        return first_ptr + tokens
+
+
+@triton.jit
+def _load_first(first_ptr, t):
+    """Load the first place of its path that each row sees: [R] int32, or None."""
+    if first_ptr is None:
+        return None
+    else:
+        return tl.load(first_ptr + t).to(tl.int32)
 
 
 @triton.jit
@@ -167,31 +200,17 @@ def _add(scores, v, top, weight, total, SCALE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q,
-    k_ptr,
-    v_ptr,
-    column,
-    mask_ptr,
-    t,
-    start,
-    W,
-    first,
-    last,
-    mask_t,
-    mask_w,
-    E: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    q, k_ptr, v_ptr, column, mask_ptr, first_ptr, t, start, W, first, last, mask_t, mask_w,
+    SCALE: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """Attend to the slots first .. last, KEYS at a time; with a TAIL, to those before a row's own.
 
     q: [ROWS, WIDTH]; k, v: pointers to slot 0 of the key head
     column: [WIDTH] bool, False for padding; t: [ROWS] int32, tokens
+    first_ptr: pointer to token 0's first place, or None
     Returns: maximum and weight, [ROWS] fp32, and total, [ROWS, WIDTH] fp32, as in `_add`.
     """
-    SCALE: tl.constexpr = 1.4426950408889634 / E**0.5  # exponentials are to the base 2
     n = tl.arange(0, KEYS)
     e = tl.arange(0, q.shape[1])
     keys_ptr = k_ptr + n[None, :] * E + e[:, None]  # [WIDTH, KEYS]
@@ -199,6 +218,9 @@ def _attend(
     shared = start // KEYS * KEYS  # all rows see the blocks below
     if TAIL:
         shared = _tail_start(start + 1, start, KEYS, TAIL)
+    low = _load_first(first_ptr, t)  # a row's first place
+    if low is not None:
+        first = tl.maximum(first, tl.min(low, 0) // KEYS * KEYS)
     shared = tl.minimum(tl.maximum(shared, first), last)
     end = tl.full((q.shape[0],), 0, tl.int32)  # where each row's tail begins
     if TAIL and shared < last:
@@ -206,7 +228,10 @@ def _attend(
         seen = tl.load(
             mask_ptr + t[:, None] * mask_t + w[None, :] * mask_w, mask=(w < W)[None, :], other=0
         )
-        end = _tail_start(start + tl.sum(seen.to(tl.int32), 1), start, KEYS, TAIL)
+        seen = start + tl.sum(seen.to(tl.int32), 1)
+        if low is not None:
+            seen += tl.maximum(low - start, 0)  # of the path, hidden places of the window
+        end = _tail_start(seen, start, KEYS, TAIL)
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     weight = tl.full((q.shape[0],), 0.0, tl.float32)
     total = tl.full(q.shape, 0.0, tl.float32)
@@ -214,6 +239,8 @@ def _attend(
         k = tl.load(keys_ptr + at * E, mask=column[:, None], other=0.0)
         v = tl.load(values_ptr + at * E, mask=column[None, :], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, KEYS]
+        if low is not None:
+            scores = tl.where((at + n)[None, :] >= low[:, None], scores, float("-inf"))
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
     for at in tl.range(shared, last, KEYS, num_stages=1):
         inside = at + n < start + W
@@ -223,6 +250,8 @@ def _attend(
             visible = (at + n)[None, :] < end[:, None]
         else:
             visible = _visible(mask_ptr, t, at + n - start, W, mask_t, mask_w)
+        if low is not None:
+            visible &= (at + n)[None, :] >= low[:, None]
         scores = tl.where(visible, tl.dot(q, k, input_precision="ieee"), float("-inf"))
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
     return top, weight, total
@@ -230,39 +259,36 @@ def _attend(
 
 @triton.jit
 def _attend_tails(
-    q,
-    k_ptr,
-    v_ptr,
-    column,
-    mask_ptr,
-    live,
-    start,
-    W,
-    mask_w,
-    E: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    q, k_ptr, v_ptr, column, mask_ptr, low, live, start, W, mask_w, SCALE: tl.constexpr,
+    E: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     """Attend from rows to their tails, each along its path.
 
     The slots of the window that a row sees are its path, in ascending order.
 
     q: [R, WIDTH] fp32; k, v: pointers to slot 0 of the key head; mask: [R, 1] pointers
     column: [WIDTH] bool, False for padding; live: [R] bool, False beyond the last row
+    low: [R] int32, the first place of its path that each row sees, or None: 0
     Returns: maximum and weight, [R] fp32, and total, [R, WIDTH] fp32, as in `_add`.
     """
-    SCALE: tl.constexpr = 1.4426950408889634 / E**0.5
     e = tl.arange(0, q.shape[1])
     w = tl.arange(0, WINDOW)[None, :]
     seen = tl.load(mask_ptr + w * mask_w, mask=live[:, None] & (w < W), other=0).to(tl.int32)
-    path = tl.where(seen > 0, tl.cumsum(seen, 1), 0)  # [R, WINDOW], from 1; 0: not on the path
-    end = tl.where(live, start + tl.sum(seen, 1), 0)
+    path = tl.cumsum(seen, 1)
+    end = start + tl.sum(seen, 1)
+    if low is not None:
+        hidden = tl.maximum(low - start, 0)  # places of the window before those that are seen
+        path += hidden[:, None]
+        end += hidden
+    path = tl.where(seen > 0, path, 0)  # [R, WINDOW], from 1; 0: not on the path
+    end = tl.where(live, end, 0)
     begin = _tail_start(end, start, KEYS, TAIL)
+    if low is not None:
+        begin = tl.maximum(begin, low)
     top = tl.full(live.shape, float("-inf"), tl.float32)
     weight = tl.full(live.shape, 0.0, tl.float32)
     total = tl.full(q.shape, 0.0, tl.float32)
-    first = tl.min(tl.where(live, begin, start), 0)
+    first = tl.min(tl.where(live, begin, start), 0) // KEYS * KEYS
     for at in tl.range(first, tl.max(end, 0), KEYS, num_stages=1):
         place = at + tl.arange(0, KEYS)  # where the slots lie once the path is accepted
         here = path[:, None, :] == (place - start + 1)[None, :, None]  # [R, KEYS, WINDOW]
@@ -302,23 +328,26 @@ def is_last(done_ptr, blocks):
 
 
 @triton.jit
-def _combine(parts_ptr, stats_ptr, size, used, most, live, inside, E: tl.constexpr):
-    """Add the parts in use, first part first.
+def _combine(parts_ptr, stats_ptr, size, unread, used, most, live, inside, E: tl.constexpr):
+    """Add the parts in use, first part first: the tail, then the chunks that were read.
 
     parts: [ROWS, WIDTH] pointers, stats: [ROWS] pointers, of the first part; size: rows of a part
+    unread: chunks before the first one that was read; used: parts that were written
     Returns: weight [ROWS] and total [ROWS, WIDTH].
     """
     highest = tl.full(live.shape, float("-inf"), tl.float32)
     for first in range(0, used, 4):  # four at a time: one by one they would be a chain of waits
         c = first + tl.arange(0, 4)[None, :]
         some = live[:, None] & (c < used)
+        c = tl.where(c > 0, c + unread, 0)
         tops = tl.load(
             stats_ptr[:, None] + c * size, mask=some, other=float("-inf"), cache_modifier=".cg"
         )  # [ROWS, 4]
         highest = tl.maximum(highest, tl.max(tops, 1))
     weight = tl.full(live.shape, 0.0, tl.float32)
     total = tl.full(inside.shape, 0.0, tl.float32)
-    for i in range(used):
+    for c in range(used):
+        i = tl.where(c > 0, c + unread, 0)
         share = tl.exp2(
             tl.load(stats_ptr + i * size, mask=live, other=float("-inf"), cache_modifier=".cg")
             - highest
@@ -347,13 +376,14 @@ def _rows(own, head, T, column, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.c
 
 @triton.jit(do_not_specialize=["T", "S", "W", "mask_b", "mask_t", "mask_w"])
 def prompt_kernel(
-    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, T, S, W, mask_b, mask_t, mask_w,
-    H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, first_ptr, y_ptr, T, S, W, mask_b, mask_t, mask_w,
+    H: tl.constexpr, KV_HEADS: tl.constexpr, SCALE: tl.constexpr, E: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS rows of a key head to all slots that they see.
 
     q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, strided
+    first: [B, T] int64, or None
     Writes: y.
     """
     b = tl.program_id(1) // KV_HEADS
@@ -364,10 +394,11 @@ def prompt_kernel(
     column = (e < E) | (WIDTH == E)
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, _, _, cells, real = _rows(own, tl.program_id(1) % KV_HEADS, T, column, H, KV_HEADS, E)
+    first_ptr = _of_sequence(first_ptr, b * T)
     q = tl.load(q_ptr + before + cells, mask=real, other=0.0)
     _, weight, total = _attend(
-        q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, t, start, W, 0,
-        start + W, mask_t, mask_w, E, KEYS, STAGES, 0, 0,
+        q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, first_ptr, t,
+        start, W, 0, start + W, mask_t, mask_w, SCALE, E, KEYS, STAGES, 0, 0,
     )  # fmt: skip
     y = total / weight[:, None]
     tl.store(y_ptr + before + cells, y.to(y_ptr.dtype.element_ty), mask=real)
@@ -375,26 +406,31 @@ def prompt_kernel(
 
 @triton.jit
 def _part(
-    start, rows, W, CHUNK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    start, rows, W, low, CHUNK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr, TAIL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Find the work of a block: the programs of the last axis are tails, then chunks.
 
-    rows: of a key head
+    rows: of a key head; low: the first places that those of this block see, or None: 0
     Returns: the part that it writes, 0 for a tail, or -1: there is none; the number of parts; the
-    slots of its chunk, from one to another; the number of chunks in use; and of blocks with work.
+    slots of its chunk, from one to another; the number of chunks that nobody reads, which come
+    first; of those that are read; and of blocks with work.
     """
     tails = tl.cdiv(tl.minimum(rows - tl.program_id(0) * ROWS, ROWS), TAIL_ROWS)
     most_tails = tl.cdiv(tl.minimum(rows, ROWS), TAIL_ROWS)  # of any block of rows
     end = _tail_start(start + W, start, KEYS, TAIL)
     part = tl.program_id(2) - most_tails + 1
-    first, last, used = _chunk(part - 1, end, CHUNK, SPLITS)
+    first, last = _chunk(part - 1, end, CHUNK, SPLITS)
+    used = _chunks_before(end, CHUNK, SPLITS)
+    unread = 0
+    if low is not None:
+        unread = tl.minimum(_chunks_before(tl.min(low, 0) + 1, CHUNK, SPLITS) - 1, used)
     if part <= 0:
         part = tl.where(tl.program_id(2) < tails, 0, -1)
     else:
-        part = tl.where(first < end, part, -1)
+        part = tl.where((first < end) & (part > unread), part, -1)
     most = tl.num_programs(2) - most_tails + 1
-    return part, most, first, last, used, tails + used
+    return part, most, first, last, unread, used - unread, tails + used - unread
 
 
 @triton.jit
@@ -407,23 +443,30 @@ def _write(parts_ptr, stats_ptr, of_weights, top, weight, total, live, real):
 
 @triton.jit(do_not_specialize=["T", "S", "W", "mask_b", "mask_t", "mask_w"])
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr,
-    T, S, W, mask_b, mask_t, mask_w, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    CHUNK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr,
-    TAIL_ROWS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, first_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr,
+    T, S, W, mask_b, mask_t, mask_w, H: tl.constexpr, KV_HEADS: tl.constexpr, SCALE: tl.constexpr,
+    E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS rows of a key head to a chunk, or from few of them to their tails.
 
     q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, strided
+    first: [B, T] int64, or None; done: [blocks of rows, B * KV_HEADS] int32, 0 before and after
     parts: [1 + chunks, B, T, H, E] fp32, not divided by their weights, tails first
-    stats: [2, 1 + chunks, B, T, H] fp32, maximum and weight
-    done: [blocks of rows, B * KV_HEADS] int32, zeros before and after. Writes: y; used parts, stats
+    stats: [2, 1 + chunks, B, T, H] fp32, maximum and weight. Writes: y; used parts, stats
     """
     b = tl.program_id(1) // KV_HEADS
     start = tl.load(start_ptr + b).to(tl.int32)
-    part, most, first, last, used, blocks = _part(
-        start, T * H // KV_HEADS, W, CHUNK, SPLITS, ROWS, KEYS, TAIL, TAIL_ROWS
+    e = tl.arange(0, WIDTH)
+    column = (e < E) | (WIDTH == E)
+    head = tl.program_id(1) % KV_HEADS
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t, live, spots, cells, real = _rows(own, head, T, column, H, KV_HEADS, E)
+    first_ptr = _of_sequence(first_ptr, b * T)
+    low = _load_first(first_ptr, t)
+    part, most, first, last, unread, used, blocks = _part(
+        start, T * H // KV_HEADS, W, low, CHUNK, SPLITS, ROWS, KEYS, TAIL, TAIL_ROWS
     )
     if part < 0:
         return
@@ -434,34 +477,28 @@ def attention_kernel(
     mask_ptr += b.to(tl.int64) * mask_b
     base = tl.program_id(1).to(tl.int64) * S * E
     size = (tl.num_programs(1) // KV_HEADS * T * H).to(tl.int64)  # rows of a part
-    e = tl.arange(0, WIDTH)
-    column = (e < E) | (WIDTH == E)
-    head = tl.program_id(1) % KV_HEADS
-    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t, live, spots, cells, real = _rows(own, head, T, column, H, KV_HEADS, E)
     if part == 0:
         few = tl.program_id(0) * ROWS + tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
         u, some, few_spots, few_cells, there = _rows(few, head, T, column, H, KV_HEADS, E)
         x = tl.load(q_ptr + few_cells, mask=there, other=0.0).to(tl.float32)
         high, share, sums = _attend_tails(
-            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t, some, start, W,
-            mask_w, E, KEYS, WINDOW, TAIL,
+            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t,
+            _load_first(first_ptr, u), some, start, W, mask_w, SCALE, E, KEYS, WINDOW, TAIL,
         )  # fmt: skip
         mine = parts_ptr + few_cells
         _write(mine, stats_ptr + few_spots, most * size, high, share, sums, some, there)
     else:
         q = tl.load(q_ptr + cells, mask=real, other=0.0)
         top, weight, total = _attend(
-            q, k_ptr + base, v_ptr + base, column, mask_ptr, t, start, W, first, last, mask_t,
-            mask_w, E, KEYS, STAGES, WINDOW, TAIL,
+            q, k_ptr + base, v_ptr + base, column, mask_ptr, first_ptr, t, start, W, first, last,
+            mask_t, mask_w, SCALE, E, KEYS, STAGES, WINDOW, TAIL,
         )  # fmt: skip
+        ours = parts_ptr + part * size * E + cells
         stat = stats_ptr + part * size + spots
-        _write(
-            parts_ptr + part * size * E + cells, stat, most * size, top, weight, total, live, real
-        )
+        _write(ours, stat, most * size, top, weight, total, live, real)
     if is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), blocks):
         weights, totals = _combine(
-            parts_ptr + cells, stats_ptr + spots, size, 1 + used, most, live, real, E
+            parts_ptr + cells, stats_ptr + spots, size, unread, 1 + used, most, live, real, E
         )
         y = totals / weights[:, None]
         tl.store(y_ptr + before * E + cells, y.to(y_ptr.dtype.element_ty), mask=real)
@@ -480,8 +517,8 @@ def tree_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    start: Tensor,
-    mask: Tensor,
+    window: tuple[Tensor, Tensor, Tensor | None],
+    scale: float,
     device: Device,
     done: Tensor,
 ) -> Tensor:
@@ -489,11 +526,14 @@ def tree_attention(
 
     Allocates its result and partial sums, and nothing else; never waits.
 
+    window: start, mask and first
     done: from `counters`; launches that share it must follow each other, as those of one stream do
     """
     B, T, H, E = q.shape
     _, kv_heads, S, _ = k.shape
+    start, mask, first = window
     W = mask.shape[2]
+    first = first if first is None else first.contiguous()
     # they are the cache's own buffers
     assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())
     split = T <= SPLIT_TOKENS
@@ -504,8 +544,8 @@ def tree_attention(
     tile = {"ROWS": cut.rows, "KEYS": cut.keys, "STAGES": cut.stages, "num_warps": cut.warps}
     heads = {"H": H, "KV_HEADS": kv_heads}
     sizes = (T, S, W, *mask.stride())
-    given = (q.contiguous(), k, v, start, mask, y)
-    constants = constants_of(E, W, split)
+    given = (q.contiguous(), k, v, start, mask, first, y)
+    constants = constants_of(E, W, split, scale)
     if not split:
         prompt_kernel[blocks, B * kv_heads](*given, *sizes, **constants, **heads, **tile)
         return y

@@ -74,7 +74,7 @@ def compact_kernel(
 
 
 def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
-    """Compute `ops.compact.compact`. Allocates nothing and never waits."""
+    """Compute `ops.torch_backend.compact`. Allocates nothing and never waits."""
     B, heads, S, E = buffers[0].shape
     for x in buffers:
         assert x.is_contiguous() and x.shape == buffers[0].shape and x.data_ptr() % 16 == 0

@@ -34,7 +34,7 @@ from ops.cuda.qmatmul import (
 from ops.cuda.rotary import constants_of, rotate_heads
 from ops.norm import PART
 
-# x, the sums of squares by which to divide or None, the weight, its scales: `ops.epilogues.Pending`
+# `ops.epilogues.LazyMatmul`: x, the sums of squares by which to divide or None, weight, scales
 Product = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
@@ -88,7 +88,7 @@ def add_product_kernel(
     x, packed, scale: as for `product_tile`; parts: [SPLITS, M, N] fp32
     done: [tiles] int32, zeros before and after
     stream: [M, N] with a stride of its rows; weight: [N], or None without a norm
-    Writes: sum, [M, N]; y and squares as in `ops.epilogues.Unscaled`; parts.
+    Writes: sum, [M, N]; y and squares as in `ops.epilogues.UnnormalizedRows`; parts.
     """
     split = tl.program_id(2)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -172,7 +172,7 @@ def add_unscaled_kernel(
     """Add a row of delta, if there is one, and begin the norm. WIDTH: F padded to 64 2^i
 
     x, delta: [M, F]; weight: [F]
-    Writes: sum, with delta; y and squares as in `ops.epilogues.Unscaled`.
+    Writes: sum, with delta; y and squares as in `ops.epilogues.UnnormalizedRows`.
     """
     i = tl.arange(0, WIDTH)
     live = i < F

@@ -427,8 +427,8 @@ def pairwise_sum(x):
 def divided_by_rms(total, squares_ptr, t, M, F, PARTS: tl.constexpr):
     """Divide columns by the root mean square of the rows of x: [ROWS, TOKENS] fp32.
 
-    squares: [parts, M] fp32, sums of squares as in `ops.epilogues.Unscaled`; PARTS: padded to a
-    power of two; F: features
+    squares: [parts, M] fp32, sums of squares as in `ops.epilogues.UnnormalizedRows`; PARTS: padded
+    to a power of two; F: features
     """
     part = tl.arange(0, PARTS)
     inside = (part[None, :] < tl.cdiv(F, 64)) & (t[:, None] < M)
@@ -528,7 +528,7 @@ def run_product(
     Allocates its result and partial sums, and nothing else; never waits.
 
     epilogue: "fp32": unrounded; "swiglu": of gate rows above up rows, where `cut` has one split
-    squares: of `ops.epilogues.Unscaled`, where x are its values; for "swiglu" only
+    squares: of `ops.epilogues.UnnormalizedRows`, where x are its values; for "swiglu" only
     Returns: [..., N] in x's dtype or fp32; [..., N / 2] with SwiGLU.
     """
     bits, group = bits_and_group(scale)

@@ -229,7 +229,7 @@ def _block_keys(scores: Tensor, k: int, sharpness: float) -> tuple[Tensor, Tenso
 
 
 def topk_logsumexp(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `ops.topk.topk_logsumexp` for k up to MOST.
+    """Compute `ops.torch_backend.topk` for k up to MOST.
 
     Allocates results and candidates, and nothing else; never waits.
     """

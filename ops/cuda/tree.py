@@ -1,10 +1,10 @@
-"""CUDA kernels, in Triton: choose the nodes of a draft tree among candidates, and relate them.
+"""CUDA kernels, in Triton: choose the nodes of a draft tree among candidates, and link them.
 
 1. `best_nodes` does not sort. It finds the key of the worst chosen candidate bit by bit, by
    counting the keys that are at least as good, then writes the places of those. Keys are those of
    topk.py, of which no two are equal.
-2. `relate` keeps a node's ancestors as the bits of an int64, so a tree has at most 64 nodes. Every
-   round doubles their reach.
+2. `link_nodes` keeps a node's ancestors as the bits of an int64, so a tree has at most 64 nodes.
+   Every round doubles their reach.
 
 One block of threads handles a tree.
 """
@@ -42,7 +42,7 @@ def best_nodes_kernel(values_ptr, chosen_ptr, P, count, POOL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["P", "N"])
-def relate_kernel(
+def link_nodes_kernel(
     chosen_ptr,
     above_ptr,
     number_ptr,
@@ -97,8 +97,8 @@ def best_nodes(values: Tensor, count: int) -> Tensor:
     return chosen
 
 
-def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
-    """Compute `ops.tree.relate`. Never waits."""
+def link_nodes(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
+    """Compute `ops.tree.link_nodes`. Never waits."""
     B, P = parents.shape
     N = chosen.shape[1] + 1
     assert N <= 64, N
@@ -107,7 +107,7 @@ def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
     above = torch.empty(B, N, dtype=torch.int64, device=device)
     depths = torch.empty(B, N, dtype=torch.int64, device=device)
     mask = torch.empty(B, N, N, dtype=torch.bool, device=device)
-    relate_kernel[(B,)](
+    link_nodes_kernel[(B,)](
         chosen.contiguous(),
         parents.contiguous(),
         number,
@@ -123,7 +123,7 @@ def relate(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
 
 
 def tiles_of_tree(P: int, N: int, depth: int) -> dict[str, int]:
-    """Return the sizes of tiles of `relate_kernel`, powers of two, and the rounds to the root."""
+    """Return the tiles of `link_nodes_kernel`, powers of two, and the rounds to the root."""
     pool = min(triton.next_power_of_2(P + 1), MOST)
     return {
         "POOL": pool,

@@ -172,7 +172,7 @@ def fidelity(path: Path, config: FidelityConfig) -> list[dict]:
     rows: dict[str, Found] = {}
     del model
     for name, options in tqdm(rows_to_load, unit="format"):
-        engine = load(draft="none", compile=True, **options)
+        engine = load(draft="none", **options)
         rows[name] = compare_logits(reference, logits_of(engine.target, prompts), prompts)
     if is_gguf(path):
         try:
@@ -209,7 +209,6 @@ def questions(path: Path, also: str) -> list[dict]:
     for name, options in formats(path, also):
         config = GenerateConfig(
             draft="none",
-            compile=True,
             chat="",
             max_new_tokens=ANSWER_TOKENS,
             **options,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
+from cli.io import log_note
 from hf.config import open_source, read_config
 from hf.weights import weight_names
 from session import common_prefix
@@ -394,4 +394,4 @@ def check_drafted(peer: LlamaCpp, prompt: list[int], plain: list[int], drafted: 
         raise ValueError(
             f"{where}: more than {NEAR_TIE}, so it is no near tie; drafts are verified wrongly"
         )
-    print(f"note: {where}, a near tie", file=sys.stderr)
+    log_note(f"{where}, a near tie")

@@ -32,10 +32,11 @@ import stats
 from decode import Engine, with_cycles
 from extras.presets import PresetPolicy
 from load import warm_up, with_draft
-from model import MoEFeedForward, Transformer
+from model import Transformer
 from ops.library import PLAIN, tiles_in_use
 from options import ROOT, GenerateConfig
 from session import Session
+from steps import Project
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
 
@@ -219,8 +220,9 @@ def pass_bytes(target: Transformer, cached: float) -> float:
     tied = any(x is embedding for x in _tensors(target.lm_head))
     skipped = 0 if tied else embedding.nbytes * (1 - 1 / c.vocab_size)
     if c.n_experts:
-        mixtures = [layer.ffn for layer in target.layers if isinstance(layer.ffn, MoEFeedForward)]
-        total = sum(_nbytes(x) for ffn in mixtures for x in (ffn.w13, ffn.w2))
+        steps = [(layer, step) for layer in target.layers for step in layer.steps]
+        experts = [(layer, s.name) for layer, s in steps if isinstance(s, Project) and s.experts]
+        total = sum(_nbytes(getattr(layer, name)) for layer, name in experts)
         skipped += (1 - c.experts_per_token / c.n_experts) * total
     weights = _nbytes(target) - skipped
     return (

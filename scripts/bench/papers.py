@@ -1,6 +1,6 @@
 """Reproduce the papers' tables for any target and head: speedup, tau, n-alpha and times, by task.
 
-    python scripts/bench/papers.py --compile --json bench.jsonl --plots plots
+    python scripts/bench/papers.py --json bench.jsonl --plots plots
     python scripts/bench/papers.py --methods none,eagle:dynamic:topk --temperatures 0.6,1 \\
         --batch_sizes 1,4 --json bench.jsonl
     python scripts/bench/papers.py --report bench.jsonl --plots plots
@@ -43,9 +43,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import bundled_head, check_outputs, is_gguf
+from cli.io import bundled_head, check_outputs, is_gguf, log_note
 from cli.methods import HEAD_KINDS
-from cli.parsing import one_line_errors, option, parse
+from cli.parsing import SWITCHES, one_line_errors, option, parse
 from decode import Engine
 from generate import Batch, Turn, encode, first_ids, load
 from hf.chat import NO_TEMPLATE
@@ -116,7 +116,7 @@ class BenchConfig:
         "prompts per task that are first decoded untimed, to warm up and for the calibration",
         least=1,
     )
-    compile: bool = option(False, "compile the steps of a cycle")
+    compile: bool | None = option(None, "on CUDA, compile the steps of a cycle")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
@@ -229,16 +229,16 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
         try:
             of_heads += methods_of_file(path, setting)
         except (ValueError, OSError) as error:
-            say_once(f"note: left out of --methods all: {error}")
+            note_once(f"left out of --methods all: {error}")
     if not of_heads:
         raise ValueError(f"--heads {config.heads} has no head, draft model or datastore to measure")
     return found + of_heads
 
 
 @cache
-def say_once(line: str) -> None:
-    """Print a line to stderr, the first time only: the methods are listed for every setting."""
-    print(line, file=sys.stderr)
+def note_once(text: str) -> None:
+    """Log a note, the first time only: the methods are listed for every setting."""
+    log_note(text)
 
 
 def methods_of_file(path: Path, setting: Setting) -> list[str]:
@@ -314,7 +314,7 @@ def _piece(method: str, piece: str) -> str:
     for f in fields(GenerateConfig):
         if f.name in ("tree", "children", "accept") and piece in f.metadata["choices"]:
             return f"{f.name}={piece}"
-        if f.type == "bool" and f.name == piece:
+        if f.type in SWITCHES and f.name == piece:
             return _setting(piece)
     raise ValueError(
         f"--methods: {method}: {piece} is no tree, no way to pick children and no option of "
@@ -465,7 +465,7 @@ def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> di
         "verify_of_ceiling": pass_bytes(engine.target, 0) / pass_s / ceiling if pass_s else None,
         "draft": draft_options(engine),
         "nodes": engine.drafter.size,
-        "compiled": engine.option("compile"),
+        "compiled": bool(engine.option("compile")),
         "compile_s": engine.compile_s,
         "load_s": engine.load_s,
         "peak_memory_bytes": peak_memory_bytes(engine.device.type),

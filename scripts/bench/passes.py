@@ -3,7 +3,7 @@
     python scripts/bench/passes.py --checkpoint checkpoints/SmolLM2-135M-Instruct.Q4_1.gguf
     python scripts/bench/passes.py --checkpoint DIR --dtype bfloat16 --rows 16,1200 --units none
 
-1. The model is loaded as generate.py --compile loads it, and its cache holds 128 tokens.
+1. The model is loaded as generate.py loads it, and its cache holds 128 tokens.
 2. A pass reads the tokens behind them and computes the logits of every one; where there are more
    than 64, as of a prompt, those of the last one only.
 3. A round measures all numbers of rows, in an order that rotates; units follow each other, so that
@@ -57,7 +57,7 @@ class PassesConfig:
 
 def seconds_of_pass(target: Transformer, cache: KVCache, rows: int) -> float:
     """Time a pass over `rows` tokens behind the cached ones. Writes: `cache`."""
-    window = causal_window(torch.tensor([CACHED]), rows)
+    window = causal_window(torch.tensor([CACHED]), rows, backend=target.backend)
     tokens = torch.arange(rows)[None] % 1000  # [1, rows]
     began = time.perf_counter()
     hidden = target(tokens, window.slots, cache, window)  # [1, rows, F]
@@ -70,9 +70,7 @@ def bench(config: PassesConfig) -> None:
     """Measure and print everything."""
     config.check()
     model = {"checkpoint": config.checkpoint, "dtype": config.dtype, "quant": config.quant}
-    engine = load(
-        GenerateConfig(**model, draft="none", compile=True, device="cpu", threads=config.threads)
-    )
+    engine = load(GenerateConfig(**model, draft="none", device="cpu", threads=config.threads))
     units = config.units.split(",")
     for unit in units:
         if not torch.ops.gpt_eagle.use_tiles(unit):

@@ -4,6 +4,7 @@
 #define NO_TILES
 #include "matmul.cpp"
 #include "matmul_bf16.h"
+#include "operators.cpp"
 #include "threads.cpp"
 
 namespace {

@@ -1,9 +1,9 @@
 """Our runtime beside other runtimes: same weights, prompts, tokens and threads, in one process.
 
-    python scripts/bench/peers.py --compile --threads 4
+    python scripts/bench/peers.py --threads 4
     python scripts/bench/peers.py --checkpoint DIR --methods none,eagle:chain:tree_depth=5 \\
         --peers llama.cpp:q4_0
-    python scripts/bench/peers.py --compile --methods none,eagle --peers transformers --limit 24 \\
+    python scripts/bench/peers.py --methods none,eagle --peers transformers --limit 24 \\
         --batch_sizes 1,2,4,16
 
 1. Ours are methods as in papers.py. Peers: `transformers` (`generate`), `transformers:lookup`
@@ -42,7 +42,6 @@ from decode import Engine
 from generate import encode, load
 from kv_cache import KVCache, causal_window
 from model import DTYPES
-from ops.topk import best
 from options import DEMO, GenerateConfig, pick_device
 from runtime import compiled
 from scripts import export_head
@@ -120,7 +119,7 @@ class PeersConfig:
     chat: str | None = option(
         None, "apply a chat template: the model's, or the one named", optional=True
     )
-    compile: bool = option(False, "compile our steps")
+    compile: bool | None = option(None, "on CUDA, compile our steps")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default", least=0)
@@ -237,14 +236,17 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         start = torch.tensor([len(prompt)], device=device)
 
         def step(tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-            window = causal_window(start, tokens.shape[1])
+            window = causal_window(start, tokens.shape[1], backend=target.backend)
             features = target(tokens, window.slots, cache, window)
-            return best(target.logits(features))  # [1, M]; no threads of torch, which would spin
+            scores = target.logits(features)
+            return target.backend.best(
+                scores, None, None
+            )  # [1, M]; no threads of torch, which would spin
 
         with torch.inference_mode():
             window = causal_window(start * 0, len(prompt))
             target(torch.tensor([prompt], device=device), window.slots, cache, window)
-        run = compiled(step) if engine.captured else step  # on a CPU its passes are fused
+        run = compiled(step) if engine.compiles else step  # on a CPU its passes are fused
         tokens = torch.tensor([prompt[:1] * width], device=device)
 
         @torch.inference_mode()

@@ -122,8 +122,7 @@ def contestants(config: StartConfig) -> dict[str, list[str]]:
     for length in LENGTHS:
         ours = [sys.executable, "generate.py", "--chat", "--prompt", PROMPT]
         ours += ["--max_new_tokens", str(length)]
-        commands[f"{length}, --compile"] = [*ours, "--compile"]
-        commands[f"{length}, without it"] = ours
+        commands[f"{length}, gpt-eagle"] = ours
         if config.llama_python:
             llama = os.path.abspath(config.llama_python)
             arguments = [DEFAULT, PROMPT, str(length), str(config.threads)]
@@ -176,7 +175,7 @@ def bench(config: StartConfig) -> None:
         texts = {
             name: runs[0].text for name, runs in found.items() if name.startswith(f"{length},")
         }
-        reference = texts[f"{length}, --compile"]
+        reference = texts[f"{length}, gpt-eagle"]
         for name, text in texts.items():
             same = common_prefix(text, reference)
             if text != reference:

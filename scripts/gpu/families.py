@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-import ops.cuda.growth  # registers the operators of trees
+import ops.cuda.backend  # registers the operators of trees
 import ops.epilogues
 import ops.experts
 import ops.norm
 import ops.rotary
-import ops.topk
 import ops.tree
+from ops import torch_backend
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu.kernels import TOLERANCE, relative_error
 
@@ -62,9 +62,9 @@ def fused(device: str) -> float:
     rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
     ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
     total, *found = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
-    norm = ops.epilogues.Unscaled(*found)
-    got = [total, ops.epilogues.swiglu(ops.epilogues.Pending(*norm, weight, None))]
-    product = ops.epilogues.Pending(*norm, weight, None)
+    norm = ops.epilogues.UnnormalizedRows(*found)
+    got = [total, ops.epilogues.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None))]
+    product = ops.epilogues.LazyMatmul(*norm, weight, None)
     got.append(ops.epilogues.rotary_cache(product, rope, *ours, slots, None))
     wide = weight.float()
     want = [ops.epilogues.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
@@ -120,21 +120,21 @@ def topk(device: str) -> float:
     best = logits.topk(level.k)
     scores = best.values - logits.logsumexp(-1, keepdim=True)
     children = ops.tree.Children(best.indices, scores.clamp(max=0))
-    want = ops.tree.expand(children, values, seen, level)
+    want = torch_backend.expand(children, values, seen, level)
     return max(error, largest(got, want))
 
 
 def tree(device: str) -> float:
     """The nodes of a draft tree and their relations, which are exact."""
     values = -torch.randint(0, 99, (2, 510), device=device).float()
-    chosen = ops.tree.best_nodes(values, 59)
-    want = ops.tree.best_nodes_reference(values, 59)
+    chosen = torch.ops.gpt_eagle.best_nodes(values, 59)
+    want = torch_backend.best_nodes(values, 59)
     assert torch.equal(chosen, want), "best_nodes differs from its reference"
     parents = torch.full((2, 510), -1, device=device)
     parents.scatter_(1, chosen[:, 1:], chosen[:, :-1])  # a chain
-    got = ops.tree.relate(chosen, parents, 59)
-    want = ops.tree.relate_reference(chosen, parents, 59)
-    assert all(map(torch.equal, got, want)), "relate differs from its reference"
+    got = torch.ops.gpt_eagle.link_nodes(chosen, parents, 59)
+    want = torch_backend.link_nodes(chosen, parents, 59)
+    assert all(map(torch.equal, got, want)), "link_nodes differs from its reference"
     return 0.0
 
 

@@ -35,14 +35,14 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 import ops.attention
-import ops.compact
+import ops.cuda.backend
 import ops.cuda.layout
 import ops.experts
-import ops.topk
 import ops.weight
 from cli.parsing import one_line_errors, option, parse
 from kv_cache import KVCache
 from model import ModelConfig
+from ops import torch_backend
 from ops.linear import halves_product
 from scripts.bench.measure import read_bandwidth
 
@@ -271,16 +271,17 @@ def compact_contest(kv_heads: int) -> Contest:
     buffers = [*cache.k, *cache.v]
     for buffer in buffers:
         buffer.normal_()
-    loop = torch.compile(ops.compact.compact_reference, fullgraph=True, dynamic=False)
+    ours = ops.cuda.backend.compact
+    loop = torch.compile(torch_backend.compact, fullgraph=True, dynamic=False)
     methods = {
-        "ours": [lambda s=s: cache.compact(s, path) for s in starts],
-        "torch": [lambda s=s: loop(buffers, s, path) for s in starts],
+        "ours": [lambda s=s: ours(buffers, cache.addresses, s, path) for s in starts],
+        "torch": [lambda s=s: loop(buffers, cache.addresses, s, path) for s in starts],
     }
 
     def error() -> float:
         want = [b.clone() for b in buffers]
-        ops.compact.compact_reference(want, starts[1], path)
-        cache.compact(starts[1], path)
+        torch_backend.compact(want, cache.addresses, starts[1], path)
+        ours(buffers, cache.addresses, starts[1], path)
         return float(not all(torch.equal(*pair) for pair in zip(buffers, want)))  # bits are moved
 
     moved_bytes = 2 * 2 * CACHE_LAYERS * kv_heads * (len(PATH) - 1) * 128 * 2
@@ -293,14 +294,14 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
     copies = copies_of(read_bytes, rotate_bytes)
     scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
     methods = {
-        "ours": [lambda s=s: ops.topk.topk_logsumexp(s, 10) for s in scores],
-        "torch": [lambda s=s: ops.topk.topk_logsumexp_reference(s, 10) for s in scores],
+        "ours": [lambda s=s: ops.cuda.backend.topk(s, 10) for s in scores],
+        "torch": [lambda s=s: torch_backend.topk(s, 10) for s in scores],
     }
 
     def error() -> float:
-        values, index, total = ops.topk.topk_logsumexp(scores[0], 10)
+        values, index, total = ops.cuda.backend.topk(scores[0], 10)
         # indices of ties may differ
-        best, _, logsumexp = ops.topk.topk_logsumexp_reference(scores[0], 10)
+        best, _, logsumexp = torch_backend.topk(scores[0], 10)
         return max(
             relative_error(values, best),
             relative_error(scores[0].gather(-1, index), best),

@@ -23,7 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,18 +56,18 @@ class Rung(NamedTuple):
     """A way to run the cycle on CUDA; on a CPU only `plain` has an effect."""
 
     plain: tuple[str, ...]  # families of our kernels that PyTorch replaces
-    inductor: bool  # steps are compiled
+    compiles: bool  # steps are compiled
     graphs: bool  # cycles are captured
 
 
 BUT_PRODUCTS = tuple(family for family in FAMILIES if family != "products")
 RUNGS: dict[str, Rung] = {
-    "captured, PyTorch alone": Rung(FAMILIES, inductor=False, graphs=True),
-    "captured, our products": Rung(BUT_PRODUCTS, inductor=False, graphs=True),
-    "captured, without fused": Rung(("fused",), inductor=False, graphs=True),
-    "captured": Rung((), inductor=False, graphs=True),
-    "compiled, not captured": Rung((), inductor=True, graphs=False),
-    "compiled": Rung((), inductor=True, graphs=True),
+    "captured, PyTorch alone": Rung(FAMILIES, compiles=False, graphs=True),
+    "captured, our products": Rung(BUT_PRODUCTS, compiles=False, graphs=True),
+    "captured, without fused": Rung(("fused",), compiles=False, graphs=True),
+    "captured": Rung((), compiles=False, graphs=True),
+    "compiled, not captured": Rung((), compiles=True, graphs=False),
+    "compiled": Rung((), compiles=True, graphs=True),
 }
 NAMES = [*RUNGS]
 
@@ -126,7 +126,6 @@ def set_rung(rung: Rung, plain: set[str], device: str) -> None:
     torch.compiler.reset()
     if device == "cpu":  # the other switches are CUDA's
         return
-    os.environ["GPT_EAGLE_INDUCTOR"] = str(int(rung.inductor))
     os.environ["GPT_EAGLE_GRAPHS"] = str(int(rung.graphs))
 
 
@@ -205,7 +204,7 @@ class Climb:
         self.first: Tokens = decoded[0] if decoded else []
         began = time.monotonic()
         with attempts.watched():
-            self.target = load(GenerateConfig(draft="none", **config.options))
+            self.target = load(GenerateConfig(draft="none", compile=False, **config.options))
         print(f"loaded in {time.monotonic() - began:.1f} s", flush=True)
 
     def rung(self, name: str) -> None:
@@ -225,6 +224,9 @@ class Climb:
         set_plain(self.plain)
         engine = self.loaded(method)
         set_rung(rung, self.plain, self.config.device)
+        if self.config.device != "cpu":
+            how = {"compile": rung.compiles or None}
+            engine = replace(engine, resolved=engine.resolved | how)
         engine = warm_up(with_cycles(engine))
         found = decode(engine, self.prompts)
         tokens = found["tokens"]
@@ -241,7 +243,7 @@ class Climb:
             drafting = dict(METHODS[method])
             if method != "vanilla" and self.config.quant_draft:
                 drafting["quant_draft"] = self.config.quant_draft
-            given = GenerateConfig(**self.config.options | drafting | {"compile": True})
+            given = GenerateConfig(**self.config.options | drafting)
             device = str(self.target.device)
             self.engines[method] = with_draft(self.target, given, device)
         return self.engines[method]

@@ -47,7 +47,7 @@ from ops.cuda.plans import (
     to_json,
 )
 from ops.cuda.qmatmul import ProductPlan, plan_product, run_product
-from ops.epilogues import PART, Pending
+from ops.epilogues import PART, LazyMatmul
 from runtime import tensors_of
 from scripts.gpu.kernels import LAYERS, copies_of, failure, graph_times_s, random_packed
 
@@ -214,14 +214,16 @@ class Timer:
             stream = torch.ones(1, rows, shape.N, **options)
             norm = torch.ones(shape.N, **options)
             return lambda weight, scale: add_product(
-                Pending(x, None, weight, scale), stream, norm, 1e-5, gpu, plan
+                LazyMatmul(x, None, weight, scale), stream, norm, 1e-5, gpu, plan
             )
         if shape.epilogue == "rotary":  # as many heads of keys as of queries
             rope = (torch.ones(1, rows, 1, 128, **fp32),) * 2
             cache = torch.zeros(2, 1, shape.N // 384, rows, 128, **options)
             slots = torch.arange(rows, device=self.torch_device)[None]
             given = (rope, *cache, slots, (None, None, 0.0), gpu, plan)
-            return lambda weight, scale: rotary_product(Pending(x, squares, weight, scale), *given)
+            return lambda weight, scale: rotary_product(
+                LazyMatmul(x, squares, weight, scale), *given
+            )
         given = (plan, shape.epilogue)
         if shape.epilogue == "swiglu":
             given += (squares,)

@@ -43,7 +43,7 @@ class Chains:
         self.vocab = head.vocab or DraftVocab(target.config.vocab_size)
         # of the draft vocabulary: all rows of a large one would take most of the time
         self.lm_head = head.lm_head or draft_lm_head(target, None, self.vocab.ids)
-        self.dtype = head.layers[0].attention.wo.weight.dtype  # may differ from the target's
+        self.dtype = head.layers[0].wo.weight.dtype  # may differ from the target's
         self.cache = KVCache.empty(
             head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device)
         )

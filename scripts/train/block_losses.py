@@ -19,9 +19,9 @@ from torch import Tensor
 
 from drafters import DraftVocab
 from extras.block_draft import BlockHead
-from model import Attention, Transformer
-from ops.rotary import rope_angles, rotary
+from model import Transformer
 from scripts.train.acceptance import Drafted
+from steps import Attend, Rows, run_steps
 
 
 def logits_of(head: BlockHead, target: Transformer, hidden: Tensor, before: Tensor) -> Tensor:
@@ -43,24 +43,15 @@ def pick_anchors(mask: Tensor, count: int, generator: torch.Generator) -> Tensor
     return rank.argsort(1)[:, :count].sort(1).values
 
 
-def attend(
-    attention: Attention, h: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], seen: Tensor
-) -> Tensor:
+def attend(rows: Rows, seen: Tensor) -> Rows:
     """Attend from the blocks to the context and to themselves.
 
-    h: [B, Q, F]; context: [B, T, F]; rope: of context and blocks; seen: [B, Q, T + Q] bool
-    Returns: [B, Q, F].
+    rows: of context and blocks, behind `Rotate`; seen: [B, Q, T + Q] bool
+    Returns: the rows of the blocks, [B, Q, H E].
     """
-    qkv = attention.wqkv(torch.cat((context, h), 1)).unflatten(-1, (-1, attention.head_dim))
-    q, k = rotary(qkv, rope, attention.heads, attention.kv_heads, attention.head_norms)
-    y = F.scaled_dot_product_attention(
-        q[:, context.shape[1] :].transpose(1, 2),
-        k.transpose(1, 2),
-        qkv[:, :, -attention.kv_heads :].transpose(1, 2),
-        attn_mask=seen[:, None],
-        enable_gqa=True,
-    )  # [B, H, Q, E]
-    return attention.wo(y.transpose(1, 2).flatten(2))
+    q = rows.h[:, -seen.shape[1] :].transpose(1, 2)  # [B, H, Q, E]
+    y = F.scaled_dot_product_attention(q, *rows.kv, attn_mask=seen[:, None], enable_gqa=True)
+    return rows.put("h", y.transpose(1, 2).flatten(2))
 
 
 def visible(anchors: Tensor, T: int, size: int, causal: bool) -> Tensor:
@@ -93,19 +84,23 @@ def run_blocks(
     context = head.hidden_norm(head.fc(features[..., config.model.dim :]))  # [B, T, F]
     places = anchors[:, :, None] + torch.arange(size, device=tokens.device)  # [B, A, size]
     steps = torch.arange(T, device=tokens.device).expand(len(tokens), -1)
-    rope = rope_angles(head.rope_freq, torch.cat((steps, places.flatten(1)), 1), config.rope_factor)
+    ropes = head.ropes(torch.cat((steps, places.flatten(1)), 1))
     seen = visible(anchors, T, size, config.causal)
     block = torch.full_like(places, config.mask_token)
     block[..., 0] = tokens.gather(1, anchors)
     with torch.no_grad():
         x = target.embedding(block.flatten(1)).to(context)  # [B, A size, F]
 
-    # as Block.forward, with the attention above
-    def block_of(layer, x, h, after, rope, kv, window):
-        x, h = layer.ffn_norm.add(x, attend(layer.attention, h, context, rope, seen))
-        return after.add(x, layer.ffn(h))
-
-    hidden = head.layers(x, rope, head.norm, run=block_of).unflatten(1, (-1, size))
+    rows = Rows(x, ropes=ropes)
+    for layer in head.layers:
+        for step in layer.steps:
+            if isinstance(step, Attend):
+                rows = attend(rows, seen)
+            elif step is layer.steps[1]:  # keys and values are those of the context, too
+                rows = step.run(layer, rows.put("h", torch.cat((context, rows.h), 1)))
+            else:
+                rows = step.run(layer, rows)
+    hidden = run_steps(head.last, head, rows).h.unflatten(1, (-1, size))
     return hidden if config.predicts_next else hidden[:, :, 1:]
 
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from drafters import DraftVocab
 from eagle_draft import Eagle3Head, EagleHead
 from hf.heads import Eagle3, EagleConfig
-from model import Attention, Linear, ModelConfig, Transformer
-from ops.rotary import rope_angles, rotary
+from linear import Linear
+from model import ModelConfig, Transformer
+from steps import Attend, Rows, run_steps
 
 STEPS = {1: 1, 3: 7}  # steps that a version is unrolled over, officially
 DECAY = 0.8  # of a step's weight, for each step before it
@@ -44,32 +45,26 @@ class Past(NamedTuple):
     v: tuple[list[Tensor], ...]
 
 
-def attend(
-    attention: Attention,
-    x: Tensor,
-    rope: tuple[Tensor, Tensor],
-    keys: list[Tensor],
-    values: list[Tensor],
-):
+def attend(rows: Rows, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Attend causally over the keys of step 0, and to the row's own keys of the later steps.
 
-    x: [B, T, F]. Writes: appends to keys and values. Returns: [B, T, F].
+    rows: behind `Rotate`; queries in h, own keys and values in kv
+    Writes: appends to keys and values. Returns: [B, T, H E].
     """
-    T = x.shape[1]
-    qkv = attention.wqkv(x).unflatten(-1, (-1, attention.head_dim))  # [B, T, H + 2 Hkv, E]
-    q, k = rotary(qkv, rope, attention.heads, attention.kv_heads, attention.head_norms)
-    keys.append(k.transpose(1, 2).unsqueeze(2))
-    values.append(qkv[:, :, -attention.kv_heads :].transpose(1, 2).unsqueeze(2))
-    q = q.transpose(1, 2).unflatten(1, (attention.kv_heads, -1))  # [B, Hkv, H / Hkv, T, E]
-    q = q * attention.head_dim**-0.5
-    later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+    T = rows.h.shape[1]
+    k, v = rows.kv  # [B, Hkv, T, E]
+    keys.append(k.unsqueeze(2))
+    values.append(v.unsqueeze(2))
+    q = rows.h.transpose(1, 2).unflatten(1, (k.shape[1], -1))  # [B, Hkv, H / Hkv, T, E]
+    q = q * k.shape[3] ** -0.5
+    later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
     scores = [(q @ keys[0].mT).float().masked_fill(later, -torch.inf)]  # [B, Hkv, H / Hkv, T, T]
     scores += [(q * own).sum(-1, keepdim=True).float() for own in keys[1:]]
-    share = torch.cat(scores, -1).softmax(-1).to(qkv.dtype)  # [B, Hkv, H / Hkv, T, T + s]
+    share = torch.cat(scores, -1).softmax(-1).to(v.dtype)  # [B, Hkv, H / Hkv, T, T + s]
     y = share[..., :T] @ values[0]
     for i, own in enumerate(values[1:]):
         y = y + share[..., T + i, None] * own
-    return attention.wo(y.flatten(1, 2).transpose(1, 2).flatten(2))
+    return y.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
 def unrolled_step(head: EagleHead, embedded: Tensor, hidden: Tensor, s: int, past: Past) -> Tensor:
@@ -79,15 +74,17 @@ def unrolled_step(head: EagleHead, embedded: Tensor, hidden: Tensor, s: int, pas
     Returns: outputs, [B, T, F].
     """
 
-    # as Block.forward, with the attention above
-    def block_of(block, x, h, after, rope, kv, window):
-        x, h = block.ffn_norm.add(x, attend(block.attention, h, rope, *kv))
-        return after.add(x, block.ffn(h))
-
-    x, h = head.first(embedded, hidden)
-    positions = torch.arange(s, s + x.shape[1], device=x.device).expand(x.shape[:2])
-    rope = rope_angles(head.rope_freq, positions)
-    return head.layers(x, rope, head.norm, past, None, block_of, h=h)
+    positions = torch.arange(s, s + hidden.shape[1], device=hidden.device)
+    positions = positions.expand(hidden.shape[:2])
+    rows = Rows(embedded=embedded, features=hidden, ropes=head.ropes(positions))
+    rows = run_steps(head.first, head, rows)
+    for layer, keys, values in zip(head.layers, past.k, past.v):
+        for step in layer.steps:
+            if isinstance(step, Attend):
+                rows = rows.put("h", attend(rows, keys, values))
+            else:
+                rows = step.run(layer, rows)
+    return run_steps(head.last, head, rows).h
 
 
 class Recipe(NamedTuple):
@@ -192,10 +189,11 @@ def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
     hardly use the token ahead.
     embedded: [B, T, F]; features: [B, T, (1 + aux_layers) F]; a batch
     """
-    if isinstance(head.fc, Linear):
+    if "fc" in dict(head.named_children()):
         seen: list[Tensor] = []
         hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-        head.first(embedded, head.project(features))
+        rows = Rows(embedded=embedded, features=head.project(features))
+        run_steps(head.first, head, rows)
         hook.remove()
         head.fc = ScaledLinear(head.fc, scale_of(seen[0]))
 

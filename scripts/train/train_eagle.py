@@ -552,7 +552,11 @@ def make_engine(config: TrainOptions, target: Transformer) -> Engine:
     if template:
         ends += tuple(template.stop_ids(tokenizer))
     options = GenerateConfig(
-        checkpoint=config.checkpoint, draft="none", batch_size=16, device=config.device
+        checkpoint=config.checkpoint,
+        draft="none",
+        batch_size=16,
+        device=config.device,
+        compile=False,  # the target is also read layer by layer
     )
     context = min(2048, target.config.max_context)
     return with_cycles(

@@ -54,8 +54,8 @@ class Case(NamedTuple):
 class CycleCase(NamedTuple):
     """One of the other kernels to compile (`CYCLE_SOURCES`).
 
-    normed_rotary has norms of queries and keys. block and row are top-k; level, best_nodes and
-    relate grow and choose trees.
+    sliding_attention has windows. normed_rotary has norms of queries and keys. block and row are top-k;
+    level, best_nodes and link_nodes grow and choose trees.
     """
 
     target: str
@@ -92,7 +92,7 @@ class Resources(NamedTuple):
 
 # types of the kernels' arguments; other pointers are to the type of x, other numbers are i32
 TYPES = {
-    "*i64": "start slots addresses path chosen above number parents depths expert keys index tokens ranked order",
+    "*i64": "start first slots addresses path chosen above number parents depths expert keys index tokens ranked order",
     "*i32": "done lists",
     "*i16": "packed",
     "*i1": "mask seen sees",
@@ -176,7 +176,8 @@ def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.Attent
     split = case.T <= ops.cuda.attention.SPLIT_TOKENS
     sizes = (rows, case.E, DTYPES[case.dtype], TARGETS[case.target], split)
     plan = ops.cuda.attention.plan_attention(*sizes)
-    constants = ops.cuda.attention.constants_of(case.E, case.T, split) | {
+    constants: dict[str, object] = {} if case.kernel == "sliding_attention" else {"first_ptr": None}
+    constants |= ops.cuda.attention.constants_of(case.E, case.T, split) | {
         "H": case.heads,
         "KV_HEADS": case.kv_heads,
         "ROWS": plan.rows,
@@ -215,9 +216,9 @@ def _best_nodes(case: CycleCase) -> Source:  # of a pool of case.V candidates
     return source(ops.cuda.tree.best_nodes_kernel, case.dtype, constants)
 
 
-def _relate(case: CycleCase) -> Source:  # of case.T nodes
+def _link_nodes(case: CycleCase) -> Source:  # of case.T nodes
     constants = ops.cuda.tree.tiles_of_tree(case.V, case.T, 6)
-    return source(ops.cuda.tree.relate_kernel, case.dtype, constants, 8)
+    return source(ops.cuda.tree.link_nodes_kernel, case.dtype, constants, 8)
 
 
 def _lists(case: CycleCase) -> Source:
@@ -244,6 +245,7 @@ def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
 
 CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "attention": lambda case: attention_source(case)[0],
+    "sliding_attention": lambda case: attention_source(case)[0],
     "add_norm": _add_norm,
     "add_unscaled": _add_norm,
     "rotary": _rotary,
@@ -254,7 +256,7 @@ CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "row": _row,
     "level": _level,
     "best_nodes": _best_nodes,
-    "relate": _relate,
+    "link_nodes": _link_nodes,
 }
 
 
@@ -392,6 +394,6 @@ def cycle_cases() -> list[CycleCase]:
                 found.append(CycleCase(target, "compact", dtype, E, T=T))
         for kernel in ("block", "row", "level", "lists"):
             found.append(CycleCase(target, kernel, "fp32"))
-        for kernel in ("best_nodes", "relate"):
+        for kernel in ("best_nodes", "link_nodes"):
             found.append(CycleCase(target, kernel, "fp32", V=510))
     return found

@@ -17,7 +17,8 @@ from hf.block_heads import BlockConfig
 from hf.checkpoint import WeightFiles
 from hf.token_heads import TokenHeads, hydra_names, medusa_names
 from hf.weights import export_weights
-from model import Linear, ModelConfig, Transformer
+from linear import Linear
+from model import ModelConfig, Transformer
 from scripts.train import losses, train_eagle
 from scripts.train.train_block import tapped_layers, write_files
 
@@ -64,7 +65,7 @@ def start_as_identity(heads: MedusaHeads | HydraHeads, target: Transformer) -> N
                 module.weight.zero_()
                 module.bias.zero_()
     if isinstance(heads, HydraHeads) and heads.prefix:
-        for layer in (heads.prefix[0].attention.wo, heads.prefix[0].ffn.w2):
+        for layer in (heads.prefix[0].wo, heads.prefix[0].w2):
             layer.weight.zero_()
     dim = target.config.dim
     for mlp in getattr(heads, "mlps", ()):

@@ -10,7 +10,6 @@ import torch
 
 import interpreted  # noqa: F401
 import ops.attention
-import ops.compact
 import ops.cuda.attention
 import ops.cuda.compact
 import ops.cuda.rotary
@@ -18,17 +17,17 @@ import ops.cuda.topk
 import ops.cuda.tree
 import ops.rotary
 from helpers import slow, with_head_norms
-from kv_cache import KVCache
-from model import ModelConfig, rope_angles
+from kv_cache import KVCache, sliding
+from model import ModelConfig
+from ops import torch_backend
 from ops.cuda.launch import Device
+from ops.rotary import rope_angles
 from ops.tree import (
     Children,
     Level,
     Scores,
-    best_nodes_reference,
-    expand,
-    relate_reference,
 )
+from windows import KINDS, expected, random_step
 
 DEVICE = Device(132, 232448, 90)
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
@@ -47,9 +46,10 @@ def inputs(heads, starts, rows, window, E=32, spare=5):
     return q, k, v, torch.tensor(starts), mask
 
 
-def attend(*args):
+def attend(q, k, v, start, mask, first=None, scale=0.0):
     done = torch.zeros(64, dtype=torch.int32)
-    y = ops.cuda.attention.tree_attention(*args, DEVICE, done)
+    window = (start, mask, first)
+    y = ops.cuda.attention.tree_attention(q, k, v, window, scale, DEVICE, done)
     assert not done.any()  # as the next launch expects it
     return y
 
@@ -147,6 +147,32 @@ def test_a_tree_has_the_bits_of_vanilla_decoding(in_order, heads, start):
         assert torch.equal(attend(q[:, [node]], *accepted, end, one), tree[:, [node]]), node
 
 
+@pytest.mark.parametrize("kind,starts,heads,E,size", [
+    ("tree", [300, 0], "gqa", 16, 280), ("chunk", [37], "mha", 16, 16), ("token", [600], "mqa", 256, 300),
+    *slow([
+        *((kind, [300, 0], "gqa", 24, size) for kind in KINDS for size in (1, 2, 5, 16, 1000)),
+        ("chain", [4700, 8300], "mqa", 16, 512), ("tree", [37], "gqa", 256, 16),
+    ]),
+])  # fmt: skip
+def test_sliding_windows(in_order, kind, starts, heads, E, size):
+    """A row sees the last tokens of its path, and has the bits of its token alone; no slot before them is read."""
+    step = random_step(kind, starts, HEADS[heads], E)
+    window = sliding(step.window, size)
+    for b in range(len(starts)):
+        hidden = int(window.first[b].min()) // 64 * 64  # blocks of keys are read whole
+        step.k[b, :, :hidden] = step.v[b, :, :hidden] = float("nan")
+    operands = window.start, window.mask, window.first
+    for scale in (0.0, 0.1):
+        y = attend(step.q, step.k, step.v, *operands, scale)
+        want = expected(step, size, scale or E**-0.5).float()
+        torch.testing.assert_close(y, want, atol=2e-6, rtol=2e-6)
+    if kind == "chunk":
+        return  # not split
+    for b, paths in enumerate(step.paths):
+        for t in {0, len(paths) - 1}:
+            assert torch.equal(attend(*step.alone(b, t, size), 0.1)[0, 0], y[b, t]), (b, t)
+
+
 # ------------------------------------------------------------------------------------------- rotary
 
 
@@ -235,7 +261,7 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
     level = Level(k, count, slot=spare, places=places, by_value=by_value)
     children = Children(*(x.view(B, R, k) for x in (tokens, scores)))
     got = ops.cuda.topk.grow_level(found, values, seen, level)
-    assert all(map(torch.equal, got, expand(children, values, seen, level)))
+    assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("B,R,V,k,by_value", [
@@ -281,11 +307,13 @@ def test_best_nodes(B, P, count):
     ):
         values[:, :: max(P // 4, 1)] *= 1e-45  # 0 or -0
         assert torch.equal(
-            ops.cuda.tree.best_nodes(values, count), best_nodes_reference(values, count)
+            ops.cuda.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
         )
     values = torch.full((B, P), float("-inf"))
     values[:, P // 2] = 2.0
-    assert torch.equal(ops.cuda.tree.best_nodes(values, count), best_nodes_reference(values, count))
+    assert torch.equal(
+        ops.cuda.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
+    )
 
 
 @pytest.mark.parametrize("B,P,N", [(1, 1, 2), (2, 10, 8), (2, 100, 33), (1, 510, 64)])
@@ -299,8 +327,8 @@ def test_related_nodes(monkeypatch, B, P, N, chain):
         above = (torch.rand(B, N - 1) * torch.arange(1, N)).long()
     nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
     parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
-    got = ops.cuda.tree.relate(chosen, parents, N - 1)
-    want = relate_reference(chosen, parents, N - 1)
+    got = ops.cuda.tree.link_nodes(chosen, parents, N - 1)
+    want = torch_backend.link_nodes(chosen, parents, N - 1)
     assert all(map(torch.equal, got, want)) and (not chain or want[2].max() == N - 1)
 
 
@@ -326,7 +354,7 @@ def check_compaction(cache, starts, paths):
     """Every slot of every buffer, bit for bit."""
     start, path, buffers = torch.as_tensor(starts), torch.as_tensor(paths), [*cache.k, *cache.v]
     want = bits(buffers)
-    ops.compact.compact_reference(want, start, path)
+    torch_backend.compact(want, torch.empty(0), start, path)
     ops.cuda.compact.compact(buffers, cache.addresses, start, path)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(bits(buffers), want, strict=True))
 

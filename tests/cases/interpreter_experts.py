@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import interpreted  # noqa: F401
-import model
+import linear
 import ops.cuda.experts
 import ops.experts
-import ops.linear_layer
-from helpers import planes_of_cuda, quantized_experts, rounded, slow
-from model import ModelConfig, MoEFeedForward
+import steps
+from helpers import Mixture, planes_of_cuda, quantized_experts, rounded, slow
+from model import ModelConfig
 from ops.cuda.qmatmul import Device, ProductPlan
 from ops.library import lib
 
@@ -146,15 +146,15 @@ def test_x_and_weights_by_strides():
 
 @pytest.mark.parametrize("format", ["none", "int8", "int4"])
 def test_a_layer(monkeypatch, format):
-    """MoEFeedForward as on CUDA: packed for it, the lists made once, and every row's sum as with plain weights."""
+    """A mixture as on CUDA: packed for it, the lists made once, and every row's sum as with plain weights."""
     config = ModelConfig(
         dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=9, n_experts=4,
         experts_per_token=2,
     )  # fmt: skip
-    plain = MoEFeedForward(config).requires_grad_(False)
+    plain = Mixture(config).requires_grad_(False)
     for p in plain.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
-    ours, made = MoEFeedForward(config).requires_grad_(False), []
+    ours, made = Mixture(config).requires_grad_(False), []
     ours.load_state_dict(plain.state_dict())
     if format != "none":
         planes_of_cuda(monkeypatch)
@@ -170,9 +170,9 @@ def test_a_layer(monkeypatch, format):
         made.append(ops.cuda.experts.expert_lists(expert, experts))
         return made[-1]
 
-    monkeypatch.setattr(model, "route", route)
+    monkeypatch.setattr(steps, "route", route)
     monkeypatch.setattr(
-        ops.linear_layer, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists)
+        linear, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists)
     )
     torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
     assert len(made) == 1

@@ -11,10 +11,10 @@ import interpreted  # noqa: F401
 import ops.cuda.epilogues
 import ops.epilogues
 from helpers import quantized, slow
-from model import rope_angles
 from ops.cuda.epilogues import Gpu
 from ops.cuda.qmatmul import Device, ProductPlan
-from ops.epilogues import Pending, Unscaled
+from ops.epilogues import LazyMatmul, UnnormalizedRows
+from ops.rotary import rope_angles
 from scripts.gpu import sweep
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -35,8 +35,8 @@ def cut(rows: int, splits: int) -> ProductPlan:
     return ProductPlan(tokens, 64 if tokens == 16 else 128, splits, 3, 4)
 
 
-def norm_of(rows: int, F: int) -> Unscaled:
-    return ops.epilogues.unscaled_reference(torch.randn(rows, F), torch.rand(F) + 0.5, 1e-5)
+def norm_of(rows: int, F: int) -> UnnormalizedRows:
+    return ops.epilogues.unnormalized_reference(torch.randn(rows, F), torch.rand(F) + 0.5, 1e-5)
 
 
 @pytest.mark.parametrize("form,rows,N,splits", [
@@ -46,12 +46,12 @@ def norm_of(rows: int, F: int) -> Unscaled:
 def test_a_product_is_added_in_front_of_a_norm(gpu, form, rows, N, splits):
     weights = quantized(form, N, 384)
     x, stream, weight = torch.randn(rows, 384), torch.randn(rows, N), torch.rand(N)
-    product = Pending(x, None, weights.packed, weights.scale)
+    product = LazyMatmul(x, None, weights.packed, weights.scale)
     plan = cut(rows, splits)
     total, *norm = ops.cuda.epilogues.add_product(product, stream, weight, 1e-5, gpu, plan)
     want, wanted = ops.epilogues.add_norm_reference(stream, weights.reference(x), weight, 1e-5)
     torch.testing.assert_close([total, *norm], [want, *wanted], **CLOSE)
-    plainly = (norm[0].double() / Unscaled(*norm).rms()).float()
+    plainly = (norm[0].double() / UnnormalizedRows(*norm).rms()).float()
     torch.testing.assert_close(plainly, ops.norm.rms_norm_reference(want, weight, 1e-5), **CLOSE)
     bias = torch.randn(N)
     other, *none = ops.cuda.epilogues.add_product(product, bias, None, 0.0, gpu, plan)
@@ -65,7 +65,7 @@ def test_the_first_norm(F):
     for given in (None, delta):
         total, *norm = ops.cuda.epilogues.add_unscaled(x, given, weight, 1e-5)
         want = x if given is None else x + given
-        wanted = ops.epilogues.unscaled_reference(want, weight, 1e-5)
+        wanted = ops.epilogues.unnormalized_reference(want, weight, 1e-5)
         torch.testing.assert_close(norm, [*wanted], **CLOSE)
         assert torch.equal(total, want) if given is not None else not total.numel()
 
@@ -84,17 +84,17 @@ def rotated(gpu, weights, x, heads, E, norms, splits, rows=slice(None)):
     """The queries and the cache of a product: ours, and the reference's."""
     H, kv_heads = heads
     T = len(x.values)
-    x = Unscaled(x.values[rows], x.squares[:, rows].contiguous())
+    x = UnnormalizedRows(x.values[rows], x.squares[:, rows].contiguous())
     t = len(x.values)
     slots = torch.arange(T - 1, -1, -1)[None, rows]
     freq = torch.arange(E // 2) / E + 0.1
     rope = rope_angles(freq, torch.arange(T)[None, rows] * 7)
     ours, theirs = (tuple(torch.zeros(2, 1, kv_heads, T + 2, E)) for _ in range(2))
-    product = Pending(x.values[None], x.squares, weights.packed, weights.scale)
+    product = LazyMatmul(x.values[None], x.squares, weights.packed, weights.scale)
     given = norms or (None, None, 0.0)
     q = ops.cuda.epilogues.rotary_product(product, rope, *ours, slots, given, gpu, cut(t, splits))
     y = weights.reference(x.values)[None]
-    x = Unscaled(x.values[None], x.squares)
+    x = UnnormalizedRows(x.values[None], x.squares)
     return (q, *ours), (
         ops.epilogues.rotary_cache_reference(y, x, rope, *theirs, slots, norms),
         *theirs,
@@ -122,7 +122,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(in_order, gpu):
     norms = (*torch.rand(2, 128), 1e-5)
 
     def layer(rows):
-        product = Pending(x.values[rows], None, weights.packed, weights.scale)
+        product = LazyMatmul(x.values[rows], None, weights.packed, weights.scale)
         some = stream[rows].contiguous()
         added = ops.cuda.epilogues.add_product(product, some, weight, 1e-5, gpu, cut(len(some), 2))
         got, _ = rotated(gpu, weights, x, (1, 1), 128, norms, 2, rows)

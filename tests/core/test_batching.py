@@ -22,7 +22,7 @@ import torch
 from test_lossless import assert_same, held_out_prompts, make, needs_operators
 
 import generate as program
-import model
+import steps
 from cli.results import Results
 from decode import Engine, with_cycles
 from drafters import RootOnly
@@ -226,7 +226,7 @@ def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
     session = golden_run(RootOnly(), *IDS[:2], max_new_tokens=3)
     session.admit(0, IDS[2])
     session.step()
-    calls = record(monkeypatch, model, "tree_attention")
+    calls = record(monkeypatch, steps, "tree_attention")
     session.step()
     assert calls[0].args[3].tolist() == [len(IDS[2]), 0]
 

@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops.attention
-import ops.compact
-from decode import pack_report, timed_report, with_cycles
+import ops.cuda.backend
+from decode import REPORT, with_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -28,6 +28,8 @@ from extras.model_draft import ModelDrafter
 from helpers import compiled_as_on_cuda, decode, engine_for, golden_head, golden_target, noisy_copy
 from load import warm_up
 from model import ModelConfig, Transformer
+from ops import torch_backend
+from ops.torch_backend import pack_report, with_times
 from runtime import HostCopy, Replay, compiled, copy_into, set_cuda_device, tensors_of
 from sampling import SamplingMode
 from session import CycleResult, Session
@@ -127,17 +129,18 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
     options = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True}
     want = decode(engine_for(target, RootOnly(), **options), *prompts).history
-    moved, reference = [], ops.compact.compact_reference
+    moved, reference = [], torch_backend.compact
 
-    def compact(buffers, start, path):
+    def compact(buffers, addresses, start, path):
         moved.append(tuple(b.data_ptr() for b in buffers))
-        reference(buffers, start, path)
+        reference(buffers, addresses, start, path)
 
-    monkeypatch.setattr(ops.compact, "compact_reference", compact)
-    monkeypatch.setattr("kv_cache.compact", torch.ops.gpt_eagle.compact)
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)
     (cycle,) = engine.cycles[SamplingMode.GREEDY]
+    backend = replace(cycle.backend, compact=ops.cuda.backend.compact)
+    cycle.backend = backend
+    drafter.use(backend)
     for step in ("decide", "extend"):  # the passes around them are not what is tested
         setattr(cycle, step, compiled(getattr(cycle, step)))
     session = decode(engine, *prompts)
@@ -259,8 +262,8 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
     """As on CUDA without Triton."""
     for ended, seconds in ((0, 2), (10**9, 1)):
         emitted = torch.zeros(1, 1, dtype=torch.long)
-        report = pack_report(emitted, *torch.zeros(4, 1, dtype=torch.long))
-        report = timed_report(report, [0, 0, 0, ended])
+        report = pack_report(emitted, [torch.zeros(1, dtype=torch.long)] * len(REPORT))
+        report = with_times(report, [0, 0, 0, ended])
         result = CycleResult(report, 0, time.perf_counter() - 2).read(by_device=True)
         assert seconds <= result.seconds < (60 if seconds == 2 else 1.001)
 
@@ -288,28 +291,33 @@ def test_a_gpu_that_is_too_old(monkeypatch):
         set_cuda_device("cuda:1")
 
 
-@pytest.mark.parametrize("how", ["broken", "switched off"])
-def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsys, how):
-    """By --compile on CUDA. Here the steps run on a CPU over fixed buffers, and nothing is compiled."""
-    if how == "broken":
+@pytest.mark.parametrize("compile", [True, None], ids=["broken", "by default"])
+def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsys, compile):
+    """On CUDA. Here the steps run on a CPU over fixed buffers, and nothing is compiled."""
+    if compile:
         monkeypatch.setattr("load.why_not_compiled", lambda device: "no gcc")
     else:
-        monkeypatch.setenv("GPT_EAGLE_INDUCTOR", "0")
         monkeypatch.setattr("load.why_not_compiled", lambda device: pytest.fail("it was probed"))
     engine = sized_engine(1.0)
     want = decode(engine, PROMPT).history
     with monkeypatch.context() as patch:  # no step is compiled before the compiler is tried
         patch.setattr("decode.compiled", lambda step: step)
-        config = replace(engine.config, device="cuda", compile=True)
+        config = replace(engine.config, device="cuda", compile=compile)
         asked = with_cycles(replace(engine, config=config))
-    if how == "switched off":
+    if not compile:
         monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
     warm = warm_up(asked)
-    assert warm.captured and warm.config.compile and not warm.compiles
-    assert asked.compiles == (how == "broken")
+    assert warm.captured and warm.option("compile") is None and not warm.compiles
+    assert asked.compiles == bool(compile)
     assert decode(warm, PROMPT).history == want
-    note = "note: the compiler does not work here (no gcc); cycles are captured without it"
-    assert capsys.readouterr().err.splitlines() == ([note] if how == "broken" else [])
+    note = "note: --compile does not work here (no gcc); running without it"
+    assert capsys.readouterr().err.splitlines() == ([note] if compile else [])
+
+
+def test_with_compile_false_no_cycle_is_captured():
+    engine = sized_engine(1.0)
+    config = replace(engine.config, device="cuda", compile=False)
+    assert not with_cycles(replace(engine, config=config)).captured
 
 
 def test_a_step_that_is_not_to_be_captured(monkeypatch, fake_graphs):

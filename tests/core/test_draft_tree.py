@@ -12,12 +12,7 @@ from cli.tree_paths import EAGLE1_PATHS, read_tree
 from draft_tree import (
     DynamicTree,
     StaticTree,
-    accept,
-    accept_fused,
     build_tree,
-    compaction,
-    path_to,
-    root_tree,
 )  # fmt: skip
 from drafters import DraftInputs, TreeDrafter
 from eagle_draft import EagleDrafter
@@ -26,8 +21,9 @@ from extras.residual import sample_children
 from helpers import golden_case, golden_head, golden_target, no_candidates, order_of, text_with
 from kv_cache import KVCache
 from model import ModelConfig
-from ops.library import has_cpu_operators
-from ops.tree import Children, rerank
+from ops.backends import choose
+from ops.torch_backend import accept, compaction, path_to, root_tree, select_nodes
+from ops.tree import Children
 
 INF = float("inf")
 
@@ -51,7 +47,7 @@ def accept_reference(tokens, parents, valid, choice):
     return path, [choice[node] for node in path]
 
 
-def rerank_reference(root, tokens, values, parents, size):
+def select_nodes_reference(root, tokens, values, parents, size):
     """Returns: tokens, parents, valid per node. parents: flat index, -1 for the root."""
     best = sorted(range(len(tokens)), key=lambda i: (-values[i], i))[: size - 1]
     chosen = sorted(best)
@@ -77,8 +73,8 @@ def random_trees(rng, batch, size, vocab):
 def accepted_by_both(tree, choice, depth):
     """The path accepted by plain operators. The C++ operator, where built, gives the same bits."""
     accepted = accept(tree, choice, depth)
-    if has_cpu_operators():
-        assert all(map(torch.equal, accept_fused(tree, choice, depth), accepted))
+    ours = choose(torch.device("cpu")).accept(tree, choice, depth)
+    assert all(map(torch.equal, ours, accepted))
     return accepted
 
 
@@ -256,7 +252,7 @@ def grown(shape, root, tokens, scores):
         ran.append(frontier.tokens)
         return out
 
-    add = lambda pool, text: pools.append(pool) or pool  # noqa: E731
+    add = lambda pool, text, backend: pools.append(pool) or pool  # noqa: E731
     graft = SimpleNamespace(tokens=0, branches=0, check_room=lambda size: None, add=add)
     children = lambda out, level: Children(tokens[level], scores[level])  # noqa: E731
     tree = grow(shape, root, children, run, graft)
@@ -325,7 +321,7 @@ def test_pool_and_rerank(depth, K, by, cut):
             [row[3][level] for row in plain] for level in range(depth - 1)
         ]
         for b, (names, values, above, frontiers) in enumerate(plain):
-            want, parents, valid = rerank_reference(b, names, values, above, size)
+            want, parents, valid = select_nodes_reference(b, names, values, above, size)
             assert tree.tokens[b].tolist() == want
             assert tree.parents[b].tolist() == parents
             assert tree.valid[b].tolist() == valid
@@ -433,9 +429,9 @@ def test_graft():
                     if v > -INF:
                         row[path] = max(v, row.get(path, -INF))
         assert [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))] == want
-        ours = rerank([pool], (), 5, 7, text_with(torch.arange(B)))
+        ours = select_nodes([pool], (), 5, 7, text_with(torch.arange(B)))
         for b, (tokens, values, parents) in enumerate(zip(*(x.tolist() for x in pool))):
-            tree = rerank_reference(b, tokens, values, parents, 6)
+            tree = select_nodes_reference(b, tokens, values, parents, 6)
             assert (
                 ours.tokens[b].tolist(),
                 ours.parents[b].tolist(),

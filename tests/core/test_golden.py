@@ -81,7 +81,7 @@ def force(monkeypatch, run):
         cycles[draw] = cycle
         draw += cycle["accept_length"] + 1
 
-    def gumbel(key, first, rows, vocab, domain=sampling.CHOICE):
+    def gumbel(key, first, rows, vocab, domain=sampling.CHOICE, backend=None):
         noise, first = torch.zeros(len(first), rows, vocab), int(first[0])
         if domain == sampling.DRAFT:
             draw, begin = divmod(first, MAX_NODES)

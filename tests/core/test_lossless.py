@@ -58,13 +58,14 @@ from helpers import (
     with_children,
 )
 from hf.heads import draft_lm_head
-from model import ModelConfig, Router, Transformer, rope_frequencies
+from model import ModelConfig, RotaryEmbeddings, Transformer
 from ops.library import set_plain
 from options import DEMO
 from runtime import compiled, tensors_of
 from sampling import Sampling
 from scripts.build_datastore import suffix_array
 from session import Session
+from steps import Router
 
 MARGIN = 1e-4
 ROUTER_MARGIN = 1e-5  # a router's scores differ less between two ways to add than logits do
@@ -420,7 +421,7 @@ def test_qwen3_trees_equal_vanilla(dtype):
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = noise * (0.3 if norm else 0.2) + norm
     target = target.to(dtype).requires_grad_(False).eval()
-    target.rope_freq = rope_frequencies(target.config)
+    target.ropes = RotaryEmbeddings(target.config.ropes)
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, TREES["twigs"])
     options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     vanilla = engine_for(target, RootOnly(), **options)
@@ -745,7 +746,7 @@ def test_a_router_tie_is_a_margin():
     with pytest.raises(AssertionError, match="token 3"):
         assert_same(engine, PROMPTS[0], wrong, want)
     tied = copy.deepcopy(target)
-    router = tied.layers[1].ffn.router.weight
+    router = tied.layers[1].router.weight
     router.data[:] = router.data[0]
     assert router_margin(tied, PROMPTS[1]) == 0
     assert assert_same(replace(engine, target=tied), PROMPTS[0], wrong, want) == 1

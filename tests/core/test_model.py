@@ -24,8 +24,9 @@ from hf.checkpoint import Quantization, WeightFiles
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
 from kv_cache import KVCache, Window, causal_window
+from linear import Linear
 from load import load
-from model import Linear, rope_frequencies
+from model import rope_frequencies
 from ops.cpu.pages import HUGE_PAGE, HugePages
 from ops.library import needs_gradients
 from options import DEMO
@@ -235,8 +236,9 @@ def test_yarn_is_that_of_transformers(change):
     theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(block))
     want, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     ours = config_from(sizes | {"rope_parameters": block}, "LlamaForCausalLM")
-    torch.testing.assert_close(rope_frequencies(ours), want, rtol=1e-6, atol=0)
-    assert ours.rope_factor == pytest.approx(factor, rel=1e-12)
+    (rope,) = ours.ropes
+    torch.testing.assert_close(rope_frequencies(rope), want, rtol=1e-6, atol=0)
+    assert rope.factor == pytest.approx(factor, rel=1e-12)
 
 
 SAID_512 = YARN | {"original_max_position_embeddings": 512}
@@ -420,7 +422,10 @@ def test_dtype_is_the_checkpoints_unless_told_otherwise(parts, write):
     path = write({"dtype": "bfloat16"}, tensors=half)
     assert {p.dtype for p in load_model(path).parameters()} == {torch.bfloat16}
     wide = load_model(path, torch.float32)
-    assert wide.norm.weight.dtype == torch.float32 and wide.rope_freq.dtype == torch.float32
+    assert (
+        wide.norm.weight.dtype == torch.float32
+        and next(wide.ropes.buffers()).dtype == torch.float32
+    )
     assert torch.equal(wide.norm.weight, half["model.norm.weight"].float())
 
 

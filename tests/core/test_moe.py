@@ -25,14 +25,14 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import main
-from helpers import decode, engine_for, golden_head, golden_target, rounded, slow
+from helpers import Mixture, decode, engine_for, golden_head, golden_target, rounded, slow
 from hf.checkpoint import Quantization, WeightFiles
 from hf.weights import load_model
-from model import ModelConfig, MoEFeedForward, Transformer, rope_frequencies
+from linear import Linear
+from model import ModelConfig, RotaryEmbeddings, Transformer
 from ops.cpu import build
 from ops.experts import experts_linear, experts_linear_reference
 from ops.formats import FORMATS
-from ops.linear_layer import Linear
 from ops.weight import grouped_reference, unpack
 from quantize import quantize_directory
 from random_model import watch_loading
@@ -132,7 +132,7 @@ def test_one_graph_for_every_routing(backend, format):
 def feed_forward(format="float", dtype=torch.float32):
     """A random layer, its experts in a format."""
     torch.manual_seed(0)
-    layer = MoEFeedForward(CONFIG)
+    layer = Mixture(CONFIG)
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     layer = layer.to(dtype).requires_grad_(False)
@@ -309,7 +309,7 @@ def refused(directory, **options):
 def test_stacks_hold_gate_above_up(mixtral):
     model, files = load_model(mixtral), WeightFiles(mixtral)
     moe = "model.layers.1.block_sparse_moe."
-    layer = model.layers[1].ffn
+    layer = model.layers[1]
     assert torch.equal(layer.router.weight, files.read(f"{moe}gate.weight"))
     for e in range(4):
         gate, up, down = (files.read(f"{moe}experts.{e}.{w}.weight") for w in ("w1", "w3", "w2"))
@@ -327,12 +327,12 @@ def test_quantized_on_load_and_on_disk_are_the_same(mixture, tmp_path, format):
     for i, (ours, theirs, full) in enumerate(zip(on_load.layers, saved.layers, plain.layers)):
         dense = i in plain.config.dense_layers
         if not dense:  # a router stays what it is
-            assert torch.equal(ours.ffn.router.weight, full.ffn.router.weight)
+            assert torch.equal(ours.router.weight, full.router.weight)
         for name in ("w13", "w2"):
-            a, b = getattr(ours.ffn, name), getattr(theirs.ffn, name)
+            a, b = getattr(ours, name), getattr(theirs, name)
             assert a.format == format and (a.experts == 0) == dense
             assert torch.equal(a.data, b.data) and a.packed == b.packed
-            error = (a.dequantize() - getattr(full.ffn, name).weight).std() / 0.15
+            error = (a.dequantize() - getattr(full, name).weight).std() / 0.15
             assert 1e-3 < error < {"int8": 0.02, "int4": 0.1}[format]
 
 
@@ -432,13 +432,13 @@ def test_files_count_and_not_the_index(mixtral, tmp_path):
     kept = {name: file for name, file in index.items() if not name.startswith(EXPERT + "w1")}
     assert set(kept.values()) == set(index.values())
     (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
-    got, want = (load_model(path).layers[1].ffn.w13.weight for path in (out, mixtral))
+    got, want = (load_model(path).layers[1].w13.weight for path in (out, mixtral))
     assert torch.equal(got, want)
 
 
 def test_a_group_that_does_not_divide_an_experts_width(mixtral):
     message = refused(mixtral, quant=Quantization("int4", 64))
-    assert "ffn.w2.weight" in message and "96" in message and "group_size=32" in message
+    assert "w2.weight" in message and "96" in message and "group_size=32" in message
 
 
 @OPERATORS
@@ -475,7 +475,7 @@ def test_many_small_experts_decode_exactly(qwen, format, compile):
     target = load_model(qwen, torch.bfloat16, quant=Quantization(format, 32) if format else None)
     head = train_eagle.make_head(train_eagle.TrainConfig(init="feature"), target, [])
     head = head.bfloat16().requires_grad_(False)
-    head.rope_freq = rope_frequencies(head.config.model)  # which stay in fp32
+    head.ropes = RotaryEmbeddings(head.config.model.ropes)  # which stay in fp32
     prompts = [[(5 * i + 7 * j) % 24 for j in range(5 + i)] for i in range(2)]
 
     def decoded(drafter):

@@ -7,6 +7,7 @@ beside them, so these two families are tried in fp32.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,17 +16,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import decode
 import generate
 import model
 import ops.attention
-import ops.compact
 import ops.norm
 import ops.rotary
-import ops.topk
-import ops.tree
 import ops.weight
-import sampling
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -39,13 +35,14 @@ from helpers import (
 )
 from helpers import decode as decoded
 from load import load
-from ops import switches
-from ops.cpu.build import OPERATORS
+from ops import switches, torch_backend
+from ops.cpu.build import HERE
 from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
-from options import ROOT
+from options import ROOT, GenerateConfig
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
-IN_CPP = {schema.partition("(")[0] for schema in OPERATORS}
+SOURCES = "\n".join(file.read_text(encoding="utf-8") for file in HERE.glob("*.cpp"))
+IN_CPP = set(re.findall(r"m\.def\(\s*\"(\w+)\(", SOURCES))
 needs_cpp = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
 
@@ -124,19 +121,19 @@ def edited(*inputs, **more):
 # a family, the module and the name of a reference of it, the options with which it runs
 REFERENCES = [
     ("attention", ops.attention, "tree_attention_reference", {}),
-    ("compact", ops.compact, "compact_reference", {}),
-    ("fused", model.Block, "forward", {}),
+    ("compact", torch_backend, "compact", {}),
+    ("fused", model.Layer, "forward", {}),
     ("norm", ops.norm, "rms_norm_reference", {}),
     ("products", ops.weight, "grouped_reference", {"quant": "int8"}),
     ("products", ops.weight, "grouped_reference", {"quant": "int4"}),
     ("rotary", ops.rotary, "rotary_reference", {}),
-    ("topk", ops.topk, "best_reference", {}),
-    ("topk", sampling, "uniforms", {"temperature": 1.0}),
-    ("topk", ops.tree, "next_level_reference", {}),
-    ("tree", ops.tree, "next_level_reference", {}),
-    ("tree", ops.tree, "rerank_reference", {}),
-    ("tree", decode, "advance", {}),
-    ("tree", decode, "accept", {}),
+    ("topk", torch_backend, "best", {}),
+    ("topk", torch_backend, "gumbel", {"temperature": 1.0}),
+    ("topk", torch_backend, "expand_frontier", {}),
+    ("tree", torch_backend, "expand_frontier", {}),
+    ("tree", torch_backend, "select_nodes", {}),
+    ("tree", torch_backend, "advance", {}),
+    ("tree", torch_backend, "accept", {}),
 ]
 
 
@@ -219,8 +216,7 @@ def test_families_of_the_environment(monkeypatch):
 
 @pytest.mark.parametrize("name, value, message", [
     ("PLAIN", "norm,trees", "topk, tree or all, separated by commas; it has 'trees': correct"),
-    ("INDUCTOR", "2", "GPT_EAGLE_INDUCTOR must be 1 or 0; it is '2': correct or unset it"),
-    ("GRAPHS", "yes", "GPT_EAGLE_GRAPHS must be 1 or 0; it is 'yes'"),
+    ("GRAPHS", "2", "GPT_EAGLE_GRAPHS must be 1 or 0; it is '2': correct or unset it"),
     ("TILES", "on", "GPT_EAGLE_TILES must be auto or none or hardware or emulation; it is 'on'"),
 ])  # fmt: skip
 def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, message):
@@ -236,7 +232,6 @@ def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, messag
 
 def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
     monkeypatch.setenv("GPT_EAGLE_GRAPHS", "0")
-    monkeypatch.setenv("GPT_EAGLE_INDUCTOR", "1")  # the default
     tokens(short_demo, draft="none", max_new_tokens=2)
     note = "note: GPT_EAGLE_GRAPHS: only CUDA reads this, and the device is cpu"
     assert capsys.readouterr().err.count(note) == 1
@@ -245,13 +240,32 @@ def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
 def test_the_flag_end_to_end(short_demo, capsys):
     """In fp32, where products are PyTorch's anyway, the tokens are the same with and without."""
     options = "--device cpu --set dtype=float32 --json - --set prompt_ids=5,17,3"
-    argv = shlex.split(f"--checkpoint {short_demo} {options} --max_new_tokens 12 --compile")
+    argv = shlex.split(f"--checkpoint {short_demo} {options} --max_new_tokens 12")
     generate.main(argv)
     want = capsys.readouterr()
-    generate.main([*argv, "--set", "plain=true"])
+    generate.main([*argv, "--plain"])
     got = capsys.readouterr()
     texts = [text.out.split('"tokens": ')[1].split("]")[0] for text in (want, got)]
     assert texts[0] == texts[1]
+    assert set(FAMILIES) == PLAIN and "--compile" not in got.err
+    generate.main([*argv, "--compile"])
     told = "note: --compile does not work here (PyTorch replaces the CPU operators); running"
-    assert told in got.err and told not in want.err
-    assert set(FAMILIES) == PLAIN
+    assert told in capsys.readouterr().err
+
+
+@needs_cpp
+@pytest.mark.parametrize("options, fused", [
+    ({}, True), ({"compile": True}, True), ({"compile": False}, False), ({"plain": True}, False),
+])  # fmt: skip
+def test_on_a_cpu_whole_passes_run_in_cpp_by_default(short_demo, options, fused):
+    engine = load(checkpoint=str(short_demo), device="cpu", context=128, **options)
+    assert engine.option("compile") is fused
+    assert (engine.target.fused is not None) is fused
+
+
+def test_plain_and_compile_are_opposites(capsys):
+    with pytest.raises(SystemExit):
+        generate.main(["--plain", "--compile", "--prompt", "x"])
+    told = "--plain is the opposite of --compile; drop one of them"
+    assert told in capsys.readouterr().err
+    GenerateConfig(plain=True, compile=False).check()

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import sampling
-from draft_tree import DynamicTree, StaticTree, accept, build_tree, root_tree
+from draft_tree import DynamicTree, StaticTree, build_tree
 from drafters import DraftInputs, RootOnly, TreeDrafter
 from extras import residual
 from extras.residual import accept_residual, residual_accept
@@ -28,7 +27,9 @@ from helpers import (
     text_with,
     with_children,
 )
-from ops.topk import best
+from ops import torch_backend
+from ops.backends import TORCH
+from ops.torch_backend import accept, best, cumsum_in_blocks, root_tree
 from runtime import replace_fields
 from sampling import (
     ACCEPT,
@@ -37,7 +38,6 @@ from sampling import (
     Sampling,
     SamplingMode,
     SamplingTensors,
-    cumsum_in_blocks,
     gumbel,
     uniforms,
 )
@@ -69,7 +69,7 @@ def philox_reference(counter, key):
 
 def philox(counter, key):
     words = [torch.tensor([w]) for w in (*counter, *key)]
-    return [int(w) for w in sampling.philox4x32(tuple(words[:4]), tuple(words[4:]))]
+    return [int(w) for w in torch_backend.philox4x32(tuple(words[:4]), tuple(words[4:]))]
 
 
 @pytest.mark.parametrize("case", KNOWN_ANSWERS)
@@ -87,7 +87,7 @@ def test_random_counters():
 
 def noise_key(seed=0, prompts=(0,), samples=None):
     return SamplingTensors(
-        torch.tensor([seed & sampling.MASK32, seed >> 32]),
+        torch.tensor([seed & torch_backend.MASK32, seed >> 32]),
         torch.tensor(prompts),
         torch.tensor(samples if samples is not None else [0] * len(prompts)),
     )
@@ -138,17 +138,17 @@ def test_seeds_above_32_bits(seed, words):
     assert Session(engine, [(0, 0)]).state.sampling.seed[0].tolist() == words
 
 
-def test_extreme_words(monkeypatch, plain):
+def test_extreme_words(monkeypatch):
     """Of the plain operations; C++ is compared with them elsewhere."""
     words = [0, 1, 2**31, 2**32 - 257, 2**32 - 256, 2**32 - 129, 2**32 - 128, 2**32 - 1]
 
     def extreme(counter, key):
         return tuple(torch.tensor(words[i::4]).expand(1, 1, 2) for i in range(4))
 
-    monkeypatch.setattr(sampling, "philox4x32", extreme)
+    monkeypatch.setattr(torch_backend, "philox4x32", extreme)
     first = torch.zeros(1, dtype=torch.long)
-    u = plain(uniforms, noise_key(), first[:, None], 8)[0, 0]
-    noise = plain(gumbel, noise_key(), first, 1, 8)[0, 0]
+    u = uniforms(noise_key(), first[:, None], 8)[0, 0]
+    noise = gumbel(noise_key(), first, 1, 8)[0, 0]
     assert ((u > 0) & (u < 1)).all() and noise.isfinite().all()
     for word, ours in zip(words[:3], noise):  # the likely winners come from small u, and are exact
         exact = -math.log(-math.log1p(-(word + 0.5) * 2.0**-32))
@@ -255,7 +255,7 @@ def test_sums_in_blocks(vocab):
 def test_greedy_takes_the_lowest_of_equals():
     logits = torch.tensor([[[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, -1.0, 0.0, 5.0]]])
     silent = torch.zeros(1, 1, 4), torch.zeros(1, 3, dtype=torch.long)
-    for ours in (logits.argmax(-1), best(logits), best(logits, *silent)):
+    for ours in (logits.argmax(-1), best(logits, None, None), best(logits, *silent)):
         assert ours.tolist() == [[1, 0, 3]]
 
 
@@ -449,7 +449,7 @@ def draw(children, shape, rule, favour=0.0, draws=DRAWS):
         accepted = accept(tree, tokens, drafter.depth)
         return odds_of(world, rule, accepted.emitted, accepted.length, noise[:, 1])
     mode = SamplingMode.TRUNCATED if rule.top_k or rule.top_p < 1 else SamplingMode.NOISY
-    cycle = SimpleNamespace(drafter=drafter, mode=mode)
+    cycle = SimpleNamespace(drafter=drafter, mode=mode, backend=TORCH)
     state = SimpleNamespace(sampling=rules, draws=first)
     accepted = accept_residual(tree, logits, noise, state, cycle)
     return odds_of(world, rule, accepted.emitted, accepted.length, noise[:, 1])

@@ -17,6 +17,7 @@ import pytest
 import generate
 import model
 from cli.methods import DRAFTERS
+from models.registry import ROWS
 from options import DEMO, GenerateConfig
 
 ROOT = Path(generate.__file__).parent
@@ -28,8 +29,13 @@ FLOORS = (
     ("draft_tree",),
     ("options",),
     ("cli.prompts", "hf.untrusted", "hf.checkpoint"),
+    ("hf.fields", "hf.gguf_header", "hf.head_kinds"),
     ("sampling", "runtime", "kv_cache"),
-    ("model", "parallel.ranks"),
+    ("linear", "parallel.ranks"),
+    ("steps",),
+    ("fusions",),
+    ("model",),
+    ("models",),
     ("drafters", "quantize"),
     ("hf",),
     ("decode", "eagle_draft", "parallel.tp"),
@@ -41,7 +47,7 @@ FLOORS = (
     ("scripts", "examples"),
 )
 # their __init__ files import nothing
-PACKAGES = {"ops", "ops.cpu", "ops.cuda", "hf", "extras", "cli", "parallel", "server"}
+PACKAGES = {"ops", "ops.cpu", "ops.cuda", "hf", "models", "extras", "cli", "parallel", "server"}
 # folders whose modules stand on several floors: they hold both what the core reads and what reads the
 # core; the list may only shrink
 SPREAD = {"cli", "hf", "parallel"}
@@ -59,7 +65,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 def sources() -> list[Path]:
     """The project's code but the tests; an environment beside it (.venv) is not the project's."""
-    folders = ("cli", "parallel", "hf", "ops", "extras", "server", "scripts", "examples")
+    folders = ("cli", "parallel", "hf", "models", "ops", "extras", "server", "scripts", "examples")
     files = [
         *ROOT.glob("*.py"),
         *(f for folder in folders for f in sorted((ROOT / folder).rglob("*"))),
@@ -109,7 +115,9 @@ def floor(name: str) -> int:
 def arrows() -> dict[str, set[str]]:
     trees = modules()
     found = {name: imports(tree, set(trees)) - {name} for name, tree in trees.items()}
-    # the modules of the table that `load_method` imports by name
+    # the modules of the tables that are imported by name
+    found["hf.config"] |= {f"models.{row.module}" for row in ROWS}
+    found["hf.gguf"] |= {f"models.{row.module}" for row in ROWS}
     found["load"] |= {entry.module for entry in DRAFTERS.values()}
     found["load"] |= {entry.extended for entry in DRAFTERS.values() if entry.extended}
     return found
@@ -209,10 +217,22 @@ def test_names_of_files_in_the_text_are_true():
             if not x.startswith("#include <")
         ]
         named = set(re.findall(r"\b[a-z_]\w*\.(?:py|cpp|h)\b", "\n".join(lines)))
-        assert named <= known | {"encoder.py", "llama.cpp", "ik_llama.cpp", "config.cpp"}, (
+        assert named <= known | {
+            "encoder.py",
+            "llama.cpp",
+            "ik_llama.cpp",
+            "config.cpp",
+            "rows.h",
+        }, (
             file.name,
             named - known,
         )  # others'
+
+
+def test_notes_go_through_logging():
+    """`cli.io.log_note` is the way, so that a Python caller can silence them; programs may print."""
+    runtime = [f for f in sources() if "scripts" not in f.parts]
+    assert [f.name for f in runtime if '"note: ' in f.read_text(encoding="utf-8")] == ["parsing.py"]
 
 
 # ---------------------------------------------------------------------------------------- what runs
@@ -221,17 +241,20 @@ EAGER = ["--checkpoint", DEMO, "--max_new_tokens", "12", "--device", "cpu"]
 
 
 def test_what_one_edits_is_what_runs(monkeypatch):
-    """Without --compile the modules of model.py run, in every format."""
+    """With compile=False, as with --plain, the modules of model.py run, in every format."""
 
     def edited(*inputs):
-        raise RuntimeError("Block.forward was edited")
+        raise RuntimeError("Layer.forward was edited")
 
     for options in ({}, {"quant": "int8"}, {"quant": "int4"}, {"draft": "none"}):
         with monkeypatch.context() as patch:
-            patch.setattr(model.Block, "forward", edited)
+            patch.setattr(model.Layer, "forward", edited)
             with pytest.raises(RuntimeError, match="was edited"):
                 generate.generate(
-                    generate.load(checkpoint=DEMO, max_new_tokens=4, device="cpu", **options), [[5]]
+                    generate.load(
+                        checkpoint=DEMO, max_new_tokens=4, device="cpu", compile=False, **options
+                    ),
+                    [[5]],
                 )
 
 
@@ -248,6 +271,7 @@ def test_extras_can_be_deleted(tmp_path):
                 "cli",
                 "parallel",
                 "hf",
+                "models",
                 "ops",
                 "checkpoints/demo",
                 "checkpoints/demo-eagle",

@@ -200,7 +200,7 @@ def test_a_rank_holds_its_share(quick, world, name):
     """Besides what all have: the embedding, norms and routers, and KV heads where they are fewer than ranks."""
     model = one_device(quick.cases[world][name]).target
     held = {name: t.nbytes for name, t in (*model.named_parameters(), *model.named_buffers())}
-    on_all = ("embedding", "norm", "router", "rope_freq")
+    on_all = ("embedding", "norm", "router", "ropes")
     common = sum(held[name] for name in held if any(part in name for part in on_all))
     config = model.config
     if world > config.n_kv_heads:  # here each is on every second rank

@@ -12,15 +12,15 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ops.attention
-import ops.compact
-import ops.cuda.growth
+import ops.cuda.backend
 import ops.cuda.layout
 import ops.library
-import ops.topk
 import ops.tree
 import ops.weight
 from helpers import quantized
+from ops import torch_backend
 from ops.attention import tree_attention, tree_attention_reference, visible_slots
+from ops.backends import TORCH, choose
 from ops.weight import join_zeros, split_zeros
 
 E = 16  # head dim
@@ -81,7 +81,7 @@ def test_visible_slots():
     start = torch.tensor([2, 0])
     mask = torch.tensor([[[1, 0], [1, 1]], [[0, 1], [1, 0]]]).bool()
     expected = [[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]]
-    assert visible_slots(start, mask, 5).int().tolist() == expected
+    assert visible_slots(start, mask, None, 5).int().tolist() == expected
 
 
 # ----------------------------------------------------------------------------------------- operator
@@ -123,7 +123,7 @@ def test_hidden_slots_do_not_matter(rows, window):
     """
     q, k, v, start, mask = inputs(HEADS["gqa"], [5, 0, 37], rows, window, spare=9)
     expected = tree_attention_reference(q, k, v, start, mask)
-    seen = visible_slots(start, mask, k.shape[2]).any(1)  # [B, S]
+    seen = visible_slots(start, mask, None, k.shape[2]).any(1)  # [B, S]
     assert not seen.all()
     for cache in (k, v):
         cache.copy_(torch.where(seen[:, None, :, None], cache, 1e4))
@@ -189,18 +189,7 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
         close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
-    ops.topk._topk_logsumexp_cuda(torch.randn(2, 50), 5)
-    level, values, parents = level_inputs(5), torch.randn(2, 30), torch.full((2, 30), -1)
-    want = torch.ops.gpt_eagle.grow_level(*level)
-    assert all(map(torch.equal, ops.cuda.growth.grow_level_cuda(*level), want))
-    chosen = ops.cuda.growth.best_nodes_cuda(values, 7)
-    assert torch.equal(chosen, ops.tree.best_nodes(values, 7))
-    want = ops.tree.relate(chosen, parents, 5)
-    assert all(map(torch.equal, ops.cuda.growth.relate_cuda(chosen, parents, 5), want))
-    (buffers, addresses), path = caches(), torch.tensor([[0, 2], [0, 1]])
-    want = buffers[3][0, :, 5].clone()
-    ops.compact._compact_cuda(buffers, addresses, torch.tensor([3, 14]), path)
-    assert torch.equal(buffers[3][0, :, 4], want)
+    assert choose(torch.device("cuda")) == TORCH
     ops.library._triton_is_installed.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1
 
@@ -245,12 +234,10 @@ def test_compaction_registration():
 
 def test_topk_is_that_of_torch():
     scores = torch.randn(2, 3, 500) * 10
-    values, index, total = ops.topk.topk_logsumexp(scores, 7)
+    values, index, total = choose(scores.device).topk(scores, 7)
     want = scores.topk(7, dim=-1)
     assert torch.equal(values, want.values) and torch.equal(index, want.indices)
     torch.testing.assert_close(total, scores.logsumexp(-1, keepdim=True), atol=1e-6, rtol=2e-7)
-    with pytest.raises(ValueError, match="takes float32 scores; these are torch.bfloat16"):
-        ops.topk.topk_logsumexp(scores.bfloat16(), 7)
 
 
 @pytest.mark.parametrize("shape", [(50,), (2, 3, 50)])
@@ -275,8 +262,8 @@ def test_level_registration(count, places):
     check_registration("grow_level", *args)
     logits, sharpness, ids, values, seen, places, k, count, slot, by_value = args
     level = ops.tree.Level(k, count, slot=slot, places=places, by_value=by_value)
-    children = ops.tree.Scores(logits, sharpness, ids).best(k)
-    want = ops.tree.expand(children, values, seen, level)
+    children = ops.tree.Scores(logits, sharpness, ids).best(k, torch_backend.topk)
+    want = torch_backend.expand(children, values, seen, level)
     got = torch.ops.gpt_eagle.grow_level(*args)
     assert all(map(torch.equal, got, want)) and got[2].shape[1] == count
 
@@ -284,7 +271,7 @@ def test_level_registration(count, places):
 def test_node_registration():
     chosen = torch.stack([torch.randperm(30)[:7].sort().values for _ in range(2)])
     check_registration("best_nodes", torch.randn(2, 30), 7)
-    check_registration("relate", chosen, torch.full((2, 30), -1), 5)
+    check_registration("link_nodes", chosen, torch.full((2, 30), -1), 5)
 
 
 # --------------------------------------------------------------------- int4 and int8 weights (CUDA)

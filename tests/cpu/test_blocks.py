@@ -46,8 +46,8 @@ from helpers import (
     weight_of_blocks,
 )
 from hf.gguf_blocks import Blocks, Numbers
+from linear import Embedding, Linear
 from ops.library import tiles_in_use
-from ops.linear_layer import Embedding, Linear
 from ops.weight import blocks_reference, round_activations, rounding_of_blocks, stack
 
 MISSING = ops.cpu.build.load_operators()

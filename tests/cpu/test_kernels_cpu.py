@@ -30,9 +30,9 @@ import ops.linear
 import ops.rotary
 import ops.weight
 from helpers import share_that_differs, with_head_norms
-from model import rope_angles
 from ops.formats import FORMATS
 from ops.library import tiles_in_use
+from ops.rotary import rope_angles
 from ops.weight import BLOCK8, join_zeros
 
 U = 2.0**-24
@@ -399,11 +399,8 @@ def test_registration(kind, dtype):
 def built(march: str) -> str:
     """Build and load the operators of another processor. Returns: their namespace."""
     namespace = "gpt_eagle_" + march.replace("-", "_")
-    LIBRARIES.append(ops.cpu.build.register(namespace, ops.cpu.build.build(march)))
+    ops.cpu.build.register(namespace, ops.cpu.build.build(march))
     return namespace
-
-
-LIBRARIES = []  # a definition ends with its object
 
 
 FUSED = (

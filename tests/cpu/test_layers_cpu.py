@@ -11,28 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import ops.attention
-import ops.compact
 from draft_tree import StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
 from helpers import decode, engine_for, not_refused
 from hf.heads import Eagle3, EagleConfig
 from kv_cache import KVCache, Window, causal_window
-from model import (
-    Layers,
-    ModelConfig,
-    NoNorm,
-    Router,
-    Transformer,
-    rope_angles,
-)
+from linear import Linear
+from model import ModelConfig, Transformer, run_layers
+from ops import torch_backend
 from ops.cpu.layers import FusedHead, FusedModel, fits
 from ops.formats import FORMATS, Int4
-from ops.linear_layer import Linear
 from ops.tree import Frontier
 from ops.weight import stack
-from parallel.tp import RowParallel
+from parallel.tp import SumRanks
+from steps import HeadNorm, Router
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
 pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
@@ -156,8 +149,8 @@ def test_a_row_alone_has_the_same_bits(config, quant):
 def test_of_equal_experts_the_first_are_asked():
     target = model(MIXTURE)
     for layer in target.layers:
-        layer.ffn.router.weight.data[:] = 0
-        layer.ffn.w2.weight.data[2:] = float("nan")  # the others
+        layer.router.weight.data[:] = 0
+        layer.w2.weight.data[2:] = float("nan")  # the others
     assert two_passes(fused(target), 2)[0].isfinite().all()
 
 
@@ -198,11 +191,9 @@ def test_aux_layers_in_one_call_are_those_of_the_loop(config, quant):
         return target(tokens, window.slots, empty_cache(config, 2), window, aux_layers=aux_layers)
 
     def until(last: int) -> Tensor:
-        layers = Layers(list(target.layers)[:last])
-        rope = rope_angles(target.rope_freq, window.slots)
         cache = empty_cache(replace(config, n_layers=last), 2)
-        x = target.embedding(tokens).float()
-        return layers(x, rope, NoNorm(), cache, window).bfloat16()
+        rows = target.embed(tokens, window.slots, window)
+        return run_layers(target.layers[:last], rows, cache)[0].stream.bfloat16()
 
     looped, plain = run(aux_layers), run(())
     assert torch.equal(looped, torch.cat((plain, target.embedding(tokens), until(2), until(3)), -1))
@@ -218,7 +209,7 @@ def test_norms_of_queries_and_keys_are_those_of_the_loop(quant):
         want, want_cache = two_passes(target, 2)
         plain = deepcopy(target)
         for layer in plain.layers:
-            layer.attention.qk_norm = False
+            layer.steps = [step for step in layer.steps if not isinstance(step, HeadNorm)]
         assert not torch.equal(two_passes(plain, 2)[0], want)
         got, got_cache = two_passes(fused(target), 2)
         assert torch.equal(got, want)
@@ -229,7 +220,7 @@ def test_an_engine_takes_the_weights_as_they_are_then():
     """Replaced ones are seen by the next engine that fuses them."""
     target, options = model(), {"max_new_tokens": 12, "ignore_eos": True, "compile": True}
     before = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
-    layer = target.layers[0].ffn.w2
+    layer = target.layers[0].w2
     layer.weight = torch.nn.Parameter(-layer.weight, requires_grad=False)
     after = decode(engine_for(target, RootOnly(), **options), [3, 1, 4]).history
     want = decode(engine_for(deepcopy(target), RootOnly(), **options), [3, 1, 4]).history
@@ -239,7 +230,7 @@ def test_an_engine_takes_the_weights_as_they_are_then():
 def test_weights_may_change_in_place():
     target = fused(model())
     before, _ = two_passes(target, 1)
-    target.layers[1].ffn.w2.weight.data *= -1
+    target.layers[1].w2.weight.data *= -1
     after, _ = two_passes(target, 1)
     fresh = fused(deepcopy(target))
     assert not torch.equal(before, after) and torch.equal(after, two_passes(fresh, 1)[0])
@@ -253,12 +244,12 @@ def test_a_copy_holds_nothing():
 def test_what_is_left_to_the_modules():
     odd = ModelConfig(64, 1, 4, 2, 12, 96, 50)  # attention takes heads of whole vectors
     for target in (fill(Transformer(odd), None), model().float()):
-        assert not fits(target.layers)
+        assert not fits(target.layers, target.norm.weight.dtype)
         engine_for(target, RootOnly(), compile=True)
         assert target.fused is None
     target = model()
-    target.layers[1].attention.wo = RowParallel(target.layers[1].attention.wo)
-    assert not fits(target.layers)
+    target.layers[1].steps += (SumRanks(),)
+    assert not fits(target.layers, BF16)
     target = fused(model())
     tokens = torch.arange(7)[None]
     # without a cache, as in training, the modules run
@@ -290,8 +281,15 @@ def test_wrong_operands():
     for operands, says in wrong:
         with pytest.raises(RuntimeError, match=says):
             run(**operands)
-    with pytest.raises(RuntimeError, match="13 tensors"):
-        torch.ops.gpt_eagle.prepare_layers([tokens] * 13, 4, [96], 0, True, 1e-5)
+    one = (["norm"], [0, 1, 0, 0, 0, 0, 0], [1e-5, 0.0])
+    rest = (tokens, None, 1.0, [], [])
+    for steps, weights, says in (
+        (one, [tokens], "1 weights do not fit 1 steps of 3"),
+        ((["nrom"], *one[1:]), [tokens, None, None], "there is no step nrom"),
+        ((["norm"], [5, *one[1][1:]], one[2]), [tokens, None, None], "no such register"),
+    ):
+        with pytest.raises(RuntimeError, match=says):
+            torch.ops.gpt_eagle.prepare_steps(*steps, weights, *rest)
 
 
 # -------------------------------------------------------------------------------------------- heads
@@ -426,7 +424,7 @@ def test_moved_rows(path, dtype):
     buffers = [torch.randn(2, 3, 20, 16, generator=generator).to(dtype) for _ in range(4)]
     want = [b.clone() for b in buffers]
     start, paths = torch.tensor([7, 14]), torch.tensor([path, [0, 3, 5]])
-    ops.compact.compact_reference(want, start, paths)
+    torch_backend.compact(want, torch.empty(0), start, paths)
     torch.ops.gpt_eagle.move_rows(buffers, start, paths)
     assert all(map(torch.equal, buffers, want))
     with pytest.raises(RuntimeError, match="no slot 20"):

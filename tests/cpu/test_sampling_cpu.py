@@ -5,16 +5,19 @@ Choosing must not depend on who asks: a row has the same bits alone, among other
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from helpers import process
-from model import rope_angles
+import helpers
+import sampling
+from ops.backends import TORCH, choose
 from ops.library import has_cpu_operators
 from ops.norm import rms_norm, rms_norm_reference
-from ops.topk import best, best_reference
+from ops.rotary import rope_angles
 from runtime import compiled
-from sampling import Sampling, SamplingTensors, gumbel
+from sampling import Sampling, SamplingTensors
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
@@ -24,9 +27,14 @@ def key(prompts: list[int], samples: list[int]) -> SamplingTensors:
     return SamplingTensors(seeds, torch.tensor(prompts), torch.tensor(samples))
 
 
-def both(plain, function, *inputs) -> tuple:
+OURS = choose(torch.device("cpu"))
+gumbel = partial(sampling.gumbel, backend=OURS)
+process = partial(helpers.process, backend=OURS)
+
+
+def both(function, *inputs) -> tuple:
     """By the operators, and in plain operations."""
-    return function(*inputs), plain(function, *inputs)
+    return tuple(function(*inputs, backend=backend) for backend in (OURS, TORCH))
 
 
 # -------------------------------------------------------------------------------------------- noise
@@ -34,27 +42,27 @@ def both(plain, function, *inputs) -> tuple:
 
 @pytest.mark.parametrize("domain", [0, 1, 2])
 @pytest.mark.parametrize("vocab", [1, 7, 64, 65, 49152 + 3])
-def test_noise(plain, vocab, domain):
+def test_noise(vocab, domain):
     """Also of the last draw that there is."""
     keys, first = key([0, 2**31], [5, 1]), torch.tensor([7, 2**30 - 3])
-    ours, theirs = both(plain, gumbel, keys, first, 3, vocab, domain)
+    ours, theirs = both(sampling.gumbel, keys, first, 3, vocab, domain)
     assert ours.shape == (2, 3, vocab) and ours.isfinite().all()
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
 
 
-def test_the_tail_of_the_noise(plain):
+def test_the_tail_of_the_noise():
     """The likeliest winners of 5 million are as exact as the others."""
     first = torch.tensor([100])  # of its 100 draws one is 19.2
-    ours, theirs = both(plain, gumbel, key([3], [0]), first, 100, 50000, 0)
+    ours, theirs = both(sampling.gumbel, key([3], [0]), first, 100, 50000, 0)
     assert theirs.max() > 15 and torch.equal(ours.argmax(-1), theirs.argmax(-1))
     torch.testing.assert_close(ours.amax(-1), theirs.amax(-1), atol=0, rtol=1e-6)
 
 
-def test_keys_may_be_shared_by_rows(plain):
+def test_keys_may_be_shared_by_rows():
     seed, first, prompt = torch.tensor([1, 2]), torch.tensor([1, 3]), torch.tensor([7])
     strided = torch.tensor([0, 9, 5])[::2]
     for prompts, samples in ((prompt.expand(2), strided), (prompt, torch.tensor([5]))):
-        ours, theirs = both(plain, gumbel, SamplingTensors(seed, prompts, samples), first, 2, 40)
+        ours, theirs = both(sampling.gumbel, SamplingTensors(seed, prompts, samples), first, 2, 40)
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-6)
 
 
@@ -76,14 +84,14 @@ RULES = [  # top_k, top_p; the first cuts nothing away
 
 @pytest.mark.parametrize(("top_k", "top_p"), RULES)
 @pytest.mark.parametrize("spread", [0.0, 0.3, 4.0, 60.0])
-def test_cuts(plain, top_k, top_p, spread):
+def test_cuts(top_k, top_p, spread):
     """The same tokens stay, but for those whose mass lies within rounding of the cut."""
     generator = torch.Generator().manual_seed(int(10 * spread) + top_k)
     noise = torch.randn(2, 3, 4099, generator=generator)
     logits = (noise * spread).round(decimals=2)  # with equal ones
     logits[0, 1, ::3] = float("-inf")
     rule = Sampling(0.7, top_k, top_p)
-    ours, theirs = process(logits, rule), plain(process, logits, rule)
+    ours, theirs = both(helpers.process, logits, rule)
     assert (ours.isfinite().sum(-1) >= 1).all()
     assert within_rounding(logits / 0.7, ours, theirs, top_k, top_p)
 
@@ -100,13 +108,13 @@ def within_rounding(z, ours, theirs, top_k, top_p) -> bool:
     return same and bool(((before - top_p).abs()[stays != stayed] < 1e-4).all())
 
 
-def test_min_p_alone_and_behind_the_others(plain):
+def test_min_p_alone_and_behind_the_others():
     """To the bit: it compares scores, and adds nothing up."""
     noise = torch.randn(2, 3, 4099, generator=torch.Generator().manual_seed(1))
     logits = 4 * noise.round(decimals=2)
     for rule in (Sampling(0.7, min_p=0.01), Sampling(1.0, 40, min_p=0.2), Sampling(1.0, min_p=1.0)):
         ours = process(logits, rule)
-        assert torch.equal(ours, plain(process, logits, rule))
+        assert torch.equal(ours, helpers.process(logits, rule))
         assert (ours.isfinite().sum(-1) < 99).all() and ours.isfinite().any(-1).all()
 
 
@@ -138,21 +146,21 @@ def test_a_wrong_cut_is_seen(top_k, top_p):
 def test_best(vocab):
     generator = torch.Generator().manual_seed(vocab)
     scores = torch.randn(2, 5, vocab, generator=generator).round(decimals=1)  # with equal ones
-    assert torch.equal(best(scores), best_reference(scores))
+    assert torch.equal(OURS.best(scores, None, None), TORCH.best(scores, None, None))
     noise = torch.randn(2, 3, vocab, generator=generator)
     row = torch.randint(0, 3, (2, 5), generator=generator)
-    assert torch.equal(best(scores, noise, row), best_reference(scores, noise, row))
+    assert torch.equal(OURS.best(scores, noise, row), TORCH.best(scores, noise, row))
 
 
 def test_best_of_scores_that_are_cut_away():
     scores = torch.full((1, 3, 2000), float("-inf"))
     scores[0, 0, 1999], scores[0, 1, 1500], scores[0, 1, 3] = -5.0, 2.0, 2.0
-    assert best(scores).tolist() == [[1999, 3, 0]]
+    assert OURS.best(scores, None, None).tolist() == [[1999, 3, 0]]
 
 
 def test_rows_of_noise_that_are_not_there_are_refused():
     with pytest.raises(RuntimeError, match="no row 3 of noise"):
-        best(torch.zeros(1, 1, 8), torch.zeros(1, 3, 8), torch.tensor([[3]]))
+        OURS.best(torch.zeros(1, 1, 8), torch.zeros(1, 3, 8), torch.tensor([[3]]))
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])
@@ -161,7 +169,7 @@ def test_threads_do_not_matter(threads):
 
     def found() -> tuple:
         noise = gumbel(key([1], [2]), torch.tensor([0]), 9, 5000)
-        return best(scores), process(scores, Sampling(1.0, 0, 0.9)), noise
+        return OURS.best(scores, None, None), process(scores, Sampling(1.0, 0, 0.9)), noise
 
     wanted, before = found(), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -206,7 +214,9 @@ def test_norm_keeps_its_gradient():
 def test_angles(plain):
     freq = 1.0 / 10000.0 ** (torch.arange(0, 64, 2) / 64)
     positions = torch.tensor([[0, 1, 17], [4095, 131071, 8191]])
-    for ours, theirs in zip(*both(plain, rope_angles, freq, positions, 1.3)):
+    for ours, theirs in zip(
+        rope_angles(freq, positions, 1.3), plain(rope_angles, freq, positions, 1.3)
+    ):
         assert ours.shape == (2, 3, 1, 64)
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
     for ours, plain_ones in zip(rope_angles(freq, positions, 1.3), rope_angles(freq, positions)):

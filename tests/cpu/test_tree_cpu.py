@@ -17,30 +17,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import DecodeState, advance, advance_fused, timed_report
-from draft_tree import Accepted, DecodedTokens, accept, accept_fused, build_tree
+from decode import REPORT, DecodeState, advance
+from draft_tree import DecodedTokens, build_tree
 from drafters import DrafterUpdate, RootOnly
 from extras.deferred import MAX_KEPT, DeferredState, Idle
 from extras.kept_texts import KeptTexts
 from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
-from extras.ngram_estimates import DEPTHS
+from extras.ngram_estimates import DEPTHS, RATES, Rates
 from helpers import no_candidates, not_refused
-from kv_cache import causal_window, place_tokens
+from ops import torch_backend
+from ops.backends import TORCH, choose
 from ops.library import has_cpu_operators
-from ops.tree import (
-    Candidates,
-    Frontier,
-    Level,
-    Scores,
-    next_level,
-    next_level_reference,
-    rerank,
-    rerank_reference,
-)  # fmt: skip
+from ops.tree import Accepted, Candidates, Frontier, Level, Scores
 from runtime import replace_fields
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 INF, CPP = float("inf"), torch.ops.gpt_eagle
+OURS = choose(torch.device("cpu"))
+
+
+def reference(scores, front, level):
+    """`expand_frontier` in PyTorch, but for the best children: equal ones come in the order of their indices."""
+
+    def grow(scores, values, seen, level):
+        return torch_backend.expand(scores.best(level.k, OURS.topk), values, seen, level)
+
+    return torch_backend.expanded(scores, front, level, grow)
 
 
 def leaves(record) -> list[Tensor]:
@@ -71,7 +73,7 @@ def assert_refused(operator: Callable, good: dict[str, Any], **wrong: list) -> N
     assert wrong.keys() <= good.keys() and not_refused(operator, cases) == []
 
 
-# --------------------------------------------------------------------------------------- next_level
+# ---------------------------------------------------------------------------------- expand_frontier
 
 
 def logits_of(kind: str, *shape: int) -> Tensor:
@@ -97,7 +99,7 @@ def front_of(batch: int, rows: int, slots: int) -> Frontier:
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "cut"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("vocab", [4, 97, 5000])
-def test_next_level(vocab, batch, kind):
+def test_expand_frontier(vocab, batch, kind):
     """With and without a draft vocabulary, noise, sharpness; the root's and others; by value, step and place; the last.
 
     The nodes of a level have scores of their own, or share them (`scored` 1).
@@ -120,7 +122,7 @@ def test_next_level(vocab, batch, kind):
             count = min(count, above * k, slots - 2)
             places = None if places is None else places[:, :count]
             inputs = found, front, Level(k, count, 11, 2, slots, places, by_value)
-            ours, theirs = next_level(*inputs), next_level_reference(*inputs)
+            ours, theirs = OURS.expand_frontier(*inputs), reference(*inputs)
             assert_equal(ours[0], theirs[0])
             if count:
                 assert_equal(ours[1], theirs[1])
@@ -135,8 +137,8 @@ def test_children_that_are_cut_away_are_no_candidates():
     three = (torch.tensor([[3, 4]]) for _ in range(3))
     front = Frontier(*three, torch.zeros(1, 2), torch.zeros(1, 2, 4).bool())
     inputs = Scores(z), front, Level(3, 4, 5, 0, 4)
-    level, chosen = next_level(*inputs)
-    assert_equal((level, chosen), next_level_reference(*inputs))
+    level, chosen = OURS.expand_frontier(*inputs)
+    assert_equal((level, chosen), reference(*inputs))
     assert level.tokens[0, [0, 3, 4]].tolist() == [4, 0, 5] and level.values[0, 0] == 0
     assert level.values[0, [1, 2, 5]].tolist() == [-INF] * 3
     assert chosen.index.tolist() == [[5, 8, 9, 6]]
@@ -148,16 +150,16 @@ def test_a_level_does_not_depend_on_threads_and_other_rows(threads):
     temperature = torch.tensor([0.9, 0.3, 1.0])
     found = Scores(torch.randn(3, 5, 9000), 1.2, None, torch.randn(3, 2, 9000), 1, temperature)
     front, level = front_of(3, 5, 9), Level(4, 5, 2, 3, 9)
-    want = next_level(found, front, level)
+    want = OURS.expand_frontier(found, front, level)
     torch.set_num_threads(threads)
     try:
-        assert_equal(next_level(found, front, level), want)
+        assert_equal(OURS.expand_frontier(found, front, level), want)
     finally:
         torch.set_num_threads(1)
     one = lambda x: x[1:2]  # noqa: E731
     first = {"logits": one(found.logits), "noise": one(found.noise)}
     alone = found._replace(temperature=one(temperature), **first)
-    ours = next_level(alone, Frontier(*map(one, front)), level)
+    ours = OURS.expand_frontier(alone, Frontier(*map(one, front)), level)
     assert_equal(ours, [one(x) for x in leaves(want)])
 
 
@@ -167,11 +169,15 @@ def test_wrong_levels():
     good = {
         "logits": z, "sharpness": 1.0, "ids": ids, "noise": noise, "level": 0,
         "temperature": torch.ones(2), "index": index, "values": values, "seen": seen,
-        "places": torch.tensor([[0, 5]]), "k": 3, "count": 2, "at": (4, 0, 6), "by_value": True,
+        "k": 3, "count": 2, "begin": 4, "slot": 0, "slots": 6,
+        "places": torch.tensor([[0, 5]]), "by_value": True,
     }  # fmt: skip
-    assert len(CPP.next_level(*good.values())) == 8
+    fields = (*Scores._fields, "index", "values", "seen", *Level._fields)
+    schema = CPP.expand_frontier.default._schema
+    assert [x.name for x in schema.arguments] == [*fields], "the records' fields, in order"
+    assert len(CPP.expand_frontier(*good.values())) == 8
     assert_refused(
-        CPP.next_level,
+        CPP.expand_frontier,
         good,
         logits=[z[0], z.double(), torch.zeros(2, 2, 2)],
         ids=[ids[:4], torch.arange(6), ids + 5, ids - 1, ids.int(), None],
@@ -184,11 +190,11 @@ def test_wrong_levels():
         places=[torch.tensor([row]) for row in ([0], [0, 6], [-1, 0], [0.0, 1.0])],
         k=[0, -1, 6],
         count=[7, -1],
-        at=[(4, 0), (4, 0, 7), (4, 0, -1)],
+        slots=[7, -1],
     )
 
 
-# ------------------------------------------------------------------------------------------- rerank
+# ------------------------------------------------------------------------------------- select_nodes
 
 
 def text_of(batch: int) -> DecodedTokens:
@@ -219,7 +225,7 @@ def pool_of(
 @pytest.mark.parametrize(
     "sizes, widths", [([1], []), ([3, 9, 9], [3, 3]), ([10, 100], [10]), ([1, 1, 1, 1], [1, 1, 1])]
 )
-def test_rerank(sizes, widths, batch, ties):
+def test_select_nodes(sizes, widths, batch, ties):
     """The best, the first, or others of every row; a tree of the root alone, and of all candidates."""
     torch.manual_seed(len(sizes))
     for _ in range(5):
@@ -230,16 +236,16 @@ def test_rerank(sizes, widths, batch, ties):
         chosen = (first, first.expand(batch, -1), first.repeat(batch, 1), first[:, :0])
         for nodes in (*counts, *chosen):
             inputs = levels, ran, nodes, 6, text
-            assert_equal(rerank(*inputs), rerank_reference(*inputs))
+            assert_equal(OURS.select_nodes(*inputs), TORCH.select_nodes(*inputs))
 
 
-def test_rerank_of_rows_that_choose_different_nodes():
+def test_select_nodes_of_rows_that_choose_different_nodes():
     roots = torch.zeros(2, 2), torch.full((2, 2), -1)
     levels = [Candidates(torch.tensor([[4, 5], [6, 0]]), *roots)]
     text = DecodedTokens(torch.tensor([[0, 9], [8, 7]]), torch.tensor([0, 1]))
     inputs = levels, [], torch.tensor([[1], [0]]), 1, text
-    ours = rerank(*inputs)
-    assert_equal(ours, rerank_reference(*inputs))
+    ours = OURS.select_nodes(*inputs)
+    assert_equal(ours, TORCH.select_nodes(*inputs))
     assert ours.tokens.tolist() == [[0, 5], [7, 6]]
 
 
@@ -251,9 +257,9 @@ def test_wrong_nodes():
         "tokens": tokens, "values": values, "parents": parents, "ran": [ran],
         "nodes": torch.tensor([[0, 1, 2, 4]]), "count": 4, "text": text, "pos": pos,
     }  # fmt: skip
-    assert len(CPP.rerank(*good.values())) == 7
+    assert len(CPP.select_nodes(*good.values())) == 7
     assert_refused(
-        CPP.rerank,
+        CPP.select_nodes,
         good,
         tokens=[tokens[:1], [tokens[0], tokens[1][:1]], [tokens[0][:, :2], tokens[1]], [x.int() for x in tokens]],
         values=[values[:1], [values[0][:1], values[1]], [values[0], torch.zeros(2, 3)], [x.double() for x in values]],
@@ -266,7 +272,7 @@ def test_wrong_nodes():
         text=[text[:1], text[:, :3], text.int()],
         pos=[pos + 1, pos - 2, pos[:1], pos.int()],
     )  # fmt: skip
-    assert_refused(CPP.rerank, good | {"nodes": None}, count=[6])  # the best ones
+    assert_refused(CPP.select_nodes, good | {"nodes": None}, count=[6])  # the best ones
 
 
 # ------------------------------------------------------------------------------- accept and advance
@@ -284,17 +290,17 @@ def test_accept_takes_any_strides():
     random.seed(0), torch.manual_seed(0)
     tree, choice = tree_of(3, 9), whole(3, 9, 3).T
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tree[:5]]
-    accepted = accept(tree, choice, 9)
+    accepted = TORCH.accept(tree, choice, 9)
     assert accepted.length.max() > 1
-    assert_equal(accept_fused(type(tree)(*strided), choice, 9), accepted)
+    assert_equal(OURS.accept(type(tree)(*strided), choice, 9), accepted)
 
 
 def test_wrong_acceptance():
     parents = torch.tensor([[0, 0, 1, 2]] * 2)
     tree = build_tree(torch.arange(8).view(2, 4), parents, torch.ones(2, 4).bool(), 3)
     choice = torch.arange(1, 9).view(2, 4)
-    names = ("tokens", "parents", "depths", "mask", "valid", "choice", "depth")
-    good = dict(zip(names, (*tree[:5], choice, 3), strict=True))
+    names = ("tokens", "parents", "depths", "valid", "choice", "depth")
+    good = dict(zip(names, (*tree.for_cpp(), choice, 3), strict=True))
     assert CPP.accept(*good.values())[1].tolist() == [3, 3]
     parents, depths, valid = good["parents"], good["depths"], good["valid"]
     assert_refused(
@@ -321,19 +327,20 @@ def test_advance(dtype, size, batch):
     seen = {"ended": 0, "limited": 0, "done": 0, "whole": 0}
     for _ in range(80):
         tree = tree_of(batch, size)
-        accepted = accept(tree, whole(3, batch, size), size)
+        accepted = TORCH.accept(tree, whole(3, batch, size), size)
         pos = whole(8, batch)
         limit, done = pos + 1 + whole(3 + (size < 3), batch), torch.rand(batch) < 0.3
         features = torch.randn(batch, size, 6).to(dtype)
         features[torch.rand(batch, size) < 0.1, 3] = float("inf")  # which `done` tells
         cycle = SimpleNamespace(
-            drafter=SimpleNamespace(width=2, keeps_nodes=False),
+            backend=OURS,
             eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
         )
         old = state_of(batch, 30, pos, limit, done)
         inputs = tree, accepted, features, cycle
         ours, theirs = (replace_fields(old, tokens=old.tokens.clone()) for _ in range(2))
-        ours, *rest = advance_fused(ours, *inputs)
+        ours, *rest = advance(ours, *inputs)
+        cycle.backend = TORCH
         theirs, *others = advance(theirs, *inputs)
         assert torch.equal(rest[0].text.pos, others[0].text.pos)
         assert rest[0].text.tokens is ours.tokens and others[0].text.tokens is theirs.tokens
@@ -358,9 +365,12 @@ def test_wrong_advances():
     names = ("tokens", "pos", "draws", "done", "limit")
     good = dict(zip(names, state[:5])) | {
         "roots": roots, "path": path, "length": length, "emitted": emitted,
-        "ends": torch.tensor([-1]), "features": torch.zeros(2, 4, 6),
+        "ends": torch.tensor([-1]), "features": torch.zeros(2, 4, 6), "columns": REPORT,
     }  # fmt: skip
-    assert CPP.advance(*good.values())[3].tolist() == [3, 2]
+    *_, count, _, _, report = CPP.advance(*good.values())
+    assert count.tolist() == [3, 2] and report[:, 3:].tolist() == [[3, 2, 0, 3], [2, 1, 0, 4]]
+    *_, turned = CPP.advance(*(good | {"columns": REPORT[::-1]}).values())
+    assert torch.equal(turned[:, 3:], report[:, 3:].flip(1)), "columns come in the given order"
     before = state.tokens.clone()
     assert_refused(
         CPP.advance,
@@ -376,14 +386,15 @@ def test_wrong_advances():
         emitted=[emitted[:1], emitted[:, :2], emitted.int()],
         ends=[torch.tensor([-1.0])],
         features=[torch.zeros(1, 4, 6), torch.zeros(2, 3, 6), torch.zeros(2, 4)],
+        columns=[("count", "length", "done", "place")],
     )
     state.tokens.copy_(before)
 
 
-def test_times_behind_a_report(plain):
+def test_times_behind_a_report():
     facts, times = whole(9, 3, 7), [5, 2**40, 2**62, -1]
-    ours = timed_report(facts, times)
-    assert_equal(ours, plain(timed_report, facts, times))
+    ours = OURS.with_times(facts, times)
+    assert_equal(ours, TORCH.with_times(facts, times))
     assert ours.tolist() == [row + times for row in facts.tolist()]
     good = {"facts": facts, "times": times}
     assert_refused(CPP.with_times, good, facts=[facts.int(), facts[0]])
@@ -393,7 +404,7 @@ def test_times_behind_a_report(plain):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_places(plain, batch):
+def test_places(batch):
     torch.manual_seed(batch)
     pos = whole(40, batch)
     strided = whole(5, 7, batch).T
@@ -403,13 +414,13 @@ def test_places(plain, batch):
         (None, torch.rand(batch) < 0.5),
     ):
         inputs = pos, depths, 7, slot, done
-        assert_equal(place_tokens(*inputs), plain(place_tokens, *inputs))
-    assert_equal(place_tokens(pos, 0, 1), plain(place_tokens, pos, 0, 1))
+        assert_equal(OURS.place_tokens(*inputs), TORCH.place_tokens(*inputs))
+    assert_equal(OURS.place_tokens(pos, 0, 1), TORCH.place_tokens(pos, 0, 1))
     for start in (pos, pos.repeat_interleave(2)[::2]):
         for rows in (1, 7):
             for back in (0, 1, 30):  # no slot is below 0
                 inputs = start, rows, back
-                assert_equal(causal_window(*inputs), plain(causal_window, *inputs))
+                assert_equal(OURS.causal(*inputs), TORCH.causal(*inputs))
 
 
 def test_wrong_places():
@@ -426,17 +437,20 @@ def test_wrong_places():
 
 @pytest.mark.parametrize("rows", [1, 5, MAX_KEPT, MAX_KEPT + 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_that_wait(plain, dtype, rows):
+def test_rows_that_wait(dtype, rows):
     torch.manual_seed(rows)
     for _ in range(10):
         facts, count = (whole(60, 3), whole(9, 3)), whole(rows + 1, 3)
         features = torch.randn(rows, 3, 6).to(dtype).transpose(0, 1)
         kept = torch.randn(3, MAX_KEPT + 1, 6).to(dtype)
         new = DrafterUpdate(whole(9, 3, rows + 1), features, count)
-        idle = SimpleNamespace(lookup=RootOnly())
         ours, theirs = (
-            call(Idle.extend, idle, DeferredState((), kept.clone(), *map(torch.clone, facts)), new)
-            for call in (lambda f, *x: f(*x), plain)
+            Idle.extend(
+                SimpleNamespace(lookup=RootOnly(), backend=backend),
+                DeferredState((), kept.clone(), *map(torch.clone, facts)),
+                new,
+            )
+            for backend in (OURS, TORCH)
         )
         assert_equal(ours[2:], theirs[2:])
         # one place is spare
@@ -470,7 +484,7 @@ def test_wrong_rows_that_wait():
     "ngram", [Ngram(), Ngram(4, 3, 3, 2), Ngram(1, 1, 1, 1), Ngram(6, 5, 2, 1)], ids=str
 )
 @pytest.mark.parametrize("batch", [1, 3])
-def test_lookup(plain, batch, ngram):
+def test_lookup(batch, ngram):
     """Also where the root is the first or the last token of the buffer, and on pools with and without candidates."""
     torch.manual_seed(batch)
     for vocab, size in itertools.product((1, 2, 5), (1, 2, 20)):
@@ -480,8 +494,8 @@ def test_lookup(plain, batch, ngram):
                 kept = SimpleNamespace(tokens=row, searched=row)
             text = DecodedTokens(whole(vocab, batch, size), whole(size, batch))
             ngram = replace(ngram, kept=kept)
-            chains, lengths = lookup(text, ngram)
-            assert_equal((chains, lengths), plain(lookup, text, ngram))
+            chains, lengths = lookup(text, ngram, OURS)
+            assert_equal((chains, lengths), lookup(text, ngram))
             if kept is None:
                 longest = match_lengths(text, ngram.max).amax(1)
                 assert lengths[:, 0].tolist() == (longest * (longest >= ngram.min)).tolist()
@@ -491,28 +505,34 @@ def test_lookup(plain, batch, ngram):
                 distinct, tokens=torch.arange(9).expand(batch, 9).clone()
             )  # siblings differ
             for pool in (no_candidates(batch), distinct):
-                assert_equal(ngram.add(pool, text), plain(ngram.add, pool, text))
+                assert_equal(ngram.add(pool, text, OURS), ngram.add(pool, text))
 
 
+@pytest.mark.parametrize(
+    "rates", [RATES, Rates(0.7, 1.0, 0.8, 0.2, 3, 0.4)], ids=["usual", "other"]
+)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_what_became_of_lookups(plain, batch):
+def test_what_became_of_lookups(monkeypatch, batch, rates):
     """Pass by pass, by random outcomes, with a store and without one."""
+    monkeypatch.setattr("extras.ngram_estimates.RATES", rates)
+    monkeypatch.setattr("extras.ngram_draft.RATES", rates)
     torch.manual_seed(batch)
     for vocab, size, (tokens, branches, longest) in itertools.product(
         (1, 2, 4), (3, 12, 40), ((1, 1, 1), (3, 4, 2), (10, 4, 6))
     ):
         for stored in (False, True):
             text, ngram = whole(vocab, batch, size), Ngram(tokens, branches, longest)
-            check_passes(plain, vocab, text, ngram, stored)
+            check_passes(vocab, text, ngram, stored)
 
 
-def check_passes(plain, vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: bool) -> None:
+def check_passes(vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: bool) -> None:
     """Both states start equal and stay so; some sequences decide nothing in a pass."""
     batch, size = tokens.shape
     drafters = []
     for _ in range(2):
         kept = KeptTexts(capacity=30) if stored else None
         drafters.append(NgramDrafter(replace(ngram, kept=kept), sizes=(2, 4, 99)))
+    drafters[0].use(OURS)
     states = [drafter.init(batch, size) for drafter in drafters]
     outcomes = 5 * torch.rand(states[0].outcomes.shape).sort(-1).values
     states = [replace_fields(state, outcomes=outcomes.clone()) for state in states]
@@ -523,7 +543,7 @@ def check_passes(plain, vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: 
         confirmed = DrafterUpdate(None, None, count, text=DecodedTokens(tokens, pos))
         mine = drafters[0].extend(states[0], confirmed)
         assert mine is states[0], "it is written in place"
-        states[1] = plain(drafters[1].extend, states[1], confirmed)
+        states[1] = drafters[1].extend(states[1], confirmed)
         for name, own, reference in zip(mine._fields, mine, states[1]):
             if stored and name in ("tokens", "parents"):  # of candidates; others differ by padding
                 own, reference = (x[mine.values > -INF] for x in (own, reference))
@@ -541,8 +561,8 @@ def test_wrong_lookups():
     good = {"text": text, "pos": pos, "kept": kept}
     numbers = {"tokens": 3, "chains": 2, "least": 1, "longest": 3}
     further = {"kept": [*wrong["kept"], kept[None]], "tokens": [-1], "chains": [-1], "least": [0]}
-    assert_refused(CPP.lookup, good | numbers, **wrong | further)
-    assert_refused(CPP.lookup, good | numbers | {"least": 2}, longest=[1])
+    assert_refused(CPP.ngram_match, good | numbers, **wrong | further)
+    assert_refused(CPP.ngram_match, good | numbers | {"least": 2}, longest=[1])
     pool = {
         "tokens": torch.zeros(2, 4).long(), "values": torch.zeros(2, 4),
         "parents": torch.full((2, 4), -1), "chains": whole(5, 2, 2, 3),
@@ -565,11 +585,11 @@ def test_wrong_lookups():
         "root": torch.full((2,), -1), "outcomes": torch.ones(2, 4, 3, DEPTHS, 2),
         "expected": torch.zeros(2, 2),
     }  # fmt: skip
-    good |= state | {"least": 1, "longest": 2, "sizes": (1, 2)}
+    good |= state | {"least": 1, "longest": 2, "sizes": (1, 2), "rates": RATES}
     for name, value in state.items():
         wrong[name] = [value[:1], value.half(), *([value.flatten()] if value.dim() > 1 else [])]
-    assert_refused(CPP.look_up, good, **wrong, least=[0])
-    CPP.look_up(*good.values())
+    assert_refused(CPP.ngram_draft, good, **wrong, least=[0], rates=[RATES[:5]])
+    CPP.ngram_draft(*good.values())
 
 
 def test_what_the_compiler_is_told():
@@ -577,20 +597,25 @@ def test_what_the_compiler_is_told():
     torch.manual_seed(0)
     levels, ran = pool_of(2, [3, 6], [2], False)
     columns, text = [list(column) for column in zip(*levels)], text_of(2)
-    front = front_of(2, 2, 4)
+    front, tree = front_of(2, 2, 4), tree_of(2, 4)
+    noise = torch.randn(2, 3, 9)
+    scores = Scores(torch.randn(2, 2, 9), noise=noise, level=1, temperature=torch.ones(2))
+    accepted = OURS.accept(tree, whole(3, 2, 4), 2)
+    state = state_of(2, 12, text.pos, text.pos + 9, torch.zeros(2).bool())
     cases = {
-        "next_level": (torch.randn(2, 2, 9), 1.0, None, torch.randn(2, 3, 9), 1, torch.ones(2), *front.for_cpp(),
-                       None, 3, 2, (4, 2, 4), True),
+        "expand_frontier": (*scores.for_cpp(), *front.for_cpp(), *Level(3, 2, 4, 2, 4).for_cpp()),
         "gumbel": (whole(9, 2, 2), *text[1:], text[1], torch.tensor([True, False]), text[1], 3, 9, 0),
         "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0])),
-        "rerank": (*columns, ran, None, 4, *text),
+        "select_nodes": (*columns, ran, None, 4, *text),
+        "accept": (*tree.for_cpp(), whole(3, 2, 4), 2),
+        "advance": (*state[:5], tree.tokens, *accepted[:3], whole(9, 1), torch.randn(2, 4, 6), REPORT),
         "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
         "causal": (text.pos, 3, 1),
         "keep_rows": (torch.zeros(2, 5, 6), torch.tensor([0, 9]), text.pos, torch.randn(2, 3, 6), torch.tensor([1, 3])),
-        "lookup": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
-        "look_up": (
+        "ngram_match": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
+        "ngram_draft": (
             *text, torch.tensor([1, -1]), torch.zeros(2, 9).long(), torch.zeros(2, 9), torch.zeros(2, 9).long(),
-            torch.zeros(2, 3).long(), torch.full((2,), -1), torch.ones(2, 4, 3, DEPTHS, 2), torch.zeros(2, 2), 1, 2, (1, 2),
+            torch.zeros(2, 3).long(), torch.full((2,), -1), torch.ones(2, 4, 3, DEPTHS, 2), torch.zeros(2, 2), 1, 2, (1, 2), RATES,
         ),
         "add_chains": (*Candidates.join(levels), whole(9, 2, 2, 3), torch.ones(2, 2).long()),
     }  # fmt: skip

@@ -18,12 +18,12 @@ import model  # noqa: E402
 import ops.cuda.layout  # noqa: E402
 import ops.experts  # noqa: E402
 from compiled_kernels import Case, expert_cases  # noqa: E402
-from helpers import check_product_fits, planes_of_cuda, slow  # noqa: E402
-from model import ModelConfig, MoEFeedForward  # noqa: E402
+from helpers import Mixture, check_product_fits, planes_of_cuda, slow  # noqa: E402
+from linear import Linear  # noqa: E402
+from model import ModelConfig  # noqa: E402
 from ops.cuda.experts import most_tiles, plan_experts  # noqa: E402
 from ops.cuda.launch import TARGETS  # noqa: E402
 from ops.formats import FORMATS  # noqa: E402
-from ops.linear_layer import Linear  # noqa: E402
 from ops.weight import stack  # noqa: E402
 
 # ----------------------------------------------------------------------------------------- compiled
@@ -98,7 +98,7 @@ def test_a_layer_lists_rows_once(as_on_cuda, format, name):
         experts_per_token=2,
     )  # fmt: skip
     with FakeTensorMode(), torch.no_grad():
-        layer = MoEFeedForward(config)
+        layer = Mixture(config)
         if format != "none":
             for child in ("w13", "w2"):
                 setattr(layer, child, stack_of(format, *getattr(layer, child).weight.shape, 32))

@@ -17,14 +17,12 @@ import torch
 
 import lost_device
 import ops.attention
-import ops.compact
-import ops.cuda.growth
+import ops.cuda.backend
 import ops.epilogues
 import ops.experts
 import ops.linear
 import ops.norm
 import ops.rotary
-import ops.topk
 import ops.tree
 import ops.weight
 import sampling
@@ -39,6 +37,7 @@ from extras.autosize import Autosizer, AutoTrees
 from generate import generate, load
 from helpers import (
     GOLDEN,
+    Mixture,
     decode,
     quantized,
     quantized_experts,
@@ -49,8 +48,9 @@ from helpers import (
 from hf.weights import load_model
 from kv_cache import KVCache
 from load import warm_up
-from model import ModelConfig, MoEFeedForward
-from ops.epilogues import Pending, Unscaled
+from model import ModelConfig
+from ops import torch_backend
+from ops.epilogues import LazyMatmul, UnnormalizedRows
 from options import DEMO, GenerateConfig
 from runtime import WARM_UPS
 from session import Session
@@ -235,7 +235,7 @@ def filled_cache(kv_heads, E, batch, slots, dtype, layers=3):
 def compact_by_reference(cache, start, path):
     """The contents of the buffers after compaction. The cache itself stays as it is."""
     want = [b.clone() for b in (*cache.k, *cache.v)]
-    ops.compact.compact_reference(want, start, path)
+    torch_backend.compact(want, torch.empty(0), start, path)
     return want
 
 
@@ -267,7 +267,7 @@ def test_compaction(dtype, kv_heads, E):
             start = torch.randint(700 - 64, (batch,), device="cuda")
             path = random_paths(batch, steps, 64)
             want = compact_by_reference(cache, start, path)
-            ops.compact.compact([*cache.k, *cache.v], cache.addresses, start, path)
+            ops.cuda.backend.compact([*cache.k, *cache.v], cache.addresses, start, path)
             assert same_buffers(cache, want), (batch, steps)
 
 
@@ -303,7 +303,7 @@ def test_topk_logsumexp(poisoned, V, k):
     scores[1] = scores[1].round()  # ties
     scores[0, 3, 20:] = float("-inf")  # as after top-p
     scores[0, 4] = float("-inf")
-    values, index, total = ops.topk.topk_logsumexp(scores, k)
+    values, index, total = ops.cuda.backend.topk(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want[..., :k])
     if k <= 64:
@@ -312,7 +312,7 @@ def test_topk_logsumexp(poisoned, V, k):
     torch.testing.assert_close(
         total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6
     )
-    assert torch.equal(ops.topk.best(scores), order[..., 0])
+    assert torch.equal(ops.cuda.backend.best(scores), order[..., 0])
 
 
 @pytest.mark.parametrize("k", [1, 10, 64, 65])
@@ -335,7 +335,7 @@ def test_grow_level(poisoned, by_value, V, k):
     values = -torch.rand(B, R, device="cuda").round(decimals=1)
     got = operator(logits, 1.25, ids, values, seen, None, k, count, 3, by_value)
     level = ops.tree.Level(k, count, slot=3, by_value=by_value)
-    assert all(map(torch.equal, got, ops.tree.expand(children, values, seen, level)))
+    assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("P,N", [(10, 8), (510, 60), (510, 64), (20000, 33)])
@@ -343,13 +343,13 @@ def test_nodes_of_a_tree(poisoned, P, N):
     torch.manual_seed(0)
     values = -torch.randint(0, 99, (2, P), device="cuda").float()
     values[1, 3:] = float("-inf")
-    chosen = ops.tree.best_nodes(values, N - 1)
-    assert torch.equal(chosen, ops.tree.best_nodes_reference(values, N - 1))
+    chosen = torch.ops.gpt_eagle.best_nodes(values, N - 1)
+    assert torch.equal(chosen, torch_backend.best_nodes(values, N - 1))
     above = (torch.rand(2, N - 1, device="cuda") * torch.arange(1, N, device="cuda")).long()
     nodes = torch.cat((torch.full((2, 1), -1, device="cuda"), chosen), 1).gather(1, above)
     parents = torch.randint(-1, P, (2, P), device="cuda").scatter(1, chosen, nodes)
-    got = ops.tree.relate(chosen, parents, N - 1)
-    assert all(map(torch.equal, got, ops.tree.relate_reference(chosen, parents, N - 1)))
+    got = torch.ops.gpt_eagle.link_nodes(chosen, parents, N - 1)
+    assert all(map(torch.equal, got, torch_backend.link_nodes(chosen, parents, N - 1)))
 
 
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
@@ -417,17 +417,17 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     rope = ops.rotary.rope_angles(torch.rand(64, device="cuda"), slots * 9)
     caches = torch.zeros(2, 1, 8, rows, 128, **options)
 
-    def product(x: torch.Tensor | Unscaled, weights) -> Pending:
+    def product(x: torch.Tensor | UnnormalizedRows, weights) -> LazyMatmul:
         packed = weights.packed.bfloat16() if form == "float" else weights.packed
-        given = x if isinstance(x, Unscaled) else (x, None)
-        return Pending(*given, packed, weights.scale)
+        given = x if isinstance(x, UnnormalizedRows) else (x, None)
+        return LazyMatmul(*given, packed, weights.scale)
 
     def layer(at: slice = slice(None)) -> tuple[torch.Tensor, ...]:
         operands = product(x[:, at], narrow).operands()
         total, *norm = torch.ops.gpt_eagle.add_product(*operands, stream[:, at], scale, 1e-5)
-        gated = ops.epilogues.swiglu(product(Unscaled(*norm), wide))
+        gated = ops.epilogues.swiglu(product(UnnormalizedRows(*norm), wide))
         angles = tuple(part[:, at] for part in rope)
-        qkv = product(Unscaled(*norm), narrow)  # of 16 + 2 x 8 heads
+        qkv = product(UnnormalizedRows(*norm), narrow)  # of 16 + 2 x 8 heads
         q = ops.epilogues.rotary_cache(qkv, angles, *caches, slots[:, at], None)
         wide_x = product(gated, narrow).operands()
         if form == "float":
@@ -441,7 +441,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     cached = caches.clone()
     product_of_x = narrow.reference(x.float())
     total, norm = ops.epilogues.add_norm_reference(stream, product_of_x, scale, 1e-5)
-    ours = Unscaled(got[1], got[2][0].T)
+    ours = UnnormalizedRows(got[1], got[2][0].T)
     want = [total, norm.values, norm.squares.T[None]]
     want.append(ops.epilogues.swiglu_reference(wide.reference(ours.values.float()), ours))
     theirs = torch.zeros_like(cached)
@@ -557,7 +557,7 @@ def expert_layer(format, dtype=torch.bfloat16):
         dim=512, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=64, ffn_dim=896, vocab_size=9, n_experts=8,
         experts_per_token=2,
     )  # fmt: skip
-    layer = MoEFeedForward(config).to("cuda", dtype).requires_grad_(False)
+    layer = Mixture(config).to("cuda", dtype).requires_grad_(False)
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     if format != "none":
@@ -599,8 +599,8 @@ def test_noise_is_the_same_on_both_devices():
 
 def golden_config(temperature: float, **options) -> GenerateConfig:
     """Options on the golden models, whose prompts and answers are ids."""
-    same = {"device": "cuda", "ignore_eos": True, "seed": 7}
-    return GenerateConfig(temperature=temperature, **same, **options)
+    same = {"device": "cuda", "ignore_eos": True, "seed": 7, "compile": False}
+    return GenerateConfig(temperature=temperature, **same | options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -742,7 +742,7 @@ def test_four_rows_that_come_and_go(compiled, temperature):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("compile", [[], ["--compile"]], ids=["eager", "captured"])
+@pytest.mark.parametrize("compile", [[], ["--compile"]], ids=["captured", "compiled"])
 def test_two_gpus_decode_what_one_does(tmp_path, compile):
     """The demo in fp32, sampled, with NCCL's collectives in the graphs."""
     runs = []

@@ -17,8 +17,8 @@ from helpers import GOLDEN
 from hf.calibrate import WIDTH, Recorder, calibration_text, moments_of, second_moments
 from hf.checkpoint import Quantization, WeightFiles, scale_name
 from hf.weights import load_model
+from linear import Linear
 from ops.formats import Int4
-from ops.linear_layer import Linear
 from ops.weight import unpack
 from options import DEMO, ROOT
 from quantize import quantize_directory

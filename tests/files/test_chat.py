@@ -23,8 +23,10 @@ TURNS, ANSWERS = (
 CHATML_TOKENS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 LLAMA3_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+GEMMA_TOKENS = {"bos_token": "<bos>", "eos_token": "<end_of_turn>", "unk_token": "<start_of_turn>"}
 # template -> the special tokens of its checkpoint, and the token that ends a turn
 CHECKPOINTS = {
+    "gemma3": (GEMMA_TOKENS, "<end_of_turn>"),
     "llama2": (LLAMA_TOKENS, "</s>"),
     "llama3.1": (LLAMA3_TOKENS, "<|eot_id|>"),
     "llama3.2": (LLAMA3_TOKENS, "<|eot_id|>"),

@@ -33,8 +33,8 @@ from hf.gguf import STORED, TYPES, GgufFile
 from hf.gguf_header import chat_template_text
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
+from linear import Linear
 from ops.library import has_cpu_operators
-from ops.linear_layer import Linear
 from options import GenerateConfig
 
 Kind = gguf.GGMLQuantizationType
@@ -699,7 +699,7 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
 
 NAN = float("nan")
 METADATA = {
-    "architecture": ({"general.architecture": "gemma3"}, "the architecture gemma3 is not supported; supported are llama, qwen2, qwen3, qwen3moe"),
+    "architecture": ({"general.architecture": "gemma2"}, "the architecture gemma2 is not supported; supported are llama, qwen2, qwen3, qwen3moe"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
     "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),
     "list": ({"llama.embedding_length": [64, 64]}, r"llama.embedding_length must be a whole number, not \[64, 64\]"),

@@ -50,9 +50,9 @@ from hf.checkpoint import BLOCKS, Quantization
 from hf.gguf import GgufFile
 from hf.gguf_blocks import int4_codes, keeps_blocks
 from hf.weights import Storage, export_weights, keep_blocks, load_model, load_weights, weight_names
+from linear import Embedding, Linear
 from model import Transformer
 from ops.library import has_cpu_operators
-from ops.linear_layer import Embedding, Linear
 from ops.weight import pack, unpack
 from options import GenerateConfig
 
@@ -255,7 +255,7 @@ def test_blocks_are_the_default(block_file, capsys):
         f"note: weights run as they are in the file ({kinds}); --set dtype=bfloat16 converts them\n"
     )
     assert capsys.readouterr().err == note
-    assert {layer.attention.wqkv.format for layer in engine.target.layers} == {BLOCKS}
+    assert {layer.wqkv.format for layer in engine.target.layers} == {BLOCKS}
 
 
 def test_a_file_without_blocks_has_no_note_on_them(tmp_path, capsys):
@@ -397,7 +397,7 @@ def test_a_trimmed_head_changes_no_token(block_file, random_head, vanilla, tmp_p
 
 
 def in_blocks(model) -> bool:
-    return model.layers[0].attention.wqkv.format == BLOCKS
+    return model.layers[0].wqkv.format == BLOCKS
 
 
 @pairwise(
@@ -600,7 +600,7 @@ def test_experts_of_several_types(capsys, tmp_path):
             tensors[name.replace("_exps", f".{expert}")] = (kind, content)
     path = write(tmp_path / "m.gguf", metadata, tensors)
     older = load_model(path, quant=IN_BLOCKS)
-    assert older.layers[1].ffn.w13.format == BLOCKS
+    assert older.layers[1].w13.format == BLOCKS
     assert "run as they are in the file" in capsys.readouterr().err
     other = gguf_blocks("Q5_K", 512, 256, 1 / 16)
     tensors["blk.1.ffn_up.2.weight"] = (Kind.Q5_K, other)

@@ -33,8 +33,8 @@ from hf.gguf_heads import GgufHead
 from hf.heads import HeadFiles, head_files, head_names, read_head
 from hf.weights import load_model
 from kv_cache import KVCache, causal_window
+from linear import Embedding
 from ops.library import has_cpu_operators
-from ops.linear_layer import Embedding
 from options import DEMO, GenerateConfig
 from scripts import compare, export_head, train_head
 from scripts.bench import papers, peers
@@ -226,7 +226,7 @@ def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
     engine = load(head=str(path), tree="chain", compile=True, **DECODING)
     head = engine.drafter.head
     layers = [head.fc, head.lm_head, *(getattr(head.layers[0].ffn, w) for w in ("w13", "w2"))]
-    layers += [head.layers[0].attention.wqkv, head.layers[0].attention.wo]
+    layers += [head.layers[0].wqkv, head.layers[0].wo]
     assert all(layer.format == BLOCKS for layer in layers)
     assert engine.drafter.lm_head is head.lm_head and head.fused is not None
     assert engine.option("draft") == "eagle" and engine.option("quant_draft") == BLOCKS
@@ -475,7 +475,7 @@ def test_a_dflash_file_is_a_dflash_directory(tmp_path, capsys):
     of_file, of_folder = (load_block_head(p, target) for p in (path, folder))
     assert capsys.readouterr().err == "", "a key of the file would have no effect"
     assert replace(of_file.config, model=of_folder.config.model) == of_folder.config
-    assert torch.equal(of_file.rope_freq, of_folder.rope_freq)
+    assert torch.equal(*(head.ropes.get_buffer("0") for head in (of_file, of_folder)))
     theirs = dict(of_folder.named_parameters())
     assert all(torch.equal(value, theirs[name]) for name, value in of_file.named_parameters())
     assert resolve_draft(GenerateConfig(head=str(path)), TARGET).draft == "block"

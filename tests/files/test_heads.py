@@ -156,7 +156,7 @@ def test_a_head_of_its_own_making_is_written_and_read_back(tmp_path):
     plain = load_head(HEAD, target())
     names = head_names(plain.config)
     assert {theirs for parts in names.values() for theirs in parts} == set(tensors) - {"d2t", "t2d"}
-    assert names["layers.0.attention.wqkv.weight"][0] == "midlayer.self_attn.q_proj.weight"
+    assert names["layers.0.wqkv.weight"][0] == "midlayer.self_attn.q_proj.weight"
     assert plain.config == EagleConfig(plain.config.model, False, eagle3=Eagle3((2, 4, 5), 64, 80))
 
 

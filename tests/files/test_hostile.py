@@ -35,10 +35,11 @@ import generate
 import hf.tokenizer
 from helpers import GOLDEN
 from hf import checkpoint
-from hf.config import HFConfig, read_config
+from hf.config import read_config
 from hf.heads import HFEagle2Head, HFEagle3Head, HFNestedConfig
 from hf.tokenizer import Tokenizer
 from hf.untrusted import limited_memory, load_pickle, read_untrusted, silence_stderr
+from models.keys import HFConfig, HFSwiGLU
 from options import DEMO, GenerateConfig
 from scripts import export_head
 from scripts.bench.llama_peer import write_gguf
@@ -278,7 +279,7 @@ KINDS = {
     **{f"weights of {name}": Kind(name, "model.safetensors", broken_safetensors) for name in others},
 }  # fmt: skip
 # keys that are read, and that the small files may lack
-KEYS = [field.name for each in (HFConfig, HFEagle2Head, HFEagle3Head, HFNestedConfig) for field in fields(each)]  # fmt: skip
+KEYS = [field.name for each in (HFConfig, HFSwiGLU, HFEagle2Head, HFEagle3Head, HFNestedConfig) for field in fields(each)]  # fmt: skip
 MORE_KEYS = {
     "config.json": ["quantization_config", *KEYS],
     "tokenizer_config.json": ["bos_token", "unk_token", "pad_token", "legacy", "chat_template", "added_tokens_decoder"],

@@ -34,9 +34,9 @@ from hf.calibrate import moments_of
 from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from hf.heads import draft_lm_head
 from hf.weights import load_model
+from linear import Linear
 from ops.cpu import build
 from ops.formats import FORMATS, Int4, Int8
-from ops.linear_layer import Linear
 from ops.weight import GROUPS, grouped_reference, stack, unpack
 from options import DEMO
 from quantize import quantize_directory
@@ -356,7 +356,7 @@ def test_saved_and_on_load_are_the_same_bits(short_demo, saved, quant, dtype):
     linears = [m for m in ours.modules() if isinstance(m, Linear)]
     assert len(linears) == 2 * 4 + 1, "all of them, no more"
     assert {m.format for m in linears} == {quant.format}
-    assert ours.lm_head.fp32_out and not ours.layers[0].ffn.w2.fp32_out
+    assert ours.lm_head.fp32_out and not ours.layers[0].w2.fp32_out
     ids = torch.arange(40)[None] + 100
     logits = ours.logits(ours(ids, torch.arange(40)[None]))
     assert logits.dtype == torch.float32
@@ -454,7 +454,7 @@ def test_older_directories_in_int8_load(tmp_path):
     index = {"weight_map": dict.fromkeys(weights, "model-00001.safetensors")}
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     model = load_model(out)
-    layer = model.layers[1].ffn.w2
+    layer = model.layers[1].w2
     name = "model.layers.1.mlp.down_proj.weight"
     assert [part.layout for part in layer.packed] == ["INT8_OUTPUT"]
     want = Int8.decode(weights[name], weights[scale_name(name)])
@@ -482,7 +482,7 @@ def test_a_bias_is_kept(tmp_path, quant):
     ours = load_model(quantized(tmp_path / "in", tmp_path / "out", quant))
     assert_same_bits(ours, load_model(tmp_path / "in", quant=quant))
     bias = torch.cat([weights[f"model.layers.1.self_attn.{part}_proj.bias"] for part in "qkv"])
-    layer = ours.layers[1].attention.wqkv
+    layer = ours.layers[1].wqkv
     assert torch.equal(layer.bias, bias) and not layer.bias.requires_grad
     zero = layer(torch.zeros(1, config["hidden_size"]))
     assert torch.equal(zero[0], bias)
@@ -809,12 +809,12 @@ IDS = ("--set", "prompt_ids=5,17", "--device", "cpu")
     ("argv", "says"),
     [
         (["--quant", "int4", "--set", "group_size=128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use group_size=32"),
-        (["--quant", "int4", "--set", "group_size=64"], "does not divide in_features 160 of layers.0.ffn.w2.weight; use group_size=32"),
+        (["--quant", "int4", "--set", "group_size=64"], "does not divide in_features 160 of layers.0.w2.weight; use group_size=32"),
         (["--set", "group_size=32"], "--set group_size belongs to int4; add --quant int4"),
         (["--quant", "int4", "--set", "group_size=16"], "--set group_size must be one of"),
         (["--quant", "int2"], "invalid choice"),
         (["--set", "quant_draft=int4", "--draft", "none"], "--set quant_draft does nothing with --draft none"),
-        (["--set", "quant_draft=int4", "--set", "group_size=64", "--eagle", str(HEAD)], "64 does not divide in_features 160 of layers.0.ffn.w2"),
+        (["--set", "quant_draft=int4", "--set", "group_size=64", "--eagle", str(HEAD)], "64 does not divide in_features 160 of layers.0.w2"),
     ],
 )  # fmt: skip
 def test_mistakes_of_generate(capsys, argv, says):

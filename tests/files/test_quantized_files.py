@@ -27,10 +27,10 @@ from hf.checkpoint import Quantization, WeightFiles, write_checkpoint
 from hf.config import read_config
 from hf.gptq_awq import QuantizedFiles
 from hf.weights import Storage, _Loading, export_weights, load_model, weight_names
+from linear import Linear
 from model import Transformer
 from ops.formats import Int8
 from ops.library import has_cpu_operators
-from ops.linear_layer import Linear
 from ops.weight import numbers
 from options import DEMO
 from random_model import watch_loading
@@ -344,8 +344,8 @@ def test_layers_hold_what_the_library_decodes_and_multiply_with_it(tmp_path, cap
     notes = [line for line in capsys.readouterr().err.splitlines() if "FP8" in line]
     assert len(notes) == rounds
     assert all(note.endswith("they become int8 with a scale per output") for note in notes)
-    layer = model.layers[0].ffn.w13
-    exact = torch.cat([weights[part] for part in names["layers.0.ffn.w13.weight"]])
+    layer = model.layers[0].w13
+    exact = torch.cat([weights[part] for part in names["layers.0.w13.weight"]])
     assert rounds or torch.equal(layer.dequantize(), exact)
     assert not model.lm_head.packed
     assert model.lm_head.weight.dtype == torch.float32
@@ -368,7 +368,7 @@ def test_logits_in_groups_of_8_bits(tmp_path, name):
     got, want = (m.logits(m(ids, torch.arange(97)[None])) for m in (model, wide))
     error = (got - want).square().mean().sqrt() / want.std()
     assert want.std() > 0.3 and 0 < error < 0.03, error
-    layer = model.layers[0].ffn.w13
+    layer = model.layers[0].w13
     assert layer.data.nbytes == layer.out_features * layer.in_features * (1 + 4 / 32)
 
 
@@ -394,8 +394,8 @@ def test_experts_are_stacks(mixtral, tmp_path, name):
     weights = write_model(tmp_path / "m", WHOLE[name], mixtral)
     model = load_model(tmp_path / "m")
     check_layers(model, weight_names(model.config), weights)
-    assert model.layers[0].ffn.w13.packed and model.layers[0].ffn.w13.experts
-    assert model.layers[0].ffn.router.weight.dtype == torch.float32
+    assert model.layers[0].w13.packed and model.layers[0].w13.experts
+    assert model.layers[0].router.weight.dtype == torch.float32
 
 
 # every layout is read exactly (above); layers of one format decode alike
@@ -421,7 +421,7 @@ def test_a_draft_model_may_be_such_a_file(tmp_path):
     expected = generate(load(**options, draft="none"), [[5, 17, 3]]).tokens
     engine = load(**options, draft="model", draft_checkpoint=str(tmp_path / "m"))
     assert engine.option("quant_draft") == "int4"
-    assert engine.drafter.model.layers[0].ffn.w2.format == "int4"
+    assert engine.drafter.model.layers[0].w2.format == "int4"
     result = generate(engine, [[5, 17, 3]])
     assert result.tokens == expected and result.stats["tau"] > 1.5
 
@@ -469,7 +469,7 @@ def test_zeros_where_a_model_has_no_bias_are_no_mistake(tmp_path):
     write_model(out, WHOLE["gptq"], PAIR[0])
     before, name = load_model(out), "model.layers.0.mlp.up_proj.bias"
     add_tensors(out, **{name: torch.zeros(160)})
-    assert torch.equal(before.layers[0].ffn.w13.data, load_model(out).layers[0].ffn.w13.data)
+    assert torch.equal(before.layers[0].w13.data, load_model(out).layers[0].w13.data)
     add_tensors(out, **{name: torch.ones(160)})
     with pytest.raises(ValueError, match="1 unexpected weight.*up_proj.bias"):
         load_model(out)
@@ -497,7 +497,7 @@ def test_groups_of_layers_may_differ_in_how_they_were_made(originals, tmp_path):
 
     out = shutil.copytree(originals("packed"), tmp_path / "m")
     spoil(out, observed)
-    ours, theirs = (load_model(path).layers[0].ffn.w2 for path in (out, originals("packed")))
+    ours, theirs = (load_model(path).layers[0].w2 for path in (out, originals("packed")))
     assert torch.equal(ours.data, theirs.data)
 
 
@@ -524,7 +524,7 @@ def test_the_memory_that_is_asked_for_is_what_they_take(originals, monkeypatch, 
     on_cpu, on_cuda = (planned_bytes(monkeypatch, originals(name), d) for d in ("cpu", "cuda"))
     model = load_model(originals(name), dtype=torch.bfloat16)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    small = ("rope_freq", "table")  # of a few bytes
+    small = ("ropes.0", "table")  # of a few bytes
     taken = sum(tensor.nbytes for name, tensor in held.items() if not name.endswith(small))
     assert taken <= on_cpu <= 1.02 * taken
     with torch.device("meta"):
@@ -577,7 +577,7 @@ def test_scales_of_caches_and_activations_are_not_read(tmp_path, capsys):
     more = ("self_attn.k_scale", "self_attn.v_proj.output_scale", "mlp.up_proj.input_scale")
     add_tensors(out, **{f"model.layers.1.{name}": torch.ones(1) for name in more})
     assert "not used" not in capsys.readouterr().err
-    assert torch.equal(before.layers[1].ffn.w13.data, load_model(out).layers[1].ffn.w13.data)
+    assert torch.equal(before.layers[1].w13.data, load_model(out).layers[1].w13.data)
     said = "; scales of activations and of the cache are not used\n"
     assert capsys.readouterr().err.count(said) == 1
 

@@ -12,7 +12,7 @@ import pytest
 import sentencepiece as spm
 
 import hf.tokenizer
-from hf.tokenizer import Tokenizer
+from hf.tokenizer import Finder, Tokenizer
 
 LINES = [
     "the quick brown fox jumps over the lazy dog",
@@ -376,3 +376,16 @@ def test_other_threads_keep_their_standard_error(json_dir, monkeypatch):
     thread.start()
     thread.join()
     assert not silenced and tokenizer.encode("hello") and silenced
+
+
+def test_the_longest_added_token_is_found_at_every_place():
+    """As a regular expression of all tokens finds them, the longest first."""
+    rng = random.Random(0)
+    for _ in range(300):
+        tokens = {
+            "".join(rng.choices("ab \n<", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 9))
+        }
+        text = "".join(rng.choices("ab \n<c", k=40))
+        longest = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+        expected = [(found.start(), found[0]) for found in re.finditer(longest, text)]
+        assert list(Finder(tokens).find(text)) == expected, (tokens, text)

@@ -234,7 +234,7 @@ def test_a_pass_of_a_mixture_reads_the_experts_of_one_token():
     embedding = target.embedding.weight
     assert target.lm_head.weight is not embedding
     every = sum(x.nbytes for x in (*target.parameters(), *target.buffers()))
-    experts = sum(each.ffn.w13.weight.nbytes + each.ffn.w2.weight.nbytes for each in target.layers)
+    experts = sum(each.w13.weight.nbytes + each.w2.weight.nbytes for each in target.layers)
     unread = experts / 2 + embedding[1:].nbytes
     assert pass_bytes(target, 0) == pytest.approx(every - unread)
 

@@ -50,7 +50,7 @@ def test_every_drafter_at_hand_has_a_line(prompts, capsys):
     assert (python, program) == ("python", "generate.py")
     chosen = parse(GenerateConfig, "generate.py", "", argv)
     chosen.check()
-    assert lines[-2].startswith(f"recommended, {chosen.draft}") and chosen.compile
+    assert lines[-2].startswith(f"recommended, {chosen.draft}")
     assert chosen.checkpoint == DEMO and chosen.prompt_file == str(prompts)
     assert chosen.temperature == 0.7 and chosen.max_new_tokens == 8
 

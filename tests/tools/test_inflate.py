@@ -27,9 +27,9 @@ from hf.config import read_config
 from hf.heads import EagleConfig
 from hf.weights import load_model, weight_names
 from kv_cache import KVCache, causal_window
+from linear import Linear
 from model import ModelConfig, Transformer
 from ops.cpu.build import load_operators
-from ops.linear_layer import Linear
 from options import DEMO
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")

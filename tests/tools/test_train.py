@@ -167,7 +167,7 @@ def test_sharegpt_and_text_lines(tmp_path, capsys):
 def test_chains_with_a_target_of_another_dtype():
     """On CUDA the target stays in bf16 while the head is trained in fp32."""
     target = copy.deepcopy(golden_target()).bfloat16()
-    target.rope_freq = golden_target().rope_freq
+    target.ropes = golden_target().ropes
     ok, logits = Chains(
         golden_head(), target, torch.tensor([[5, 17, 3, 40, 8, 22, 61, 9, 33, 2]])
     ).run()

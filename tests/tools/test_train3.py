@@ -20,7 +20,6 @@ from eagle_draft import EagleDrafter, load_drafter, load_head
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from hf.heads import rows_of
 from kv_cache import KVCache, causal_window
-from model import RMSNorm
 from options import GenerateConfig
 from scripts.train import feature_cache as features
 from scripts.train import losses as head_training
@@ -36,6 +35,7 @@ from scripts.train.losses import (
     unrolled_losses,
 )
 from scripts.train.train_eagle import Example, TrainConfig
+from steps import RMSNorm
 
 UNROLLED = STEPS[3]
 TARGET = "models/target_llama31_gqa8"
@@ -296,7 +296,7 @@ def test_training_ends_when_tau_no_longer_rises(
     seen: list[Tensor] = []  # weights that were evaluated
 
     def evaluated(head, target, sequences, draft):
-        seen.append(head.layers[0].attention.wo.weight.detach().clone())
+        seen.append(head.layers[0].wo.weight.detach().clone())
         return {"alpha": [0.5], "tau": taus[len(seen) - 1]}
 
     monkeypatch.setattr(train_eagle, "evaluate", evaluated)
@@ -323,7 +323,7 @@ def test_training_ends_when_tau_no_longer_rises(
     assert info["best"]["step"] == best
     assert not (tmp_path / "best.pt").exists() and not (tmp_path / "resume.pt").exists()
     head = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=0), target(), [])
-    same = [torch.equal(head.layers[0].attention.wo.weight, weight) for weight in seen]
+    same = [torch.equal(head.layers[0].wo.weight, weight) for weight in seen]
     assert same.index(True) == best // 2 - 1 and sum(same) == 1
 
 

@@ -1,10 +1,10 @@
 """The linear layer, and the embedding over a packed weight.
 
 1. `Linear` is made with a float weight, so that it can be trained, loaded and split by its name.
-   `pack` puts a `Weight` of any format in its place (weight.py).
+   `pack` puts a `Weight` of any format in its place (ops/weight.py).
 2. With experts, the weight is a stack, and every row is multiplied by its own expert's.
-3. `operands` are what the C++ pass over all layers (cpu/layers.py) and CUDA's fused kernels
-   (epilogues.py) take.
+3. `operands` are what the C++ pass over all layers (ops/cpu/layers.py) and CUDA's fused kernels
+   (ops/epilogues.py) take.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ops import weight as weights
-from ops.epilogues import Pending, Unscaled, add, pending
+from ops.epilogues import LazyMatmul, UnnormalizedRows, add, lazy_matmul
 from ops.experts import experts_linear
 from ops.linear import linear
 from ops.weight import Weight, matmul
@@ -110,7 +110,7 @@ class Linear(nn.Module):
                 return experts_linear(x, self.weight, routing)
             return linear(x, self.weight, self.bias, self.fp32_out)
         if self.bias is not None and not self.fp32_out and x.is_cuda:
-            lazy = pending(x, self.data, self.scale, None)
+            lazy = lazy_matmul(x, self.data, self.scale, None)
             if lazy:
                 return add(self.bias, lazy)
         return matmul(x, self.record, self.bias, self.fp32_out, routing)
@@ -121,9 +121,9 @@ class Linear(nn.Module):
             return self.weight, None, self.bias
         return self.data, self.scale if self.table is None else self.table, self.bias
 
-    def defer(self, x: Tensor | Unscaled) -> Tensor | Pending:
+    def forward_lazy(self, x: Tensor | UnnormalizedRows) -> Tensor | LazyMatmul:
         """Return the outputs, [..., N], or a matmul, which the next operator computes."""
-        return pending(x, *self.operands()) or self(x)
+        return lazy_matmul(x, *self.operands()) or self(x)
 
     def dequantize(self) -> Tensor:
         """Return the numbers of the weight, [N, K] or [E, N, K]; of a packed one in fp32."""

@@ -1,0 +1,193 @@
+"""Merge neighbours in a list of steps that CUDA runs in one launch (ops/epilogues.py).
+
+1. A projection and the work behind it are one kernel: rotation and cache, gate, residual sum and
+   norm. `fuse` finds them in a list; what it leaves runs as it was.
+2. The norm that a layer begins with follows the sum that the layer before ends with. So lists are
+   cut behind that norm: a `Segment` is a layer without its first norm, and with the next one's.
+3. An RMSNorm may leave its division to the projection that reads it: ops/epilogues.py says when.
+
+On other devices the merged steps compute what their parts do, and gain nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from ops import epilogues
+from ops.epilogues import UnnormalizedRows
+from runtime import replace_fields
+from steps import Add, Gate, HeadNorm, Norm, Project, Rotate, Rows, Step, run_steps
+
+NEXT_NORM = "next_norm"  # the name of the next layer's norm in a segment
+
+
+@dataclass(frozen=True)
+class ProjectRotate(Step):
+    """A projection to queries, keys and values, their norms if there are any, and `Rotate`."""
+
+    project: Project
+    head_norm: HeadNorm | None
+    rotate: Rotate
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        if rows.windows is None:  # without a cache
+            parts = [self.project, self.head_norm, self.rotate]
+            return run_steps(filter(None, parts), layer, rows)
+        qkv = getattr(layer, self.project.name).forward_lazy(getattr(rows, self.project.source))
+        norms = None
+        if self.head_norm:
+            norms = (layer.q_norm.gain, layer.k_norm.gain, self.head_norm.eps)
+        rope = rows.ropes[self.rotate.rope]
+        q = epilogues.rotary_cache(qkv, rope, *rows.kv, rows.windows[0].slots, norms)
+        return rows.put("h", q)
+
+
+@dataclass(frozen=True)
+class ProjectGate(Step):
+    """A projection and SwiGLU."""
+
+    project: Project
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        both = getattr(layer, self.project.name).forward_lazy(rows.h)
+        return rows.put("h", epilogues.swiglu(both))
+
+
+@dataclass(frozen=True)
+class AddNorm(Step):
+    """The residual sum, of a projection if there is one, and the norm of its result."""
+
+    project: Project | None
+    norm: Norm
+    reader: str  # the projection that reads the norm; "": another step does
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        delta = rows.h
+        if self.project:
+            delta = getattr(layer, self.project.name).forward_lazy(delta)
+        reader = getattr(layer, self.reader) if self.reader else None
+        norm = getattr(layer, self.norm.name)
+        stream, h = epilogues.add_norm(rows.stream, delta, norm.gain, norm.eps, reader)
+        return replace_fields(rows, stream=stream, h=h)
+
+
+@dataclass(frozen=True)
+class ProjectAdd(Step):
+    """A projection and the residual sum."""
+
+    project: Project
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        delta = getattr(layer, self.project.name).forward_lazy(rows.h)
+        return rows.put("stream", epilogues.add(rows.stream, delta))
+
+
+@dataclass(frozen=True)
+class FirstNorm(Step):
+    """The norm of the residual stream, before the first sum."""
+
+    norm: Norm
+    reader: str
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        norm = getattr(layer, self.norm.name)
+        reader = getattr(layer, self.reader)
+        _, h = epilogues.add_norm(rows.stream, None, norm.gain, norm.eps, reader)
+        return rows.put("h", h)
+
+
+def _is_plain(step: Step | None) -> bool:
+    """Return whether a step is a projection by one weight, of `h`."""
+    return isinstance(step, Project) and not step.experts and step.source == step.to == "h"
+
+
+def _reads_stream(step: Step | None) -> bool:
+    return isinstance(step, Norm) and step.source == "stream" and step.to == "h"
+
+
+def fuse(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Merge the neighbours in a segment that one launch runs.
+
+    A segment may end with a norm; its own first projection, in the next layer, reads that.
+    """
+    fused: list[Step] = []
+    rest = list(steps)
+    first = next((step.name for step in steps if _is_plain(step)), "")
+
+    def reader(index: int) -> str:
+        """Return the name of the projection that reads a norm: the step at this index."""
+        if index == len(rest):
+            return first
+        return rest[index].name if _is_plain(rest[index]) else ""
+
+    while rest:
+        step, second, third = (*rest[:3], None, None)[:3]
+        merged: tuple[Step, int] = (step, 1)
+        if _is_plain(step) and isinstance(second, Rotate):
+            merged = (ProjectRotate(step, None, second), 2)
+        elif _is_plain(step) and isinstance(second, HeadNorm) and isinstance(third, Rotate):
+            merged = (ProjectRotate(step, second, third), 3)
+        elif _is_plain(step) and second == Gate("silu"):
+            merged = (ProjectGate(step), 2)
+        elif _is_plain(step) and isinstance(second, Add) and _reads_stream(third):
+            merged = (AddNorm(step, third, reader(3)), 3)
+        elif _is_plain(step) and isinstance(second, Add):
+            merged = (ProjectAdd(step), 2)
+        elif isinstance(step, Add) and _reads_stream(second):
+            merged = (AddNorm(None, second, reader(2)), 2)
+        fused.append(merged[0])
+        del rest[: merged[1]]
+    return tuple(fused)
+
+
+class Segment(nn.Module):
+    """A layer without its first norm, and with the norm behind it, in merged steps.
+
+    It shares the modules of layer and norm. Segments of one kind have equal steps, so that a
+    compiled call serves all of them.
+    """
+
+    def __init__(self, layer: nn.Module, next_step: Step, owner: nn.Module):
+        """next_step: the first behind the layer; owner: holds its weight"""
+        super().__init__()
+        for name, module in layer.named_children():
+            self.add_module(name, module)
+        steps = list(layer.steps)
+        if _reads_stream(steps[0]):
+            del steps[0]
+        if _reads_stream(next_step):
+            self.add_module(NEXT_NORM, getattr(owner, next_step.name))
+            steps.append(replace(next_step, name=NEXT_NORM))
+        self.steps = fuse(steps)
+
+    def forward(self, rows: Rows) -> Rows:
+        return run_steps(self.steps, self, rows)
+
+
+class FusedLayers:
+    """The layers of a model in segments, with the norms before the first and behind the last."""
+
+    def __init__(self, layers: Sequence[nn.Module], last: Sequence[Step], owner: nn.Module):
+        """last: the steps behind all layers; owner: holds their weights"""
+        self.layers = layers
+        self.last = last
+        self.owner = owner
+        first, second = layers[0].steps[:2]
+        self.first: Step | None = None  # a draft head's first layer may begin without a norm
+        if _reads_stream(first):
+            self.first = FirstNorm(first, second.name) if _is_plain(second) else first
+        behind = [*((layer.steps[0], layer) for layer in layers[1:]), (last[0], owner)]
+        self.segments = [Segment(layer, *each) for layer, each in zip(layers, behind)]
+
+    def begin(self, rows: Rows) -> Rows:
+        """Run the norm before the first segment."""
+        return self.first.run(self.layers[0], rows) if self.first else rows
+
+    def end(self, rows: Rows) -> Rows:
+        """Run what is left of the steps behind the last segment."""
+        if isinstance(rows.h, UnnormalizedRows) or not _reads_stream(self.last[0]):
+            return run_steps(self.last, self.owner, rows)
+        return run_steps(self.last[1:], self.owner, rows)

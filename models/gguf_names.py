@@ -1,0 +1,45 @@
+"""The names of the tensors in GGUF files, and what an architecture's files have of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+# llama.cpp's names in a layer -> Hugging Face's
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+# the same of a mixture's router, and of the matrices of an expert, in one tensor for all of them
+MIXTURE = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate": "mlp.experts.{}.gate_proj",
+    "ffn_down": "mlp.experts.{}.down_proj",
+    "ffn_up": "mlp.experts.{}.up_proj",
+}
+
+
+def _no_keys(metadata: Any, key: Callable[[str], str]) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class GgufLayout:
+    """The form of an architecture in GGUF files, where it differs from its Hugging Face form."""
+
+    layer: dict[str, str] = field(default_factory=lambda: LAYER)
+    mixture: dict[str, str] = field(default_factory=lambda: MIXTURE)
+    interleaved: bool = False  # rows of queries and keys are in the order of llama.cpp's rotation
+    norms_plus_one: bool = False  # one was added to the weights of norms
+    # (metadata, key of a name) -> further keys of config.json
+    keys: Callable[[Any, Callable[[str], str]], dict[str, Any]] = _no_keys

@@ -1,0 +1,90 @@
+"""Qwen2, Qwen3 and Qwen3-MoE: LLaMA's layer with biases, norms of queries and keys, experts.
+
+Their list of steps is `ModelConfig`'s own (model.py). Sources: arXiv 2407.10671, 2505.09388.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf.fields import FLAG, Rule, integer, key, read_fields
+from model import ModelConfig
+from models.gguf_names import GgufLayout
+from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, within_window
+from models.mixtral import counts
+
+# architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
+BIASES = {
+    "Qwen2ForCausalLM": (True, False),
+    "Qwen3ForCausalLM": (None, None),
+    "Qwen3MoeForCausalLM": (None, None),
+}
+LAYERS = Rule(
+    "a list of layers, whole numbers from 0 on",
+    lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v)),
+)
+GGUF = GgufLayout()
+
+
+@dataclass(frozen=True)
+class HFQwenExperts:
+    """The further keys of a Qwen3-MoE's config.json."""
+
+    moe_intermediate_size: int = key(WIDTH)
+    num_experts_per_tok: int = key(EXPERTS)
+    num_experts: int | None = key(EXPERTS, None)
+    num_local_experts: int | None = key(EXPERTS, None)  # the same as transformers 5 writes it
+    norm_topk_prob: bool = key(FLAG, False)
+    decoder_sparse_step: int = key(WIDTH, 1)  # every so many layers one has experts
+    mlp_only_layers: list | None = key(LAYERS, None)  # layers without experts besides
+
+
+def read_config(raw: dict, architecture: str) -> ModelConfig:
+    """Translate config.json. Raises: ValueError for a missing key or a bad value."""
+    hf = read_swiglu_keys(raw)
+    fields = common_fields(hf)
+    qkv_bias, o_bias = BIASES[architecture]
+    if architecture == "Qwen3MoeForCausalLM":
+        fields |= mixture_fields(raw)
+    return ModelConfig(
+        # missing, the key for windows means none, as in transformers
+        **fields | {"max_context": within_window(hf, fields["max_context"], by_default=False)},
+        qkv_bias=hf.attention_bias if qkv_bias is None else qkv_bias,
+        o_bias=hf.attention_bias if o_bias is None else o_bias,
+        qk_norm=architecture != "Qwen2ForCausalLM",
+    )
+
+
+def mixture_fields(raw: dict) -> dict[str, Any]:
+    """Read the keys of a mixture of experts, as fields of `ModelConfig`.
+
+    hf/weights.py checks the number of experts against the weights. The weights do not show how
+    many experts process a token.
+
+    Returns: no fields where no layer has experts.
+    Raises: ValueError for impossible numbers or a missing key.
+    """
+    hf = read_fields(raw, HFQwenExperts)
+    layers = raw["num_hidden_layers"]
+    name = "num_experts"
+    if hf.num_experts is None:
+        name = "num_local_experts"
+    experts = getattr(hf, name)
+    if experts is None:
+        raise ValueError("the key 'num_experts' is missing")
+    without = set(hf.mlp_only_layers or ())
+    if max(without, default=0) >= layers:
+        raise ValueError(
+            f"mlp_only_layers must be below num_hidden_layers ({layers}); one is {max(without)}"
+        )
+    dense = tuple(i for i in range(layers) if i in without or (i + 1) % hf.decoder_sparse_step)
+    fields = counts(name, experts, hf.num_experts_per_tok)
+    if len(dense) == layers:
+        return {}
+    return fields | {
+        "expert_dim": hf.moe_intermediate_size,
+        "norm_topk": hf.norm_topk_prob,
+        "dense_layers": dense,
+        "expert_names": "qwen",
+    }

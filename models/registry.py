@@ -1,0 +1,110 @@
+"""The architectures that are served: a row names the file of this folder that describes one.
+
+A row costs nothing until its file is asked for, so that an unknown architecture is refused before
+torch is imported. docs/CONTRIBUTING.md, "A model", says how to add one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from cli.io import is_gguf, read_json
+from hf.gguf_header import read_header
+from hf.head_kinds import ARCHITECTURES as HEADS
+
+PAGE = 'docs/CONTRIBUTING.md, "A model", says how to add one'
+
+
+class Row(NamedTuple):
+    """One architecture."""
+
+    module: str  # its file in this folder
+    name: str  # in `architectures` of config.json, and of the config that a GGUF file becomes
+    model_type: str  # of config.json
+    gguf: str = ""  # `general.architecture` of GGUF files; "": it has none of its own
+
+    def load(self) -> ModuleType:
+        """Import the file. It has `read_config` and `GGUF`."""
+        return import_module(f"models.{self.module}")
+
+
+ROWS = (
+    Row("llama", "LlamaForCausalLM", "llama", "llama"),
+    Row("llama", "MistralForCausalLM", "mistral"),
+    Row("qwen", "Qwen2ForCausalLM", "qwen2", "qwen2"),
+    Row("qwen", "Qwen3ForCausalLM", "qwen3", "qwen3"),
+    Row("qwen", "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"),
+    Row("mixtral", "MixtralForCausalLM", "mixtral"),
+    Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
+)
+NAMES = tuple(row.name for row in ROWS)
+# keys of config.json that hold for the text part of a model, too
+SHARED_KEYS = ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "quantization_config")
+GGUF_NAMES = tuple(row.gguf for row in ROWS if row.gguf)
+
+
+def row_of(architectures: list[str] | None, model_type: str) -> Row | None:
+    """Find the row of a config.json by its two keys; None: the architecture is not served.
+
+    A config.json may name none, or that of the layers alone.
+    """
+    of_type = next((row for row in ROWS if row.model_type == model_type), None)
+    name = architectures[0] if architectures else None
+    if of_type and name in (None, of_type.name.replace("ForCausalLM", "Model")):
+        return of_type
+    return next((row for row in ROWS if row.name == name), None)
+
+
+def text_part(raw: dict) -> dict:
+    """Return the config.json of the text part, of a model that also takes pictures or sound.
+
+    It is the whole one of other models, and of those whose text part is not served.
+    """
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or row_of(None, text.get("model_type", "")) is None:
+        return raw
+    return text | {name: raw[name] for name in SHARED_KEYS if raw.get(name) is not None}
+
+
+def row_named(name: str) -> Row:
+    """Return the row of an architecture that is served."""
+    return next(row for row in ROWS if row.name == name)
+
+
+def row_of_gguf(architecture: str, has_experts: bool) -> Row:
+    """Return the row of a GGUF file, whose architecture llama with experts is Mixtral's."""
+    if architecture == "llama" and has_experts:
+        return row_named("MixtralForCausalLM")
+    llama = row_named("LlamaForCausalLM")  # the layers of a draft head
+    return next((row for row in ROWS if row.gguf == architecture), llama)
+
+
+def check_architecture(path: Path) -> None:
+    """Check that a checkpoint's architecture is served, by its header alone.
+
+    Raises: ValueError for another one, or a missing or broken header.
+    """
+    if is_gguf(path):
+        name = read_header(path).metadata.get("general.architecture")
+        if name not in (*GGUF_NAMES, *HEADS):  # the loader names a head's own remedy
+            raise ValueError(f"{path}: {gguf_refusal(name)}")
+        return
+    raw = text_part(read_json(path / "config.json"))
+    names = raw.get("architectures")
+    model_type = raw.get("model_type")
+    if type(names) is list and names and row_of(names, model_type) is None:
+        raise ValueError(f"{path}: {refusal(names[0])}")
+
+
+def gguf_refusal(name: object) -> str:
+    """Return the line about a GGUF file of an architecture that nobody has described."""
+    known = ", ".join(GGUF_NAMES)
+    return f"the architecture {name} is not supported; supported are {known}; {PAGE}"
+
+
+def refusal(name: str) -> str:
+    """Return the line about an architecture that nobody has described."""
+    return f"architecture {name} is not supported; supported are {', '.join(NAMES)}; {PAGE}"

@@ -1,0 +1,87 @@
+"""A backend: the functions of a decode cycle as one device runs them, chosen once, while loading.
+
+Three modules have the same functions: torch_backend.py in plain PyTorch, which says what each of
+them computes and serves every device; cpu/backend.py in C++; cuda/backend.py in Triton. `choose`
+takes each function from the device's module where that has it, else from PyTorch's. The result is
+an attribute of the target (`Transformer.backend`) and of its drafters, so that no call asks which
+code runs.
+Not here: the operators that model.py calls (linear.py, norm.py, attention.py and others beside
+this file); whole passes in C++ (cpu/layers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ops import torch_backend
+from ops.library import has_cpu_operators, has_triton
+
+
+def of(*families: str) -> Any:
+    """Declare a function of a backend. families: `GPT_EAGLE_PLAIN` takes it from PyTorch by one."""
+    return field(metadata={"families": families})
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The functions, as torch_backend.py defines them."""
+
+    # scores
+    gumbel: Callable = of("topk")
+    cut: Callable = of("topk")
+    best: Callable = of("topk")
+    topk: Callable = of("topk")
+    # the tree
+    expand_frontier: Callable = of("topk", "tree")
+    select_nodes: Callable = of("tree")
+    root_tree: Callable = of("tree")
+    accept: Callable = of("tree")
+    # the cycle and its cache
+    advance: Callable = of("tree")
+    with_times: Callable = of("tree")
+    place_tokens: Callable = of("tree")
+    causal: Callable = of("tree")
+    compact: Callable = of("compact")
+    # of the drafters in extras/, whose own plain versions run where there is None
+    keep_rows: Callable | None = of("tree")
+    ngram_match: Callable | None = of("tree")
+    ngram_draft: Callable | None = of("tree")
+    add_chains: Callable | None = of("tree")
+
+
+def choose(device: torch.device, plain: Iterable[str] = ()) -> Backend:
+    """Choose the functions for a device. Builds the C++ operators, if they are to be built.
+
+    plain: families of which PyTorch's own run (ops/switches.py)
+    """
+    own = _module_of(device)
+    replaced = set(plain)
+    functions = {}
+    for f in fields(Backend):
+        fallback = getattr(torch_backend, f.name, None)
+        if replaced.isdisjoint(f.metadata["families"]):
+            functions[f.name] = getattr(own, f.name, fallback)
+        else:
+            functions[f.name] = fallback
+    return Backend(**functions)
+
+
+def _module_of(device: torch.device) -> ModuleType:
+    """Return the module of a device. Its import needs the operators, or Triton."""
+    if device.type == "cpu" and has_cpu_operators():
+        import ops.cpu.backend
+
+        return ops.cpu.backend
+    if device.type == "cuda" and has_triton():
+        import ops.cuda.backend
+
+        return ops.cuda.backend
+    return torch_backend
+
+
+TORCH = choose(torch.device("meta"))  # PyTorch's own functions, for any device

@@ -1,0 +1,82 @@
+"""The functions of a backend (ops/backends.py) in C++, each one call.
+
+Imported once the operators are loaded (build.py); the sources are tree.cpp, ngram.cpp,
+sampling.cpp, topk.cpp and compact.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ops import torch_backend
+from ops.tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
+
+_ops = torch.ops.gpt_eagle
+# `default` names the overload, which would be looked up in every call
+gumbel = _ops.gumbel.default
+cut = _ops.cut.default
+best = _ops.best.default
+topk = _ops.topk.default
+advance = _ops.advance.default
+with_times = _ops.with_times.default
+causal = _ops.causal.default
+keep_rows = _ops.keep_rows.default
+ngram_match = _ops.ngram_match.default
+ngram_draft = _ops.ngram_draft.default
+add_chains = _ops.add_chains.default
+
+
+def expand_frontier(
+    scores: Scores | Children, front: Frontier | None, level: Level
+) -> tuple[Candidates, Frontier | None]:
+    if isinstance(scores, Children):  # drawn by a sampler, not scored
+        return torch_backend.expand_frontier(scores, front, level)
+    above = (None, None, None)
+    if front:
+        above = front.for_cpp()
+    tokens, values, parents, *chosen = _ops.expand_frontier.default(
+        *scores.for_cpp(), *above, *level.for_cpp()
+    )
+    return Candidates(tokens, values, parents), Frontier(*chosen)
+
+
+def select_nodes(
+    levels: Sequence[Candidates],
+    ran: Sequence[Tensor],
+    nodes: Tensor | int,
+    depth: int,
+    text: tuple[Tensor, Tensor],
+) -> DraftTree:
+    fixed = None
+    count = nodes
+    if isinstance(nodes, Tensor):
+        fixed = nodes
+        count = nodes.shape[1]
+    tokens = [level.tokens for level in levels]
+    values = [level.values for level in levels]
+    parents = [level.parents for level in levels]
+    operands = (tokens, values, parents, list(ran), fixed, count)
+    return DraftTree(*_ops.select_nodes.default(*operands, *text))
+
+
+def root_tree(text: tuple[Tensor, Tensor]) -> DraftTree:
+    return select_nodes((), (), 0, 0, text)  # no levels, so the root alone
+
+
+def accept(tree: DraftTree, target_tokens: Tensor, depth: int) -> Accepted:
+    return Accepted(*_ops.accept.default(*tree.for_cpp(), target_tokens, depth))
+
+
+def place_tokens(
+    pos: Tensor, depths: Tensor | int, count: int, slot: int = 0, done: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(depths, int):
+        return _ops.place_rows.default(pos, done, None, count, slot, depths)
+    return _ops.place_rows.default(pos, done, depths, count, slot, 0)
+
+
+def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
+    _ops.move_rows.default(buffers, start, path)

@@ -1,0 +1,39 @@
+// Numbers of 16 bits: bfloat16, float16, and two integers in a word.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+// Returns two numbers of 16 bits in a word.
+constexpr int32_t two_halves(int32_t low, int32_t high) {
+  return int32_t((uint32_t(low) & 0xffff) | uint32_t(high) << 16);
+}
+
+// Returns the number of a float16's bits.
+inline float widen_half(uint16_t bits) { return c10::Half(bits, c10::Half::from_bits()); }
+
+// Returns the number in fp32.
+inline float widen(float v) { return v; }
+inline float widen(at::BFloat16 v) {
+  uint32_t bits = uint32_t(v.x) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+// Writes a number.
+inline void put(float* y, float v) { *y = v; }
+// Rounds to nearest even, without the library's branch, so that loops vectorize.
+inline void put(at::BFloat16* y, float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  y->x = uint16_t(v != v ? 0x7fc0 : rounded);
+}
+
+}  // namespace

@@ -1,0 +1,489 @@
+"""The functions of a backend (ops/backends.py) in plain PyTorch: what a decode cycle computes.
+
+They run with --plain, without a C++ compiler and without Triton, and the other backends are tested
+against them, most of them bit for bit. All have fixed shapes, so that torch.compile fuses them with
+the operations around them.
+1. Scores: noise, cuts, the best tokens.
+2. The tree: the next level, the nodes, acceptance.
+3. The cycle: decided tokens, slots and positions, moves in the cache.
+Not here: the lookups of extras/, whose plain versions stand there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
+
+# ------------------------------------------------------------------------------------------- noise
+
+MASK32 = 0xFFFFFFFF
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)  # key increments per round
+DOMAIN_SHIFT = 30  # leaves 2^30 draws per conversation
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """Run Philox4x32-10 on broadcastable int64 words in [0, 2^32). Returns: four int64 words.
+
+    Source: Salmon et al. 2011; agrees with the known answers of Random123.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0 = c0 * PHILOX_MULTIPLIERS[0]  # wraps modulo 2^64
+        p1 = c2 * PHILOX_MULTIPLIERS[1]
+        high0 = (p0 >> 32) & MASK32  # the shift is arithmetic, hence the mask
+        high1 = (p1 >> 32) & MASK32
+        c0 = high1 ^ c1 ^ k0
+        c1 = p1 & MASK32
+        c2 = high0 ^ c3 ^ k1
+        c3 = p0 & MASK32
+        k0 = (k0 + PHILOX_WEYL[0]) & MASK32
+        k1 = (k1 + PHILOX_WEYL[1]) & MASK32
+    return c0, c1, c2, c3
+
+
+def uniforms(
+    seed: Tensor, prompt: Tensor, sample: Tensor, draws: Tensor, count: int, domain: int
+) -> Tensor:
+    """Return uniform numbers in (0, 1).
+
+    seed, prompt, sample: as in `sampling.SamplingTensors`
+    draws: [B, R] int64, the draw that each row of noise belongs to
+    count: numbers per draw
+    Returns: [B, R, count] fp32.
+    """
+    # masked, though it is small: the compiler takes an index, times a constant, for 32 bits wide
+    blocks = torch.arange((count + 3) // 4, device=draws.device) & MASK32  # [C]
+    word = draws[:, :, None] + (domain << DOMAIN_SHIFT)  # [B, R, 1]
+    counter = (blocks, word, sample[:, None, None], prompt[:, None, None])
+    words = philox4x32(counter, seed[..., None, None].unbind(-3))
+    words = torch.stack(torch.broadcast_tensors(*words), dim=-1)  # [B, R, C, 4]
+    bits = words.flatten(2)[:, :, :count]  # [B, R, count]
+    # fp32 rounds the topmost values to 1, where the logarithms below would give infinity
+    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def gumbel(
+    seed: Tensor,
+    prompt: Tensor,
+    sample: Tensor,
+    greedy: Tensor | None,
+    first: Tensor,
+    rows: int,
+    vocab: int,
+    domain: int,
+) -> Tensor:
+    """Return standard Gumbel noise of consecutive draws, [B, rows, vocab] fp32.
+
+    seed, prompt, sample, greedy: as in `sampling.SamplingTensors`
+    first: [B] int64, the first draw of each sequence
+    """
+    draws = first[:, None] + torch.arange(rows, device=first.device)  # [B, R]
+    # log1p keeps the upper tail fine
+    noise = -torch.log(-torch.log1p(-uniforms(seed, prompt, sample, draws, vocab, domain)))
+    if greedy is None:
+        return noise
+    return noise.masked_fill(greedy[:, None, None], 0.0)
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+
+def cut(
+    scores: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    margin: Tensor | None,
+) -> Tensor:
+    """Compute `sampling.process`: temperature, then top-k, top-p and min-p.
+
+    scores: [B, N, V] fp32; the others [B], as in `sampling.SamplingTensors`
+    """
+    z = scores / temperature[:, None, None]
+    if top_k is None:
+        return z
+    most = top_k[:, None, None]  # [B, 1, 1]
+    mass = top_p[:, None, None]
+    ranked, index = z.sort(dim=-1, descending=True, stable=True)
+    places = torch.arange(z.shape[-1], device=z.device)  # [V]
+    among_k = (places < most) | (most == 0)
+    p = ranked.masked_fill(~among_k, float("-inf")).softmax(-1)
+    total = cumsum_in_blocks(p) if p.is_cuda else p.cumsum(-1)
+    before = total - p  # mass before the token; the first is always kept
+    keep = among_k & ((before < mass) | (mass == 1))  # rounding may add up to more than 1
+    keep &= ranked >= ranked[..., :1] + margin[:, None, None]
+    return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
+
+
+def cumsum_in_blocks(p: Tensor, block: int = 256) -> Tensor:
+    """Add up along the last axis, [..., V]: the compiler fails at long scans (torch 2.11)."""
+    parts = F.pad(p, (0, -p.shape[-1] % block)).unflatten(-1, (-1, block)).cumsum(-1)
+    ends = parts[..., -1]  # [..., V / block]
+    before = ends.cumsum(-1) - ends
+    return (parts + before[..., None]).flatten(-2)[..., : p.shape[-1]]
+
+
+def best(scores: Tensor, noise: Tensor | None, row: Tensor | None) -> Tensor:
+    """Find the best token of every row of scores; of equal ones the lowest.
+
+    scores: [B, N, V] fp32
+    noise: [B, R, V] fp32, added to the scores; None: no noise
+    row: [B, N] int64, the row of the noise for each node
+    Returns: [B, N] int64.
+    """
+    if noise is not None:
+        index = row[:, :, None].expand(-1, -1, noise.shape[2])
+        scores = scores + noise.gather(1, index)  # [B, N, V]
+    return scores.argmax(-1)
+
+
+def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the k best of every row of scores, best first, and the row's logsumexp.
+
+    scores: [..., V] fp32
+    Returns: values and indices, both [..., k]; the logsumexp, [..., 1]. The other backends return
+        equal values in the order of their indices; torch.topk has no such rule.
+    """
+    values, index = scores.topk(k, dim=-1)
+    return values, index, scores.logsumexp(-1, keepdim=True)
+
+
+# ----------------------------------------------------------------------------------- the next level
+
+
+def expand_frontier(
+    scores: Scores | Children, front: Frontier | None, level: Level
+) -> tuple[Candidates, Frontier | None]:
+    """Value the children of a frontier and choose the next one; of equal candidates, the first.
+
+    front: the frontier; None: the root
+    Returns: the level's R k candidates; the next frontier, empty or None after the last level.
+    """
+    return expanded(scores, front, level, grow)
+
+
+def expanded(
+    scores: Scores | Children, front: Frontier | None, level: Level, grow: Callable
+) -> tuple[Candidates, Frontier | None]:
+    """Compute `expand_frontier` around `grow`."""
+    if front is None:
+        of_root = scores.tokens if isinstance(scores, Children) else scores.logits
+        values = torch.zeros(of_root.shape[:2], device=of_root.device)  # [B, 1]
+        seen = torch.zeros(*of_root.shape[:2], level.slots, dtype=torch.bool, device=values.device)
+        index = torch.full_like(values, -1, dtype=torch.long)
+        front = Frontier(index, index, index, values, seen)  # its tokens and parents are unread
+    tokens, values, order, chosen_values, seen = grow(scores, front.values, front.seen, level)
+    candidates = Candidates(tokens, values, front.index.repeat_interleave(level.k, dim=1))
+    if not level.count:
+        return candidates, None
+    chosen = tokens.gather(1, order)
+    index = level.begin + order
+    return candidates, Frontier(index, chosen, order // level.k, chosen_values, seen)
+
+
+def grow(
+    scores: Scores | Children, values: Tensor, seen: Tensor, level: Level
+) -> tuple[Tensor, ...]:
+    """Score the children of R nodes, and `expand`."""
+    children = scores if isinstance(scores, Children) else scores.best(level.k, topk)
+    return expand(children, values, seen, level)
+
+
+def expand(children: Children, values: Tensor, seen: Tensor, level: Level) -> tuple[Tensor, ...]:
+    """Value the children of R nodes and choose those that have children themselves.
+
+    values: [B, R] fp32, of the nodes; seen: [B, R, W] bool, their visible scratch slots
+    Returns: tokens and values of the candidates, [B, X = R k]; places among them, values and
+        visible slots of the chosen ones, [B, R'], [B, R'], [B, R', W].
+    """
+    every = (-1, values.shape[1], -1)  # [B, R, k]
+    tokens = children.tokens.expand(every).flatten(1)  # [B, X]
+    scores = children.scores.expand(every)
+    total = (values[:, :, None] + scores).flatten(1)  # [B, X]
+    if level.places is not None:
+        order = level.places[:, : level.count].repeat(len(total), 1)  # [B, R']
+    elif level.by_value:
+        order = best_first(total)[:, : level.count]
+    else:
+        order = best_first(scores.flatten(1))[:, : level.count]
+    parent = (order // level.k)[:, :, None]  # [B, R', 1]
+    nodes = torch.arange(level.count, device=order.device)
+    slots = torch.arange(seen.shape[2], device=order.device)
+    own = slots == level.slot + nodes[:, None]  # [R', W]
+    # a node sees its ancestors and itself
+    visible = seen.gather(1, parent.expand(-1, -1, len(slots))) | own
+    return tokens, total, order.contiguous(), total.gather(1, order), visible
+
+
+# ------------------------------------------------------------------------------------------- nodes
+
+
+def best_first(values: Tensor) -> Tensor:
+    """Return the indices by descending value: [B, P].
+
+    Equal values keep their order, so a parent stays before its child.
+    """
+    return values.sort(dim=1, descending=True, stable=True).indices
+
+
+def best_nodes(values: Tensor, count: int) -> Tensor:
+    """Choose the best of all candidates.
+
+    A value never exceeds its parent's, and ties keep the parent first: the parent of every chosen
+    node is chosen.
+
+    values: [B, P] fp32
+    Returns: [B, count] flat indices, ascending.
+    """
+    return best_first(values)[:, :count].sort(dim=1).values
+
+
+def link_nodes(
+    chosen: Tensor, parents: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Number the chosen candidates and find their ancestors.
+
+    chosen: [B, N-1] int64 flat indices, ascending; parents: [B, P] int64 flat indices, -1: the root
+    depth: a bound on the depth of any node
+    Returns: the node of the root and of each candidate, [B, P+1] int64, 0: none; and the nodes'
+        parents, depths and mask, as in `DraftTree`.
+    """
+    B, drafted = chosen.shape
+    P = parents.shape[1]
+    nodes = torch.arange(1, drafted + 1, device=chosen.device).expand_as(chosen)
+    number = torch.zeros(B, P + 1, dtype=torch.long, device=chosen.device)  # [B, P+1]
+    number = number.scatter(1, chosen + 1, nodes)
+    above = number.gather(1, parents.gather(1, chosen) + 1)  # [B, N-1]
+    above = torch.cat((torch.zeros_like(number[:, :1]), above), 1)
+    return number, above, *ancestors(above, depth)
+
+
+def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Return the depths and the mask of `DraftTree`.
+
+    parents: [B, N]; parents precede their children
+    depth: a bound on the depth of any node
+    """
+    N = parents.shape[1]
+    eye = torch.eye(N, dtype=torch.bool, device=parents.device)
+    nodes = torch.arange(N, device=parents.device)
+    reach = eye | (parents[:, :, None] == nodes)  # [B, N, N]: self and parent
+    hops = 1
+    while hops < depth:  # squaring doubles the reach
+        reach = torch.bmm(reach.float(), reach.float()) > 0
+        hops *= 2
+    return reach.sum(-1) - 1, reach  # the root counts itself once
+
+
+def select_nodes(
+    levels: Sequence[Candidates],
+    ran: Sequence[Tensor],
+    nodes: Tensor | int,
+    depth: int,
+    text: tuple[Tensor, Tensor],
+) -> DraftTree:
+    """Choose the nodes of a tree among the candidates of all levels.
+
+    ran: per level, the flat indices of the candidates that the drafter ran, [B, R]
+    nodes: [1 or B, N-1] flat indices, ascending; a number: so many best, of equals the first
+    depth: a bound on the depth of any node
+    text: tokens [B, S+1], and the index of the root in them, [B]
+    Source: EAGLE-2 (arXiv 2406.16858) 4.2.
+    """
+    every = Candidates.join(levels)
+    if isinstance(nodes, int):
+        chosen = best_nodes(every.values, nodes)
+    else:
+        chosen = nodes.expand(len(every.values), -1)
+    return tree_of(every, chosen, link_nodes(chosen, every.parents, depth), ran, text)
+
+
+def tree_of(
+    every: Candidates,
+    chosen: Tensor,
+    related: tuple[Tensor, ...],
+    ran: Sequence[Tensor],
+    text: tuple[Tensor, Tensor],
+) -> DraftTree:
+    """Make the tree of the chosen candidates. related: the result of `link_nodes`"""
+    number, *related = related
+    root = text[0].gather(1, text[1][:, None])  # [B, 1]
+    tokens = torch.cat((root, every.tokens.gather(1, chosen)), 1)
+    root_value = every.values.new_zeros(len(root), 1)
+    values = torch.cat((root_value, every.values.gather(1, chosen)), 1)  # [B, N]
+    # [B, 1 + sum R]: the root, then the frontiers
+    frontiers = torch.cat((torch.full_like(root, -1), *ran), 1)
+    order = torch.arange(frontiers.shape[1], device=root.device).expand_as(frontiers)
+    places = torch.zeros_like(number).scatter(1, frontiers + 1, order)  # [B, P+1]
+    places = torch.cat((places[:, :1], places.gather(1, chosen + 1)), 1)
+    return DraftTree(tokens, *related, values > float("-inf"), values, places)
+
+
+def root_tree(text: tuple[Tensor, Tensor]) -> DraftTree:
+    """Build the tree that is only its root: vanilla decoding. text: as for `select_nodes`"""
+    tokens = text[0].gather(1, text[1][:, None])  # [B, 1]
+    zeros = torch.zeros_like(tokens)
+    return DraftTree(tokens, zeros, *ancestors(zeros, 0), torch.ones_like(tokens, dtype=torch.bool))
+
+
+# -------------------------------------------------------------------------------------- acceptance
+
+
+def accept(tree: DraftTree, target_tokens: Tensor, depth: int) -> Accepted:
+    """Accept the deepest path on which every token is the target's own at its parent.
+
+    target_tokens: [B, N] int64, the target's token after each node
+    depth: D, the deepest path the tree can hold
+    Of equally deep paths the one with the lowest node numbers wins.
+    """
+    matches = tree.valid & (tree.tokens == target_tokens.gather(1, tree.parents))
+    matches[:, 0] = True
+    # [B, N]: the node and all its ancestors match
+    accepted = ~(tree.mask & ~matches[:, None]).any(-1)
+    N = accepted.shape[1]
+    lowest_first = torch.arange(N - 1, -1, -1, device=target_tokens.device)
+    order = tree.depths * N + lowest_first  # unique keys: no ties
+    node = torch.where(accepted, order, -1).argmax(-1)  # [B]
+    path, length = path_to(tree, node, depth)
+    emitted = target_tokens.gather(1, path)
+    return Accepted(path, length, emitted, compaction(path, length))
+
+
+def path_to(tree: DraftTree, node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """List the nodes from the root to `node`, [B].
+
+    Returns: the path, [B, D+1], padded with 0; its length without the root, [B].
+    """
+    length = tree.depths.gather(1, node[:, None]).squeeze(1)  # [B]
+    index = node[:, None, None].expand(-1, 1, tree.mask.shape[2])
+    on_path = tree.mask.gather(1, index)  # [B, 1, N]: the node's ancestors and itself
+    levels = torch.arange(depth + 1, device=node.device)[:, None]  # [D+1, 1]
+    hit = on_path & (tree.depths[:, None] == levels)  # [B, D+1, N], at most one per depth
+    return hit.int().argmax(-1), length  # 0 where a depth has none
+
+
+def compaction(path: Tensor, length: Tensor) -> Tensor:
+    """Return the slot offset that each depth's key and value come from, [B, D+1].
+
+    Slots past the path keep their content.
+    """
+    steps = torch.arange(path.shape[1], device=path.device)
+    return torch.where(steps <= length[:, None], path, steps)
+
+
+# --------------------------------------------------------------------------------------- the cycle
+
+
+def advance(
+    tokens: Tensor,
+    pos: Tensor,
+    draws: Tensor,
+    done: Tensor,
+    limit: Tensor,
+    roots: Tensor,
+    path: Tensor,
+    length: Tensor,
+    emitted: Tensor,
+    ends: Tensor,
+    features: Tensor,
+    columns: Sequence[str],
+) -> tuple[Tensor, ...]:
+    """Cut at the end of sequence and at the limit, write the tokens, move the root.
+
+    tokens, pos, draws, done, limit: as in `decode.DecodeState`
+    roots: [B, N] int64, the nodes' tokens, the root's first
+    path, length, emitted: as in `Accepted`
+    ends: [E] int64, the tokens that end a sequence
+    features: [B, N, F]
+    columns: the facts of the report, in their order
+    Writes: tokens.
+    Returns: pos, draws and done; the decided tokens' count, [B]; the root's and the emitted tokens,
+        [B, D+2]; the features along the path, [B, D+1, F]; the report (`pack_report`).
+    """
+    width = emitted.shape[1]
+    steps = torch.arange(width, device=emitted.device)
+    inside = steps <= length[:, None]
+    is_end = inside & (emitted[:, :, None] == ends).any(-1)
+    to_end = torch.where(is_end, steps, width).amin(1) + 1  # [B], tokens up to the first end
+    count = torch.minimum(torch.minimum(length + 1, to_end), limit - pos)
+    count = torch.where(done, 0, count)
+    keep = steps < count[:, None]
+    trash = tokens.shape[1] - 1
+    tokens.scatter_(1, torch.where(keep, pos[:, None] + 1 + steps, trash), emitted)
+    new_pos = pos + count
+    new_done = done | (is_end & keep).any(1) | (new_pos >= limit)
+    along_path = path[:, :, None].expand(-1, -1, features.shape[2])
+    path_features = features.gather(1, along_path)
+    broken = ~path_features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
+    state = new_done + 2 * broken  # 0 .. 3
+    facts = {"count": count, "length": length, "done": state, "pos": pos}
+    report = pack_report(emitted, [facts[name] for name in columns])
+    after = torch.cat((roots[:, :1], emitted), 1)  # [B, D+2]
+    return new_pos, draws + count, new_done, count, after, path_features, report
+
+
+def pack_report(emitted: Tensor, facts: Sequence[Tensor]) -> Tensor:
+    """Pack the tokens and facts of a cycle, for one copy to the host: [B, D+1 + facts] int64.
+
+    emitted: [B, D+1]; facts: [B] each, in the order of the columns (`decode.REPORT`)
+    """
+    return torch.cat((emitted, torch.stack([fact.long() for fact in facts], 1)), 1)
+
+
+def with_times(report: Tensor, times: list[Any]) -> Tensor:
+    """Append the four times of a `runtime.Clock`, [B, D+9] int64."""
+    columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
+    return torch.cat((report, *columns), 1)
+
+
+def place_tokens(
+    pos: Tensor, depths: Tensor | int, count: int, slot: int = 0, done: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the cache slots and positions of the tokens of a step.
+
+    pos: [B] int64, slot and position of the root
+    depths: [B, T] int64, or one for all tokens, below the root
+    count: T
+    slot: the first token's, counted from the root's; the others follow
+    done: [B] bool, sequences that attend to nothing
+    Returns: slots [B, T]; the first slot of the window, [B]; RoPE positions [B, T].
+    """
+    slots = pos[:, None] + slot + torch.arange(count, device=pos.device)  # [B, T]
+    positions = (pos[:, None] + depths).expand(-1, count)
+    start = pos if done is None else torch.where(done, 0, pos)
+    return slots, start, positions
+
+
+def causal(start: Tensor, rows: int, back: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the fields of `kv_cache.causal_window`."""
+    if back:
+        start = (start - back).clamp(min=0)
+    steps = torch.arange(rows, device=start.device)
+    mask = (steps[None, :] <= steps[:, None]).expand(start.shape[0], rows, rows)  # [B, T, T]
+    return start[:, None] + steps, start, mask
+
+
+def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
+    """Move slots of all buffers next to each other; all sources are read before any is overwritten.
+
+    buffers: each [B, Hkv, S, E], contiguous; they share no memory and have one shape and dtype
+    addresses: [buffers] int64, the buffers' addresses in memory, for a kernel over all of them
+    start: [B] int64, the first slot to write
+    path: [B, D+1] int64, the slots to read, as offsets from `start`
+    Writes: slots start .. start + D of every buffer.
+    """
+    batch = torch.arange(path.shape[0], device=path.device)[:, None]  # [B, 1]
+    target = start[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, D+1]
+    source = start[:, None] + path
+    for buffer in buffers:
+        buffer[batch, :, target] = buffer[batch, :, source]  # [B, D+1, Hkv, E]

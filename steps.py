@@ -1,0 +1,461 @@
+"""The steps that a layer is made of, each with its weights and five lines of PyTorch.
+
+    for step in (Norm(...), Project("wqkv", ...), Rotate(...), Attend(), Project("wo", ...), Add()):
+        rows = step.run(layer, rows)
+
+1. A layer is a list of steps, which its architecture makes once (model.py, models/). Draft heads
+   are lists, too. A step is a record: it names its weights and holds sizes, and no tensor.
+2. A step reads a register of `Rows` and writes another. Most read and write `h`, the result of the
+   step before; `stream` is the residual stream.
+3. `run` is the reference, and what runs where nothing faster does. `for_cpp` describes the step to
+   the C++ pass over all layers (ops/cpu/layers.cpp). fusions.py merges neighbours for CUDA;
+   parallel/tp.py puts a sum over the ranks behind row-parallel projections.
+
+A new kind of arithmetic is a class here and a case in layers.cpp; a step without `for_cpp` leaves
+its model to PyTorch. Not here: the lists, the weights' names in files (models/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kv_cache import Window
+from linear import Linear
+from ops.attention import tree_attention
+from ops.experts import route
+from ops.linear import has_cuda_product, has_linear_kernel, linear
+from ops.norm import gain_of, geglu, rms_norm, swiglu
+from ops.rotary import rotary, rotary_cache
+from runtime import replace_fields
+
+# of `Rows`, by their numbers in C++
+REGISTERS = ("stream", "h", "embedded", "features", "normed")
+
+
+class Rows(NamedTuple):
+    """The numbers of T tokens on their way through a list of steps, and what all layers share."""
+
+    stream: Tensor | None = None  # [B, T, F], the residual stream
+    h: Any = None  # the result of the step before
+    embedded: Tensor | None = None  # [B, T, F], embeddings that a draft head reads
+    features: Tensor | None = None  # [B, T, F], features that it reads
+    normed: Tensor | None = None  # [B, T, F], those after a norm
+    # by `Rotate.rope`: cosines and sines, [B, T, 1, E] fp32 each
+    ropes: tuple[tuple[Tensor, Tensor], ...] = ()
+    # this layer's buffers, [B, Hkv, S, E] each; without a cache the keys and values of these tokens
+    kv: tuple[Tensor, Tensor] | None = None
+    # by `Attend.window`: the slots that are written and seen; None: no cache, attention is causal
+    windows: dict[int, Window] | None = None
+    routing: Tensor | None = None  # of a mixture, from `ops.experts.route`
+    share: Tensor | None = None  # [B, T, J] fp32, routing weights of each token's experts
+
+    def put(self, register: str, value: Any) -> Rows:
+        """Return these rows with another value in a register."""
+        return replace_fields(self, **{register: value})
+
+
+class CppStep(NamedTuple):
+    """A step as ops/cpu/layers.cpp takes it; what is left out is 0 or None there."""
+
+    op: str
+    source: str = "h"
+    to: str = "h"
+    weights: tuple[Tensor | None, ...] = ()  # at most 3
+    counts: tuple[int, ...] = ()  # at most 4
+    numbers: tuple[float, ...] = ()  # at most 2
+
+
+class Step:
+    """What a layer does next. Subclasses are frozen dataclasses, so that equal lists are equal."""
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Make the modules that hold the step's weights, by their names in the layer."""
+        return {}
+
+    def parameters(self) -> tuple[str, ...]:
+        """Return the names of the parameters in `modules`."""
+        return ()
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        """Run the step with PyTorch. layer: holds the weights. Writes: at most the cache."""
+        raise NotImplementedError
+
+    def for_cpp(self, layer: nn.Module) -> CppStep | None:
+        """Describe the step to C++; None where PyTorch has to run it."""
+        return None
+
+
+def add_modules(owner: nn.Module, steps: Iterable[Step]) -> None:
+    """Give a module the weights of steps, under their names. Writes: its submodules."""
+    for step in steps:
+        for name, module in step.modules().items():
+            owner.add_module(name, module)
+
+
+def run_steps(steps: Iterable[Step], layer: nn.Module, rows: Rows) -> Rows:
+    """Run steps, one after the other. layer: holds their weights. Writes: at most the cache."""
+    for step in steps:
+        rows = step.run(layer, rows)
+    return rows
+
+
+# -------------------------------------------------------------------------------------------- norms
+
+
+class RMSNorm(nn.Module):
+    """The weight of a root-mean-square norm."""
+
+    def __init__(self, dim: int, eps: float, plus_one: bool = False):
+        """plus_one: the weight counts from one, as Gemma's files have it."""
+        super().__init__()
+        self.eps = eps
+        self.plus_one = plus_one
+        self.weight = nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
+
+    @property
+    def gain(self) -> Tensor:
+        """The factors of a normed row, [F]."""
+        return gain_of(self.weight, self.plus_one)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
+        return rms_norm(x, self.weight, self.eps, self.plus_one)
+
+
+@dataclass(frozen=True)
+class Norm(Step):
+    """Norm a register: by default the residual stream, for the steps that follow."""
+
+    name: str
+    dim: int
+    eps: float
+    plus_one: bool = False
+    source: str = "stream"
+    to: str = "h"
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {self.name: RMSNorm(self.dim, self.eps, self.plus_one)}
+
+    def parameters(self) -> tuple[str, ...]:
+        return (f"{self.name}.weight",)
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        norm = getattr(layer, self.name)
+        return rows.put(self.to, norm(getattr(rows, self.source)))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        gain = getattr(layer, self.name).gain
+        return CppStep("norm", self.source, self.to, (gain,), numbers=(self.eps,))
+
+
+@dataclass(frozen=True)
+class PartNorm(Step):
+    """Norm one of several equal parts of every row of `h`, side by side."""
+
+    name: str
+    dim: int  # of a part
+    eps: float
+    part: int
+    parts: int
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {self.name: RMSNorm(self.dim, self.eps)}
+
+    def parameters(self) -> tuple[str, ...]:
+        return (f"{self.name}.weight",)
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        parts = list(rows.h.chunk(self.parts, -1))
+        parts[self.part] = getattr(layer, self.name)(parts[self.part])
+        return rows.put("h", torch.cat(parts, -1))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        gain = getattr(layer, self.name).gain
+        counts = (self.part, self.parts)
+        return CppStep("part_norm", weights=(gain,), counts=counts, numbers=(self.eps,))
+
+
+# -------------------------------------------------------------------------------------- projections
+
+
+@dataclass(frozen=True)
+class Project(Step):
+    """Multiply by the weight of a linear layer, or each row by that of its expert."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    experts: int = 0  # 0: one weight
+    row_parallel: bool = False  # ranks share the inputs, and their outputs are added
+    source: str = "h"
+    to: str = "h"
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {self.name: Linear(self.inputs, self.outputs, self.bias, self.experts)}
+
+    def parameters(self) -> tuple[str, ...]:
+        weight = (f"{self.name}.weight",)
+        return (*weight, f"{self.name}.bias") if self.bias else weight
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        linear_layer = getattr(layer, self.name)
+        x = getattr(rows, self.source)
+        y = linear_layer(x, rows.routing) if self.experts else linear_layer(x)
+        return rows.put(self.to, y)
+
+    def for_cpp(self, layer: nn.Module) -> CppStep | None:
+        linear_layer = getattr(layer, self.name)
+        if getattr(linear_layer, "format", "none") not in ("none", "int8", "int4", "blocks"):
+            return None
+        counts = (self.outputs, self.experts)
+        return CppStep("project", self.source, self.to, linear_layer.operands(), counts)
+
+
+# ---------------------------------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True)
+class HeadNorm(Step):
+    """Norm every query and every key in `h`, head by head. Source: Qwen3 (arXiv 2505.09388)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    plus_one: bool = False
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {
+            name: RMSNorm(self.head_dim, self.eps, self.plus_one) for name in ("q_norm", "k_norm")
+        }
+
+    def parameters(self) -> tuple[str, ...]:
+        return ("q_norm.weight", "k_norm.weight")
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        qkv = rows.h.unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        heads = torch.cat((layer.q_norm(q), layer.k_norm(k), v), dim=2)
+        return rows.put("h", heads.flatten(2))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        gains = (layer.q_norm.gain, layer.k_norm.gain)
+        counts = (self.heads, self.kv_heads, self.head_dim)
+        return CppStep("head_norm", weights=gains, counts=counts, numbers=(self.eps,))
+
+
+@dataclass(frozen=True)
+class Rotate(Step):
+    """Apply RoPE to the queries and keys in `h`, [B, T, (H + 2 Hkv) E], and keep keys and values.
+
+    Writes: keys and values at the slots of the cache, if there is one.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: int = 0  # which of the model's (`ModelConfig.ropes`)
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        qkv = rows.h.unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
+        rope = rows.ropes[self.rope]
+        if rows.windows is not None:
+            q = rotary_cache(qkv, rope, *rows.kv, rows.windows[0].slots)  # [B, T, H, E]
+            return rows.put("h", q)
+        q, k = rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
+        v = qkv[:, :, -self.kv_heads :]
+        return replace_fields(rows, h=q, kv=(k.transpose(1, 2), v.transpose(1, 2)))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep | None:
+        if self.head_dim % 16:
+            return None
+        counts = (self.heads, self.kv_heads, self.head_dim, self.rope)
+        return CppStep("rotate", counts=counts)
+
+
+@dataclass(frozen=True)
+class Attend(Step):
+    """Attend from the queries in `h`, [B, T, H, E]: grouped-query attention, [B, T, H E]."""
+
+    scale: float = 0.0  # of the scores; 0: E ** -0.5
+    window: int = 0  # tokens that each one sees, itself included; 0: all before it
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        if rows.windows is not None:
+            window = rows.windows[self.window]
+            seen = (window.start, window.mask, window.first)
+            return rows.put("h", tree_attention(rows.h, *rows.kv, *seen, self.scale))
+        T = rows.h.shape[1]
+        distance = torch.arange(T, device=rows.h.device)
+        distance = distance[:, None] - distance  # [T, T]
+        seen = (distance >= 0) & (distance < self.window) if self.window else None
+        y = F.scaled_dot_product_attention(
+            rows.h.transpose(1, 2),
+            *rows.kv,
+            attn_mask=seen,
+            is_causal=seen is None,
+            scale=self.scale or None,
+            enable_gqa=True,
+        )  # [B, H, T, E]
+        return rows.put("h", y.transpose(1, 2).flatten(2))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("attend", counts=(self.window,), numbers=(self.scale,))
+
+
+@dataclass(frozen=True)
+class Add(Step):
+    """Add the result to the residual stream."""
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        return rows.put("stream", (rows.stream + rows.h).to(rows.stream.dtype))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("add", "h", "stream")
+
+
+# ------------------------------------------------------------------------------------- feed-forward
+
+
+@dataclass(frozen=True)
+class Gate(Step):
+    """Multiply the activation of the first half of every row of `h` by the second half."""
+
+    activation: str = "silu"  # or gelu_tanh
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        gate = swiglu if self.activation == "silu" else geglu
+        return rows.put("h", gate(rows.h))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep(self.activation)
+
+
+class Router(nn.Module):
+    """The ranking of the experts of each token. Source: Mixtral (arXiv 2401.04088), section 2.1."""
+
+    def __init__(self, dim: int, experts: int, chosen: int, norm_topk: bool):
+        super().__init__()
+        self.chosen = chosen
+        self.norm_topk = norm_topk
+        self.weight = nn.Parameter(torch.zeros(experts, dim))
+
+    def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
+        if has_linear_kernel(x, self.weight) or has_cuda_product(x, self.weight):
+            return linear(x, self.weight, fp32_out=True)
+        # rounded to 16 bits, experts would tie
+        return F.linear(x.float(), self.weight.float())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the best experts of each token, best first; of equal ones the first.
+
+        Returns: the experts, [..., J] int64; their routing weights, [..., J] fp32.
+        """
+        scores = self.logits(x)  # [..., E]
+        best, expert = scores.sort(dim=-1, descending=True, stable=True)
+        expert = expert[..., : self.chosen]
+        if self.norm_topk:
+            return expert, best[..., : self.chosen].softmax(-1)
+        return expert, scores.softmax(-1).gather(-1, expert)
+
+
+@dataclass(frozen=True)
+class Route(Step):
+    """Choose each token's experts, and repeat its row in `h` for each of them: [B, T, F] -> [P, F].
+
+    P = B T J: a token's experts in order.
+    """
+
+    dim: int
+    experts: int
+    chosen: int  # J
+    norm_topk: bool = True  # the routing weights of the chosen add up to 1
+    name: str = "router"
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {self.name: Router(self.dim, self.experts, self.chosen, self.norm_topk)}
+
+    def parameters(self) -> tuple[str, ...]:
+        return (f"{self.name}.weight",)
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        expert, share = getattr(layer, self.name)(rows.h)  # [B, T, J]
+        repeated = rows.h.flatten(0, 1).repeat_interleave(self.chosen, 0)
+        routing = route(expert.flatten(), self.experts)
+        return replace_fields(rows, h=repeated, routing=routing, share=share)
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        weight = getattr(layer, self.name).weight
+        return CppStep("route", weights=(weight,), counts=(self.chosen, int(self.norm_topk)))
+
+
+@dataclass(frozen=True)
+class Merge(Step):
+    """Add up the experts of each token by their routing weights: [P, F] -> [B, T, F]."""
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        each = rows.h.view(*rows.share.shape, -1).float() * rows.share[..., None]  # [B, T, J, F]
+        # always summed in the router's order, whichever rows shared an expert
+        return rows.put("h", sum(each.unbind(2)).to(rows.h.dtype))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("merge")
+
+
+# ---------------------------------------------------------------------------- inputs of draft heads
+
+
+@dataclass(frozen=True)
+class Copy(Step):
+    """Copy a register."""
+
+    source: str
+    to: str
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        return rows.put(self.to, getattr(rows, self.source))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("copy", self.source, self.to)
+
+
+@dataclass(frozen=True)
+class Columns(Step):
+    """Take the columns of `features` from one on, in the dtype of the residual stream."""
+
+    first: int = 0
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        return rows.put("h", to_stream_dtype(rows.features[..., self.first :]))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("columns", "features", counts=(self.first,))
+
+
+@dataclass(frozen=True)
+class Beside(Step):
+    """Put the rows of two registers side by side: [B, T, F] each -> [B, T, 2 F]."""
+
+    left: str
+    right: str
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        return rows.put("h", torch.cat((getattr(rows, self.left), getattr(rows, self.right)), -1))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("beside", self.left, counts=(REGISTERS.index(self.right),))
+
+
+def to_stream_dtype(x: Tensor) -> Tensor:
+    """Return rows in the dtype of the residual stream: fp32 for bf16 on a CPU, else their own.
+
+    Rows are small beside weights, so a CPU reads all of them in fp32 at no cost, and rounds only
+    what it keeps: keys, values and features. On CUDA rows keep 16 bits.
+    """
+    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x

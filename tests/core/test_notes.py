@@ -1,0 +1,52 @@
+"""Notes to a person: a command prints them, and a Python caller silences or keeps them by `logging`."""
+
+import os
+import subprocess
+import sys
+
+from cli.io import log_note
+from options import ROOT
+
+NOTE = "GPT_EAGLE_GRAPHS: only CUDA reads this, and the device is cpu; unset it"
+
+
+def run(code: str) -> list[str]:
+    """Return a program's lines on standard error that hold the note or JSON, each JSON as {."""
+    command = [sys.executable, "-c", f"import logging\n{code}"]
+    environment = os.environ | {"GPT_EAGLE_GRAPHS": "0"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    lines = ["{" if line.startswith("{") else line for line in done.stderr.splitlines()]
+    return [line for line in lines if NOTE in line or line == "{"]
+
+
+def test_a_python_caller_sees_notes_silences_them_and_takes_them_into_a_log():
+    assert run("""
+from generate import load
+options = {"checkpoint": "checkpoints/demo", "draft": "none", "device": "cpu"}
+load(**options)
+logging.getLogger("gpt_eagle").setLevel(logging.ERROR)
+load(**options)
+logging.getLogger("gpt_eagle").setLevel(logging.INFO)
+logging.basicConfig(format="%(name)s %(levelname)s %(module)s %(message)s")
+load(**options)
+""") == [NOTE, f"gpt_eagle WARNING load {NOTE}"]
+
+
+def test_a_command_prints_a_note_once_before_its_result_whatever_the_log_is():
+    assert run("""
+import generate
+options = "--checkpoint checkpoints/demo --draft none --device cpu --max_new_tokens 1".split()
+options += ["--prompt", "x", "--json", "/dev/stderr"]
+generate.main(options)
+logging.basicConfig()
+generate.main(options)
+logging.getLogger("gpt_eagle").setLevel(logging.ERROR)
+generate.main(options)
+""") == [f"note: {NOTE}", "{", f"note: {NOTE}", "{", "{"]
+
+
+def test_a_note_appears_as_it_is_where_standard_error_is_now(capsys):
+    log_note("100 % of %s")
+    assert capsys.readouterr().err == "note: 100 % of %s\n"

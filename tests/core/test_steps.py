@@ -1,0 +1,277 @@
+"""Every list of steps, by every backend, compared row by row behind every step.
+
+The reference is each step's own PyTorch. C++ runs the same prefix of the list in one call; CUDA's
+merged steps run here on a CPU, where they compute what their parts do.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle_draft import Eagle3Head, EagleHead
+from fusions import FusedLayers, fuse
+from hf.heads import Eagle3, EagleConfig
+from hf.weights import weight_names
+from kv_cache import KVCache, Window
+from model import ModelConfig, Transformer, run_layers, windows_of
+from models import registry
+from models.gemma3 import Gemma3
+from ops.cpu import layers
+from ops.cpu.layers import Program, fits
+from parallel.tp import SumRanks, split_dims, with_sums
+from steps import REGISTERS, Add, Copy, Project, Rows, Step, run_steps
+
+COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
+needs_cpp = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+
+SIZES = (64, 3, 4, 2, 16, 96, 50)
+LLAMA = ModelConfig(*SIZES)
+MODELS = {
+    "llama": LLAMA,
+    "with biases": replace(LLAMA, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "qwen3": replace(LLAMA, qk_norm=True, norm_eps=1e-6),
+    "mixtral": replace(LLAMA, n_experts=5, experts_per_token=2),
+    "qwen3 moe": replace(
+        LLAMA, qk_norm=True, n_experts=6, experts_per_token=3, expert_dim=32, norm_topk=False,
+        dense_layers=(1,), expert_names="qwen",
+    ),
+    "gemma3": Gemma3(*SIZES, qk_norm=True, window=4, query_scale=0.2, sliding_layers=(0, 2)),
+}  # fmt: skip
+EAGLE3 = Eagle3((0, 1), 64, 40)
+HEADS = {
+    "eagle": EagleConfig(replace(LLAMA, n_layers=2)),
+    "eagle 3": EagleConfig(replace(LLAMA, n_layers=2), eagle3=EAGLE3),
+    "eagle 3, normed": EagleConfig(
+        replace(LLAMA, n_layers=2),
+        eagle3=replace(EAGLE3, norm_before_fc=True, fc_norm=True, last_norm="fed"),
+    ),
+}
+B, T, SLOTS = 2, 6, 40
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """Random weights in bf16."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
+        noise = torch.randn(parameter.shape, generator=generator) * spread
+        parameter.data = (noise + (parameter.dim() == 1)).bfloat16()
+    return module.requires_grad_(False).eval()
+
+
+def tree_window() -> Window:
+    """Six nodes: a root, two children, two below the second, one below the fourth."""
+    seen = [[0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 4], [0, 2, 3, 5]]
+    mask = torch.tensor([[column in row for column in range(T)] for row in seen])
+    start = torch.tensor([9, 3])
+    return Window(start[:, None] + torch.arange(T), start, mask.expand(B, T, T))
+
+
+def empty_cache(config: ModelConfig) -> KVCache:
+    """A cache with numbers in its prefix."""
+    cache = KVCache.empty(config, B, SLOTS, torch.bfloat16, "cpu")
+    generator = torch.Generator().manual_seed(2)
+    for buffer in (*cache.k, *cache.v):
+        buffer[:, :, :9] = torch.randn(B, config.n_kv_heads, 9, 16, generator=generator).bfloat16()
+    return cache
+
+
+def positions() -> Tensor:
+    return tree_window().start[:, None] + torch.tensor([0, 1, 1, 2, 2, 3])
+
+
+Place = tuple[Step, nn.Module, int]  # a step, the owner of its weights, its layer
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    """All steps of a model or a head, in their order."""
+    count = len(model.layers)
+    places = [(step, model, -1) for step in getattr(model, "first", ())]
+    places += [(s, layer, i) for i, layer in enumerate(model.layers) for s in layer.steps]
+    return [*places, *((step, model, count) for step in model.last)]
+
+
+def begun(model: nn.Module) -> tuple[Rows, nn.Module]:
+    """The first rows of a model or a head, and the embedding that they come from."""
+    tokens = torch.arange(B * T).view(B, T) % 50
+    if isinstance(model, Transformer):
+        rows = model.embed(tokens, positions(), tree_window())
+        return rows._replace(h=rows.stream), model.embedding
+    generator = torch.Generator().manual_seed(3)
+    embedding = filled(nn.Embedding(50, 64))
+    features = torch.randn(B, T, 64, generator=generator).bfloat16().float()
+    windows = windows_of((), tree_window())
+    rows = Rows(embedded=embedding(tokens).float(), features=features, windows=windows)
+    return rows._replace(ropes=model.ropes(positions())), embedding
+
+
+def by_pytorch(model: nn.Module, config: ModelConfig) -> list[Rows]:
+    """The rows behind every step."""
+    rows, _ = begun(model)
+    cache = empty_cache(config)
+    found = []
+    for step, owner, layer in places_of(model):
+        kv = (cache.k[layer], cache.v[layer]) if 0 <= layer < config.n_layers else None
+        rows = step.run(owner, rows._replace(kv=kv))
+        found.append(rows)
+    return found
+
+
+def by_cpp(model: nn.Module, config: ModelConfig, behind: int, register: str) -> Tensor:
+    """A register behind a step, of a pass of all steps in one call, in bf16."""
+    begin = [] if hasattr(model, "first") else [Copy("embedded", "stream"), Copy("embedded", "h")]
+    places = [*((step, model, -1) for step in begin), *places_of(model)]
+    here = len(begin) + behind + 1
+    places.insert(here, (Copy(register, "features"), *places[here - 1][1:]))
+    places.append((Copy("features", "h"), *places[-1][1:]))
+    rows, embedding = begun(model)
+    parts = [((step,), owner, layer) for step, owner, layer in places]
+    scale = getattr(config, "embedding_scale", 1.0)
+    program = Program(parts, embedding, model.ropes, scale).prepared
+    tokens = torch.arange(B * T).view(B, T) % 50
+    features = torch.zeros(B, T, 64) if rows.features is None else rows.features
+    parents = torch.arange(T).expand(B, T).contiguous()
+    inputs = (tokens, features.bfloat16(), parents, positions())
+    cache = empty_cache(config)
+    return torch.ops.gpt_eagle.head_step(program, *inputs, cache.k, cache.v, *tree_window()[:3])
+
+
+def model_of(name: str) -> tuple[nn.Module, ModelConfig]:
+    if name in MODELS:
+        return filled(Transformer(MODELS[name])), MODELS[name]
+    config = HEADS[name]
+    return filled((Eagle3Head if config.eagle3 else EagleHead)(config)), config.model
+
+
+@needs_cpp
+@pytest.mark.parametrize("name", [*MODELS, *HEADS])
+def test_cpp_has_the_rows_of_pytorch_behind_every_step(name):
+    """Bit for bit. In the first list of a head all registers are in use, so there its end is compared."""
+    model, config = model_of(name)
+    wanted = by_pytorch(model, config)
+    first = max(len(getattr(model, "first", ())) - 1, 0)
+    for behind in range(first, len(wanted)):
+        added = isinstance(places_of(model)[behind][0], Add)
+        for register in ("stream",) if added else ("stream", "h"):  # C++ adds in place
+            want = getattr(wanted[behind], register)
+            got = by_cpp(model, config, behind, register)
+            assert got.numel() == want.numel(), (behind, register)
+            differ = (
+                (got != want.bfloat16().view_as(got)).flatten(1).any(1).nonzero().flatten().tolist()
+            )
+            assert not differ, (places_of(model)[behind][0], register, differ)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *HEADS])
+def test_merged_steps_compute_what_their_parts_do(name):
+    model, config = model_of(name)
+    wanted = by_pytorch(model, config)
+    ends = [i for i, (*_, layer) in enumerate(places_of(model)) if 0 <= layer < config.n_layers]
+    rows, _ = begun(model)
+    rows = run_steps(getattr(model, "first", ()), model, rows)
+    fused = FusedLayers(model.layers, model.last, model)
+    kinds = [type(step) for segment in fused.segments for step in segment.steps]
+    assert len(kinds) < len(ends), "nothing was merged"
+    rows, aux = run_layers(
+        fused.segments, fused.begin(rows), empty_cache(config), aux_layers=(0, 1)
+    )
+    streams = [wanted[i].stream for i in ends if places_of(model)[i][2] == 0]
+    torch.testing.assert_close(aux[1], streams[-1], atol=1e-3, rtol=1e-3)
+    if name == "gemma3":  # whose merged norms take their weights in fp32, and another operator
+        torch.testing.assert_close(fused.end(rows).h, wanted[-1].h, atol=1e-3, rtol=1e-3)
+        return
+    assert torch.equal(fused.end(rows).h, wanted[-1].h)
+    assert torch.equal(rows.stream, wanted[-1].stream)
+
+
+def test_segments_of_one_kind_are_equal():
+    """A compiled call serves all layers of a kind, and no other."""
+    for name, kinds in {"llama": 1, "mixtral": 1, "qwen3 moe": 2, "gemma3": 2}.items():
+        model, _ = model_of(name)
+        fused = FusedLayers(model.layers, model.last, model)
+        assert len({segment.steps for segment in fused.segments}) == kinds, name
+
+
+def test_a_list_that_nothing_merges_stays_as_it_is():
+    steps = [Copy("stream", "h"), Copy("h", "stream")]
+    assert fuse(steps) == tuple(steps)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_are_those_of_the_weights(name):
+    config = MODELS[name]
+    assert set(weight_names(config)) == {n for n, _ in Transformer(config).named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_add_up_what_they_share(name):
+    """Two sums a layer, each in front of what reads the stream; and each weight is split one way."""
+    config = MODELS[name]
+    for i in range(config.n_layers):
+        steps = with_sums(config.layer(i))
+        sums = [i for i, step in enumerate(steps) if isinstance(step, SumRanks)]
+        assert len(sums) == 2
+        rest = [step for step in steps if not isinstance(step, SumRanks)]
+        assert rest == [*config.layer(i)]
+    projections = [
+        s for i in range(config.n_layers) for s in config.layer(i) if isinstance(s, Project)
+    ]
+    assert set(split_dims(config).values()) == {0, 1}
+    assert {step.row_parallel for step in projections if step.name in ("wo", "w2")} == {True}
+
+
+@dataclass(frozen=True)
+class Double(Step):
+    """A step that C++ does not know."""
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        return rows.put("h", 2 * rows.h)
+
+
+def test_a_step_without_cpp_leaves_its_model_to_pytorch():
+    model, config = model_of("llama")
+    want = model(*[torch.zeros(1, 3, dtype=torch.long)] * 2)
+    for layer in model.layers:
+        layer.steps = (*layer.steps[:-1], Double(), layer.steps[-1])
+    assert not fits(model.layers, torch.bfloat16)
+    model.fuse(True)
+    assert model.fused is None
+    assert not torch.equal(model(*[torch.zeros(1, 3, dtype=torch.long)] * 2), want)
+
+
+def test_registers_have_one_order():
+    assert [*REGISTERS] == [*layers.REGISTERS] == [*Rows._fields[: len(REGISTERS)]]
+
+
+# ------------------------------------------------------------------------------------- the registry
+
+
+def test_every_row_loads_and_describes_itself():
+    for row in registry.ROWS:
+        module = row.load()
+        assert callable(module.read_config) and module.GGUF.layer, row
+    assert registry.row_of(None, "qwen3").name == "Qwen3ForCausalLM"
+    assert registry.row_of(["LlamaModel"], "llama").name == "LlamaForCausalLM"
+    assert registry.row_of(["FooForCausalLM"], "llama") is None
+
+
+def test_an_architecture_that_nobody_has_described_is_refused_before_torch(tmp_path):
+    keys = {"architectures": ["FooForCausalLM"], "model_type": "foo"}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    code = (
+        "import sys; from pathlib import Path; from models.registry import check_architecture\n"
+        "try: check_architecture(Path(sys.argv[1]))\n"
+        "except ValueError as error: print(error, 'torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    said = run.stdout.strip()
+    assert "architecture FooForCausalLM is not supported" in said, run.stderr
+    assert said.endswith('docs/CONTRIBUTING.md, "A model", says how to add one False')
