@@ -26,7 +26,7 @@ from decode import Engine, build_cycles
 from drafters import Method, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
-from ops.library import FAMILIES, has_cpu_operators, on_cpp_device, set_plain
+from ops.library import FAMILIES, has_cpu_operators, set_plain
 from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
@@ -233,7 +233,7 @@ def _changes(asked: GenerateConfig, config: GenerateConfig) -> dict[str, Any]:
 def _note_attention(target: Transformer) -> None:
     """Print a note where a CPU runs PyTorch's attention, whose rows may depend on each other."""
     weight = target.norm.weight
-    if not on_cpp_device(weight, "attention"):
+    if weight.device.type != "cpu" or not has_cpu_operators("attention"):
         return
     width = target.config.head_dim
     theirs = (

@@ -219,7 +219,7 @@ class SparkDrafter(BlockDrafter):
         scores = super().score_children(out, level, inputs)
         if not self.head.config.confidence:
             return scores
-        best = scores.best(self.tree.plan[level].k)
+        best = scores.best(self.tree.plan[level].k, self.backend.topk)
         sure = self.head.confidence(out.hidden[:, level, None], out.before)  # [B, R]
         return Children(best.tokens, best.scores + sure[:, :, None])
 

@@ -213,7 +213,9 @@ def hydra_names(shape: TokenHeads) -> dict[str, tuple[str, ...]]:
             if shape.own_lm_heads:
                 names[f"lm_heads.{i}.{kind}"] = (_hydra_lm_head(shape, i) + kind,)
     if shape.prefix:
-        names |= layer_names("prefix.0.", "prefix_embeding_layer.layers.0.", shape.prefix)
+        layer = shape.prefix
+        theirs = "prefix_embeding_layer.layers.0."
+        names |= layer_names("prefix.0.", theirs, layer.layer(0), layer.names)
         names["norm.weight"] = ("prefix_embeding_layer.norm.weight",)
     return names
 

@@ -1,11 +1,11 @@
 """The operator library `torch.ops.gpt_eagle` and the implementations that this machine can run.
 
-An operator has a file beside this one, with a plain PyTorch reference and an implementation per
-device: C++ in `cpu/` for CPUs, Triton in `cuda/` for CUDA. Elsewhere are the forward passes of a
-model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py),
-`gumbel` and `cut` (sampling.py), `accept` (draft_tree.py), `causal` and `place_rows` (kv_cache.py),
-`advance` and `with_times` (decode.py), `widen_blocks` (hf/gguf.py), and those of extras/. All are
-registered with `torch.library`, so that a step that uses them compiles with `fullgraph=True`.
+Operators of a layer have a file beside this one each, with a plain PyTorch reference and an
+implementation per device: C++ in `cpu/` for CPUs, Triton in `cuda/` for CUDA; the questions below
+are theirs. Those of a decode cycle are chosen once (backends.py). Elsewhere are the forward passes
+of a model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py).
+All are registered with `torch.library`, so that a step that uses them compiles with
+`fullgraph=True`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ with suppress(ValueError):  # `GenerateConfig.check` tells of an unknown one, in
 
 
 def is_plain(*families: str) -> bool:
-    """Check that PyTorch replaces one of these families. A traced step may call this."""
+    """Return whether PyTorch replaces one of these families. A traced step may call this."""
     for family in families:  # noqa: SIM110, as every torch traces it
         if family in PLAIN:
             return True
@@ -52,12 +52,12 @@ def set_plain(families: Iterable[str]) -> None:
 
 
 def _has_own(families: tuple[str, ...]) -> bool:
-    """Check that operators of ours serve these families; of no family: where any serve."""
+    """Return whether operators of ours serve these families; of no family: whether any do."""
     return not is_plain(*families) and len(PLAIN) < len(FAMILIES)
 
 
 def has_triton(*families: str) -> bool:
-    """Check that Triton serves these families; print once the consequences if it is missing."""
+    """Return whether Triton serves these families; print once the consequences if it is missing."""
     return _has_own(families) and _triton_is_installed()
 
 
@@ -91,7 +91,7 @@ _cpp_available: list[bool] = []
 
 
 def has_cpu_operators(*families: str) -> bool:
-    """Check that the C++ operators are loaded and serve these families.
+    """Return whether the C++ operators are loaded and serve these families.
 
     The first call builds them; if that fails, it prints the reason once.
     """
@@ -105,7 +105,7 @@ def has_cpu_operators(*families: str) -> bool:
 
 
 def cpu_operators_are_loaded() -> bool:
-    """Check that the C++ operators are loaded already, without building them."""
+    """Return whether the C++ operators are loaded already, without building them."""
     return _cpp_available == [True] and _has_own(())
 
 
@@ -139,21 +139,16 @@ def single_torch_thread(whether: bool = True) -> Iterator[None]:
         torch.ops.gpt_eagle.own_threads(0)
 
 
-def on_cpp_device(x: Tensor, *families: str) -> bool:
-    """Check that x is on the CPU, and the C++ operators serve these families."""
-    return x.device.type == "cpu" and has_cpu_operators(*families)
-
-
 def uses_cpp(x: Tensor, *families: str) -> bool:
-    """Check that the C++ operators of these families take x.
+    """Return whether the C++ operators of these families take x.
 
     Callers name the operators themselves, because a layer of Python costs 6 us a call.
     """
     # the operators have no gradients
     supported = x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad
-    return supported and on_cpp_device(x, *families)
+    return supported and x.device.type == "cpu" and has_cpu_operators(*families)
 
 
 def needs_gradients(*inputs: Tensor) -> bool:
-    """Check that gradients flow to one of the inputs: our operators have none."""
+    """Return whether gradients flow to one of the inputs: our operators have none."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)

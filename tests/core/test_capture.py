@@ -10,6 +10,7 @@ import itertools
 import shutil
 import time
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -157,6 +158,19 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     assert any(line["path"] not in ([], [1], [1, 2]) for line in session.trace), "nothing moved"
     caches = (session.buffers.cache, session.state.drafter_state.cache)
     assert set(moved) == {tuple(cache.addresses.tolist()) for cache in caches}
+
+
+@pytest.mark.usefixtures("traced")
+def test_cudas_functions_of_a_cycle_are_traced_whole(monkeypatch):
+    """Here its operators are the plain ones. No recompilation, and vanilla's tokens."""
+    monkeypatch.setattr("ops.backends._module_of", lambda device: ops.cuda.backend)
+    target = deepcopy(golden_target())
+    options = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.0, "top_k": 9}
+    want = decode(engine_for(target, RootOnly(), **options), PROMPT).history
+    drafter = EagleDrafter(golden_head(target=target), target, DynamicTree(3, 3, 9))
+    engine = compiled_as_on_cuda(engine_for(target, drafter, **options))
+    assert drafter.backend.select_nodes is ops.cuda.backend.select_nodes
+    assert decode(engine, PROMPT).history == want
 
 
 def test_store_copies_what_is_not_there_yet():

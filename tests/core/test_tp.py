@@ -31,6 +31,7 @@ from hf.checkpoint import Codes, Quantization, scale_name
 from hf.config import config_from, open_source
 from hf.weights import export_weights, load_model, weight_names
 from model import Transformer
+from ops.backends import TORCH
 from options import DEMO, GenerateConfig
 from parallel import ranks, tp
 from parallel.ranks import Rank
@@ -242,7 +243,7 @@ def test_the_best_of_the_ranks_best_is_the_best(monkeypatch, world, temperature)
     for rank in range(world):
         monkeypatch.setattr(tp.dist, "get_rank", lambda rank=rank: rank)
         every.append(tp.VocabParallelHead(whole))
-    own = torch.stack([head.best(features, rule, noise, row) for head in every])
+    own = torch.stack([head.best(features, rule, noise, row, TORCH) for head in every])
     monkeypatch.setattr(torch.ops.gpt_eagle, "gather_ranks", lambda x: own)
     target.lm_head = every[0]
     assert torch.equal(tp.pick_tokens(target, features, rule, noise, row)[0], want)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +92,68 @@ def test_other_processors_decode_the_same_tokens_with_trees(march):
     assert len(found) == 6
     for name, (vanilla, *drafted) in found.items():
         assert len(vanilla) == len(PROMPT) + 16 and drafted == [vanilla, vanilla], name
+
+
+# ------------------------------------------------------------------------------------------ headers
+
+# a processor for every kind of vectors, and the header with them
+PROCESSORS = {
+    "icelake-server": "simd_avx512.h",
+    "alderlake": "simd_avx2.h",
+    "x86-64-v3": "simd_avx2.h",
+    "x86-64": "simd_plain.h",
+}
+FRAGMENTS = {"super_sums.h", "tile_sums.h"}  # of quantized.cpp, which includes them in its midst
+HEADERS = {
+    file.name: file.read_text()
+    for file in sorted(build.HERE.glob("*.h"))
+    if file.name not in FRAGMENTS
+}
+
+
+def takes_tensors(name: str) -> bool:
+    """Return whether a header includes PyTorch's tensors, which take 3 s to read."""
+    if "#include <ATen/" in HEADERS[name] or "#include <torch/" in HEADERS[name]:
+        return True
+    return any(f'#include "{other}"' in HEADERS[name] and takes_tensors(other) for other in HEADERS)
+
+
+def check_alone(march: str, names: list[str]) -> None:
+    """Compile every header by itself."""
+    command, _ = build.commands(march)
+    command = [*command, "-fsyntax-only", "-x", "c++"]
+
+    def errors(name: str) -> str:
+        alone = [*command, str(build.HERE / name)]
+        done = subprocess.run(alone, capture_output=True, text=True)
+        return done.stderr if done.returncode else ""
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [found for found in pool.map(errors, names) if found] == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs a compiler for x86-64")
+@pytest.mark.parametrize("march", PROCESSORS)
+def test_headers_open_alone(march):
+    names = [name for name in HEADERS if not takes_tensors(name)]
+    others = set(PROCESSORS.values()) - {PROCESSORS[march]}
+    check_alone(march, [name for name in names if name not in others])
+    assert len(names) > 6
+
+
+@pytest.mark.slow  # 3 s each
+def test_headers_with_tensors_open_alone():
+    names = [name for name in HEADERS if takes_tensors(name)]
+    check_alone("native", names)
+    assert len(names) > 6
+
+
+def test_the_page_names_files_that_exist():
+    page = (build.HERE / "README.md").read_text()
+    named = set(re.findall(r"[\w/]+\.(?:cpp|h|py)\b", page))
+    sources = {file.name for file in build.HERE.iterdir() if file.suffix in (".cpp", ".h", ".py")}
+    unknown = {name for name in named - sources if not (ROOT / name).exists()}
+    assert not unknown and named >= sources - {"__init__.py"}
 
 
 # ----------------------------------------------------------------------------------------- building
