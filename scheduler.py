@@ -204,7 +204,7 @@ class Scheduler:
         return oldest, source
 
     def _admit(self, request: Request, place: int, source: int) -> None:
-        """Give a request its place. source: the place whose cached beginning of the prompt it reuses"""
+        """Give a request its place. source: the place whose cached beginning it reuses"""
         session = self.session
         request.place = place
         self.running[place] = request
