@@ -99,7 +99,7 @@ class Request:
 
 
 class Piece(NamedTuple):
-    """What a step has brought a request. The last one is that whose request has a reason."""
+    """The tokens and the text that a step brings a request; the last one of an answer ends it."""
 
     request: Request
     tokens: list[int]  # up to the one that ends the answer
@@ -204,7 +204,7 @@ class Scheduler:
         return oldest, source
 
     def _admit(self, request: Request, place: int, source: int) -> None:
-        """Begin a request. source: the place whose cached beginning of the prompt is reused"""
+        """Give a request its place. source: the place whose cached beginning it reuses"""
         session = self.session
         request.place = place
         self.running[place] = request

@@ -162,9 +162,8 @@ class Session:
         self.view = self._view()
         self.answers = [0] * batch  # where the answer of each turn begins
         self.guide_errors: dict[int, str] = {}  # sequences that their guide has ended, and why
-        self.nan_sequences: dict[
-            int, str
-        ] = {}  # sequences that ended where numbers were not finite
+        # sequences that ended where numbers were not finite, and what is wrong
+        self.nan_sequences: dict[int, str] = {}
         self.pending: deque[CycleResult] = deque()  # cycles whose reports were not read
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []

@@ -47,7 +47,7 @@ class DraftMarks(NamedTuple):
 
 
 class Spans:
-    """The sources of a text whose tokens come earlier than the text is certain."""
+    """Tells the source of each part of a text, whose tokens come before the text is certain."""
 
     def __init__(self) -> None:
         self.left: deque[tuple[str, int, int]] = deque()  # source, characters, cycle
