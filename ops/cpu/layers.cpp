@@ -1,13 +1,15 @@
-// A forward pass of a model, or of a draft head, on a CPU in one call: a machine that runs a list of steps.
+// A forward pass of a model, or of a draft head, on a CPU in one call: a list of steps is executed.
 //
-// 1. Lists are made in Python (steps.py; model.py and models/ for models, eagle_draft.py for heads) and passed once, with
-//    their weights (`prepare_steps`). A step reads a register of rows, and writes one.
-// 2. `run` is one switch over the steps, with the matmuls and the attention of the other files between them. As separate
-//    operators, the hundreds of small ones of a pass cost more in dispatch, guards and allocations than in work.
+// 1. Lists are made in Python (steps.py; model.py and models/ for models, eagle_draft.py for heads)
+//    and passed once, with their weights (`prepare_steps`). A step reads a register of rows, and
+//    writes one.
+// 2. `run` is one switch over the steps, with the matmuls and the attention of the other files
+//    between them. As separate operators, the hundreds of small ones of a pass cost more in
+//    dispatch, guards and allocations than in work.
 // 3. All rows are in fp32, as in Python; keys, values and features are kept in bfloat16.
 //
-// A row's result does not depend on the other rows, bit for bit, as in the products and in attention: a norm's sum runs
-// over the row in one order, everything else is computed element by element.
+// A row's result does not depend on the other rows, bit for bit, as in matmuls and in attention: a
+// norm's sum runs over the row in one order, everything else is computed element by element.
 
 #include "attention.h"
 #include "blocks.h"
@@ -38,13 +40,14 @@ const Value* data(const at::Tensor& t) { return t.const_data_ptr<Value>(); }
 const float* rows_of(const at::Tensor& t) { return t.const_data_ptr<float>(); }
 
 // Calls f(row) for all rows, on several threads where that pays.
-template <class F> void each_row(int64_t rows, int64_t width, const F& f) {
+template <class F>
+void each_row(int64_t rows, int64_t width, const F& f) {
   parallel(rows, std::max<int64_t>(1, GRAIN / width), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) f(r);
   });
 }
 
-// ------------------------------------------------------------------------------------------------- weights
+// ----------------------------------------------------------------------------------------- weights
 
 struct Matrix {  // of a linear layer, or a stack of them: in bfloat16, or packed in strips
   at::Tensor weight;
@@ -80,7 +83,7 @@ at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std:
   return y;
 }
 
-// --------------------------------------------------------------------------------------------------- rows
+// -------------------------------------------------------------------------------------------- rows
 
 // row [width] -> to [width], normed; `to` may be the row itself. w: [width], in bfloat16 or fp32
 template <class T, class W>
@@ -101,9 +104,12 @@ void norm_row(const T* row, const W* w, int64_t width, double eps, T* to) {
 }
 
 // Calls f(weights of a norm), which are in bfloat16, or in fp32 where they count from one.
-template <class F> void with_gain(const at::Tensor& gain, const F& f) {
-  if (gain.scalar_type() == at::kFloat) f(rows_of(gain));
-  else f(data(gain));
+template <class F>
+void with_gain(const at::Tensor& gain, const F& f) {
+  if (gain.scalar_type() == at::kFloat)
+    f(rows_of(gain));
+  else
+    f(data(gain));
 }
 
 // x [..., F], of fp32 or bfloat16 -> the same
@@ -116,9 +122,8 @@ at::Tensor norm(const at::Tensor& x, const at::Tensor& gain, double eps) {
   with_gain(gain, [&](const auto* w) {
     fill(y, [&]<class T>(T* to) {
       const T* from = x.const_data_ptr<T>();
-      each_row(x.numel() / width, width, [&](int64_t r) {
-        norm_row(from + r * width, w, width, eps, to + r * width);
-      });
+      each_row(x.numel() / width, width,
+               [&](int64_t r) { norm_row(from + r * width, w, width, eps, to + r * width); });
     });
   });
   return y;
@@ -144,7 +149,8 @@ inline float logit_of(Activation activation, float x) {
 }
 
 // gate and up [..., 2 inner], of fp32 or bfloat16, side by side -> activation(gate) * up.
-template <Activation A> at::Tensor gate(const at::Tensor& both) {
+template <Activation A>
+at::Tensor gate(const at::Tensor& both) {
   RECORD_FUNCTION("gpt_eagle::gate", std::vector<c10::IValue>{});
   constexpr int64_t CHUNK = 256;
   const int64_t inner = both.size(-1) / 2, chunks = (inner + CHUNK - 1) / CHUNK;
@@ -168,10 +174,12 @@ template <Activation A> at::Tensor gate(const at::Tensor& both) {
   return y;
 }
 
-// ----------------------------------------------------------------------------------------------- feed-forward
+// ------------------------------------------------------------------------------------ feed-forward
 
-struct Routes {  // of the rows' experts, in the router's order: a row's first, its second, the next row's first ...
-  at::Tensor expert, share, rows;  // [P] int64; [P / J, J] fp32, softmax over a row's own or all; [P, F], inputs
+struct Routes {  // of the rows' experts, in the router's order: a row's first, its second, the next
+                 // row's first ...
+  at::Tensor expert, share,
+      rows;  // [P] int64; [P / J, J] fp32, softmax over a row's own or all; [P, F], inputs
 };
 
 // x [..., F] -> a router's scores of the experts, [..., E] fp32
@@ -185,9 +193,10 @@ Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen, bool
   const at::Tensor scores = score(x, router);  // [..., E]
   RECORD_FUNCTION("gpt_eagle::route", std::vector<c10::IValue>{});
   const int64_t experts = scores.size(-1), rows = scores.numel() / experts, width = x.size(-1);
-  Routes to{at::empty({rows * chosen}, x.options().dtype(at::kLong)), at::empty({rows, chosen}, x.options()),
-            at::empty({rows * chosen, width}, x.options())};
-  const at::Tensor every = norm ? scores : at::softmax(scores, -1);  // PyTorch's, so that the bits are the modules'
+  Routes to{at::empty({rows * chosen}, x.options().dtype(at::kLong)),
+            at::empty({rows, chosen}, x.options()), at::empty({rows * chosen, width}, x.options())};
+  const at::Tensor every =
+      norm ? scores : at::softmax(scores, -1);  // PyTorch's, so that the bits are the modules'
   const float *all = rows_of(scores), *shares = rows_of(every);
   int64_t* expert = to.expert.mutable_data_ptr<int64_t>();
   float* share = to.share.mutable_data_ptr<float>();
@@ -211,7 +220,8 @@ Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen, bool
   return to;
 }
 
-// y [P, F] -> [..., F] like x: the sum of each row's experts times their shares, always in the router's order.
+// y [P, F] -> [..., F] like x: the sum of each row's experts times their shares, always in the
+// router's order.
 at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x) {
   RECORD_FUNCTION("gpt_eagle::merge", std::vector<c10::IValue>{});
   const int64_t width = x.size(-1), rows = x.numel() / width, chosen = y.size(0) / rows;
@@ -221,14 +231,15 @@ at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x)
   each_row(rows, chosen * width, [&](int64_t r) {
     for (int64_t i = 0; i < width; i++) {
       float total = 0;
-      for (int64_t p = r * chosen; p < (r + 1) * chosen; p++) total += from[p * width + i] * share[p];
+      for (int64_t p = r * chosen; p < (r + 1) * chosen; p++)
+        total += from[p * width + i] * share[p];
       to[r * width + i] = total;
     }
   });
   return sum;
 }
 
-// ------------------------------------------------------------------------------------------------ attention
+// --------------------------------------------------------------------------------------- attention
 
 struct Cache {  // a layer each; the slots of the new tokens, and the slots that they see
   at::TensorList k, v;
@@ -240,7 +251,8 @@ struct Window {  // what the layers of one window see
   std::optional<at::Tensor> first;
 };
 
-// Returns the mask and the first slots of a layer that sees the last `size` tokens: kv_cache.sliding
+// Returns the mask and the first slots of a layer that sees the last `size` tokens:
+// kv_cache.sliding
 Window sliding(const Cache& cache, int64_t size) {
   const at::Tensor all = cache.mask.contiguous(), begin = cache.start.contiguous();
   const int64_t B = all.size(0), T = all.size(1), W = all.size(2);
@@ -281,7 +293,8 @@ void norm_heads(at::Tensor& qkv, int64_t heads, int64_t kv_heads, const at::Tens
 // Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values at their slots.
 // Returns: the queries.
 at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& slots, const std::tuple<at::Tensor, at::Tensor>& rope) {
+                            const at::Tensor& slots,
+                            const std::tuple<at::Tensor, at::Tensor>& rope) {
   RECORD_FUNCTION("gpt_eagle::rotary", std::vector<c10::IValue>{});
   const int64_t B = qkv.size(0), T = qkv.size(1), kv_heads = k.size(1), e = k.size(3);
   const int64_t heads = qkv.size(2) - 2 * kv_heads;
@@ -311,7 +324,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return attention::attention(q, k, v, cache.start, window.mask, window.first, scale);
 }
 
-// ------------------------------------------------------------------------------------------------- columns
+// ----------------------------------------------------------------------------------------- columns
 
 // Copies x [..., F] to the columns of y [..., whole], of fp32 or bfloat16, from `first` on.
 void copy_columns(const at::Tensor& x, const at::Tensor& y, int64_t first) {
@@ -327,7 +340,8 @@ void copy_columns(const at::Tensor& x, const at::Tensor& y, int64_t first) {
 // Columns first .. first + width of x [..., F], of fp32 or bfloat16, in fp32.
 at::Tensor columns_of(const at::Tensor& x, int64_t first, int64_t width) {
   const int64_t whole = x.size(-1);
-  TORCH_CHECK(first >= 0 && width > 0 && first + width <= whole, "rows of ", whole, " have no ", width, " features");
+  TORCH_CHECK(first >= 0 && width > 0 && first + width <= whole, "rows of ", whole, " have no ",
+              width, " features");
   const at::Tensor y = empty_rows(x, width, at::kFloat);
   float* to = y.mutable_data_ptr<float>();
   const auto copy = [&](const auto* from) {
@@ -335,23 +349,29 @@ at::Tensor columns_of(const at::Tensor& x, int64_t first, int64_t width) {
       for (int64_t i = 0; i < width; i++) to[r * width + i] = widen(from[r * whole + first + i]);
     });
   };
-  if (x.scalar_type() == at::kFloat) copy(rows_of(x));
-  else copy(data(x));
+  if (x.scalar_type() == at::kFloat)
+    copy(rows_of(x));
+  else
+    copy(data(x));
   return y;
 }
 
 // a [..., F] and b [..., G] -> [..., F + G], side by side.
 at::Tensor side_by_side(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor y = empty_rows(a, a.size(-1) + b.size(-1), at::kFloat);
-  copy_columns(a, y, 0), copy_columns(b, y, a.size(-1));
+  copy_columns(a, y, 0);
+  copy_columns(b, y, a.size(-1));
   return y;
 }
 
 // tokens [B, T] -> their rows of the weight [V, F], or of packed blocks with their table, [B, T, F]
-at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight, const std::optional<at::Tensor>& table) {
-  TORCH_CHECK(tokens.dim() == 2 && weight.is_contiguous(), "tokens must be [B, T], and weights contiguous");
+at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight,
+                 const std::optional<at::Tensor>& table) {
+  TORCH_CHECK(tokens.dim() == 2 && weight.is_contiguous(),
+              "tokens must be [B, T], and weights contiguous");
   const int64_t F = table ? BlockTable(*table, weight).k : weight.size(1), count = tokens.numel();
-  const at::Tensor x = at::empty({tokens.size(0), tokens.size(1), F}, weight.options().dtype(at::kFloat));
+  const at::Tensor x =
+      at::empty({tokens.size(0), tokens.size(1), F}, weight.options().dtype(at::kFloat));
   if (table) {
     blocks::block_rows(weight, *table, tokens.flatten(), x);
     return x;
@@ -365,10 +385,11 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight, const std::
   return x;
 }
 
-// -------------------------------------------------------------------------------------------------- the list
+// ---------------------------------------------------------------------------------------- the list
 
 enum class Op {
-  NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, ROUTE, MERGE, COPY, COLUMNS, BESIDE
+  NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, ROUTE, MERGE, COPY,
+  COLUMNS, BESIDE
 };
 constexpr std::pair<const char*, Op> OPS[] = {
     {"norm", Op::NORM},     {"part_norm", Op::PART_NORM}, {"project", Op::PROJECT},
@@ -391,7 +412,7 @@ struct Step {  // operands: what `for_cpp` in steps.py says of each kind
   const at::Tensor& weight(int i = 0) const { return *weights[i]; }
 };
 
-struct Program {  // steps, and what a pass begins with
+struct Program {        // steps, and what a pass begins with
   const Program* self;  // the content of the tensor that owns this record
   std::vector<Step> steps;
   int64_t layers;
@@ -413,9 +434,14 @@ Op op_of(const std::string& name) {
 void link_projections(std::vector<Step>& steps) {
   const at::Tensor* next = nullptr;
   for (int64_t i = int64_t(steps.size()) - 1; i >= 0; i--) {
-    const bool is_projection = steps[i].op == Op::PROJECT, is_mixture = is_projection && steps[i].counts[1];
-    if (is_projection && !is_mixture) steps[i].next = next, next = &steps[i].weight();
-    if (is_mixture || steps[i].op == Op::ROUTE) next = nullptr;
+    Step& step = steps[i];
+    const bool is_projection = step.op == Op::PROJECT;
+    const bool is_mixture = is_projection && step.counts[1];
+    if (is_projection && !is_mixture) {
+      step.next = next;
+      next = &step.weight();
+    }
+    if (is_mixture || step.op == Op::ROUTE) next = nullptr;
   }
 }
 
@@ -427,7 +453,7 @@ const Program& program_in(const at::Tensor& holder) {
   return *static_cast<const Program*>(at);
 }
 
-// --------------------------------------------------------------------------------------------------- the machine
+// ------------------------------------------------------------------------------------- the machine
 
 class Machine {
  public:
@@ -438,10 +464,11 @@ class Machine {
   // Makes the angles, and checks the operands of a pass over a cache. positions: [B, T]
   void use(const Cache& cache, const at::Tensor& positions, int64_t B, int64_t T) {
     const int64_t count = int64_t(cache.k.size());
-    TORCH_CHECK(count == program.layers && int64_t(cache.v.size()) == count, "the cache is of ", count,
-                " layers, not of ", program.layers);
-    TORCH_CHECK(positions.numel() == B * T && cache.slots.numel() == B * T && cache.k[0].size(0) == B,
-                "a position and a slot per row, and a cache row per batch row");
+    TORCH_CHECK(count == program.layers && int64_t(cache.v.size()) == count, "the cache is of ",
+                count, " layers, not of ", program.layers);
+    TORCH_CHECK(
+        positions.numel() == B * T && cache.slots.numel() == B * T && cache.k[0].size(0) == B,
+        "a position and a slot per row, and a cache row per batch row");
     const int64_t S = cache.k[0].size(2);
     slots = cache.slots.contiguous();
     for (int64_t r = 0; r < B * T; r++) {
@@ -454,8 +481,9 @@ class Machine {
     windows.push_back({0, cache.mask, std::nullopt});
   }
 
-  // Runs all steps. Where `aux_layers` ascend, copies these layers' inputs (aux hidden states) side by
-  // side to `kept` [B, T, any], from column F on. Writes: the cache. Returns: the last result, H.
+  // Runs all steps. Where `aux_layers` ascend, copies these layers' inputs (aux hidden states) side
+  // by side to `kept` [B, T, any], from column F on. Writes: the cache. Returns: the last result,
+  // H.
   const at::Tensor& run(at::IntArrayRef aux_layers = {}, const at::Tensor* kept = nullptr) {
     size_t tap = 0;
     int64_t begun = -1;  // layers, and what is behind them
@@ -481,7 +509,8 @@ class Machine {
   Routes routes;
 
   const at::Tensor& at(Register of) const {
-    TORCH_CHECK(rows[of] && rows[of]->defined(), "a step reads a register that no step has written");
+    TORCH_CHECK(rows[of] && rows[of]->defined(),
+                "a step reads a register that no step has written");
     return *rows[of];
   }
 
@@ -532,27 +561,31 @@ class Machine {
   // Returns [B, T, H + 2 Hkv, E] of the result of a projection.
   at::Tensor as_heads(const at::Tensor& x, const Step& step) {
     const int64_t all = step.counts[0] + 2 * step.counts[1], e = step.counts[2];
-    TORCH_CHECK(x.size(-1) == all * e || x.dim() == 4, "rows of ", x.size(-1), " are not ", all, " heads");
+    TORCH_CHECK(x.size(-1) == all * e || x.dim() == 4, "rows of ", x.size(-1), " are not ", all,
+                " heads");
     return x.view({x.size(0), x.size(1), all, e});
   }
 
   // Works in place.
   at::Tensor head_norm(const at::Tensor& x, const Step& step) {
     at::Tensor qkv = as_heads(x, step);
-    norm_heads(qkv, step.counts[0], step.counts[1], step.weight(0), step.weight(1), step.numbers[0]);
+    norm_heads(qkv, step.counts[0], step.counts[1], step.weight(0), step.weight(1),
+               step.numbers[0]);
     return qkv;
   }
 
   at::Tensor rotate(const at::Tensor& x, const Step& step) {
     const at::Tensor &k = cache->k[step.layer], &v = cache->v[step.layer];
-    TORCH_CHECK(k.size(1) == step.counts[1] && k.size(3) == step.counts[2] && v.sizes() == k.sizes(),
-                "the cache has other heads than the layer");
+    TORCH_CHECK(
+        k.size(1) == step.counts[1] && k.size(3) == step.counts[2] && v.sizes() == k.sizes(),
+        "the cache has other heads than the layer");
     return rotate_and_store(as_heads(x, step), k, v, slots, ropes.at(step.counts[3]));
   }
 
   at::Tensor attend_by(const at::Tensor& q, const Step& step) {
     const int64_t size = step.counts[0];
-    auto at = std::find_if(windows.begin(), windows.end(), [&](const Window& w) { return w.size == size; });
+    auto at = std::find_if(windows.begin(), windows.end(),
+                           [&](const Window& w) { return w.size == size; });
     if (at == windows.end()) {
       windows.push_back(sliding(*cache, size));
       at = windows.end() - 1;
@@ -583,7 +616,8 @@ at::Tensor embed(const at::Tensor& tokens, const Program& program) {
   return x;
 }
 
-// Runs a draft head over tokens [B, T] and features [B, T, F]. Writes: the cache. Returns: [B, T, F] in bfloat16.
+// Runs a draft head over tokens [B, T] and features [B, T, F]. Writes: the cache. Returns: [B, T,
+// F] in bfloat16.
 at::Tensor step_head(const Program& program, const at::Tensor& tokens, const at::Tensor& features,
                      const at::Tensor& positions, const Cache& cache) {
   Machine machine(program);
@@ -598,27 +632,30 @@ at::Tensor step_head(const Program& program, const at::Tensor& tokens, const at:
 
 }  // namespace
 
-// -------------------------------------------------------------------------------------------------- operators
+// --------------------------------------------------------------------------------------- operators
 
-// Makes a program of steps, each of which has an op, PER_STEP counts (source, to, layer, its own), 2 numbers and 3 weights.
-// Returns: a tensor that owns it.
+// Makes a program of steps, each of which has an op, PER_STEP counts (source, to, layer, its own),
+// 2 numbers and 3 weights. Returns: a tensor that owns it.
 constexpr int64_t PER_STEP = 7;
-at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts, at::ArrayRef<double> numbers,
-                         const Weights& weights, const at::Tensor& embedding,
+at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts,
+                         at::ArrayRef<double> numbers, const Weights& weights,
+                         const at::Tensor& embedding,
                          const std::optional<at::Tensor>& embedding_table, double embedding_scale,
                          at::TensorList freqs, at::ArrayRef<double> factors) {
   const int64_t count = int64_t(ops.size());
-  TORCH_CHECK(count && int64_t(counts.size()) == count * PER_STEP && int64_t(numbers.size()) == 2 * count &&
-                  int64_t(weights.size()) == 3 * count && freqs.size() == factors.size(),
+  TORCH_CHECK(count && int64_t(counts.size()) == count * PER_STEP &&
+                  int64_t(numbers.size()) == 2 * count && int64_t(weights.size()) == 3 * count &&
+                  freqs.size() == factors.size(),
               weights.size(), " weights do not fit ", count, " steps of 3");
-  Program* program = new Program{nullptr, {}, 0, embedding, embedding_table, embedding_scale, freqs.vec(),
-                                 factors.vec()};
+  Program* program = new Program{
+      nullptr, {}, 0, embedding, embedding_table, embedding_scale, freqs.vec(), factors.vec()};
   program->self = program;
-  const at::Tensor holder = at::from_blob(program, {1}, [program](void*) { delete program; },
-                                          at::TensorOptions().dtype(at::kLong));
+  const at::Tensor holder = at::from_blob(
+      program, {1}, [program](void*) { delete program; }, at::TensorOptions().dtype(at::kLong));
   for (int64_t i = 0; i < count; i++) {
     const int64_t* of = counts.data() + i * PER_STEP;
-    TORCH_CHECK(of[0] >= 0 && of[0] < REGISTERS && of[1] >= 0 && of[1] < REGISTERS, "no such register");
+    TORCH_CHECK(of[0] >= 0 && of[0] < REGISTERS && of[1] >= 0 && of[1] < REGISTERS,
+                "no such register");
     Step step{op_of(ops[i]), Register(of[0]), Register(of[1]), of[2], {}, {}, {}};
     std::copy_n(of + 3, 4, step.counts);
     std::copy_n(numbers.data() + 2 * i, 2, step.numbers);
@@ -630,27 +667,35 @@ at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts, a
   return holder;
 }
 
-// `Transformer.forward` of model.py: tokens, positions, slots [B, T] -> features after the final norm, and behind them
-// the inputs of the layers in aux_layers: [B, T, (1 + aux_layers) F]. Writes: k, v at the slots.
-at::Tensor run_model(const at::Tensor& holder, const at::Tensor& tokens, const at::Tensor& positions,
-                     at::TensorList k, at::TensorList v, const at::Tensor& slots, const at::Tensor& start,
-                     const at::Tensor& mask, at::IntArrayRef aux_layers) {
+// `Transformer.forward` of model.py: tokens, positions, slots [B, T] -> features after the final
+// norm, and behind them the inputs of the layers in aux_layers: [B, T, (1 + aux_layers) F]. Writes:
+// k, v at the slots.
+at::Tensor run_model(const at::Tensor& holder, const at::Tensor& tokens,
+                     const at::Tensor& positions, at::TensorList k, at::TensorList v,
+                     const at::Tensor& slots, const at::Tensor& start, const at::Tensor& mask,
+                     at::IntArrayRef aux_layers) {
   const Program& program = program_in(holder);
   Machine machine(program);
   const at::Tensor x = embed(tokens, program);
-  machine.rows[STREAM] = machine.rows[H] = x;
+  machine.rows[STREAM] = x;
+  machine.rows[H] = x;
   const Cache cache{k, v, slots, start, mask};
   machine.use(cache, positions, x.size(0), x.size(1));
-  const at::Tensor features = empty_rows(x, (1 + int64_t(aux_layers.size())) * x.size(2), at::kBFloat16);
-  copy_columns(machine.run(aux_layers, &features), features, 0);
+  const at::Tensor features =
+      empty_rows(x, (1 + int64_t(aux_layers.size())) * x.size(2), at::kBFloat16);
+  const at::Tensor& y = machine.run(aux_layers, &features);
+  TORCH_CHECK(y.sizes() == x.sizes(), "the last step must end in rows of ", x.size(2));
+  copy_columns(y, features, 0);
   return features;
 }
 
-// `EagleHead.forward` of eagle_draft.py over nodes [B, R] of a level. out: [B, R', F], outputs of the nodes before;
-// parent: [B, R], the index of each node's parent among these. Writes: k, v at the slots. Returns: [B, R, F].
+// `EagleHead.forward` of eagle_draft.py over nodes [B, R] of a level. out: [B, R', F], outputs of
+// the nodes before; parent: [B, R], the index of each node's parent among these. Writes: k, v at
+// the slots. Returns: [B, R, F].
 at::Tensor head_step(const at::Tensor& holder, const at::Tensor& tokens, const at::Tensor& out,
-                     const at::Tensor& parent, const at::Tensor& positions, at::TensorList k, at::TensorList v,
-                     const at::Tensor& slots, const at::Tensor& start, const at::Tensor& mask) {
+                     const at::Tensor& parent, const at::Tensor& positions, at::TensorList k,
+                     at::TensorList v, const at::Tensor& slots, const at::Tensor& start,
+                     const at::Tensor& mask) {
   TORCH_CHECK(tokens.dim() == 2 && out.dim() == 3, "tokens must be [B, R], out [B, R', F]");
   const int64_t B = tokens.size(0), R = tokens.size(1), before = out.size(1), F = out.size(2);
   const Operand<Value> of(out, {B, before, F}, "out");
@@ -664,19 +709,22 @@ at::Tensor head_step(const at::Tensor& holder, const at::Tensor& tokens, const a
   return step_head(program_in(holder), tokens, rows, positions, {k, v, slots, start, mask});
 }
 
-// `EagleDrafter.extend` of eagle_draft.py. inputs: the program of `EagleHead.inputs`; tokens: [B, R + 1]; features:
-// [B, R, (1 + aux_layers) F]; count, length: [B]; hidden: [B, 1, F]. Writes: k, v from slot `length` on. Returns: hidden
-// and length after the first `count` tokens.
+// `EagleDrafter.extend` of eagle_draft.py. inputs: the program of `EagleHead.inputs`; tokens: [B, R
+// + 1]; features: [B, R, (1 + aux_layers) F]; count, length: [B]; hidden: [B, 1, F]. Writes: k, v
+// from slot `length` on. Returns: hidden and length after the first `count` tokens.
 std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& holder, const at::Tensor& inputs,
                                                const at::Tensor& tokens, const at::Tensor& features,
                                                const at::Tensor& count, const at::Tensor& length,
-                                               const at::Tensor& hidden, at::TensorList k, at::TensorList v) {
+                                               const at::Tensor& hidden, at::TensorList k,
+                                               at::TensorList v) {
   TORCH_CHECK(features.dim() == 3 && features.scalar_type() == at::kBFloat16 && hidden.dim() == 3,
               "features and hidden have 3 dimensions, and features are bfloat16");
   const int64_t B = features.size(0), R = features.size(1), F = hidden.size(2);
-  const Whole token(tokens, {B, R + 1}, "tokens"), real(count, {B}, "count"), before(length, {B}, "length");
+  const Whole token(tokens, {B, R + 1}, "tokens"), real(count, {B}, "count"),
+      before(length, {B}, "length");
   const Operand<Value> held(hidden, {B, 1, F}, "hidden");
-  const at::Tensor next = at::empty({B, R}, tokens.options()), total = at::empty({B}, length.options());
+  const at::Tensor next = at::empty({B, R}, tokens.options()),
+                   total = at::empty({B}, length.options());
   const at::Tensor last = at::empty({B, 1, F}, hidden.options());
   for (int64_t b = 0; b < B; b++)
     std::copy_n(token.data + b * (R + 1) + 1, R, next.mutable_data_ptr<int64_t>() + b * R);
@@ -732,7 +780,8 @@ OPERATORS(m) {
   m.impl("geglu", at::kCPU, geglu);
   m.impl("geglu", at::kMeta, empty_swiglu);
   m.def(
-      "prepare_steps(str[] ops, int[] counts, float[] numbers, Tensor?[] weights, Tensor embedding, "
+      "prepare_steps(str[] ops, int[] counts, float[] numbers, Tensor?[] weights, Tensor "
+      "embedding, "
       "Tensor? embedding_table, float embedding_scale, Tensor[] freqs, float[] factors) -> Tensor");
   m.impl("prepare_steps", at::kCPU, prepare_steps);
   m.def(
