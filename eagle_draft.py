@@ -38,7 +38,7 @@ from hf.heads import (
 )
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
-from linear import LMHead
+from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
 from ops.cpu.layers import FusedHead, fits
 from ops.library import is_plain
@@ -159,7 +159,7 @@ class Eagle3Head(EagleHead):
             zeros = torch.zeros(model.vocab_size, model.dim)
             self.embedding = nn.Embedding.from_pretrained(zeros)
         if eagle3.lm_head:
-            self.lm_head = LMHead(model.dim, eagle3.draft_vocab, bias=False)
+            self.lm_head = Linear(model.dim, eagle3.draft_vocab, bias=False, fp32_out=True)
 
     def make_steps(self) -> None:
         """Make the lists of version 3. Writes: inputs, first, last."""

@@ -1,50 +1,160 @@
-"""Linear layers with float weights: one weight, or one for each expert of a mixture."""
+"""The linear layer, and the embedding over a packed weight.
+
+1. `Linear` is made with a float weight, so that it can be trained, loaded and split by its name.
+   `pack` puts a `Weight` of any format in its place (ops/weight.py).
+2. With experts, the weight is a stack, and every row is multiplied by its own expert's.
+3. `operands` are what the C++ pass over all layers (ops/cpu/layers.py) and CUDA's fused kernels
+   (ops/epilogues.py) take.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from ops.epilogues import LazyMatmul, UnnormalizedRows, lazy_matmul
+from ops import weight as weights
+from ops.epilogues import LazyMatmul, UnnormalizedRows, add, lazy_matmul
 from ops.experts import experts_linear
 from ops.linear import linear
+from ops.weight import Weight, matmul
 
 
-class Linear(nn.Linear):
-    """A linear layer, by the matmul that serves its dtype and device."""
+class Linear(nn.Module):
+    """Rows times a weight, x W^T, plus a bias."""
 
-    fp32_out = False  # outputs in fp32
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        experts: int = 0,
+        fp32_out: bool = False,
+        device: str | torch.device | None = None,
+    ):
+        """Make a layer with a random float weight.
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        return linear(x, self.weight, self.bias, self.fp32_out)
+        experts: of a stack of weights; 0: one weight
+        fp32_out: outputs in fp32, never rounded (LM heads)
+        """
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.experts = experts
+        self.fp32_out = fp32_out
+        shape = (experts, out_features, in_features) if experts else (out_features, in_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=device))
+        self.bias = nn.Parameter(torch.empty(shape[:-1], device=device)) if bias else None
+        self.packed: tuple[weights.Part, ...] = ()  # the parts of the weight in place of `weight`
+        for name in ("data", "table", "scale"):  # of `Weight`
+            self.register_buffer(name, None)
+        if not experts:  # which are loaded, or set
+            nn.Linear.reset_parameters(self)
 
-    def operands(self) -> tuple[Tensor, None, Tensor | None]:
-        """Return weight, scale and bias, as ops/cpu/layers.py and ops/epilogues.py take them."""
-        return self.weight, None, self.bias
+    @classmethod
+    def of(
+        cls, weight: Weight | Tensor, bias: Tensor | None = None, fp32_out: bool = False
+    ) -> Linear:
+        """Make a layer of a weight that is not trained: packed, or [N, K] or [E, N, K] numbers."""
+        if isinstance(weight, Weight):
+            sizes = (weight.inputs, weight.outputs)
+            experts = weight.experts
+        else:
+            sizes = (weight.shape[-1], weight.shape[-2])
+            experts = len(weight) if weight.dim() == 3 else 0
+        layer = cls(*sizes, False, experts, fp32_out, "meta")
+        if isinstance(weight, Weight):
+            layer.pack(weight)
+        else:
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+        return layer
+
+    def pack(self, weight: Weight) -> Linear:
+        """Put a packed weight in the place of the float one. Writes: the layer. Returns: it."""
+        assert (weight.inputs, weight.outputs) == (self.in_features, self.out_features), weight
+        assert weight.experts == self.experts, (weight.experts, self.experts)
+        self.weight = None
+        self.packed = weight.parts
+        self.data = weight.data
+        self.table = weight.table
+        self.scale = weight.scale
+        return self
+
+    @property
+    def record(self) -> Weight:
+        """The packed weight."""
+        assert self.packed, "the weight is float"
+        operands = (self.data, self.packed, self.in_features, self.table, self.scale)
+        return Weight(*operands, self.experts)
+
+    @property
+    def format(self) -> str:
+        """The format of the weight: "none", a key of `ops.formats.FORMATS`, or "blocks"."""
+        return self.record.format if self.packed else "none"
+
+    @property
+    def group_size(self) -> int:
+        """The inputs that share a scale; 0: all, or a GGUF file's own."""
+        return self.record.group_size if self.packed else 0
+
+    def forward(self, x: Tensor, routing: Tensor | None = None) -> Tensor:
+        """Multiply rows.
+
+        x: [..., K]; with experts [P, K]
+        routing: with experts, from `ops.experts.route`
+        Returns: [..., N].
+        """
+        if not self.packed:
+            if routing is not None:
+                return experts_linear(x, self.weight, routing)
+            return linear(x, self.weight, self.bias, self.fp32_out)
+        if self.bias is not None and not self.fp32_out and x.is_cuda:
+            lazy = lazy_matmul(x, self.data, self.scale, None)
+            if lazy:
+                return add(self.bias, lazy)
+        return matmul(x, self.record, self.bias, self.fp32_out, routing)
+
+    def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the weight, its table on a CPU or its scales on CUDA, and the bias."""
+        if not self.packed:
+            return self.weight, None, self.bias
+        return self.data, self.scale if self.table is None else self.table, self.bias
 
     def forward_lazy(self, x: Tensor | UnnormalizedRows) -> Tensor | LazyMatmul:
         """Return the outputs, [..., N], or a matmul, which the next operator computes."""
         return lazy_matmul(x, *self.operands()) or self(x)
 
+    def dequantize(self) -> Tensor:
+        """Return the numbers of the weight, [N, K] or [E, N, K]; of a packed one in fp32."""
+        return weights.numbers(self.record) if self.packed else self.weight
 
-class LMHead(Linear):
-    """The scores of tokens, in fp32: in bf16, the best two would often tie."""
+    def rows(self, ids: Tensor) -> Linear:
+        """Return a layer with some of the outputs, in their codes and scales where they can be.
 
-    fp32_out = True
+        Rows of GGUF blocks become bfloat16, as their layout cannot be written.
+        ids: [R] int64
+        """
+        bias = None if self.bias is None else self.bias.detach()[ids]
+        if not self.packed:
+            return type(self).of(self.weight.detach()[ids], bias, self.fp32_out)
+        return type(self).of(weights.take(self.record, ids), bias, self.fp32_out)
 
 
-class ExpertLinear(nn.Module):
-    """The linear layers of all experts, stacked."""
+class Embedding(nn.Module):
+    """An embedding that reads its rows from a packed weight, which a tied LM head shares."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int):
+    def __init__(self, weight: Weight):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
-        self.in_features = inputs
+        self.packed = weight.parts
+        self.register_buffer("data", weight.data)
+        self.register_buffer("table", weight.table)
 
-    def forward(self, x: Tensor, routing: Tensor) -> Tensor:
-        """Multiply rows with their experts: [P, K] -> [P, N]. routing: from `ops.experts.route`"""
-        return experts_linear(x, self.weight, routing)
+    @property
+    def record(self) -> Weight:
+        """The packed weight."""
+        return Weight(self.data, self.packed, int(self.table[1]), self.table)
 
-    def operands(self) -> tuple[Tensor, None, None]:
-        """Return weights, scale and bias, as ops/cpu/layers.py takes them."""
-        return self.weight, None, None
+    def forward(self, tokens: Tensor) -> Tensor:  # [...] int64 -> [..., F] fp32
+        rows = weights.rows_of(self.record, tokens.flatten(), torch.float32)
+        return rows.view(*tokens.shape, rows.shape[-1])

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fusions import FusedLayers
 from kv_cache import KVCache, Window, sliding
-from linear import LMHead
+from linear import Linear
 from ops.backends import TORCH, Backend
 from ops.library import is_plain
 from ops.rotary import rope_angles
@@ -334,7 +334,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(config.layer(i)) for i in range(config.n_layers))
         self.last = config.last()
         add_modules(self, self.last)
-        self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
+        # scores in fp32: in bf16, the best two would often tie
+        self.lm_head = Linear(config.dim, config.vocab_size, bias=False, fp32_out=True)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
         self.ropes = RotaryEmbeddings(config.ropes)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv_cache import Window
-from linear import ExpertLinear, Linear
+from linear import Linear
 from ops.attention import tree_attention
 from ops.experts import route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
@@ -197,9 +197,7 @@ class Project(Step):
     to: str = "h"
 
     def modules(self) -> dict[str, nn.Module]:
-        if self.experts:
-            return {self.name: ExpertLinear(self.experts, self.inputs, self.outputs)}
-        return {self.name: Linear(self.inputs, self.outputs, bias=self.bias)}
+        return {self.name: Linear(self.inputs, self.outputs, self.bias, self.experts)}
 
     def parameters(self) -> tuple[str, ...]:
         weight = (f"{self.name}.weight",)

@@ -31,7 +31,7 @@ from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.token_heads import TokenHeads, hydra_names, is_unused, read_hydra
 from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
-from linear import Linear, LMHead
+from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
 from ops.tree import Frontier
 from options import GenerateConfig
@@ -53,7 +53,7 @@ class HydraHeads(nn.Module):
             first = Linear((i + 2) * dim, 2 * dim)  # W above R
             self.mlps.append(nn.ModuleList([first, *(Linear(dim, dim) for _ in range(deeper))]))
             if config.own_lm_heads:
-                self.lm_heads.append(LMHead(dim, config.vocab_size))
+                self.lm_heads.append(Linear(dim, config.vocab_size, fp32_out=True))
         self.prefix = None
         if config.prefix:
             self.prefix = nn.ModuleList([Layer(config.prefix.layer(0))])

@@ -24,7 +24,7 @@ from extras.level_draft import LevelDrafter, head_options, score_with, tree_of
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
 from hf.weights import Storage, load_weights
-from linear import Linear, LMHead
+from linear import Linear
 from model import Transformer
 from options import GenerateConfig
 from runtime import replace_fields
@@ -43,7 +43,9 @@ class MedusaHeads(nn.Module):
             nn.ModuleList(Linear(dim, dim) for _ in every) for _ in range(config.layers - 1)
         )
         lm_heads = every if config.own_lm_heads else ()
-        self.lm_heads = nn.ModuleList(LMHead(dim, config.vocab_size, bias=False) for _ in lm_heads)
+        self.lm_heads = nn.ModuleList(
+            Linear(dim, config.vocab_size, bias=False, fp32_out=True) for _ in lm_heads
+        )
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the input of every LM head: [..., F] -> [..., D, F]."""

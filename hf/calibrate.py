@@ -29,10 +29,12 @@ from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.config import read_raw
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model, weight_names
+from linear import Linear
 from model import Transformer
+from ops.formats import WIDTH
 from options import ROOT
 from parallel.ranks import this_rank
-from quantize import WIDTH, Moments, quantize_directory
+from quantize import Moments, quantize_directory
 from steps import run_steps
 
 SEQUENCES = 32
@@ -45,7 +47,7 @@ VERSION = 1  # of the rounding, for the cache
 class Recorder(nn.Module):
     """A linear layer that adds up the second moments of its inputs."""
 
-    def __init__(self, layer: nn.Linear):
+    def __init__(self, layer: Linear):
         super().__init__()
         self.layer = layer
         widths = [min(WIDTH, layer.in_features - i) for i in range(0, layer.in_features, WIDTH)]
@@ -63,7 +65,7 @@ class Recorder(nn.Module):
         return self.layer(x)
 
     def operands(self) -> tuple[Tensor, None, Tensor | None]:
-        """Return the layer's, as `model.Linear` does."""
+        """Return the layer's, as `Linear` does."""
         return self.layer.operands()
 
     forward_lazy = forward
@@ -100,7 +102,7 @@ def second_moments(model: Transformer, ids: Tensor) -> Iterator[tuple[str, list[
     for number, layer in enumerate(model.layers):
         recorders = {}
         for name, module in list(layer.named_modules()):
-            if isinstance(module, nn.Linear):
+            if isinstance(module, Linear) and not module.experts:
                 recorders[name] = Recorder(module)
                 layer.set_submodule(name, recorders[name])
         batches = [layer(rows) for rows in batches]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf.checkpoint import Codes, TensorSource
 from hf.quant_config import as_ours, read_recipe
-from quantize import Int8Linear
+from ops.formats import Int8
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the outputs 0 to 7 among the 8 codes of a number
 HALVES = (torch.float16, torch.bfloat16)
@@ -179,7 +179,7 @@ class QuantizedFiles(TensorSource):
         if self.recipe.symmetric and "weight_zero_point" in parts:  # of older files
             self._check_zeros(layer, self.files.read(f"{layer}.weight_zero_point").float())
         if self.recipe.format == "fp8":
-            return Codes(*Int8Linear.encode(self.decoded(layer), 0))
+            return Codes(*Int8.encode(self.decoded(layer), 0))
         readers = {"gptq": self._gptq, "awq": self._awq, "packed": self._packed}
         reader = readers.get(self.recipe.layout, self._plain)
         codes, scale, zero = reader(layer, parts)

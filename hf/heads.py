@@ -50,9 +50,10 @@ from hf.fields import (
 )
 from hf.untrusted import load_pickle, read_untrusted
 from hf.weights import check_layers, layer_names
+from linear import Linear
 from model import ModelConfig
 from models.keys import WIDTH, HFConfig, HFSwiGLU
-from quantize import FORMATS, QuantLinear
+from ops.formats import FORMATS, Encoder
 
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 DRAFT_INPUTS = "feature&shifted"
@@ -216,7 +217,7 @@ def head_files(path: Path, form: str) -> TensorSource:
 
 
 def _numbers(
-    kind: type[QuantLinear], codes: Callable[[], Tensor], scale: Callable[[], Tensor]
+    kind: type[Encoder], codes: Callable[[], Tensor], scale: Callable[[], Tensor]
 ) -> Tensor:
     return kind.decode(kind.from_file(codes()), scale())
 
@@ -625,29 +626,13 @@ def draft_lm_head(
     # first, since rows are rounded one by one: their codes are the same, and fewer are computed
     own = model.lm_head
     if ids is not None:
-        own = rows_of(own, ids)
+        own = own.rows(ids)
     if quant is None or quant.is_blocks:  # blocks are a file's own
         return own
-    is_quantized = isinstance(own, QuantLinear)
-    if is_quantized and own.format == quant.format:
+    if own.format == quant.format:
         fits = own.format == "int8" or own.group_size == (quant.group_size or own.group_size)
         if fits:
             return own
     quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
-    weight = own.dequantize() if is_quantized else own.weight
-    return FORMATS[quant.format].from_float(weight, None, quant.group_size, fp32_out=True)
-
-
-def rows_of(linear: nn.Linear | QuantLinear, ids: Tensor) -> nn.Linear | QuantLinear:
-    """Return a copy of an LM head that has only the outputs `ids`.
-
-    The weights, or codes and scales, stay the same. ids: [Vd] int64
-    """
-    if isinstance(linear, QuantLinear):
-        return linear.rows(ids)
-    has_bias = linear.bias is not None
-    rows = type(linear)(linear.in_features, len(ids), bias=has_bias, device="meta")
-    rows.weight = nn.Parameter(linear.weight.detach()[ids], requires_grad=False)  # [Vd, F]
-    if has_bias:
-        rows.bias = nn.Parameter(linear.bias.detach()[ids], requires_grad=False)
-    return rows
+    weight = FORMATS[quant.format].round(own.dequantize(), quant.group_size)
+    return Linear.of(weight, fp32_out=True)

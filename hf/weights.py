@@ -15,6 +15,7 @@ writing files (checkpoint.py).
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,12 +36,13 @@ from hf.checkpoint import (
     scale_name,
 )
 from hf.config import EMBEDDING, open_source, read_config
-from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, pack, table_of
-from linear import ExpertLinear, LMHead
+from hf.gguf_blocks import Blocks, Numbers
+from linear import Embedding, Linear
 from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer
 from ops.cpu.pages import REGION, HugePages
+from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
-from quantize import FORMATS, Int8Linear, QuantExperts, QuantLinear, check_finite
+from ops.weight import Weight, stack, table_of
 from stats import check_memory
 from steps import Project, Step
 
@@ -133,13 +135,13 @@ def load_weights(
     with status, single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
         for number, (ours, theirs) in enumerate(names.items()):
             status.show(f"[loading: {number} of {len(names)} weights]")
-            if ours in linear:
-                _set_quantized(model, ours, loading, theirs)
-                continue
             owner, _, leaf = ours.rpartition(".")
+            if ours in linear:
+                loading.set_weight(theirs, model.get_submodule(owner))
+                continue
             if theirs[0] in files.quantized:  # an embedding in blocks
-                packed, table = loading.blocks(theirs, params[ours].shape)
-                setattr(model, owner, BlockEmbedding(packed, table))
+                weight = loading.packed(theirs, params[ours].shape)
+                setattr(model, owner, Embedding(weight))
                 continue
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
@@ -155,7 +157,7 @@ def _linear_weights(model: nn.Module) -> set[str]:
     """Return the names of the weights of linear layers."""
     names = set()
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, ExpertLinear)):
+        if isinstance(module, Linear):
             names.add(f"{name}.weight")
     return names
 
@@ -189,21 +191,10 @@ def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str],
         log_note(f"{files.path}: {one_line(unused)}")
 
 
-def _set_quantized(model: nn.Module, ours: str, loading: _Loading, theirs: tuple[str, ...]) -> None:
-    """Put a quantized layer in the place of a linear one. Writes: `model`."""
-    owner = ours.rpartition(".")[0]
-    parent, _, child = owner.rpartition(".")
-    linear = model.get_submodule(owner)
-    layer = loading.quantized(theirs, linear, fp32_out=isinstance(linear, LMHead))
-    setattr(model.get_submodule(parent), child, layer)
-    if not loading.storage.quant.is_blocks:  # which are packed where they stay
-        _trim_heap()
-
-
 def _quantized_by_others(
     files: TensorSource, names: dict[str, tuple[str, ...]], linear: set[str]
 ) -> set[str]:
-    """Return the linear weights that others quantized.
+    """Return the linear weights that others quantized, in part if a GGUF file holds them.
 
     Raises: ValueError for another quantized weight, or a layer that is quantized in part.
     """
@@ -216,12 +207,11 @@ def _quantized_by_others(
                 f"{files.path}: {codes[0]} is quantized, and only linear layers may be; "
                 "use another checkpoint"
             )
-        if codes and rest:
+        if codes and rest and not is_gguf(files.path):
             files.read(rest[0])  # one in codes that lacks its scale is refused for that
-            remedy = "--set dtype=bfloat16" if is_gguf(files.path) else "another checkpoint"
             raise ValueError(
                 f"{files.path}: {codes[0]} is quantized and {rest[0]} is not, "
-                f"and they are one layer here; use {remedy}"
+                "and they are one layer here; use another checkpoint"
             )
         if codes and ours in linear:
             found.add(ours)
@@ -242,8 +232,12 @@ def _check_memory(
     quant = storage.quant
     need = 0
     for name, parameter in params.items():
-        if quant is not None and quant.is_blocks and names[name][0] in files.quantized:
-            need += sum(files.quantized[theirs]().packed_bytes for theirs in names[name])
+        blocks = [theirs for theirs in names[name] if theirs in files.quantized]
+        if quant is not None and quant.is_blocks and blocks:
+            weights = [files.quantized[theirs]() for theirs in blocks]
+            need += sum(weight.part.bytes(weight.inputs) for weight in weights)
+            rest = parameter.numel() - sum(math.prod(weight.shape) for weight in weights)
+            need += max(rest, 0) * torch.bfloat16.itemsize  # of another shape it is refused later
             continue
         if name not in linear or quant is None or _widens_groups(files, storage):
             need += parameter.numel() * storage.dtype.itemsize
@@ -269,7 +263,7 @@ def _widens_groups(files: TensorSource, storage: Storage) -> bool:
 
 @dataclass(frozen=True)
 class _Loading:
-    """Reads tensors, and makes parameters and quantized layers of them."""
+    """Reads tensors, and makes parameters and packed weights of them."""
 
     files: TensorSource
     storage: Storage
@@ -291,25 +285,31 @@ class _Loading:
             value[number].copy_(part)
         return value
 
-    def quantized(
-        self, names: tuple[str, ...], layer: nn.Linear | ExpertLinear, fp32_out: bool
-    ) -> nn.Module:
-        """Return the quantized layer that replaces `layer`. fp32_out: its outputs are fp32."""
+    def set_weight(self, names: tuple[str, ...], layer: Linear) -> None:
+        """Pack the weight of a layer, or widen codes that its device does not hold.
+
+        Writes: the layer.
+        """
         shape = layer.weight.shape
-        if self.storage.quant.is_blocks:
-            if len(shape) == 3:
-                return BlockExperts(*self.blocks(names, shape))
-            return BlockLinear(*self.blocks(names, shape), layer.bias, fp32_out)
-        kind = FORMATS[self.storage.quant.format]
         if not self.fits_device(names):
-            return self.widened(names, layer)
-        if isinstance(layer, nn.Linear):
-            codes, scale, *zero = self._codes(kind, names, shape)
-            made = kind(codes, scale, layer.bias, fp32_out, *zero)
-            return self.pages.move(made) if self.pages else made
-        # experts are too much to be there twice: they stay in normal pages
-        parts = (self._codes(kind, part, shape[1:]) for part in _by_expert(names, shape[0]))
-        return QuantExperts(kind, parts, shape[0])
+            layer.weight = nn.Parameter(self.widened(names, shape), requires_grad=False)
+            return
+        layer.pack(self.packed(names, shape))
+        if self.storage.quant.is_blocks:  # which are packed where they stay
+            return
+        if self.pages and not layer.experts:  # which are too much to be there twice
+            self.pages.move(layer)
+        _trim_heap()
+
+    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+        """Return a weight, or a stack of them, in the layout of its format and device."""
+        if self.storage.quant.is_blocks:
+            return self._blocks(names, shape)
+        kind = FORMATS[self.storage.quant.format]
+        if len(shape) == 2:
+            return kind.pack(*self._codes(kind, names, shape))
+        experts = _by_expert(names, shape[0])
+        return stack((kind.pack(*self._codes(kind, part, shape[1:])) for part in experts), shape[0])
 
     def fits_device(self, names: tuple[str, ...]) -> bool:
         """Check that the device's product holds the codes of others; int8 on CUDA may not."""
@@ -322,49 +322,51 @@ class _Loading:
                 return False
         return True
 
-    def widened(
-        self, names: tuple[str, ...], layer: nn.Linear | ExpertLinear
-    ) -> nn.Linear | ExpertLinear:
-        """Return the layer with the numbers of codes. Writes: its weight, and `wide`."""
-        shape = layer.weight.shape
+    def widened(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
+        """Return the numbers of codes. Writes: `wide`."""
         parts = [self.files.quantized[name]().numbers() for name in names]
         flat = torch.Size((shape.numel() // shape[-1], shape[-1]))
-        value = self._stack(parts, names, flat, self.storage.dtype).view(shape)
-        layer.weight = nn.Parameter(value, requires_grad=False)
         self.wide.append(names[0])
-        return layer
+        return self._stack(parts, names, flat, self.storage.dtype).view(shape)
 
-    def blocks(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, Tensor]:
+    def _blocks(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
         """Pack a weight, or a stack of them, that stays in the file's blocks.
 
-        Returns: packed [bytes] or [experts, bytes] uint8; their table.
+        Numbers that the file has beside blocks of the same layer become bfloat16.
         """
         experts = list(_by_expert(names, shape[0])) if len(shape) == 3 else [names]
-        stack = [[self.files.quantized[name]() for name in part_names] for part_names in experts]
-        tables = []
-        for parts, part_names in zip(stack, experts):
-            self._check_shape(
-                [(part.outputs, part.inputs) for part in parts], part_names, shape[-2:]
-            )
-            tables.append(table_of(parts))
-        table = tables[0]
-        if not all(torch.equal(table, other) for other in tables):
+        sources = [[self._block_source(name) for name in part_names] for part_names in experts]
+        for of_expert, part_names in zip(sources, experts):
+            self._check_shape([source.shape for source in of_expert], part_names, shape[-2:])
+        kinds = {tuple(source.part for source in of_expert) for of_expert in sources}
+        if len(kinds) > 1:
             raise ValueError(
                 f"{self.files.path}: the experts of {names[0]} and others are of several types; "
                 "use --set dtype=bfloat16"
             )
-        size = torch.Size((len(stack), int(table[2])))
-        packed = (
-            self.pages.empty(size, torch.uint8)
+        (parts,) = kinds
+        sizes = [part.bytes(shape[-1]) for part in parts]
+        every = torch.Size((len(sources), sum(sizes)))
+        data = (
+            self.pages.empty(every, torch.uint8)
             if self.pages
-            else torch.empty(size, dtype=torch.uint8)
+            else torch.empty(every, dtype=torch.uint8)
         )
-        for parts, strips in zip(stack, packed):
-            pack(parts, table, strips, self.files.path)
-        return packed if len(shape) == 3 else packed[0], table
+        for of_expert, bytes in zip(sources, data):
+            for source, out in zip(of_expert, bytes.split(sizes)):
+                source.pack(out, self.files.path)
+        table = table_of(parts, shape[-1], sizes)
+        if len(shape) == 3:
+            return Weight(data, parts, shape[-1], table, experts=len(sources))
+        return Weight(data[0], parts, shape[-1], table)
+
+    def _block_source(self, name: str) -> Blocks | Numbers:
+        if name in self.files.quantized:
+            return self.files.quantized[name]()
+        return Numbers(self.files.read(name, torch.bfloat16))
 
     def _codes(
-        self, kind: type[QuantLinear], names: tuple[str, ...], shape: torch.Size
+        self, kind: type[Encoder], names: tuple[str, ...], shape: torch.Size
     ) -> tuple[Tensor, ...]:
         """Return codes, scale and, if there is one, zero point of a weight.
 
@@ -382,7 +384,7 @@ class _Loading:
         scale_names = tuple(map(scale_name, names))
         scale_shape = kind.scale_shape(shape, quant.group_size)
         scale = self._join(scale_names, scale_shape, kind.scale_dtype(quant.group_size))
-        if kind is Int8Linear and quant.group_size and self.storage.device != "cpu":
+        if kind.format == "int8" and quant.group_size and self.storage.device != "cpu":
             return kind.encode(kind.decode(codes, scale), 0)  # CUDA's product has no groups
         return codes, scale
 
@@ -544,15 +546,15 @@ def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
     Writes: the LM head.
     """
     embedding = model.embedding
-    if isinstance(embedding, BlockEmbedding):
-        model.lm_head = BlockLinear(embedding.packed, embedding.table, None, fp32_out=True)
+    if isinstance(embedding, Embedding):
+        model.lm_head.pack(embedding.record)
     elif quant is None:
         model.lm_head.weight = embedding.weight
     else:
         has_groups = quant.format == "int4" or embedding.weight.device.type == "cpu"
         group = quant.group_size if has_groups else 0
-        head = FORMATS[quant.format].from_float(embedding.weight, None, group, fp32_out=True)
-        model.lm_head = HugePages().move(head)
+        model.lm_head.pack(FORMATS[quant.format].round(embedding.weight, group))
+        HugePages().move(model.lm_head)
 
 
 def keep_blocks(files: TensorSource, model: Transformer, device: str) -> Quantization | None:
@@ -626,8 +628,8 @@ def check_experts(config: ModelConfig, files: TensorSource) -> None:
 
 def int4_group(model: nn.Module) -> int:
     """Return the fewest inputs that share a scale in a model's int4 layers; 0: it has none."""
-    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    return min((layer.group_size for layer in layers), default=0)
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear) and layer.packed]
+    return min((layer.group_size for layer in layers if not layer.experts), default=0)
 
 
 def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:

@@ -60,7 +60,7 @@ class LazyMatmul(NamedTuple):
 
     x: Tensor  # [..., K]
     squares: Tensor | None  # of `UnnormalizedRows`, by which the result is to be divided
-    packed: Tensor  # the weight, or its codes, and their scales as in ops/qmatmul.py
+    packed: Tensor  # the weight, or its codes, and their scales as in ops/weight.py
     scale: Tensor | None
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -89,7 +89,7 @@ def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     if is_plain("experts"):
         return experts_linear_reference(x, weight, expert)
     if weight.is_contiguous() and has_linear_kernel(x, weight, "experts"):
-        return torch.ops.gpt_eagle.linear_bf16(x, weight, None, False, expert)
+        return torch.ops.gpt_eagle.matmul(x, weight, None, None, weight.shape[1], False, expert)
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, rows in rows_by_expert(expert):
         y[rows] = F.linear(x[rows].to(weight.dtype), weight[e]).to(x.dtype)

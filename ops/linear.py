@@ -1,6 +1,6 @@
 """Linear layers with float weights, x W^T.
 
-On a CPU in bf16 this is cpu/linear.cpp, on CUDA in 16 bits cuda/qmatmul.py: a row's bits do not
+On a CPU in bf16 this is cpu/matmul_bf16.h, on CUDA in 16 bits cuda/qmatmul.py: a row's bits do not
 depend on the other rows of the batch. Anywhere else, where gradients are needed, and for long
 prompts on CUDA, it is PyTorch's.
 """
@@ -18,7 +18,7 @@ from ops.library import cuda_products, has_cpu_operators, is_plain, lib, needs_g
 # tokens of a sequence whose product is ours on CUDA; many more are bound by arithmetic, and are
 # left to cuBLAS
 MOST_TOKENS = 64
-CHAINS = 16  # sums of an output; as in cpu/linear.cpp
+CHAINS = 16  # sums of an output; as in cpu/matmul_bf16.h
 HALVES = (torch.bfloat16, torch.float16)
 WIDENED = (torch.bfloat16, torch.float32)  # dtypes of rows beside weights in bf16
 # not `has_triton`, whose note is about products that are slow without it
@@ -45,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool
             y, *_ = torch.ops.gpt_eagle.add_product(x, weight, None, bias, None, 0.0)
         return y.float() if fp32_out else y
     if has_linear_kernel(x, weight):
-        return torch.ops.gpt_eagle.linear_bf16(x, weight, bias, fp32_out)
+        return torch.ops.gpt_eagle.matmul(x, weight, None, bias, len(weight), fp32_out)
     halves = x.dtype == weight.dtype != torch.float32
     if fp32_out and bias is None and x.is_cuda and halves and not needs_gradients(x, weight):
         y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
@@ -116,7 +116,7 @@ lib.impl("linear_halves", _linear_halves_cuda, "CUDA")
 
 
 def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `linear_bf16` plainly, bit for bit: an output has CHAINS sums, added in the end.
+    """Multiply in bf16 plainly, bit for bit as a CPU does: an output has CHAINS sums.
 
     On AMX tiles it is `linear_tiles_reference`.
     x: [M, K] bf16; weight: [N, K] bf16. Returns: [M, N] fp32.
@@ -135,7 +135,7 @@ def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_tiles_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `linear_bf16` on AMX tiles plainly, bit for bit (cpu/tiles.h).
+    """Multiply in bf16 plainly, bit for bit as on AMX tiles (cpu/amx.h).
 
     Each 32 of k have a sum of the even and one of the odd; both are added, then added to the total.
     The unit takes numbers below 2^-126 as zeros, which this does not.

@@ -44,7 +44,6 @@ from hf.checkpoint import (
     scale_name,
 )
 from hf.config import open_source, read_config
-from hf.heads import rows_of
 from model import ModelConfig, Transformer
 from ops.backends import Backend
 from ops.library import lib
@@ -287,7 +286,7 @@ class VocabParallelHead(nn.Module):
         count = -(-self.vocab // dist.get_world_size())
         first = dist.get_rank() * count
         ids = torch.arange(first, first + count).clamp(max=self.vocab - 1)
-        self.part = rows_of(whole, ids)
+        self.part = whole.rows(ids)
         device = next(chain(whole.parameters(), whole.buffers())).device
         self.register_buffer("ids", ids.to(device))  # [ceil(V / N)] int64, the token of each output
 

@@ -28,7 +28,7 @@ from torch import Tensor
 import ops.cuda.layout
 import ops.experts
 import ops.linear
-import ops.qmatmul
+import ops.weight
 import sampling
 from decode import Cycle, Engine, build_cycles
 from draft_tree import DecodedTokens, StaticTree
@@ -36,15 +36,18 @@ from drafters import Drafter, Method, TreeDrafter
 from eagle_draft import EagleHead, load_head
 from extras.autosize import AutoTrees
 from extras.residual import sample_children
-from hf.gguf_blocks import Blocks, pack, table_of
+from hf.gguf_blocks import Blocks, Numbers
 from hf.weights import export_weights, load_model, weight_names
+from linear import Linear
 from load import accept_rule
 from model import Layer, ModelConfig, Transformer
 from ops.backends import TORCH, Backend
+from ops.formats import FORMATS
 from ops.library import has_cpu_operators
 from ops.norm import rms_norm_reference
 from ops.rotary import HeadNorms
 from ops.tree import Candidates
+from ops.weight import Weight, stack, table_of
 from options import GenerateConfig
 from sampling import Sampling, SamplingMode, SamplingTensors
 from scripts.train import training
@@ -319,14 +322,14 @@ class Quantized(NamedTuple):
         """The product in the plainest way."""
         if self.scale is None:
             return x @ self.packed.to(x.dtype).T
-        product = ops.qmatmul.w4a16_reference if self.group else ops.qmatmul.w8a16_reference
+        product = ops.weight.w4a16_reference if self.group else ops.weight.w8a16_reference
         return product(x, self.packed, self.scale)
 
     def operator(self, x: Tensor) -> Tensor:
         """The product by the operator."""
         if self.scale is None:
             return ops.linear.halves_product(x, self.packed.to(x.dtype), "none")
-        return (ops.qmatmul.w4a16 if self.group else ops.qmatmul.w8a16)(x, self.packed, self.scale)
+        return (ops.weight.w4a16 if self.group else ops.weight.w8a16)(x, self.packed, self.scale)
 
 
 def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
@@ -345,7 +348,7 @@ def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> 
     if group:
         zero = torch.randint(-8, 9, scale.shape, generator=g, device=device, dtype=torch.int8)
         scale = (
-            ops.qmatmul.join_zeros(scale.half(), zero)
+            ops.weight.join_zeros(scale.half(), zero)
             if form.endswith("zeros")
             else scale.bfloat16()
         )
@@ -379,7 +382,7 @@ class QuantizedExperts(NamedTuple):
         """The product by the operator."""
         if not self.parts:
             return ops.experts.experts_linear(x, self.weight, routing)
-        return (ops.qmatmul.w4a16 if self.parts[0].group else ops.qmatmul.w8a16)(
+        return (ops.weight.w4a16 if self.parts[0].group else ops.weight.w8a16)(
             x, self.weight, self.scale, routing
         )
 
@@ -452,12 +455,39 @@ def random_blocks(name: str, n: int, k: int, seed: int = 0, order: Tensor | None
     return Blocks(name, content, BLOCK_KINDS[name].type_id, k, order)
 
 
-def packed_blocks(*parts: Blocks) -> tuple[Tensor, Tensor]:
-    """Packed blocks of a layer, and their table."""
-    table = table_of(parts)
-    out = torch.full((int(table[2]),), 255, dtype=torch.uint8)
-    pack(parts, table, out, Path("m.gguf"))
-    return out, table
+def weight_of_blocks(*parts: Blocks | Numbers) -> Weight:
+    """The weight of a layer whose parts lie in a GGUF file."""
+    inputs = parts[0].shape[1]
+    kinds = tuple(part.part for part in parts)
+    sizes = [kind.bytes(inputs) for kind in kinds]
+    out = torch.full((sum(sizes),), 255, dtype=torch.uint8)
+    for part, strips in zip(parts, out.split(sizes)):
+        part.pack(strips, Path("m.gguf"))
+    return Weight(out, kinds, inputs, table_of(kinds, inputs, sizes))
+
+
+def packed_blocks(*parts: Blocks | Numbers) -> tuple[Tensor, Tensor]:
+    """The bytes and the table of such a weight."""
+    weight = weight_of_blocks(*parts)
+    return weight.data, weight.table
+
+
+def planes_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lay out codes for CUDA on every device, so that layers multiply as there."""
+    layout_of = ops.weight.layout_of
+    monkeypatch.setattr(
+        ops.weight, "layout_of", lambda format, device, scale: layout_of(format, "cuda", scale)
+    )
+
+
+def rounded(
+    format: str, weight: Tensor, bias: Tensor | None = None, group: int = 128, wide: bool = False
+) -> Linear:
+    """A layer of a weight, [N, K] or [E, N, K] float, rounded to a format."""
+    kind = FORMATS[format]
+    if weight.dim() == 2:
+        return Linear.of(kind.round(weight, group), bias, wide)
+    return Linear.of(stack((kind.round(each, group) for each in weight), len(weight)))
 
 
 # -------------------------------------------------------------------------------------------- tools

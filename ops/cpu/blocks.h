@@ -3,9 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace blocks {
 
-void block_rows(const at::Tensor& packed, const at::Tensor& table, const at::Tensor& rows,
-                const at::Tensor& out);
+void read_rows(const at::Tensor& data, const std::optional<at::Tensor>& table,
+               const at::Tensor& rows, const at::Tensor& out);
 
 }  // namespace blocks

@@ -19,7 +19,7 @@
 #include "rotary.h"
 #include "threads.h"
 #include "tree.h"
-#include "strips.h"
+#include "weight_layout.h"
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/softmax.h>
@@ -49,18 +49,10 @@ void each_row(int64_t rows, int64_t width, const F& f) {
 
 // ----------------------------------------------------------------------------------------- weights
 
-struct Matrix {  // of a linear layer, or a stack of them: in bfloat16, or packed in strips
+struct Matrix {  // of a linear layer, or a stack of them: see `Weight` in weight_layout.h
   at::Tensor weight;
-  std::optional<at::Tensor> scale, bias;
+  std::optional<at::Tensor> table, bias;
 };
-
-// x [..., K] -> [..., n], by the product of quantized weights; blocks have a table in place of scales, and groups
-// have their scales among the codes.
-at::Tensor product(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert) {
-  if (!by.scale || !by.scale->numel()) return quantized::grouped(x, by.weight, n, false, expert);
-  if (by.scale->scalar_type() == at::kLong) return quantized::blocks(x, by.weight, *by.scale, false, expert);
-  return quantized::w8a8(x, by.weight, *by.scale, false, expert);
-}
 
 // Names the weight of the product behind the next one, or null where it is not known.
 void then_read(const at::Tensor* weight) {
@@ -68,19 +60,11 @@ void then_read(const at::Tensor* weight) {
   else read_next(nullptr, 0);
 }
 
-// x [..., K] -> [..., n], by the product for the weight's layout. expert: of each row, int64, for a stack.
-at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n, const std::optional<at::Tensor>& expert = {}) {
+// x [..., K] -> [..., n]. expert: of each row, int64, for a stack.
+at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n,
+                    const std::optional<at::Tensor>& expert = {}) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
-  if (by.weight.scalar_type() == at::kBFloat16) return linear::linear_bf16(x, by.weight, by.bias, true, expert);
-  const at::Tensor y = product(x, by, n, expert);
-  if (by.bias) {
-    float* to = y.mutable_data_ptr<float>();
-    const Value* bias = data(*by.bias);
-    each_row(y.numel() / n, n, [&](int64_t r) {
-      for (int64_t i = 0; i < n; i++) to[r * n + i] += widen(bias[i]);
-    });
-  }
-  return y;
+  return matmul::matmul(x, by.weight, by.table, by.bias, n, true, expert);
 }
 
 // -------------------------------------------------------------------------------------------- rows
@@ -185,7 +169,7 @@ struct Routes {  // of the rows' experts, in the router's order: a row's first, 
 // x [..., F] -> a router's scores of the experts, [..., E] fp32
 at::Tensor score(const at::Tensor& x, const at::Tensor& router) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
-  return linear::linear_bf16(x, router, {}, true, {});
+  return matmul::matmul(x, router, {}, {}, router.size(0), true, {});
 }
 
 // The best experts of every row of x [..., F]; of equal ones the first.
@@ -369,11 +353,12 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight,
                  const std::optional<at::Tensor>& table) {
   TORCH_CHECK(tokens.dim() == 2 && weight.is_contiguous(),
               "tokens must be [B, T], and weights contiguous");
-  const int64_t F = table ? BlockTable(*table, weight).k : weight.size(1), count = tokens.numel();
+  const int64_t F = table ? Weight(weight, table).k : weight.size(1);
+  const int64_t count = tokens.numel();
   const at::Tensor x =
       at::empty({tokens.size(0), tokens.size(1), F}, weight.options().dtype(at::kFloat));
   if (table) {
-    blocks::block_rows(weight, *table, tokens.flatten(), x);
+    blocks::read_rows(weight, *table, tokens.flatten(), x);
     return x;
   }
   const Whole token(tokens, tokens.sizes(), "tokens");

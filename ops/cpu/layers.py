@@ -77,7 +77,7 @@ def _layers_of(model: nn.Module) -> list[Placed]:
 def embedding_operands(embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return an embedding's weight, [V, F], or its packed blocks; the blocks' table, or None."""
     table = getattr(embedding, "table", None)
-    return embedding.weight.detach() if table is None else embedding.packed, table
+    return embedding.weight.detach() if table is None else embedding.data, table
 
 
 class FusedModel:

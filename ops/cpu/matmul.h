@@ -1,4 +1,4 @@
-// Linear layers of all formats of weights (quantized.cpp, linear.cpp), and their unit on AMX tiles.
+// The matmul of a linear layer (matmul.cpp), and its unit on AMX tiles (amx.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,19 +8,21 @@
 #include <string>
 #include <tuple>
 
-namespace quantized {
-at::Tensor grouped(const at::Tensor& x, const at::Tensor& packed, int64_t n, bool wide,
-                   const std::optional<at::Tensor>& expert);
-at::Tensor w8a8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale, bool wide,
-                const std::optional<at::Tensor>& expert);
-at::Tensor blocks(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& table, bool wide,
-                  const std::optional<at::Tensor>& expert);
-}  // namespace quantized
-namespace linear {
-at::Tensor linear_bf16(const at::Tensor& x, const at::Tensor& weight,
-                       const std::optional<at::Tensor>& bias, bool wide,
-                       const std::optional<at::Tensor>& expert);
-}  // namespace linear
+namespace matmul {
+
+// Multiplies rows by a weight, x W^T, and adds a bias: the operator `matmul`.
+//
+// x: [..., k], bfloat16, or fp32, which makes the result fp32; a weight in bfloat16 rounds it
+// weight, table: see `Weight` in weight_layout.h; without a table, bfloat16
+// bias: [n] bfloat16, or none; n: the weight's outputs
+// expert: one int64 per row, of a stack of weights; its bias is [experts, n]
+// Returns: [..., n], in x's type, or fp32.
+at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& table, const std::optional<at::Tensor>& bias,
+                  int64_t n, bool fp32_out, const std::optional<at::Tensor>& expert);
+
+}  // namespace matmul
+
 namespace amx {
 bool use_tiles(std::string name);
 std::tuple<std::string, int64_t, int64_t> tiles();

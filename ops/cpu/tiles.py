@@ -1,4 +1,4 @@
-"""The unit of matmuls on AMX tiles (tiles.h), chosen once, when the operators are loaded.
+"""The unit of matmuls on AMX tiles (amx.h), chosen once, when the operators are loaded.
 
 By default it is the hardware, where the processor and its system allow it, and a few matmuls on it
 equal those on the emulation, the plain reference, bit for bit. A forked child compares them, as a
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from cli.io import log_note
 from ops import switches
-from ops.cpu.layout import pack_int4_strips, pack_int8_strips
+from ops.cpu.layout import pack_strips
 
 INPUTS = 512  # of the matmuls in integers
+INT4 = 100  # the ids of layouts in weight_layout.h
+INT8_OUTPUT = 104
 LIMIT_S = 10  # of the child, which takes milliseconds; a lock that it inherited may stop it
 
 
@@ -83,14 +85,12 @@ class Operands(NamedTuple):
 
     x: Tensor  # [48, 529] bfloat16; those of integers read the first INPUTS columns
     weight: Tensor  # [40, 529] bfloat16
-    int4: list[Tensor]  # packed, in groups of 32 and of 128
-    int8: Tensor  # packed
-    scale: Tensor  # [40] float32, of int8
-    k_types: list[tuple[Tensor, Tensor]]  # packed blocks and their table, of Q4_K and Q6_K
+    # packed, with their tables: int4 in groups of 32 and of 128, int8, Q4_K and Q6_K
+    strips: list[tuple[Tensor, Tensor]]
 
 
 class KType(NamedTuple):
-    """A type of GGUF with integer scales, as strips.h lays out 256 weights of 32 outputs."""
+    """A type of GGUF with integer scales, as weight_layout.h lays out 256 weights of 32 outputs."""
 
     number: int
     halves: int  # bytes of float16 numbers, at the begin of the header
@@ -104,17 +104,21 @@ Q6_K = KType(number=14, halves=64, scales=512, signed=True)
 
 def _k_weight(kind: KType, n: int, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Make packed blocks of random codes and scales. Returns: them, and their table."""
-    blocks = torch.ops.gpt_eagle.block_bytes
-    size = blocks(kind.number, 32, 256)
+    blocks = partial(torch.ops.gpt_eagle.weight_bytes, kind.number, group=0)
+    size = blocks(n=32, k=256)
     random = partial(torch.randint, dtype=torch.uint8, device="cpu", generator=generator)
-    packed = random(256, (blocks(kind.number, n, k) // size, size))
+    packed = random(256, (blocks(n=n, k=k) // size, size))
     codes = kind.halves + kind.scales  # where they begin
     if not kind.signed:
         packed[:, kind.halves : codes] &= 63
     numbers = torch.rand(len(packed), kind.halves // 2, generator=generator, device="cpu")
     packed[:, : kind.halves] = (numbers / 64).half().view(torch.uint8)
-    table = torch.tensor([n, k, packed.numel(), kind.number, n, 0], device="cpu")
-    return packed.flatten(), table
+    return packed.flatten(), _table(packed, n, k, kind.number)
+
+
+def _table(packed: Tensor, n: int, k: int, layout: int, group: int = 0) -> Tensor:
+    """Return the table of a weight of one part (weight_layout.h)."""
+    return torch.tensor([n, k, packed.numel(), layout, n, group, 0], device="cpu")
 
 
 def _operands() -> Operands:
@@ -131,14 +135,14 @@ def _operands() -> Operands:
     weight = normal(n, k_bf16)
     codes = (50 * normal(n, k)).clamp(-128, 127).to(torch.int8)
     scales = normal(n, k // 32).bfloat16()
-    return Operands(
-        x=x.bfloat16(),
-        weight=weight.bfloat16(),
-        int4=[pack_int4_strips(codes >> 4, scales[:, : k // group]) for group in (32, 128)],
-        int8=pack_int8_strips(codes),
-        scale=scales[:, 0].float(),
-        k_types=[_k_weight(kind, n, k, generator) for kind in (Q4_K, Q6_K)],
-    )
+    strips = []
+    for group in (32, 128):
+        packed = pack_strips(codes >> 4, scales[:, : k // group], 4)
+        strips.append((packed, _table(packed, n, k, INT4, group)))
+    packed = pack_strips(codes, scales[:, 0].float(), 8)
+    strips.append((packed, _table(packed, n, k, INT8_OUTPUT)))
+    strips += [_k_weight(kind, n, k, generator) for kind in (Q4_K, Q6_K)]
+    return Operands(x.bfloat16(), weight.bfloat16(), strips)
 
 
 def matmuls(unit: str, of: Operands) -> list[Tensor]:
@@ -150,8 +154,7 @@ def matmuls(unit: str, of: Operands) -> list[Tensor]:
     for rows in (1, 33, 48):
         x = of.x[:rows]
         of_integers = x[:, :INPUTS].contiguous()
-        results.append(operators.linear_bf16(x, of.weight, None, True))
-        results += [operators.grouped(of_integers, packed, n, True) for packed in of.int4]
-        results.append(operators.w8a8(of_integers, of.int8, of.scale, True))
-        results += [operators.blocks(of_integers, *weight, True) for weight in of.k_types]
+        results.append(operators.matmul(x, of.weight, None, None, n, True))
+        for packed, table in of.strips:
+            results.append(operators.matmul(of_integers, packed, table, None, n, True))
     return results

@@ -235,7 +235,7 @@ def run_experts(
 def experts_product(
     x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device
 ) -> Tensor:
-    """Compute `ops.experts.experts_linear` (scale None), or `ops.qmatmul.w4a16` and `w8a16`."""
+    """Compute `ops.experts.experts_linear` (scale None), or `ops.weight.w4a16` and `w8a16`."""
     P, K = x.shape
     of_one = None if scale is None else scale[0]
     bits, group = bits_and_group(of_one)

@@ -66,7 +66,7 @@ def pack_scales(scale: Tensor, group: int) -> Tensor:
     """Lay out the scales of int4 groups for `w4a16`, as words.
 
     The scales of a row and block lie side by side.
-    scale: [N, K / group] bfloat16, or int32 from `ops.qmatmul.join_zeros`; group: 32, 64 or 128
+    scale: [N, K / group] bfloat16, or int32 from `ops.weight.join_zeros`; group: 32, 64 or 128
     Returns: [blocks, N, 128 / group] int32, two bfloat16 in a word; or [blocks, N, 256 / group]
     float32, whose bits are the words with a zero point. `group_of` returns the group.
     """

@@ -599,7 +599,7 @@ def matmul(
     epilogue: str = "none",
     squares: Tensor | None = None,
 ) -> Tensor:
-    """Compute `ops.qmatmul.w4a16` or `w8a16`; without a scale `ops.linear.linear`.
+    """Compute `ops.weight.w4a16` or `w8a16`; without a scale `ops.linear.linear`.
 
     epilogue, squares: as for `run_product`
     """

@@ -14,8 +14,7 @@
 4. With several units, a round measures them one after the other. A unit is named with each cell in
    which it takes longer than the first one: the median over rounds of the ratio is above 1.0.
 
-torch-bf16 is `F.linear`, bf16 is ops/cpu/linear.cpp, the rest is ops/cpu/quantized.cpp; Q2_K to
-Q8_0 are types of a GGUF file.
+torch-bf16 is `F.linear`, the rest is ops/cpu/matmul.cpp; Q2_K to Q8_0 are types of a GGUF file.
 Not here: CUDA (scripts/gpu/kernels.py), whole models (papers.py).
 """
 
@@ -43,21 +42,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from cli.io import check_outputs, write_text
 from cli.parsing import one_line_errors, option, parse
-from hf.checkpoint import BLOCKS
 from hf.gguf import TYPES
-from hf.gguf_blocks import Blocks, pack, table_of
+from hf.gguf_blocks import Blocks
 from ops.cpu import build
 from ops.cpu.pages import HugePages
-from ops.qmatmul import PRODUCTS
-from quantize import FORMATS
+from ops.formats import FORMATS
+from ops.linear import linear
+from ops.weight import Weight, matmul, table_of
 from scripts.bench.measure import Series, environment, read_bandwidth
 
 ROTATED_BYTES = 200_000_000
 PEAK_ROUNDS = 1_000_000  # about 0.1 s
-FLOAT = {  # the same weights, [N, K] bf16
-    "torch-bf16": F.linear,
-    "bf16": lambda x, w: torch.ops.gpt_eagle.linear_bf16(x, w, None, False),
-}
+FLOAT = {"torch-bf16": F.linear, "bf16": linear}  # the same weights, [N, K] bf16
 ROUNDED = {  # name -> format, group size (0: an output's)
     "int8": ("int8", 0),
     "int4-32": ("int4", 32),
@@ -77,15 +73,15 @@ def group_of(kind: str) -> int:
     return max(32, ROUNDED.get(kind, ("", 0))[1])
 
 
-def empty_blocks(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return packed blocks of zeros and their table: the time does not depend on the numbers."""
+def empty_blocks(kind: str, n: int, k: int) -> Weight:
+    """Return packed blocks of zeros: the time does not depend on the numbers."""
     number = FILE_TYPES[kind]
     row = k // TYPES[number].elements * TYPES[number].size
     blocks = Blocks(kind, torch.zeros(n, row, dtype=torch.uint8), number, k)
-    table = table_of([blocks])
-    packed = torch.empty(blocks.packed_bytes, dtype=torch.uint8)
-    pack([blocks], table, packed, Path(kind))
-    return packed, table
+    size = blocks.part.bytes(k)
+    packed = torch.empty(size, dtype=torch.uint8)
+    blocks.pack(packed, Path(kind))
+    return Weight(packed, (blocks.part,), k, table_of((blocks.part,), k, [size]))
 
 
 @dataclass(frozen=True)
@@ -139,19 +135,19 @@ class Contestant:
         weight = torch.randn(n, k, dtype=torch.bfloat16)
         if kind in FLOAT:
             self.apply: Callable[..., Tensor] = FLOAT[kind]
-            first = (weight,)
+            data = weight
         else:
-            format, group = ROUNDED.get(kind, (BLOCKS, 0))
-            product = PRODUCTS[format, "cpu"]
-            self.apply = lambda x, packed, scale: product.multiply(x, packed, scale, n, False)
             if kind in FILE_TYPES:
-                first = empty_blocks(kind, n, k)
+                packed = empty_blocks(kind, n, k)
             else:
-                first = product.pack(*FORMATS[format].encode(weight, group))
-        self.bytes = sum(t.nbytes for t in first)
+                format, group = ROUNDED[kind]
+                packed = FORMATS[format].round(weight, group)
+            self.apply = lambda x, data: matmul(x, packed._replace(data=data))
+            data = packed.data
+        self.bytes = data.nbytes
         pages = HugePages()
         self.weights = [
-            tuple(pages.empty(t.shape, t.dtype).copy_(t) for t in first)
+            pages.empty(data.shape, data.dtype).copy_(data)
             for _ in range(max(3, -(-ROTATED_BYTES // self.bytes)))
         ]
 
@@ -159,7 +155,7 @@ class Contestant:
         """Time one call, on weights that no cache holds."""
         self.turn = (self.turn + 1) % len(self.weights)
         began = time.perf_counter()
-        self.apply(x, *self.weights[self.turn])
+        self.apply(x, self.weights[self.turn])
         return time.perf_counter() - began
 
 

@@ -1,9 +1,9 @@
-// Multiply-adds that one call does on all threads with everything in registers: the peaks that linear.py compares with.
-// A library of its own, built from the operators' sources.
+// Multiply-adds that one call does on all threads with everything in registers: the peaks that
+// linear.py compares with. A library of its own, built from the operators' sources.
 
 #define NO_TILES
-#include "linear.cpp"
-#include "quantized.cpp"
+#include "matmul.cpp"
+#include "matmul_bf16.h"
 #include "operators.cpp"
 #include "threads.cpp"
 
@@ -27,7 +27,7 @@ template <class F> double peak(double each, const F& f) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-namespace quantized {
+namespace matmul {
 // int8
 EXPORT double dot_peak(int64_t rounds) {
   constexpr int CHAINS = 16;
@@ -41,9 +41,9 @@ EXPORT double dot_peak(int64_t rounds) {
     return total;
   });
 }
-}  // namespace quantized
+}  // namespace matmul
 
-namespace linear {
+namespace matmul::bf16 {
 // bf16
 EXPORT double pair_peak(int64_t rounds) {
   constexpr int CHAINS = 16;
@@ -57,4 +57,4 @@ EXPORT double pair_peak(int64_t rounds) {
     return total;
   });
 }
-}  // namespace linear
+}  // namespace matmul::bf16

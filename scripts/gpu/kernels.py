@@ -38,7 +38,7 @@ import ops.attention
 import ops.cuda.backend
 import ops.cuda.layout
 import ops.experts
-import ops.qmatmul
+import ops.weight
 from cli.parsing import one_line_errors, option, parse
 from kv_cache import KVCache
 from model import ModelConfig
@@ -55,8 +55,8 @@ LAYERS = {
     "head": (32000, 4096),
 }
 PRODUCTS = {
-    "int4": (ops.qmatmul.w4a16, ops.qmatmul.w4a16_reference),
-    "int8": (ops.qmatmul.w8a16, ops.qmatmul.w8a16_reference),
+    "int4": (ops.weight.w4a16, ops.weight.w4a16_reference),
+    "int8": (ops.weight.w8a16, ops.weight.w8a16_reference),
 }
 CYCLE = ("attention", "compact", "topk", "experts")
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128

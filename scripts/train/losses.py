@@ -29,7 +29,6 @@ from eagle_draft import Eagle3Head, EagleHead
 from hf.heads import Eagle3, EagleConfig
 from linear import Linear
 from model import ModelConfig, Transformer
-from quantize import QuantLinear
 from steps import Attend, Rows, run_steps
 
 STEPS = {1: 1, 3: 7}  # steps that a version is unrolled over, officially
@@ -153,7 +152,7 @@ def unrolled_losses(
 class ScaledLinear(Linear):
     """A linear layer that divides its inputs by their scale first, and computes the same."""
 
-    def __init__(self, plain: nn.Linear, scale: Tensor):
+    def __init__(self, plain: Linear, scale: Tensor):
         """scale: [K] fp32, the root mean square of each input"""
         super().__init__(
             plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta"
@@ -250,7 +249,7 @@ def new_head(
     head.vocab = vocab
     if from_target:
         own = target.lm_head
-        weight = own.dequantize() if isinstance(own, QuantLinear) else own.weight
+        weight = own.dequantize()
         with torch.no_grad():
             head.fc.weight.normal_(std=0.02)
             head.fc.weight[:, -dim:] += torch.eye(dim)

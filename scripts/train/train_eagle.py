@@ -45,7 +45,7 @@ from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
 from hf.head_kinds import head_kind
-from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names, rows_of
+from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
@@ -386,7 +386,7 @@ def losses_of(
     """
     rows = target.lm_head
     if head.vocab:
-        rows = rows_of(rows, head.vocab.ids)
+        rows = rows.rows(head.vocab.ids)
     recipe = head_training.Recipe(
         head.embedding or target.embedding, head.lm_head or rows, rows, config.recipe_steps
     )

@@ -11,13 +11,10 @@ import linear
 import ops.cuda.experts
 import ops.experts
 import steps
-from helpers import Mixture, quantized_experts, slow
+from helpers import Mixture, planes_of_cuda, quantized_experts, rounded, slow
 from model import ModelConfig
 from ops.cuda.qmatmul import Device, ProductPlan
 from ops.library import lib
-from ops.qmatmul import PRODUCTS
-from quantize import FORMATS as KINDS
-from quantize import QuantExperts
 
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
 DEVICE = Device(8, 232448, 90)  # few processors, few splits
@@ -160,15 +157,12 @@ def test_a_layer(monkeypatch, format):
     ours, made = Mixture(config).requires_grad_(False), []
     ours.load_state_dict(plain.state_dict())
     if format != "none":
-        monkeypatch.setitem(PRODUCTS, (format, "cpu"), PRODUCTS[format, "cuda"])
-        kind = KINDS[format]
+        planes_of_cuda(monkeypatch)
         group = 32 if format == "int4" else 0  # int8 has a scale per output on CUDA
         for name in ("w13", "w2"):
-            stack = QuantExperts(
-                kind, (kind.encode(w, group) for w in getattr(plain, name).weight), 4
-            )
-            setattr(ours, name, stack)
-            getattr(plain, name).weight[:] = stack.dequantize()
+            layer = rounded(format, getattr(plain, name).weight, group=group)
+            setattr(ours, name, layer)
+            getattr(plain, name).weight[:] = layer.dequantize()
     x = torch.randn(2, 7, 64)
     want = plain(x)
 

@@ -20,15 +20,16 @@ from helpers import (
     engine_for,
     golden_head,
     golden_target,
+    rounded,
     slow,
     trimmed_head,
     with_children,
 )
 from hf.checkpoint import Quantization
-from hf.heads import draft_lm_head, rows_of
+from hf.heads import draft_lm_head
 from hf.weights import load_model
+from ops.weight import unpack
 from options import DEMO
-from quantize import FORMATS
 from sampling import Sampling
 
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
@@ -129,7 +130,7 @@ def test_columns_tokens_and_spread():
 
 def test_rows_of_a_float_lm_head():
     own = golden_target().lm_head
-    rows = rows_of(own, KEPT)
+    rows = own.rows(KEPT)
     assert torch.equal(rows.weight, own.weight[KEPT]) and not rows.weight.requires_grad
     assert (rows.in_features, rows.out_features) == (64, 40)
     assert rows.weight.data_ptr() != own.weight.data_ptr() and own.out_features == 97
@@ -142,15 +143,15 @@ def test_trimming_and_rounding_combine(held, quant):
     target = load_model(GOLDEN / "models/target_llama_mha", quant=held)
     trimmed, whole = (draft_lm_head(target, quant, ids) for ids in (KEPT, None))
     assert trimmed.format == quant.format and trimmed.fp32_out
-    for some, all in zip(trimmed.codes_and_scale(), whole.codes_and_scale()):
+    for some, all in zip(unpack(trimmed.record), unpack(whole.record)):
         assert torch.equal(some, all[KEPT])
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     assert torch.equal(trimmed(x), whole(x)[:, KEPT])
 
 
 def test_a_trimmed_lm_head_is_smaller():
-    layer = FORMATS["int4"].from_float(torch.randn(512, 256))
-    sizes = [sum(part.nbytes for part in layer.rows(torch.arange(n)).buffers()) for n in (512, 128)]
+    layer = rounded("int4", torch.randn(512, 256))
+    sizes = [layer.rows(torch.arange(n)).data.nbytes for n in (512, 128)]
     assert sizes[1] * 4 == sizes[0]
 
 

@@ -24,7 +24,7 @@ from hf.checkpoint import Quantization, WeightFiles
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
 from kv_cache import KVCache, Window, causal_window
-from linear import LMHead
+from linear import Linear
 from load import load
 from model import rope_frequencies
 from ops.cpu.pages import HUGE_PAGE, HugePages
@@ -608,7 +608,7 @@ class Operations(TorchDispatchMode):
 def test_logits_of_16_bits_are_not_rounded_on_a_gpu(rows, product, dtype, gradients):
     """The product itself gives fp32, with gradients enabled too, as decoding runs; also PyTorch's."""
     with FakeTensorMode(), torch.set_grad_enabled(gradients):
-        head = LMHead(64, 97, bias=False, device="meta")
+        head = Linear(64, 97, bias=False, fp32_out=True, device="meta")
         weight = torch.empty(97, 64, dtype=dtype, device="cuda")
         head.weight = torch.nn.Parameter(weight, requires_grad=False)
         with Operations() as ran:

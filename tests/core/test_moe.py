@@ -25,15 +25,16 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import main
-from helpers import Mixture, decode, engine_for, golden_head, golden_target, slow
+from helpers import Mixture, decode, engine_for, golden_head, golden_target, rounded, slow
 from hf.checkpoint import Quantization, WeightFiles
 from hf.weights import load_model
-from linear import ExpertLinear
+from linear import Linear
 from model import ModelConfig, RotaryEmbeddings, Transformer
 from ops.cpu import build
 from ops.experts import experts_linear, experts_linear_reference
-from ops.qmatmul import grouped_reference
-from quantize import FORMATS, QuantExperts, quantize_directory
+from ops.formats import FORMATS
+from ops.weight import grouped_reference, unpack
+from quantize import quantize_directory
 from random_model import watch_loading
 from scripts.train import train_eagle, training
 
@@ -136,13 +137,8 @@ def feed_forward(format="float", dtype=torch.float32):
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     layer = layer.to(dtype).requires_grad_(False)
     if format != "float":
-        layer.w13, layer.w2 = (quantized(e.weight, format) for e in (layer.w13, layer.w2))
+        layer.w13, layer.w2 = (rounded(format, e.weight, group=32) for e in (layer.w13, layer.w2))
     return layer
-
-
-def quantized(weight, format):
-    kind = FORMATS[format]
-    return QuantExperts(kind, (kind.encode(w, 32) for w in weight), len(weight))
 
 
 def test_the_layer_is_what_the_paper_says():
@@ -208,13 +204,14 @@ def test_quantized_experts(format, rows, dtype, plain):
 
     Without a compiler the references serve one expert after the other.
     """
-    (x, expert), weight, kind = inputs(ROWS[rows], dtype=dtype), weights(n=70), FORMATS[format]
-    stack, alone = quantized(weight, format), [kind.from_float(w, None, 32) for w in weight]
+    (x, expert), weight = inputs(ROWS[rows], dtype=dtype), weights(n=70)
+    stack = rounded(format, weight, group=32)
+    alone = [rounded(format, each, group=32) for each in weight]
     y = stack(x, expert)
     own = torch.stack([alone[e](row[None])[0] for row, e in zip(x, expert)])
     assert y.dtype == dtype and torch.equal(y, own)
     half = {"int4": 8, "int8": 128}[format]
-    codes = [layer.codes_and_scale() for layer in alone]
+    codes = [unpack(layer.record) for layer in alone]
     want = [grouped_reference(r[None].float(), *codes[e], half)[0] for r, e in zip(x, expert)]
     atol = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(y.float(), torch.stack(want), atol=atol, rtol=0)
@@ -229,7 +226,7 @@ def test_quantized_experts(format, rows, dtype, plain):
 @OPERATORS
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_wrong_expert_is_an_error(format):
-    stack, x = quantized(weights(), format), torch.randn(2, 64)
+    stack, x = rounded(format, weights(), group=32), torch.randn(2, 64)
     for expert in ([0, 8], [-1, 0]):
         with pytest.raises(RuntimeError, match="no expert"):
             stack(x, torch.tensor(expert))
@@ -333,8 +330,8 @@ def test_quantized_on_load_and_on_disk_are_the_same(mixture, tmp_path, format):
             assert torch.equal(ours.router.weight, full.router.weight)
         for name in ("w13", "w2"):
             a, b = getattr(ours, name), getattr(theirs, name)
-            assert isinstance(a, FORMATS[format] if dense else QuantExperts)
-            assert torch.equal(a.packed, b.packed) and torch.equal(a.scale, b.scale)
+            assert a.format == format and (a.experts == 0) == dense
+            assert torch.equal(a.data, b.data) and a.packed == b.packed
             error = (a.dequantize() - getattr(full, name).weight).std() / 0.15
             assert 1e-3 < error < {"int8": 0.02, "int4": 0.1}[format]
 
@@ -348,7 +345,7 @@ def test_a_quantized_model_is_its_rounded_weights(mixture, format):
     model, rounded = load_model(mixture, quant=Quantization(format, 32)), load_model(mixture)
     plain = copy.deepcopy(rounded)
     for name, module in model.named_modules():
-        if isinstance(module, (*FORMATS.values(), QuantExperts)):
+        if isinstance(module, Linear) and module.packed:
             rounded.get_submodule(name).weight.data = module.dequantize()
     logits = [m.logits(m(tokens, positions)).detach() for m in (model, rounded, plain)]
     near, far = ((logits[1] - other).abs().mean() for other in (logits[0], logits[2]))
@@ -501,7 +498,7 @@ def test_a_head_does_not_take_over_the_targets_experts():
     assert target.config.n_experts == 4 and head.config.model.n_experts == 0
     assert head.config.model.ffn_dim == target.config.ffn_dim
     loaded = golden_head("models/head_eagle12_mixtral", target)
-    assert not any(isinstance(module, ExpertLinear) for module in loaded.modules())
+    assert not any(getattr(module, "experts", 0) for module in loaded.modules())
 
 
 # ----------------------------------------------------------------------------------------- training

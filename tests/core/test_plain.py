@@ -20,8 +20,8 @@ import generate
 import model
 import ops.attention
 import ops.norm
-import ops.qmatmul
 import ops.rotary
+import ops.weight
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -124,8 +124,8 @@ REFERENCES = [
     ("compact", torch_backend, "compact", {}),
     ("fused", model.Layer, "forward", {}),
     ("norm", ops.norm, "rms_norm_reference", {}),
-    ("products", ops.qmatmul, "grouped_reference", {"quant": "int8"}),
-    ("products", ops.qmatmul, "grouped_reference", {"quant": "int4"}),
+    ("products", ops.weight, "grouped_reference", {"quant": "int8"}),
+    ("products", ops.weight, "grouped_reference", {"quant": "int4"}),
     ("rotary", ops.rotary, "rotary_reference", {}),
     ("topk", torch_backend, "best", {}),
     ("topk", torch_backend, "gumbel", {"temperature": 1.0}),
@@ -171,7 +171,7 @@ def test_products_of_cuda_unpack_their_weights(form):
     set_plain(["products", "experts"])
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = quantized(form, 96, 256)
-    run = ops.qmatmul._quantized_matmul_cuda
+    run = ops.weight._quantized_matmul_cuda
     assert torch.equal(run(x, weight.packed, weight.scale, None, "none"), weight.reference(x))
     wide = run(x, weight.packed, weight.scale, None, "fp32")
     assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), weight.reference(x))

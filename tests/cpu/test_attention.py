@@ -15,13 +15,13 @@ import ops.attention
 import ops.cuda.backend
 import ops.cuda.layout
 import ops.library
-import ops.qmatmul
 import ops.tree
+import ops.weight
 from helpers import quantized
 from ops import torch_backend
 from ops.attention import tree_attention, tree_attention_reference, visible_slots
 from ops.backends import TORCH, choose
-from ops.qmatmul import join_zeros, split_zeros
+from ops.weight import join_zeros, split_zeros
 
 E = 16  # head dim
 # absolute, relative; bf16 keeps 8 bits
@@ -367,9 +367,9 @@ def test_weights_of_another_layer_or_format_are_refused():
     with pytest.raises(ValueError, match=says):
         int4.operator(torch.randn(1, 640))
     with pytest.raises(ValueError, match="w4a16 takes scales as pack_scale"):
-        ops.qmatmul.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
+        ops.weight.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
     with pytest.raises(ValueError, match=r"w8a16 takes scales as \[N\] float32"):
-        ops.qmatmul.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
+        ops.weight.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
 
 
 def test_no_triton_is_one_clear_error(monkeypatch):

@@ -36,10 +36,19 @@ from test_kernels_cpu import (
 from torch import Tensor
 
 import ops.cpu.build
-from helpers import BLOCK_KINDS, gguf_blocks, not_refused, packed_blocks, random_blocks, set_halves
-from hf.gguf_blocks import BlockEmbedding, BlockExperts, BlockLinear, Blocks, pack, table_of
+from helpers import (
+    BLOCK_KINDS,
+    gguf_blocks,
+    not_refused,
+    packed_blocks,
+    random_blocks,
+    set_halves,
+    weight_of_blocks,
+)
+from hf.gguf_blocks import Blocks, Numbers
+from linear import Embedding, Linear
 from ops.library import tiles_in_use
-from ops.qmatmul import blocks_reference, round_activations, rounding_of_blocks
+from ops.weight import blocks_reference, round_activations, rounding_of_blocks, stack
 
 MISSING = ops.cpu.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
@@ -76,7 +85,8 @@ class Case:
         return widened(name, blocks.reshape(len(content), -1))
 
     def operator(self, x: Tensor, wide: bool = True, namespace: str = "gpt_eagle") -> Tensor:
-        return getattr(torch.ops, namespace).blocks(x, self.packed, self.table, wide)
+        matmul = getattr(torch.ops, namespace).matmul
+        return matmul(x, self.packed, self.table, None, len(self.weight), wide)
 
     def reference(self, x: Tensor) -> Tensor:
         return blocks_reference(x, self.weight, self.kind.elements)
@@ -113,10 +123,10 @@ def test_numbers_are_the_packages(name):
         OPERATORS.widen_blocks(content.flatten(), type_id, out)
         assert torch.equal(out, want.to(dtype))
         for operands, rows in ((straight, want), (turned, want[order])):
-            OPERATORS.block_rows(*operands, torch.arange(N), out)
+            OPERATORS.read_rows(*operands, torch.arange(N), out)
             assert torch.equal(out, rows.to(dtype))
             some = torch.empty(len(ids), K, dtype=dtype)
-            OPERATORS.block_rows(*operands, ids, some)
+            OPERATORS.read_rows(*operands, ids, some)
             assert torch.equal(some, rows[ids].to(dtype))
 
 
@@ -130,13 +140,13 @@ def test_scales_that_are_no_numbers_are_refused(name):
                 continue
             part = random_blocks(name, 40, 256)
             set_halves(part.content[37].view(-1, kind.size)[-1:].numpy(), at, value)
-            out = torch.empty(part.packed_bytes, dtype=torch.uint8)
+            out = torch.empty(part.part.bytes(256), dtype=torch.uint8)
             if value == 65504.0:
-                pack([part], table_of([part]), out, FILE)
+                part.pack(out, FILE)
                 continue
             says = f"^m.gguf: {name} has a scale that is NaN or infinite; download it again$"
             with pytest.raises(ValueError, match=says):
-                pack([part], table_of([part]), out, FILE)
+                part.pack(out, FILE)
 
 
 # ----------------------------------------------------------------------------------------- products
@@ -215,7 +225,7 @@ def test_threads_do_not_matter(name):
             assert torch.equal(case.operator(x), want[0])
             assert torch.equal(packed_blocks(case.blocks)[0], case.packed)
             out = torch.empty(2000, 512)
-            OPERATORS.block_rows(case.packed, case.table, ids, out)
+            OPERATORS.read_rows(case.packed, case.table, ids, out)
             assert torch.equal(out, want[1])
     finally:
         torch.set_num_threads(1)
@@ -255,7 +265,7 @@ def test_variants_agree(name, march):
     operators.pack_blocks(case.blocks.content, case.kind.type_id, None, out)
     assert torch.equal(out, case.packed)
     numbers = torch.empty(N, K)
-    operators.block_rows(out, case.table, torch.arange(N), numbers)
+    operators.read_rows(out, case.table, torch.arange(N), numbers)
     assert torch.equal(numbers, case.weight)
 
 
@@ -269,14 +279,15 @@ def test_parts_of_several_types(outputs):
     """A layer of three types has the bits of three layers; a strip may end with a part."""
     parts = [random_blocks(name, outputs, 512, seed) for seed, name in enumerate(MIXED)]
     bias = random(3 * outputs).bfloat16()
-    layer = BlockLinear(*packed_blocks(*parts), fp32_out=True)
-    with_bias = BlockLinear(*packed_blocks(*parts), bias)
+    weight = weight_of_blocks(*parts)
+    layer = Linear.of(weight, fp32_out=True)
+    with_bias = Linear.of(weight, bias)
     weights = [widened(part.name, part.content.numpy()) for part in parts]
     assert torch.equal(layer.dequantize(), torch.cat(weights))
     ids = torch.tensor([0, outputs - 1, outputs, 2 * outputs, 3 * outputs - 1])
     assert torch.equal(layer.rows(ids).weight, torch.cat(weights)[ids].bfloat16())
     for x in (random(1, 512), random(2, 13, 512).bfloat16()):
-        alone = [BlockLinear(*packed_blocks(part), fp32_out=True)(x) for part in parts]
+        alone = [Linear.of(weight_of_blocks(part), fp32_out=True)(x) for part in parts]
         assert torch.equal(layer(x), torch.cat(alone, -1))
         want = torch.cat(alone, -1).to(x.dtype) + bias
         assert torch.equal(with_bias(x), want) and with_bias(x).dtype == want.dtype
@@ -284,20 +295,45 @@ def test_parts_of_several_types(outputs):
     assert torch.equal(layer(half), layer(half.float()))
 
 
+@pytest.mark.parametrize("outputs", [96, 40])
+def test_numbers_beside_blocks(outputs):
+    """Parts in bfloat16, first and last, have the bits of layers of their own, with a bias too."""
+    names = ("Q8_0", "Q4_K")
+    blocks = [random_blocks(name, outputs, 512, seed) for seed, name in enumerate(names)]
+    floats = [(random(outputs, 512, seed=seed) / 20).bfloat16() for seed in (7, 8)]
+    parts = [Numbers(floats[0]), *blocks, Numbers(floats[1])]
+    bias = random(4 * outputs).bfloat16()
+    layer = Linear.of(weight_of_blocks(*parts), bias, fp32_out=True)
+    weights = [widened(part.name, part.content.numpy()) for part in blocks]
+    whole = torch.cat((floats[0].float(), *weights, floats[1].float()))
+    assert torch.equal(layer.dequantize(), whole)
+    ids = torch.arange(4 * outputs).flip(0)
+    assert torch.equal(layer.rows(ids).weight, whole[ids].bfloat16())
+    each = [floats[0], *(weight_of_blocks(part) for part in blocks), floats[1]]
+    for x in (random(1, 512), random(2, 13, 512).bfloat16()):
+        biases = bias.split(outputs)
+        alone = [Linear.of(weight, b, fp32_out=True)(x) for weight, b in zip(each, biases)]
+        assert torch.equal(layer(x), torch.cat(alone, -1))
+    experts = Linear.of(stack(iter([weight_of_blocks(*parts)] * 3), 3))
+    x = random(9, 512, seed=1)
+    want = Linear.of(weight_of_blocks(*parts))(x)
+    assert torch.equal(experts(x, torch.tensor([2, 0, 2, 2, 0, 2, 2, 0, 0])), want)
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
 def test_experts(name):
     """Every row has its own expert's product, bit for bit; an expert may have none."""
     each = [
-        packed_blocks(random_blocks(name, 48, 512, seed), random_blocks("Q8_0", 48, 512, seed))
+        weight_of_blocks(random_blocks(name, 48, 512, seed), random_blocks("Q8_0", 48, 512, seed))
         for seed in range(4)
     ]
-    layer = BlockExperts(torch.stack([strips for strips, _ in each]), each[0][1])
+    layer = Linear.of(stack(iter(each), 4))
     x = random(9, 512, seed=1).bfloat16()
     expert = torch.tensor([3, 0, 3, 3, 1, 0, 3, 1, 1])  # 2 has none
     got = layer(x, expert)
     assert got.dtype == torch.bfloat16
     for row, number in enumerate(expert.tolist()):
-        assert torch.equal(got[row], BlockLinear(*each[number])(x[row]))
+        assert torch.equal(got[row], Linear.of(each[number])(x[row]))
     for bad in (4, -1):
         with pytest.raises(RuntimeError, match=f"there is no expert {bad}"):
             layer(x, torch.where(expert == 1, bad, expert))
@@ -305,11 +341,11 @@ def test_experts(name):
 
 def test_embedding():
     part = random_blocks("Q6_K", 100, 256)
-    operands = packed_blocks(part)
+    embedding = Embedding(weight_of_blocks(part))
     tokens = torch.tensor([[0, 99, 7], [7, 31, 32]])
-    got = BlockEmbedding(*operands)(tokens)
+    got = embedding(tokens)
     assert torch.equal(got, widened("Q6_K", part.content.numpy())[tokens])
-    assert BlockEmbedding(*operands)(tokens[:, :0]).shape == (2, 0, 256)
+    assert embedding(tokens[:, :0]).shape == (2, 0, 256)
 
 
 # ------------------------------------------------------------------------- operands that do not fit
@@ -324,14 +360,14 @@ def table_with(place: int, value: int) -> Tensor:
     return table
 
 
-FIELDS = ("outputs", "inputs", "bytes", "type", "outputs of a part", "first byte")
+FIELDS = ("outputs", "inputs", "bytes", "layout", "outputs of a part", "group", "first byte")
 NO_BYTES = torch.zeros(0, dtype=torch.uint8)
 TABLES = {  # packed blocks and tables that lie
     **{
         f"{name} {value}": (CASE.packed, table_with(place, value))
         for place, name in enumerate(FIELDS)
         for value in (-1, 0, 1, 33, 256, 1024, 2**40, -(2**40), 2**62, 2**63 - 1)
-        if (place, value) != (5, 0)
+        if (place, value) not in ((5, 0), (6, 0))
     },
     **{f"of {size} words": (CASE.packed, CASE.table[:size]) for size in (3, 1, 0)},
     "long": (CASE.packed, torch.cat((CASE.table, CASE.table[:2]))),
@@ -339,10 +375,10 @@ TABLES = {  # packed blocks and tables that lie
     "float": (CASE.packed, CASE.table.double()),
     "strided": (CASE.packed, CASE.table.repeat_interleave(2)[::2]),
     "twice": (CASE.packed, torch.cat((CASE.table, CASE.table[3:]))),
-    "a negative part": (CASE.packed, torch.tensor([40, 512, SIZE, 12, -40, 0, 12, 80, 0])),
-    "nothing": (NO_BYTES, torch.tensor([1, 0, 0, 12, 1, 0])),
-    "no outputs": (NO_BYTES, torch.tensor([0, 512, 0, 12, 0, 0])),
-    "a wide nothing": (NO_BYTES, torch.tensor([32, 2**62, 0, 12, 32, 0])),
+    "a negative part": (CASE.packed, torch.tensor([40, 512, SIZE, 12, -40, 0, 0, 12, 80, 0, 0])),
+    "nothing": (NO_BYTES, torch.tensor([1, 0, 0, 12, 1, 0, 0])),
+    "no outputs": (NO_BYTES, torch.tensor([0, 512, 0, 12, 0, 0, 0])),
+    "a wide nothing": (NO_BYTES, torch.tensor([32, 2**62, 0, 12, 32, 0, 0])),
     "cut": (CASE.packed[:-1], CASE.table),
     "cut to one": (CASE.packed[:1], CASE.table),
     "too long": (torch.cat((CASE.packed, CASE.packed[:1])), CASE.table),
@@ -358,11 +394,12 @@ def test_tables_that_lie_are_refused(how):
     for width in (512, 256, 0):
         for dtype in (torch.float32, torch.bfloat16):
             with pytest.raises((RuntimeError, IndexError)):
-                OPERATORS.blocks(torch.zeros(3, width, dtype=dtype), *TABLES[how], True)
+                x = torch.zeros(3, width, dtype=dtype)
+                OPERATORS.matmul(x, *TABLES[how], None, 40, True)
         for rows in (0, 1, 4):
             with pytest.raises((RuntimeError, IndexError)):
                 ids = torch.zeros(rows + 16, dtype=torch.long)
-                OPERATORS.block_rows(*TABLES[how], ids, torch.zeros(rows + 16, width))
+                OPERATORS.read_rows(*TABLES[how], ids, torch.zeros(rows + 16, width))
 
 
 def assert_refused(function: Callable, *cases: tuple) -> None:
@@ -375,7 +412,7 @@ def test_operands_of_a_product_that_do_not_fit_are_refused():
     expert = torch.zeros(3, dtype=torch.long)
 
     def product(x, expert=None, strips=CASE.packed):
-        return OPERATORS.blocks(x, strips, CASE.table, True, expert)
+        return OPERATORS.matmul(x, strips, CASE.table, None, 40, True, expert)
 
     product(x)
     assert_refused(
@@ -411,7 +448,7 @@ def test_rows_that_cannot_be_read_are_refused():
 
     def reading(ids, out=None):
         out = torch.empty(len(ids), 512) if out is None else out
-        return OPERATORS.block_rows(CASE.packed, CASE.table, ids, out)
+        return OPERATORS.read_rows(CASE.packed, CASE.table, ids, out)
 
     reading(rows)
     outs = (
@@ -440,6 +477,6 @@ def test_rows_out_of_range_are_refused_with_threads():
     try:
         torch.set_num_threads(3)
         with pytest.raises(RuntimeError, match="a row must be 0 to 39; it is 1000000"):
-            OPERATORS.block_rows(CASE.packed, CASE.table, ids, torch.empty(4000, 512))
+            OPERATORS.read_rows(CASE.packed, CASE.table, ids, torch.empty(4000, 512))
     finally:
         torch.set_num_threads(1)

@@ -27,13 +27,13 @@ import ops.cpu.build
 import ops.cpu.layout
 import ops.experts
 import ops.linear
-import ops.qmatmul
 import ops.rotary
+import ops.weight
 from helpers import share_that_differs, with_head_norms
+from ops.formats import FORMATS
 from ops.library import tiles_in_use
-from ops.qmatmul import BLOCK8, join_zeros
 from ops.rotary import rope_angles
-from quantize import FORMATS
+from ops.weight import BLOCK8, join_zeros
 
 U = 2.0**-24
 ROWS = (1, 5, 26, 60, 64)  # plain decoding, a chain, EAGLE-1's tree, EAGLE-2's, the largest
@@ -67,18 +67,17 @@ class Case:
         self.codes, self.scale = codes, scale
         self.weight = form.decode(codes, scale)  # [N, K] fp32
         self.half = {"int4": 8, "int8": 128}[kind[0]]
-        self.packed, _ = ops.qmatmul.PRODUCTS[kind[0], "cpu"].pack(codes, scale)
+        packed = ops.weight.pack(kind[0], codes, scale)
+        self.packed, self.table = packed.data, packed.table
 
     def operator(self, x: Tensor, fp32_out: bool = False, namespace: str = "gpt_eagle") -> Tensor:
-        operators = getattr(torch.ops, namespace)
-        if self.group:
-            return operators.grouped(x, self.packed, len(self.codes), fp32_out)
-        return operators.w8a8(x, self.packed, self.scale, fp32_out)
+        matmul = getattr(torch.ops, namespace).matmul
+        return matmul(x, self.packed, self.table, None, len(self.codes), fp32_out)
 
     def reference(self, x: Tensor) -> Tensor:
         if self.group:
-            return ops.qmatmul.grouped_reference(x, self.codes, self.scale, self.half)
-        return ops.qmatmul.w8a8_reference(x, self.codes, self.scale)
+            return ops.weight.grouped_reference(x, self.codes, self.scale, self.half)
+        return ops.weight.w8a8_reference(x, self.codes, self.scale)
 
     def blocks(self, t: Tensor) -> Tensor:  # [R, K] -> [R, B, block]
         return F.pad(t, (0, -t.shape[1] % self.block)).unflatten(1, (-1, self.block))
@@ -103,7 +102,7 @@ class Case:
 
 def rounding_steps(x: Tensor, block: int, *farthest: int) -> Tensor:
     """The steps of the codes of activations, [M, B]: codes of 8 bits are multiples of 128."""
-    codes, scales = ops.qmatmul.round_activations(x, block, *farthest)
+    codes, scales = ops.weight.round_activations(x, block, *farthest)
     return (scales * torch.where((codes % 128 == 0).all(-1, keepdim=True), 128, 1)).squeeze(-1)
 
 
@@ -346,8 +345,7 @@ def test_int8_of_any_length(k):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_packing_is_undone(kind, n):
     case = make_case(kind, n, 256)
-    packed = case.scale.new_empty(0) if case.group else case.scale
-    codes, scale = ops.qmatmul.PRODUCTS[kind[0], "cpu"].unpack(case.packed, packed, n, 256)
+    codes, scale = ops.weight.unpack(ops.weight.pack(kind[0], case.codes, case.scale))
     assert torch.equal(scale, case.scale)
     assert torch.equal(codes, case.codes)
     x = random(3, 256)
@@ -361,17 +359,22 @@ def test_operands_that_do_not_fit_are_refused(kind):
     for bad in (random(2, 512), random(2, 128), random(2, 256).half(), random(2, 256).double()):
         with pytest.raises(RuntimeError, match="activations must be|does not fit"):
             case.operator(bad)
-    if case.group:
-        for size in (64, 96, 608):  # none, and none with such scales
-            case.packed = torch.zeros(2, 256 // case.group, size, dtype=case.packed.dtype)
-            with pytest.raises(RuntimeError, match="do not fit|does not fit"):
-                case.operator(random(2, 256))
-        case.packed = torch.zeros(2, 16, 576 if kind[0] == "int8" else 320, dtype=case.packed.dtype)
-        with pytest.raises(RuntimeError, match="layout.py packs them"):  # groups of 16
-            case.operator(random(2, 256))
-    case.packed = case.packed[:1]
-    with pytest.raises(RuntimeError, match="does not fit|do not fit"):
+    table = case.table
+    for place, value, says in (
+        (0, 34, "do not fit"), (1, 512, "do not fit"), (2, 64, "do not fit"), (3, 99, "no layout 99"),
+        (4, 32, "do not fit"), (5, 16, "groups of layout"), (6, 64, "follow each other"),
+    ):  # fmt: skip
+        case.table = table.clone()
+        case.table[place] = value
+        with pytest.raises(RuntimeError, match=says):
+            case.operator(random(2, 512 if place == 1 else 256))
+    case.table = table
+    case.packed = case.packed[:-1]
+    with pytest.raises(RuntimeError, match="do not fit"):
         case.operator(random(2, 256))
+    with pytest.raises(RuntimeError, match="weights of 33 outputs do not fit 32"):
+        whole = make_case(kind, 33, 256)
+        torch.ops.gpt_eagle.matmul(random(2, 256), whole.packed, whole.table, None, 32, True)
 
 
 # ----------------------------------------------------------------------------------------- compiled
@@ -389,10 +392,7 @@ def test_registration(kind, dtype):
     case = make_case(kind, 33, 64)
     for wide in (False, True):
         x = random(2, 3, 64).to(dtype)
-        if case.group:
-            check_registration("grouped", x, case.packed, 33, wide)
-        else:
-            check_registration("w8a8", x, case.packed, case.scale, wide)
+        check_registration("matmul", x, case.packed, case.table, None, 33, wide)
 
 
 @functools.cache
@@ -434,7 +434,7 @@ def test_variants_agree(kind, march):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, march: str = "native") -> Tensor:
-    return operators(march).linear_bf16(x, weight, bias, True)
+    return operators(march).matmul(x, weight, None, bias, len(weight), True)
 
 
 def weights_bf16(n: int, k: int) -> Tensor:
@@ -456,7 +456,8 @@ def test_bf16_product(shape):
     assert_within(y, x.double() @ weight.double().T, most)
     assert torch.equal(linear(x, weight, bias), y + bias)
     for b, want in ((None, y), (bias, y + bias)):  # narrow outputs are the wide ones rounded
-        assert torch.equal(torch.ops.gpt_eagle.linear_bf16(x, weight, b, False), want.bfloat16())
+        narrow = torch.ops.gpt_eagle.matmul(x, weight, None, b, len(weight), False)
+        assert torch.equal(narrow, want.bfloat16())
 
 
 @pytest.mark.parametrize("k", sorted({k for shapes in MODELS.values() for _, k in shapes}))
@@ -499,12 +500,12 @@ def test_bf16_experts():
     x = random(150, 301, seed=1).bfloat16()
     expert = torch.arange(150) * 7 % 5 % 4 + 1  # 1: twice the rows
     weight[0] = float("nan")
-    product = torch.ops.gpt_eagle.linear_bf16
+    product = torch.ops.gpt_eagle.matmul
     for wide in (False, True):
-        y = product(x, weight, None, wide, expert)
+        y = product(x, weight, None, None, 70, wide, expert)
         for e in range(1, 5):
             own = expert == e
-            assert torch.equal(y[own], product(x[own], weight[e], None, wide))
+            assert torch.equal(y[own], product(x[own], weight[e], None, None, 70, wide))
 
 
 def test_bf16_numbers_at_the_edges():
@@ -539,13 +540,13 @@ def test_bf16_operands_that_do_not_fit_are_refused():
         (weight[None], one + 1, "there is no expert 1"),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=says):
-            torch.ops.gpt_eagle.linear_bf16(x, stack, None, False, expert)
+            torch.ops.gpt_eagle.matmul(x, stack, None, None, 33, False, expert)
 
 
 def test_bf16_registration():
     weight, x = weights_bf16(33, 64), random(2, 3, 64).bfloat16()
     for wide in (False, True):
-        check_registration("linear_bf16", x, weight, weight[:, 0].clone(), wide)
+        check_registration("matmul", x, weight, None, weight[:, 0].clone(), 33, wide)
 
 
 @pytest.mark.parametrize("march", OTHERS)

@@ -17,12 +17,14 @@ from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
 from helpers import decode, engine_for, not_refused
 from hf.heads import Eagle3, EagleConfig
 from kv_cache import KVCache, Window, causal_window
-from linear import ExpertLinear, Linear
+from linear import Linear
 from model import ModelConfig, Transformer, run_layers
 from ops import torch_backend
 from ops.cpu.layers import FusedHead, FusedModel, fits
+from ops.formats import FORMATS, Int4
 from ops.tree import Frontier
-from quantize import FORMATS, Int4Linear, QuantExperts
+from ops.weight import stack
+from parallel.tp import SumRanks
 from steps import HeadNorm, Router
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
@@ -45,7 +47,7 @@ def rounded(weight: Tensor, quant: str) -> tuple[Tensor, ...]:
     """Codes and scales; with "zeros", fp16 scales, and zero points that shift the codes back and forth."""
     if quant != "zeros":
         return FORMATS[quant].encode(weight, 32)
-    codes, scale = Int4Linear.encode(weight, 32)
+    codes, scale = Int4.encode(weight, 32)
     zero = torch.arange(scale.numel(), dtype=torch.int8).view(scale.shape) % 5 - 2
     return (codes + zero.repeat_interleave(32, 1)).clamp(-8, 7), scale.half(), zero
 
@@ -60,15 +62,15 @@ def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
         parameter.data = (noise + (parameter.dim() == 1)).to(BF16)
     module = module.requires_grad_(False).eval()
     if quant:
-        kind = FORMATS.get(quant, Int4Linear)
-        for name, linear in list(module.named_modules()):
-            if type(linear) is Linear:
-                codes, scale, *zero = rounded(linear.weight, quant)
-                bias = None if linear.bias is None else linear.bias.data
-                module.set_submodule(name, kind(codes, scale, bias, False, *zero))
-            elif type(linear) is ExpertLinear:
-                parts = (rounded(weight, quant) for weight in linear.weight)
-                module.set_submodule(name, QuantExperts(kind, parts, len(linear.weight)))
+        kind = FORMATS.get(quant, Int4)
+        for linear in module.modules():
+            if not isinstance(linear, Linear) or linear.fp32_out:
+                continue
+            if linear.experts:
+                parts = (kind.pack(*rounded(weight, quant)) for weight in linear.weight)
+                linear.pack(stack(parts, linear.experts))
+            else:
+                linear.pack(kind.pack(*rounded(linear.weight, quant)))
     for router in (m for m in module.modules() if isinstance(m, Router)):
         router.weight.data *= 16  # so that no roundings decide between experts
     return module
@@ -246,7 +248,7 @@ def test_what_is_left_to_the_modules():
         engine_for(target, RootOnly(), compile=True)
         assert target.fused is None
     target = model()
-    target.layers[1].wo.format = "fp8"
+    target.layers[1].steps += (SumRanks(),)
     assert not fits(target.layers, BF16)
     target = fused(model())
     tokens = torch.arange(7)[None]

@@ -77,7 +77,7 @@ def test_cycles_leave_our_loops_the_cores(monkeypatch, compiled, threads):
 def test_our_loops_keep_their_threads_where_others_have_one():
     """Nine, where there were fewer: workers are hired, and never leave. Afterwards everything is as it was."""
     x, weight = torch.randn(60, 512).bfloat16(), torch.randn(1000, 512).bfloat16()
-    product = lambda: torch.ops.gpt_eagle.linear_bf16(x, weight, None, False)  # noqa: E731
+    product = lambda: torch.ops.gpt_eagle.matmul(x, weight, None, None, len(weight), False)  # noqa: E731
     want = product()
     with single_torch_thread():
         assert torch.get_num_threads() == 1, "which the suite sets: there is nothing to keep"
@@ -110,9 +110,9 @@ x, w = torch.randn(4, 256).bfloat16(), torch.randn(4096, 256).bfloat16()
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 def seconds(threads):
     torch.set_num_threads(threads)
-    for _ in range(20): torch.ops.gpt_eagle.linear_bf16(x, w, None, False)
+    for _ in range(20): torch.ops.gpt_eagle.matmul(x, w, None, None, len(w), False)
     began = time.perf_counter()
-    for _ in range(60): y = torch.ops.gpt_eagle.linear_bf16(x, w, None, False)
+    for _ in range(60): y = torch.ops.gpt_eagle.matmul(x, w, None, None, len(w), False)
     return time.perf_counter() - began, y
 rounds = [(seconds(1), seconds(4)) for _ in range(3)]
 assert all(torch.equal(a[1], b[1]) for a, b in rounds)
@@ -128,13 +128,13 @@ def test_loops_of_several_callers():
     """One caller's loop runs on all threads, the others' meanwhile on their own; all are right."""
     shapes = [(9, 128, 8192), (1, 256, 9000), (17, 64, 8500)]
     inputs = [(torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()) for m, k, n in shapes]
-    wanted = [torch.ops.gpt_eagle.linear_bf16(x, w, None, False) for x, w in inputs]
+    wanted = [torch.ops.gpt_eagle.matmul(x, w, None, None, len(w), False) for x, w in inputs]
     before, wrong = torch.get_num_threads(), []
 
     def work(turn):
         for i in range(60):
             (x, w), want = inputs[(i + turn) % 3], wanted[(i + turn) % 3]
-            if not torch.equal(torch.ops.gpt_eagle.linear_bf16(x, w, None, False), want):
+            if not torch.equal(torch.ops.gpt_eagle.matmul(x, w, None, None, len(w), False), want):
                 wrong.append(1)
 
     torch.set_num_threads(4)

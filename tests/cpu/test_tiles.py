@@ -1,4 +1,4 @@
-"""Matmuls on AMX tiles (ops/cpu/tiles.h), by emulation and on the hardware, and the choice of the unit (tiles.py).
+"""Matmuls on AMX tiles (ops/cpu/amx.h), by emulation and on the hardware, and the choice of the unit (tiles.py).
 
 The hardware is tested where it is in use. GPT_EAGLE_TILES=hardware tests it where the check at the start fails.
 """
@@ -73,7 +73,7 @@ def test_bf16_has_the_bits_of_its_reference(unit, shape):
     for rows in ROWS:
         assert torch.equal(linear(x[:rows], weight), want[:rows])
         assert torch.equal(linear(x[:rows], weight, bias), want[:rows] + bias)
-    narrow = torch.ops.gpt_eagle.linear_bf16(x, weight, bias, False)
+    narrow = torch.ops.gpt_eagle.matmul(x, weight, None, bias, len(weight), False)
     assert torch.equal(narrow, (want + bias).bfloat16())
     if shape[1] >= 96:
         assert not torch.equal(want, linear_bf16_reference(x, weight)), (
@@ -113,7 +113,7 @@ def test_bf16_experts(unit):
     x = random(90, 301, seed=1).bfloat16()
     expert = torch.arange(90) * 7 % 5 % 4 + 1  # 1: twice the rows
     weight[0] = float("nan")
-    y = torch.ops.gpt_eagle.linear_bf16(x, weight, bias, True, expert)
+    y = torch.ops.gpt_eagle.matmul(x, weight, None, bias, weight.shape[-2], True, expert)
     for e in range(1, 5):
         assert torch.equal(y[expert == e], linear(x[expert == e], weight[e], bias[e]))
 
@@ -183,8 +183,8 @@ def test_sums_of_gguf_blocks_are_those_of_other_processors(name, unit):
         pytest.skip("int8 has 16 bits here")
     k = 768  # a panel and a half
     layer = packed_blocks(random_blocks(name, 77, k))
-    blocks = torch.ops.gpt_eagle.blocks
-    same_bits(lambda x: blocks(x, *layer, True), random(33, k, seed=1), unit)
+    matmul = torch.ops.gpt_eagle.matmul
+    same_bits(lambda x: matmul(x, *layer, None, 77, True), random(33, k, seed=1), unit)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -214,7 +214,7 @@ def test_int8_that_ends_within_a_block_needs_no_tiles():
 
 def test_integer_experts():
     """Some have many rows, some few, one none: its weights are not read."""
-    kind, operator = ("int4", 32), torch.ops.gpt_eagle.grouped
+    kind, matmul = ("int4", 32), torch.ops.gpt_eagle.matmul
     case = make_case(kind, 77, 256)
     packed = torch.stack(
         [type(case)(kind, case.codes.roll(e, 1), case.scale).packed for e in range(4)]
@@ -222,9 +222,10 @@ def test_integer_experts():
     packed[0] = 255
     x, expert = random(55, 256, seed=1), torch.tensor([1, 2, 1, 3, 1] * 11)
     with tiles("emulation"):
-        y = operator(x, packed, 77, True, expert)
+        y = matmul(x, packed, case.table, None, 77, True, expert)
     for e in (1, 2, 3):
-        assert torch.equal(y[expert == e], operator(x[expert == e], packed[e], 77, True))
+        alone = matmul(x[expert == e], packed[e], case.table, None, 77, True)
+        assert torch.equal(y[expert == e], alone)
 
 
 # ------------------------------------------------------------------------------------------------ speed
@@ -239,8 +240,8 @@ def test_no_family_is_slower_on_the_hardware_than_without_tiles(kind, rows):
     if CHOSEN != "hardware":
         pytest.skip("this machine has no AMX tiles, or they are not in use")
     if isinstance(kind, str):
-        layer, blocks = packed_blocks(random_blocks(kind, 2048, 2048)), torch.ops.gpt_eagle.blocks
-        product = lambda x: blocks(x, *layer, True)  # noqa: E731
+        layer, matmul = packed_blocks(random_blocks(kind, 2048, 2048)), torch.ops.gpt_eagle.matmul
+        product = lambda x: matmul(x, *layer, None, 2048, True)  # noqa: E731
     else:
         product = make_case(kind, 2048, 2048).operator
     x = random(rows, 2048)

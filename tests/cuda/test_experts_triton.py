@@ -18,12 +18,13 @@ import model  # noqa: E402
 import ops.cuda.layout  # noqa: E402
 import ops.experts  # noqa: E402
 from compiled_kernels import Case, expert_cases  # noqa: E402
-from helpers import Mixture, check_product_fits, slow  # noqa: E402
+from helpers import Mixture, check_product_fits, planes_of_cuda, slow  # noqa: E402
+from linear import Linear  # noqa: E402
 from model import ModelConfig  # noqa: E402
 from ops.cuda.experts import most_tiles, plan_experts  # noqa: E402
 from ops.cuda.launch import TARGETS  # noqa: E402
-from ops.qmatmul import PRODUCTS  # noqa: E402
-from quantize import FORMATS, QuantExperts  # noqa: E402
+from ops.formats import FORMATS  # noqa: E402
+from ops.weight import stack  # noqa: E402
 
 # ----------------------------------------------------------------------------------------- compiled
 
@@ -83,8 +84,7 @@ class Counting(TorchDispatchMode):
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Tensors on the CPU take the way of those on CUDA, as far as shapes go."""
-    for form in ("int8", "int4"):
-        monkeypatch.setitem(PRODUCTS, (form, "cpu"), PRODUCTS[form, "cuda"])
+    planes_of_cuda(monkeypatch)
     monkeypatch.setattr(model, "route", ops.experts.expert_lists)
 
 
@@ -110,14 +110,13 @@ def test_a_layer_lists_rows_once(as_on_cuda, format, name):
     assert not {"aten::_local_scalar_dense", "aten::nonzero"} & set(counting.calls)
 
 
-def stack_of(format: str, experts: int, N: int, K: int, group: int) -> QuantExperts:
+def stack_of(format: str, experts: int, N: int, K: int, group: int) -> Linear:
     """Experts of no particular weights."""
     kind = FORMATS[format]
     group = group if format == "int4" else 0  # int8 has a scale per output on CUDA
     scale = torch.ones(kind.scale_shape(torch.Size((N, K)), group), dtype=kind.scale_dtype(group))
-    return QuantExperts(
-        kind, ((torch.zeros(N, K, dtype=torch.int8), scale) for _ in range(experts)), experts
-    )
+    codes = torch.zeros(N, K, dtype=torch.int8)
+    return Linear.of(stack((kind.pack(codes, scale) for _ in range(experts)), experts))
 
 
 @pytest.mark.parametrize(
@@ -125,12 +124,12 @@ def stack_of(format: str, experts: int, N: int, K: int, group: int) -> QuantExpe
 )
 def test_experts_are_packed_once(as_on_cuda, format, bytes_each):
     """Stacks hold half a byte or a byte per weight and the scales, and nothing else holds either."""
-    stack = stack_of(format, 4, 64, 512, 128)
+    layer = stack_of(format, 4, 64, 512, 128)
     held = [
-        t for module in stack.modules() for t in (*module.buffers(False), *module.parameters(False))
+        t for module in layer.modules() for t in (*module.buffers(False), *module.parameters(False))
     ]
     assert sum(t.nbytes for t in held) == 4 * bytes_each
-    assert stack.packed.shape == (
+    assert layer.data.shape == (
         4,
         2 if format == "int4" else 4,
         64,

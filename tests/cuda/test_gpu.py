@@ -23,9 +23,9 @@ import ops.epilogues
 import ops.experts
 import ops.linear
 import ops.norm
-import ops.qmatmul
 import ops.rotary
 import ops.tree
+import ops.weight
 import sampling
 from cli.tree_paths import EAGLE1_PATHS
 from decode import Engine, build_cycles
@@ -42,6 +42,7 @@ from helpers import (
     decode,
     quantized,
     quantized_experts,
+    rounded,
     share_that_differs,
     with_head_norms,
 )
@@ -53,8 +54,6 @@ from ops import torch_backend
 from ops.backends import choose
 from ops.epilogues import LazyMatmul, UnnormalizedRows
 from options import DEMO, GenerateConfig
-from quantize import FORMATS as KINDS
-from quantize import QuantExperts
 from runtime import WARM_UPS
 from session import Session
 
@@ -437,7 +436,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
         if form == "float":
             scores = ops.linear.halves_product(*wide_x[:2], "fp32")
         else:
-            w = ops.qmatmul.w4a16 if form.startswith("int4") else ops.qmatmul.w8a16
+            w = ops.weight.w4a16 if form.startswith("int4") else ops.weight.w8a16
             scores = w(*wide_x, epilogue="fp32")
         return total, norm[0], norm[1].T[None], gated, q, scores
 
@@ -565,10 +564,8 @@ def expert_layer(format, dtype=torch.bfloat16):
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     if format != "none":
-        kind = KINDS[format]
         for name in ("w13", "w2"):
-            codes_and_scales = (kind.encode(w, 128) for w in getattr(layer, name).weight)
-            setattr(layer, name, QuantExperts(kind, codes_and_scales, 8))
+            setattr(layer, name, rounded(format, getattr(layer, name).weight))
     return layer
 
 

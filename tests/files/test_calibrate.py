@@ -11,14 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import quantize
+import ops.formats
 from generate import load
 from helpers import GOLDEN
 from hf.calibrate import WIDTH, Recorder, calibration_text, moments_of, second_moments
 from hf.checkpoint import Quantization, WeightFiles, scale_name
 from hf.weights import load_model
+from linear import Linear
+from ops.formats import Int4
+from ops.weight import unpack
 from options import DEMO, ROOT
-from quantize import Int4Linear, quantize_directory
+from quantize import quantize_directory
 
 TARGET = GOLDEN / "models/target_llama_mha"  # fp32, no tokenizer
 INT4 = Quantization("int4", 32)
@@ -44,11 +47,11 @@ def test_feedback_makes_outputs_closer(group, k):
     """Of an input's error, the inputs behind it in the same WIDTH make up for a part."""
     weight = torch.randn(40, k, generator=torch.Generator().manual_seed(0))
     x = correlated(k)
-    codes, scale = Int4Linear.encode_calibrated(weight, group, moments_between(x))
+    codes, scale = Int4.encode_calibrated(weight, group, moments_between(x))
     assert codes.dtype == torch.int8 and codes.min() >= -8 and codes.max() <= 7
     assert scale.shape == (40, k // group) and scale.dtype == torch.bfloat16
-    plain = Int4Linear.decode(*Int4Linear.encode(weight, group))
-    errors = [(x @ (w - weight).T).square().sum() for w in (Int4Linear.decode(codes, scale), plain)]
+    plain = Int4.decode(*Int4.encode(weight, group))
+    errors = [(x @ (w - weight).T).square().sum() for w in (Int4.decode(codes, scale), plain)]
     assert errors[0] < 0.3 * errors[1]
 
 
@@ -56,11 +59,11 @@ def test_independent_inputs_need_no_feedback():
     """With diagonal moments, codes are the nearest to the weight by the scale that was found."""
     weight = torch.randn(40, 128)
     moment = torch.linspace(0.1, 3, 128).diag()
-    codes, scale = Int4Linear.encode_calibrated(weight, 32, [moment])
+    codes, scale = Int4.encode_calibrated(weight, 32, [moment])
     steps = scale.float().repeat_interleave(32, 1)
     assert torch.equal(codes, (weight / steps).round().clamp(-8, 7).to(torch.int8))
-    error = ((Int4Linear.decode(codes, scale) - weight).square() * moment.diagonal()).sum()
-    plain = Int4Linear.decode(*Int4Linear.encode(weight, 32)) - weight
+    error = ((Int4.decode(codes, scale) - weight).square() * moment.diagonal()).sum()
+    plain = Int4.decode(*Int4.encode(weight, 32)) - weight
     assert error < (plain.square() * moment.diagonal()).sum()
 
 
@@ -69,18 +72,18 @@ def test_inputs_that_are_always_zero():
     x = correlated(128)
     x[:, 40:100] = 0
     weight = torch.randn(40, 128)
-    codes, scale = Int4Linear.encode_calibrated(weight, 32, moments_between(x))
+    codes, scale = Int4.encode_calibrated(weight, 32, moments_between(x))
     assert scale.isfinite().all()
-    error = Int4Linear.decode(codes, scale) - weight
+    error = Int4.decode(codes, scale) - weight
     assert error[:, 40:100].abs().max() < 0.6 * weight.abs().max()
 
 
 def test_parts_of_rows_are_rounded_alike(monkeypatch):
     weight = torch.randn(70, 128)
     moments = moments_between(correlated(128))
-    whole = Int4Linear.encode_calibrated(weight, 32, moments)
-    monkeypatch.setitem(quantize.AT_ONCE, "cpu", 128 * 16)
-    parts = Int4Linear.encode_calibrated(weight, 32, moments)
+    whole = Int4.encode_calibrated(weight, 32, moments)
+    monkeypatch.setitem(ops.formats.AT_ONCE, "cpu", 128 * 16)
+    parts = Int4.encode_calibrated(weight, 32, moments)
     assert (whole[0] != parts[0]).float().mean() < 0.01  # sums in another order, near a tie
 
 
@@ -90,7 +93,7 @@ def test_moments_are_those_of_the_model():
     ids = torch.randint(0, 97, (6, 12), generator=torch.Generator().manual_seed(0))
     found = dict(second_moments(model, ids))
     assert all(not isinstance(module, Recorder) for module in model.modules())
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     assert list(found) == list(linear)
     seen: dict[str, Tensor] = {}
     for name, layer in linear.items():
@@ -176,14 +179,14 @@ def test_a_tied_head_is_calibrated_too(tmp_path):
     assert torch.equal(stored.read("model.embed_tokens.weight"), original)
     assert scale_name("lm_head.weight") in stored.readers
     model = load_model(tmp_path / "out")
-    assert isinstance(model.lm_head, Int4Linear)
+    assert model.lm_head.format == "int4"
     error = (model.lm_head.dequantize() - original.float()).square().mean()
     assert error < 0.02 * original.float().square().mean()
     # as it was written before: tied, and rounded when it is loaded
     quantize_directory(path, tmp_path / "older", INT4)
     older = load_model(tmp_path / "older")
-    want = Int4Linear.encode(original, 32)
-    assert all(map(torch.equal, older.lm_head.codes_and_scale(), want))
+    want = Int4.encode(original, 32)
+    assert all(map(torch.equal, unpack(older.lm_head.record), want))
 
 
 def test_without_a_tokenizer_one_line_says_so(tmp_path, capsys):

@@ -33,9 +33,9 @@ from hf.gguf import STORED, TYPES, GgufFile
 from hf.gguf_header import chat_template_text
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
+from linear import Linear
 from ops.library import has_cpu_operators
 from options import GenerateConfig
-from quantize import Int4Linear
 
 Kind = gguf.GGMLQuantizationType
 ROOT = Path(program.__file__).parent
@@ -855,7 +855,7 @@ def test_generate(whole, tmp_path):
     result = generate(drafted, [[5, 17, 3]])
     assert result.tokens == want and result.stats["tau"] > 3
     rounded = load(checkpoint=path, quant="int4", **options)
-    sizes = {m.group_size for m in rounded.target.modules() if isinstance(m, Int4Linear)}
+    sizes = {m.group_size for m in rounded.target.modules() if isinstance(m, Linear)}
     assert sizes == {32} and rounded.option("group_size") == 32  # of 64 and 96
     says = "int4 group size 128 does not divide in_features 64 .*; use group_size=32"
     with pytest.raises(ValueError, match=says):

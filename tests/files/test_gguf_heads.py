@@ -29,11 +29,11 @@ from generate import generate, load
 from helpers import BLOCK_KINDS, GOLDEN, gguf_blocks, golden_target
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import read_config, resolve_draft
-from hf.gguf_blocks import BlockEmbedding, BlockLinear
 from hf.gguf_heads import GgufHead
 from hf.heads import HeadFiles, head_files, head_names, read_head
 from hf.weights import load_model
 from kv_cache import KVCache, causal_window
+from linear import Embedding
 from ops.library import has_cpu_operators
 from options import DEMO, GenerateConfig
 from scripts import compare, export_head, train_head
@@ -227,7 +227,7 @@ def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
     head = engine.drafter.head
     layers = [head.fc, head.lm_head, *(getattr(head.layers[0].ffn, w) for w in ("w13", "w2"))]
     layers += [head.layers[0].wqkv, head.layers[0].wo]
-    assert all(isinstance(layer, BlockLinear) for layer in layers)
+    assert all(layer.format == BLOCKS for layer in layers)
     assert engine.drafter.lm_head is head.lm_head and head.fused is not None
     assert engine.option("draft") == "eagle" and engine.option("quant_draft") == BLOCKS
     assert generate(engine, PROMPTS).tokens == vanilla()
@@ -289,7 +289,7 @@ def test_an_embedding_of_its_own(files, tmp_path):
     export(tmp_path / "own", tmp_path / "blocks.gguf", "--type", "q8_0")
     engine = load(head=str(tmp_path / "blocks.gguf"), tree="chain", compile=True, **DECODING)
     if has_cpu_operators("products"):
-        assert isinstance(engine.drafter.embedding, BlockEmbedding)
+        assert isinstance(engine.drafter.embedding, Embedding)
     assert generate(engine, PROMPTS).tokens == vanilla()
 
 
@@ -488,7 +488,7 @@ def test_a_dflash_file_drafts_in_its_own_bits(tmp_path):
     options |= {"compile": True, "tree": "chain"}
     engine = load(head=str(path), **options)
     if has_cpu_operators("products"):
-        assert isinstance(engine.drafter.head.fc, BlockLinear)
+        assert engine.drafter.head.fc.format == BLOCKS
     result = generate(engine, PROMPTS)
     del options["tree"]
     assert result.tokens == generate(load(draft="none", **options), PROMPTS).tokens

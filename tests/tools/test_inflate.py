@@ -27,6 +27,7 @@ from hf.config import read_config
 from hf.heads import EagleConfig
 from hf.weights import load_model, weight_names
 from kv_cache import KVCache, causal_window
+from linear import Linear
 from model import ModelConfig, Transformer
 from ops.cpu.build import load_operators
 from options import DEMO
@@ -153,7 +154,7 @@ BF16 = {  # sizes, models, tokens, whether the bits are equal
     ["width x2.5", "width x4, heads x4", *slow(["width x16, heads x4", "heads x2"])],
 )
 def test_bf16_bit_for_bit_at_powers_of_four(pairs, name):
-    """linear.cpp and attention.cpp add a sum's terms in order, so that zeros between them change no bit."""
+    """matmul_bf16.h and attention.cpp add a sum's terms in order, so that zeros between them change no bit."""
     sizes, pair, length, equal = BF16[name]
     shape = Shape.parse(sizes)
     for small, large in both(shape, torch.bfloat16, pairs[pair], length, cached=True):
@@ -182,7 +183,7 @@ def test_int4_outputs_are_the_int4_small_models(monkeypatch, pairs):
         target = load_model(path, torch.float64, source=files)
         head = load_head(HEAD, target, source=head_files)
         for name, module in [*target.named_modules(), *head.named_modules()]:
-            if isinstance(module, torch.nn.Linear):
+            if isinstance(module, Linear):
                 group = 32 if name.endswith("wo") and files is None else 128
                 rounded, scale = codes(module.weight, 4, group)
                 module.weight.data = (rounded.unflatten(1, (-1, group)) * scale[..., None]).flatten(

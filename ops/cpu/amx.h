@@ -1,17 +1,23 @@
 // Matrix products on the tiles of Intel's AMX, or on an emulation of them with the same bits.
 //
-// A tile has up to 16 rows of 64 bytes. An instruction computes C += A . B: A is [rows, k], B holds the k of a column
-// side by side, [k / 2, columns, 2] in bfloat16, [k / 4, columns, 4] in bytes, C is [rows, columns] of 32 bits.
-// 1. `use_tiles` chooses the unit (tiles.py): the hardware needs the processor, the system and its permission.
-// 2. Every piece of a loop loads a configuration and releases it: no state lives longer, so threads that are new, forked
+// A tile has up to 16 rows of 64 bytes. An instruction computes C += A . B: A is [rows, k], B holds
+// the k of a column side by side, [k / 2, columns, 2] in bfloat16, [k / 4, columns, 4] in bytes, C
+// is [rows, columns] of 32 bits.
+// 1. `use_tiles` chooses the unit (tiles.py): the hardware needs the processor, the system and its
+// permission.
+// 2. Every piece of a loop loads a configuration and releases it: no state lives longer, so threads
+// that are new, forked
 //    children and libraries with configurations of their own do not matter.
-// 3. `dot_groups`, for tile_sums.h: A is rows of activations, B codes of 16 outputs, C [rows, outputs].
-// 4. `multiply_bf16`: A is 16 outputs of a weight where it lies, B the rows, transposed once, C [outputs, rows]. A row's
+// 3. `dot_groups`, for dot_amx.h: A is rows of activations, B codes of 16 outputs, C [rows,
+// outputs].
+// 4. `multiply_bf16`: A is 16 outputs of a weight where it lies, B the rows, transposed once, C
+// [outputs, rows]. A row's
 //    result does not depend on the other rows, bit for bit: each element of C is a sum of its own.
 //
-// In bfloat16 the order of sums differs from linear.cpp's (ops/linear.py has both plainly): a processor with tiles gives
-// other bits than one without. A prototype of the kernels ran on an Emerald Rapids, where the emulation had the bits of
-// the hardware. tiles.py compares them on every machine before it chooses the hardware.
+// In bfloat16 the order of sums differs from matmul_bf16.h's (ops/linear.py has both plainly): a
+// processor with tiles gives other bits than one without. A prototype of the kernels ran on an
+// Emerald Rapids, where the emulation had the bits of the hardware. tiles.py compares them on every
+// machine before it chooses the hardware.
 #pragma once
 
 #include "experts.h"
@@ -28,7 +34,8 @@
 #include <string>
 #include <type_traits>
 
-#if defined(__x86_64__) && defined(__linux__) && !defined(NO_TILES)  // NO_TILES: the assembler does not know them
+#if defined(__x86_64__) && defined(__linux__) && \
+    !defined(NO_TILES)  // NO_TILES: the assembler does not know them
 #define HAS_TILES
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -38,7 +45,7 @@
 namespace amx {
 namespace {
 
-// ---------------------------------------------------------------------------------------------------- unit
+// -------------------------------------------------------------------------------------------- unit
 
 constexpr int64_t ROWS = 16, BYTES = 64;  // of a tile
 
@@ -47,7 +54,9 @@ template <class T> struct AtLine {
   using value_type = T;
   AtLine() = default;
   template <class U> AtLine(const AtLine<U>&) {}
-  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(BYTES))); }
+  T* allocate(size_t n) {
+    return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(BYTES)));
+  }
   void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(BYTES)); }
   bool operator==(const AtLine&) const { return true; }
 };
@@ -57,12 +66,14 @@ struct alignas(64) Config {  // the operand of ldtilecfg
   uint16_t bytes[16] = {};  // of a row of each tile; there are 8
   uint8_t rows[16] = {};
   void set(int tile, int64_t of_rows, int64_t of_bytes) {
-    rows[tile] = uint8_t(of_rows), bytes[tile] = uint16_t(of_bytes);
+    rows[tile] = uint8_t(of_rows);
+    bytes[tile] = uint16_t(of_bytes);
   }
 };
 
 #ifdef HAS_TILES
-// Asm, as gcc 12's intrinsics do not tell the compiler which memory they read: it drops or moves the stores before them.
+// Asm, as gcc 12's intrinsics do not tell the compiler which memory they read: it drops or moves
+// the stores before them.
 struct Hardware {
   static void configure(const Config& c) { asm volatile("ldtilecfg %0" ::"m"(c) : "memory"); }
   static void release() { asm volatile("tilerelease" ::: "memory"); }
@@ -82,7 +93,8 @@ struct Hardware {
 };
 #endif
 
-// It ends the program where the hardware would: without a configuration, and where tiles do not fit each other.
+// It ends the program where the hardware would: without a configuration, and where tiles do not fit
+// each other.
 struct Emulation {
   struct State {
     Config config;
@@ -93,8 +105,14 @@ struct Emulation {
     return of_thread;
   }
   inline static std::atomic<int64_t> configured{0}, released{0};  // times, for tests
-  static void configure(const Config& c) { state() = {c, {}}, configured++; }
-  static void release() { state() = {{0}, {}}, released++; }
+  static void configure(const Config& c) {
+    state() = {c, {}};
+    configured++;
+  }
+  static void release() {
+    state() = {{0}, {}};
+    released++;
+  }
   static void require(bool condition) {
     if (!condition) std::abort();
   }
@@ -104,17 +122,20 @@ struct Emulation {
   }
   template <int C, int A, int B> static void check_shapes() {
     const Config& c = state().config;
-    require(c.rows[C] > 0 && c.rows[C] == c.rows[A] && c.bytes[C] == c.bytes[B] && c.bytes[A] == 4 * c.rows[B]);
+    require(c.rows[C] > 0 && c.rows[C] == c.rows[A] && c.bytes[C] == c.bytes[B] &&
+            c.bytes[A] == 4 * c.rows[B]);
   }
   template <int T> static void load(const void* p, int64_t stride) {
     const Config& c = state().config;
     zero<T>();
-    for (int r = 0; r < c.rows[T]; r++) std::memcpy(state().tile[T][r], (const char*)p + r * stride, c.bytes[T]);
+    for (int r = 0; r < c.rows[T]; r++)
+      std::memcpy(state().tile[T][r], (const char*)p + r * stride, c.bytes[T]);
   }
   template <int T> static void store(void* p, int64_t stride) {
     const Config& c = state().config;
     require(c.rows[T] > 0);
-    for (int r = 0; r < c.rows[T]; r++) std::memcpy((char*)p + r * stride, state().tile[T][r], c.bytes[T]);
+    for (int r = 0; r < c.rows[T]; r++)
+      std::memcpy((char*)p + r * stride, state().tile[T][r], c.bytes[T]);
   }
 
   // A is signed, B unsigned.
@@ -140,7 +161,8 @@ struct Emulation {
     std::memcpy(&v, &bits, 4);
     return flushed(v);
   }
-  // An element has a chain of the even k and one of the odd k, of fused multiply-adds; then C += even + odd.
+  // An element has a chain of the even k and one of the odd k, of fused multiply-adds; then C +=
+  // even + odd.
   template <int C, int A, int B> static void dot_pairs() {
     constexpr int COLUMNS = BYTES / 4;
     check_shapes<C, A, B>();
@@ -149,13 +171,17 @@ struct Emulation {
     std::memcpy(b, s.tile[B], sizeof b);
     for (int m = 0; m < s.config.rows[C]; m++) {
       float even[COLUMNS] = {}, odd[COLUMNS] = {}, sum[COLUMNS];
-      std::memcpy(a, s.tile[A][m], sizeof a), std::memcpy(sum, s.tile[C][m], sizeof sum);
+      std::memcpy(a, s.tile[A][m], sizeof a);
+      std::memcpy(sum, s.tile[C][m], sizeof sum);
       for (int i = 0; i < s.config.bytes[A] / 4; i++) {
         const float first = number(a[i] << 16), second = number(a[i] & 0xffff0000);
-        for (int n = 0; n < COLUMNS; n++) even[n] = flushed(std::fma(first, number(b[i][n] << 16), even[n]));
-        for (int n = 0; n < COLUMNS; n++) odd[n] = flushed(std::fma(second, number(b[i][n] & 0xffff0000), odd[n]));
+        for (int n = 0; n < COLUMNS; n++)
+          even[n] = flushed(std::fma(first, number(b[i][n] << 16), even[n]));
+        for (int n = 0; n < COLUMNS; n++)
+          odd[n] = flushed(std::fma(second, number(b[i][n] & 0xffff0000), odd[n]));
       }
-      for (int n = 0; n < COLUMNS; n++) sum[n] = flushed(flushed(sum[n]) + flushed(even[n] + odd[n]));
+      for (int n = 0; n < COLUMNS; n++)
+        sum[n] = flushed(flushed(sum[n]) + flushed(even[n] + odd[n]));
       std::memcpy(s.tile[C][m], sum, sizeof sum);
     }
   }
@@ -174,11 +200,13 @@ template <class F> void with_unit(const F& f) {
   f(Emulation{});
 }
 
-// Asks for the hardware. All threads of the process may use it then, and children that it forks. The processor may show
-// tiles that its system (Linux before 5.16, a sandbox) does not save or refuses.
+// Asks for the hardware. All threads of the process may use it then, and children that it forks.
+// The processor may show tiles that its system (Linux before 5.16, a sandbox) does not save or
+// refuses.
 bool allowed() {
 #ifdef HAS_TILES
-  constexpr unsigned SAVES = 1u << 27, PAIRS = 1u << 22, TILES = 1u << 24, DOTS = 1u << 25, STATE = 3u << 17;
+  constexpr unsigned SAVES = 1u << 27, PAIRS = 1u << 22, TILES = 1u << 24, DOTS = 1u << 25,
+                     STATE = 3u << 17;
   constexpr long GRANTED = 0x1022, REQUEST = 0x1023, DATA = 18;  // of arch_prctl
   unsigned a, b, c, d, low, high;
   if (!__get_cpuid_count(1, 0, &a, &b, &c, &d) || !(c & SAVES)) return false;
@@ -186,13 +214,15 @@ bool allowed() {
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   if (~low & STATE) return false;
   unsigned long granted = 0;
-  return !syscall(SYS_arch_prctl, REQUEST, DATA) && !syscall(SYS_arch_prctl, GRANTED, &granted) && (granted >> DATA & 1);
+  return !syscall(SYS_arch_prctl, REQUEST, DATA) && !syscall(SYS_arch_prctl, GRANTED, &granted) &&
+         (granted >> DATA & 1);
 #else
   return false;
 #endif
 }
 
-// ---------------------------------------------------------------------------------------- products of bytes
+// ---------------------------------------------------------------------------------------- products
+// of bytes
 
 constexpr int64_t GROUP_SUMS = ROWS * 32;  // of a group of k, [rows, 32 outputs]
 
@@ -205,15 +235,16 @@ inline Config shape_of_groups(int64_t rows, int64_t k) {
   return config;
 }
 
-// Computes the sums of `count` groups of k. x: each group's signed codes of rows, `line` bytes apart; w: each group's
-// unsigned codes of 32 outputs, [k / 4, 32, 4]. Two sets of C take turns, so that no store waits for its products. Calls
-// fetch() once a group.
+// Computes the sums of `count` groups of k. x: each group's signed codes of rows, `line` bytes
+// apart; w: each group's unsigned codes of 32 outputs, [k / 4, 32, 4]. Two sets of C take turns, so
+// that no store waits for its products. Calls fetch() once a group.
 template <class Unit, class Fetch>
-void dot_groups(const int8_t* const* x, int64_t line, const uint8_t* const* w, int64_t k, int64_t count, int32_t* sums,
-                const Fetch& fetch) {
+void dot_groups(const int8_t* const* x, int64_t line, const uint8_t* const* w, int64_t k,
+                int64_t count, int32_t* sums, const Fetch& fetch) {
   constexpr int64_t STEP_BYTES = 2 * BYTES;
   const auto dot = [&]<int C>(std::integral_constant<int, C>, int64_t g) {
-    Unit::template zero<C>(), Unit::template zero<C + 1>();
+    Unit::template zero<C>();
+    Unit::template zero<C + 1>();
     for (int64_t done = 0; done < k; done += BYTES) {
       const uint8_t* codes = w[g] + done / 4 * STEP_BYTES;
       Unit::template load<4>(x[g] + done, line);
@@ -239,38 +270,44 @@ void dot_groups(const int8_t* const* x, int64_t line, const uint8_t* const* w, i
   }
 }
 
-// ------------------------------------------------------------------------------------- products in bfloat16
+// ------------------------------------------------------------------------------------- products in
+// bfloat16
 
 using Value = at::BFloat16;
 struct alignas(64) Line {
   float sums[ROWS];
 };
 
-constexpr int64_t STRIP = 2 * ROWS;    // outputs: two tiles of weights for every tile of rows
-constexpr int64_t STEP = 32;           // k of an instruction
-constexpr int64_t PANEL = 16;          // steps that more than 32 rows pass over at a time
-constexpr int64_t SEVERAL = 8;         // strips that more than 64 rows pass over meanwhile: 32 rows stay in L1
-constexpr int64_t MOST_BLOCKS = 16;    // of rows, at a time
-constexpr int64_t GRAIN = 1 << 19;     // bytes of weights, or as much work, that pay for a thread's wake-up
+constexpr int64_t STRIP = 2 * ROWS;  // outputs: two tiles of weights for every tile of rows
+constexpr int64_t STEP = 32;         // k of an instruction
+constexpr int64_t PANEL = 16;        // steps that more than 32 rows pass over at a time
+constexpr int64_t SEVERAL =
+    8;  // strips that more than 64 rows pass over meanwhile: 32 rows stay in L1
+constexpr int64_t MOST_BLOCKS = 16;  // of rows, at a time
+constexpr int64_t GRAIN =
+    1 << 19;  // bytes of weights, or as much work, that pay for a thread's wake-up
 
 struct Matrices {
   const Value *x, *w;  // [rows, k], [experts, n, k]
   int64_t n, k;
+  int64_t expert_values;  // from an expert's weight to the next one's
   int64_t steps() const { return (k + STEP - 1) / STEP; }
 };
 
-// A group's rows as B tiles, [blocks, steps, 16 pairs, height, 2], padded with zeros: blocks of one height, as a
-// configuration has one.
+// A group's rows as B tiles, [blocks, steps, 16 pairs, height, 2], padded with zeros: blocks of one
+// height, as a configuration has one.
 struct Columns {
   const Group* group;
   int64_t blocks, height;
   const Line* tiles;
-  int64_t rows(int64_t block) const { return std::clamp<int64_t>(group->rows - block * height, 0, height); }
+  int64_t rows(int64_t block) const {
+    return std::clamp<int64_t>(group->rows - block * height, 0, height);
+  }
 };
 
 // Takes the sums of a row, at a place in the order, with `count` outputs; they lie `stride` apart.
-using Put = std::function<void(const Group&, int64_t place, int64_t output, const float* sums, int64_t stride,
-                               int64_t count)>;
+using Put = std::function<void(const Group&, int64_t place, int64_t output, const float* sums,
+                               int64_t stride, int64_t count)>;
 
 void transpose(const Matrices& of, const Order& order, const Columns& columns, Line* tiles) {
   const int64_t steps = of.steps(), height = columns.height;
@@ -279,27 +316,40 @@ void transpose(const Matrices& of, const Order& order, const Columns& columns, L
     for (int64_t m = 0; m < height; m++) {
       Value pairs[STEP] = {};
       if (m < columns.rows(block))
-        std::copy_n(of.x + order.row[columns.group->first + block * height + m] * of.k + step * STEP, size, pairs);
+        std::copy_n(
+            of.x + order.row[columns.group->first + block * height + m] * of.k + step * STEP, size,
+            pairs);
       for (int64_t i = 0; i < STEP / 2; i++) std::memcpy(to + i * height + m, pairs + 2 * i, 4);
     }
   };
-  parallel(columns.blocks * steps, std::max<int64_t>(1, GRAIN / 16 / (BYTES * height)), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) copy(i / steps, i % steps, (uint32_t*)(tiles + i * height));
-  });
+  parallel(columns.blocks * steps, std::max<int64_t>(1, GRAIN / 16 / (BYTES * height)),
+           [&](int64_t begin, int64_t end) {
+             for (int64_t i = begin; i < end; i++)
+               copy(i / steps, i % steps, (uint32_t*)(tiles + i * height));
+           });
 }
 
-// Adds `steps` steps to the sums of two tiles of outputs and of one or two blocks of rows, [blocks, 2, 16, height]. w:
-// of both tiles, outputs `line` bytes apart; x: of the first block, the second is `next` behind; first: sums begin at 0
+// Adds `steps` steps to the sums of two tiles of outputs and of one or two blocks of rows, [blocks,
+// 2, 16, height]. w: of both tiles, outputs `line` bytes apart; x: of the first block, the second
+// is `next` behind; first: sums begin at 0
 template <class Unit, bool TWO>
-void add_steps(const Value* const (&w)[2], int64_t line, const Line* x, int64_t next, int64_t steps, int64_t height,
-               bool first, float* sums) {
+void add_steps(const Value* const (&w)[2], int64_t line, const Line* x, int64_t next, int64_t steps,
+               int64_t height, bool first, float* sums) {
   const int64_t size = ROWS * height, row = height * 4;
   const char *left = (const char*)w[0], *right = (const char*)w[1];
-  Unit::template zero<0>(), Unit::template zero<1>();
-  if (TWO) Unit::template zero<2>(), Unit::template zero<3>();
+  Unit::template zero<0>();
+  Unit::template zero<1>();
+  if (TWO) {
+    Unit::template zero<2>();
+    Unit::template zero<3>();
+  }
   if (!first) {
-    Unit::template load<0>(sums, row), Unit::template load<1>(sums + size, row);
-    if (TWO) Unit::template load<2>(sums + 2 * size, row), Unit::template load<3>(sums + 3 * size, row);
+    Unit::template load<0>(sums, row);
+    Unit::template load<1>(sums + size, row);
+    if (TWO) {
+      Unit::template load<2>(sums + 2 * size, row);
+      Unit::template load<3>(sums + 3 * size, row);
+    }
   }
   for (int64_t s = 0; s < steps; s++, left += BYTES, right += BYTES, x += height) {
     Unit::template load<6>(x, row);
@@ -313,8 +363,12 @@ void add_steps(const Value* const (&w)[2], int64_t line, const Line* x, int64_t 
       Unit::template dot_pairs<3, 5, 7>();
     }
   }
-  Unit::template store<0>(sums, row), Unit::template store<1>(sums + size, row);
-  if (TWO) Unit::template store<2>(sums + 2 * size, row), Unit::template store<3>(sums + 3 * size, row);
+  Unit::template store<0>(sums, row);
+  Unit::template store<1>(sums + size, row);
+  if (TWO) {
+    Unit::template store<2>(sums + 2 * size, row);
+    Unit::template store<3>(sums + 3 * size, row);
+  }
 }
 
 // Strips first .. last of the outputs, and some blocks of a group's rows.
@@ -333,7 +387,8 @@ template <class Unit> class Strips {
   // first: the block of rows
   void multiply(int64_t begin, int64_t end, int64_t first, int64_t blocks, const Put& put) {
     static thread_local std::vector<Line> kept;  // its memory is kept from call to call
-    const int64_t several = blocks > 4 ? SEVERAL : 1, size = blocks * 2 * height;  // lines of a strip
+    const int64_t several = blocks > 4 ? SEVERAL : 1,
+                  size = blocks * 2 * height;  // lines of a strip
     if (int64_t(kept.size()) < several * size) kept.resize(several * size);
     const int64_t steps = of.steps(), whole = of.k / STEP, panel = blocks > 2 ? PANEL : steps;
     for (int64_t strip = begin; strip < end; strip += several) {
@@ -342,24 +397,32 @@ template <class Unit> class Strips {
         next = step < whole ? std::min(step + panel, whole) : steps;
         for (int64_t b = 0; b < blocks; b += 2)
           for (int64_t s = 0; s < count; s++)
-            add(strip + s, first + b, std::min<int64_t>(2, blocks - b), step, next, kept[s * size + b * 2 * height].sums);
+            add(strip + s, first + b, std::min<int64_t>(2, blocks - b), step, next,
+                kept[s * size + b * 2 * height].sums);
       }
-      for (int64_t s = 0; s < count; s++) put_strip(strip + s, first, blocks, kept[s * size].sums, put);
+      for (int64_t s = 0; s < count; s++)
+        put_strip(strip + s, first, blocks, kept[s * size].sums, put);
     }
   }
 
  private:
-  // The first output of a tile of a strip: the last tiles overlap those before, and never leave the weight.
-  int64_t output_of(int64_t strip, int64_t half) const { return std::min(strip * STRIP + half * ROWS, of.n - outputs); }
+  // The first output of a tile of a strip: the last tiles overlap those before, and never leave the
+  // weight.
+  int64_t output_of(int64_t strip, int64_t half) const {
+    return std::min(strip * STRIP + half * ROWS, of.n - outputs);
+  }
 
   void add(int64_t strip, int64_t block, int64_t blocks, int64_t step, int64_t end, float* sums) {
     const Value* w[2];
     int64_t line = of.k;
     for (int64_t half = 0; half < 2; half++) {
-      w[half] = of.w + (columns.group->expert * of.n + output_of(strip, half)) * of.k + step * STEP;
+      w[half] = of.w + columns.group->expert * of.expert_values + output_of(strip, half) * of.k +
+                step * STEP;
       if (end * STEP <= of.k) continue;
-      for (int64_t o = 0; o < outputs; o++) std::copy_n(w[half] + o * of.k, of.k - step * STEP, padded[half][o]);
-      w[half] = padded[half][0], line = STEP;
+      for (int64_t o = 0; o < outputs; o++)
+        std::copy_n(w[half] + o * of.k, of.k - step * STEP, padded[half][o]);
+      w[half] = padded[half][0];
+      line = STEP;
     }
     const int64_t next = of.steps() * height;
     const Line* x = columns.tiles + block * next + step * height;
@@ -370,17 +433,19 @@ template <class Unit> class Strips {
   void put_strip(int64_t strip, int64_t first, int64_t blocks, const float* sums, const Put& put) {
     for (int64_t b = first; b < first + blocks; b++)
       for (int64_t half = 0; half < 2; half++, sums += ROWS * height) {
-        const int64_t output = output_of(strip, half), skipped = strip * STRIP + half * ROWS - output;
+        const int64_t output = output_of(strip, half),
+                      skipped = strip * STRIP + half * ROWS - output;
         for (int64_t m = 0; m < columns.rows(b) && skipped < outputs; m++)
-          put(*columns.group, columns.group->first + b * height + m, output + skipped, sums + skipped * height + m, height,
-              outputs - skipped);
+          put(*columns.group, columns.group->first + b * height + m, output + skipped,
+              sums + skipped * height + m, height, outputs - skipped);
       }
   }
 
   const Matrices& of;
   const Columns& columns;
   const int64_t height, outputs;
-  alignas(64) Value padded[2][ROWS][STEP] = {};  // weights of the last step, where k is no multiple of one
+  alignas(64)
+      Value padded[2][ROWS][STEP] = {};  // weights of the last step, where k is no multiple of one
 };
 
 // Multiplies rows by the weights of their experts, and calls `put` on several threads.
@@ -389,7 +454,8 @@ void multiply_bf16(const Matrices& of, const Order& order, const Put& put) {
   std::vector<Columns> all;
   int64_t lines = 0, work = 0;  // work: of a strip
   for (const Group& group : order.groups) {
-    const int64_t blocks = (group.rows + ROWS - 1) / ROWS, height = (group.rows + blocks - 1) / blocks;
+    const int64_t blocks = (group.rows + ROWS - 1) / ROWS,
+                  height = (group.rows + blocks - 1) / blocks;
     all.push_back({&group, blocks, height, nullptr});
     lines += blocks * of.steps() * height;
     work += STRIP * of.k * sizeof(Value) * (1 + group.rows / 64);
@@ -415,10 +481,14 @@ void multiply_bf16(const Matrices& of, const Order& order, const Put& put) {
 
 }  // namespace
 
-// Chooses the unit of the products: none, hardware or emulation. Returns: whether it may be used; else none is.
+// Chooses the unit of the products: none, hardware or emulation. Returns: whether it may be used;
+// else none is.
 bool use_tiles(std::string name) {
-  const Unit wanted = name == "hardware" ? Unit::HARDWARE : name == "emulation" ? Unit::EMULATION : Unit::NONE;
-  TORCH_CHECK(wanted != Unit::NONE || name == "none", "tiles are none, hardware or emulation; they cannot be ", name);
+  const Unit wanted = name == "hardware"    ? Unit::HARDWARE
+                      : name == "emulation" ? Unit::EMULATION
+                                            : Unit::NONE;
+  TORCH_CHECK(wanted != Unit::NONE || name == "none",
+              "tiles are none, hardware or emulation; they cannot be ", name);
   const bool refused = wanted == Unit::HARDWARE && !allowed();
   unit.store(refused ? Unit::NONE : wanted, std::memory_order_relaxed);
   return !refused;
@@ -427,7 +497,8 @@ bool use_tiles(std::string name) {
 // Returns the name of the unit, and how often the emulation was configured and released.
 std::tuple<std::string, int64_t, int64_t> tiles() {
   constexpr const char* names[] = {"none", "hardware", "emulation"};
-  return {names[int(unit.load(std::memory_order_relaxed))], Emulation::configured, Emulation::released};
+  return {names[int(unit.load(std::memory_order_relaxed))], Emulation::configured,
+          Emulation::released};
 }
 
 }  // namespace amx
