@@ -32,7 +32,7 @@ from torch import Tensor
 
 from cli.io import log_note
 from ops import switches
-from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton
+from ops.library import has_cpu_operators, has_triton, is_plain
 
 OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 WARM_UPS = 2  # runs before a capture
@@ -225,7 +225,7 @@ def why_not_compiled(device: str) -> str:
     if device.startswith("cpu"):  # there it means the C++ operators
         if has_cpu_operators():
             return ""
-        if len(PLAIN) == len(FAMILIES):
+        if is_plain():
             return "PyTorch replaces the CPU operators"
         return "it needs the CPU operators"
     try:

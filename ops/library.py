@@ -33,7 +33,12 @@ with suppress(ValueError):  # `GenerateConfig.check` tells of an unknown one, in
 
 
 def is_plain(*families: str) -> bool:
-    """Return whether PyTorch replaces one of these families. A traced step may call this."""
+    """Return whether PyTorch replaces one of these families; of none given: whether all.
+
+    A traced step may call this.
+    """
+    if not families:
+        return len(PLAIN) == len(FAMILIES)
     for family in families:  # noqa: SIM110, as every torch traces it
         if family in PLAIN:
             return True
@@ -51,14 +56,9 @@ def set_plain(families: Iterable[str]) -> None:
     PLAIN.update(chosen)
 
 
-def _has_own(families: tuple[str, ...]) -> bool:
-    """Return whether operators of ours serve these families; of no family: whether any do."""
-    return not is_plain(*families) and len(PLAIN) < len(FAMILIES)
-
-
 def has_triton(*families: str) -> bool:
     """Return whether Triton serves these families; print once the consequences if it is missing."""
-    return _has_own(families) and _triton_is_installed()
+    return not is_plain(*families) and _triton_is_installed()
 
 
 @cache
@@ -95,7 +95,7 @@ def has_cpu_operators(*families: str) -> bool:
 
     The first call builds them; if that fails, it prints the reason once.
     """
-    if not _has_own(families):
+    if is_plain(*families):
         return False
     if not _cpp_available:
         from ops.cpu import build
@@ -106,14 +106,14 @@ def has_cpu_operators(*families: str) -> bool:
 
 def cpu_operators_are_loaded() -> bool:
     """Return whether the C++ operators are loaded already, without building them."""
-    return _cpp_available == [True] and _has_own(())
+    return _cpp_available == [True] and not is_plain()
 
 
 def tiles_in_use() -> str:
     """Return the unit of matmuls on AMX tiles: none, hardware or emulation (cpu/tiles.py)."""
     from ops.cpu import build
 
-    if build.loaded() and _has_own(("products",)):
+    if build.loaded() and not is_plain("products"):
         return torch.ops.gpt_eagle.tiles()[0]
     return "none"
 

@@ -240,7 +240,7 @@ def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Cont
         return ops.attention.tree_attention(q, k, v, start, mask)
 
     def cut(k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible)
+        return ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible, 0.0)
 
     methods = {
         "ours": [partial(ours, *cache) for cache in caches],
