@@ -83,9 +83,9 @@ struct Children {
 // ----------------------------------------------------------------------------------------- growing
 
 // Computes `expand_frontier` of ops/torch_backend.py. Operands are the fields of its records:
-// `Scores`; of a `Frontier` index, values and seen, none of the root's; `Level`. Returns: tokens,
-// values and parents of the candidates, [B, X]; of the next frontier index, tokens, parent and
-// values, [B, R'], and seen, [B, R', W].
+// `Scores`; of a `Frontier` index, values and seen, none of the root's; `Level`.
+// Returns: tokens, values and parents of the candidates, [B, X]; of the next frontier index,
+// tokens, parent and values, [B, R'], and seen, [B, R', W].
 Tensors<8> expand_frontier(const at::Tensor& logits, double sharpness, const Optional& ids,
                            const Optional& noise, int64_t level, const Optional& temperature,
                            const Optional& index, const Optional& values, const Optional& seen,
@@ -400,9 +400,9 @@ class Report {
 
 // Computes `advance` of ops/torch_backend.py. tokens: [B, S+1], written; pos, draws, done, limit:
 // [B]; roots: [B, N], the tree's tokens; path, emitted: [B, D+1]; length: [B]; ends: [E]; features:
-// [B, N, F]; columns: C names, of the report Returns: pos, draws, done, count, [B]; the new tokens
-// [B, D+2] and features [B, D+1, F]; the report [B, D+1+C], whose `done` is 2 more where these
-// features are not finite.
+// [B, N, F]; columns: C names, of the report.
+// Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the
+// report [B, D+1+C], whose `done` is 2 more where these features are not finite.
 Tensors<7> advance(at::Tensor tokens, const at::Tensor& pos, const at::Tensor& draws,
                    const at::Tensor& done, const at::Tensor& limit, const at::Tensor& roots,
                    const at::Tensor& path, const at::Tensor& length, const at::Tensor& emitted,
