@@ -1,18 +1,16 @@
-// Matrix products on the tiles of Intel's AMX, or on an emulation of them with the same bits.
+// Matmuls on the tiles of Intel's AMX, or on an emulation of them with the same bits.
 //
 // A tile has up to 16 rows of 64 bytes. An instruction computes C += A . B: A is [rows, k], B holds
 // the k of a column side by side, [k / 2, columns, 2] in bfloat16, [k / 4, columns, 4] in bytes, C
 // is [rows, columns] of 32 bits.
 // 1. `use_tiles` chooses the unit (tiles.py): the hardware needs the processor, the system and its
-// permission.
+//    permission.
 // 2. Every piece of a loop loads a configuration and releases it: no state lives longer, so threads
-// that are new, forked
-//    children and libraries with configurations of their own do not matter.
-// 3. `dot_groups`, for dot_amx.h: A is rows of activations, B codes of 16 outputs, C [rows,
-// outputs].
+//    that are new, forked children and libraries with configurations of their own do not matter.
+// 3. `dot_groups`, for dot_amx.h: A is rows of activations, B codes of 16 outputs, C [rows, outputs].
 // 4. `multiply_bf16`: A is 16 outputs of a weight where it lies, B the rows, transposed once, C
-// [outputs, rows]. A row's
-//    result does not depend on the other rows, bit for bit: each element of C is a sum of its own.
+//    [outputs, rows]. A row's result does not depend on the other rows, bit for bit: each element of
+//    C is a sum of its own.
 //
 // In bfloat16 the order of sums differs from matmul_bf16.h's (ops/linear.py has both plainly): a
 // processor with tiles gives other bits than one without. A prototype of the kernels ran on an

@@ -150,7 +150,7 @@ inline Ints splat_word(const int8_t* p) {
 template <int BITS>
 constexpr int ROW_BYTES = FOLDS && !Codes<BITS>::SMALL ? 8 : 4;  // bytes of a row's activations
 
-// Correction the dot products of N steps, from step S on, to U chains in turn. FIRST: step S sets
+// Adds the dot products of N steps, from step S on, to U chains in turn. FIRST: step S sets
 // its chain, in 16 bits. x: [steps, M, ROW_BYTES]
 template <int BITS, int S, int N, bool FIRST, int U, int M, int V>
 [[gnu::always_inline]] inline void add_steps(const uint8_t* p, const int8_t* x,
@@ -320,7 +320,7 @@ template <Correction CORRECTION, int M, int V>
   }
 }
 
-// Correction a group's dot products with a tile's rows, scaled, to `total`.
+// Adds a group's dot products with a tile's rows, scaled, to `total`.
 template <int BITS, int M, int V>
 [[gnu::always_inline]] inline void add_group(const uint8_t* p, const int8_t* x, const int8_t* high,
                                              int64_t steps, Correction correction,

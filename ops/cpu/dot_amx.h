@@ -1,7 +1,7 @@
 // The sums of dot.h and dot_k_types.h on AMX tiles, bit for bit, for groups of some rows.
 //
 // The codes of a panel are unpacked to bytes, then tiles of up to 16 rows pass over it: the integer
-// sums of a few groups of k are stored, the listed outliers are added, and `scale_sums` correction
+// sums of a few groups of k are stored, the listed outliers are added, and `scale_sums` adds
 // them in floating point as on other processors. The tile unit hides products, not the work in
 // floating point, which bounds groups of 32. Integer scales of K types are multiplied into the
 // weights instead, in two planes of bytes, so that tiles add up a whole block.

@@ -5,8 +5,7 @@
 // 1. A part in strips is multiplied in integer dot products. The rows are rounded to int8, with one
 //    scale per block of k (activations.h): the weights' group, or 128 where that has no scale in
 //    floating point (int8 with a scale per output, K types).
-// 2. Threads share the strips. Within a strip, tiles of a few rows pass over panels of k (dot.h,
-// for
+// 2. Threads share the strips. Within a strip, tiles of a few rows pass over panels of k (dot.h, for
 //    K types dot_k_types.h, on AMX dot_amx.h). In a mixture, each expert's rows pass over its own
 //    strips; idle experts are not read.
 // 3. A part in bfloat16 rows goes through matmul_bf16.h.

@@ -1,24 +1,21 @@
 // Matmuls with bfloat16 weights, for 1 to a few hundred rows (matmul.cpp).
 //
 // 1. Weights are read where they lie, [outputs, k], as streams of a few outputs at a time. A word
-// holds two values of
-//    k, and a vector LANES words of one output: nothing is transposed or packed.
+//    holds two values of k, and a vector LANES words of one output: nothing is transposed or packed.
 // 2. A tile multiplies up to TALL rows by a few outputs, with a register of sums for each pair of
-// them. AVX512-BF16
-//    multiplies and adds in pairs; elsewhere both are widened to fp32. Long k is cut into panels,
-//    so that the rows of a tile stay in the L1 cache.
+//    them. AVX512-BF16 multiplies and adds in pairs; elsewhere both are widened to fp32. Long k is
+//    cut into panels, so that the rows of a tile stay in the L1 cache.
 // 3. Meanwhile the weights behind are fetched into L2: of up to TALL rows some KB ahead, in the
-// order of memory; else
-//    those behind the strip, a share in every tile. In a mixture, each expert's rows pass over its
-//    own weight.
+//    order of memory; else those behind the strip, a share in every tile. In a mixture, each
+//    expert's rows pass over its own weight.
 //
 // A row's result does not depend on the other rows, bit for bit: an output has CHAINS sums on all
 // processors, sum c of pairs c, c + CHAINS, ... of k in their order, the second value of a pair
 // first, rounded after every product. In the end sums half of them apart are added, until one is
 // left. All processors give the same bits, except that AVX512-BF16 takes numbers below 2^-126 as
-// zeros, and that amx.h has another order. Trade-off: adding the sums of lanes costs a long prompt
-// 2 to 8 %, where transposed panels had none to add.
-
+// zeros, and that amx.h has another order.
+// Trade-off: adding the sums of lanes costs a long prompt 2 to 8 %, where transposed panels had none
+// to add.
 #pragma once
 
 #include "amx.h"

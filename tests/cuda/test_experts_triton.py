@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
 
-import model  # noqa: E402
 import ops.cuda.layout  # noqa: E402
 import ops.experts  # noqa: E402
+import steps  # noqa: E402
 from compiled_kernels import Case, expert_cases  # noqa: E402
 from helpers import Mixture, check_product_fits, planes_of_cuda, slow  # noqa: E402
 from linear import Linear  # noqa: E402
@@ -85,7 +85,7 @@ class Counting(TorchDispatchMode):
 def as_on_cuda(monkeypatch):
     """Tensors on the CPU take the way of those on CUDA, as far as shapes go."""
     planes_of_cuda(monkeypatch)
-    monkeypatch.setattr(model, "route", ops.experts.expert_lists)
+    monkeypatch.setattr(steps, "route", ops.experts.expert_lists)
 
 
 @pytest.mark.parametrize(
