@@ -34,7 +34,7 @@ from scripts.train.losses import (
     unrolled_losses,
 )
 from scripts.train.train_eagle import Example, TrainConfig
-from steps import RMSNorm
+from steps import HeadNorm, add_modules
 
 UNROLLED = STEPS[3]
 TARGET = "models/target_llama31_gqa8"
@@ -73,11 +73,14 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
     """
     target = golden_target(CASES[version][0])
     head, T = golden_head(CASES[version][1], target), 12
-    attention = head.layers[0].attention
+    layer = head.layers[0]
     if normed:
-        attention.qk_norm = True
-        attention.q_norm, attention.k_norm = (RMSNorm(attention.head_dim, 1e-6) for _ in range(2))
-        for i, weight in enumerate(attention.head_norms[:2]):
+        config = head.config.model
+        norm = HeadNorm(config.n_heads, config.n_kv_heads, config.head_dim, 1e-6)
+        layer.steps = (layer.steps[0], norm, *layer.steps[1:])
+        add_modules(layer, [norm])
+        norms = [layer.q_norm.weight, layer.k_norm.weight]
+        for i, weight in enumerate(norms):
             weight.data += torch.linspace(-0.5, 0.5, len(weight)) * (-1) ** i
     g, V = torch.Generator().manual_seed(0), target.config.vocab_size
     tokens, mask = torch.randint(0, V, (2, T), generator=g), torch.rand(2, T, generator=g) < 0.7
@@ -115,9 +118,7 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
     assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
     assert UNROLLED == 7 and DECAY == 0.8
     if normed:
-        assert all(
-            grad.all() for grad in torch.autograd.grad(sum(losses), attention.head_norms[:2])
-        )
+        assert all(grad.all() for grad in torch.autograd.grad(sum(losses), norms))
 
 
 def test_the_draft_vocabulary_is_what_is_trained_on_most():
