@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cli.io import one_line, read_json, set_usual_mode
+from hf.fields import text_part
 from hf.untrusted import load_pickle, read_untrusted
-from models.registry import text_part
 from options import FORMAT_NAMES, GROUP_SIZES
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json

@@ -108,3 +108,19 @@ def read_fields(raw: dict, kind: type) -> Any:
             raise ValueError(f"{name} must be {rule.text}; it is {reprlib.repr(value)}")
         found[name] = value
     return kind(**found)
+
+
+# keys of config.json that hold for the text part of a model, too
+SHARED_KEYS = ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "quantization_config")
+
+
+def text_part(raw: dict) -> dict:
+    """Return the config.json of the text part, for a model that also takes pictures or sound.
+
+    Its `model_type` names its architecture.
+    """
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return raw
+    shared = {name: raw[name] for name in SHARED_KEYS if raw.get(name) is not None}
+    return text | shared | {"architectures": None}

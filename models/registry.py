@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from cli.io import is_gguf, read_json
+from hf.fields import text_part
 from hf.gguf_header import read_header
 from hf.head_kinds import ARCHITECTURES as HEADS
 
@@ -41,8 +42,6 @@ ROWS = (
     Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
 )
 NAMES = tuple(row.name for row in ROWS)
-# keys of config.json that hold for the text part of a model, too
-SHARED_KEYS = ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "quantization_config")
 GGUF_NAMES = tuple(row.gguf for row in ROWS if row.gguf)
 
 
@@ -56,17 +55,6 @@ def row_of(architectures: list[str] | None, model_type: str) -> Row | None:
     if of_type and name in (None, of_type.name.replace("ForCausalLM", "Model")):
         return of_type
     return next((row for row in ROWS if row.name == name), None)
-
-
-def text_part(raw: dict) -> dict:
-    """Return the config.json of the text part, of a model that also takes pictures or sound.
-
-    It is the whole one of other models, and of those whose text part is not served.
-    """
-    text = raw.get("text_config")
-    if not isinstance(text, dict) or row_of(None, text.get("model_type", "")) is None:
-        return raw
-    return text | {name: raw[name] for name in SHARED_KEYS if raw.get(name) is not None}
 
 
 def row_named(name: str) -> Row:
@@ -92,10 +80,12 @@ def check_architecture(path: Path) -> None:
         if name not in (*GGUF_NAMES, *HEADS):  # the loader names a head's own remedy
             raise ValueError(f"{path}: {gguf_refusal(name)}")
         return
-    raw = text_part(read_json(path / "config.json"))
+    raw = read_json(path / "config.json")
     names = raw.get("architectures")
-    model_type = raw.get("model_type")
-    if type(names) is list and names and row_of(names, model_type) is None:
+    if type(names) is not list or not names:
+        return
+    text = text_part(raw)
+    if row_of(text["architectures"], text.get("model_type")) is None:
         raise ValueError(f"{path}: {refusal(names[0])}")
 
 

@@ -34,8 +34,9 @@ HERE = Path(__file__).parent
 # files that are compiled together, the two groups side by side: about half of the work each. More
 # groups would take longer, as PyTorch's headers take 5 s, as long as most of the files
 UNITS = (
-    ("attention.cpp", "matmul.cpp"),
+    ("matmul.cpp",),
     (
+        "attention.cpp",
         "blocks.cpp",
         "compact.cpp",
         "layers.cpp",

@@ -15,8 +15,8 @@ namespace compact {
 
 constexpr int64_t GRAIN = 1 << 15;  // bytes that pay for a thread's wake-up
 
-// Computes `compact` of ops/torch_backend.py, for any dtype. buffers: each [B, H, S, E]; start: [B];
-// path: [B, D+1]. Writes: the buffers.
+// Computes `compact` of ops/torch_backend.py, for any dtype. buffers: each [B, H, S, E]; start:
+// [B]; path: [B, D+1]. Writes: the buffers.
 void move_rows(at::TensorList buffers, const at::Tensor& start, const at::Tensor& path) {
   if (start.is_meta()) return;
   const int64_t B = buffers[0].size(0);

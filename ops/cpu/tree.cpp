@@ -82,8 +82,8 @@ struct Children {
 
 // ----------------------------------------------------------------------------------------- growing
 
-// Computes `expand_frontier` of ops/torch_backend.py. Operands are the fields of its records: `Scores`;
-// of a `Frontier` index, values and seen, none of the root's; `Level`.
+// Computes `expand_frontier` of ops/torch_backend.py. Operands are the fields of its records:
+// `Scores`; of a `Frontier` index, values and seen, none of the root's; `Level`.
 // Returns: tokens, values and parents of the candidates, [B, X]; of the next frontier index,
 // tokens, parent and values, [B, R'], and seen, [B, R', W].
 Tensors<8> expand_frontier(const at::Tensor& logits, double sharpness, const Optional& ids,
@@ -237,9 +237,9 @@ std::vector<int64_t> places_of(int64_t B, int64_t P, at::TensorList ran) {
 
 }  // namespace
 
-// Computes `select_nodes` of ops/torch_backend.py. tokens, values, parents: of the candidates, level by
-// level, each [B, X]; ran: of every level the flat indices that the drafter ran, [B, R]; nodes:
-// [1 or B, N-1] flat indices, ascending; none: the `count` best. text: [B, S]; pos: [B].
+// Computes `select_nodes` of ops/torch_backend.py. tokens, values, parents: of the candidates,
+// level by level, each [B, X]; ran: of every level the flat indices that the drafter ran, [B, R];
+// nodes: [1 or B, N-1] flat indices, ascending; none: the `count` best. text: [B, S]; pos: [B].
 // Returns: the first seven fields of `DraftTree`.
 Tensors<7> select_nodes(at::TensorList tokens, at::TensorList values, at::TensorList parents,
                         at::TensorList ran, const Optional& nodes, int64_t count,
@@ -398,9 +398,9 @@ class Report {
 
 }  // namespace
 
-// Computes `advance` of ops/torch_backend.py. tokens: [B, S+1], written; pos, draws, done, limit: [B]; roots:
-// [B, N], the tree's tokens; path, emitted: [B, D+1]; length: [B]; ends: [E]; features: [B, N, F];
-// columns: C names, of the report
+// Computes `advance` of ops/torch_backend.py. tokens: [B, S+1], written; pos, draws, done, limit:
+// [B]; roots: [B, N], the tree's tokens; path, emitted: [B, D+1]; length: [B]; ends: [E]; features:
+// [B, N, F]; columns: C names, of the report.
 // Returns: pos, draws, done, count, [B]; the new tokens [B, D+2] and features [B, D+1, F]; the
 // report [B, D+1+C], whose `done` is 2 more where these features are not finite.
 Tensors<7> advance(at::Tensor tokens, const at::Tensor& pos, const at::Tensor& draws,

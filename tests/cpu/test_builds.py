@@ -103,12 +103,7 @@ PROCESSORS = {
     "x86-64-v3": "simd_avx2.h",
     "x86-64": "simd_plain.h",
 }
-FRAGMENTS = {"super_sums.h", "tile_sums.h"}  # of quantized.cpp, which includes them in its midst
-HEADERS = {
-    file.name: file.read_text()
-    for file in sorted(build.HERE.glob("*.h"))
-    if file.name not in FRAGMENTS
-}
+HEADERS = {file.name: file.read_text() for file in sorted(build.HERE.glob("*.h"))}
 
 
 def takes_tensors(name: str) -> bool:
