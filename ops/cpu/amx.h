@@ -7,10 +7,11 @@
 //    permission.
 // 2. Every piece of a loop loads a configuration and releases it: no state lives longer, so threads
 //    that are new, forked children and libraries with configurations of their own do not matter.
-// 3. `dot_groups`, for dot_amx.h: A is rows of activations, B codes of 16 outputs, C [rows, outputs].
+// 3. `dot_groups`, for dot_amx.h: A is rows of activations, B codes of 16 outputs, C [rows,
+//    outputs].
 // 4. `multiply_bf16`: A is 16 outputs of a weight where it lies, B the rows, transposed once, C
-//    [outputs, rows]. A row's result does not depend on the other rows, bit for bit: each element of
-//    C is a sum of its own.
+//    [outputs, rows]. A row's result does not depend on the other rows, bit for bit: each element
+//    of C is a sum of its own.
 //
 // In bfloat16 the order of sums differs from matmul_bf16.h's (ops/linear.py has both plainly): a
 // processor with tiles gives other bits than one without. A prototype of the kernels ran on an

@@ -39,8 +39,8 @@ struct Panel {
                           STRIP];  // per group of k, or superblock of integer scales
   alignas(64) float least[PANEL / LEAST_GROUP * STRIP];  // minima
   alignas(64) int32_t zero[PANEL / LEAST_GROUP * STRIP];
-  alignas(64)
-      int32_t times[PANEL / 16 * STRIP];  // integer scales per group; where FOLDS, twice in a word
+  alignas(64) int32_t times[PANEL / 16 * STRIP];  // integer scales per group; where
+                                                  // SUMS_IN_16_BITS, twice in a word
   alignas(64) int32_t
       pairs[PANEL / 32 * STRIP];  // two groups' factors of the sums of their activations' codes
   void fetch(int64_t bytes) {
@@ -97,9 +97,9 @@ void open_panel(const Layout& layout, Panel& panel) {
 // ------------------------------------------------------------------------------------------- codes
 // The codes of a step, 4 values of k. A tile computes V of a strip's NV vectors of outputs:
 // all of them, or vector `first` of both halves, so that it reads a byte of two halves once. Where
-// FOLDS, a sum of dot products takes FOLD steps in 16 bits. S: of the steps at p. Where LINEAR,
-// every step is the first one STEP_BYTES later. FEW: the tile has few rows, whose products wait for
-// memory.
+// SUMS_IN_16_BITS, a sum of dot products takes FOLD steps in 16 bits. S: of the steps at p. Where
+// LINEAR, every step is the first one STEP_BYTES later. FEW: the tile has few rows, whose products
+// wait for memory.
 
 // Returns the first output, behind the tile's first, of its vector j.
 template <int V> constexpr int output_of(int j) {
@@ -148,7 +148,8 @@ inline Ints splat_word(const int8_t* p) {
 }
 
 template <int BITS>
-constexpr int ROW_BYTES = FOLDS && !Codes<BITS>::SMALL ? 8 : 4;  // bytes of a row's activations
+constexpr int ROW_BYTES =
+    SUMS_IN_16_BITS && !Codes<BITS>::SMALL ? 8 : 4;  // bytes of a row's activations
 
 // Adds the dot products of N steps, from step S on, to U chains in turn. FIRST: step S sets
 // its chain, in 16 bits. x: [steps, M, ROW_BYTES]
@@ -205,7 +206,7 @@ template <int BITS, int M, int V>
 [[gnu::always_inline]] inline void dots(const uint8_t* p, const int8_t* x, int64_t steps,
                                         Ints (&sums)[M][V]) {
   constexpr int64_t BYTES = Codes<BITS>::STEP_BYTES, OF_ROWS = ROW_BYTES<BITS> * M;
-  if constexpr (FOLDS && Codes<BITS>::FOLD > 1) {
+  if constexpr (SUMS_IN_16_BITS && Codes<BITS>::FOLD > 1) {
     Ints once[V];
     ones(once);
     for (; steps >= 8; steps -= 8, p += 8 * BYTES, x += 8 * OF_ROWS)
@@ -241,8 +242,8 @@ template <int BITS, int V> inline void codes_of(const uint8_t* p, int64_t step, 
   }
 }
 
-// sums [M][V] += the dot products of the high parts of outliers; where FOLDS, times `times` as in
-// `fold_steps`. steps: those that have any, a bit each; high: [steps, M, 4]
+// sums [M][V] += the dot products of the high parts of outliers; where SUMS_IN_16_BITS, times
+// `times` as in `fold_steps`. steps: those that have any, a bit each; high: [steps, M, 4]
 template <int BITS, int M, int V>
 [[gnu::always_inline]] inline void add_outliers(const uint8_t* p, const int8_t* high,
                                                 uint32_t steps, const Ints (&times)[V],
@@ -254,8 +255,8 @@ template <int BITS, int M, int V>
     for (int m = 0; m < M; m++) {
       const Ints xs = splat_word(high + (step * M + m) * 4);
       for (int j = 0; j < V; j++)
-        sums[m][j] = FOLDS ? fold(sums[m][j], products(w[j], xs), times[j])
-                           : dot<Codes<BITS>::SMALL>(sums[m][j], w[j], xs);
+        sums[m][j] = SUMS_IN_16_BITS ? fold(sums[m][j], products(w[j], xs), times[j])
+                                     : dot<Codes<BITS>::SMALL>(sums[m][j], w[j], xs);
     }
   }
 }

@@ -113,8 +113,8 @@ void add_listed(const Activations& a, const Tile& tile, int64_t block, int64_t c
       Codes<8>::unpack<0>(codes[i] + outlier->step * Codes<8>::STEP_BYTES, w);
       const Ints x = splat(outlier->high);
       for (int j = 0; j < NV; j++) {
-        const Ints zero = splat(0),
-                   four = FOLDS ? fold(zero, products(w[j], x), once[j]) : dot<true>(zero, w[j], x);
+        const Ints zero = splat(0), four = SUMS_IN_16_BITS ? fold(zero, products(w[j], x), once[j])
+                                                           : dot<true>(zero, w[j], x);
         sum[j] = add(sum[j], raised<7>(four));
       }
     }

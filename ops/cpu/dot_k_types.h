@@ -30,7 +30,7 @@ void open_super(const Layout& layout, const uint8_t* header, int64_t first, Pane
   for (int64_t g = 0; g < groups; g++)
     for (int64_t i = 0; i < STRIP; i++) {
       const int32_t scale = number(g, i, false);
-      panel.times[(before + g) * STRIP + i] = FOLDS ? two_halves(scale, scale) : scale;
+      panel.times[(before + g) * STRIP + i] = SUMS_IN_16_BITS ? two_halves(scale, scale) : scale;
     }
   for (int64_t g = 0; g < groups; g += 2)
     for (int64_t i = 0; i < STRIP; i++)
@@ -46,8 +46,8 @@ template <int BITS, int STEPS, bool HIGH, int M, int V>
                                              const int32_t* times, Ints (&sums)[M][V]) {
   Ints by[V], of_group[M][V];
   for (int j = 0; j < V; j++) by[j] = load((const uint8_t*)(times + output_of<V>(j)));
-  if constexpr (FOLDS && HIGH) return add_outliers<BITS>(p, x, outliers, by, sums);
-  if constexpr (FOLDS) return fold_steps<BITS, 0, STEPS>(p, x, by, sums);
+  if constexpr (SUMS_IN_16_BITS && HIGH) return add_outliers<BITS>(p, x, outliers, by, sums);
+  if constexpr (SUMS_IN_16_BITS) return fold_steps<BITS, 0, STEPS>(p, x, by, sums);
   clear(of_group);
   if (HIGH)
     add_outliers<BITS>(p, x, outliers, by, of_group);

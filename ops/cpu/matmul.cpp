@@ -5,7 +5,8 @@
 // 1. A part in strips is multiplied in integer dot products. The rows are rounded to int8, with one
 //    scale per block of k (activations.h): the weights' group, or 128 where that has no scale in
 //    floating point (int8 with a scale per output, K types).
-// 2. Threads share the strips. Within a strip, tiles of a few rows pass over panels of k (dot.h, for
+// 2. Threads share the strips. Within a strip, tiles of a few rows pass over panels of k (dot.h,
+// for
 //    K types dot_k_types.h, on AMX dot_amx.h). In a mixture, each expert's rows pass over its own
 //    strips; idle experts are not read.
 // 3. A part in bfloat16 rows goes through matmul_bf16.h.
@@ -140,7 +141,7 @@ struct Rows {
 // Returns the rows, rounded for a layout: those of `kept` that a part before took, or new ones.
 const Activations& round_for(const Layout& by, const Rows& rows, std::vector<Activations>& kept) {
   const int64_t k = rows.x.size(-1);
-  const bool in_16_bits = FOLDS && by.bits == 8, super = by.header == Header::SUPER;
+  const bool in_16_bits = SUMS_IN_16_BITS && by.bits == 8, super = by.header == Header::SUPER;
   const int64_t block = super ? BLOCK : by.group, pair = super ? 2 * by.group : 0;
   const int64_t amx_from = in_16_bits ? Activations::NEVER : rows_for_tiles(by, k);
   Activations& a = *std::find_if(kept.begin(), kept.end(), [&](const Activations& of) {

@@ -1,7 +1,7 @@
 // Matmuls with bfloat16 weights, for 1 to a few hundred rows (matmul.cpp).
 //
 // 1. Weights are read where they lie, [outputs, k], as streams of a few outputs at a time. A word
-//    holds two values of k, and a vector LANES words of one output: nothing is transposed or packed.
+//    holds two values of k, and a vector LANES words of one output: nothing is packed.
 // 2. A tile multiplies up to TALL rows by a few outputs, with a register of sums for each pair of
 //    them. AVX512-BF16 multiplies and adds in pairs; elsewhere both are widened to fp32. Long k is
 //    cut into panels, so that the rows of a tile stay in the L1 cache.
@@ -14,8 +14,8 @@
 // first, rounded after every product. In the end sums half of them apart are added, until one is
 // left. All processors give the same bits, except that AVX512-BF16 takes numbers below 2^-126 as
 // zeros, and that amx.h has another order.
-// Trade-off: adding the sums of lanes costs a long prompt 2 to 8 %, where transposed panels had none
-// to add.
+// Trade-off: adding the sums of lanes costs a long prompt 2 to 8 %, where transposed panels had
+// none to add.
 #pragma once
 
 #include "amx.h"

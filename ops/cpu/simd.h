@@ -4,9 +4,10 @@
 //
 // splat, load, store, add, multiply, multiply_add: as they say.
 // dot: acc[i] += the sum of 4 products of unsigned bytes (weights) and signed bytes (activations).
-//   Where FOLDS, a SMALL one adds two products to either half of acc[i], `products` are these
-//   alone, and `fold` adds both halves of a sum to acc, each times that half of a word. One that is
-//   not SMALL takes two numbers of 16 bits on either side: even_bytes or odd_bytes of the weights.
+//   Where SUMS_IN_16_BITS, a SMALL one adds two products to either half of acc[i], `products` are
+//   these alone, and `fold` adds both halves of a sum to acc, each times that half of a word. One
+//   that is not SMALL takes two numbers of 16 bits on either side: even_bytes or odd_bytes of the
+//   weights.
 // dot_pairs: acc[i] += two products of numbers of 16 bits.
 // low_nibbles, high_nibbles: of every byte.
 // shifted: bits by LEFT places within words of 16 or 32 bits. raised: times 2^BITS.

@@ -24,7 +24,7 @@ template <int LEFT> inline Ints shifted(Ints v) {
                   : _mm256_srli_epi16(v, LEFT < 0 ? -LEFT : 0);
 }
 #if defined(__AVXVNNI__)
-constexpr bool FOLDS = false;
+constexpr bool SUMS_IN_16_BITS = false;
 constexpr int MB = 4, CHAINS = 8;
 // gcc copies every accumulator around the intrinsic: 2x
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
@@ -32,7 +32,7 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   return acc;
 }
 #else
-constexpr bool FOLDS = true;
+constexpr bool SUMS_IN_16_BITS = true;
 constexpr int MB = 6, CHAINS = 0;
 // gcc would compute all products of a step first, and put them all on the stack: 4x
 template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int MB = 5, MOST_SUMS = 10, CHAINS = 12;
-constexpr bool FOLDS = false;
+constexpr bool SUMS_IN_16_BITS = false;
 using Ints = __m512i;
 using Floats = __m512;
 inline Ints splat(int32_t v) { return _mm512_set1_epi32(v); }
@@ -34,7 +34,7 @@ template <bool SMALL> inline Ints dot(Ints acc, Ints w, Ints x) {
   return acc;
 }
 inline Ints products(Ints w, Ints x) { return _mm512_maddubs_epi16(w, x); }
-inline Ints fold(Ints acc, Ints, Ints) { return acc; }  // serves FOLDS only
+inline Ints fold(Ints acc, Ints, Ints) { return acc; }  // serves SUMS_IN_16_BITS only
 inline Ints even_bytes(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi16(255)); }
 inline Ints odd_bytes(Ints v) { return _mm512_srli_epi16(v, 8); }
 inline Ints dot_pairs(Ints acc, Ints a, Ints b) { return _mm512_dpwssd_epi32(acc, a, b); }

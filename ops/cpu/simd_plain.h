@@ -11,7 +11,7 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int MB = 2, MOST_SUMS = 4, CHAINS = 8;
-constexpr bool FOLDS = false;
+constexpr bool SUMS_IN_16_BITS = false;
 struct Ints {
   int32_t lane[LANES];
 };
@@ -79,7 +79,7 @@ inline Ints products(Ints w, Ints x) {
     return two_halves(half[0], half[1]);
   });
 }
-inline Ints fold(Ints acc, Ints, Ints) { return acc; }  // serves FOLDS only
+inline Ints fold(Ints acc, Ints, Ints) { return acc; }  // serves SUMS_IN_16_BITS only
 inline Ints even_bytes(Ints v) { return mask(v, 0x00ff00ff); }
 inline Ints odd_bytes(Ints v) {
   return words([=](int i) { return v.lane[i] >> 8 & 0x00ff00ff; });

@@ -225,7 +225,7 @@ def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
     export(files().parent / "plain", path)
     engine = load(head=str(path), tree="chain", compile=True, **DECODING)
     head = engine.drafter.head
-    layers = [head.fc, head.lm_head, *(getattr(head.layers[0].ffn, w) for w in ("w13", "w2"))]
+    layers = [head.fc, head.lm_head, *(getattr(head.layers[0], w) for w in ("w13", "w2"))]
     layers += [head.layers[0].wqkv, head.layers[0].wo]
     assert all(layer.format == BLOCKS for layer in layers)
     assert engine.drafter.lm_head is head.lm_head and head.fused is not None
