@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cli.tree_paths import chain_paths, check_candidates
+from base.tree_paths import chain_paths, check_candidates
 from ops.library import tiles_in_use
 from ops.torch_backend import ancestors
 from ops.tree import DraftTree, Level

@@ -9,7 +9,7 @@ both as steps with static shapes over a state of its own, a NamedTuple of tensor
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
 The host picks one before every cycle (`observer.Observer`); a wrong pick costs only time.
 To add a method: subclass one of the drafters, write a `load_method` that returns its `method()`,
-and add its module to `DRAFTERS` (cli/methods.py).
+and add its module to `DRAFTERS` (base/methods.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 import sampling
-from cli.tree_paths import MAX_NODES
+from base.tree_paths import MAX_NODES
 from draft_tree import DecodedTokens, DrafterUpdate, DraftTree, DynamicTree, StaticTree
 from kv_cache import Window
 from model import Transformer

@@ -34,8 +34,8 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.io import StatusLine, log_note, write_text
-from cli.parsing import one_line_errors, require
+from base.io import StatusLine, log_note, write_text
+from base.parsing import one_line_errors, require
 from cli.prompts import Conversation, as_conversation, check_ids, with_options
 
 if TYPE_CHECKING:

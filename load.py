@@ -2,7 +2,7 @@
 
 On a CPU an engine is ready when its weights are. On CUDA `warm_up` runs the cycles until they are
 captured, and with --compile compiled.
-Not here: the ways to draft (cli/methods.py), the formats of files (hf/), the loop (decode.py,
+Not here: the ways to draft (base/methods.py), the formats of files (hf/), the loop (decode.py,
 session.py), prompts and results (generate.py).
 """
 
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cli.io import log_note
-from cli.methods import entry_of, has_extras
-from cli.parsing import by_names, require
+from base.io import log_note
+from base.methods import entry_of, has_extras
+from base.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, build_cycles
 from drafters import Method, RootOnly
@@ -162,10 +162,10 @@ def keeps_fewer_bits(config: GenerateConfig, path: Path) -> bool:
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     """Load the weights, in the format that the options and the files ask for."""
-    from hf.calibrate import calibrated, is_calibrated
     from hf.checkpoint import BLOCKS, Quantization
     from hf.gguf_blocks import keeps_blocks
     from parallel import tp
+    from quantize import calibrated, is_calibrated
 
     source = None
     if config.inflate:

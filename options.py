@@ -4,7 +4,7 @@
 the command line get the same messages. The options that only measurements need come last; the
 command line sets them by `--set name=value`.
 No torch is imported, so that a mistake is reported before it is.
-Not here: reading a command line (cli/parsing.py); reading prompts (cli/prompts.py).
+Not here: reading a command line (base/parsing.py); reading prompts (cli/prompts.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from cli.io import can_name_file, check_directory, check_outputs
-from cli.methods import DRAFTERS, entry_of, has_extras
-from cli.option_rules import (
+from base.io import can_name_file, check_directory, check_outputs
+from base.methods import DRAFTERS, entry_of, has_extras
+from base.option_rules import (
     CHAT,
     DYNAMIC,
     FIXED,
@@ -37,8 +37,8 @@ from cli.option_rules import (
     TEXT,
     only_with,
 )
-from cli.parsing import check_kinds, check_ranges, flag_of, option, require, setting
-from cli.tree_paths import (
+from base.parsing import check_kinds, check_ranges, flag_of, option, require, setting
+from base.tree_paths import (
     EAGLE1_PATHS,
     MAX_NODES,
     MEDUSA_PATHS,
@@ -58,7 +58,7 @@ ROOT = Path(__file__).resolve().parent
 DEFAULT = str(ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
 DEMO = str(ROOT / "checkpoints" / "demo")
 
-FORMAT_NAMES = ("int8", "int4")  # of quantized weights (quantize.py)
+FORMAT_NAMES = ("int8", "int4")  # of quantized weights (ops/formats.py)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEPTH = 6  # levels of a tree by default
 

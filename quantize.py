@@ -1,16 +1,17 @@
-"""Weight quantization: int8 or int4, with a scale per group of inputs.
+"""Round a model's weights to int8 or int4, once and for all, into files.
 
     python generate.py --checkpoint DIR --quant int4                  # quantize while loading
     python quantize.py --checkpoint DIR --quant int4 --out DIR-int4   # or once, into files
 
-1. An encoder (ops/formats.py) turns one float weight at a time into codes and scales, so that no
-   model exists in full precision.
-2. With second moments of a layer's inputs (hf/calibrate.py), int4 rounds one input after the other.
-3. On disk, codes have the weight's own name, and scales that name and `_scale`. config.json has
-   the format in `quantization_config`. Quantizing while loading gives the same bits.
+1. A format (ops/formats.py) rounds one weight at a time. Quantizing while loading gives the same
+   bits.
+2. On disk, codes have the weight's own name, and scales that name and `_scale`. config.json has
+   the format in `quantization_config`.
+3. `calibrated` keeps the weights that int4 rounds with second moments (hf/calibrate.py) in the
+   user's cache, for `--quant int4`. `GPT_EAGLE_QUANTIZED` in the environment names another folder.
 
 Trade-off: draft heads, experts and int8 are rounded without moments, which is enough for them.
-Not here: matmuls (ops/weight.py); embeddings, which are looked up and never multiplied.
+Not here: the formats (ops/formats.py); loading (hf/weights.py).
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor
 
-from cli.io import bundled_head, is_gguf, log_note, read_json, show_progress
-from cli.parsing import one_line_errors, option, parse
+from base.io import bundled_head, folder_lock, is_gguf, log_note, read_json, show_progress
+from base.parsing import one_line_errors, option, parse
+from base.rank import this_rank
+from hf.calibrate import Moments, moments_of
 from hf.checkpoint import (
     METHOD,
     Quantization,
@@ -42,35 +47,17 @@ from hf.checkpoint import (
     scale_name,
     write_checkpoint,
 )
+from hf.config import read_raw
+from hf.tokenizer import has_tokenizer
 from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, single_torch_thread
 from options import FORMAT_NAMES, pick_device
 
+VERSION = 1  # of the rounding, for the cache
 TIED = "model.embed_tokens.weight"
 
 
-class Moments(NamedTuple):
-    """The second moments of the inputs that some weights share."""
-
-    names: tuple[str, ...]  # of the weights
-    parts: list[Tensor]  # [WIDTH, WIDTH] fp32 each, the last may be smaller
-
-
-# ---------------------------------------------------------------------- main
-
-
-@dataclass(frozen=True)
-class QuantizeConfig:
-    """Options of quantize.py. Units and effects are in the help texts."""
-
-    checkpoint: str = option("", "Hugging Face directory of a target model or a head", bare=True)
-    quant: str = option("int4", "format", FORMAT_NAMES)
-    group_size: int = option(
-        0, "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit"
-    )
-    out: str = option("", "directory to write")
-    device: str = option("cpu", "where to compute: cpu or cuda")
-    overwrite: bool = option(False, "replace the directory if it is there")
+# ---------------------------------------------------------------------- into files
 
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
@@ -184,14 +171,70 @@ def quantize_directory(
         write_checkpoint(out, encoded(files, quant, device, moments), raw, path, overwrite)
 
 
-def main(
-    argv: list[str] | None = None,
-    moments_of: Callable[[Path], Iterator[Moments]] | None = None,
-) -> None:
-    """Run the command line.
+# ---------------------------------------------------------------------- the cache of --quant int4
 
-    moments_of: that of hf/calibrate.py, for int4; None: every input counts the same
+
+def is_calibrated(quant: Quantization, path: Path) -> bool:
+    """Return whether `--quant` takes a checkpoint's weights from `calibrated`.
+
+    Not so for ranks of several, which quantize their own parts, nor for GGUF files.
     """
+    return (
+        quant.format == "int4"
+        and not quant.saved
+        and path.is_dir()
+        and this_rank().world_size == 1
+        and saved_quantization(read_raw(path)) is None
+        and has_tokenizer(path)
+    )
+
+
+def calibrated(path: Path, quant: Quantization) -> WeightFiles:
+    """Return a directory's weights in int4, from the user's cache; made on the first call.
+
+    Raises: ValueError for weights that cannot be quantized, or a cache that cannot be written.
+    """
+    weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".bin")]
+    identity = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
+    config = (path / "config.json").read_text(encoding="utf-8")
+    key = json.dumps([VERSION, str(path.resolve()), sorted(identity), config, quant.group_size])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    named = os.environ.get("GPT_EAGLE_QUANTIZED")
+    parent = Path(named) if named else cache / "gpt-eagle" / "quantized"
+    out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {parent} ({error.strerror}); GPT_EAGLE_QUANTIZED names another "
+            "place; or use quantize.py"
+        ) from None
+    with folder_lock(parent, f"another process writes {parent}; waiting"):
+        if not out.is_dir():
+            log_note(f"weights in int4 are stored in {out}")
+            quantize_directory(path, out, quant, moments=moments_of(path))
+    return WeightFiles(out)
+
+
+# ---------------------------------------------------------------------- main
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Options of quantize.py. Units and effects are in the help texts."""
+
+    checkpoint: str = option("", "Hugging Face directory of a target model or a head", bare=True)
+    quant: str = option("int4", "format", FORMAT_NAMES)
+    group_size: int = option(
+        0, "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit"
+    )
+    out: str = option("", "directory to write")
+    device: str = option("cpu", "where to compute: cpu or cuda")
+    overwrite: bool = option(False, "replace the directory if it is there")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
     config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
 
     with one_line_errors("quantize.py"):
@@ -209,7 +252,7 @@ def main(
         device = pick_device(config.device)
         path = Path(config.checkpoint)
         moments = ()
-        if config.quant == "int4" and moments_of:
+        if config.quant == "int4":
             moments = moments_of(path)
         quantize_directory(path, out, quant, device, config.overwrite, moments)
         size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
@@ -224,8 +267,5 @@ def main(
 
 
 if __name__ == "__main__":
-    # the program alone needs it: it stands above this module, and runs models of these formats
-    from hf.calibrate import moments_of
-
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main(moments_of=moments_of)
+    main()

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cli.io import log_note
+from base.io import log_note
 from ops import switches
 from ops.library import has_cpu_operators, has_triton, is_plain
 

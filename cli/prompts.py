@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cli.io import parse_json, parse_jsonl, read_named
-from cli.parsing import by_names, check_kinds, require
+from base.io import parse_json, parse_jsonl, read_named
+from base.parsing import by_names, check_kinds, require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
 PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))

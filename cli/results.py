@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cli.io import log_note, parse_json, read_text
+from base.io import log_note, parse_json, read_text
 from cli.prompts import Conversation, Row, read_grammar
 from decode import Engine
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from cli.parsing import one_line_errors, parse_given
+from base.parsing import one_line_errors, parse_given
 from cli.prompts import Conversation, read_grammar, read_prompts
 from options import GenerateConfig
 

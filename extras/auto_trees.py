@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cli.tree_paths import candidates
+from base.tree_paths import candidates
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, Method, TreeDrafter
 from extras.autosize import AutoTrees, TreeShape

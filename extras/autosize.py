@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cli.io import read_json
+from base.io import read_json
 from decode import Engine
 from drafters import Drafter
 from extras.deferred import LazyDrafter, read_skipped

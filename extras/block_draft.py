@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cli.io import is_gguf
+from base.io import is_gguf
 from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from eagle_draft import is_same_embedding

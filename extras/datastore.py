@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from cli.parsing import require
+from base.parsing import require
 from hf.untrusted import read_untrusted
 
 LONGEST = 16  # tokens of a match

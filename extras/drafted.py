@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cli.methods import DRAFTERS
+from base.methods import DRAFTERS
 from decode import Engine
 from draft_tree import DrafterUpdate
 from extras.deferred import RestingDrafter

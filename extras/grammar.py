@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cli.io import log_note, one_line
-from cli.parsing import require
+from base.io import log_note, one_line
+from base.parsing import require
 from decode import Engine, Guide
 from extras.guided_draft import Guided, masks
 from hf.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cli.tree_paths import MAX_NODES
+from base.tree_paths import MAX_NODES
 from draft_tree import DraftTree, build_tree
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from ops.tree import Frontier

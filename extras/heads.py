@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cli.methods import entry_of
+from base.methods import entry_of
 from drafters import Method
 from eagle_draft import load_drafter
 from extras.kept_texts import texts_for

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cli.io import folder_lock, log_note, parse_json, read_named, replace_file
-from cli.methods import entry_of
-from cli.option_rules import STORE
-from cli.parsing import require
+from base.io import folder_lock, log_note, parse_json, read_named, replace_file
+from base.methods import entry_of
+from base.option_rules import STORE
+from base.parsing import require
 from model import Transformer
 from options import GenerateConfig
 

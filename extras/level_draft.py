@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cli.parsing import require
+from base.parsing import require
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs, TreeDrafter
 from hf.checkpoint import Quantization

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cli.parsing import require
-from cli.tree_paths import MAX_NODES
+from base.parsing import require
+from base.tree_paths import MAX_NODES
 from draft_tree import DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, Method
 from extras.presets import pick_and_rank

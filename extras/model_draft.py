@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cli.io import is_gguf, log_note
-from cli.parsing import require
+from base.head_kinds import head_kind
+from base.io import is_gguf, log_note
+from base.parsing import require
 from draft_tree import DraftTree, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftVocab, Method, RootOnly, TreeDrafter
 from extras.presets import PresetPolicy
 from hf.checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
 from hf.config import read_config, read_raw
-from hf.head_kinds import head_kind
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
 from kv_cache import KVCache, Window, causal_window

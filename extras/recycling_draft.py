@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cli.tree_paths import MAX_NODES
+from base.tree_paths import MAX_NODES
 from draft_tree import DraftTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, Method
 from extras.autosize import AutoTrees

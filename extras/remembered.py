@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cli.io import folder_lock, log_note, replace_file
+from base.io import folder_lock, log_note, replace_file
 from decode import Engine
 from ops.cpu.build import check_own, loaded, processor
 from ops.library import tiles_in_use

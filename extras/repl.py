@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from cli.io import StatusLine, parse_json, read_named, write_text
+from base.io import StatusLine, parse_json, read_named, write_text
 from cli.prompts import check_ids
 from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft

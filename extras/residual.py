@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import sampling
-from cli.tree_paths import MAX_NODES
+from base.tree_paths import MAX_NODES
 from decode import Cycle, DecodeState
 from draft_tree import DraftTree, DynamicTree
 from drafters import DraftInputs, TreeDrafter

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cli.parsing import require
-from cli.tree_paths import MAX_NODES
+from base.parsing import require
+from base.tree_paths import MAX_NODES
 from draft_tree import DraftTree, build_tree
 from drafters import DraftInputs, Method
 from extras.autosize import AutoTrees

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cli.io import read_json
+from base.io import read_json
 from hf.checkpoint import TensorSource, WeightFiles, saved_quantization
 from hf.config import open_source, read_config
 from hf.heads import EagleConfig, version_of

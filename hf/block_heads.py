@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from cli.io import log_note
+from base.fields import FLAG, NAMES, OBJECT, TOKEN_ID, Rule, integer, key, naming, only, read_fields
+from base.io import log_note
 from hf.checkpoint import TensorSource
 from hf.config import HFArchitecture
-from hf.fields import FLAG, NAMES, OBJECT, TOKEN_ID, Rule, integer, key, naming, only, read_fields
 from hf.heads import BIASES, NEUTRAL, OFF, HFHead, layer_config
 from hf.weights import check_layers, layer_names
 from model import ModelConfig

@@ -5,43 +5,42 @@
 2. `second_moments` runs one block after the other, and yields each linear layer's moments.
 3. Every token counts the same: its inputs are divided by their root mean square. Otherwise a few
    tokens with outlying activations, as the first of a text, would be all that is preserved.
-4. `calibrated` keeps the quantized weights of a model in the user's cache, for `--quant int4`.
-   `GPT_EAGLE_QUANTIZED` in the environment names another folder.
 
 Trade-off: moments between inputs that are more than WIDTH apart are left out. They would take more
 time than all the rest, in layers with many inputs.
-Not here: the rounding (quantize.py). The experts of a mixture are rounded without moments.
+Not here: the rounding (ops/formats.py); the cache of its result (quantize.py). The experts of a
+mixture are rounded without moments.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cli.io import folder_lock, log_note, read_jsonl
-from hf.checkpoint import Quantization, WeightFiles, saved_quantization
-from hf.config import read_raw
+from base.io import log_note, read_jsonl
 from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model, weight_names
 from linear import Linear
 from model import Transformer
 from ops.formats import WIDTH
 from options import ROOT
-from parallel.ranks import this_rank
-from quantize import Moments, quantize_directory
 from steps import run_steps
 
 SEQUENCES = 32
 LENGTH = 256  # tokens of a sequence
 AT_ONCE = 4  # sequences that a block reads together
 PROBLEMS = ROOT / "data/train/gsm8k_train_clean.jsonl"
-VERSION = 1  # of the rounding, for the cache
+
+
+class Moments(NamedTuple):
+    """The second moments of the inputs that some weights share."""
+
+    names: tuple[str, ...]  # of the weights
+    parts: list[Tensor]  # [WIDTH, WIDTH] fp32 each, the last may be smaller
 
 
 class Recorder(nn.Module):
@@ -131,45 +130,3 @@ def moments_of(path: Path) -> Iterator[Moments]:
     names = weight_names(model.config) | {"lm_head.weight": ("lm_head.weight",)}
     for layer, moments in second_moments(model, ids):
         yield Moments(names[f"{layer}.weight"], moments)
-
-
-def is_calibrated(quant: Quantization, path: Path) -> bool:
-    """Return whether `--quant` takes a checkpoint's weights from `calibrated`.
-
-    Not so for ranks of several, which quantize their own parts, nor for GGUF files.
-    """
-    return (
-        quant.format == "int4"
-        and not quant.saved
-        and path.is_dir()
-        and this_rank().world_size == 1
-        and saved_quantization(read_raw(path)) is None
-        and has_tokenizer(path)
-    )
-
-
-def calibrated(path: Path, quant: Quantization) -> WeightFiles:
-    """Return a directory's weights in int4, from the user's cache; made on the first call.
-
-    Raises: ValueError for weights that cannot be quantized, or a cache that cannot be written.
-    """
-    weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".bin")]
-    identity = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
-    config = (path / "config.json").read_text(encoding="utf-8")
-    key = json.dumps([VERSION, str(path.resolve()), sorted(identity), config, quant.group_size])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    named = os.environ.get("GPT_EAGLE_QUANTIZED")
-    parent = Path(named) if named else cache / "gpt-eagle" / "quantized"
-    out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write {parent} ({error.strerror}); GPT_EAGLE_QUANTIZED names another "
-            "place; or use quantize.py"
-        ) from None
-    with folder_lock(parent, f"another process writes {parent}; waiting"):
-        if not out.is_dir():
-            log_note(f"weights in int4 are stored in {out}")
-            quantize_directory(path, out, quant, moments=moments_of(path))
-    return WeightFiles(out)

@@ -23,8 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli.io import is_gguf, read_text
-from hf.gguf_header import chat_template_text
+from base.gguf_header import chat_template_text
+from base.io import is_gguf, read_text
 from hf.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import GenerateConfig
 

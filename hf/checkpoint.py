@@ -8,8 +8,8 @@
    complete. The next run removes the files that a killed run left behind.
 3. `Quantization` is the format of quantized weights, from config.json or an option.
 
-Not here: text and JSON (cli/io.py); the keys of config.json (hf/fields.py); the meaning of the
-names (hf/weights.py); rounding (quantize.py).
+Not here: text and JSON (base/io.py); the keys of config.json (base/fields.py); the meaning of the
+names (hf/weights.py); rounding (ops/formats.py).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cli.io import one_line, read_json, set_usual_mode
-from hf.fields import text_part
+from base.fields import text_part
+from base.io import one_line, read_json, set_usual_mode
 from hf.untrusted import load_pickle, read_untrusted
 from options import FORMAT_NAMES, GROUP_SIZES
 

@@ -3,7 +3,7 @@
 A checkpoint is a Hugging Face directory or a GGUF file; `open_source` and `read_raw` take both.
 The dataclasses here declare each key that is read, with its type, range and default
 (`read_fields`). An unknown architecture, activation or RoPE type is an error, not a guess.
-Not here: how the files hold quantized weights (quantize.py).
+Not here: how the files hold quantized weights (ops/formats.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cli.io import bundled_head, is_gguf, log_note, read_json
-from cli.methods import HEAD_KINDS
+from base.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
+from base.head_kinds import gguf_head_kind, head_kind
+from base.io import bundled_head, is_gguf, log_note, read_json
+from base.methods import HEAD_KINDS
 from hf.checkpoint import (
     BLOCKS,
     TensorSource,
@@ -25,9 +27,7 @@ from hf.checkpoint import (
     saved_quantization,
     scale_name,
 )
-from hf.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
 from hf.gguf_blocks import keeps_blocks
-from hf.head_kinds import gguf_head_kind, head_kind
 from model import ModelConfig
 from models import registry
 from models.keys import all_ids

@@ -25,7 +25,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.io import folder_lock, log_note, one_line
+from base.io import folder_lock, log_note, one_line
 from options import DEFAULT
 
 

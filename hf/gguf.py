@@ -1,6 +1,6 @@
 """Read a GGUF file as a checkpoint: its config, and its tensors by their Hugging Face names.
 
-1. `GgufFile` is a `TensorSource`. It writes the metadata (hf/gguf_header.py) as a config.json and
+1. `GgufFile` is a `TensorSource`. It writes the metadata (base/gguf_header.py) as a config.json and
    translates llama.cpp's names.
 2. `keep_blocks` leaves matrices in their blocks, for the layers of gguf_blocks.py; `keep_int4`
    reads those that int4 holds exactly as codes, for CUDA. Otherwise blocks become numbers when a
@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from base.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from hf.checkpoint import Codes, TensorSource
 from hf.gguf_blocks import Q4_0, Blocks, int4_codes
-from hf.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from hf.gguf_tokenizer import end_ids, special_id
 from model import Rope, rope_frequencies
 from models.registry import GGUF_NAMES, gguf_refusal, row_named, row_of_gguf

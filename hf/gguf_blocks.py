@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cli.io import is_gguf
+from base.io import is_gguf
+from base.rank import this_rank
 from hf.checkpoint import Codes
 from ops.library import has_cpu_operators
 from ops.weight import LAYOUTS, Part
 from options import GenerateConfig
-from parallel.ranks import this_rank
 
 NAMES = {layout.id: name for name, layout in LAYOUTS.items() if layout.format == "blocks"}
 Q4_0 = 2  # of GGUF

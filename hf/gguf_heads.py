@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from base.gguf_header import Header, read_header
 from hf.gguf import NAMES, GgufFile, config_of, embedding_shape
-from hf.gguf_header import Header, read_header
 
 EAGLE3 = "eagle3"
 DFLASH = "dflash"

@@ -17,8 +17,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from cli.io import log_note
-from hf.gguf_header import Metadata
+from base.gguf_header import Metadata
+from base.io import log_note
 from hf.untrusted import read_untrusted
 
 # token_type, sentencepiece's numbers; llama.cpp takes others for normal tokens

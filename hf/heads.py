@@ -25,7 +25,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cli.io import is_gguf, log_note, read_json
+from base.fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    Rule,
+    integer,
+    key,
+    naming,
+    positive,
+    read_fields,
+)
+from base.io import is_gguf, log_note, read_json
 from drafters import DraftVocab
 from hf.checkpoint import (
     BLOCKS,
@@ -37,17 +48,6 @@ from hf.checkpoint import (
     scale_name,
 )
 from hf.config import HFArchitecture, config_from, open_source
-from hf.fields import (
-    FLAG,
-    OBJECT,
-    TEXT,
-    Rule,
-    integer,
-    key,
-    naming,
-    positive,
-    read_fields,
-)
 from hf.untrusted import load_pickle, read_untrusted
 from hf.weights import check_layers, layer_names
 from linear import Linear

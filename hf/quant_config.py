@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from base.fields import FLAG, OBJECT, TEXT, NotSupported, Rule, integer, key, naming, read_fields
 from hf.checkpoint import METHOD, foreign_quantization
-from hf.fields import FLAG, OBJECT, TEXT, NotSupported, Rule, integer, key, naming, read_fields
 from options import GROUP_SIZES
 
 GROUP = integer(-1, 2**20)

@@ -30,7 +30,7 @@ from jinja2.ext import Extension
 from jinja2.filters import do_round
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cli.io import one_line
+from base.io import one_line
 from hf.untrusted import limited_memory
 
 MAX_SOURCE_CHARS = 10**6  # published templates have at most 3e4

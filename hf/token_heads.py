@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from cli.io import log_note
-from cli.tree_paths import MAX_NODES
+from base.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
+from base.io import log_note
+from base.tree_paths import MAX_NODES
 from hf.checkpoint import TensorSource
-from hf.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
 from hf.heads import NEUTRAL
 from hf.weights import layer_names
 from model import ModelConfig

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from cli.io import is_gguf, log_note, read_json
-from hf.fields import (
+from base.fields import (
     FLAG,
     OBJECT,
     Rule,
@@ -35,6 +34,7 @@ from hf.fields import (
     naming,
     read_fields,
 )
+from base.io import is_gguf, log_note, read_json
 from hf.untrusted import errors_as_value_error, read_untrusted
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf
@@ -286,7 +286,7 @@ def _with_prefix_space(tok: Any, wanted: bool) -> Any:
 
 
 def _of_gguf(path: Path) -> Tokenizer:
-    from hf.gguf_header import read_header
+    from base.gguf_header import read_header
     from hf.gguf_tokenizer import read_bpe, read_sentencepiece, tokenizer_config
 
     metadata = read_header(path).metadata

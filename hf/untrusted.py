@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cli.io import one_line
+from base.io import one_line
 
 PICKLE_BYTES = 250 * 10**6  # memory that reading a pickle may take besides the size of its file
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cli.io import StatusLine, is_gguf, log_note, one_line
+from base.io import StatusLine, is_gguf, log_note, one_line
 from hf.checkpoint import (
     BLOCKS,
     Quantization,

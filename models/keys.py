@@ -1,7 +1,7 @@
 """The keys of config.json that most architectures share, as fields of `ModelConfig`.
 
-An architecture's file declares its further keys in the same way (hf/fields.py): each with its type,
-range and default. An unknown activation or RoPE type is an error, not a guess.
+An architecture's file declares its further keys in the same way (base/fields.py): each with its
+type, range and default. An unknown activation or RoPE type is an error, not a guess.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hf.fields import (
+from base.fields import (
     FLAG,
     OBJECT,
     TEXT,

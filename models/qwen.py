@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf.fields import FLAG, Rule, integer, key, read_fields
+from base.fields import FLAG, Rule, integer, key, read_fields
 from model import ModelConfig
 from models.gguf_names import GgufLayout
 from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, within_window

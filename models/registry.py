@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from cli.io import is_gguf, read_json
-from hf.fields import text_part
-from hf.gguf_header import read_header
-from hf.head_kinds import ARCHITECTURES as HEADS
+from base.fields import text_part
+from base.gguf_header import read_header
+from base.head_kinds import ARCHITECTURES as HEADS
+from base.io import is_gguf, read_json
 
 PAGE = 'docs/CONTRIBUTING.md, "A model", says how to add one'
 

@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cli.io import log_note
+from base.io import log_note
 from ops import switches
 from ops.switches import FAMILIES
 

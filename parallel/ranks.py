@@ -18,13 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cli.io import one_line
-from cli.parsing import one_line_errors
+from base.io import one_line
+from base.parsing import one_line_errors
+from base.rank import Rank, this_rank
 from ops.library import has_cpu_operators
 from options import GenerateConfig, pick_device
 from runtime import set_cuda_device
@@ -36,31 +37,6 @@ FILES = ("json", "trace", "profile")  # options that only rank 0 obeys
 
 class RankLost(RuntimeError):
     """Another rank has ended, or cannot be reached."""
-
-
-class Rank(NamedTuple):
-    """The place of this process among the ranks."""
-
-    rank: int = 0
-    world_size: int = 1  # processes
-    local: int = 0  # the rank on this machine
-
-
-def this_rank() -> Rank:
-    """Return the rank that torchrun has given this process.
-
-    Raises: ValueError where the environment has only a part of torchrun's settings.
-    """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return Rank()
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        value = os.environ.get(name, "")
-        if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
-            rule = f"WORLD_SIZE is set in the environment, and {name} is {value!r}"
-            raise ValueError(
-                f"{rule}; start the ranks with torchrun --nproc_per_node N, or unset WORLD_SIZE"
-            )
-    return Rank(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
 def refuse_torchrun() -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 import hf.weights
 import sampling
+from base.rank import Rank, this_rank
 from drafters import Method
 from hf.checkpoint import (
     Codes,
@@ -47,7 +48,7 @@ from hf.config import open_source, read_config
 from model import ModelConfig, Transformer
 from ops.backends import Backend
 from ops.library import lib
-from parallel.ranks import Rank, collective_errors, refuse_torchrun, this_rank
+from parallel.ranks import collective_errors, refuse_torchrun
 from runtime import replace_fields
 from sampling import SamplingTensors
 from steps import Merge, Project, Rows, Step

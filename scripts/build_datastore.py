@@ -28,8 +28,8 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import check_output, folder_lock, log_note, replace_file, show_progress
-from cli.parsing import one_line_errors, option, parse, require
+from base.io import check_output, folder_lock, log_note, replace_file, show_progress
+from base.parsing import one_line_errors, option, parse, require
 from extras.datastore import LONGEST
 from extras.kept_texts import vocabulary_of
 from hf.config import read_config

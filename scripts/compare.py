@@ -31,11 +31,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import bundled_head, check_directory, is_gguf
-from cli.parsing import SWITCHES, one_line_errors, option, parse
+from base.head_kinds import head_kind
+from base.io import bundled_head, check_directory, is_gguf
+from base.parsing import SWITCHES, one_line_errors, option, parse
 from cli.prompts import prompts_of_file
 from hf.fetch import fetched
-from hf.head_kinds import head_kind
 from options import DEFAULT, GenerateConfig
 from scripts.bench import papers
 from scripts.bench.report import explained

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import one_line
-from cli.parsing import one_line_errors, option, parse
+from base.io import one_line
+from base.parsing import one_line_errors, option, parse
 from options import ROOT
 
 # the weights of a model or of an EAGLE or block head, in the order of choice; Medusa's and Hydra's

@@ -30,13 +30,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import check_output, is_gguf, log_note, replace_file
-from cli.parsing import one_line_errors, option, parse, require
+from base.gguf_header import read_header
+from base.io import check_output, is_gguf, log_note, replace_file
+from base.parsing import one_line_errors, option, parse, require
 from hf.checkpoint import TensorSource
 from hf.config import read_config
 from hf.fetch import fetched
 from hf.gguf import NAMES, row_order
-from hf.gguf_header import read_header
 from hf.gguf_heads import D2T, EAGLE3, SHARPNESS
 from hf.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names, read_head
 from model import rope_frequencies

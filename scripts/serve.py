@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.parsing import parse
+from base.parsing import parse
 from server.parameters import ABOUT, ServeConfig
 
 

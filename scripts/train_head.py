@@ -42,12 +42,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from cli.io import is_gguf, log_note, read_json, read_text, write_text
-from cli.parsing import one_line_errors, option, parse
+from base.gguf_header import read_header
+from base.io import is_gguf, log_note, read_json, read_text, write_text
+from base.parsing import one_line_errors, option, parse
 from hf.chat import chat_template
 from hf.config import read_raw
 from hf.fetch import fetched
-from hf.gguf_header import read_header
 from hf.tokenizer import Tokenizer
 from ops.cpu.build import folder_lock
 from options import DEFAULT, pick_device

@@ -43,8 +43,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from cli.io import log_note
-from cli.parsing import one_line_errors, parse
+from base.io import log_note
+from base.parsing import one_line_errors, parse
 from decode import Engine
 from extras.drafted import told_draft
 from generate import load

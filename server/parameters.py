@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
-from cli.parsing import MOST, option
+from base.parsing import MOST, option
 from cli.prompts import check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of

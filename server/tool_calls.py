@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from cli.parsing import require
+from base.parsing import require
 from hf.chat import ChatTemplate
 from hf.tokenizer import Tokenizer
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cli.io import folder_lock
-from cli.parsing import show_notes
+from base.io import folder_lock
+from base.parsing import show_notes
 from hf.fetch import Packaged, fetch, fetched
 from ops.library import has_cpu_operators
 from options import DEFAULT, DEMO

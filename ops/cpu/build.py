@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from cli.io import folder_lock, log_note
+from base.io import folder_lock, log_note
 from ops.cpu import tiles
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cli.io import log_note
+from base.io import log_note
 from ops import switches
 from ops.cpu.layout import pack_strips
 

@@ -33,8 +33,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import check_outputs, is_gguf, write_text
-from cli.parsing import one_line_errors, option, parse
+from base.io import check_outputs, is_gguf, write_text
+from base.parsing import one_line_errors, option, parse
 from generate import generate
 from hf.config import read_config
 from hf.fetch import fetched

@@ -40,8 +40,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import check_outputs, write_text
-from cli.parsing import one_line_errors, option, parse
+from base.io import check_outputs, write_text
+from base.parsing import one_line_errors, option, parse
 from hf.gguf import TYPES
 from hf.gguf_blocks import Blocks
 from ops.cpu import build

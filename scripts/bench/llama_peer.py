@@ -25,7 +25,7 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.io import log_note
+from base.io import log_note
 from hf.config import open_source, read_config
 from hf.weights import weight_names
 from session import common_prefix

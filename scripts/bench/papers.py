@@ -43,14 +43,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import bundled_head, check_outputs, is_gguf, log_note
-from cli.methods import HEAD_KINDS
-from cli.parsing import SWITCHES, one_line_errors, option, parse
+from base.head_kinds import gguf_head_kind, head_kind
+from base.io import bundled_head, check_outputs, is_gguf, log_note
+from base.methods import HEAD_KINDS
+from base.parsing import SWITCHES, one_line_errors, option, parse
 from decode import Engine
 from generate import Batch, Turn, encode, first_ids, load
 from hf.chat import NO_TEMPLATE
 from hf.checkpoint import WeightFiles
-from hf.head_kinds import gguf_head_kind, head_kind
 from options import DEMO, GenerateConfig, pick_device
 from scripts.bench.measure import (
     Series,

@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.parsing import one_line_errors, option, parse
+from base.parsing import one_line_errors, option, parse
 from kv_cache import KVCache, causal_window
 from load import load
 from model import Transformer

@@ -36,8 +36,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import bundled_head, check_outputs, is_gguf, write_text
-from cli.parsing import one_line_errors, option, parse
+from base.io import bundled_head, check_outputs, is_gguf, write_text
+from base.parsing import one_line_errors, option, parse
 from decode import Engine
 from generate import encode, load
 from kv_cache import KVCache, causal_window

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli.io import replace_file
+from base.io import replace_file
 from stats import explain
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1

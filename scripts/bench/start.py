@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.parsing import one_line_errors, option, parse
+from base.parsing import one_line_errors, option, parse
 from options import DEFAULT, ROOT
 from scripts.bench.measure import Series, environment
 from session import common_prefix

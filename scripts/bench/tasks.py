@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cli.io import read_jsonl
+from base.io import read_jsonl
 from options import ROOT
 
 EVAL = ROOT / "data" / "eval"

@@ -39,7 +39,7 @@ ROOT = FOLDER.parents[1]
 sys.path[:] = [str(ROOT), *(x for x in sys.path if Path(x).resolve() != FOLDER)]
 
 # nothing else of ours: gpt-fast's modules are named model, quantize and generate, too
-from cli.parsing import one_line_errors, option, parse
+from base.parsing import one_line_errors, option, parse
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 

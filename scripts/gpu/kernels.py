@@ -39,7 +39,7 @@ import ops.cuda.backend
 import ops.cuda.layout
 import ops.experts
 import ops.weight
-from cli.parsing import one_line_errors, option, parse
+from base.parsing import one_line_errors, option, parse
 from kv_cache import KVCache
 from model import ModelConfig
 from ops import torch_backend

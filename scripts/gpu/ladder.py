@@ -32,7 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.parsing import one_line_errors, option, parse
+from base.parsing import one_line_errors, option, parse
 from decode import Engine, build_cycles
 from generate import Batch, first_ids, load
 from load import warm_up, with_draft

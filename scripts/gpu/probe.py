@@ -32,7 +32,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.parsing import one_line_errors, option, parse
+from base.parsing import one_line_errors, option, parse
 from ops.library import has_triton
 from options import pick_device
 from runtime import WARM_UPS, Replay, copy_into, device_time

@@ -26,8 +26,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import write_text
-from cli.parsing import fail, one_line_errors, option, parse
+from base.io import write_text
+from base.parsing import fail, one_line_errors, option, parse
 
 try:
     from ops.cuda.attention import COUNTERS

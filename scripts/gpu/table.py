@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.parsing import one_line_errors, option, parse
+from base.parsing import one_line_errors, option, parse
 from scripts.bench.row_log import Log
 
 LOGS = ("probes.jsonl", "ladder.jsonl", "beside.jsonl")  # of attempts.py

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from cli.io import is_gguf, read_jsonl
+from base.io import is_gguf, read_jsonl
 from decode import Engine, build_cycles
 from generate import load, text_of
 from hf.chat import PROBE

@@ -23,7 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.parsing import option, require
+from base.parsing import option, require
 from extras.block_draft import BlockHead
 from hf.block_heads import BlockConfig, block_names
 from hf.weights import export_weights

@@ -38,13 +38,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from cli.io import check_directory, check_output, read_jsonl, replace_file
-from cli.parsing import one_line_errors, option, parse, require
+from base.head_kinds import head_kind
+from base.io import check_directory, check_output, read_jsonl, replace_file
+from base.parsing import one_line_errors, option, parse, require
 from decode import Engine, build_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
 from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
-from hf.head_kinds import head_kind
 from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model

@@ -11,6 +11,7 @@ from options import ROOT
 
 PAGE = ROOT / "docs" / "CONTRIBUTING.md"
 FOLDERS = (
+    "base",
     "cli",
     "parallel",
     "hf",

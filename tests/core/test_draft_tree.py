@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import cli.tree_paths
-from cli.tree_paths import EAGLE1_PATHS, read_tree
+import base.tree_paths
+from base.tree_paths import EAGLE1_PATHS, read_tree
 from draft_tree import (
     DynamicTree,
     StaticTree,
@@ -533,7 +533,7 @@ def test_tree_file(tmp_path):
     paths = [[0, 1], [0], [1], [0, 1, 0]]
     tree = StaticTree(read_tree(saved(tmp_path, json.dumps(paths))))
     assert sorted(tree.paths) == sorted(map(tuple, paths))
-    wide = [[rank] for rank in range(cli.tree_paths.MAX_NODES - 1)]
+    wide = [[rank] for rank in range(base.tree_paths.MAX_NODES - 1)]
     assert StaticTree(read_tree(saved(tmp_path, json.dumps(wide)))).size == 64
 
 

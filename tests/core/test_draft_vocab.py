@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cli.tree_paths import EAGLE1_PATHS
+from base.tree_paths import EAGLE1_PATHS
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftVocab
 from eagle_draft import EagleDrafter

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.tree_paths import EAGLE1_PATHS
+from base.tree_paths import EAGLE1_PATHS
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
 from drafters import DecodedTokens, DrafterUpdate, DraftInputs, RootOnly

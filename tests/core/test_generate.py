@@ -19,7 +19,7 @@ import torch
 
 import hf.config
 import runtime
-from cli.parsing import parse
+from base.parsing import parse
 from cli.prompts import read_prompts
 from extras.autosize import Autosizer
 from generate import generate, load, main, stream

@@ -15,7 +15,7 @@ import torch
 import eagle_draft
 import model
 import sampling
-from cli.tree_paths import EAGLE1_PATHS, MAX_NODES
+from base.tree_paths import EAGLE1_PATHS, MAX_NODES
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head

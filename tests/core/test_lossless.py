@@ -26,8 +26,8 @@ import torch
 
 import ops.cpu.build
 import sampling
-from cli import methods
-from cli.tree_paths import EAGLE1_PATHS
+from base import methods
+from base.tree_paths import EAGLE1_PATHS
 from decode import Engine, build_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
 from drafter_files import write_drafter

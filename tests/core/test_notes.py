@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from cli.io import log_note
+from base.io import log_note
 from options import ROOT
 
 NOTE = "GPT_EAGLE_GRAPHS: only CUDA reads this, and the device is cpu; unset it"

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure, program
 
-from cli import parsing
-from cli.parsing import OLD, parse
-from cli.tree_paths import parse_tree
+from base import parsing
+from base.parsing import OLD, parse
+from base.tree_paths import parse_tree
 from generate import generate, load, main
 from options import DEMO, ROOT, GenerateConfig
 from server.parameters import ServeConfig

@@ -14,7 +14,7 @@ import threading
 import pytest
 
 import session
-from cli.io import TEMPORARY, StatusLine, replace_file, write_text
+from base.io import TEMPORARY, StatusLine, replace_file, write_text
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter

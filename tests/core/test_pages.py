@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import cli.parsing
+import base.parsing
 from cli.start import read_command
 from options import ROOT, GenerateConfig
 
@@ -57,7 +57,19 @@ def pages() -> list[Path]:
 
 
 def code() -> list[Path]:
-    folders = ("cli", "extras", "hf", "ops", "parallel", "scripts", "server", "tests", "examples")
+    folders = (
+        "base",
+        "cli",
+        "models",
+        "extras",
+        "hf",
+        "ops",
+        "parallel",
+        "scripts",
+        "server",
+        "tests",
+        "examples",
+    )
     files = [*ROOT.glob("*.py"), *(file for each in folders for file in (ROOT / each).rglob("*"))]
     return [file for file in files if file.suffix in CODE]
 
@@ -144,7 +156,7 @@ def module_of(program: str) -> ModuleType:
 
 def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
     """Return the options that a program reads from a command line. It ends there."""
-    read = cli.parsing.parse_given
+    read = base.parsing.parse_given
 
     def stop(*values: Any) -> None:
         raise Parsed(values[0])
@@ -154,7 +166,7 @@ def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
             read_command(argv, stop)
     else:
         module = module_of(program)
-        patch.setattr(cli.parsing, "parse_given", lambda *values: stop(read(*values)[0]))
+        patch.setattr(base.parsing, "parse_given", lambda *values: stop(read(*values)[0]))
         patch.setattr(sys, "argv", [program, *argv])
         with pytest.raises(Parsed) as parsed:
             module.main()

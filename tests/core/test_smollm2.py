@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.io import is_gguf
+from base.io import is_gguf
 from extras.presets import PresetPolicy
 from generate import Batch, compare, generate, load
 from helpers import slow

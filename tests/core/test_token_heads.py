@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import sampling
-from cli.parsing import parse
-from cli.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
+from base.head_kinds import head_kind
+from base.parsing import parse
+from base.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from extras import hydra_draft, medusa_draft
@@ -37,7 +38,6 @@ from helpers import (
     token_paths,
 )
 from hf.checkpoint import Quantization
-from hf.head_kinds import head_kind
 from options import GenerateConfig
 from quantize import quantize_directory
 from sampling import Sampling, SamplingTensors

@@ -24,7 +24,8 @@ from test_quantized_files import write_random_model as write_of_others
 import decode
 import generate
 import stats
-from cli.parsing import one_line_errors
+from base.parsing import one_line_errors
+from base.rank import Rank
 from decode import Engine
 from helpers import GOLDEN
 from hf.checkpoint import Codes, Quantization, scale_name
@@ -34,7 +35,6 @@ from model import Transformer
 from ops.backends import TORCH
 from options import DEMO, GenerateConfig
 from parallel import ranks, tp
-from parallel.ranks import Rank
 from parallel.tp import ShardedFiles
 from quantize import quantize_directory
 from sampling import Sampling, SamplingMode, SamplingTensors

@@ -10,7 +10,7 @@ import torch
 from test_layers_cpu import HEADS, drafter_of, model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cli.tree_paths import EAGLE1_PATHS
+from base.tree_paths import EAGLE1_PATHS
 from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, RootOnly

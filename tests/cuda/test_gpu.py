@@ -27,7 +27,7 @@ import ops.rotary
 import ops.tree
 import ops.weight
 import sampling
-from cli.tree_paths import EAGLE1_PATHS
+from base.tree_paths import EAGLE1_PATHS
 from decode import Engine, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafter_files import write_drafter

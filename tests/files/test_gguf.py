@@ -25,12 +25,12 @@ from tokenizers import Tokenizer as Backend
 
 import generate as program
 import quantize
+from base.gguf_header import chat_template_text
 from generate import generate, load
 from helpers import slow
 from hf.chat import template_text
 from hf.config import read_config, read_raw, resolve_draft
 from hf.gguf import STORED, TYPES, GgufFile
-from hf.gguf_header import chat_template_text
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
 from linear import Linear

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import ops.formats
 import quantize
-from cli.io import read_json
+from base.io import read_json
 from eagle_draft import load_head
 from generate import generate, load, main
 from helpers import GOLDEN, rounded

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.methods import HEAD_KINDS
-from cli.parsing import parse
+from base.methods import HEAD_KINDS
+from base.parsing import parse
 from drafter_files import write_token_heads
 from hf.weights import load_model
 from options import DEMO, GenerateConfig

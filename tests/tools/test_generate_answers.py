@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from cli.parsing import one_line_errors
+from base.parsing import one_line_errors
 from generate import generate
 from hf.tokenizer import Tokenizer
 from options import DEMO

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="plans need Triton, which is to be had for Linux")
 
 import ops.cuda.plans  # noqa: E402
-from cli.parsing import one_line_errors  # noqa: E402
+from base.parsing import one_line_errors  # noqa: E402
 from ops.cuda.launch import TARGETS  # noqa: E402
 from ops.cuda.plans import HEIGHTS, file_name, measured_on, to_json  # noqa: E402
 from ops.cuda.qmatmul import plan_product, tile_height  # noqa: E402

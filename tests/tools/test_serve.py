@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
-from cli.parsing import parse  # noqa: E402
+from base.parsing import parse  # noqa: E402
 from generate import encode, generate, load  # noqa: E402
 from helpers import fresh  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cli.parsing import one_line_errors
+from base.parsing import one_line_errors
 from draft_tree import StaticTree
 from eagle_draft import EagleDrafter, EagleHead, load_head
 from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target

@@ -4,7 +4,7 @@ A file that cannot be read or written is reported as one ValueError on one line 
 This module imports no torch, so that a mistake on the command line is reported before torch is
 imported.
 Not here: files that libraries read (hf/untrusted.py), the keys that a JSON file may have
-(hf/fields.py), tensors by name (hf/checkpoint.py).
+(base/fields.py), tensors by name (hf/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NOTES = logging.getLogger("gpt_eagle")
 def log_note(text: str) -> None:
     """Tell a person what was done, in one line, by the logger `gpt_eagle`.
 
-    A command prints the line (`cli.parsing.show_notes`); a Python caller configures the logger.
+    A command prints the line (`base.parsing.show_notes`); a Python caller configures the logger.
     """
     NOTES.warning(text, stacklevel=2)
 

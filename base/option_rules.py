@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cli.methods import entry_of
+from base.methods import entry_of
 
 
 class Need(NamedTuple):

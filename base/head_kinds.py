@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.io import is_gguf, read_json
+from base.io import is_gguf, read_json
 
 # kind -> keys of config.json, beginnings of files' names or nothing
 MARKS = {
@@ -24,7 +24,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of 
 
 def gguf_head_kind(path: Path) -> str:
     """Return the kind of the head in a GGUF file; "" where it holds a model."""
-    from hf.gguf_header import read_header
+    from base.gguf_header import read_header
 
     return ARCHITECTURES.get(str(read_header(path).metadata.get("general.architecture")), "")
 

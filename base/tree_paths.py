@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cli.io import parse_json, read_named
+from base.io import parse_json, read_named
 
 MAX_NODES = 64  # ancestor bits of a node fit one int64
 # shapes of --tree, and how many of the numbers LEVELS,CHILDREN,NODES each may have behind it

@@ -24,7 +24,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
-from cli.io import NOTES, log_note, one_line
+from base.io import NOTES, log_note, one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times

@@ -80,7 +80,7 @@ DRAFTERS = {
         source="head with lookup",
     ),
 }
-# of trained heads (hf/head_kinds.py)
+# of trained heads (base/head_kinds.py)
 HEAD_KINDS = tuple(name for name, entry in DRAFTERS.items() if entry.head and not entry.looks_up)
 
 

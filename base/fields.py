@@ -13,7 +13,7 @@ from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli.io import is_gguf
+from base.io import is_gguf
 
 
 class NotSupported(ValueError):
