@@ -28,7 +28,7 @@ from torch import Tensor
 
 import sampling
 from draft_tree import DecodedTokens, DraftTree
-from drafters import Drafter, DrafterUpdate, DraftInputs, Method
+from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
 from observer import REPORT, Observer
@@ -36,7 +36,7 @@ from ops.backends import choose
 from ops.library import PLAIN
 from ops.tree import Accepted
 from options import GenerateConfig
-from runtime import Clock, compiled, copy_into, replace_fields
+from runtime import StepClock, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
@@ -135,7 +135,7 @@ class Engine:
 
     @property
     def captured(self) -> bool:
-        """Whether cycles run over fixed buffers; on CUDA as graphs."""
+        """Return whether cycles run over fixed buffers; on CUDA as graphs."""
         return self.cycles.captured
 
     @property
@@ -152,7 +152,7 @@ class Engine:
         """Return the value of an option: as loading chose it, else as the user asked."""
         return self.resolved.get(name, getattr(self.config, name))
 
-    def with_method(self, method: Method) -> Engine:
+    def with_method(self, method: DraftMethod) -> Engine:
         """Return an engine that drafts in another way. Its cycles are still to be made."""
         return replace(
             self,
@@ -252,7 +252,7 @@ class Cycle:
 
         Returns: the state, what the drafter has read, and the report for the host, [B, D+9] int64.
         """
-        clock = Clock(state.pos.device)
+        clock = StepClock(state.pos.device)
         draft, verify, extend = clock.timed(self.draft, self.verify, self.extend)
         tree, noise = draft(state)
         state, update, report = verify(cache, state, tree, noise)

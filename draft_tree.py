@@ -55,9 +55,9 @@ class DrafterUpdate(NamedTuple):
     extra: Any = None  # of a verified cycle: the second result of `Engine.pick_tokens`
 
     @property
-    def places(self) -> Tensor:
-        """Numbers of the accepted nodes among those that the drafter ran, [B, R] int64."""
-        return self.tree.places.gather(1, self.path)
+    def accepted_ran_index(self) -> Tensor:
+        """Indices of the accepted nodes among those that the drafter ran, [B, R] int64."""
+        return self.tree.ran_index.gather(1, self.path)
 
 
 def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> DraftTree:
@@ -75,25 +75,25 @@ def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> Dr
 def plan_levels(
     children: Sequence[int],
     widths: Sequence[int],
-    places: Sequence[Any] = (),
+    fixed_children: Sequence[Any] = (),
     by_value: bool = True,
 ) -> tuple[Level, ...]:
     """Plan the levels of a tree.
 
     children: of a node of each level, the root's first
     widths: nodes with children of each level below the root; the last level has none
-    places: per level, where those nodes are among its candidates, [1, R'] int64; empty: the best
+    fixed_children: per level, [1, R'] int64, into its candidates; empty: the best ones
     by_value: as in `Level`
     """
     plan = []
-    begin = 0  # flat index of a level's first candidate
-    slot = 0  # scratch slot of a level's first node that has children
+    first_candidate = 0  # flat index of a level's first candidate
+    first_slot = 0  # scratch slot of a level's first node that has children
     parents = 1
     for level, (k, count) in enumerate(zip(children, (*widths, 0))):
-        place = places[level] if level < len(places) else None
-        plan.append(Level(k, count, begin, slot, sum(widths), place, by_value))
-        begin += parents * k
-        slot += count
+        fixed = fixed_children[level] if level < len(fixed_children) else None
+        plan.append(Level(k, count, first_candidate, first_slot, sum(widths), fixed, by_value))
+        first_candidate += parents * k
+        first_slot += count
         parents = count
     return tuple(plan)
 
@@ -194,16 +194,18 @@ class StaticTree:
 
     def to(self, device: torch.device) -> StaticTree:
         """Return the shape with its plan, and with its tensors on a device."""
-        places = []
+        fixed_children = []
         for level in self.inner[1:]:
-            places.append(torch.tensor([[self._place(path) for path in level]], device=device))
+            fixed_children.append(
+                torch.tensor([[self._place(path) for path in level]], device=device)
+            )
         nodes = []
-        begin = 0  # of a level's candidates among those of all levels
+        first_candidate = 0  # of a level's candidates among those of all levels
         for depth, level in enumerate(self.levels[1:]):
-            nodes += [begin + self._place(path) for path in level]
-            begin += len(self.inner[depth]) * self.ranks(depth)
+            nodes += [first_candidate + self._place(path) for path in level]
+            first_candidate += len(self.inner[depth]) * self.ranks(depth)
         children = [self.ranks(level) for level in range(self.depth)]
-        plan = plan_levels(children, self.widths, places)
+        plan = plan_levels(children, self.widths, fixed_children)
         return replace(self, plan=plan, nodes=torch.tensor([nodes], device=device))
 
     def _place(self, path: tuple[int, ...]) -> int:

@@ -3,7 +3,8 @@
 A drafter reads the tokens that the target has confirmed (`extend`) and proposes a tree (`propose`),
 both as steps with static shapes over a state of its own, a NamedTuple of tensors. Here:
 - `Drafter`, the protocol of the loop, and `RootOnly`, which proposes nothing: vanilla decoding;
-- `Method`, everything that a way to draft brings (`Drafter.method`, `decode.Engine.with_method`);
+- `DraftMethod`, everything that a way to draft brings (`Drafter.method`,
+  `decode.Engine.with_method`);
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
@@ -52,9 +53,9 @@ class Drafter:
     layers: nn.ModuleList | None = None  # its transformer layers
     backend: Backend = TORCH  # as the target's
 
-    def method(self) -> Method:
+    def method(self) -> DraftMethod:
         """Return the way to draft with this drafter."""
-        return Method((self,))
+        return DraftMethod((self,))
 
     def use(self, backend: Backend) -> None:
         """Run the functions of a backend. Writes: `backend`, of drafters inside, too."""
@@ -94,7 +95,7 @@ class RootOnly(Drafter):
         return self.backend.root_tree(inputs.text)
 
 
-class Method(NamedTuple):
+class DraftMethod(NamedTuple):
     """A way to draft, as its module's `load_method` returns it."""
 
     presets: tuple[Drafter, ...]  # which share a state, smallest tree first
@@ -103,7 +104,7 @@ class Method(NamedTuple):
     pick_tokens: Callable | None = None  # replaces the engine's (`decode.pick_tokens`)
 
 
-def load_method(target: Transformer, config: Any, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: Any, tokenizer: Any) -> DraftMethod:
     """Return `--draft none`."""
     return RootOnly().method()
 
@@ -231,8 +232,8 @@ class TreeDrafter(Drafter):
         """
         return self.logits(out)
 
-    def method(self) -> Method:
-        return Method((self,), self.resolved_options())
+    def method(self) -> DraftMethod:
+        return DraftMethod((self,), self.resolved_options())
 
     def resolved_options(self) -> dict[str, Any]:
         tree = self.tree
@@ -261,7 +262,7 @@ class TreeDrafter(Drafter):
         out, first_slot = self.root_output(state, inputs)  # [B, 1, F]
         scored: list[Scores | Children] = []
         levels: list[Candidates] = []
-        ran: list[Tensor] = []  # per level, the flat indices of the nodes that ran
+        expanded: list[Tensor] = []  # per level, the flat indices of the nodes that ran
         frontier = None  # the root
         for number, level in enumerate(self.tree.plan):
             if self.sampler is not None and inputs.sampling is not None:
@@ -272,18 +273,18 @@ class TreeDrafter(Drafter):
             scored.append(scores)
             levels.append(candidates)
             if level.count:
-                ran.append(frontier.index)
+                expanded.append(frontier.index)
                 if inputs.guide is not None:
                     frontier = inputs.guide.descend(frontier)
-                places = (first_slot, number, level.count, level.slot)
+                places = (first_slot, number, level.count, level.first_slot)
                 slots, _, positions = self.backend.place_tokens(*places)
                 window = Window(slots, first_slot, frontier.seen)
                 out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
         if self.graft:
             levels = [self.graft.add(Candidates.join(levels), inputs.text, self.backend)]
-        tree = self.backend.select_nodes(levels, ran, self.tree.nodes, self.depth, inputs.text)
+        tree = self.backend.select_nodes(levels, expanded, self.tree.nodes, self.depth, inputs.text)
         if self.sampler is not None:
-            tree = self.sampler.attach(tree, scored, ran)
+            tree = self.sampler.attach(tree, scored, expanded)
         return tree
 
     def score_children(self, out: Tensor, level: int, inputs: DraftInputs) -> Scores | Children:

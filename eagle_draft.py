@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from draft_tree import DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
 from fusions import FusedLayers
 from hf.checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from hf.heads import (
@@ -343,6 +343,6 @@ def load_drafter(
     return EagleDrafter(head, target, config.draft_tree, lm_head, **options)
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft eagle`, as `load_drafter`. Raises: ValueError."""
     return load_drafter(target, config).method()

@@ -126,15 +126,15 @@ def with_messages(engine: Engine, prompts: list) -> list:
     """
     if prompts and all(isinstance(prompt, dict) for prompt in prompts):
         prompts = [prompts]
-    found = []
+    conversations = []
     for prompt in prompts:
         of_messages = isinstance(prompt, (list, tuple)) and len(prompt) > 0
         if of_messages and all(isinstance(each, dict) for each in prompt):
             fault = "messages need a chat template; load with chat=NAME, or give texts"
             require(engine.template is not None, fault)
             prompt = engine.template.encode_messages(engine.tokenizer, list(prompt))
-        found.append(prompt)
-    return found
+        conversations.append(prompt)
+    return conversations
 
 
 class Batch:

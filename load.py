@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from base.io import log_note
-from base.methods import entry_of, has_extras
+from base.methods import has_extras, spec_of
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, build_cycles
-from drafters import Method, RootOnly
+from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
 from ops.library import FAMILIES, has_cpu_operators, set_plain
@@ -141,7 +141,7 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     )
 
 
-def keeps_fewer_bits(config: GenerateConfig, path: Path) -> bool:
+def skips_requantization(config: GenerateConfig, path: Path) -> bool:
     """Return whether --quant leaves a GGUF file as it is: most weights have as few bits already.
 
     A second rounding would cost answers and save nothing. Prints a line about it. On CUDA, which
@@ -173,7 +173,7 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
 
         source = target_source(config)
     quant = Quantization.of(config.quant, config.group_size)
-    if keeps_fewer_bits(config, path):
+    if skips_requantization(config, path):
         quant = None
     if quant is None and keeps_blocks(config, path):
         quant = Quantization(BLOCKS, saved=True)
@@ -278,20 +278,20 @@ def accept_rule(config: GenerateConfig) -> Callable | None:
     return accept_residual
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load the way to draft that `config` names.
 
     tokenizer: None where only ids go in and out
     Raises: ValueError for files or a tree that do not fit.
     """
-    entry = entry_of(config)
+    spec = spec_of(config)
     count = ranks.this_rank().world_size
     fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
-    require(count == 1 or entry.many_ranks, fault)
-    extended = config.inflate and entry.extended
-    module = import_module(entry.extended if extended else entry.module)
+    require(count == 1 or spec.many_ranks, fault)
+    extended = config.inflate and spec.extended
+    module = import_module(spec.extended if extended else spec.module)
     method = module.load_method(target, config, tokenizer)
-    if config.child_rule == "sampled" and entry.residual:
+    if config.child_rule == "sampled" and spec.residual:
         from extras.residual import sample_children
 
         for preset in method.presets:
@@ -299,11 +299,11 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     if count > 1:
         from parallel import tp
 
-        if entry.grows and config.tree_shape == "auto":
+        if spec.scores_children and config.tree_shape == "auto":
             reason = "--tree auto goes by the ranks' clocks, which differ"
             log_note(f"the tree is dynamic, as {reason}")
         return tp.split_lm_head(target, method)
-    if entry.grows and config.tree_shape == "auto" and config.draft != "none":
+    if spec.scores_children and config.tree_shape == "auto" and config.draft != "none":
         from extras.auto_trees import with_trees
 
         return with_trees(method, target, config, tokenizer)
@@ -317,7 +317,7 @@ def without_draft(engine: Engine) -> Engine:
     if ranks.this_rank().world_size > 1:
         from parallel import tp
 
-        method = Method((RootOnly(),), pick_tokens=tp.pick_tokens)
+        method = DraftMethod((RootOnly(),), pick_tokens=tp.pick_tokens)
     plain = engine.with_method(method)
     return warm_up(build_cycles(replace(plain, config=config, accept_rule=None)))
 

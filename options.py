@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from base.io import can_name_file, check_directory, check_outputs
-from base.methods import DRAFTERS, entry_of, has_extras
+from base.methods import DRAFTERS, has_extras, spec_of
 from base.option_rules import (
     CHAT,
     DYNAMIC,
@@ -332,7 +332,7 @@ class GenerateConfig:
             return "static"
         if self.tree:
             return self.tree
-        default = (*entry_of(self).trees, "auto")[0]
+        default = (*spec_of(self).trees, "auto")[0]
         only_dynamic = self.expand_by != "value" or self.no_rerank or self.accept != "exact"
         if default == "auto" and only_dynamic:
             return "dynamic"
@@ -447,7 +447,7 @@ class GenerateConfig:
         require(not self.tree_file or self.tree in ("", "static"), file_fault)
         graft_fault = "--draft eagle+ngram grafts onto a re-ranked tree; drop --set no_rerank"
         require(self.draft != "eagle+ngram" or not self.no_rerank, graft_fault)
-        takes = entry_of(self).trees or (self.tree_shape,)
+        takes = spec_of(self).trees or (self.tree_shape,)
         fault = f"--draft {self.draft} takes --tree {' or '.join(takes)}; it is {self.tree_shape}"
         require(self.tree_shape in takes, fault)
         grown = GROWN.met(self)

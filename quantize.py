@@ -61,7 +61,7 @@ TIED = "model.embed_tokens.weight"
 
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
-    """Check that a stored tensor is a linear layer's weight; routers and confidences are not."""
+    """Return whether a tensor is a linear layer's weight; routers and confidences are not."""
     others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
     others += ("markov_w1.weight", "confidence_head.proj.weight")
     return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith(others)

@@ -7,7 +7,7 @@
 3. `HostCopy` starts a copy into pinned memory after the cycle that was launched, and waits for
    that copy alone, a cycle later. The next replay may overwrite its source: the copy comes first in
    the stream.
-4. `Clock` reads the time between steps, also inside captured ones.
+4. `StepClock` reads the time between steps, also inside captured ones.
 5. A drafter's presets are steps of their own; an observer (observer.py) picks one before every
    cycle.
 
@@ -56,10 +56,10 @@ def set_cuda_device(device: str) -> None:
     """
     if device.startswith("cuda"):
         index = torch.device(device).index or 0
-        found = torch.cuda.get_device_capability(index)
-        if found < OLDEST:
+        level = torch.cuda.get_device_capability(index)
+        if level < OLDEST:
             raise ValueError(
-                f"--device {device} has compute capability {found[0]}.{found[1]}, and the kernels "
+                f"--device {device} has compute capability {level[0]}.{level[1]}, and the kernels "
                 f"need {OLDEST[0]}.{OLDEST[1]} or later; use another GPU, or --device cpu"
             )
         torch.cuda.set_device(index)
@@ -280,7 +280,7 @@ def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
 # -------------------------------------------------------------------------------------------- clock
 
 
-class Clock:
+class StepClock:
     """Reads the time after each step of a cycle: the device's clock on CUDA, else the host's."""
 
     def __init__(self, device: torch.device):

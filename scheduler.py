@@ -94,7 +94,7 @@ class Request:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
+        """Return whether a stop string has ended the text."""
         return self._until.stopped
 
 
@@ -128,7 +128,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or is decoded."""
+        """Return whether any request waits or is decoded."""
         return bool(self.waiting) or any(self.running)
 
     def submit(self, request: Request) -> None:

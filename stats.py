@@ -73,23 +73,23 @@ def share_of_equal(expected: Any, result: Any) -> float:
 
 def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     """Return the `stats` object of `--json`. engine: `decode.Engine`."""
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     stand_in = engine.target.config.stand_in
     if stand_in:
-        found["stand_in"] = stand_in  # a stand-in's numbers never go without its name
+        report["stand_in"] = stand_in  # a stand-in's numbers never go without its name
     ranks = int(os.environ.get("WORLD_SIZE", "1"))  # that torchrun has started
     if ranks > 1:
-        found["ranks"] = ranks
+        report["ranks"] = ranks
     table = engine.policy.table(stats.presets)
     if table:
-        found["tree_auto"] = table
-    found |= stats.summary()
-    found["drafted_by"] = _sources(engine, stats)
-    found["estimate"] = _estimate(found, len(stats.presets))
-    found["compile_s"] = engine.compile_s
-    found["load_s"] = engine.load_s
-    found["peak_memory_bytes"] = peak_memory_bytes(engine.device.type)
-    return found
+        report["tree_auto"] = table
+    report |= stats.summary()
+    report["drafted_by"] = _sources(engine, stats)
+    report["estimate"] = _estimate(report, len(stats.presets))
+    report["compile_s"] = engine.compile_s
+    report["load_s"] = engine.load_s
+    report["peak_memory_bytes"] = peak_memory_bytes(engine.device.type)
+    return report
 
 
 def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "") -> str:

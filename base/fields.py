@@ -95,7 +95,7 @@ def read_fields(raw: dict, kind: type) -> Any:
 
     Raises: ValueError that names the key, its rule and the value.
     """
-    found = {}
+    values = {}
     for declared in fields(kind):
         name = declared.name
         value = raw.get(name)
@@ -106,8 +106,8 @@ def read_fields(raw: dict, kind: type) -> Any:
             continue
         if not rule.holds(value):
             raise ValueError(f"{name} must be {rule.text}; it is {reprlib.repr(value)}")
-        found[name] = value
-    return kind(**found)
+        values[name] = value
+    return kind(**values)
 
 
 # keys of config.json that hold for the text part of a model, too

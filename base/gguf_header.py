@@ -150,8 +150,8 @@ def _read_header(path: Path, cursor: _Cursor) -> Header:
     if magic != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     if version not in (2, 3):
-        found = version if version < 2**16 else "of a big-endian file"
-        raise ValueError(f"version {found} is not 2 or 3")
+        shown = version if version < 2**16 else "of a big-endian file"
+        raise ValueError(f"version {shown} is not 2 or 3")
     tensor_count, key_count = cursor.take("QQ")
     metadata = Metadata(path)
     for _ in range(cursor.fits(key_count, 13)):  # a key, a type and a byte are the least

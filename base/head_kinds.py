@@ -44,20 +44,20 @@ def head_kind(path: Path) -> str:
             )
         return kind
     raw = read_json(path / "config.json")
-    found = {}  # kind -> its marks
+    mark_of = {}  # kind -> its marks
     for kind, (keys, beginning) in MARKS.items():
         marks = [f"the key {key}" for key in keys if key in raw]
         if beginning:
             marks += sorted(file.name for file in path.glob(f"{beginning}*"))
         if marks:
-            found[kind] = marks[-1]
-    if found.keys() & {"medusa", "hydra"}:
+            mark_of[kind] = marks[-1]
+    if mark_of.keys() & {"medusa", "hydra"}:
         theirs = [name for name in WEIGHTS if (path / name).is_file()]
         if theirs:
-            found["eagle"] = theirs[0]
-    if len(found) > 1:
-        listed = ", ".join(f"{mark} ({kind})" for kind, mark in found.items())
+            mark_of["eagle"] = theirs[0]
+    if len(mark_of) > 1:
+        listed = ", ".join(f"{mark} ({kind})" for kind, mark in mark_of.items())
         raise ValueError(
             f"{path} holds heads of several kinds: {listed}; give each its own directory"
         )
-    return next(iter(found), "eagle")
+    return next(iter(mark_of), "eagle")

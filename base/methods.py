@@ -1,7 +1,7 @@
 """The ways to draft: values of --draft, the modules that load them, and what they take.
 
 Options (options.py, option_rules.py), loading (load.py) and benchmarks ask this table. A module has
-`load_method`, of (target, config, tokenizer), which returns a `drafters.Method`.
+`load_method`, of (target, config, tokenizer), which returns a `drafters.DraftMethod`.
 Not here: the methods themselves. No torch is imported.
 """
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 
-class Entry(NamedTuple):
+class DraftMethodSpec(NamedTuple):
     """A way to draft: its module, and the options that it takes."""
 
     module: str
@@ -19,73 +19,73 @@ class Entry(NamedTuple):
     head: bool = False  # it reads a trained head
     # values of --tree, its default first; (): it has trees of its own
     trees: tuple[str, ...] = ("auto", "dynamic", "static", "chain")
-    grows: bool = True  # it grows trees from scores of its own, so that it takes their options
-    looks_up: bool = False  # it searches texts
+    scores_children: bool = True  # by itself, so that it takes the options of trees
+    searches_text: bool = False  # for its drafts
     keeps_texts: bool = False  # it drafts from past requests, too
-    resizes: bool = False  # its static trees have tree_size nodes
+    static_size_option: bool = False  # its static trees have tree_size nodes
     residual: bool = True  # it takes accept=residual
     many_ranks: bool = True  # it runs under torchrun
     source: str = "head"  # of drafts, for a person
 
 
 DRAFTERS = {
-    "none": Entry("drafters", trees=(), grows=False, residual=False),
-    "eagle": Entry("eagle_draft", extended="extras.heads", head=True),
-    "medusa": Entry("extras.medusa_draft", head=True),
-    "hydra": Entry("extras.hydra_draft", head=True),
-    "block": Entry("extras.block_draft", head=True),
-    "ngram": Entry(
+    "none": DraftMethodSpec("drafters", trees=(), scores_children=False, residual=False),
+    "eagle": DraftMethodSpec("eagle_draft", extended="extras.heads", head=True),
+    "medusa": DraftMethodSpec("extras.medusa_draft", head=True),
+    "hydra": DraftMethodSpec("extras.hydra_draft", head=True),
+    "block": DraftMethodSpec("extras.block_draft", head=True),
+    "ngram": DraftMethodSpec(
         "extras.ngram_draft",
         trees=(),
-        grows=False,
-        looks_up=True,
+        scores_children=False,
+        searches_text=True,
         keeps_texts=True,
         source="lookup",
     ),
-    "recycling": Entry(
+    "recycling": DraftMethodSpec(
         "extras.recycling_draft",
         trees=("auto", "static"),
-        grows=False,
+        scores_children=False,
         keeps_texts=True,
-        resizes=True,
+        static_size_option=True,
         residual=False,
         many_ranks=False,
         source="recycling",
     ),
-    "lookahead": Entry(
+    "lookahead": DraftMethodSpec(
         "extras.lookahead_draft",
         trees=(),
-        grows=False,
+        scores_children=False,
         residual=False,
         many_ranks=False,
         source="lookahead",
     ),
-    "rest": Entry(
+    "rest": DraftMethodSpec(
         "extras.rest_draft",
         trees=("auto", "dynamic"),
-        grows=False,
+        scores_children=False,
         residual=False,
         many_ranks=False,
         source="datastore",
     ),
-    "model": Entry(
+    "model": DraftMethodSpec(
         "extras.model_draft", trees=("chain", "auto", "dynamic", "static"), source="draft model"
     ),
-    "eagle+ngram": Entry(
+    "eagle+ngram": DraftMethodSpec(
         "extras.heads",
         head=True,
         trees=("dynamic",),
-        looks_up=True,
+        searches_text=True,
         keeps_texts=True,
         source="head with lookup",
     ),
 }
 # of trained heads (base/head_kinds.py)
-HEAD_KINDS = tuple(name for name, entry in DRAFTERS.items() if entry.head and not entry.looks_up)
+HEAD_KINDS = tuple(name for name, spec in DRAFTERS.items() if spec.head and not spec.searches_text)
 
 
-def entry_of(config: Any) -> Entry:
-    """Return the entry of a `GenerateConfig`; while its draft is undecided, that of a head."""
+def spec_of(config: Any) -> DraftMethodSpec:
+    """Return the spec of a `GenerateConfig`; while its draft is undecided, that of a head."""
     return DRAFTERS[config.draft or "eagle"]
 
 

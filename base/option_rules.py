@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from base.methods import entry_of
+from base.methods import spec_of
 
 
 class Need(NamedTuple):
@@ -25,12 +25,12 @@ def only_with(draft: str) -> Need:
 
 
 # the draft
-HEAD = Need("does nothing with --draft {0.draft}; drop it", lambda o: entry_of(o).head)
+HEAD = Need("does nothing with --draft {0.draft}; drop it", lambda o: spec_of(o).head)
 STORE = Need(  # under the residual rule the drafts of past requests would change the tokens
     "belongs to lookups and recycling with accept=exact; use --draft ngram",
     lambda o: (
         o.accept == "exact"
-        and (entry_of(o).keeps_texts or (o.tree_shape == "auto" and entry_of(o).grows))
+        and (spec_of(o).keeps_texts or (o.tree_shape == "auto" and spec_of(o).scores_children))
     ),
 )
 INFLATABLE = Need(
@@ -42,26 +42,28 @@ INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o
 # the tree
 SIZED = Need(
     "does nothing with --draft {0.draft}, which has no choice of trees; drop it",
-    lambda o: entry_of(o).trees != (),
+    lambda o: spec_of(o).trees != (),
 )
-GROWS = Need(SIZED.text, lambda o: entry_of(o).grows)
+GROWS = Need(SIZED.text, lambda o: spec_of(o).scores_children)
 LEVELS = Need(
     "belongs to dynamic trees and chains, not to a static one; drop it",
-    lambda o: entry_of(o).grows and o.tree_shape != "static",
+    lambda o: spec_of(o).scores_children and o.tree_shape != "static",
 )
 GROWN = Need(
     "belongs to --tree dynamic and auto; drop it",
-    lambda o: o.tree_shape in ("dynamic", "auto") or (entry_of(o).resizes and not o.tree_file),
+    lambda o: (
+        o.tree_shape in ("dynamic", "auto") or (spec_of(o).static_size_option and not o.tree_file)
+    ),
 )
 DYNAMIC = Need(
     "needs a tree of one size that grows from scores; use --tree dynamic",
-    lambda o: entry_of(o).grows and o.tree_shape == "dynamic",
+    lambda o: spec_of(o).scores_children and o.tree_shape == "dynamic",
 )
 
 # the tokens
 SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
 RULE = Need(
-    "belongs to heads, draft models and --draft ngram; drop it", lambda o: entry_of(o).residual
+    "belongs to heads, draft models and --draft ngram; drop it", lambda o: spec_of(o).residual
 )
 FIXED = Need(  # the residual rule's tokens follow the tree, and --tree auto goes by a clock
     "needs a tree of one size; --tree auto changes it: use --tree dynamic",

@@ -192,12 +192,12 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all words; a hint goes with a flag that is not there."""
-        found, unknown = self.parse_known_args(args, namespace)
+        known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             hint = did_you_mean(flag, self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return found
+        return known
 
     def error(self, message: str) -> NoReturn:
         fail(self.prog, f"{message}; see --help")
@@ -447,9 +447,9 @@ def one_line_errors(program: str) -> Iterator[None]:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this module does not import
             raise
         # the bytes wanted, the device's, the free ones
-        told = ". ".join(str(error).split(". ")[:3])
+        facts = ". ".join(str(error).split(". ")[:3])
         remedy = "lower --batch_size, --context or NODES of --tree, or use --quant int4"
-        fail(program, f"{told}; {remedy}")
+        fail(program, f"{facts}; {remedy}")
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package in PACKAGES:

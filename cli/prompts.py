@@ -24,7 +24,7 @@ OF_A_PROMPT = {"temperature", "top_k", "top_p", "min_p", "seed"}
 OF_A_CALL = {"max_new_tokens", "num_samples", "stop", *OF_A_PROMPT}
 
 
-class Row(list[str]):
+class PromptRow(list[str]):
     """The turns of a row of a file, and the keys that tell the row apart."""
 
     def __init__(self, turns: list[str], keys: dict[str, Any]):
@@ -105,7 +105,7 @@ def prompts_of_file(path: Path, flag: str) -> list[Conversation]:
                 f"{flag}: {path} row {number} has no list of texts; write it as {form}",
             )
             keys = {name: record[name] for name in ("id", "question_id") if name in record}
-            rows.append(Row(record["turns"], keys))
+            rows.append(PromptRow(record["turns"], keys))
         return rows
     if not text.strip():
         raise ValueError(f"{flag}: {path} is empty; give it some text")
@@ -133,7 +133,7 @@ def as_conversation(prompt: str | Conversation) -> Conversation:
 
 
 def check_ids(ids: list[int], model: Any, context: int) -> list[int]:
-    """Check the token ids of a prompt.
+    """Read the token ids of a prompt.
 
     model: `hf.config.ModelConfig`
     Returns: the ids.

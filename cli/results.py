@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from base.io import log_note, parse_json, read_text
-from cli.prompts import Conversation, Row, read_grammar
+from cli.prompts import Conversation, PromptRow, read_grammar
 from decode import Engine
 
 # start of every line
@@ -101,7 +101,7 @@ class Results:
         return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     def _key(self, line: str, where: str) -> tuple[int, int]:
-        """Check a line and return its prompt and sample. where: its place, for the message"""
+        """Return a line's prompt and sample. where: its place, for the message"""
         entry = parse_json(line, where)
         if isinstance(entry, dict) and {"run", "prompt", "sample"} <= entry.keys():
             key = (entry["prompt"], entry["sample"])
@@ -120,7 +120,7 @@ class Results:
         prompt, sample = turns[0]["index"][:2]
         line = {"run": self._digest(prompt, sample), "prompt": prompt, "sample": sample}
         conversation = self.conversations[prompt]
-        if isinstance(conversation, Row):
+        if isinstance(conversation, PromptRow):
             line |= conversation.keys
         if isinstance(conversation[0], str):
             line["turns"] = conversation

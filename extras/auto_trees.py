@@ -9,7 +9,7 @@ from typing import Any
 
 from base.tree_paths import candidates
 from draft_tree import DynamicTree, StaticTree
-from drafters import Drafter, Method, TreeDrafter
+from drafters import Drafter, DraftMethod, TreeDrafter
 from extras.autosize import AutoTrees, TreeShape
 from extras.deferred import LazyDrafter, RestingDrafter
 from extras.kept_texts import texts_for
@@ -31,10 +31,10 @@ SHAPES = (
 class AutoDrafter(LazyDrafter):
     """The largest tree, with the presets that a policy picks from by the clock."""
 
-    def method(self) -> Method:
+    def method(self) -> DraftMethod:
         lookup = self.lookup if isinstance(self.lookup, NgramDrafter) else None
         policy = AutoTrees(lookup, lookup and lookup.kept, self.drafter.reach)
-        return Method(self.presets, self.resolved_options(), policy)
+        return DraftMethod(self.presets, self.resolved_options(), policy)
 
 
 def with_smaller_trees(
@@ -69,8 +69,8 @@ def cut(shape: TreeShape, levels: int) -> TreeShape:
 
 
 def with_trees(
-    method: Method, target: Transformer, config: GenerateConfig, tokenizer: Any
-) -> Method:
+    method: DraftMethod, target: Transformer, config: GenerateConfig, tokenizer: Any
+) -> DraftMethod:
     """Return a method that grows a tree as one that chooses among trees, and none, by speed.
 
     On one CPU a head's method also has trees of a lookup.

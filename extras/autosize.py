@@ -184,9 +184,9 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) 
         rates.copy_(torch.tensor(known.rates).view_as(rates))
     pool = engine.cycles.buffers
     for buffers in pool:  # of warm-ups
-        found = lookup_of(buffers.state.drafter_state)
-        if found is not None:
-            found.outcomes.copy_(rates)
+        state = lookup_of(buffers.state.drafter_state)
+        if state is not None:
+            state.outcomes.copy_(rates)
     if file:
         weakref.finalize(sizer, _save, file, known, asdict(known), rates, pool)
     return sizer
@@ -405,7 +405,7 @@ class Autosizer:
 
     @property
     def rests_while_reading(self) -> bool:
-        """True where a drafter at rest need not read prompts."""
+        """Return whether a drafter at rest may leave prompts unread."""
         return self.may_skip_prompts and self.best == 0
 
     def next(self, limit: int, expected: Sequence[float] | None = None) -> int:

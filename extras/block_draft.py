@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from base.io import is_gguf
 from draft_tree import DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, Method
+from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from eagle_draft import is_same_embedding
 from extras.level_draft import LevelDrafter, head_options, tree_of
 from hf.block_heads import BlockConfig, block_names, read_block_head
@@ -246,7 +246,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     return head.eval()
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft block`. Raises: ValueError for a head or a tree that does not fit."""
     path = Path(config.head)
     quant, options = head_options(target, config)

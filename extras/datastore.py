@@ -78,9 +78,9 @@ class Datastore:
         fault = f"{self.name} is damaged; {REMEDY}"
         require(not len(places) or 0 <= places.min() <= places.max() < n, fault)
         behind = places[:, None] + np.arange(1, LENGTH + 1)
-        found = self.tokens[np.minimum(behind, n - 1)]
-        require(not found.size or -1 <= found.min() <= found.max() < self.size, fault)
-        return found
+        tokens = self.tokens[np.minimum(behind, n - 1)]
+        require(not tokens.size or -1 <= tokens.min() <= tokens.max() < self.size, fault)
+        return tokens
 
 
 def common(a: list[int], b: list[int]) -> int:

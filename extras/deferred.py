@@ -42,7 +42,7 @@ class LazyState(NamedTuple):
     features: Tensor
     count: Tensor  # [B] int64, deferred tokens; the last MAX_KEPT of them are kept
     passed: Tensor  # [B] int64, grows with every step; 0: no token has passed
-    found: Any = ()  # state of the lookup, where there is one
+    lookup_state: Any = ()  # state of the lookup, where there is one
 
 
 class LazyDrafter(PresetDrafter):
@@ -98,13 +98,15 @@ class LazyDrafter(PresetDrafter):
         features = self.weight.new_zeros(batch, MAX_KEPT + 1, width)
         count = torch.zeros(batch, dtype=torch.long, device=self.weight.device)
         own = self.drafter.init(batch, slots)
-        found = self.lookup.init(batch, slots)
-        return LazyState(own, features, count, count.clone(), found)
+        lookup_state = self.lookup.init(batch, slots)
+        return LazyState(own, features, count, count.clone(), lookup_state)
 
     def extend(self, state: LazyState, update: DrafterUpdate) -> LazyState:
         own = self.drafter.extend(state.own, update)
-        found = self.lookup.extend(state.found, update)
-        return replace_fields(state, own=own, passed=state.passed + update.count, found=found)
+        lookup_state = self.lookup.extend(state.lookup_state, update)
+        return replace_fields(
+            state, own=own, passed=state.passed + update.count, lookup_state=lookup_state
+        )
 
     def rewind(self, state: LazyState, length: Tensor) -> LazyState:
         """Forget all but the first `length` tokens, and all deferred ones.
@@ -118,8 +120,8 @@ class LazyDrafter(PresetDrafter):
             kept = torch.where(state.passed > 0, shorter, length)
         own = self.drafter.rewind(state.own, kept)
         count = torch.zeros_like(state.count)
-        found = self.lookup.rewind(state.found, length)
-        return replace_fields(state, own=own, count=count, passed=length, found=found)
+        lookup_state = self.lookup.rewind(state.lookup_state, length)
+        return replace_fields(state, own=own, count=count, passed=length, lookup_state=lookup_state)
 
     def propose(self, state: LazyState, inputs: DraftInputs) -> DraftTree:
         return self.grower.propose(state.own, inputs)
@@ -164,11 +166,11 @@ class RestingDrafter(LazyDrafter):
         self.max_deferred = MAX_KEPT - 1  # with the token before, as many as are kept
 
     def propose(self, state: LazyState, inputs: DraftInputs) -> DraftTree:
-        return self.grower.propose(state.found, inputs)
+        return self.grower.propose(state.lookup_state, inputs)
 
     def extend(self, state: LazyState, update: DrafterUpdate) -> LazyState:
         """Keep the features of the last tokens. Writes: the kept features; on a CPU, the state."""
-        found = self.lookup.extend(state.found, update)
+        lookup_state = self.lookup.extend(state.lookup_state, update)
         rows = update.count
         if update.at_root is not None:  # of a prompt only the chunk that completes it waits
             rows = rows * update.at_root
@@ -186,7 +188,7 @@ class RestingDrafter(LazyDrafter):
         state.features[sequences, place] = update.features
         count = state.count + rows
         passed = state.passed + len(step)
-        return replace_fields(state, count=count, passed=passed, found=found)
+        return replace_fields(state, count=count, passed=passed, lookup_state=lookup_state)
 
 
 def read_skipped(view: View, preset: int, waiting: int) -> int:

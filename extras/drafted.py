@@ -26,8 +26,8 @@ def source_of(engine: Engine, preset: int) -> str:
 
 def told_draft(engine: Engine) -> str:
     """Describe the ways to draft of an engine, for a person."""
-    found = [source_of(engine, preset) for preset in range(len(engine.presets))]
-    sources = sorted(set(found) - {""}, reverse=True)
+    by_preset = [source_of(engine, preset) for preset in range(len(engine.presets))]
+    sources = sorted(set(by_preset) - {""}, reverse=True)
     if not sources:
         return "no drafts"
     return f"drafts by {' and '.join(sources)}"
@@ -96,12 +96,12 @@ class Drafted(Observer):
     def take(self, seq: int) -> DraftMarks:
         """Return the marks since the last call."""
         counts = (self.passes[seq], self.rejected[seq])
-        found = DraftMarks(self.marks[seq], *counts, self.cycles[seq], self.trees[seq])
+        marks = DraftMarks(self.marks[seq], *counts, self.cycles[seq], self.trees[seq])
         self.marks[seq] = []
         self.cycles[seq] = []
         self.trees[seq] = []
         self.passes[seq] = self.rejected[seq] = 0
-        return found
+        return marks
 
     def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
         tree = update.tree

@@ -1,9 +1,9 @@
 """Grammars: JSON schemas, Lark and GBNF, by the library llguidance; exact together with drafting.
 
-The tokens that may follow a text are a function of the grammar and that text (`Place`). So every
-node of a draft tree has a mask of its own (guided_draft.py), and the target's choice, greedy or
-with the shared noise, top-k and top-p, is taken under it: the answer is the same for every drafter
-and tree. The end of sequence is allowed exactly where the grammar allows to stop.
+The tokens that may follow a text are a function of the grammar and that text (`GrammarState`). So
+every node of a draft tree has a mask of its own (guided_draft.py), and the target's choice, greedy
+or with the shared noise, top-k and top-p, is taken under it: the answer is the same for every
+drafter and tree. The end of sequence is allowed exactly where the grammar allows to stop.
 
 JSON is written as `json.dumps` writes it: free white space would leave few tokens certain, and a
 small model may never leave it. Where only one text can follow, its tokens are the tokenizer's own.
@@ -79,7 +79,7 @@ class Grammar:
 
     def begin(self) -> TextGuide:
         """Begin a text."""
-        return TextGuide(Place(self, self.matcher.deep_copy()))
+        return TextGuide(GrammarState(self, self.matcher.deep_copy()))
 
 
 @lru_cache(maxsize=4)
@@ -159,7 +159,7 @@ def schema_of(asked: Any) -> dict | None:
     return schema
 
 
-class Place:
+class GrammarState:
     """A text that a grammar allows: its mask, and the places behind it, made when asked for."""
 
     def __init__(self, grammar: Grammar, matcher: Any, run: Sequence[int] = ()):
@@ -170,7 +170,7 @@ class Place:
         self.grammar = grammar
         self.matcher = matcher
         self.run = run or matcher.compute_ff_tokens()
-        self.next: dict[int, Place | None] = {}
+        self.next: dict[int, GrammarState | None] = {}
 
     @cached_property
     def bits(self) -> np.ndarray:
@@ -199,14 +199,14 @@ class Place:
         """Return whether a token may follow."""
         return bool(self.bits[token >> 5] >> (token & 31) & 1)
 
-    def after(self, token: int) -> Place | None:
+    def after(self, token: int) -> GrammarState | None:
         """Return the place behind a token; None where it is not allowed, or ends the text."""
         if token not in self.next:
             self.next[token] = None
             if self.allows(token) and token not in self.grammar.ends:
                 matcher = self.matcher.deep_copy()
                 matcher.consume_token(token)
-                self.next[token] = Place(self.grammar, matcher, self.run[1:])
+                self.next[token] = GrammarState(self.grammar, matcher, self.run[1:])
         return self.next[token]
 
 
@@ -215,8 +215,8 @@ class TextGuide(Guide):
 
     fault = "the grammar allows neither a token nor the end here; correct it"
 
-    def __init__(self, place: Place):
-        self.place: Place | None = place  # None: at the end
+    def __init__(self, place: GrammarState):
+        self.place: GrammarState | None = place  # None: at the end
         self.vocab = place.grammar.vocab
 
     def take(self, tokens: list[int]) -> list[int]:

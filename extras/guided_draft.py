@@ -1,14 +1,15 @@
 """Draft trees under grammars: only allowed tokens, and forced ones whole.
 
-1. While a drafter grows a tree, the scores of every node's children are masked (`Walk`). Where one
-   token alone is allowed, the child is that token, also if the drafter has no score for it.
+1. While a drafter grows a tree, the scores of every node's children are masked (`GrammarWalk`).
+   Where one token alone is allowed, the child is that token, also if the drafter has no score for
+   it.
 2. `Guided` cuts any drafter's tree to allowed tokens, and appends forced ones, which are as likely
    as their parents. Below the root a whole run of them is appended, up to 64 nodes: it costs no
    target pass of its own. Vanilla decoding appends none.
 3. Each node keeps the mask that the target chooses its token under (`DraftTree.allowed`).
 
-Places are those of grammar.py. Trade-off: nodes are chosen on the host, from the drafter's values,
-and a tree has as many nodes as are allowed, so that shapes vary from cycle to cycle.
+Grammar states are those of grammar.py. Trade-off: nodes are chosen on the host, from the drafter's
+values, and a tree has as many nodes as are allowed, so that shapes vary from cycle to cycle.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from ops.tree import Frontier
 from runtime import replace_fields
 
-Places = list[Any]  # of extras.grammar.Place; None: any token may follow, or no node does
+# of extras.grammar.GrammarState; None: any token may follow, or no node does
+GrammarStates = list[Any]
 
 
-def masks(places: list[Places], vocab: int, device: torch.device) -> Tensor:
+def masks(places: list[GrammarStates], vocab: int, device: torch.device) -> Tensor:
     """Return the tokens that may follow each of [B, R] places, [B, R, V] bool."""
     return torch.from_numpy(_unpacked(places, vocab)).view(torch.bool).to(device)
 
 
-def _unpacked(places: list[Places], vocab: int) -> np.ndarray:
+def _unpacked(places: list[GrammarStates], vocab: int) -> np.ndarray:
     """Return 1 for the tokens that may follow each of [B, R] places, [B, R, V] uint8.
 
     A place that none may follow has them all: no choice there is taken.
@@ -50,10 +52,10 @@ def _unpacked(places: list[Places], vocab: int) -> np.ndarray:
     return np.unpackbits(bits.view(np.uint8), axis=-1, count=vocab, bitorder="little")
 
 
-class Walk:
+class GrammarWalk:
     """The places of the nodes that a drafter has just run, level by level."""
 
-    def __init__(self, roots: Places):
+    def __init__(self, roots: GrammarStates):
         self.places = [[root] for root in roots]
 
     def descend(self, frontier: Frontier) -> Frontier:
@@ -101,7 +103,7 @@ class Guided(Drafter):
     """A preset of a drafter for one cycle under grammars."""
 
     def __init__(
-        self, whole: Drafter, drafter: Drafter, roots: Places, live: list[bool], vocab: int
+        self, whole: Drafter, drafter: Drafter, roots: GrammarStates, live: list[bool], vocab: int
     ):
         """Wrap a drafter.
 
@@ -126,7 +128,7 @@ class Guided(Drafter):
 
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         """Propose a tree, at most `size` nodes. Writes: scratch slots of the drafter's cache."""
-        tree = self.drafter.propose(state, replace_fields(inputs, guide=Walk(self.roots)))
+        tree = self.drafter.propose(state, replace_fields(inputs, guide=GrammarWalk(self.roots)))
         values = torch.zeros(tree.tokens.shape) if tree.values is None else tree.values
         lists = [part.tolist() for part in (tree.tokens, tree.parents, tree.valid, values)]
         rows = [self._choose(b, *row) for b, row in enumerate(zip(*lists))]
@@ -141,13 +143,13 @@ class Guided(Drafter):
         tokens = column(lambda node: node.token, tree.tokens)
         parents = column(lambda node: node.parent, tree.tokens)
         drafted = None
-        if self.keeps_nodes and tree.places is not None:
-            drafted = tree.places.gather(1, column(lambda node: node.drafted[0], tree.tokens))
+        if self.keeps_nodes and tree.ran_index is not None:
+            drafted = tree.ran_index.gather(1, column(lambda node: node.drafted[0], tree.tokens))
         places = [[node.place for node in row] for row in rows]
         return replace_fields(
             build_tree(tokens, parents, tree.valid.new_tensor(valid), self.depth),
             values=column(lambda node: node.value, values),
-            places=drafted,
+            ran_index=drafted,
             allowed=masks(places, self.vocab, tokens.device),
         )
 
@@ -169,12 +171,12 @@ class Guided(Drafter):
             if node.depth == self.depth or (node.place is None and self.roots[b] is not None):
                 continue
             only = None if node.place is None else node.place.only
-            found: dict[int, list[int]] = defaultdict(list)  # drafted children by token
+            by_token: dict[int, list[int]] = defaultdict(list)  # drafted children by token
             if self.appends and only is not None:
-                found[only] = []
+                by_token[only] = []
             for i in chain.from_iterable(below[drafted] for drafted in node.drafted):
-                found[tokens[i] if only is None else only].append(i)
-            for token, drafted in found.items():
+                by_token[tokens[i] if only is None else only].append(i)
+            for token, drafted in by_token.items():
                 place = None
                 if node.place is not None:
                     if not node.place.allows(token):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from base.methods import entry_of
-from drafters import Method
+from base.methods import spec_of
+from drafters import DraftMethod
 from eagle_draft import load_drafter
 from extras.kept_texts import texts_for
 from extras.ngram_draft import Ngram
@@ -15,7 +15,7 @@ from observer import Observer
 from options import GenerateConfig
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load an EAGLE head. Raises: ValueError for options or files that do not fit."""
     added: dict[str, Any] = {}
     policy = Observer()
@@ -23,9 +23,9 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         from extras.stand_in import head_source
 
         added["source"] = head_source(config, target)
-    if entry_of(config).looks_up:
+    if spec_of(config).searches_text:
         kept = texts_for(config, target, tokenizer)
         added["graft"] = Ngram.from_config(config, kept)
         policy = PresetPolicy(kept)
     drafter = load_drafter(target, config, **added)
-    return Method((drafter,), drafter.resolved_options(), policy)
+    return DraftMethod((drafter,), drafter.resolved_options(), policy)

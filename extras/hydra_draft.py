@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_tree import DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, Method, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
 from eagle_draft import EagleState
 from extras.level_draft import head_options, score_with, tree_of
 from extras.medusa_draft import FeatureState, empty_feature, last_of
@@ -176,7 +176,7 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
     return heads.eval()
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft hydra`. Raises: ValueError for heads or a tree that do not fit."""
     path = Path(config.head)
     quant, options = head_options(target, config)

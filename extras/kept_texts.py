@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from base.io import folder_lock, log_note, parse_json, read_named, replace_file
-from base.methods import entry_of
+from base.methods import spec_of
 from base.option_rules import STORE
 from base.parsing import require
 from model import Transformer
@@ -119,10 +119,10 @@ def texts_for(
     successors: as for `PastTexts`
     Raises: ValueError for draft_store with another drafter, and for a file that is no store.
     """
-    entry = entry_of(config)
-    beside = entry.head and config.tree_shape == "auto" and config.device == "cpu"
+    spec = spec_of(config)
+    beside = spec.head and config.tree_shape == "auto" and config.device == "cpu"
     # under the residual rule the drafts of past requests would change the tokens
-    keeps = (entry.keeps_texts or beside) and config.accept == "exact"
+    keeps = (spec.keeps_texts or beside) and config.accept == "exact"
     require(keeps or not config.draft_store, f"--set draft_store {STORE.text}")
     if not keeps:
         return None

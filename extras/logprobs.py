@@ -77,8 +77,8 @@ class Logprobs(Observer):
     def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
         for seq, *columns in zip(*copied):
             if seq in result.taken:
-                found = entries(*columns, self.wanted[seq])
-                self.scored.setdefault(seq, []).extend(found[: len(result.taken[seq])])
+                logprobs = entries(*columns, self.wanted[seq])
+                self.scored.setdefault(seq, []).extend(logprobs[: len(result.taken[seq])])
 
     def after_prompt(self, seq: int, features: Tensor, root: int) -> None:
         if seq in self.wanted:

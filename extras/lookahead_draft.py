@@ -26,7 +26,7 @@ from torch import Tensor
 from base.parsing import require
 from base.tree_paths import MAX_NODES
 from draft_tree import DraftTree
-from drafters import Drafter, DrafterUpdate, DraftInputs, Method
+from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
 from extras.presets import pick_and_rank
 from model import Transformer
 from ops.torch_backend import ancestors
@@ -88,8 +88,8 @@ class LookaheadDrafter(Drafter):
     def resolved_options(self) -> dict[str, Any]:
         return {"lookahead": "-".join(map(str, self.sizes)), "tree_size": self.size}
 
-    def method(self) -> Method:
-        return Method((self,), self.resolved_options(), pick_tokens=pick_and_rank)
+    def method(self) -> DraftMethod:
+        return DraftMethod((self,), self.resolved_options(), pick_tokens=pick_and_rank)
 
     def init(self, batch: int, slots: int) -> Lookahead:
         W, N, _ = self.sizes
@@ -146,6 +146,6 @@ class LookaheadDrafter(Drafter):
         return DraftTree(tokens, parents, depths, self.mask.expand(B, -1, -1), torch.cat(valid, 1))
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Make `--draft lookahead`. Raises: ValueError for sizes that do not fit."""
     return LookaheadDrafter.from_config(config, target.norm.weight.device).method()

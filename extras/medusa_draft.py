@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_tree import DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, Method
+from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from extras.level_draft import LevelDrafter, head_options, score_with, tree_of
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
@@ -136,7 +136,7 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
     return heads.eval()
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft medusa`. Raises: ValueError for heads or a tree that do not fit."""
     path = Path(config.head)
     quant, options = head_options(target, config)

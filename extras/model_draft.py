@@ -27,7 +27,7 @@ from base.head_kinds import head_kind
 from base.io import is_gguf, log_note
 from base.parsing import require
 from draft_tree import DraftTree, DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftVocab, Method, RootOnly, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab, RootOnly, TreeDrafter
 from extras.presets import PresetPolicy
 from hf.checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
 from hf.config import read_config, read_raw
@@ -85,11 +85,13 @@ class ModelDrafter(TreeDrafter):
         if model.config.max_context < target.config.max_context:
             self.reach = model.config.max_context
 
-    def method(self) -> Method:
+    def method(self) -> DraftMethod:
         """Return the way to draft: past the draft model's own context, no tree is drafted."""
         if self.reach is None:
             return super().method()
-        return Method((RootOnly(), self), self.resolved_options(), PresetPolicy(reach=self.reach))
+        return DraftMethod(
+            (RootOnly(), self), self.resolved_options(), PresetPolicy(reach=self.reach)
+        )
 
     def use(self, backend: Backend) -> None:
         """Run the functions of a backend, in the model, too. Writes: `backend` of both."""
@@ -116,7 +118,7 @@ class ModelDrafter(TreeDrafter):
             window = causal_window(state.length, update.features.shape[1], backend=self.backend)
             self.model(self._read(update.tokens[:, :-1]), window.slots, state.cache, window)
         elif self.width > 1:  # a chain's nodes are in their final slots already
-            state.cache.compact(state.length, update.places, self.backend)
+            state.cache.compact(state.length, update.accepted_ran_index, self.backend)
         return replace_fields(state, length=state.length + update.count)
 
     def rewind(self, state: ModelState, length: Tensor) -> ModelState:
@@ -233,6 +235,6 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     )
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft model`, as `load_drafter`. Raises: ValueError."""
     return load_drafter(target, config).method()

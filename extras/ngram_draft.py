@@ -30,7 +30,7 @@ from torch import Tensor
 
 from base.tree_paths import MAX_NODES
 from draft_tree import DecodedTokens, DraftTree
-from drafters import DrafterUpdate, DraftInputs, Method
+from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from extras.autosize import AutoTrees
 from extras.kept_texts import texts_for
 from extras.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
@@ -143,8 +143,8 @@ def lookup(text: DecodedTokens, ngram: Ngram, backend: Backend = TORCH) -> tuple
     source = (place[:, None] + 1 + steps % period).clamp(max=S - 1)  # [B, S, L]
     # continuation of each place
     copies = text.tokens.gather(1, source.flatten(1)).view_as(source)  # [B, S, L]
-    found = (length >= ngram.min) & (copies[:, :, 0] >= 0)
-    score = torch.where(found, length * S + place, -1)  # [B, S]
+    matches = (length >= ngram.min) & (copies[:, :, 0] >= 0)
+    score = torch.where(matches, length * S + place, -1)  # [B, S]
     copies = copies.clamp(min=0)
     chains = []
     matched = []
@@ -173,15 +173,15 @@ def add_chain(pool: Candidates, tokens: Tensor, values: Tensor) -> Candidates:
         P = pool.tokens.shape[1]
         same = (pool.parents == above) & (pool.tokens == token)
         same = same & (pool.values > float("-inf"))  # [B, P], one at most
-        found = same.any(1, keepdim=True)
+        is_known = same.any(1, keepdim=True)
         here = (same * torch.arange(P, device=tokens.device)).sum(1, keepdim=True)  # [B, 1]
         raised = torch.where(same, torch.maximum(pool.values, value), pool.values)
         pool = Candidates(
             torch.cat((pool.tokens, token), 1),
-            torch.cat((raised, value.masked_fill(found, float("-inf"))), 1),
+            torch.cat((raised, value.masked_fill(is_known, float("-inf"))), 1),
             torch.cat((pool.parents, above), 1),
         )
-        above = torch.where(found, here, P)
+        above = torch.where(is_known, here, P)
     return pool
 
 
@@ -212,8 +212,8 @@ class NgramDrafter(PresetDrafter):
         other._set_size(size)
         return other
 
-    def method(self) -> Method:
-        return Method(self.presets, self.resolved_options(), AutoTrees(self, self.kept))
+    def method(self) -> DraftMethod:
+        return DraftMethod(self.presets, self.resolved_options(), AutoTrees(self, self.kept))
 
     def resolved_options(self) -> dict[str, Any]:
         return self.ngram.resolved_options()
@@ -244,8 +244,8 @@ class NgramDrafter(PresetDrafter):
         outcomes = learn(state, text)
         chains, lengths = lookup(text, self.ngram)
         tokens = chains.flatten(1)
-        found = estimate(tokens, lengths, outcomes, sizes)
-        return Lookup(tokens, *found[:2], lengths, text.pos.clone(), outcomes, found[2])
+        guesses = estimate(tokens, lengths, outcomes, sizes)
+        return Lookup(tokens, *guesses[:2], lengths, text.pos.clone(), outcomes, guesses[2])
 
     def rewind(self, state: Lookup, length: Tensor) -> Lookup:
         return replace_fields(state, root=torch.full_like(state.root, -1))
@@ -257,7 +257,7 @@ class NgramDrafter(PresetDrafter):
         return self.backend.select_nodes([pool], (), self.size - 1, self.depth, inputs.text)
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Make `--draft ngram`. Raises: ValueError for a store that does not fit."""
     kept = texts_for(config, target, tokenizer)
     return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device).method()

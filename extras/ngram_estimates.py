@@ -51,22 +51,22 @@ class Lookup(NamedTuple):
     expected: Tensor  # [B, presets] fp32, accepted tokens that the trees can expect
 
 
-def learn(found: Lookup, text: DecodedTokens) -> Tensor:
+def learn(lookup: Lookup, text: DecodedTokens) -> Tensor:
     """Count the candidates that the decided tokens have accepted, and those that they have tried.
 
     A candidate is tried where the path to its parent is decided and no better one is equal.
     Returns: the new outcomes.
     """
-    B, M, K, D, _ = found.outcomes.shape
-    tokens = found.tokens.view(B, K, -1)
+    B, M, K, D, _ = lookup.outcomes.shape
+    tokens = lookup.tokens.view(B, K, -1)
     L = tokens.shape[2]
     step = torch.arange(L, device=tokens.device)
-    decided = torch.where(found.root < 0, 0, text.pos - found.root)[:, None] > step  # [B, L]
-    place = (found.root[:, None] + 1 + step).clamp(0, text.tokens.shape[1] - 1)
+    decided = torch.where(lookup.root < 0, 0, text.pos - lookup.root)[:, None] > step  # [B, L]
+    place = (lookup.root[:, None] + 1 + step).clamp(0, text.tokens.shape[1] - 1)
     hit = tokens == text.tokens.gather(1, place)[:, None]  # [B, K, L]
     path = hit.long().cumprod(2).bool()
     above = path.roll(1, 2) | (step == 0)  # the path to the parent is decided
-    own = (found.values > float("-inf")).view_as(hit)
+    own = (lookup.values > float("-inf")).view_as(hit)
     tried = above & own & decided[:, None]
     seen = torch.stack((tried & hit, tried), -1).float()  # [B, K, L, 2]
     deep = [seen[:, :, depth] for depth in range(min(D - 1, L))]
@@ -74,9 +74,9 @@ def learn(found: Lookup, text: DecodedTokens) -> Tensor:
     deep += [torch.zeros_like(deep[0])] * (D - len(deep))
     by_depth = torch.stack(deep, 2)  # [B, K, D, 2]
     length = torch.arange(1, M + 1, device=tokens.device)[:, None]
-    mine = (found.lengths.clamp(max=M)[:, None] == length)[..., None, None]  # [B, M, K, 1, 1]
+    mine = (lookup.lengths.clamp(max=M)[:, None] == length)[..., None, None]  # [B, M, K, 1, 1]
     new = mine * by_depth[:, None]
-    return found.outcomes * RATES.fading ** new[..., 1:] + new
+    return lookup.outcomes * RATES.fading ** new[..., 1:] + new
 
 
 def estimate(tokens: Tensor, lengths: Tensor, outcomes: Tensor, sizes: Sequence[int]) -> tuple:

@@ -43,8 +43,8 @@ class PresetDrafter(Drafter):
 
 def lookup_of(drafter_state: Any) -> Lookup | None:
     """Return the state of the lookup in a drafter's state, if there is one."""
-    found = getattr(drafter_state, "found", drafter_state)
-    return found if isinstance(found, Lookup) else None
+    state = getattr(drafter_state, "lookup_state", drafter_state)
+    return state if isinstance(state, Lookup) else None
 
 
 class PresetPolicy(Observer):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from base.tree_paths import MAX_NODES
 from draft_tree import DraftTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, Method
+from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from extras.autosize import AutoTrees
 from extras.kept_texts import PastTexts, texts_for
 from extras.presets import PresetDrafter, PresetPolicy, pick_and_rank
@@ -85,10 +85,10 @@ class RecyclingDrafter(PresetDrafter):
             for level in tree.levels[1:]
         ]
 
-    def method(self) -> Method:
+    def method(self) -> DraftMethod:
         policy = AutoTrees(kept=self.kept) if self.smaller else PresetPolicy(self.kept)
         pick = partial(pick_and_rank, ranks=RANKS)
-        return Method(self.presets, self.resolved_options(), policy, pick)
+        return DraftMethod(self.presets, self.resolved_options(), policy, pick)
 
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}
@@ -129,7 +129,7 @@ def empty_matrix(vocab_size: int, device: torch.device | str) -> Tensor:
     return torch.full((vocab_size + 1, RANKS), -1, dtype=torch.long, device=device)
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Make `--draft recycling`. Raises: ValueError for a tree or a store that does not fit."""
     matrix = empty_matrix(target.config.vocab_size, target.norm.weight.device)
     drafter = drafter_of(config, matrix)

@@ -198,8 +198,8 @@ class Chat:
         getattr(self, f"_{name}")(text)
 
     def _help(self, text: str) -> None:
-        for name, told in COMMANDS.items():
-            print(f"/{name:8}{told}")
+        for name, meaning in COMMANDS.items():
+            print(f"/{name:8}{meaning}")
         print(f"{QUOTES:9}begins and ends a turn of several lines")
 
     def _clear(self, text: str) -> None:
@@ -230,8 +230,8 @@ class Chat:
         self.shows_drafts = not self.shows_drafts
         lookup = f"{COLOURS['lookup']}by lookup{PLAIN}"
         others = f"{GREEN}by others{PLAIN}"
-        told = f"drafted and accepted: {lookup}, {others}" if self.shows_drafts else "no colours"
-        print(f"[{told}]")
+        colours = f"drafted and accepted: {lookup}, {others}" if self.shows_drafts else "no colours"
+        print(f"[{colours}]")
 
     def _save(self, text: str) -> None:
         if not text:

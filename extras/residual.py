@@ -69,7 +69,7 @@ class SampledChildren:
         self.rows = [1, *tree.widths]  # nodes of each level that have children
         drafted = torch.arange(1, tree.size, device=tree.nodes.device)[None]
         last = tree.plan[-1]
-        candidates = last.begin + self.rows[-1] * last.k
+        candidates = last.first_candidate + self.rows[-1] * last.k
         number = torch.zeros(1, candidates + 1, dtype=torch.long, device=drafted.device)
         # [1, P+1] int64, the node of the root and of each candidate; 0: none
         self.number = number.scatter(1, tree.nodes + 1, drafted)
@@ -89,18 +89,18 @@ class SampledChildren:
         tokens = drafter.vocab.tokens(columns)
         return Children(tokens, log_q.gather(2, columns), drafter.vocab.spread(log_q.exp()))
 
-    def attach(self, tree: DraftTree, found: list[Any], ran: list[Tensor]) -> DraftTree:
+    def attach(self, tree: DraftTree, scored: list[Any], expanded: list[Tensor]) -> DraftTree:
         """Add the distributions that the children of each node were drawn from, [B, N, V].
 
-        found: of each level, from `draw`, or scores where all sequences are greedy
-        ran: per level, the flat indices of the nodes that ran, [B, R]
+        scored: of each level, from `draw`, or scores where all sequences are greedy
+        expanded: per level, the flat indices of the nodes that ran, [B, R]
         """
-        if not isinstance(found[0], Children):
+        if not isinstance(scored[0], Children):
             return tree
         root = torch.full_like(tree.parents[:, :1], -1)
-        index = torch.cat((root, *ran), 1) + 1  # [B, sum R]; + 1: column 0 is the root
+        index = torch.cat((root, *expanded), 1) + 1  # [B, sum R]; + 1: column 0 is the root
         node = self.number.expand(len(root), -1).gather(1, index)[:, :, None]  # [B, sum R, 1]
-        q = torch.cat([children.extra for children in found], 1)  # [B, sum R, V]
+        q = torch.cat([children.extra for children in scored], 1)  # [B, sum R, V]
         zeros = q.new_zeros(*tree.tokens.shape, q.shape[2])  # leaves have no children, hence no q
         return replace_fields(tree, extra=zeros.scatter(1, node.expand_as(q), q))
 

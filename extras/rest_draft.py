@@ -20,7 +20,7 @@ import torch
 from base.parsing import require
 from base.tree_paths import MAX_NODES
 from draft_tree import DraftTree, build_tree
-from drafters import DraftInputs, Method
+from drafters import DraftInputs, DraftMethod
 from extras.autosize import AutoTrees
 from extras.datastore import LENGTH, LONGEST, Datastore
 from extras.kept_texts import vocabulary_of
@@ -32,15 +32,15 @@ from options import GenerateConfig
 SIZES = (2, 4, 8, 16)  # nodes of the trees of --tree auto, root included
 
 
-def best_prefixes(found: np.ndarray, count: int) -> tuple[list[int], list[int]]:
+def best_prefixes(continuations: np.ndarray, count: int) -> tuple[list[int], list[int]]:
     """Return the most frequent prefixes of some continuations, as nodes below a root.
 
-    found: [M, LENGTH], -1 behind the end of a text
+    continuations: [M, LENGTH], -1 behind the end of a text
     count: nodes at most. Of equal counts the shorter prefix comes first, then the smaller tokens.
     Returns: their tokens, and their parents, the root being 0; parents precede children.
     """
-    inside = np.logical_and.accumulate(found >= 0, 1)
-    rows = np.where(inside, found, -1)
+    inside = np.logical_and.accumulate(continuations >= 0, 1)
+    rows = np.where(inside, continuations, -1)
     rows = rows[np.lexsort(rows.T[::-1])]
     new = np.ones(rows.shape, bool)  # a prefix begins here; below it are more rows with the same
     new[1:] = np.logical_or.accumulate(rows[1:] != rows[:-1], 1)
@@ -68,9 +68,9 @@ class RestDrafter(PresetDrafter):
         self.depth = min(LENGTH, size - 1)
         self.width = size - 1
 
-    def method(self) -> Method:
+    def method(self) -> DraftMethod:
         policy = AutoTrees() if self.smaller else Observer()
-        return Method(self.presets, self.resolved_options(), policy)
+        return DraftMethod(self.presets, self.resolved_options(), policy)
 
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}
@@ -87,8 +87,8 @@ class RestDrafter(PresetDrafter):
         valid[:, 0] = True
         for b, pos in enumerate(text.pos.tolist()):
             last = text.tokens[b, max(pos + 1 - LONGEST, 0) : pos + 1].flip(0).tolist()
-            found = self.store.continuations(self.store.find(last))
-            drafted, above = best_prefixes(found, N - 1)
+            continuations = self.store.continuations(self.store.find(last))
+            drafted, above = best_prefixes(continuations, N - 1)
             count = len(drafted)
             tokens[b, 1 : count + 1] = tokens.new_tensor(drafted)
             parents[b, 1 : count + 1] = tokens.new_tensor(above)
@@ -96,7 +96,7 @@ class RestDrafter(PresetDrafter):
         return build_tree(tokens, parents, valid, self.depth)
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> Method:
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Make `--draft rest`. Raises: ValueError on CUDA, and for a file that is no datastore."""
     require(config.datastore, "--draft rest needs its texts; add --set datastore=FILE")
     on_cpu = config.device.startswith("cpu")

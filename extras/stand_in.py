@@ -1,6 +1,6 @@
 """Stand-ins: a small model and its EAGLE head, rewritten as the same function in a larger shape.
 
-    files = inflate_target(Path("checkpoints/demo"), Shape.parse("llama2-7b"))
+    files = inflate_target(Path("checkpoints/demo"), LlamaShape.parse("llama2-7b"))
     target = load_model(files.path, source=files)  # a 7B's memory and time, the demo's tokens
 
 The time of a step depends on a model's shape and not on its numbers. The number of accepted tokens
@@ -34,7 +34,7 @@ from options import GenerateConfig
 
 # LM head weight of ids beyond the small vocabulary, at the constant channel
 NEVER = -4096.0
-# upper bounds of sizes in `Shape.parse`; others: 2^20
+# upper bounds of sizes in `LlamaShape.parse`; others: 2^20
 MOST = {"n_layers": 2**10, "vocab_size": 2**24}
 
 # a method of `Placement`
@@ -44,7 +44,7 @@ Part = tuple[tuple[int, ...], Writer]
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """The dimensions of a LLaMA, in model.py's names."""
 
     name: str
@@ -57,12 +57,12 @@ class Shape:
     vocab_size: int
 
     @staticmethod
-    def parse(text: str) -> Shape:
+    def parse(text: str) -> LlamaShape:
         """Read `NAME` or `NAME,dim=1024,n_layers=9`. Raises: ValueError for any other text."""
         name, *changes = text.split(",")
         if name not in SHAPES:
             raise ValueError(f"{name} is not a known shape; use one of {', '.join(SHAPES)}")
-        sizes = [f.name for f in fields(Shape) if f.name != "name"]
+        sizes = [f.name for f in fields(LlamaShape) if f.name != "name"]
         for change in changes:
             if not re.fullmatch(rf"({'|'.join(sizes)})=[1-9]\d*", change):
                 raise ValueError(
@@ -83,8 +83,8 @@ class Shape:
 
 def _shape(
     name: str, dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, vocab: int
-) -> Shape:
-    return Shape(
+) -> LlamaShape:
+    return LlamaShape(
         name, dim, layers, heads, kv_heads, head_dim=128, ffn_dim=ffn_dim, vocab_size=vocab
     )
 
@@ -104,7 +104,7 @@ _SHAPES = (
 SHAPES = {shape.name: shape for shape in _SHAPES}
 
 
-def check_fit(small: ModelConfig, shape: Shape, where: Path, spare_neurons: int = 0) -> None:
+def check_fit(small: ModelConfig, shape: LlamaShape, where: Path, spare_neurons: int = 0) -> None:
     """Check that `small`, read from `where`, can have this shape.
 
     spare_neurons: 1 for a head, which needs one more neuron
@@ -189,7 +189,7 @@ class Placement:
     """
 
     small: ModelConfig
-    shape: Shape
+    shape: LlamaShape
     # True in the last layer of a head, where a further neuron amplifies channel d
     amplifies: bool = False
 
@@ -371,7 +371,7 @@ def _limit(out: Tensor, largest: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ files
 
 
-class Recipe(NamedTuple):
+class TensorRecipe(NamedTuple):
     """The computation of one tensor of the stand-in."""
 
     size: tuple[int, ...]
@@ -379,7 +379,7 @@ class Recipe(NamedTuple):
     source: str | None  # name of the small model's tensor
 
 
-def _layer_recipes(place: Placement, large: str, small: str | None) -> dict[str, Recipe]:
+def _layer_recipes(place: Placement, large: str, small: str | None) -> dict[str, TensorRecipe]:
     """Return the tensors of one layer, by Hugging Face name.
 
     large, small: prefixes of the names; small None: a further layer, which adds zero
@@ -402,11 +402,11 @@ def _layer_recipes(place: Placement, large: str, small: str | None) -> dict[str,
     recipes = {}
     for part, (size, make) in parts.items():
         source = None if small is None else f"{small}{part}.weight"
-        recipes[f"{large}{part}.weight"] = Recipe(size, make, source)
+        recipes[f"{large}{part}.weight"] = TensorRecipe(size, make, source)
     return recipes
 
 
-def _target_recipes(place: Placement) -> dict[str, Recipe]:
+def _target_recipes(place: Placement) -> dict[str, TensorRecipe]:
     small = place.small
     shape = place.shape
     # the small model's layers by their place in the large one: evenly spread, in order
@@ -415,21 +415,23 @@ def _target_recipes(place: Placement) -> dict[str, Recipe]:
     embedding = "model.embed_tokens.weight"
     norm = "model.norm.weight"
     lm_head = "lm_head.weight"
-    recipes = {embedding: Recipe(table, place.embedding, embedding)}
+    recipes = {embedding: TensorRecipe(table, place.embedding, embedding)}
     for i in range(shape.n_layers):
         source = f"model.layers.{real[i]}." if i in real else None
         recipes |= _layer_recipes(place, f"model.layers.{i}.", source)
-    recipes[norm] = Recipe((shape.dim,), place.final_norm, norm)
-    recipes[lm_head] = Recipe(table, place.lm_head, embedding if small.tie_embeddings else lm_head)
+    recipes[norm] = TensorRecipe((shape.dim,), place.final_norm, norm)
+    recipes[lm_head] = TensorRecipe(
+        table, place.lm_head, embedding if small.tie_embeddings else lm_head
+    )
     return recipes
 
 
-def _head_recipes(place: Placement, biased: bool) -> dict[str, Recipe]:
+def _head_recipes(place: Placement, biased: bool) -> dict[str, TensorRecipe]:
     dim = place.shape.dim
     last = place.small.n_layers - 1
     recipes = {
-        "fc.weight": Recipe((dim, 2 * dim), place.fc, "fc.weight"),
-        "fc.bias": Recipe((dim,), place.fc_bias, "fc.bias" if biased else None),
+        "fc.weight": TensorRecipe((dim, 2 * dim), place.fc, "fc.weight"),
+        "fc.bias": TensorRecipe((dim,), place.fc_bias, "fc.bias" if biased else None),
     }
     for i in range(place.small.n_layers):
         layer = replace(place, amplifies=i == last)
@@ -446,7 +448,7 @@ class InflatedFiles(TensorSource):
     path: Path  # of the small model
     config: dict  # config.json of the stand-in
     small: TensorSource
-    recipes: dict[str, Recipe]  # by Hugging Face name
+    recipes: dict[str, TensorRecipe]  # by Hugging Face name
     sizes: dict[str, tuple[int, ...]]  # of the small model's tensors, by its config.json
     dtype: torch.dtype
     device: str
@@ -490,7 +492,7 @@ class InflatedFiles(TensorSource):
 
 def inflate_target(
     path: Path,
-    shape: Shape,
+    shape: LlamaShape,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
 ) -> InflatedFiles:
@@ -508,7 +510,7 @@ def inflate_target(
 def inflate_head(
     path: Path,
     small: ModelConfig,
-    shape: Shape,
+    shape: LlamaShape,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
 ) -> InflatedFiles:
@@ -526,19 +528,19 @@ def inflate_head(
     return replace(files, config=files.config | {"bias": True})
 
 
-def _own_shape(small: ModelConfig) -> Shape:
-    sizes = [field.name for field in fields(Shape) if field.name != "name"]
-    return Shape("", **{name: getattr(small, name) for name in sizes})
+def _own_shape(small: ModelConfig) -> LlamaShape:
+    sizes = [field.name for field in fields(LlamaShape) if field.name != "name"]
+    return LlamaShape("", **{name: getattr(small, name) for name in sizes})
 
 
 def _inflate(
     path: Path,
     place: Placement,
-    recipes_of: Callable[[Placement], dict[str, Recipe]],
+    recipes_of: Callable[[Placement], dict[str, TensorRecipe]],
     dtype: torch.dtype | None,
     device: str,
 ) -> InflatedFiles:
-    """Check the small model's files and describe the stand-in."""
+    """Describe the stand-in, from the small model's files."""
     recipes = recipes_of(place)
     own_recipes = recipes_of(replace(place, shape=_own_shape(place.small)))
     sizes = {name: recipe.size for name, recipe in own_recipes.items()}
@@ -587,7 +589,7 @@ def _large_config(place: Placement, dtype: torch.dtype) -> dict[str, Any]:
 def target_source(config: GenerateConfig) -> TensorSource:
     """Return the tensors of the target under `--set inflate`."""
     path = Path(config.checkpoint)
-    shape = Shape.parse(config.inflate)
+    shape = LlamaShape.parse(config.inflate)
     dtype = DTYPES.get(config.dtype)
     return inflate_target(path, shape, dtype, config.device)
 
@@ -610,5 +612,5 @@ def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
     path = Path(config.head)
     weight = target.norm.weight
     small = head_config(path)
-    shape = Shape.parse(config.inflate)
+    shape = LlamaShape.parse(config.inflate)
     return inflate_head(path, small, shape, weight.dtype, str(weight.device))

@@ -233,15 +233,17 @@ def template_text(path: Path, name: str = "default") -> str | None:
         raise refusal(path, f"cannot be read ({error})") from None
     if not only and (jinja.is_file() or more.is_dir()):
         return None  # the files are all there is, as in transformers
-    found = optional_json(path / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # of {name, template}
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get(name, found if only else None)
+    template = optional_json(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # of {name, template}
+        named = {
+            each.get("name"): each.get("template") for each in template if isinstance(each, dict)
+        }
+        template = named.get(name, template if only else None)
     elif not only:
-        found = None
-    if found is not None and not isinstance(found, str):
+        template = None
+    if template is not None and not isinstance(template, str):
         raise refusal(path, "is neither a text nor a list of named ones with a default")
-    return found
+    return template
 
 
 def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> JinjaTemplate:

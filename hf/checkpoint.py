@@ -90,7 +90,7 @@ class Quantization:
 
     @property
     def is_blocks(self) -> bool:
-        """Whether weights stay in the blocks of a GGUF file."""
+        """Return whether weights stay in the blocks of a GGUF file."""
         return self.format == BLOCKS
 
     def check(self, where: str) -> Quantization:
@@ -129,10 +129,10 @@ def read_model_config(path: Path) -> dict:
 def foreign_quantization(raw: dict) -> Any:
     """Return another library's quantization in a config.json, of any type, or None."""
     older = raw.get("compression_config")  # of compressed-tensors
-    found = raw.get("quantization_config", older)
-    if isinstance(found, dict) and found.get("quant_method") == METHOD:
+    quantization = raw.get("quantization_config", older)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
         return None
-    return found
+    return quantization
 
 
 def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | None:

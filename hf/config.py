@@ -207,11 +207,11 @@ def _head_of(config: GenerateConfig, path: Path) -> str:
             f"--draft {config.draft} needs a head; name its directory with --head "
             f"(there is no {bundled})"
         )
-    found = head_kind(Path(head))
-    if found != kind:
+    own_kind = head_kind(Path(head))
+    if own_kind != kind:
         raise ValueError(
             f"--draft {config.draft} needs a head of its own kind, and {head} holds one of the "
-            f"kind {found}; name another --head, or drop --draft"
+            f"kind {own_kind}; name another --head, or drop --draft"
         )
     return head
 

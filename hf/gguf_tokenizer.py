@@ -81,12 +81,12 @@ def end_ids(metadata: Metadata) -> list[int]:
 
 def _ends(tokens: list[str]) -> frozenset[str]:
     """Return the texts in `ENDS` that end a text of this vocabulary. Source: as `ENDS`."""
-    found = ENDS.intersection(tokens)
-    if {"<|return|>", "<|call|>"} <= found or {"<|calls|>", "<|flush|>"} <= found:
-        found -= {"<|end|>"}  # it ends one of several messages there
-    if "<|tool_response>" in found:
-        found -= {"</s>"}
-    return found
+    ends = ENDS.intersection(tokens)
+    if {"<|return|>", "<|call|>"} <= ends or {"<|calls|>", "<|flush|>"} <= ends:
+        ends -= {"<|end|>"}  # it ends one of several messages there
+    if "<|tool_response>" in ends:
+        ends -= {"</s>"}
+    return ends
 
 
 def special_id(metadata: Metadata, kind: str) -> int | None:

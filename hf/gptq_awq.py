@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf.checkpoint import Codes, TensorSource
-from hf.quant_config import as_ours, read_recipe
+from hf.quant_config import as_ours, read_stored_format
 from ops.formats import Int8
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the outputs 0 to 7 among the 8 codes of a number
@@ -112,7 +112,7 @@ class QuantizedFiles(TensorSource):
         """
         self.path = files.path
         self.files = files
-        self.recipe = read_recipe(files.config, files.path)
+        self.recipe = read_stored_format(files.config, files.path)
         self.config = as_ours(files.config, files.path)
         self.needed, optional = LAYOUTS[self.recipe.layout]
         if self.recipe.layout == "fp8":
@@ -165,8 +165,8 @@ class QuantizedFiles(TensorSource):
         """
         tensor = self.files.read(name)
         if tensor.dtype not in FLOATS:
-            found = str(tensor.dtype).removeprefix("torch.")
-            raise ValueError(f"{self.path}: {name} is {found} and has no scale; download it again")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{self.path}: {name} is {dtype} and has no scale; download it again")
         return tensor
 
     @property
@@ -281,9 +281,9 @@ class QuantizedFiles(TensorSource):
             return tensor
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         sizes = " or ".join(str(list(shape)).replace("-1", "any") for shape in shapes)
-        found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        actual = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         raise ValueError(
-            f"{self.path}: {name} must be {kinds} of shape {sizes}; it is {found}: "
+            f"{self.path}: {name} must be {kinds} of shape {sizes}; it is {actual}: "
             "download it again, or use the config made for it"
         )
 

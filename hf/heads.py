@@ -534,14 +534,14 @@ def _aux_layers(path: Path, top: HFEagle3Head, flags: HFEagle3Head, layers: int)
         (top.target_layer_ids, 1),
         (flags.target_layer_ids, 1),
     ]
-    found = {tuple(i + shift for i in ids) for ids, shift in lists if ids}
-    if len(found) > 1:
-        twice = " and ".join(map(str, sorted(found)))
+    choices = {tuple(i + shift for i in ids) for ids, shift in lists if ids}
+    if len(choices) > 1:
+        twice = " and ".join(map(str, sorted(choices)))
         raise ValueError(
             f"{path}: the target's layers are named twice, as inputs {twice}; keep one list"
         )
-    if found:
-        aux_layers = found.pop()
+    if choices:
+        aux_layers = choices.pop()
         default = ""
     else:
         aux_layers = (2, layers // 2, layers - 3)
@@ -589,9 +589,9 @@ def _sorted_draft_ids(files: HeadFiles, count: int, size: int) -> tuple[Tensor, 
     path = files.path
     differences = files.read("d2t")
     if differences.shape != (count,) or differences.dtype not in (torch.int64, torch.int32):
-        found = f"{differences.dtype} of shape {list(differences.shape)}"
+        actual = f"{differences.dtype} of shape {list(differences.shape)}"
         raise ValueError(
-            f"{path}: d2t must hold draft_vocab_size ({count}) whole numbers; it is {found}; "
+            f"{path}: d2t must hold draft_vocab_size ({count}) whole numbers; it is {actual}; "
             "correct the key, or download the head again"
         )
     ids, order = (torch.arange(count) + differences.long()).sort()

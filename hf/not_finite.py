@@ -42,12 +42,12 @@ def reason(target: Transformer, tokens: list[int]) -> str:
     parts: dict[Any, str] = {target.embed: "the embedding"}
     last = len(target.layers) - 1
     parts |= {block: f"layer {i} (of 0 to {last})" for i, block in enumerate(target.layers)}
-    found: list[Any] = []
+    broken: list[Any] = []
 
     def run(part: Any, *inputs: Any) -> Any:
         rows = run_eagerly(part, *inputs)
-        if not found and not is_finite(rows.stream):
-            found.append(part)
+        if not broken and not is_finite(rows.stream):
+            broken.append(part)
         return rows
 
     weight = target.norm.weight
@@ -56,8 +56,8 @@ def reason(target: Transformer, tokens: list[int]) -> str:
     cache = KVCache.empty(target.config, 1, len(tokens), weight.dtype, str(weight.device))
     rows = run(target.embed, ids, window.slots, window)
     run_layers(target.layers, rows, cache, run)
-    where = parts[found[0]] if found else "the final norm"
-    part = found[0] if found else target.norm
+    where = parts[broken[0]] if broken else "the final norm"
+    part = broken[0] if broken else target.norm
     return (
         f"the model's numbers are not finite (NaN or infinite), first behind {where}: "
         f"{_cause(target, part)}"

@@ -1,6 +1,6 @@
 """Read `quantization_config` of checkpoints that others quantized, as one record for every method.
 
-`read_recipe` reads it. It refuses unsupported methods, formats and options by name.
+`read_stored_format` reads it. It refuses unsupported methods, formats and options by name.
 
 Sources: compressed-tensors 0.20, GPTQModel 7.7, AutoAWQ 0.2.9, transformers 5.23.
 Not here: the weights (hf/gptq_awq.py). Activations are rounded as our own formats do it, whatever
@@ -25,7 +25,7 @@ BLOCK = Rule(
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StoredFormat:
     """The format of the quantized weights in the files."""
 
     method: str  # as config.json has it
@@ -49,7 +49,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodKey:
     """The key that all methods have."""
 
     quant_method: str = key(TEXT)
@@ -130,7 +130,7 @@ def _refuse(holds: bool, rule: str) -> None:
 
 
 def _group(size: int) -> int:
-    """Return a stored group size as `Recipe` has it.
+    """Return a stored group size as `StoredFormat` has it.
 
     Raises: NotSupported for one that no group of ours divides.
     """
@@ -155,7 +155,7 @@ def _agreed(first: tuple[str, str], second: tuple[str, str], default: str) -> st
     return (first_value or second_value or default).lower()
 
 
-def _gptq(raw: dict) -> Recipe:
+def _gptq(raw: dict) -> StoredFormat:
     hf = read_fields(raw, Gptq)
     form = _agreed(("checkpoint_format", hf.checkpoint_format), ("format", hf.format), "gptq")
     _refuse(hf.bits in (4, 8), f"GPTQ is supported with 4 and 8 bits; it has {hf.bits}")
@@ -169,7 +169,7 @@ def _gptq(raw: dict) -> Recipe:
     _refuse(not hf.rotation, f"GPTQ with a rotation ({hf.rotation}) is not supported")
     other = next((pattern for pattern in hf.dynamic or {} if not pattern.startswith("-:")), None)
     _refuse(other is None, f"layers in several formats are not supported; `dynamic` has {other}")
-    return Recipe(
+    return StoredFormat(
         method="gptq",
         layout="gptq",
         format=f"int{hf.bits}",
@@ -179,7 +179,7 @@ def _gptq(raw: dict) -> Recipe:
     )
 
 
-def _awq(raw: dict) -> Recipe:
+def _awq(raw: dict) -> StoredFormat:
     hf = read_fields(raw, Awq)
     bits = hf.bits or hf.w_bit
     group_size = hf.group_size
@@ -188,7 +188,7 @@ def _awq(raw: dict) -> Recipe:
     _refuse(bits == 4, f"AWQ is supported with 4 bits; it has {bits}")
     version = _agreed(("version", hf.version), ("format", hf.format), "gemm")
     _refuse(version == "gemm", f"AWQ must be of the version gemm; it is {version}")
-    return Recipe(
+    return StoredFormat(
         method="awq",
         layout="awq",
         format="int4",
@@ -197,17 +197,17 @@ def _awq(raw: dict) -> Recipe:
     )
 
 
-def _fp8(raw: dict) -> Recipe:
+def _fp8(raw: dict) -> StoredFormat:
     hf = read_fields(raw, Fp8)
     _refuse(hf.fmt == "e4m3", f"FP8 must be of the form e4m3; it is {hf.fmt}")
     _refuse(hf.scale_fmt == "float", f"scale_fmt must be float; it is {hf.scale_fmt}")
     block = None
     if hf.weight_block_size:
         block = tuple(hf.weight_block_size)
-    return Recipe(method="fp8", layout="fp8", format="fp8", block=block)
+    return StoredFormat(method="fp8", layout="fp8", format="fp8", block=block)
 
 
-def _compressed(raw: dict) -> Recipe:
+def _compressed(raw: dict) -> StoredFormat:
     hf = read_fields(raw, Compressed)
     for name, inner_name in (("sparsity_config", "format"), ("transform_config", "config_groups")):
         value = (getattr(hf, name) or {}).get(inner_name)
@@ -218,12 +218,12 @@ def _compressed(raw: dict) -> Recipe:
     schemes = []
     for group in hf.config_groups.values():
         schemes.append(read_fields(group if isinstance(group, dict) else {}, Scheme))
-    found = []
+    stored = []
     for scheme in schemes:
-        found.append((scheme.format or hf.format, read_fields(scheme.weights, Weights)))
-    is_one = bool(found) and all(each == found[0] for each in found)
-    _refuse(is_one, f"config_groups must be one scheme; it holds {len(found)}")
-    packing, weights = found[0]
+        stored.append((scheme.format or hf.format, read_fields(scheme.weights, Weights)))
+    is_one = bool(stored) and all(each == stored[0] for each in stored)
+    _refuse(is_one, f"config_groups must be one scheme; it holds {len(stored)}")
+    packing, weights = stored[0]
     bits = f"{weights.type} with {weights.num_bits} bits"
     formats = COMPRESSED.get(packing)
     _refuse(formats is not None, f"format must be one of {', '.join(COMPRESSED)}; it is {packing}")
@@ -249,7 +249,7 @@ def _compressed(raw: dict) -> Recipe:
     layout = "plain"
     if packing == "pack-quantized":
         layout = "packed"
-    return Recipe(
+    return StoredFormat(
         method="compressed-tensors",
         layout=layout,
         format=format,
@@ -279,7 +279,7 @@ STRATEGIES = {  # of compressed-tensors, by our name of the format
     "int8": ("group", "channel", "tensor"),
     "fp8": ("channel", "tensor", "block"),
 }
-METHODS: dict[str, Callable[[dict], Recipe]] = {
+METHODS: dict[str, Callable[[dict], StoredFormat]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
@@ -287,7 +287,7 @@ METHODS: dict[str, Callable[[dict], Recipe]] = {
 }
 
 
-def read_recipe(raw: dict, path: Path) -> Recipe:
+def read_stored_format(raw: dict, path: Path) -> StoredFormat:
     """Read the format of the quantized weights from the config.json of a checkpoint in `path`.
 
     Raises: ValueError that names the key that is missing, wrong or not supported.
@@ -302,7 +302,7 @@ def read_recipe(raw: dict, path: Path) -> Recipe:
         if quantization.get("quant_method") is None and is_bitsandbytes:
             # its older files leave the name out
             quantization = quantization | {"quant_method": "bitsandbytes"}
-        method = read_fields(quantization, Method).quant_method
+        method = read_fields(quantization, MethodKey).quant_method
         rule = f"checkpoints quantized with {method} are not supported, only {', '.join(METHODS)}"
         _refuse(method in METHODS, rule)
         return METHODS[method](quantization)
@@ -311,6 +311,6 @@ def read_recipe(raw: dict, path: Path) -> Recipe:
 def as_ours(raw: dict, path: Path) -> dict:
     """Return a config.json with the `quantization_config` that the weights have here.
 
-    Raises: as `read_recipe`.
+    Raises: as `read_stored_format`.
     """
-    return raw | {"quantization_config": read_recipe(raw, path).as_ours()}
+    return raw | {"quantization_config": read_stored_format(raw, path).as_ours()}

@@ -213,10 +213,10 @@ class Tokenizer:
 
     def ids_at_start(self, text: str) -> tuple[int, ...]:
         """Return the id of the longest control or added token at the start of `text`, if any."""
-        found = [token for token in self._added if text.startswith(token)]
-        if not found:
+        tokens = [token for token in self._added if text.startswith(token)]
+        if not tokens:
             return ()
-        return (self._added[max(found, key=len)].id,)
+        return (self._added[max(tokens, key=len)].id,)
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -352,10 +352,10 @@ class StopMatcher:
         if self.stopped:
             return ""
         self.held += text
-        found = [(self.held.find(stop), stop) for stop in self.stops if stop in self.held]
-        self.stopped = bool(found)
-        if found:  # the stop that is complete first, however the text came in pieces
-            end, _ = min(found, key=lambda place: (place[0] + len(place[1]), place[0]))
+        stops = [(self.held.find(stop), stop) for stop in self.stops if stop in self.held]
+        self.stopped = bool(stops)
+        if stops:  # the stop that is complete first, however the text came in pieces
+            end, _ = min(stops, key=lambda place: (place[0] + len(place[1]), place[0]))
         else:
             end = len(self.held) - (0 if last else self._begun())
         text = self.held[:end]
@@ -443,14 +443,14 @@ class SentencePieceTokenizer(Tokenizer):
     def _parts(self, text: str, special: bool) -> Iterator[str | Added]:
         """Yield plain text and tokens in turn. Tokens take white space as `tokenizers` does."""
         begin = 0
-        for start, found in self._tokens[special].find(text):
+        for start, match in self._tokens[special].find(text):
             if start < begin:  # within white space that a token took
                 continue
-            token = self._added[found]
+            token = self._added[match]
             plain = text[begin:start]
             yield plain.rstrip() if token.lstrip else plain
             yield token
-            begin = start + len(found)
+            begin = start + len(match)
             if token.rstrip:
                 begin = WHITE.match(text, begin).end()
         yield text[begin:]

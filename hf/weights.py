@@ -180,11 +180,11 @@ def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str],
     if EMBEDDING in wanted:  # a model, not a head
         others = [name for name in unexpected if not name.startswith(PARTS)]
         unexpected = [name for name in unexpected if name.startswith(PARTS)]
-    for fault, found in (("missing", missing), ("unexpected", unexpected)):
-        if found:
+    for fault, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
             remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
             raise ValueError(
-                f"{files.path}: {len(found)} {fault} weight(s): {_some(found)}; {remedy}"
+                f"{files.path}: {len(names)} {fault} weight(s): {_some(names)}; {remedy}"
             )
     if others:
         unused = f"{len(others)} weight(s) of other parts are not used: {_some(others)}"
@@ -198,7 +198,7 @@ def _quantized_by_others(
 
     Raises: ValueError for another quantized weight, or a layer that is quantized in part.
     """
-    found = set()
+    layers = set()
     for ours, theirs in names.items():
         codes = [name for name in theirs if name in files.quantized]
         rest = [name for name in theirs if name in files.readers]
@@ -214,8 +214,8 @@ def _quantized_by_others(
                 "and they are one layer here; use another checkpoint"
             )
         if codes and ours in linear:
-            found.add(ours)
-    return found
+            layers.add(ours)
+    return layers
 
 
 def _check_memory(
@@ -255,7 +255,7 @@ def _check_memory(
 
 
 def _widens_groups(files: TensorSource, storage: Storage) -> bool:
-    """Return true where groups of others' int8 become numbers: on CUDA, whose product has none."""
+    """Return whether groups of others' int8 become numbers: on CUDA, whose product has none."""
     quant = storage.quant
     on_cuda = storage.device != "cpu" and bool(files.quantized)
     return on_cuda and quant.format == "int8" and quant.group_size > 0
@@ -312,7 +312,7 @@ class _Loading:
         return stack((kind.pack(*self._codes(kind, part, shape[1:])) for part in experts), shape[0])
 
     def fits_device(self, names: tuple[str, ...]) -> bool:
-        """Check that the device's product holds the codes of others; int8 on CUDA may not."""
+        """Return whether the device's product holds the codes of others; int8 on CUDA may not."""
         is_int8_on_cuda = self.storage.quant.format == "int8" and self.storage.device != "cpu"
         if not (is_int8_on_cuda and self.files.quantized):
             return True

@@ -87,7 +87,7 @@ def lazy_matmul(
 
 
 def can_normalize_later(layer: torch.nn.Module | None, x: Tensor) -> bool:
-    """Check that a layer takes the norm of x as `UnnormalizedRows`; None does not."""
+    """Return whether a layer takes the norm of x as `UnnormalizedRows`; None does not."""
     if layer is None or x.dtype == torch.float16:
         return False
     return lazy_matmul(x, *layer.operands()) is not None

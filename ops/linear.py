@@ -68,7 +68,7 @@ def has_linear_kernel(x: Tensor, weight: Tensor, family: str = "products") -> bo
 
 
 def has_cuda_product(x: Tensor, weight: Tensor) -> bool:
-    """Check that `halves_product` serves here: 16 bits, few tokens, on CUDA, without gradients."""
+    """Return whether `halves_product` serves here: 16 bits, few tokens, CUDA, no gradients."""
     if not x.is_cuda or x.dtype != weight.dtype or x.dtype not in HALVES:
         return False
     if x.shape[-2] > MOST_TOKENS or not weight.is_contiguous() or needs_gradients(x, weight):

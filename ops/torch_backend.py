@@ -187,7 +187,7 @@ def expanded(
     if not level.count:
         return candidates, None
     chosen = tokens.gather(1, order)
-    index = level.begin + order
+    index = level.first_candidate + order
     return candidates, Frontier(index, chosen, order // level.k, chosen_values, seen)
 
 
@@ -210,8 +210,8 @@ def expand(children: Children, values: Tensor, seen: Tensor, level: Level) -> tu
     tokens = children.tokens.expand(every).flatten(1)  # [B, X]
     scores = children.scores.expand(every)
     total = (values[:, :, None] + scores).flatten(1)  # [B, X]
-    if level.places is not None:
-        order = level.places[:, : level.count].repeat(len(total), 1)  # [B, R']
+    if level.fixed_children is not None:
+        order = level.fixed_children[:, : level.count].repeat(len(total), 1)  # [B, R']
     elif level.by_value:
         order = best_first(total)[:, : level.count]
     else:
@@ -219,7 +219,7 @@ def expand(children: Children, values: Tensor, seen: Tensor, level: Level) -> tu
     parent = (order // level.k)[:, :, None]  # [B, R', 1]
     nodes = torch.arange(level.count, device=order.device)
     slots = torch.arange(seen.shape[2], device=order.device)
-    own = slots == level.slot + nodes[:, None]  # [R', W]
+    own = slots == level.first_slot + nodes[:, None]  # [R', W]
     # a node sees its ancestors and itself
     visible = seen.gather(1, parent.expand(-1, -1, len(slots))) | own
     return tokens, total, order.contiguous(), total.gather(1, order), visible
@@ -287,14 +287,14 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 def select_nodes(
     levels: Sequence[Candidates],
-    ran: Sequence[Tensor],
+    expanded: Sequence[Tensor],
     nodes: Tensor | int,
     depth: int,
     text: tuple[Tensor, Tensor],
 ) -> DraftTree:
     """Choose the nodes of a tree among the candidates of all levels.
 
-    ran: per level, the flat indices of the candidates that the drafter ran, [B, R]
+    expanded: per level, the flat indices of the candidates that the drafter ran, [B, R]
     nodes: [1 or B, N-1] flat indices, ascending; a number: so many best, of equals the first
     depth: a bound on the depth of any node
     text: tokens [B, S+1], and the index of the root in them, [B]
@@ -305,14 +305,14 @@ def select_nodes(
         chosen = best_nodes(every.values, nodes)
     else:
         chosen = nodes.expand(len(every.values), -1)
-    return tree_of(every, chosen, link_nodes(chosen, every.parents, depth), ran, text)
+    return tree_of(every, chosen, link_nodes(chosen, every.parents, depth), expanded, text)
 
 
 def tree_of(
     every: Candidates,
     chosen: Tensor,
     related: tuple[Tensor, ...],
-    ran: Sequence[Tensor],
+    expanded: Sequence[Tensor],
     text: tuple[Tensor, Tensor],
 ) -> DraftTree:
     """Make the tree of the chosen candidates. related: the result of `link_nodes`"""
@@ -322,11 +322,11 @@ def tree_of(
     root_value = every.values.new_zeros(len(root), 1)
     values = torch.cat((root_value, every.values.gather(1, chosen)), 1)  # [B, N]
     # [B, 1 + sum R]: the root, then the frontiers
-    frontiers = torch.cat((torch.full_like(root, -1), *ran), 1)
+    frontiers = torch.cat((torch.full_like(root, -1), *expanded), 1)
     order = torch.arange(frontiers.shape[1], device=root.device).expand_as(frontiers)
-    places = torch.zeros_like(number).scatter(1, frontiers + 1, order)  # [B, P+1]
-    places = torch.cat((places[:, :1], places.gather(1, chosen + 1)), 1)
-    return DraftTree(tokens, *related, values > float("-inf"), values, places)
+    ran_index = torch.zeros_like(number).scatter(1, frontiers + 1, order)  # [B, P+1]
+    ran_index = torch.cat((ran_index[:, :1], ran_index.gather(1, chosen + 1)), 1)
+    return DraftTree(tokens, *related, values > float("-inf"), values, ran_index)
 
 
 def root_tree(text: tuple[Tensor, Tensor]) -> DraftTree:
@@ -441,7 +441,7 @@ def pack_report(emitted: Tensor, facts: Sequence[Tensor]) -> Tensor:
 
 
 def with_times(report: Tensor, times: list[Any]) -> Tensor:
-    """Append the four times of a `runtime.Clock`, [B, D+9] int64."""
+    """Append the four times of a `runtime.StepClock`, [B, D+9] int64."""
     columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
     return torch.cat((report, *columns), 1)
 

@@ -19,10 +19,11 @@ class Level(NamedTuple):
 
     k: int  # children per node of the frontier
     count: int  # R', the level's candidates that have children themselves; 0 on the last level
-    begin: int = 0  # flat index of the level's first candidate
-    slot: int = 0  # scratch slot of the first node that has children; the others follow
+    first_candidate: int = 0  # flat index of the level's first candidate
+    first_slot: int = 0  # scratch slot of the first node that has children; the others follow
     slots: int = 0  # W, scratch slots of the whole tree
-    places: Tensor | None = None  # [1, R'] int64, into the level's candidates; None: the best ones
+    # [1, R'] int64, into the level's candidates; None: the best ones
+    fixed_children: Tensor | None = None
     by_value: bool = True  # the best paths have children; False: the best single steps
 
     def for_cpp(self) -> tuple[Any, ...]:
@@ -115,9 +116,9 @@ class DraftTree(NamedTuple):
     mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
     valid: Tensor  # [B, N] bool
     values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
-    # [B, N] int64, each node's place among the root and the nodes that the drafter ran;
+    # [B, N] int64, each node's index among the root and the nodes that the drafter ran;
     # 0: the root, or a node that did not run
-    places: Tensor | None = None
+    ran_index: Tensor | None = None
     allowed: Tensor | None = None  # [B, N, V] bool, tokens that may follow each node; None: all
     extra: Any = None  # of the drafter, for an acceptance rule of its own
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import hf.weights
 import sampling
 from base.rank import Rank, this_rank
-from drafters import Method
+from drafters import DraftMethod
 from hf.checkpoint import (
     Codes,
     Quantization,
@@ -238,7 +238,7 @@ def with_sums(steps: Iterable[Step]) -> tuple[Step, ...]:
     return tuple(split)
 
 
-def split_lm_head(target: Transformer, method: Method) -> Method:
+def split_lm_head(target: Transformer, method: DraftMethod) -> DraftMethod:
     """Leave this rank its rows of the target's LM head, which the drafters may share.
 
     A drafter that has taken copies of rows keeps them.

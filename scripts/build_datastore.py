@@ -51,7 +51,7 @@ class BuildConfig:
 
 def read_texts(folder: Path) -> Iterator[str]:
     """Read the texts of a folder, file by file. Raises: ValueError where there are none."""
-    found = skipped = 0
+    count = skipped = 0
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         try:
             text = file.read_bytes().decode("utf-8")
@@ -60,9 +60,9 @@ def read_texts(folder: Path) -> Iterator[str]:
         if "\0" in text or not text.strip():
             skipped += 1
             continue
-        found += 1
+        count += 1
         yield text
-    require(found, f"{folder} has no text in UTF-8 ({skipped} other files); name another folder")
+    require(count, f"{folder} has no text in UTF-8 ({skipped} other files); name another folder")
     if skipped:
         log_note(f"{skipped} files are empty or no text in UTF-8")
 

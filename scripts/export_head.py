@@ -220,8 +220,8 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
             if weight.dim() == 1:
                 writer.add_tensor(name, weight.numpy())
                 continue
-            data, found = stored(weight, kind)
-            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[found])
+            data, type_name = stored(weight, kind)
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[type_name])
         if head.ids is not None:
             writer.add_tensor(D2T, head.ids.numpy())
         if (model.rope_scaling or {}).get("rope_type") == "llama3":

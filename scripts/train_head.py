@@ -330,21 +330,21 @@ def export(job: Job) -> None:
 
 def licence(path: Path) -> str:
     """Return the licence that a checkpoint names, in its metadata or its README.md."""
-    found = None
+    name = None
     if is_gguf(path):
-        found = read_header(path).metadata.get("general.license")
+        name = read_header(path).metadata.get("general.license")
     elif (path / "README.md").is_file():
         match = re.search(r"^license:\s*(\S+)", read_text(path / "README.md"), re.MULTILINE)
-        found = match and match[1]
-    return found or "unknown: its files name none"
+        name = match and match[1]
+    return name or "unknown: its files name none"
 
 
 def by_method(rows: list[dict]) -> dict[str, dict[str, float]]:
     """Return the speedup of every method by task, the fastest method first."""
-    found: dict[str, dict[str, float]] = {}
+    speedups: dict[str, dict[str, float]] = {}
     for row in rows:
-        found.setdefault(row["method"], {})[row["task"]] = row["speedup"] or 1.0
-    return dict(sorted(found.items(), key=lambda item: -mean(item[1])))
+        speedups.setdefault(row["method"], {})[row["task"]] = row["speedup"] or 1.0
+    return dict(sorted(speedups.items(), key=lambda item: -mean(item[1])))
 
 
 def mean(tasks: dict[str, float]) -> float:
@@ -368,13 +368,13 @@ def speed(rows: list[dict]) -> str:
     methods = by_method(rows)
     best = next(iter(methods))
     tasks = ", ".join(f"{task} {ratio:.2f}" for task, ratio in methods[best].items())
-    told = f"{best} has {mean(methods[best]):.2f} of vanilla decoding here, medians of {tasks}"
+    text = f"{best} has {mean(methods[best]):.2f} of vanilla decoding here, medians of {tasks}"
     if best == "none":
-        told = "no method is faster than vanilla decoding here"
+        text = "no method is faster than vanilla decoding here"
     if not best.startswith("eagle"):
         head = next(name for name in methods if name.startswith("eagle"))
-        told += f"; with the head, {head} has {mean(methods[head]):.2f}: it is not recommended"
-    return told
+        text += f"; with the head, {head} has {mean(methods[head]):.2f}: it is not recommended"
+    return text
 
 
 def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:

@@ -54,7 +54,7 @@ from options import Sampling
 from parallel import ranks
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
-from server.parameters import ABOUT, SHOWN, Reader, RequestParams, ServeConfig, no_model
+from server.parameters import ABOUT, SHOWN, RequestParams, RequestReader, ServeConfig, no_model
 from server.replies import Reply, joined
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
 
@@ -76,7 +76,7 @@ class Server:
         self.config = config
         self.name = Path(config.checkpoint).name
         self.batcher = Batcher(engine, config.max_waiting)
-        self.reader = Reader(engine, config, self.name)
+        self.reader = RequestReader(engine, config, self.name)
         self.reading = asyncio.Lock()  # tokenizers are used by one thread at a time
 
     def app(self) -> Starlette:
@@ -318,9 +318,9 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors("serve.py"):
         config.check()
         ranks.refuse_torchrun()
-        with listen(config) as found:  # before the model is loaded
+        with listen(config) as listener:  # before the model is loaded
             server = Server(load_engine(config), config)
-            host, port = found.getsockname()[:2]
+            host, port = listener.getsockname()[:2]
             if ":" in host:
                 host = f"[{host}]"
             print(
@@ -332,4 +332,4 @@ def main(argv: list[str] | None = None) -> None:
             if not config.api_key and not is_loopback(config.host):
                 note = f"everybody who reaches {config.host} may ask; --api_key KEY asks for a key"
                 log_note(note)
-            Listener(server.app(), server.batcher).run(sockets=[found])
+            Listener(server.app(), server.batcher).run(sockets=[listener])

@@ -138,7 +138,7 @@ class RequestParams(NamedTuple):
     wants_trees: bool
 
 
-class Reader:
+class RequestReader:
     """Reads and checks the JSON of requests."""
 
     def __init__(self, engine: Engine, config: ServeConfig, name: str):
@@ -387,7 +387,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Tell a value that cannot change the answer, of a parameter that is not served."""
+    """Return whether a value of a parameter that is not served cannot change the answer."""
     if name in WITHOUT_EFFECT:
         return True
     if isinstance(value, (str, list, dict)) and not value:
@@ -405,7 +405,7 @@ def _without_nulls(options: dict) -> dict:
 
 
 def _is_list_of_prompts(prompt: Any) -> bool:
-    """Tell several prompts from one list of token ids."""
+    """Return whether a list holds several prompts, and not the token ids of one."""
     if not isinstance(prompt, list) or not prompt:
         return False
     return not any(type(part) is int for part in prompt)

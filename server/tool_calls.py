@@ -223,10 +223,10 @@ class Finder:
     def _content(self, last: bool, calls: list[dict]) -> str:
         """Return the text before a mark, or before the beginning of one."""
         held = self.held
-        found = [held.find(mark) for mark in self.marks if mark in held]
+        marks = [held.find(mark) for mark in self.marks if mark in held]
         begin = len(held)
-        if found:
-            begin = len(held[: min(found)].rstrip())
+        if marks:
+            begin = len(held[: min(marks)].rstrip())
             self.stage = self._call
         elif not last:
             begun = [
@@ -242,13 +242,13 @@ class Finder:
         lead = self.lead.match(held)
         begin = lead.end()
         first = held[begin : begin + 1]
-        found = None
+        value = None
         if first == "{":
-            found, end = _decoded(held, begin)
+            value, end = _decoded(held, begin)
         begun = first in ("", "{") or FENCE.startswith(held[begin:])
-        if found is None and begun and not last:
+        if value is None and begun and not last:
             return ""
-        call = self._checked(found)
+        call = self._checked(value)
         if call is None:
             end = begin + 1
             self.stage = self._content
@@ -275,13 +275,13 @@ class Finder:
             self.held = ""
         return ""
 
-    def _checked(self, found: Any) -> dict | None:
+    def _checked(self, value: Any) -> dict | None:
         """Return a call of a given tool, as clients read it; None for other JSON."""
-        name = found.get("name") if isinstance(found, dict) else None
+        name = value.get("name") if isinstance(value, dict) else None
         if name not in list(self.tools.schemas):
             return None
-        keys = [key for key in (self.tools.syntax.key, *KEYS) if key in found]
-        arguments = found[keys[0]] if keys else None
+        keys = [key for key in (self.tools.syntax.key, *KEYS) if key in value]
+        arguments = value[keys[0]] if keys else None
         if not isinstance(arguments, dict):
             return None
         try:

@@ -29,8 +29,8 @@ READ_S = 30  # seconds for the head of a request, and for its body
 def listen(config: ServeConfig) -> socket.socket:
     """Open a socket at the address and port. Raises: ValueError where that cannot be."""
     try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
-        family, *_, address = found[0]
+        addresses = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
+        family, *_, address = addresses[0]
         return socket.create_server(address[:2], family=family)
     except (OSError, UnicodeError) as error:
         remedies = {
@@ -45,7 +45,7 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell an address that is reached from this machine alone."""
+    """Return whether an address is reached from this machine alone."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -131,7 +131,7 @@ class Listener(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Check the batcher, ten times a second. Returns: True to end."""
+        """Watch the batcher, ten times a second. Returns: whether to end."""
         return await super().on_tick(counter) or self.batcher.failed
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:

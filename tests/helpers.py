@@ -32,7 +32,7 @@ import ops.weight
 import sampling
 from decode import Cycle, Engine, build_cycles
 from draft_tree import DecodedTokens, StaticTree
-from drafters import Drafter, Method, TreeDrafter
+from drafters import Drafter, DraftMethod, TreeDrafter
 from eagle_draft import EagleHead, load_head
 from extras.autosize import AutoTrees
 from extras.residual import sample_children
@@ -99,7 +99,7 @@ def write_random_llama(out: Path, **shape: int) -> Transformer:
 
 
 def engine_for(
-    target: Transformer, drafter: Drafter, method: Method | None = None, **options: Any
+    target: Transformer, drafter: Drafter, method: DraftMethod | None = None, **options: Any
 ) -> Engine:
     """An engine on the CPU from a model and a drafter in memory; its sessions keep their trace.
 

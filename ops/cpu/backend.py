@@ -45,7 +45,7 @@ def expand_frontier(
 
 def select_nodes(
     levels: Sequence[Candidates],
-    ran: Sequence[Tensor],
+    expanded: Sequence[Tensor],
     nodes: Tensor | int,
     depth: int,
     text: tuple[Tensor, Tensor],
@@ -58,7 +58,7 @@ def select_nodes(
     tokens = [level.tokens for level in levels]
     values = [level.values for level in levels]
     parents = [level.parents for level in levels]
-    operands = (tokens, values, parents, list(ran), fixed, count)
+    operands = (tokens, values, parents, list(expanded), fixed, count)
     return DraftTree(*_ops.select_nodes.default(*operands, *text))
 
 

@@ -198,7 +198,7 @@ def _not_own(path: Path) -> str:
 
 
 def is_whole(library: Path) -> bool:
-    """Check that the library exists, is the user's alone and ends with its own SHA-256.
+    """Return whether the library exists, is the user's alone and ends with its own SHA-256.
 
     The loader crashes on a truncated library. One of another user was put there while others could
     write to the folder.

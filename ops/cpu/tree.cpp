@@ -89,8 +89,8 @@ struct Children {
 Tensors<8> expand_frontier(const at::Tensor& logits, double sharpness, const Optional& ids,
                            const Optional& noise, int64_t level, const Optional& temperature,
                            const Optional& index, const Optional& values, const Optional& seen,
-                           int64_t k, int64_t count, int64_t begin, int64_t slot, int64_t slots,
-                           const Optional& places, bool by_value) {
+                           int64_t k, int64_t count, int64_t first_candidate, int64_t first_slot,
+                           int64_t slots, const Optional& fixed_children, bool by_value) {
   TORCH_CHECK(logits.dim() == 3 && (!noise || noise->dim() == 3),
               "logits and noise have 3 dimensions");
   const int64_t B = logits.size(0);
@@ -120,7 +120,7 @@ Tensors<8> expand_frontier(const at::Tensor& logits, double sharpness, const Opt
   const auto flat = optional<int64_t>(index, {B, R}, "index");
   const auto so_far = optional<float>(values, {B, R}, "values");
   const auto sees_above = optional<bool>(seen, {B, R, slots}, "seen");
-  const auto fixed = optional<int64_t>(places, {1, count}, "places");
+  const auto fixed = optional<int64_t>(fixed_children, {1, count}, "fixed_children");
   if (gumbel) within(level, draws, "level");
   TORCH_CHECK(of_column || Vt == V, "noise of ", Vt, " tokens does not fit scores of ", V);
   for (int64_t i = 0; of_column && gumbel && i < V; i++) within((*of_column)[i], Vt, "an id");
@@ -169,14 +169,14 @@ Tensors<8> expand_frontier(const at::Tensor& logits, double sharpness, const Opt
       const int64_t to = b * count + i;
       const int64_t from = within(order[i], X, "a place");
       const int64_t row = from / k;
-      out(next)[to] = begin + from;
+      out(next)[to] = first_candidate + from;
       out(chosen)[to] = out(tokens)[b * X + from];
       out(above)[to] = row;
       value.mutable_data_ptr<float>()[to] = sums[b * X + from];
       bool* mask = sees.mutable_data_ptr<bool>() + to * slots;
       const bool* of_parent = sees_above ? sees_above->data + (b * R + row) * slots : nullptr;
       for (int64_t w = 0; w < slots; w++)  // a node sees its ancestors and itself
-        mask[w] = w == slot + i || (of_parent && of_parent[w]);
+        mask[w] = w == first_slot + i || (of_parent && of_parent[w]);
     }
   }
   return {tokens, path, parents, next, chosen, above, value, sees};
@@ -220,13 +220,13 @@ struct Pool {
 };
 
 // Returns of the root and of each candidate the place among the root and the nodes that the drafter
-// ran, [B, P + 1]; 0: it did not run. ran: of every level their flat indices, [B, R]
-std::vector<int64_t> places_of(int64_t B, int64_t P, at::TensorList ran) {
+// ran, [B, P + 1]; 0: it did not run. expanded: of every level their flat indices, [B, R]
+std::vector<int64_t> places_of(int64_t B, int64_t P, at::TensorList expanded) {
   std::vector<int64_t> place(B * (P + 1));
   int64_t ordinal = 1;  // 0 is the root's
-  for (const at::Tensor& level : ran) {
+  for (const at::Tensor& level : expanded) {
     const int64_t R = level.size(-1);
-    const Whole index(level, {B, R}, "ran");
+    const Whole index(level, {B, R}, "expanded");
     for (int64_t b = 0; b < B; b++)
       for (int64_t i = 0; i < R; i++)
         place[b * (P + 1) + within(index[b * R + i], P, "an index") + 1] = ordinal + i;
@@ -238,11 +238,12 @@ std::vector<int64_t> places_of(int64_t B, int64_t P, at::TensorList ran) {
 }  // namespace
 
 // Computes `select_nodes` of ops/torch_backend.py. tokens, values, parents: of the candidates,
-// level by level, each [B, X]; ran: of every level the flat indices that the drafter ran, [B, R];
+// level by level, each [B, X]; expanded: of every level the flat indices that the drafter ran, [B,
+// R];
 // nodes: [1 or B, N-1] flat indices, ascending; none: the `count` best. text: [B, S]; pos: [B].
 // Returns: the first seven fields of `DraftTree`.
 Tensors<7> select_nodes(at::TensorList tokens, at::TensorList values, at::TensorList parents,
-                        at::TensorList ran, const Optional& nodes, int64_t count,
+                        at::TensorList expanded, const Optional& nodes, int64_t count,
                         const at::Tensor& text, const at::Tensor& pos) {
   TORCH_CHECK(text.dim() == 2 && count >= 0, "text must be [B, S], and a tree has a root");
   const int64_t B = text.size(0);
@@ -265,7 +266,7 @@ Tensors<7> select_nodes(at::TensorList tokens, at::TensorList values, at::Tensor
               P);
   const int64_t sets = nodes && nodes->size(0) > 1 ? B : 1;
   const auto fixed = optional<int64_t>(nodes, {sets, count}, "nodes");
-  const std::vector<int64_t> place = places_of(B, P, ran);
+  const std::vector<int64_t> place = places_of(B, P, expanded);
   std::vector<int64_t> order;
   std::vector<int64_t> node_of(P + 1);  // the node of the root and of each candidate; 0: none
   for (int64_t b = 0; b < B; b++) {
@@ -573,12 +574,13 @@ OPERATORS(m) {
   m.def(
       "expand_frontier(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
       "Tensor? temperature, Tensor? index, Tensor? values, Tensor? seen, int k, int count, "
-      "int begin, int slot, int slots, Tensor? places, bool by_value) "
+      "int first_candidate, int first_slot, int slots, "
+      "Tensor? fixed_children, bool by_value) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.impl("expand_frontier", at::kCPU, expand_frontier);
   m.impl("expand_frontier", at::kMeta, expand_frontier);
   m.def(
-      "select_nodes(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] ran, "
+      "select_nodes(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] expanded, "
       "Tensor? nodes, int count, Tensor text, Tensor pos) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.impl("select_nodes", at::kCPU, select_nodes);

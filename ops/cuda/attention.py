@@ -312,7 +312,7 @@ def _attend_tails(
 
 @triton.jit
 def is_last(done_ptr, blocks):
-    """Check that all other blocks that share a counter have finished.
+    """Return whether all other blocks that share a counter have finished.
 
     Their results can be read then, past the L1 cache (".cg"), and the counter is 0 again. A block
     alone waits for its own threads only.

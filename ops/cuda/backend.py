@@ -21,7 +21,7 @@ from ops.tree import Candidates, Children, DraftTree, Frontier, Level, Scores
 lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
 lib.define(
     "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, "
-    "Tensor? places, int k, int count, int slot, bool by_value) "
+    "Tensor? fixed_children, int k, int count, int first_slot, bool by_value) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 lib.define("best_nodes(Tensor values, int count) -> Tensor")
@@ -61,13 +61,13 @@ def grow(
     if scores.logits.shape[1] != values.shape[1]:  # all nodes share them
         return torch_backend.expand(scores.best(level.k, topk), values, seen, level)
     of_scores = (scores.with_noise(), scores.sharpness, scores.ids)
-    of_level = (level.places, level.k, level.count, level.slot, level.by_value)
+    of_level = (level.fixed_children, level.k, level.count, level.first_slot, level.by_value)
     return _ops.grow_level(*of_scores, values, seen, *of_level)
 
 
 def select_nodes(
     levels: Sequence[Candidates],
-    ran: Sequence[Tensor],
+    expanded: Sequence[Tensor],
     nodes: Tensor | int,
     depth: int,
     text: tuple[Tensor, Tensor],
@@ -78,7 +78,7 @@ def select_nodes(
     else:
         chosen = nodes.expand(len(every.values), -1)
     related = _ops.link_nodes(chosen, every.parents, depth)
-    return torch_backend.tree_of(every, chosen, related, ran, text)
+    return torch_backend.tree_of(every, chosen, related, expanded, text)
 
 
 def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
@@ -97,16 +97,20 @@ def _topk_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         return ops.cuda.topk.topk_logsumexp(scores, k)
 
 
-def _grow_plain(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
-    level = Level(k, count, slot=slot, places=places, by_value=by_value)
+def _grow_plain(
+    logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot, by_value
+):
+    level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children, by_value=by_value)
     return torch_backend.grow(Scores(logits, sharpness, ids), values, seen, level)
 
 
-def _grow_cuda(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
+def _grow_cuda(
+    logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot, by_value
+):
     import ops.cuda.topk
 
     scores = Scores(logits, sharpness, ids)
-    level = Level(k, count, slot=slot, places=places, by_value=by_value)
+    level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children, by_value=by_value)
     if k > ops.cuda.topk.MOST:
         return torch_backend.grow(scores, values, seen, level)
     with torch.cuda.device(logits.device):
@@ -163,7 +167,7 @@ def _(scores, k):
 
 
 @torch.library.register_fake("gpt_eagle::grow_level", lib=lib)
-def _(logits, sharpness, ids, values, seen, places, k, count, slot, by_value):
+def _(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot, by_value):
     B, R, _ = logits.shape
     tokens = values.new_empty(B, R * k, dtype=torch.long)
     candidates = values.new_empty(B, R * k)

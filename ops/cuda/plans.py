@@ -45,11 +45,11 @@ def key_of(N: int, K: int, bits: int, group: int, epilogue: str) -> str:
     return f"{form} {N}x{K} {epilogue}"
 
 
-def to_json(device: str, found: dict[str, MeasuredProduct]) -> str:
-    """Return the contents of a file. found: by `key_of`"""
+def to_json(device: str, chosen: dict[str, MeasuredProduct]) -> str:
+    """Return the contents of a file. chosen: by `key_of`"""
     rows = {
         key: {"splits": product.splits, "tiles": {str(h): t for h, t in product.tiles.items()}}
-        for key, product in found.items()
+        for key, product in chosen.items()
     }
     return json.dumps({"device": device, "products": rows}, indent=1)
 

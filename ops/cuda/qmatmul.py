@@ -486,7 +486,7 @@ def sum_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 
 
 def has_zeros(scale: Tensor | None) -> bool:
-    """Check that these scales have zero points."""
+    """Return whether these scales have zero points."""
     return scale is not None and scale.dim() == 3 and scale.dtype == torch.float32
 
 

@@ -104,14 +104,14 @@ def read_prompts(tokenizer: Tokenizer, each: int, text: str) -> list[list[int]]:
 
 def logits_of(model: Transformer, prompts: list[list[int]]) -> list[Tensor]:
     """Return the logits of every prompt, [T, V] fp32 each, by one pass over a cache."""
-    found = []
+    logits = []
     for prompt in prompts:
         dtype = model.norm.weight.dtype
         cache = KVCache.empty(model.config, 1, len(prompt), dtype, "cpu")
         window = causal_window(torch.zeros(1, dtype=torch.long), len(prompt))
         features = model(torch.tensor([prompt]), window.slots, cache, window)
-        found.append(model.logits(features)[0])
-    return found
+        logits.append(model.logits(features)[0])
+    return logits
 
 
 def llama_logits(file: Path, prompts: list[list[int]]) -> list[Tensor]:
@@ -119,16 +119,18 @@ def llama_logits(file: Path, prompts: list[list[int]]) -> list[Tensor]:
     from scripts.bench.llama_peer import LlamaCpp
 
     peer = LlamaCpp(file, TOKENS, torch.get_num_threads(), TOKENS)
-    found = [torch.from_numpy(peer.feed(prompt, 0, every=True).copy()) for prompt in prompts]
+    logits = [torch.from_numpy(peer.feed(prompt, 0, every=True).copy()) for prompt in prompts]
     peer.close()
-    return found
+    return logits
 
 
-def compare_logits(reference: list[Tensor], found: list[Tensor], prompts: list[list[int]]) -> Found:
+def compare_logits(
+    reference: list[Tensor], logits: list[Tensor], prompts: list[list[int]]
+) -> Found:
     """Compare logits with the reference's, [T, V] of every prompt."""
     squares = best = divergence = loss = 0.0
     positions = sum(map(len, prompts))
-    for want, got, prompt in zip(reference, found, prompts):
+    for want, got, prompt in zip(reference, logits, prompts):
         off = got - want
         squares += (off - off.mean(-1, keepdim=True)).square().mean(-1).sum().item()
         p = want.log_softmax(-1)
@@ -176,12 +178,12 @@ def fidelity(path: Path, config: FidelityConfig) -> list[dict]:
         rows[name] = compare_logits(reference, logits_of(engine.target, prompts), prompts)
     if is_gguf(path):
         try:
-            found = llama_logits(path, prompts)
+            logits = llama_logits(path, prompts)
         except ImportError:
             print("note: llama-cpp-python is not installed; no row of llama.cpp")
         else:
-            rows["llama.cpp"] = compare_logits(reference, found, prompts)
-    return [{"row": name} | found._asdict() for name, found in rows.items()]
+            rows["llama.cpp"] = compare_logits(reference, logits, prompts)
+    return [{"row": name} | row._asdict() for name, row in rows.items()]
 
 
 def fidelity_table(records: list[dict]) -> Iterator[str]:
@@ -197,9 +199,9 @@ def fidelity_table(records: list[dict]) -> Iterator[str]:
 
 
 def is_right(text: str, accepted: list[str]) -> bool:
-    """Check that an answer holds one of the accepted ones as whole words, in any case."""
-    found = re.sub(r"[^\w\s.]", " ", text.lower())
-    return any(re.search(rf"(?<!\w){re.escape(a.lower())}(?!\w)", found) for a in accepted)
+    """Return whether an answer holds one of the accepted ones as whole words, in any case."""
+    words = re.sub(r"[^\w\s.]", " ", text.lower())
+    return any(re.search(rf"(?<!\w){re.escape(a.lower())}(?!\w)", words) for a in accepted)
 
 
 def questions(path: Path, also: str) -> list[dict]:

@@ -126,7 +126,7 @@ class LinearConfig:
             raise ValueError(f"--tokens must be numbers like 1,8,64; it is {self.tokens!r}")
 
 
-class Contestant:
+class LayerCopies:
     """Several copies of one layer in one format, used in turn."""
 
     def __init__(self, kind: str, n: int, k: int):
@@ -214,7 +214,7 @@ def bench_shape(shape: str, config: LinearConfig) -> list[dict]:
     """Measure one shape. Returns: a record per contestant and number of tokens."""
     n, k = map(int, shape.split("x"))
     tokens = [int(m) for m in config.tokens.split(",")]
-    contestants = {kind: Contestant(kind, n, k) for kind in config.kinds.split(",")}
+    contestants = {kind: LayerCopies(kind, n, k) for kind in config.kinds.split(",")}
     inputs = {m: torch.randn(m, k, dtype=torch.bfloat16) for m in tokens}
     units = config.units.split(",")
     taken: dict[tuple[str, str, int], list[float]] = {

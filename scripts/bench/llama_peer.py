@@ -124,12 +124,12 @@ TARGET_LAYER_COUNT = "_Z30llama_model_target_layer_ids_nPK11llama_model"
 def function(api: Any, name: str, result: Any, *arguments: Any) -> Callable:
     """Return a function of llama.cpp's library. Raises: ValueError where it has none such."""
     try:
-        found = getattr(api.llama_cpp._lib, name)
+        entry_point = getattr(api.llama_cpp._lib, name)
     except AttributeError:
         raise ValueError(f"this llama.cpp has no {name}; install llama-cpp-python 0.3.36") from None
-    found.restype = result
-    found.argtypes = arguments
-    return found
+    entry_point.restype = result
+    entry_point.argtypes = arguments
+    return entry_point
 
 
 class LlamaCpp:
@@ -193,11 +193,11 @@ class LlamaCpp:
                 f"llama.cpp cannot decode {len(tokens)} tokens at {start} (code {failed})"
             )
         for number, layer in enumerate(self.layers):
-            found = np.ctypeslib.as_array(
+            features = np.ctypeslib.as_array(
                 self.layer_input(self.context, layer), (len(tokens), self.dim)
             )
             columns = slice(number * self.dim, (number + 1) * self.dim)
-            self.features[start : start + len(tokens), columns] = found
+            self.features[start : start + len(tokens), columns] = features
         wanted = len(tokens) if every else 1
         return np.ctypeslib.as_array(api.llama_get_logits(self.context), (wanted, self.vocab_size))
 
@@ -333,8 +333,8 @@ class Eagle3:
 
     def outputs(self, count: int) -> np.ndarray:
         """Return a copy of the last pass's outputs, [count, F] fp32."""
-        found = self.hidden(self.head.context)
-        return np.ctypeslib.as_array(found, (count, self.dim)).copy()
+        address = self.hidden(self.head.context)
+        return np.ctypeslib.as_array(address, (count, self.dim)).copy()
 
     def close(self) -> None:
         """Free the memory of the C library; before the target's."""

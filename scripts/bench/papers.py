@@ -173,12 +173,12 @@ class Task(NamedTuple):
 
 def read_tasks(config: BenchConfig) -> dict[str, list[list[str]]]:
     """Read conversations by task, `limit` of each. Raises: ValueError, as `conversations`."""
-    found = {}
+    tasks = {}
     for task, rows in conversations(config.tasks).items():
         form = FORMS.get(task, "{}") if config.chat is None else "{}"
         kept = rows[: config.limit or None]
-        found[task] = [[form.format(turn) for turn in turns] for turns in kept]
-    return found
+        tasks[task] = [[form.format(turn) for turn in turns] for turns in kept]
+    return tasks
 
 
 def fitting(engine: Engine, name: str, prompts: list[list[str]], config: BenchConfig) -> Task:
@@ -219,11 +219,11 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
         return config.methods.split(",")
     of_files = (*HEAD_KINDS, "model", "eagle+ngram", "rest")
     draft = next(f for f in fields(GenerateConfig) if f.name == "draft")
-    found = [one for one in draft.metadata["choices"] if one and one not in of_files]
+    methods = [one for one in draft.metadata["choices"] if one and one not in of_files]
     if bundled_head(Path(config.checkpoint)).is_dir():
-        found += [f"eagle:{tree}" for tree in OF_KIND["eagle"]]
+        methods += [f"eagle:{tree}" for tree in OF_KIND["eagle"]]
     if not config.heads:
-        return found
+        return methods
     of_heads = []
     for path in sorted(Path(config.heads).iterdir()):
         try:
@@ -232,7 +232,7 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
             note_once(f"left out of --methods all: {error}")
     if not of_heads:
         raise ValueError(f"--heads {config.heads} has no head, draft model or datastore to measure")
-    return found + of_heads
+    return methods + of_heads
 
 
 @cache

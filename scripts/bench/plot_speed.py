@@ -49,7 +49,7 @@ BAR = 480  # width of the longest bar
 LINE = 22  # height of a bar with its gap
 HEAD = 30  # height of a group's title
 
-Row = dict[str, Any]
+SpeedRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PlotConfig:
     date: str = option("", "of --peers")
 
 
-def rows_of(path: Path, machine: str, date: str) -> list[Row]:
+def rows_of(path: Path, machine: str, date: str) -> list[SpeedRow]:
     """Return the rows of a result of peers.py. Raises: ValueError for another file."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ def rows_of(path: Path, machine: str, date: str) -> list[Row]:
     ]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[SpeedRow]:
     """Read and check the rows. Raises: ValueError."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
@@ -99,21 +99,21 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def grouped(rows: list[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
+def grouped(rows: list[SpeedRow], *names: str) -> dict[tuple[str, ...], list[SpeedRow]]:
     """Group rows by model, format, machine and further texts, in the order of the file."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[SpeedRow]] = {}
     for row in rows:
         key = tuple(row.get(name, "") for name in ("model", "format", "machine", *names))
         groups.setdefault(key, []).append(row)
     return groups
 
 
-def mean_rate(rows: list[Row]) -> float:
+def mean_rate(rows: list[SpeedRow]) -> float:
     """Return the mean of the rates, in tokens per second."""
     return statistics.mean(row["tokens_per_s"] for row in rows)
 
 
-def picture(rows: list[Row]) -> str:
+def picture(rows: list[SpeedRow]) -> str:
     """Draw the groups below each other, as SVG."""
     bars = grouped(rows, "engine")
     longest = max(map(mean_rate, bars.values()))
@@ -125,10 +125,10 @@ def picture(rows: list[Row]) -> str:
         title = html.escape(f"{model}, {form}, {machine}: {counted}")
         parts.append(f'<text x="8" y="{y + 20}" font-weight="bold">{title}</text>')
         y += HEAD
-        for (*key, name), found in bars.items():
+        for (*key, name), measured in bars.items():
             if key != [model, form, machine]:
                 continue
-            rate = mean_rate(found)
+            rate = mean_rate(measured)
             width = BAR * rate / longest
             color = "#2a7" if name.startswith(OURS) else "#bbb"
             engine = html.escape(name)
@@ -149,7 +149,7 @@ def picture(rows: list[Row]) -> str:
     return "\n".join([head, ground, *parts, "</svg>"])
 
 
-def cell(row: Row) -> str:
+def cell(row: SpeedRow) -> str:
     """Return the rate of a row, its tokens a pass, and the share of identical outputs below 1."""
     text = f"{row['tokens_per_s']:.0f}"
     if "tau" in row:
@@ -159,7 +159,7 @@ def cell(row: Row) -> str:
     return text
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[SpeedRow]) -> str:
     """Return the Markdown table of the groups."""
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     title = "tokens per second"

@@ -109,10 +109,10 @@ def start(command: list[str], caches: str) -> Start:
     text, _, line = output.decode().rstrip("\n").rpartition("\n")
     tokens = 0
     speed = 0.0
-    found = SPEED.search(line)
-    if found:
-        tokens = int(found[1])
-        speed = float(found[2])
+    match = SPEED.search(line)
+    if match:
+        tokens = int(match[1])
+        speed = float(match[2])
     return Start(first or end, end, text.rstrip("\n"), tokens, speed)
 
 
@@ -133,7 +133,7 @@ def contestants(config: StartConfig) -> dict[str, list[str]]:
 def measured(config: StartConfig) -> dict[str, list[Start]]:
     """Run all contestants in turn. Raises: ValueError for one that fails or changes its text."""
     commands = contestants(config)
-    found: dict[str, list[Start]] = {name: [] for name in commands}
+    starts: dict[str, list[Start]] = {name: [] for name in commands}
     texts: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as empty:
         caches = empty if config.cold else ""
@@ -145,11 +145,11 @@ def measured(config: StartConfig) -> dict[str, list[Start]]:
                         f"{name}: start {number + 1} gave another text than the first one"
                     )
                 if number:  # the first fills caches
-                    found[name].append(run)
+                    starts[name].append(run)
                 elif config.cold:
                     times = f"first text {run.first_s:.1f} s, end {run.end_s:.1f} s"
                     print(f"first start, {name}: {times}", flush=True)
-    return found
+    return starts
 
 
 def summary(name: str, runs: list[Start]) -> dict[str, Any]:
@@ -160,20 +160,20 @@ def summary(name: str, runs: list[Start]) -> dict[str, Any]:
     tokens = runs[0].tokens
     times = f"first text {first.text(1, 2)} s, end {end.text(1, 2)} s"
     print(f"{name:24} {times}, {tokens} tokens at {speed.text(1, 1)}/s")
-    found = {"name": name, "first_s": first, "end_s": end}
-    return found | {"tokens": tokens, "tokens_per_s": speed}
+    row = {"name": name, "first_s": first, "end_s": end}
+    return row | {"tokens": tokens, "tokens_per_s": speed}
 
 
 def bench(config: StartConfig) -> None:
     """Measure and print."""
     machine = environment("cpu")
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    found = measured(config)
+    starts = measured(config)
     print(f"second starts, median (range) of {config.rounds}:")
-    rows = [summary(name, runs) for name, runs in found.items()]
+    rows = [summary(name, runs) for name, runs in starts.items()]
     for length in LENGTHS:
         texts = {
-            name: runs[0].text for name, runs in found.items() if name.startswith(f"{length},")
+            name: runs[0].text for name, runs in starts.items() if name.startswith(f"{length},")
         }
         reference = texts[f"{length}, gpt-eagle"]
         for name, text in texts.items():

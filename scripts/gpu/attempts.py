@@ -64,13 +64,13 @@ class Attempts:
         began = time.monotonic()
         try:
             with self.watched():
-                found = work()
+                facts = work()
         except Exception as error:  # every failure belongs in the record
             text = "".join(traceback.format_exception(error))
             print(text, file=sys.stderr, flush=True)
             first_line = str(error).strip().partition("\n")[0]
-            found = {"error": f"{type(error).__name__}: {first_line[:300]}", "traceback": text}
-        row = row | {"s": time.monotonic() - began} | found
+            facts = {"error": f"{type(error).__name__}: {first_line[:300]}", "traceback": text}
+        row = row | {"s": time.monotonic() - began} | facts
         self._note(row)
         try:
             self.use_device()

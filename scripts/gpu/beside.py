@@ -108,11 +108,13 @@ def use_device(device: str) -> None:
 def rates(run: Callable[[int], Any], config: BesideConfig) -> dict[str, Any]:
     """Warm up, then time. run: continues the prompt by so many tokens"""
     warm_s = timed_s(run, config.new, config.device)
-    found = []
+    tokens_per_s = []
     for _ in range(RUNS):
         less_s = timed_s(run, SHORT, config.device)
-        found.append((config.new - SHORT) / (timed_s(run, config.new, config.device) - less_s))
-    return {"tokens_per_s": statistics.median(found), "all": found, "warm_s": warm_s}
+        tokens_per_s.append(
+            (config.new - SHORT) / (timed_s(run, config.new, config.device) - less_s)
+        )
+    return {"tokens_per_s": statistics.median(tokens_per_s), "all": tokens_per_s, "warm_s": warm_s}
 
 
 # ------------------------------------------------------------------------------ transformers

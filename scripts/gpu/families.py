@@ -61,8 +61,8 @@ def fused(device: str) -> float:
     slots = torch.arange(7, device=device)[None]
     rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
     ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
-    total, *found = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
-    norm = ops.epilogues.UnnormalizedRows(*found)
+    total, *unscaled = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
+    norm = ops.epilogues.UnnormalizedRows(*unscaled)
     got = [total, ops.epilogues.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None))]
     product = ops.epilogues.LazyMatmul(*norm, weight, None)
     got.append(ops.epilogues.rotary_cache(product, rope, *ours, slots, None))
@@ -114,8 +114,8 @@ def topk(device: str) -> float:
     logits = torch.randn(1, 4, 3000, device=device)
     values = -torch.rand(1, 4, device=device)
     seen = torch.ones(1, 4, 9, device=device) > 0
-    level = ops.tree.Level(k=5, count=6, slot=3)
-    operands = (logits, 1.0, None, values, seen, None, level.k, level.count, level.slot, True)
+    level = ops.tree.Level(k=5, count=6, first_slot=3)
+    operands = (logits, 1.0, None, values, seen, None, level.k, level.count, level.first_slot, True)
     got = torch.ops.gpt_eagle.grow_level(*operands)
     best = logits.topk(level.k)
     scores = best.values - logits.logsumexp(-1, keepdim=True)

@@ -74,7 +74,7 @@ TOLERANCE = 4e-3
 
 
 @dataclass
-class BenchConfig:
+class KernelsConfig:
     format: str = option("int4", f"weights; or another kernel: {', '.join(CYCLE)}", FORMATS + CYCLE)
     group_size: int = option(128, "of int4 scales", None)
     rows: str = option("1,8,16,32,64", "rows of activations, ascending")
@@ -364,37 +364,37 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
     return Contest(read_bytes, {"ours": ours}, error)
 
 
-def contests(config: BenchConfig) -> list[tuple[str, int, Callable[[], Contest]]]:
+def contests(config: KernelsConfig) -> list[tuple[str, int, Callable[[], Contest]]]:
     """List the contests of a format: name, rows, and a function that makes the contest."""
     rotate_bytes = config.rotate_mb * 10**6
     rows = [int(M) for M in config.rows.split(",")]
-    found = []
+    tasks = []
     if config.format == "compact":
         for heads in CACHE_HEADS:
             name = f"compaction, {CACHE_LAYERS} layers of {heads} heads"
-            found.append((name, len(PATH), partial(compact_contest, heads)))
+            tasks.append((name, len(PATH), partial(compact_contest, heads)))
     elif config.format == "topk":
         for V, M in itertools.product(VOCABULARIES, (1, 10)):
-            found.append((f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes)))
+            tasks.append((f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes)))
     elif config.format == "experts":
         for form, layer, M in itertools.product(FORMATS, EXPERT_LAYERS, EXPERT_TOKENS):
             make = partial(experts_contest, form, layer, M, config.group_size, rotate_bytes)
-            found.append((f"experts {form} {layer}", M, make))
+            tasks.append((f"experts {form} {layer}", M, make))
     elif config.format in FORMATS:
         for layer, M in itertools.product(LAYERS, rows):
             make = partial(
                 product_contest, config.format, layer, M, config.group_size, rotate_bytes
             )
-            found.append((f"{config.format} {layer}", M, make))
+            tasks.append((f"{config.format} {layer}", M, make))
     else:
         lengths = map(int, config.lengths.split(","))
         for heads, length, M in itertools.product(HEADS, lengths, rows):
             make = partial(attention_contest, heads, length, M, rotate_bytes)
-            found.append((f"attention {heads}, {length} slots", M, make))
-    return found
+            tasks.append((f"attention {heads}, {length} slots", M, make))
+    return tasks
 
 
-def measure(config: BenchConfig, ceiling: float) -> Iterator[dict]:
+def measure(config: KernelsConfig, ceiling: float) -> Iterator[dict]:
     """Yield a row for each contest and method; one that fails holds `error`."""
     for name, M, make in tqdm(contests(config), unit="shape", desc=config.format):
         row = {"part": "kernels", "format": config.format, "kernel": name, "M": M}
@@ -440,7 +440,7 @@ def summary(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def bench(config: BenchConfig) -> None:
+def bench(config: KernelsConfig) -> None:
     """Measure one format."""
     if not torch.cuda.is_available():
         raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
@@ -475,7 +475,7 @@ def bench(config: BenchConfig) -> None:
 
 
 def main() -> None:
-    config = parse(BenchConfig, "kernels.py", __doc__)
+    config = parse(KernelsConfig, "kernels.py", __doc__)
     with one_line_errors("kernels.py"):
         bench(config)
 

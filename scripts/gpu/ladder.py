@@ -228,14 +228,14 @@ class Climb:
             how = {"compile": rung.compiles or None}
             engine = replace(engine, resolved=engine.resolved | how)
         engine = warm_up(build_cycles(engine))
-        found = decode(engine, self.prompts)
-        tokens = found["tokens"]
+        record = decode(engine, self.prompts)
+        tokens = record["tokens"]
         self.first = self.first or tokens
         gap = partial(widest_gap, engine, self.prompts, tokens)
-        found["gap_to_vanilla"] = gap(vanilla or tokens)
-        found["gap_to_first"] = gap(self.first)
-        found["fault"] = fault_of(found, method, {*rung.plain, *self.plain})
-        return found
+        record["gap_to_vanilla"] = gap(vanilla or tokens)
+        record["gap_to_first"] = gap(self.first)
+        record["fault"] = fault_of(record, method, {*rung.plain, *self.plain})
+        return record
 
     def loaded(self, method: str) -> Engine:
         """Return the target with the drafter of a method, which is loaded once."""

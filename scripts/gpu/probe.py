@@ -59,7 +59,7 @@ def facts(device: str) -> dict[str, Any]:
     )
     header = Path(sysconfig.get_path("include"), "Python.h")
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "gcc"
-    found = {
+    facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton") if has_triton() else None,
@@ -70,12 +70,12 @@ def facts(device: str) -> dict[str, Any]:
         "python_h": header.exists(),
         "sanitizer": shutil.which("compute-sanitizer") is not None,
     }
-    header_text = "is there" if found["python_h"] else "is missing"
-    found["text"] = (
-        f"{found['nvidia_smi']}; Python {found['python']}, torch {found['torch']}, "
-        f"Triton {found['triton']}, {found['compiler']}, Python.h {header_text}"
+    header_text = "is there" if facts["python_h"] else "is missing"
+    facts["text"] = (
+        f"{facts['nvidia_smi']}; Python {facts['python']}, torch {facts['torch']}, "
+        f"Triton {facts['triton']}, {facts['compiler']}, Python.h {header_text}"
     )
-    return found
+    return facts
 
 
 def capture(device: str) -> dict[str, Any]:
@@ -125,17 +125,17 @@ class ProbeConfig:
 
 def probes_of(names: str, device: str) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the probes of a list, with each family of kernels. Raises: ValueError."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    probes: dict[str, Callable[[], dict[str, Any]]] = {}
     for name in names.split(","):
         if name == "families":
             if device == "cpu":
                 raise ValueError("--probe families checks kernels of CUDA; leave it out on a CPU")
-            found |= {FAMILY + each: partial(check_family, each, device) for each in CHECKS}
+            probes |= {FAMILY + each: partial(check_family, each, device) for each in CHECKS}
         elif name in PROBES:
-            found[name] = partial(PROBES[name], device)
+            probes[name] = partial(PROBES[name], device)
         else:
             raise ValueError(f"--probe: there is no {name}; use {', '.join(PROBES)}, families")
-    return found
+    return probes
 
 
 def probe(config: ProbeConfig) -> None:

@@ -78,7 +78,7 @@ class SweepConfig:
     out: str = option(str(FOLDER), "folder of the table")
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """A product of a layer."""
 
     form: str  # of FORMATS
@@ -104,12 +104,12 @@ class Shape(NamedTuple):
     def tiles(self, height: int, device: Device) -> list[Tile]:
         """List the tiles that fit, the estimated one first."""
         estimate = self.estimate(height, device)
-        found = [Tile(estimate.rows, estimate.stages)]
+        tiles = [Tile(estimate.rows, estimate.stages)]
         for tile in TILES:
             needed = shared_bytes(height, tile, FORMATS[self.form][0], device)
-            if needed <= device.shared_bytes and tile not in found:
-                found.append(tile)
-        return found
+            if needed <= device.shared_bytes and tile not in tiles:
+                tiles.append(tile)
+        return tiles
 
     def splits(self, device: Device) -> list[int]:
         """List the numbers of splits, the estimated one first."""
@@ -120,7 +120,7 @@ class Shape(NamedTuple):
 
 
 # microseconds of a product of some rows by a plan; infinite for one that fails
-TimeOf = Callable[[Shape, ProductPlan, int], float]
+TimeOf = Callable[[LayerShape, ProductPlan, int], float]
 
 
 def plan_of(height: int, tile: Tile, splits: int) -> ProductPlan:
@@ -128,7 +128,7 @@ def plan_of(height: int, tile: Tile, splits: int) -> ProductPlan:
     return ProductPlan(height, tile.rows, splits, tile.stages, tile.rows // 16)
 
 
-def choose(shape: Shape, device: Device, time_of: TimeOf) -> MeasuredProduct:
+def choose(shape: LayerShape, device: Device, time_of: TimeOf) -> MeasuredProduct:
     """Choose the splits by the times of 1 and 32 rows together, then each tile by its own time."""
 
     def time_of_splits(splits: int) -> float:
@@ -144,9 +144,9 @@ def choose(shape: Shape, device: Device, time_of: TimeOf) -> MeasuredProduct:
     return MeasuredProduct(splits, chosen)
 
 
-def shapes_of() -> list[Shape]:
+def shapes_of() -> list[LayerShape]:
     """List the products, format by format."""
-    return [Shape(form, layer, *LAYERS[layer]) for form in FORMATS for layer in LAYERS]
+    return [LayerShape(form, layer, *LAYERS[layer]) for form in FORMATS for layer in LAYERS]
 
 
 # ------------------------------------------------------------------------------------- on a device
@@ -160,27 +160,27 @@ class Timer:
         self.torch_device = torch_device
         # launches that are timed follow each other, as in one stream
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=torch_device)
-        self.shape: Shape | None = None  # of the weights
+        self.shape: LayerShape | None = None  # of the weights
         self.weights: list[tuple[Tensor, Tensor | None]] = []
         self.inputs: dict[int, Tensor] = {}  # by rows
         self.known: dict[tuple, float] = {}
         self.results: dict[tuple, list[Tensor]] = {}  # by rows and splits
 
-    def __call__(self, shape: Shape, plan: ProductPlan, rows: int) -> float:
+    def __call__(self, shape: LayerShape, plan: ProductPlan, rows: int) -> float:
         """Time a plan, and compare its result. Writes: the weights, for a new shape."""
-        found = self.known.get((shape, plan, rows))
-        if found is None:
+        time_s = self.known.get((shape, plan, rows))
+        if time_s is None:
             self._take(shape)
             try:
-                found = self._time(shape, plan, rows)
+                time_s = self._time(shape, plan, rows)
             except Exception as error:  # a plan that does not compile or launch is a result
                 print(f"{shape.key}, {rows} rows, {plan}: {failure(error)['error']}", flush=True)
                 torch.cuda.synchronize()  # raises where the device is lost
-                found = float("inf")
-            self.known[shape, plan, rows] = found
-        return found
+                time_s = float("inf")
+            self.known[shape, plan, rows] = time_s
+        return time_s
 
-    def _take(self, shape: Shape) -> None:
+    def _take(self, shape: LayerShape) -> None:
         """Make weights of a shape, unless they are there. Writes: the weights, inputs, results."""
         if shape == self.shape:
             return
@@ -193,7 +193,7 @@ class Timer:
         self.weights = [first, *(random_weights(shape, self.torch_device) for _ in further)]
         self.shape = shape
 
-    def _time(self, shape: Shape, plan: ProductPlan, rows: int) -> float:
+    def _time(self, shape: LayerShape, plan: ProductPlan, rows: int) -> float:
         call = self._call(shape, plan, rows)
         calls = [partial(call, *weights) for weights in self.weights]
         us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
@@ -203,7 +203,7 @@ class Timer:
             raise ValueError("its bits differ from those of the first plan with these splits")
         return us
 
-    def _call(self, shape: Shape, plan: ProductPlan, rows: int) -> Callable:
+    def _call(self, shape: LayerShape, plan: ProductPlan, rows: int) -> Callable:
         """Return the product of some rows, as a layer runs it, as a function of the weights."""
         options = {"device": self.torch_device, "dtype": torch.bfloat16}
         x = self.inputs.setdefault(rows, torch.randn(1, rows, shape.K, **options))
@@ -230,7 +230,7 @@ class Timer:
         return lambda weight, scale: run_product(x, weight, scale, *given)
 
 
-def random_weights(shape: Shape, torch_device: str) -> tuple[Tensor, Tensor | None]:
+def random_weights(shape: LayerShape, torch_device: str) -> tuple[Tensor, Tensor | None]:
     """Make weights, as `run_product` takes them."""
     if shape.form == "bf16":
         weight = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device=torch_device)
@@ -248,14 +248,14 @@ def sweep(config: SweepConfig) -> None:
     device = device_of(torch.cuda.current_device())
     time_of = Timer(device)
     file = Path(config.out) / file_name(device.name)
-    found: dict[str, MeasuredProduct] = {}
+    chosen_plans: dict[str, MeasuredProduct] = {}
     for shape in shapes_of():
         chosen = choose(shape, device, time_of)
         print(f"{shape.key}: {chosen}", flush=True)
         if math.isfinite(time_of(shape, plan_of(16, chosen.tiles[16], chosen.splits), ROWS_OF[16])):
-            found[shape.key] = chosen
-        write_text(str(file), to_json(device.name, found))
-    print(f"{file}: {len(found)} matmuls; in {FOLDER} they hold on every {device.name}")
+            chosen_plans[shape.key] = chosen
+        write_text(str(file), to_json(device.name, chosen_plans))
+    print(f"{file}: {len(chosen_plans)} matmuls; in {FOLDER} they hold on every {device.name}")
 
 
 def main() -> None:

@@ -76,8 +76,8 @@ def wrong_families(folder: Path) -> list[str]:
 
 def bandwidth(folder: Path) -> str:
     """Return the measured bytes per second, for GPT_EAGLE_BANDWIDTH; "": not measured."""
-    found = [row["bytes_per_s"] for row in rows_of(folder, "probes.jsonl") if "bytes_per_s" in row]
-    return f"{found[-1]:.4g}" if found else ""
+    rates = [row["bytes_per_s"] for row in rows_of(folder, "probes.jsonl") if "bytes_per_s" in row]
+    return f"{rates[-1]:.4g}" if rates else ""
 
 
 def cells(row: dict[str, Any]) -> list[str]:

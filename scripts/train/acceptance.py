@@ -89,7 +89,7 @@ class Chains:
         return torch.stack(ok, 1), logits
 
 
-class Drafted(NamedTuple):
+class DraftedChains(NamedTuple):
     """Chains from R starts of a sequence, of S steps each."""
 
     ok: Tensor  # [R, S] bool, true where step s of start r drafts the target's token
@@ -98,10 +98,10 @@ class Drafted(NamedTuple):
     vocab: DraftVocab
 
 
-def chains(head: EagleHead, target: Transformer, tokens: Tensor) -> Drafted:
+def chains(head: EagleHead, target: Transformer, tokens: Tensor) -> DraftedChains:
     """Draft chains with an EAGLE head. tokens: [1, T], written by the target."""
     drafting = Chains(head, target, tokens)
-    return Drafted(*drafting.run(), drafting.features, drafting.vocab)
+    return DraftedChains(*drafting.run(), drafting.features, drafting.vocab)
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def evaluate(
     head: nn.Module,
     target: Transformer,
     sequences: list[tuple[int, list[int]]],
-    draft: Callable[..., Drafted] = chains,
+    draft: Callable[..., DraftedChains] = chains,
 ) -> dict:
     """Measure chains on sequences of the target, over all start positions.
 
@@ -138,7 +138,7 @@ def fit_sharpness(
     head: nn.Module,
     target: Transformer,
     sequences: list[tuple[int, list[int]]],
-    draft: Callable[..., Drafted] = chains,
+    draft: Callable[..., DraftedChains] = chains,
 ) -> float:
     """Fit c so that softmax(c * scores) is likeliest to hold the target's choice.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from drafters import DraftVocab
 from extras.block_draft import BlockHead
 from model import Transformer
-from scripts.train.acceptance import Drafted
+from scripts.train.acceptance import DraftedChains
 from steps import Attend, Rows, run_steps
 
 
@@ -131,7 +131,7 @@ def block_losses(
     return tuple(losses)
 
 
-def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor) -> Drafted:
+def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor) -> DraftedChains:
     """Draft a chain from every position of a sequence, as `acceptance.chains`.
 
     A bias reads the true tokens: a level counts only behind levels that drafted them.
@@ -150,4 +150,4 @@ def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor) -> Drafte
         z = logits_of(head, target, hidden[:, level], tokens[0, roots + level])
         logits.append(z)
         ok.append(z.argmax(-1) == tokens[0, roots + level + 1])
-    return Drafted(torch.stack(ok, 1), logits, features, DraftVocab(target.config.vocab_size))
+    return DraftedChains(torch.stack(ok, 1), logits, features, DraftVocab(target.config.vocab_size))

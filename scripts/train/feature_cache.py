@@ -129,7 +129,7 @@ class Features:
         return self.kept_best[number].to(features.device, torch.int64) - 1
 
     def has(self, number: int) -> bool:
-        """Return true if the files hold a batch: its last row is written last, and is not 0."""
+        """Return whether the files hold a batch: its last row is written last, and is not 0."""
         ranked = self.kept_best is None or bool(self.kept_best[number, -1, -1])
         return ranked and bool(self.kept[number, -1, -1].any())
 

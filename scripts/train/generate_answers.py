@@ -186,14 +186,14 @@ class Filter:
         return [tuple(words[i : i + GRAM]) for i in range(max(len(words) - GRAM + 1, 1))]
 
     def touches(self, text: str) -> bool:
-        """Return true for a text that shares 13 words in a row with an evaluation prompt.
+        """Return whether a text shares 13 words in a row with an evaluation prompt.
 
         A text that is a shorter evaluation prompt counts as well.
         """
         return not self.grams.isdisjoint(self._grams(words_of(text)))
 
     def accepts(self, source: str, turns: list[str], fits: bool) -> bool:
-        """Return true for a prompt to use. Writes: seen, counts.
+        """Return whether a prompt is to be used. Writes: seen, counts.
 
         fits: false for a prompt that is too long or unfinished
         """
@@ -212,10 +212,10 @@ class Filter:
 
     def line(self, source: str) -> str:
         """Return the counts of a source as text."""
-        found = {fate: n for (name, fate), n in sorted(self.counts.items()) if name == source}
-        total = sum(found.values())
-        used = found.pop("used", 0)
-        dropped = ", ".join(f"{n} {fate}" for fate, n in found.items()) or "none"
+        fates = {fate: n for (name, fate), n in sorted(self.counts.items()) if name == source}
+        total = sum(fates.values())
+        used = fates.pop("used", 0)
+        dropped = ", ".join(f"{n} {fate}" for fate, n in fates.items()) or "none"
         return f"{source}: {total} prompts, {used} used; dropped: {dropped}"
 
 
@@ -267,9 +267,9 @@ class Run:
             self._count(row)
             self.done.add(row["turns"][0])
         size = config.batch_size
-        for source, found in given.items():
+        for source, prompts in given.items():
             self._add(
-                source, [(turns, True) for turns in found], SORTED_BATCHES * self.size(source)
+                source, [(turns, True) for turns in prompts], SORTED_BATCHES * self.size(source)
             )
         rows = self._read("prompts.jsonl", {"turns", "ended"})
         own = [(row["turns"], row["ended"]) for row in rows]
@@ -303,15 +303,15 @@ class Run:
         self.filter.counts["answers", fate] += 1
         self.cut[row["source"]] += not row["ended"]
 
-    def _add(self, source: str, found: list[tuple[list[str], bool]], group: int) -> int:
+    def _add(self, source: str, prompts: list[tuple[list[str], bool]], group: int) -> int:
         """Queue the good prompts that are not answered.
 
-        found: turns, and true for those that ended; group: prompts in a row to sort by length
+        prompts: turns, and true for those that ended; group: prompts in a row to sort by length
         Returns: the number of good ones.
         """
         engine = self.engines[False]
         good = []
-        for turns, ended in found:
+        for turns, ended in prompts:
             ids = engine.template.encode(engine.tokenizer, turns[:1], [])
             if self.filter.accepts(source, turns, ended and len(ids) <= self.longest(source)):
                 greedy = hashed(f"greedy {turns[0]}") < 2**31  # half of them
@@ -385,12 +385,14 @@ class Run:
         size = self.config.batch_size
         ids = engine.tokenizer.encode(self.opening, bos=engine.template.bos, special=True)
         streams = [(self.attempts + i, 1) for i in range(size)]
-        found = []
+        prompts = []
         for new in decoded(engine, streams, [ids] * size, OWN_TOKENS):
-            found.append((text_of(engine, new).strip(), new[-1] in engine.eos_ids))
-        self._append("prompts.jsonl", [{"turns": [text], "ended": ended} for text, ended in found])
+            prompts.append((text_of(engine, new).strip(), new[-1] in engine.eos_ids))
+        self._append(
+            "prompts.jsonl", [{"turns": [text], "ended": ended} for text, ended in prompts]
+        )
         self.attempts += size
-        self.writes = self._add(OWN, [([text], ended) for text, ended in found], size) > 0
+        self.writes = self._add(OWN, [([text], ended) for text, ended in prompts], size) > 0
         if not self.writes:
             print(
                 f"note: none of {size} prompts that the model wrote was good; it writes no more",

@@ -87,7 +87,7 @@ def unrolled_step(head: EagleHead, embedded: Tensor, hidden: Tensor, s: int, pas
     return run_steps(head.last, head, rows).h
 
 
-class Recipe(NamedTuple):
+class LossOptions(NamedTuple):
     """The layers and options that the losses of a head need."""
 
     embedding: nn.Module  # the head's own, or the target's
@@ -100,7 +100,7 @@ def unrolled_losses(
     head: EagleHead,
     target: Transformer,
     batch: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    recipe: Recipe,
+    recipe: LossOptions,
     noise: Tensor | float,
 ) -> tuple[Tensor, ...]:
     """Return the losses of every step, sums over the rows that count.

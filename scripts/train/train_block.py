@@ -34,7 +34,7 @@ from scripts.train.losses import ScaledLinear, plain_copy, scale_of
 from scripts.train.train_eagle import (
     Example,
     Features,
-    Method,
+    TrainingParts,
     TrainOptions,
     batches,
     run,
@@ -195,7 +195,7 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
 
 
 def main() -> None:
-    method = Method(make_head, prepare, losses_of, draft_blocks, save_head)
+    method = TrainingParts(make_head, prepare, losses_of, draft_blocks, save_head)
     run(BlockTrainConfig, "train_block.py", __doc__, lambda config: method)
 
 

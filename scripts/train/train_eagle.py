@@ -54,7 +54,7 @@ from options import DEMO, ROOT, GenerateConfig, pick_device
 from scheduler import Request, Scheduler
 from scripts.train import losses as head_training
 from scripts.train import training
-from scripts.train.acceptance import ALPHAS, Drafted, chains, evaluate, fit_sharpness
+from scripts.train.acceptance import ALPHAS, DraftedChains, chains, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
 from session import common_prefix
 
@@ -161,7 +161,7 @@ class TrainConfig(TrainOptions):
 
     @property
     def is_trained(self) -> bool:
-        """Check whether the head at the start is an existing one."""
+        """Return whether the head at the start is an existing one."""
         return self.init not in ("random", "feature")
 
     @property
@@ -186,7 +186,7 @@ class TrainConfig(TrainOptions):
 
 
 def held_out(name: str, share: float) -> bool:
-    """Return true for a document of the held-out part, by the hash of its name alone."""
+    """Return whether a document is of the held-out part, by the hash of its name alone."""
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < share * 2**32
 
 
@@ -387,7 +387,7 @@ def losses_of(
     rows = target.lm_head
     if head.vocab:
         rows = rows.rows(head.vocab.ids)
-    recipe = head_training.Recipe(
+    recipe = head_training.LossOptions(
         head.embedding or target.embedding, head.lm_head or rows, rows, config.recipe_steps
     )
     compute = head_training.unrolled_losses
@@ -515,7 +515,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     training.write_checkpoint(out, tensors, keys, info)
 
 
-class Method(NamedTuple):
+class TrainingParts(NamedTuple):
     """The parts of training that depend on the kind of head."""
 
     # of (config, target, examples)
@@ -523,7 +523,7 @@ class Method(NamedTuple):
     # of (config, target, head, examples, features), before training. Writes: the head
     prepare: Callable[..., None]
     losses_of: Callable[..., Callable]  # see `losses_of`
-    draft: Callable[..., Drafted]  # see acceptance.py
+    draft: Callable[..., DraftedChains]  # see acceptance.py
     save_head: Callable[[nn.Module, Any, dict], None]  # of (head, config, info)
 
 
@@ -622,12 +622,12 @@ class Ready(NamedTuple):
     head: nn.Module
     features: Features
     losses: Callable[..., tuple[Tensor, ...]]  # as from `losses_of`
-    method: Method
+    method: TrainingParts
 
 
-def eagle_method() -> Method:
+def eagle_method() -> TrainingParts:
     """Return the parts of training an EAGLE head."""
-    return Method(make_head, scale_first_layer, losses_of, chains, save_head)
+    return TrainingParts(make_head, scale_first_layer, losses_of, chains, save_head)
 
 
 def load_target(config: TrainOptions) -> Transformer:
@@ -636,7 +636,7 @@ def load_target(config: TrainOptions) -> Transformer:
     return load_model(Path(config.checkpoint), dtype, config.device)
 
 
-def ready(config: TrainOptions, method: Method | None = None) -> Ready:
+def ready(config: TrainOptions, method: TrainingParts | None = None) -> Ready:
     """Load the target and the data, and make the head. Writes: `config.out`.
 
     method: default: of an EAGLE head
@@ -719,13 +719,13 @@ class Steps:
             if not is_narrow(self.config):
                 features = features.float()  # a file may have kept them in bf16
             best = self.made.features.best(features, number)
-            found = torch.stack(self.made.losses((tokens, mask, features, best), step))
+            losses = torch.stack(self.made.losses((tokens, mask, features, best), step))
         head = self.made.head
-        training.update(head, self.optimizers, (found * self.weights).sum(), self.config.clip)
-        return found.detach()
+        training.update(head, self.optimizers, (losses * self.weights).sum(), self.config.clip)
+        return losses.detach()
 
 
-class Clock:
+class TimedSchedule:
     """The position in a schedule that goes by the time left, not by the steps done.
 
     The first step of a process does not advance it: that step compiles.
@@ -761,7 +761,7 @@ def best_row(curve: list[dict]) -> dict:
 
 
 def gave_up(curve: list[dict], patience: int) -> bool:
-    """Return true if the last `patience` evaluations had no higher tau than those before."""
+    """Return whether the last `patience` evaluations had no higher tau than those before."""
     since = len(curve) - 1 - curve.index(best_row(curve))
     stops = 0 < patience <= since
     if stops:
@@ -827,7 +827,7 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def crosses(before: float, after: float, unit: float) -> bool:
-    """Return true where a multiple of the unit is passed, or reached."""
+    """Return whether a multiple of the unit is passed, or reached."""
     return after // unit > before // unit
 
 
@@ -844,13 +844,13 @@ def train(
     head = made.head
     steps = Steps(config, made)
     info = {"config": asdict(config), "parameters": count_parameters(head), "curve": []}
-    place = training.Place(0, 0.0, [])
+    place = training.TrainingProgress(0, 0.0, [])
     if config.resume:
         place = training.load_state(state_file, head, steps.optimizers, config.device)
     done, position, info["curve"] = place
     best = BestHead(config)
     best.begin(made, info)
-    clock = Clock(config.steps, position, left_s) if left_s else None
+    clock = TimedSchedule(config.steps, position, left_s) if left_s else None
     ending_s = 0.0  # of the last evaluation, and as much for the sharpness
     feed = batches(made.examples, config, done)
     recent = []
@@ -877,7 +877,7 @@ def train(
             position = config.steps
             finish(made, best, info)
         elif crosses(before, position, config.eval_every / SAVES):
-            place = training.Place(done, position, info["curve"])
+            place = training.TrainingProgress(done, position, info["curve"])
             training.save_state(state_file, head, steps.optimizers, place)
         if evaluates:
             if ended or improved:
@@ -907,7 +907,7 @@ def run(
     options: type[TrainOptions],
     program: str,
     description: str,
-    method_of: Callable[[Any], Method] | None = None,
+    method_of: Callable[[Any], TrainingParts] | None = None,
 ) -> None:
     """Run the command line of a training program.
 

@@ -21,7 +21,7 @@ from model import ModelConfig
 
 
 def multiplies_bf16(device: str) -> bool:
-    """Return true for a GPU, and for a processor with products of bf16."""
+    """Return whether a device multiplies in bf16: a GPU, or a processor with such products."""
     own = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return own or not device.startswith("cpu")
 
@@ -124,7 +124,7 @@ def resume_file(out: Path, resume: bool) -> Path:
     return file
 
 
-class Place(NamedTuple):
+class TrainingProgress(NamedTuple):
     """The place of a run in its training."""
 
     step: int  # steps done
@@ -132,7 +132,9 @@ class Place(NamedTuple):
     curve: list[dict]
 
 
-def save_state(file: Path, module: torch.nn.Module, optimizers: list, place: Place) -> None:
+def save_state(
+    file: Path, module: torch.nn.Module, optimizers: list, place: TrainingProgress
+) -> None:
     """Save the state that a stopped run resumes from. Writes: `file`."""
     state = {
         "weights": module.state_dict(),
@@ -144,13 +146,15 @@ def save_state(file: Path, module: torch.nn.Module, optimizers: list, place: Pla
     replace_file(file, lambda path: torch.save(state, path))
 
 
-def load_state(file: Path, module: torch.nn.Module, optimizers: list, device: str) -> Place:
+def load_state(
+    file: Path, module: torch.nn.Module, optimizers: list, device: str
+) -> TrainingProgress:
     """Load a state of `save_state`. Writes: the module, the optimizers."""
     state = torch.load(file, map_location=device, weights_only=True)
     module.load_state_dict(state["weights"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(saved)
-    return Place(state["step"], state["position"], json.loads(state["curve"]))
+    return TrainingProgress(state["step"], state["position"], json.loads(state["curve"]))
 
 
 def shape_keys(c: ModelConfig) -> dict:

@@ -258,7 +258,7 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
         scores, (ranked - total).clamp(max=0).flatten(1), atol=2e-5, rtol=2e-6
     )
     values = -torch.rand(B, R).round(decimals=1)
-    level = Level(k, count, slot=spare, places=places, by_value=by_value)
+    level = Level(k, count, first_slot=spare, fixed_children=places, by_value=by_value)
     children = Children(*(x.view(B, R, k) for x in (tokens, scores)))
     got = ops.cuda.topk.grow_level(found, values, seen, level)
     assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))

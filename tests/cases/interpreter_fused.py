@@ -150,7 +150,7 @@ def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, capsys, layer,
     monkeypatch.setattr(sweep, "COUNTERS", 64)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     timer = sweep.Timer(Device(132, 232448, 90), "cpu")
-    shape = sweep.Shape("bf16", layer, N, 64)
+    shape = sweep.LayerShape("bf16", layer, N, 64)
     plan = ProductPlan(16, 64, 1, 3, 4)
     assert timer(shape, plan, 1) == timer(shape, plan, 1) == 2.0 and len(ran) == 2
     assert not timer.done.any()

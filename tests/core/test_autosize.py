@@ -373,7 +373,7 @@ def test_a_later_engine_starts_where_the_last_one_left_off(trees):
     rates = again.policy.lookup.rates
     assert rates.sum() > 0, "of the lookup beside the head"
     state = Session(again).state.drafter_state
-    assert torch.equal(state.found.outcomes[0], rates)
+    assert torch.equal(state.lookup_state.outcomes[0], rates)
     recalled = again.policy.sizer.known
     assert recalled.costs == pytest.approx([cost / known.costs[0] for cost in known.costs])
     assert recalled.miss == known.miss and max(recalled.seen) <= 8

@@ -256,7 +256,7 @@ def grown(shape, root, tokens, scores):
     graft = SimpleNamespace(tokens=0, branches=0, check_room=lambda size: None, add=add)
     children = lambda out, level: Children(tokens[level], scores[level])  # noqa: E731
     tree = grow(shape, root, children, run, graft)
-    return tree, pools[0], ran, tree.places
+    return tree, pools[0], ran, tree.ran_index
 
 
 def pool_size(depth, K):
@@ -499,10 +499,10 @@ def test_order_is_by_depth_then_path():
     assert [tree.ranks(d) for d in range(3)] == [3, 2, 4]
     # level 0 has 3 candidates, level 1 2 x 2: those of row 0, then of row 1; level 2 has 4
     made = tree.to("cpu")
-    assert [level.places.tolist() for level in made.plan[:2]] == [[[0, 1]], [[1]]]
-    shapes = [(level.k, level.begin, level.slot) for level in made.plan]
+    assert [level.fixed_children.tolist() for level in made.plan[:2]] == [[[0, 1]], [[1]]]
+    shapes = [(level.k, level.first_candidate, level.first_slot) for level in made.plan]
     assert shapes == [(3, 0, 0), (2, 3, 2), (4, 7, 3)]
-    assert made.plan[2].places is None and made.nodes.tolist() == [[0, 1, 2, 4, 5, 10]]
+    assert made.plan[2].fixed_children is None and made.nodes.tolist() == [[0, 1, 2, 4, 5, 10]]
 
 
 def test_chain():

@@ -134,8 +134,8 @@ def arrows() -> dict[str, set[str]]:
     # the modules of the tables that are imported by name
     found["hf.config"] |= {f"models.{row.module}" for row in ROWS}
     found["hf.gguf"] |= {f"models.{row.module}" for row in ROWS}
-    found["load"] |= {entry.module for entry in DRAFTERS.values()}
-    found["load"] |= {entry.extended for entry in DRAFTERS.values() if entry.extended}
+    found["load"] |= {spec.module for spec in DRAFTERS.values()}
+    found["load"] |= {spec.extended for spec in DRAFTERS.values() if spec.extended}
     return found
 
 
@@ -188,7 +188,7 @@ def test_arrows_point_down(arrows):
 
 def test_the_core_names_no_extra(arrows):
     """Floors keep extras out of what runs a cycle. Loading and the command may name these."""
-    table = {extra for entry in DRAFTERS.values() for extra in (entry.module, entry.extended)}
+    table = {extra for spec in DRAFTERS.values() for extra in (spec.module, spec.extended)}
     named = {
         (name, extra)
         for name in ("load", "generate")
@@ -212,6 +212,23 @@ def test_functions_are_short():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{name}.{node.name}"
+
+
+def test_check_is_said_of_what_raises_and_return_whether_of_what_answers():
+    """A docstring tells a function that returns a bool from one that raises."""
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            text = ast.get_docstring(node) or ""
+            returns = ast.unparse(node.returns) if node.returns else ""
+            raises = "Raises:" in text or any(isinstance(x, ast.Raise) for x in ast.walk(node))
+            if text.startswith("Check "):
+                assert returns != "bool" and (returns == "None" or raises), f"{name}.{node.name}"
+            if returns == "bool":
+                assert not text.startswith(("Whether ", "Return true ", "Tell ")), (
+                    f"{name}.{node.name}"
+                )
 
 
 def pages() -> list[Path]:

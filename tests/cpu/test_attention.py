@@ -261,7 +261,7 @@ def test_level_registration(count, places):
     args = level_inputs(count, torch.randperm(90)[:40], places)
     check_registration("grow_level", *args)
     logits, sharpness, ids, values, seen, places, k, count, slot, by_value = args
-    level = ops.tree.Level(k, count, slot=slot, places=places, by_value=by_value)
+    level = ops.tree.Level(k, count, first_slot=slot, fixed_children=places, by_value=by_value)
     children = ops.tree.Scores(logits, sharpness, ids).best(k, torch_backend.topk)
     want = torch_backend.expand(children, values, seen, level)
     got = torch.ops.gpt_eagle.grow_level(*args)

@@ -97,7 +97,7 @@ def test_cuts(top_k, top_p, spread):
 
 
 def within_rounding(z, ours, theirs, top_k, top_p) -> bool:
-    """Whether the two keep equal values, and differ only in tokens before which there is a mass of top_p."""
+    """Return whether the two keep equal values, and differ only in tokens before which there is a mass of top_p."""
     stays, stayed = ours.isfinite(), theirs.isfinite()
     ranked, index = z.double().sort(dim=-1, descending=True, stable=True)
     if top_k:

@@ -170,8 +170,8 @@ def test_wrong_levels():
     good = {
         "logits": z, "sharpness": 1.0, "ids": ids, "noise": noise, "level": 0,
         "temperature": torch.ones(2), "index": index, "values": values, "seen": seen,
-        "k": 3, "count": 2, "begin": 4, "slot": 0, "slots": 6,
-        "places": torch.tensor([[0, 5]]), "by_value": True,
+        "k": 3, "count": 2, "first_candidate": 4, "first_slot": 0, "slots": 6,
+        "fixed_children": torch.tensor([[0, 5]]), "by_value": True,
     }  # fmt: skip
     fields = (*Scores._fields, "index", "values", "seen", *Level._fields)
     schema = CPP.expand_frontier.default._schema
@@ -188,7 +188,7 @@ def test_wrong_levels():
         index=[index[:1], index[:, :1], index.int()],
         values=[values[:1], values[:, :1], values.double()],
         seen=[seen[:1], seen[:, :1], seen[..., :5], seen.int()],
-        places=[torch.tensor([row]) for row in ([0], [0, 6], [-1, 0], [0.0, 1.0])],
+        fixed_children=[torch.tensor([row]) for row in ([0], [0, 6], [-1, 0], [0.0, 1.0])],
         k=[0, -1, 6],
         count=[7, -1],
         slots=[7, -1],
@@ -255,7 +255,7 @@ def test_wrong_nodes():
     parents, ran = [torch.full((2, 3), -1), whole(3, 2, 2)], torch.tensor([[0, 1], [2, 0]])
     text, pos = whole(9, 2, 4), torch.tensor([1, 3])
     good = {
-        "tokens": tokens, "values": values, "parents": parents, "ran": [ran],
+        "tokens": tokens, "values": values, "parents": parents, "expanded": [ran],
         "nodes": torch.tensor([[0, 1, 2, 4]]), "count": 4, "text": text, "pos": pos,
     }  # fmt: skip
     assert len(CPP.select_nodes(*good.values())) == 7
@@ -266,7 +266,7 @@ def test_wrong_nodes():
         values=[values[:1], [values[0][:1], values[1]], [values[0], torch.zeros(2, 3)], [x.double() for x in values]],
         parents=[parents[:1], [parents[0], parents[1][:, :1]], [parents[0], parents[1] + 9],
                  [parents[0] - 1, parents[1]], [parents[0] + 2, parents[1]]],
-        ran=[[ran + 3], [ran - 2], [ran[:1]], [ran.int()]],
+        expanded=[[ran + 3], [ran - 2], [ran[:1]], [ran.int()]],
         nodes=[*(torch.tensor([row]) for row in ([0, 1, 2], [0, 1, 2, 5], [-1, 0, 1, 2], [0.0, 1, 2, 4])),
                torch.tensor([[0, 1, 2, 4]] * 3)],
         count=[5, -1, 6],

@@ -337,7 +337,7 @@ def test_grow_level(poisoned, by_value, V, k):
     children = ops.tree.Children(tokens.view(B, R, k), values.view(B, R, k))
     values = -torch.rand(B, R, device="cuda").round(decimals=1)
     got = operator(logits, 1.25, ids, values, seen, None, k, count, 3, by_value)
-    level = ops.tree.Level(k, count, slot=3, by_value=by_value)
+    level = ops.tree.Level(k, count, first_slot=3, by_value=by_value)
     assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
 
 

@@ -42,7 +42,7 @@ def test_the_other_kernels_agree_with_their_peers(on_cpu, monkeypatch):
     monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
     rows = []
     for form in ("attention", "topk"):
-        config = kernel_bench.BenchConfig(format=form, rows="1,7", lengths="20", rotate_mb=0)
+        config = kernel_bench.KernelsConfig(format=form, rows="1,7", lengths="20", rotate_mb=0)
         for name, M, make in kernel_bench.contests(config):
             contest = make()
             ours, *peers = ([call() for call in calls] for calls in contest.methods.values())
@@ -74,7 +74,7 @@ def test_matmuls_report_their_bytes_and_rows_that_depend_on_others(
     monkeypatch.setattr(kernel_bench, product, lambda x, w, _: rounded(x, w))
     monkeypatch.setattr(kernel_bench, "LAYERS", {"wo": (64, 512)})
     monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
-    config = kernel_bench.BenchConfig(format=form, rows="1,7", rotate_mb=0)
+    config = kernel_bench.KernelsConfig(format=form, rows="1,7", rotate_mb=0)
     rows = list(kernel_bench.measure(config, 1e12))
     methods = ["ours", "torch"] if form == "bf16" else ["ours"]
     assert [(row["M"], row["method"]) for row in rows] == [(M, m) for M in (1, 7) for m in methods]
@@ -93,7 +93,7 @@ def test_compaction_agrees_with_the_loop_or_is_wrong(on_cpu, monkeypatch):
         monkeypatch.setattr(kernel_bench, name, value)
     monkeypatch.setattr(kernel_bench.torch, "compile", lambda step, **_: step)
     monkeypatch.setattr(kernel_bench, "graph_times_s", lambda calls, replays: [len(calls) * 1e-6])
-    config = kernel_bench.BenchConfig(format="compact")
+    config = kernel_bench.KernelsConfig(format="compact")
     rows = list(kernel_bench.measure(config, 1e9))
     assert [(row["method"], row["read_bytes"]) for row in rows] == [
         (method, 2 * 2 * 2 * heads * 6 * 256) for heads in (1, 3) for method in ("ours", "torch")
@@ -122,7 +122,7 @@ def test_experts_agree_and_report_the_bytes_of_those_that_are_hit(on_cpu, monkey
     monkeypatch.setattr(kernel_bench, "EXPERT_LAYERS", {"w2": (64, 512)})
     monkeypatch.setattr(kernel_bench, "EXPERT_TOKENS", (1, 7))
     monkeypatch.setattr(kernel_bench, "graph_times_s", one_microsecond)
-    config = kernel_bench.BenchConfig(format="experts", rotate_mb=0)
+    config = kernel_bench.KernelsConfig(format="experts", rotate_mb=0)
     rows = list(kernel_bench.measure(config, 1e12))
     assert len(rows) == 2 * 3 and all(row["correct"] for row in rows)
     one = {

@@ -17,7 +17,7 @@ from eagle_draft import EagleHead, load_head
 from extras.stand_in import (
     SHAPES,
     InflatedFiles,
-    Shape,
+    LlamaShape,
     inflate_head,
     inflate_target,
 )
@@ -47,7 +47,7 @@ def pairs(short_demo) -> dict[str, tuple[Path, Path]]:
     return {"demo": short, "golden": GOLDEN_PAIR}
 
 
-def make_head(shape: Shape, dtype: torch.dtype, path: Path = HEAD, **options) -> InflatedFiles:
+def make_head(shape: LlamaShape, dtype: torch.dtype, path: Path = HEAD, **options) -> InflatedFiles:
     return inflate_head(path, EagleConfig.from_dir(path).model, shape, dtype, **options)
 
 
@@ -64,7 +64,7 @@ def small_pair(dtype: torch.dtype, pair: tuple[Path, Path]) -> Pair:
     return Pair(target, load_head(pair[1], target))
 
 
-def large_pair(shape: Shape, dtype: torch.dtype, pair: tuple[Path, Path]) -> Pair:
+def large_pair(shape: LlamaShape, dtype: torch.dtype, pair: tuple[Path, Path]) -> Pair:
     """Their stand-ins."""
     target = load_model(pair[0], dtype, source=inflate_target(pair[0], shape, dtype))
     return Pair(target, load_head(pair[1], target, source=make_head(shape, dtype, pair[1])))
@@ -92,7 +92,7 @@ def outputs(models: Pair, ids: Tensor, cached: bool = False) -> list[Tensor]:
 
 
 def both(
-    shape: Shape,
+    shape: LlamaShape,
     dtype: torch.dtype,
     pair: tuple[Path, Path],
     length: int = 48,
@@ -131,7 +131,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 ])  # fmt: skip
 def test_fp64_outputs_are_the_small_models(monkeypatch, pairs, sizes, pair):
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # norms and RoPE compute in fp32 otherwise
-    shape = Shape.parse(f"tiny-0.5b,ffn_dim=1600,vocab_size=4200,{sizes}")
+    shape = LlamaShape.parse(f"tiny-0.5b,ffn_dim=1600,vocab_size=4200,{sizes}")
     for small, large in both(shape, torch.float64, pairs[pair]):
         assert small.dtype == torch.float64
         assert relative(small, large) < 1e-12
@@ -156,7 +156,7 @@ BF16 = {  # sizes, models, tokens, whether the bits are equal
 def test_bf16_bit_for_bit_at_powers_of_four(pairs, name):
     """matmul_bf16.h and attention.cpp add a sum's terms in order, so that zeros between them change no bit."""
     sizes, pair, length, equal = BF16[name]
-    shape = Shape.parse(sizes)
+    shape = LlamaShape.parse(sizes)
     for small, large in both(shape, torch.bfloat16, pairs[pair], length, cached=True):
         assert torch.equal(small, large[..., : small.shape[-1]]) == equal
         assert relative(small, large) < 0.05
@@ -173,7 +173,7 @@ def codes(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
 def test_int4_outputs_are_the_int4_small_models(monkeypatch, pairs):
     """The whole model through plain int4, padding included."""
     monkeypatch.setattr(Tensor, "float", Tensor.double)
-    shape = Shape.parse(f"{DENSE},dim=512")
+    shape = LlamaShape.parse(f"{DENSE},dim=512")
     path, _ = pairs["demo"]
     found = []
     for files, head_files in (
@@ -202,7 +202,7 @@ def zero_share(weight: Tensor) -> float:
 
 
 def test_filler_is_dense():
-    shape, small = Shape.parse(EXACT), read_config(TARGET)
+    shape, small = LlamaShape.parse(EXACT), read_config(TARGET)
     files = inflate_target(TARGET, shape)
     live = (small.dim + 1) / shape.dim  # of a projection's columns
     real = {i * shape.n_layers // small.n_layers for i in range(small.n_layers)}
@@ -269,7 +269,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("text", "says"), MISTAKES)
 def test_a_shape_that_cannot_be_is_refused(text, says):
     with pytest.raises(ValueError, match=says):
-        shape = Shape.parse(text)
+        shape = LlamaShape.parse(text)
         inflate_target(TARGET, shape)
         make_head(shape, torch.bfloat16)
 
@@ -283,7 +283,7 @@ def test_a_model_that_cannot_be_inflated_is_refused(tmp_path, change, says):
     copy = shutil.copytree(GOLDEN_PAIR[0], tmp_path / "copy")
     raw = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(raw | change))
-    shape = Shape.parse("tiny-0.5b")
+    shape = LlamaShape.parse("tiny-0.5b")
     with pytest.raises(ValueError, match=says):
         inflate_target(copy, shape).read("model.layers.0.mlp.gate_proj.weight")
     with pytest.raises(ValueError, match="target_mixtral is a mixture of experts, and only dense"):

@@ -22,7 +22,7 @@ from extras.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa:
 from generate import load  # noqa: E402
 from options import DEMO  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
-from server.parameters import NEUTRAL, SERVED, WITHOUT_EFFECT, Reader, ServeConfig  # noqa: E402
+from server.parameters import NEUTRAL, SERVED, WITHOUT_EFFECT, RequestReader, ServeConfig  # noqa: E402
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]
 {%- if m.name is defined %} ({{ m.name }}){% endif %}
@@ -48,9 +48,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reader(folder) -> Reader:
+def reader(folder) -> RequestReader:
     config = ServeConfig(checkpoint=str(folder), device="cpu", chat="", draft="none", batch_size=1)
-    return Reader(load(config), config, "demo")
+    return RequestReader(load(config), config, "demo")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_variables_of_templates(reader, rendered):
 
 def test_a_fixed_template_has_no_variables(tmp_path):
     config = ServeConfig(checkpoint=DEMO, device="cpu", chat="vicuna", draft="none", batch_size=1)
-    reader = Reader(load(config), config, "demo")
+    reader = RequestReader(load(config), config, "demo")
     said = "the chat template vicuna knows no enable_thinking; leave that out"
     assert refused(reader, chat_template_kwargs={"enable_thinking": False}) == said
     assert "knows no reasoning_effort" in refused(reader, reasoning_effort="low")

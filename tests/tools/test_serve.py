@@ -491,7 +491,7 @@ def test_what_is_not_http_gets_json(running):
 
 
 def test_without_a_template_a_chat_is_refused(running):
-    reader = serve.Reader(
+    reader = serve.RequestReader(
         replace(running.engine, config=replace(running.engine.config, chat=None)),
         running.server.config,
         "demo",

@@ -328,7 +328,7 @@ def test_a_template_without_tools_is_named(running):
     template = CHAT_TEMPLATES["vicuna"]
     config = replace(running.engine.config, chat="vicuna")
     engine = replace(running.engine, template=template, config=config)
-    reader = serve.Reader(engine, replace(running.server.config, chat="vicuna"), "demo")
+    reader = serve.RequestReader(engine, replace(running.server.config, chat="vicuna"), "demo")
     conversation = [*ASKED, {"role": "assistant", "tool_calls": [CALLED]}, TOLD]
     for body in ({"messages": ASKED, "tools": TOOLS}, {"messages": conversation}):
         with pytest.raises(serve.Refusal, match="chat template vicuna knows no tools") as refused:

@@ -24,7 +24,7 @@ from hf.tokenizer import Tokenizer
 from options import DEMO
 from scripts.train import train_block, train_eagle, training
 from scripts.train.acceptance import Chains, evaluate
-from scripts.train.losses import Recipe, unrolled_losses
+from scripts.train.losses import LossOptions, unrolled_losses
 from scripts.train.train_eagle import Dialogue, TrainConfig, to_example
 
 
@@ -36,7 +36,7 @@ def official_losses(head):
         tokens, mask = torch.tensor([ids]), torch.tensor([raw])
         features = target(tokens, torch.arange(len(ids))[None])
         n = mask[:, :-1].sum()
-        recipe = Recipe(target.embedding, target.lm_head, target.lm_head, 1)
+        recipe = LossOptions(target.embedding, target.lm_head, target.lm_head, 1)
         e, r = unrolled_losses(head, target, (tokens, mask, features, None), recipe, 0.0)
         regression, entropy, count = regression + r * n, entropy + e * n, count + n
     return regression / count, entropy / count

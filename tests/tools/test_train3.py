@@ -28,7 +28,7 @@ from scripts.train.feature_cache import best_tokens
 from scripts.train.losses import (
     DECAY,
     STEPS,
-    Recipe,
+    LossOptions,
     default_aux_layers,
     frequent_tokens,
     unrolled_losses,
@@ -90,7 +90,7 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
     drafted, three, far = head.vocab.ids.tolist(), version == 3, [0.0] * UNROLLED
     lm_head = head.lm_head or target.lm_head.rows(head.vocab.ids)
     rows = target.lm_head.rows(head.vocab.ids)
-    recipe = Recipe(target.embedding, lm_head, rows, UNROLLED)
+    recipe = LossOptions(target.embedding, lm_head, rows, UNROLLED)
     best = best_tokens(target, features) if three else None
     losses = unrolled_losses(head, target, (tokens, mask, features, best), recipe, 0)
     expected, counts = [0.0] * UNROLLED, [0] * UNROLLED
