@@ -42,7 +42,7 @@ class Linear(nn.Module):
         self.experts = experts
         self.fp32_out = fp32_out
         shape = (experts, out_features, in_features) if experts else (out_features, in_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=device))
+        self.weight = nn.Parameter(torch.empty(*shape, device=device))
         self.bias = nn.Parameter(torch.empty(shape[:-1], device=device)) if bias else None
         self.packed: tuple[weights.Part, ...] = ()  # the parts of the weight in place of `weight`
         for name in ("data", "table", "scale"):  # of `Weight`
