@@ -152,24 +152,6 @@ def _tail_start(seen, start, KEYS: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def _of_sequence(first_ptr, tokens):
-    """Return the pointer to a sequence's first places, or None. tokens: of earlier sequences"""
-    if first_ptr is None:
-        return None
-    else:
-        return first_ptr + tokens
-
-
-@triton.jit
-def _load_first(first_ptr, t):
-    """Load the first place of its path that each row sees: [R] int32, or None."""
-    if first_ptr is None:
-        return None
-    else:
-        return tl.load(first_ptr + t).to(tl.int32)
-
-
-@triton.jit
 def _visible(mask_ptr, t, w, W, mask_t, mask_w):
     """Return the slots of a block that each row sees: [ROWS, KEYS] bool.
 
@@ -218,8 +200,9 @@ def _attend(
     shared = start // KEYS * KEYS  # all rows see the blocks below
     if TAIL:
         shared = _tail_start(start + 1, start, KEYS, TAIL)
-    low = _load_first(first_ptr, t)  # a row's first place
-    if low is not None:
+    low = first_ptr  # a row's first place, or None
+    if first_ptr is not None:
+        low = tl.load(first_ptr + t).to(tl.int32)
         first = tl.maximum(first, tl.min(low, 0) // KEYS * KEYS)
     shared = tl.minimum(tl.maximum(shared, first), last)
     end = tl.full((q.shape[0],), 0, tl.int32)  # where each row's tail begins
@@ -259,7 +242,7 @@ def _attend(
 
 @triton.jit
 def _attend_tails(
-    q, k_ptr, v_ptr, column, mask_ptr, low, live, start, W, mask_w, SCALE: tl.constexpr,
+    q, k_ptr, v_ptr, column, mask_ptr, first_ptr, u, live, start, W, mask_w, SCALE: tl.constexpr,
     E: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Attend from rows to their tails, each along its path.
@@ -268,11 +251,14 @@ def _attend_tails(
 
     q: [R, WIDTH] fp32; k, v: pointers to slot 0 of the key head; mask: [R, 1] pointers
     column: [WIDTH] bool, False for padding; live: [R] bool, False beyond the last row
-    low: [R] int32, the first place of its path that each row sees, or None: 0
+    first: of each token the first place of its path that it sees, or None: 0; u: [R] int32, tokens
     Returns: maximum and weight, [R] fp32, and total, [R, WIDTH] fp32, as in `_add`.
     """
     e = tl.arange(0, q.shape[1])
     w = tl.arange(0, WINDOW)[None, :]
+    low = first_ptr
+    if first_ptr is not None:
+        low = tl.load(first_ptr + u).to(tl.int32)
     seen = tl.load(mask_ptr + w * mask_w, mask=live[:, None] & (w < W), other=0).to(tl.int32)
     path = tl.cumsum(seen, 1)
     end = start + tl.sum(seen, 1)
@@ -394,7 +380,8 @@ def prompt_kernel(
     column = (e < E) | (WIDTH == E)
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, _, _, cells, real = _rows(own, tl.program_id(1) % KV_HEADS, T, column, H, KV_HEADS, E)
-    first_ptr = _of_sequence(first_ptr, b * T)
+    if first_ptr is not None:
+        first_ptr += b * T
     q = tl.load(q_ptr + before + cells, mask=real, other=0.0)
     _, weight, total = _attend(
         q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, first_ptr, t,
@@ -458,13 +445,14 @@ def attention_kernel(
     """
     b = tl.program_id(1) // KV_HEADS
     start = tl.load(start_ptr + b).to(tl.int32)
-    e = tl.arange(0, WIDTH)
-    column = (e < E) | (WIDTH == E)
+    column = (tl.arange(0, WIDTH) < E) | (WIDTH == E)
     head = tl.program_id(1) % KV_HEADS
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, live, spots, cells, real = _rows(own, head, T, column, H, KV_HEADS, E)
-    first_ptr = _of_sequence(first_ptr, b * T)
-    low = _load_first(first_ptr, t)
+    low = first_ptr  # the first place of its path that each row sees, or None
+    if first_ptr is not None:
+        first_ptr += b * T
+        low = tl.load(first_ptr + t).to(tl.int32)
     part, most, first, last, unread, used, blocks = _part(
         start, T * H // KV_HEADS, W, low, CHUNK, SPLITS, ROWS, KEYS, TAIL, TAIL_ROWS
     )
@@ -479,29 +467,28 @@ def attention_kernel(
     size = (tl.num_programs(1) // KV_HEADS * T * H).to(tl.int64)  # rows of a part
     if part == 0:
         few = tl.program_id(0) * ROWS + tl.program_id(2) * TAIL_ROWS + tl.arange(0, TAIL_ROWS)
-        u, some, few_spots, few_cells, there = _rows(few, head, T, column, H, KV_HEADS, E)
-        x = tl.load(q_ptr + few_cells, mask=there, other=0.0).to(tl.float32)
+        u, some, spot, cell, there = _rows(few, head, T, column, H, KV_HEADS, E)
+        x = tl.load(q_ptr + cell, mask=there, other=0.0).to(tl.float32)
         high, share, sums = _attend_tails(
-            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t,
-            _load_first(first_ptr, u), some, start, W, mask_w, SCALE, E, KEYS, WINDOW, TAIL,
+            x, k_ptr + base, v_ptr + base, column, mask_ptr + u[:, None] * mask_t, first_ptr, u,
+            some, start, W, mask_w, SCALE, E, KEYS, WINDOW, TAIL,
         )  # fmt: skip
-        mine = parts_ptr + few_cells
-        _write(mine, stats_ptr + few_spots, most * size, high, share, sums, some, there)
+        _write(parts_ptr + cell, stats_ptr + spot, most * size, high, share, sums, some, there)
     else:
         q = tl.load(q_ptr + cells, mask=real, other=0.0)
         top, weight, total = _attend(
             q, k_ptr + base, v_ptr + base, column, mask_ptr, first_ptr, t, start, W, first, last,
             mask_t, mask_w, SCALE, E, KEYS, STAGES, WINDOW, TAIL,
         )  # fmt: skip
-        ours = parts_ptr + part * size * E + cells
         stat = stats_ptr + part * size + spots
+        ours = parts_ptr + part * size * E + cells
         _write(ours, stat, most * size, top, weight, total, live, real)
     if is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), blocks):
         weights, totals = _combine(
             parts_ptr + cells, stats_ptr + spots, size, unread, 1 + used, most, live, real, E
         )
-        y = totals / weights[:, None]
-        tl.store(y_ptr + before * E + cells, y.to(y_ptr.dtype.element_ty), mask=real)
+        y = (totals / weights[:, None]).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + before * E + cells, y, mask=real)
 
 
 # ------------------------------------------------------------------------------------------- launch
