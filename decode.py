@@ -32,7 +32,7 @@ from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
 from observer import REPORT, Observer
-from ops.backends import choose
+from ops.backends import choose, use_backend
 from ops.library import PLAIN
 from ops.tree import Accepted
 from options import GenerateConfig
@@ -179,8 +179,8 @@ def build_cycles(engine: Engine) -> Engine:
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
     cuda = engine.option("device").startswith("cuda")
-    backend = choose(engine.device, PLAIN)
-    engine.target.backend = backend
+    backend = choose(engine.device, PLAIN, engine.target.norm.weight.dtype)
+    use_backend(engine.target, backend)
     for preset in engine.presets:
         preset.use(backend)
     fuses = compiles is True and not cuda

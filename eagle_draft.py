@@ -40,6 +40,7 @@ from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
+from ops.backends import TORCH, Backend, use_backend
 from ops.cpu.layers import FusedHead, fits
 from ops.library import is_plain
 from ops.tree import Frontier
@@ -72,6 +73,7 @@ class EagleHead(nn.Module):
     aux_layers: tuple[int, ...] = ()  # see `Drafter`
     fused: FusedHead | None = None  # runs in place of `forward`, on a CPU
     fused_layers: FusedLayers | None = None  # runs in place of `layers`, on CUDA
+    backend: Backend = TORCH  # as the target's, unless it is trained
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -219,6 +221,7 @@ def load_head(
     if head.embedding is not None and is_same_embedding(head.embedding, target):
         head.embedding = None  # one copy is enough
     print_notes(files, config)
+    use_backend(head, target.backend)
     return head.eval()
 
 

@@ -41,7 +41,7 @@ class ProjectRotate(Step):
         if self.head_norm:
             norms = (layer.q_norm.gain, layer.k_norm.gain, self.head_norm.eps)
         rope = rows.ropes[self.rotate.rope]
-        q = epilogues.rotary_cache(qkv, rope, *rows.kv, rows.windows[0].slots, norms)
+        q = epilogues.rotary_cache(qkv, rope, *rows.kv, rows.windows[0].slots, norms, layer.backend)
         return rows.put("h", q)
 
 
@@ -53,7 +53,7 @@ class ProjectGate(Step):
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         both = getattr(layer, self.project.name).forward_lazy(rows.h)
-        return rows.put("h", epilogues.swiglu(both))
+        return rows.put("h", epilogues.swiglu(both, layer.backend))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class AddNorm(Step):
             delta = getattr(layer, self.project.name).forward_lazy(delta)
         reader = getattr(layer, self.reader) if self.reader else None
         norm = getattr(layer, self.norm.name)
-        stream, h = epilogues.add_norm(rows.stream, delta, norm.gain, norm.eps, reader)
+        operands = (norm.gain, norm.eps, reader, layer.backend)
+        stream, h = epilogues.add_norm(rows.stream, delta, *operands)
         return replace_fields(rows, stream=stream, h=h)
 
 
@@ -95,7 +96,8 @@ class FirstNorm(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         norm = getattr(layer, self.norm.name)
         reader = getattr(layer, self.reader)
-        _, h = epilogues.add_norm(rows.stream, None, norm.gain, norm.eps, reader)
+        operands = (norm.gain, norm.eps, reader, layer.backend)
+        _, h = epilogues.add_norm(rows.stream, None, *operands)
         return rows.put("h", h)
 
 
@@ -153,6 +155,7 @@ class Segment(nn.Module):
     def __init__(self, layer: nn.Module, next_step: Step, owner: nn.Module):
         """next_step: the first behind the layer; owner: holds its weight"""
         super().__init__()
+        self.backend = layer.backend
         for name, module in layer.named_children():
             self.add_module(name, module)
         steps = list(layer.steps)

@@ -30,7 +30,6 @@ from kv_cache import KVCache, Window, sliding
 from linear import Linear
 from ops.backends import TORCH, Backend
 from ops.library import is_plain
-from ops.rotary import rope_angles
 from runtime import replace_fields
 from steps import (
     Add,
@@ -248,6 +247,8 @@ def _yarn_bounds(rope: Rope, scaling: dict) -> tuple[float, float]:
 class RotaryEmbeddings(nn.Module):
     """The wavelengths of a model's rotary embeddings. They are computed, and in no file."""
 
+    backend: Backend = TORCH
+
     def __init__(self, ropes: Sequence[Rope], device: torch.device | str = "cpu"):
         super().__init__()
         self.factors = [rope.factor for rope in ropes]
@@ -256,12 +257,15 @@ class RotaryEmbeddings(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """Return cosines and sines for every embedding, [B, T, 1, E] each. positions: [B, T]"""
+        angles = self.backend.rope_angles
         freqs = self.buffers()
-        return tuple(rope_angles(freq, positions, by) for freq, by in zip(freqs, self.factors))
+        return tuple(angles(freq, positions, by) for freq, by in zip(freqs, self.factors))
 
 
 class Layer(nn.Module):
     """The weights of one layer, and its steps."""
+
+    backend: Backend = TORCH  # as the model's
 
     def __init__(self, steps: Sequence[Step]):
         super().__init__()
@@ -320,7 +324,7 @@ class Transformer(nn.Module):
 
     fused: FusedModel | None = None  # runs passes over a cache, on a CPU
     fused_layers: FusedLayers | None = None  # runs in place of `layers`, on CUDA
-    backend: Backend = TORCH  # chosen while loading (`decode.build_cycles`)
+    backend: Backend = TORCH  # chosen while loading
 
     def __init__(self, config: ModelConfig):
         super().__init__()

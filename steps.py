@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from kv_cache import Window
 from linear import Linear
 from ops.attention import tree_attention
+from ops.backends import TORCH, Backend
 from ops.experts import route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
-from ops.norm import gain_of, geglu, rms_norm, swiglu
-from ops.rotary import rotary, rotary_cache
 from runtime import replace_fields
 
 # of `Rows`, by their numbers in C++
@@ -83,7 +82,10 @@ class Step:
         return ()
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        """Run the step with PyTorch. layer: holds the weights. Writes: at most the cache."""
+        """Run the step with PyTorch. Writes: at most the cache.
+
+        layer: holds the weights, and a backend
+        """
         raise NotImplementedError
 
     def for_cpp(self, layer: nn.Module) -> CppStep | None:
@@ -111,6 +113,8 @@ def run_steps(steps: Iterable[Step], layer: nn.Module, rows: Rows) -> Rows:
 class RMSNorm(nn.Module):
     """The weight of a root-mean-square norm."""
 
+    backend: Backend = TORCH
+
     def __init__(self, dim: int, eps: float, plus_one: bool = False):
         """plus_one: the weight counts from one, as Gemma's files have it."""
         super().__init__()
@@ -120,11 +124,11 @@ class RMSNorm(nn.Module):
 
     @property
     def gain(self) -> Tensor:
-        """The factors of a normed row, [F]."""
-        return gain_of(self.weight, self.plus_one)
+        """The factors of a normed row, [F]; those that count from one are exact in fp32."""
+        return 1 + self.weight.float() if self.plus_one else self.weight
 
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., F]
-        return rms_norm(x, self.weight, self.eps, self.plus_one)
+        return self.backend.rms_norm(x, self.gain, self.eps)
 
 
 @dataclass(frozen=True)
@@ -266,9 +270,11 @@ class Rotate(Step):
         qkv = rows.h.unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
         rope = rows.ropes[self.rope]
         if rows.windows is not None:
-            q = rotary_cache(qkv, rope, *rows.kv, rows.windows[0].slots)  # [B, T, H, E]
+            slots = rows.windows[0].slots
+            q = layer.backend.rotary_cache(qkv, rope, *rows.kv, slots)  # [B, T, H, E]
             return rows.put("h", q)
-        q, k = rotary(qkv, rope, self.heads, self.kv_heads)  # [B, T, H, E], [B, T, Hkv, E]
+        # [B, T, H, E], [B, T, Hkv, E]
+        q, k = layer.backend.rotary(qkv, rope, self.heads, self.kv_heads)
         v = qkv[:, :, -self.kv_heads :]
         return replace_fields(rows, h=q, kv=(k.transpose(1, 2), v.transpose(1, 2)))
 
@@ -330,7 +336,8 @@ class Gate(Step):
     activation: str = "silu"  # or gelu_tanh
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        gate = swiglu if self.activation == "silu" else geglu
+        backend = layer.backend
+        gate = backend.swiglu if self.activation == "silu" else backend.geglu
         return rows.put("h", gate(rows.h))
 
     def for_cpp(self, layer: nn.Module) -> CppStep:

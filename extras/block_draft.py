@@ -34,6 +34,7 @@ from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import RotaryEmbeddings, Transformer, windows_of
+from ops.backends import use_backend
 from ops.tree import Children, Frontier, Scores
 from options import GenerateConfig
 from runtime import replace_fields
@@ -243,6 +244,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     head.ropes = RotaryEmbeddings(config.model.ropes, weight.device)
     if head.embedding is None or is_same_embedding(head.embedding, target):
         head.embedding = target.embedding  # one copy is enough
+    use_backend(head, target.backend)
     return head.eval()
 
 

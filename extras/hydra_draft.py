@@ -33,6 +33,7 @@ from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
+from ops.backends import use_backend
 from ops.tree import Frontier
 from options import GenerateConfig
 from runtime import replace_fields
@@ -173,6 +174,7 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
     load_weights(heads, files, hydra_names(config), storage, is_unused)
     if config.prefix:
         heads.ropes = RotaryEmbeddings(config.prefix.ropes, weight.device)
+    use_backend(heads, target.backend)
     return heads.eval()
 
 

@@ -35,7 +35,6 @@ from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer
-from ops.backends import Backend
 from ops.tree import Frontier
 from options import GenerateConfig
 from runtime import replace_fields
@@ -92,11 +91,6 @@ class ModelDrafter(TreeDrafter):
         return DraftMethod(
             (RootOnly(), self), self.resolved_options(), PresetPolicy(reach=self.reach)
         )
-
-    def use(self, backend: Backend) -> None:
-        """Run the functions of a backend, in the model, too. Writes: `backend` of both."""
-        super().use(backend)
-        self.model.backend = backend
 
     def fuse(self, enable: bool) -> None:
         """Run each pass of the model in one C++ call, where that is supported."""

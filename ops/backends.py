@@ -1,12 +1,12 @@
-"""A backend: the functions of a decode cycle as one device runs them, chosen once, while loading.
+"""A backend: the functions of decoding as one device runs them, chosen once, while loading.
 
 Three modules have the same functions: torch_backend.py in plain PyTorch, which says what each of
 them computes and serves every device; cpu/backend.py in C++; cuda/backend.py in Triton. `choose`
 takes each function from the device's module where that has it, else from PyTorch's. The result is
-an attribute of the target (`Transformer.backend`) and of its drafters, so that no call asks which
-code runs.
-Not here: the operators that model.py calls (linear.py, norm.py, attention.py and others beside
-this file); whole passes in C++ (cpu/layers.py).
+an attribute of the modules of a model (`use_backend`) and of drafters, so that no call asks which
+code runs. What is made to be trained keeps `TORCH`, as the others have no gradients.
+Not here: products and attention (linear.py, weight.py, experts.py and attention.py beside this
+file), which still ask; whole passes in C++ (cpu/layers.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,23 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from ops import torch_backend
 from ops.library import has_cpu_operators, has_triton
 
 
-def of(*families: str) -> Any:
-    """Declare a function of a backend. families: `GPT_EAGLE_PLAIN` takes it from PyTorch by one."""
-    return field(metadata={"families": families})
+def of(*families: str, cpp: tuple[torch.dtype, ...] = ()) -> Any:
+    """Declare a function of a backend.
+
+    families: `GPT_EAGLE_PLAIN` takes it from PyTorch by one
+    cpp: dtypes of models that C++ serves; (): all
+    """
+    return field(metadata={"families": families, "cpp": cpp})
+
+
+BF16 = (torch.bfloat16,)
+WIDENED = (torch.bfloat16, torch.float32)  # whose rows are fp32
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,14 @@ class Backend:
     place_tokens: Callable = of("tree")
     causal: Callable = of("tree")
     compact: Callable = of("compact")
+    # the model
+    rms_norm: Callable = of("norm", cpp=BF16)
+    add_norm: Callable = of("norm", cpp=BF16)
+    swiglu: Callable = of("norm", cpp=WIDENED)
+    geglu: Callable = of("norm", cpp=WIDENED)
+    rope_angles: Callable = of("rotary")
+    rotary: Callable = of("rotary", cpp=WIDENED)
+    rotary_cache: Callable = of("rotary", cpp=WIDENED)
     # of the drafters in extras/, whose own plain versions run where there is None
     keep_rows: Callable | None = of("tree")
     ngram_match: Callable | None = of("tree")
@@ -54,21 +71,32 @@ class Backend:
     add_chains: Callable | None = of("tree")
 
 
-def choose(device: torch.device, plain: Iterable[str] = ()) -> Backend:
+def choose(
+    device: torch.device, plain: Iterable[str] = (), dtype: torch.dtype = torch.bfloat16
+) -> Backend:
     """Choose the functions for a device. Builds the C++ operators, if they are to be built.
 
     plain: families of which PyTorch's own run (ops/switches.py)
+    dtype: of the model's weights that are not quantized
     """
     own = _module_of(device)
     replaced = set(plain)
     functions = {}
     for f in fields(Backend):
         fallback = getattr(torch_backend, f.name, None)
-        if replaced.isdisjoint(f.metadata["families"]):
+        served = device.type != "cpu" or dtype in (f.metadata["cpp"] or (dtype,))
+        if served and replaced.isdisjoint(f.metadata["families"]):
             functions[f.name] = getattr(own, f.name, fallback)
         else:
             functions[f.name] = fallback
     return Backend(**functions)
+
+
+def use_backend(module: nn.Module, backend: Backend) -> None:
+    """Let a model run a backend's functions. Writes: `backend` of its modules that have one."""
+    for each in module.modules():
+        if hasattr(each, "backend"):
+            each.backend = backend
 
 
 def _module_of(device: torch.device) -> ModuleType:

@@ -2,7 +2,7 @@
 
 1. A layer returns a product that is not computed yet (`LazyMatmul`); the function that takes it
    computes it: `rotary_cache`, `add`, `add_norm`, `swiglu`. Elsewhere and of tensors these are
-   those of norm.py and rotary.py.
+   the backend's.
 2. An RMSNorm costs no launch: `add_norm` writes its sum times the norm's weight, and sums of
    squares (`UnnormalizedRows`). A product commutes with the division of a row by its root mean
    square, so the next product divides its own result.
@@ -21,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import ops.norm
-import ops.rotary
+from ops import torch_backend
+from ops.backends import Backend
 from ops.library import cuda_products, is_plain, lib, needs_gradients
 from ops.linear import has_cuda_product
-from ops.norm import PART
-from ops.rotary import HeadNorms
+from ops.torch_backend import PART, HeadNorms
 
 lib.define(
     "add_unscaled(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
@@ -94,14 +93,14 @@ def can_normalize_later(layer: torch.nn.Module | None, x: Tensor) -> bool:
 
 
 def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:
-    """Add a layer's output to the residual stream: `ops.norm.add`, a product, or nothing.
+    """Add a layer's output to the residual stream: a tensor, a product, or nothing.
 
     x: [..., N], or a bias, [N]
     """
     if isinstance(delta, LazyMatmul):
         total, *_ = torch.ops.gpt_eagle.add_product(*delta.operands(), x, None, 0.0)
         return total
-    return x if delta is None else ops.norm.add(x, delta)
+    return x if delta is None else torch_backend.add(x, delta)
 
 
 def add_norm(
@@ -110,6 +109,7 @@ def add_norm(
     weight: Tensor,
     eps: float,
     reader: torch.nn.Module | None,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor | UnnormalizedRows]:
     """Compute `add` and the RMSNorm of its result, as the linear layer `reader` takes it.
 
@@ -123,16 +123,16 @@ def add_norm(
             total, *norm = torch.ops.gpt_eagle.add_unscaled(x, delta, weight, eps)
         return x if delta is None else total, UnnormalizedRows(*norm)
     if isinstance(delta, Tensor):
-        return ops.norm.add_norm(x, delta, weight, eps)
+        return backend.add_norm(x, delta, weight, eps)
     x = add(x, delta)
-    return x, ops.norm.rms_norm(x, weight, eps)
+    return x, backend.rms_norm(x, weight, eps)
 
 
-def swiglu(y: Tensor | LazyMatmul) -> Tensor:
-    """Compute `ops.norm.swiglu` of outputs or of a product: [..., N / 2]."""
+def swiglu(y: Tensor | LazyMatmul, backend: Backend) -> Tensor:
+    """Compute the backend's `swiglu` of outputs or of a product: [..., N / 2]."""
     if isinstance(y, LazyMatmul):
         return torch.ops.gpt_eagle.gated_product(*y)
-    return ops.norm.swiglu(y)
+    return backend.swiglu(y)
 
 
 def rotary_cache(
@@ -142,8 +142,9 @@ def rotary_cache(
     v: Tensor,
     slots: Tensor,
     norms: HeadNorms | None,
+    backend: Backend,
 ) -> Tensor:
-    """Compute `ops.rotary.rotary_cache` of outputs, [B, T, N], or of a product.
+    """Compute the backend's `rotary_cache` of outputs, [B, T, N], or of a product.
 
     Writes: k, v at the slots. Returns: the queries, [B, T, H, E].
     """
@@ -151,7 +152,7 @@ def rotary_cache(
         given = norms or (None, None, 0.0)
         return torch.ops.gpt_eagle.rotary_product(*qkv, *rope, k, v, slots, *given)
     qkv = qkv.unflatten(-1, (-1, k.shape[3]))  # [B, T, H + 2 Hkv, E]
-    return ops.rotary.rotary_cache(qkv, rope, k, v, slots, norms)
+    return backend.rotary_cache(qkv, rope, k, v, slots, norms)
 
 
 # -------------------------------------------------------------------------------------- references
@@ -175,7 +176,7 @@ def add_norm_reference(
 
 def swiglu_reference(y: Tensor, x: UnnormalizedRows) -> Tensor:
     """Compute `swiglu` plainly from the product of x.values in fp32, y: [..., N]."""
-    return ops.norm.swiglu(y / x.rms()).to(x.values.dtype)
+    return torch_backend.swiglu(y / x.rms()).to(x.values.dtype)
 
 
 def rotary_cache_reference(
@@ -189,7 +190,7 @@ def rotary_cache_reference(
 ) -> Tensor:
     """Compute `rotary_cache` plainly from the product of x.values in fp32, y: [B, T, N]."""
     qkv = (y / x.rms()).to(k.dtype).unflatten(-1, (-1, k.shape[3]))
-    return ops.rotary.rotary_cache_plainly(qkv, rope, k, v, slots, norms)
+    return torch_backend.rotary_cache(qkv, rope, k, v, slots, norms)
 
 
 # -------------------------------------------------------------------------------------------- CUDA

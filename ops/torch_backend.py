@@ -1,4 +1,4 @@
-"""The functions of a backend (ops/backends.py) in plain PyTorch: what a decode cycle computes.
+"""The functions of a backend (ops/backends.py) in plain PyTorch: what decoding computes.
 
 They run with --plain, without a C++ compiler and without Triton, and the other backends are tested
 against them, most of them bit for bit. All have fixed shapes, so that torch.compile fuses them with
@@ -6,6 +6,7 @@ the operations around them.
 1. Scores: noise, cuts, the best tokens.
 2. The tree: the next level, the nodes, acceptance.
 3. The cycle: decided tokens, slots and positions, moves in the cache.
+4. The model: norms, gates, RoPE.
 Not here: the lookups of extras/, whose plain versions stand there.
 """
 
@@ -487,3 +488,130 @@ def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tenso
     source = start[:, None] + path
     for buffer in buffers:
         buffer[batch, :, target] = buffer[batch, :, source]  # [B, D+1, Hkv, E]
+
+
+# --------------------------------------------------------------------------------------- the model
+
+# features whose squares are added first, where a norm's division waits (ops/epilogues.py)
+PART = 64
+# the norms of every query head and every key head: weights, [E] each, and epsilon
+HeadNorms = tuple[Tensor, Tensor, float]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide every row by its root mean square, with fp32 statistics. Source: arXiv 1910.07467.
+
+    x: [..., F], in the weight's dtype or fp32; weight: [F]
+    Returns: [..., F] in x's dtype.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return ((wide * scale).to(x.dtype) * weight).to(x.dtype)
+
+
+def add(x: Tensor, delta: Tensor) -> Tensor:
+    """Add a layer's output to the residual stream, [..., F] both."""
+    return (x + delta).to(x.dtype)
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute `add` and the `rms_norm` of its result; weight: [F]. Returns: both, [..., F] each."""
+    x = add(x, delta)
+    return x, rms_norm(x, weight, eps)
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """Multiply the SiLU of the first half of every row by the second half.
+
+    y: [..., 2 F]. Returns: [..., F]. Source: arXiv 2002.05202.
+    """
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def geglu(y: Tensor) -> Tensor:
+    """Multiply the GELU of the first half of every row, by its tanh form, by the second half.
+
+    y: [..., 2 F]. Returns: [..., F]. Sources: arXiv 2002.05202, 1606.08415.
+    """
+    gate, up = y.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def rope_angles(freq: Tensor, positions: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines for `rotate`, times a factor.
+
+    freq: [E/2] fp32; positions: [B, T] int64
+    Returns: two [B, T, 1, E] fp32.
+    """
+    angles = positions[..., None].float() * freq  # [B, T, E/2]
+    angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, T, 1, E]
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE by half-rotation, in fp32. x: [B, T, H, E]. Returns the same shape and dtype."""
+    cos, sin = rope
+    wide = x.float()
+    left, right = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
+
+
+def rotary(
+    qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """Rotate the queries and keys of T tokens.
+
+    qkv: [B, T, H + 2 Hkv, E], heads of queries, keys and values side by side
+    rope: cosines and sines, [B, T, 1, E] fp32 each
+    Returns: the queries, [B, T, H, E]; the keys, [B, T, Hkv, E].
+    """
+    q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
+    return rotate(q, rope), rotate(k, rope)
+
+
+def rotary_cache(
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Rotate queries and keys, after their norms if any, and write keys and values to the cache.
+
+    qkv: [B, T, H + 2 Hkv, E]
+    k, v: [B, Hkv, S, E]; slots: [B, T] int64
+    Writes: k, v at the slots.
+    Returns: the queries, [B, T, H, E].
+    """
+    if norms is not None:
+        qkv = norm_heads(qkv, k.shape[1], norms)
+    return rotate_into(k, v, slots, qkv, rope, rotary)
+
+
+def norm_heads(qkv: Tensor, kv_heads: int, norms: HeadNorms) -> Tensor:
+    """Norm every query and every key, head by head: [B, T, H + 2 Hkv, E].
+
+    Source: Qwen3 (arXiv 2505.09388).
+    """
+    of_q, of_k, eps = norms
+    q, k, v = qkv.tensor_split((-2 * kv_heads, -kv_heads), dim=2)
+    return torch.cat((rms_norm(q, of_q, eps), rms_norm(k, of_k, eps), v), dim=2)
+
+
+def rotate_into(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    rotary: Callable,
+) -> Tensor:
+    """Compute `rotary_cache` without norms, by a backend's `rotary`. Writes: k, v at the slots."""
+    kv_heads = k.shape[1]
+    queries, keys = rotary(qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads)
+    batch = torch.arange(len(qkv), device=qkv.device)[:, None]  # [B, 1]
+    k[batch, :, slots] = keys.to(k.dtype)
+    v[batch, :, slots] = qkv[:, :, -kv_heads:].to(v.dtype)
+    return queries

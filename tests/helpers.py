@@ -44,8 +44,7 @@ from model import Layer, ModelConfig, Transformer
 from ops.backends import TORCH, Backend
 from ops.formats import FORMATS
 from ops.library import has_cpu_operators
-from ops.norm import rms_norm_reference
-from ops.rotary import HeadNorms
+from ops.torch_backend import HeadNorms, rms_norm
 from ops.tree import Candidates
 from ops.weight import Weight, stack, table_of
 from options import GenerateConfig
@@ -186,7 +185,7 @@ def with_head_norms(qkv: Tensor, kv_heads: int, norms: HeadNorms | None) -> Tens
         return qkv
     q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
     of_q, of_k, eps = norms
-    return torch.cat((rms_norm_reference(q, of_q, eps), rms_norm_reference(k, of_k, eps), v), dim=2)
+    return torch.cat((rms_norm(q, of_q, eps), rms_norm(k, of_k, eps), v), dim=2)
 
 
 def share_that_differs(got: list[Tensor], want: list[Tensor]) -> float:

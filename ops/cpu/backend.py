@@ -1,7 +1,7 @@
 """The functions of a backend (ops/backends.py) in C++, each one call.
 
 Imported once the operators are loaded (build.py); the sources are tree.cpp, ngram.cpp,
-sampling.cpp, topk.cpp and compact.cpp.
+sampling.cpp, topk.cpp, compact.cpp, rotary.cpp and layers.cpp.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ keep_rows = _ops.keep_rows.default
 ngram_match = _ops.ngram_match.default
 ngram_draft = _ops.ngram_draft.default
 add_chains = _ops.add_chains.default
+rms_norm = _ops.rms_norm.default
+swiglu = _ops.swiglu.default
+geglu = _ops.geglu.default
+rope_angles = _ops.angles.default
 
 
 def expand_frontier(
@@ -80,3 +84,27 @@ def place_tokens(
 
 def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
     _ops.move_rows.default(buffers, start, path)
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = torch_backend.add(x, delta)
+    return x, rms_norm(x, weight, eps)
+
+
+def rotary(
+    qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    return _ops.rotary.default(qkv, *rope, heads, kv_heads)
+
+
+def rotary_cache(
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: torch_backend.HeadNorms | None = None,
+) -> Tensor:
+    if norms is not None:
+        qkv = torch_backend.norm_heads(qkv, k.shape[1], norms)
+    return torch_backend.rotate_into(k, v, slots, qkv, rope, rotary)

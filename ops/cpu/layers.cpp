@@ -728,7 +728,7 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& holder, const a
   return {last, total};
 }
 
-// `rms_norm` of ops/norm.py for bfloat16 weights. x: [..., F], fp32 or bfloat16; weight: [F]
+// `rms_norm` of ops/torch_backend.py for bfloat16 weights. x: [..., F], fp32 or bfloat16; weight: [F]
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   const bool known = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat;
   const bool fits = weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kFloat;
@@ -736,7 +736,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   return norm(x.contiguous(), weight.contiguous(), eps);
 }
 
-// `swiglu` and `geglu` of ops/norm.py. both: [..., 2 F], fp32 or bfloat16
+// `swiglu` and `geglu` of ops/torch_backend.py. both: [..., 2 F], fp32 or bfloat16
 at::Tensor swiglu(const at::Tensor& both) { return gate<Activation::SILU>(both.contiguous()); }
 at::Tensor geglu(const at::Tensor& both) { return gate<Activation::GELU_TANH>(both.contiguous()); }
 

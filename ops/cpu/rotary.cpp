@@ -44,7 +44,7 @@ void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor&
 
 }  // namespace
 
-// Computes `rotary` of ops/rotary.py, for bfloat16 and float32.
+// Computes `rotary` of ops/torch_backend.py, for bfloat16 and float32.
 Tensors<2> rotary(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
                   int64_t heads, int64_t kv_heads) {
   const int64_t B = qkv.size(0);
@@ -65,7 +65,7 @@ Tensors<2> rotary(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor
   return {q, k};
 }
 
-// Computes `rope_angles` of ops/rotary.py: cosines and sines of positions [B, T] int64 times freq
+// Computes `rope_angles` of ops/torch_backend.py: cosines and sines of positions [B, T] int64 times freq
 // [E/2] fp32, times factor; both [B, T, 1, E] fp32.
 Tensors<2> angles(const at::Tensor& freq, const at::Tensor& positions, double factor) {
   const at::Tensor at_row = positions.contiguous();
@@ -101,7 +101,7 @@ OPERATORS(m) {
   m.def("rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)");
   m.impl("rotary", at::kCPU, rotary);
   m.impl("rotary", at::kMeta, rotary);
-  m.def("angles(Tensor freq, Tensor positions, float factor) -> (Tensor, Tensor)");
+  m.def("angles(Tensor freq, Tensor positions, float factor=1.0) -> (Tensor, Tensor)");
   m.impl("angles", at::kCPU, angles);
   m.impl("angles", at::kMeta, angles);
 }

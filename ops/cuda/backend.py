@@ -3,8 +3,8 @@
 Each kernel is an operator of its own, so that steps around it compile with `fullgraph=True`. On a
 CPU, where steps are traced by tests, the operators are the plain versions, as they are beyond the
 sizes that a kernel takes.
-The kernels are in topk.py, tree.py and compact.py beside this file. What is not here runs in plain
-PyTorch, which the compiler fuses.
+The kernels are in topk.py, tree.py, compact.py, norm.py and rotary.py beside this file. What is
+not here runs in plain PyTorch, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ lib.define(
 lib.define("best_nodes(Tensor values, int count) -> Tensor")
 lib.define(
     "link_nodes(Tensor chosen, Tensor parents, int depth) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+lib.define("add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
+lib.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
+lib.define(
+    "rotary_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots, "
+    "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor"
 )
 lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor path) -> ()")
 
@@ -83,6 +89,30 @@ def select_nodes(
 
 def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
     _ops.compact(buffers, addresses, start, path)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype not in (x.dtype, torch.float32):
+        return torch_backend.rms_norm(x, weight, eps)
+    return _ops.norm(x, weight, eps)
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if weight.dtype not in (x.dtype, torch.float32):
+        return torch_backend.add_norm(x, delta, weight, eps)
+    return _ops.add_norm(x, delta, weight, eps)
+
+
+def rotary_cache(
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: torch_backend.HeadNorms | None = None,
+) -> Tensor:
+    given = norms or (None, None, 0.0)
+    return _ops.rotary_cache(qkv, *rope, k, v, slots, *given)
 
 
 # ----------------------------------------------------------------------------------- the operators
@@ -144,6 +174,33 @@ def _compact_cuda(buffers: list[Tensor], addresses: Tensor, start: Tensor, path:
         ops.cuda.compact.compact(buffers, addresses, start, path)
 
 
+def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    import ops.cuda.norm
+
+    with torch.cuda.device(x.device):
+        _, y = ops.cuda.norm.add_norm(x, None, weight, eps)
+        return y
+
+
+def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    import ops.cuda.norm
+
+    with torch.cuda.device(x.device):
+        return ops.cuda.norm.add_norm(x, delta, weight, eps)
+
+
+def _rotary_cache_plain(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
+    given = None if norms[0] is None else norms
+    return torch_backend.rotary_cache(qkv, (cos, sin), k, v, slots, given)
+
+
+def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
+    import ops.cuda.rotary
+
+    with torch.cuda.device(qkv.device):
+        return ops.cuda.rotary.rotary_cache(qkv, (cos, sin), k, v, slots, norms)
+
+
 lib.impl("topk_logsumexp", torch_backend.topk, "CPU")
 lib.impl("topk_logsumexp", _topk_cuda, "CUDA")
 lib.impl("grow_level", _grow_plain, "CPU")
@@ -154,6 +211,12 @@ lib.impl("link_nodes", torch_backend.link_nodes, "CPU")
 lib.impl("link_nodes", _link_nodes_cuda, "CUDA")
 lib.impl("compact", _compact_plain, "CPU")
 lib.impl("compact", _compact_cuda, "CUDA")
+lib.impl("norm", torch_backend.rms_norm, "CPU")
+lib.impl("norm", _norm_cuda, "CUDA")
+lib.impl("add_norm", torch_backend.add_norm, "CPU")
+lib.impl("add_norm", _add_norm_cuda, "CUDA")
+lib.impl("rotary_cache", _rotary_cache_plain, "CPU")
+lib.impl("rotary_cache", _rotary_cache_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::topk_logsumexp", lib=lib)
@@ -195,3 +258,19 @@ def _(chosen, parents, depth):
 @torch.library.register_fake("gpt_eagle::compact", lib=lib)
 def _(buffers, addresses, start, path):
     return None
+
+
+@torch.library.register_fake("gpt_eagle::norm", lib=lib)
+def _(x, weight, eps):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("gpt_eagle::add_norm", lib=lib)
+def _(x, delta, weight, eps):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@torch.library.register_fake("gpt_eagle::rotary_cache", lib=lib)
+def _(qkv, cos, sin, k, v, slots, *norms):
+    B, T, heads, E = qkv.shape[-4:]
+    return k.new_empty(B, T, heads - 2 * k.shape[1], E)

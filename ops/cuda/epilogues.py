@@ -32,7 +32,7 @@ from ops.cuda.qmatmul import (
     sizes_of,
 )
 from ops.cuda.rotary import constants_of, rotate_heads
-from ops.norm import PART
+from ops.torch_backend import PART
 
 # `ops.epilogues.LazyMatmul`: x, the sums of squares by which to divide or None, weight, scales
 Product = tuple[Tensor, Tensor | None, Tensor, Tensor | None]

@@ -51,7 +51,7 @@ def warps_of(F: int) -> int:
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute `ops.norm.add_norm`; without a delta the sum is x.
+    """Compute `add_norm` of ops/torch_backend.py; without a delta the sum is x.
 
     Allocates its results, and nothing else; never waits.
     """

@@ -126,7 +126,9 @@ def rotary_cache(
     slots: Tensor,
     norms: tuple,
 ) -> Tensor:
-    """Compute `ops.rotary.rotary_cache`. Allocates its result, and nothing else; never waits.
+    """Compute `rotary_cache` of ops/torch_backend.py.
+
+    It allocates its result, and nothing else, and never waits.
 
     norms: two weights and epsilon, or (None, None, 0.0)
     """

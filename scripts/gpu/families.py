@@ -15,10 +15,9 @@ from torch import Tensor
 import ops.cuda.backend  # registers the operators of trees
 import ops.epilogues
 import ops.experts
-import ops.norm
-import ops.rotary
 import ops.tree
 from ops import torch_backend
+from ops.backends import TORCH, choose
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu.kernels import TOLERANCE, relative_error
 
@@ -59,13 +58,14 @@ def fused(device: str) -> float:
     stream = torch.randn(1, 7, 384, **options)
     scale = torch.rand(384, **options)
     slots = torch.arange(7, device=device)[None]
-    rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
+    rope = torch_backend.rope_angles(torch.rand(64, device=device), slots)
     ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
     total, *unscaled = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
     norm = ops.epilogues.UnnormalizedRows(*unscaled)
-    got = [total, ops.epilogues.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None))]
+    backend = choose(x.device)
+    got = [total, ops.epilogues.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None), backend)]
     product = ops.epilogues.LazyMatmul(*norm, weight, None)
-    got.append(ops.epilogues.rotary_cache(product, rope, *ours, slots, None))
+    got.append(ops.epilogues.rotary_cache(product, rope, *ours, slots, None, backend))
     wide = weight.float()
     want = [ops.epilogues.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
     y = norm.values.float() @ wide.T
@@ -79,9 +79,11 @@ def norm(device: str) -> float:
     x = torch.randn(7, 96, device=device)
     delta = torch.randn(7, 96, device=device)
     weight = torch.randn(96, device=device)
-    got = (*ops.norm.add_norm(x, delta, weight, 1e-5), ops.norm.rms_norm(x, weight, 1e-5))
-    want = ops.norm.add_norm_reference(x, delta, weight, 1e-5)
-    return largest(got, (*want, ops.norm.rms_norm_reference(x, weight, 1e-5)))
+    got, want = (
+        (*backend.add_norm(x, delta, weight, 1e-5), backend.rms_norm(x, weight, 1e-5))
+        for backend in (choose(x.device), TORCH)
+    )
+    return largest(got, want)
 
 
 def products(device: str) -> float:
@@ -99,12 +101,12 @@ def rotary(device: str) -> float:
     kv_heads = 2
     qkv = torch.randn(1, 7, heads + 2 * kv_heads, 128, device=device).bfloat16()
     slots = torch.arange(7, device=device)[None]
-    rope = ops.rotary.rope_angles(torch.rand(64, device=device), slots)
+    rope = torch_backend.rope_angles(torch.rand(64, device=device), slots)
     ours, theirs = (
         tuple(torch.zeros(2, 1, kv_heads, 9, 128, device=device).bfloat16()) for _ in range(2)
     )
-    got = ops.rotary.rotary_cache(qkv, rope, *ours, slots)
-    want = ops.rotary.rotary_cache_plainly(qkv, rope, *theirs, slots)
+    got = choose(qkv.device).rotary_cache(qkv, rope, *ours, slots)
+    want = torch_backend.rotary_cache(qkv, rope, *theirs, slots)
     return largest((got, *ours), (want, *theirs))
 
 

@@ -49,6 +49,7 @@ from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
 from model import DTYPES, Transformer
+from ops.backends import TORCH, use_backend
 from ops.library import lib
 from options import DEMO, ROOT, GenerateConfig, pick_device
 from scheduler import Request, Scheduler
@@ -462,6 +463,7 @@ def existing_head(config: TrainConfig, target: Transformer) -> EagleHead:
     """
     path = Path(config.init)
     head = load_head(path, target, source=head_files(path, "none")).float()
+    use_backend(head, TORCH)  # which has gradients
     eagle3 = head.config.eagle3
     version = 3 if eagle3 else 1
     if version != config.version:

@@ -15,13 +15,12 @@ import ops.cuda.compact
 import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
-import ops.rotary
 from helpers import slow, with_head_norms
 from kv_cache import KVCache, sliding
 from model import ModelConfig
 from ops import torch_backend
 from ops.cuda.launch import Device
-from ops.rotary import rope_angles
+from ops.torch_backend import rope_angles
 from ops.tree import (
     Children,
     Level,
@@ -191,9 +190,7 @@ def test_rotary_cache(heads, E, normed):
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
     given = norms or (None, None, 0.0)
     got = ops.cuda.rotary.rotary_cache(qkv, rope, *ours, slots, given)
-    want = ops.rotary.rotary_cache_plainly(
-        with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots
-    )
+    want = torch_backend.rotary_cache(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=1e-6, rtol=1e-6)
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
 

@@ -11,10 +11,11 @@ import interpreted  # noqa: F401
 import ops.cuda.epilogues
 import ops.epilogues
 from helpers import quantized, slow
+from ops import torch_backend
 from ops.cuda.epilogues import Gpu
 from ops.cuda.qmatmul import Device, ProductPlan
 from ops.epilogues import LazyMatmul, UnnormalizedRows
-from ops.rotary import rope_angles
+from ops.torch_backend import rope_angles
 from scripts.gpu import sweep
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -52,7 +53,7 @@ def test_a_product_is_added_in_front_of_a_norm(gpu, form, rows, N, splits):
     want, wanted = ops.epilogues.add_norm_reference(stream, weights.reference(x), weight, 1e-5)
     torch.testing.assert_close([total, *norm], [want, *wanted], **CLOSE)
     plainly = (norm[0].double() / UnnormalizedRows(*norm).rms()).float()
-    torch.testing.assert_close(plainly, ops.norm.rms_norm_reference(want, weight, 1e-5), **CLOSE)
+    torch.testing.assert_close(plainly, torch_backend.rms_norm(want, weight, 1e-5), **CLOSE)
     bias = torch.randn(N)
     other, *none = ops.cuda.epilogues.add_product(product, bias, None, 0.0, gpu, plan)
     torch.testing.assert_close(other, bias + weights.reference(x), **CLOSE)

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import generate
 import model
 import ops.attention
-import ops.norm
-import ops.rotary
 import ops.weight
 from draft_tree import DynamicTree
 from drafters import RootOnly
@@ -123,10 +121,10 @@ REFERENCES = [
     ("attention", ops.attention, "tree_attention_reference", {}),
     ("compact", torch_backend, "compact", {}),
     ("fused", model.Layer, "forward", {}),
-    ("norm", ops.norm, "rms_norm_reference", {}),
+    ("norm", torch_backend, "rms_norm", {}),
     ("products", ops.weight, "grouped_reference", {"quant": "int8"}),
     ("products", ops.weight, "grouped_reference", {"quant": "int4"}),
-    ("rotary", ops.rotary, "rotary_reference", {}),
+    ("rotary", torch_backend, "rotary", {}),
     ("topk", torch_backend, "best", {}),
     ("topk", torch_backend, "gumbel", {"temperature": 1.0}),
     ("topk", torch_backend, "expand_frontier", {}),

@@ -24,6 +24,7 @@ from kv_cache import KVCache, Window
 from model import ModelConfig, Transformer, run_layers, windows_of
 from models import registry
 from models.gemma3 import Gemma3
+from ops.backends import choose, use_backend
 from ops.cpu import layers
 from ops.cpu.layers import Program, fits
 from parallel.tp import SumRanks, split_dims, with_sums
@@ -58,8 +59,9 @@ B, T, SLOTS = 2, 6, 40
 
 
 def filled(module: nn.Module) -> nn.Module:
-    """Random weights in bf16."""
+    """Random weights in bf16, with the backend of this machine."""
     generator = torch.Generator().manual_seed(1)
+    use_backend(module, choose(torch.device("cpu")))
     for parameter in module.parameters():
         spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
         noise = torch.randn(parameter.shape, generator=generator) * spread

@@ -27,12 +27,11 @@ import ops.cpu.build
 import ops.cpu.layout
 import ops.experts
 import ops.linear
-import ops.rotary
 import ops.weight
-from helpers import share_that_differs, with_head_norms
+from helpers import with_head_norms
+from ops.backends import TORCH, choose
 from ops.formats import FORMATS
 from ops.library import tiles_in_use
-from ops.rotary import rope_angles
 from ops.weight import BLOCK8, join_zeros
 
 U = 2.0**-24
@@ -694,7 +693,7 @@ def test_topk_of_scores_that_are_cut_away():
 def rotary_inputs(dtype, width=80):
     """qkv and angles of two rows of a batch, then the numbers of heads."""
     positions = torch.arange(18).view(2, 9) * 37
-    rope = rope_angles(10000.0 ** -(torch.arange(0, width, 2) / width), positions)
+    rope = TORCH.rope_angles(10000.0 ** -(torch.arange(0, width, 2) / width), positions)
     return random(2, 9, 8 + 2 * 4, width).to(dtype), rope, 8, 4
 
 
@@ -702,7 +701,7 @@ def rotary_inputs(dtype, width=80):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rotary_has_the_bits_of_plain_operations(dtype, march):
     qkv, rope, *heads = rotary_inputs(dtype)
-    want = ops.rotary.rotary_reference(qkv, rope, *heads)
+    want = TORCH.rotary(qkv, rope, *heads)
     strided = torch.cat((qkv, qkv), -1)[..., : qkv.shape[3]]
     for x in (qkv, strided):
         assert all(map(torch.equal, operators(march).rotary(x, *rope, *heads), want))
@@ -710,32 +709,27 @@ def test_rotary_has_the_bits_of_plain_operations(dtype, march):
 
 def test_rotary_keeps_its_gradient():
     qkv, rope, *heads = rotary_inputs(torch.float32)
-    sum(y.sum() for y in ops.rotary.rotary(qkv.requires_grad_(), rope, *heads)).backward()
+    sum(y.sum() for y in TORCH.rotary(qkv.requires_grad_(), rope, *heads)).backward()
     assert qkv.grad[:, :, :12].abs().min() > 0 and not qkv.grad[:, :, 12:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rotary_norms_each_head_first(dtype):
-    """Values and gradients are those of plain operations, whether the norms, the rows or nothing is trained."""
-    qkv, rope, *heads = rotary_inputs(dtype)
-    weights = [(1 + random(80, seed=s) / 4).to(dtype) for s in (1, 2)]
-    for trained in ([], weights, [qkv, *weights]):
-        leaves = [x.requires_grad_() for x in trained]
-        got = ops.rotary.rotary(qkv, rope, *heads, (*weights, 0.1))
-        normed = with_head_norms(qkv, 4, (*weights, 0.1))
-        want = ops.rotary.rotary_reference(normed, rope, *heads)
-        assert share_that_differs(got, want) < 0.01
-        assert dtype == torch.bfloat16 or all(map(torch.equal, got, want))
-        if leaves:
-            losses = ([y.square().sum() for y in ys] for ys in (got, want))
-            grads, right = (torch.autograd.grad(each, leaves) for each in losses)
-            assert all(map(torch.equal, grads, right)) and all(grad.any() for grad in grads)
+    qkv, rope, *_ = rotary_inputs(dtype)
+    norms = (*((1 + random(80, seed=s) / 4).to(dtype) for s in (1, 2)), 0.1)
+    normed = with_head_norms(qkv, 4, norms)
+    slots = torch.arange(18).view(2, 9) % 9 + 3
+    for backend in (TORCH, choose(qkv.device, dtype=dtype)):
+        got, want = (torch.zeros(2, 2, 4, 16, 80, dtype=dtype) for _ in range(2))
+        q = backend.rotary_cache(qkv, rope, *got, slots, norms)
+        assert torch.equal(q, TORCH.rotary_cache(normed, rope, *want, slots))
+        assert torch.equal(got, want)
 
 
 def test_rotary_refuses_heads_that_are_not_there():
     qkv, rope, *_ = rotary_inputs(torch.float32)
     with pytest.raises(RuntimeError, match=r"14 \+ 4 heads of 80 elements are not in 16 heads"):
-        ops.rotary.rotary(qkv, rope, 14, 4)
+        choose(torch.device("cpu")).rotary(qkv, rope, 14, 4)
 
 
 def test_registrations():

@@ -20,6 +20,7 @@ from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import ModelConfig, Transformer, run_layers
 from ops import torch_backend
+from ops.backends import choose, use_backend
 from ops.cpu.layers import FusedHead, FusedModel, fits
 from ops.formats import FORMATS, Int4
 from ops.tree import Frontier
@@ -60,6 +61,7 @@ def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
         noise = torch.randn(parameter.shape, generator=generator) * spread
         # the frequencies, which are no parameter, stay in fp32
         parameter.data = (noise + (parameter.dim() == 1)).to(BF16)
+    use_backend(module, choose(torch.device("cpu")))
     module = module.requires_grad_(False).eval()
     if quant:
         kind = FORMATS.get(quant, Int4)

@@ -22,8 +22,6 @@ import ops.cuda.backend
 import ops.epilogues
 import ops.experts
 import ops.linear
-import ops.norm
-import ops.rotary
 import ops.tree
 import ops.weight
 import sampling
@@ -63,6 +61,7 @@ pytestmark = [
         not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"
     ),
 ]
+OURS = choose(torch.device("cuda"))
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
@@ -278,7 +277,7 @@ def test_compiled_and_captured_compaction():
     cache = filled_cache(8, 128, 2, 300, torch.bfloat16, layers=32)
     start = torch.zeros(2, dtype=torch.long, device="cuda")
     path = torch.arange(7, device="cuda").repeat(2, 1)
-    compact = partial(cache.compact, backend=choose(torch.device("cuda")))
+    compact = partial(cache.compact, backend=OURS)
     step = torch.compile(compact, fullgraph=True, dynamic=False)
     for _ in range(2):
         step(start, path)
@@ -417,7 +416,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     x, stream = torch.randn(2, 1, rows, 4096, **options)
     scale = torch.rand(4096, **options)
     slots = torch.arange(rows, device="cuda")[None]
-    rope = ops.rotary.rope_angles(torch.rand(64, device="cuda"), slots * 9)
+    rope = torch_backend.rope_angles(torch.rand(64, device="cuda"), slots * 9)
     caches = torch.zeros(2, 1, 8, rows, 128, **options)
 
     def product(x: torch.Tensor | UnnormalizedRows, weights) -> LazyMatmul:
@@ -428,10 +427,10 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     def layer(at: slice = slice(None)) -> tuple[torch.Tensor, ...]:
         operands = product(x[:, at], narrow).operands()
         total, *norm = torch.ops.gpt_eagle.add_product(*operands, stream[:, at], scale, 1e-5)
-        gated = ops.epilogues.swiglu(product(UnnormalizedRows(*norm), wide))
+        gated = ops.epilogues.swiglu(product(UnnormalizedRows(*norm), wide), OURS)
         angles = tuple(part[:, at] for part in rope)
         qkv = product(UnnormalizedRows(*norm), narrow)  # of 16 + 2 x 8 heads
-        q = ops.epilogues.rotary_cache(qkv, angles, *caches, slots[:, at], None)
+        q = ops.epilogues.rotary_cache(qkv, angles, *caches, slots[:, at], None, OURS)
         wide_x = product(gated, narrow).operands()
         if form == "float":
             scores = ops.linear.halves_product(*wide_x[:2], "fp32")
@@ -472,14 +471,12 @@ def test_rotary_cache(heads, normed):
     qkv = torch.randn(B, T, H + 2 * kv_heads, E, device="cuda").bfloat16()
     slots = torch.randperm(S, device="cuda")[:T].expand(B, -1)
     positions = torch.randint(0, 4000, (B, T), device="cuda")
-    rope = ops.rotary.rope_angles(torch.rand(E // 2, device="cuda"), positions)
+    rope = torch_backend.rope_angles(torch.rand(E // 2, device="cuda"), positions)
     norms = (*(1 + torch.randn(2, E, device="cuda") / 4).bfloat16(), 1e-6) if normed else None
     cache = torch.randn(2, B, kv_heads, S, E, device="cuda").bfloat16()
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
-    got = ops.rotary.rotary_cache(qkv, rope, *ours, slots, norms)
-    want = ops.rotary.rotary_cache_plainly(
-        with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots
-    )
+    got = OURS.rotary_cache(qkv, rope, *ours, slots, norms)
+    want = torch_backend.rotary_cache(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
     # of the largest values: an ulp that the norm was rounded otherwise
     near = 0.1 if normed else 0.02
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=near, rtol=1e-2)

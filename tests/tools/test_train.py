@@ -21,6 +21,7 @@ from hf.chat import CHAT_TEMPLATES, JinjaTemplate
 from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
+from ops.backends import TORCH, use_backend
 from options import DEMO
 from scripts.train import train_block, train_eagle, training
 from scripts.train.acceptance import Chains, evaluate
@@ -48,6 +49,7 @@ def test_official_loss_and_gradients():
         load_file(GOLDEN / "train_eagle12" / "tensors.safetensors"),
     )
     head = golden_head().requires_grad_(True)
+    use_backend(head, TORCH)
     regression, entropy = official_losses(head)
     assert float(regression) == pytest.approx(case["vloss"], abs=1e-5)
     assert float(entropy) == pytest.approx(case["ploss"], abs=1e-4)

@@ -19,6 +19,7 @@ from drafters import DraftVocab, RootOnly
 from eagle_draft import EagleDrafter, load_drafter, load_head
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from kv_cache import KVCache, causal_window
+from ops.backends import TORCH, use_backend
 from options import GenerateConfig
 from scripts.train import feature_cache as features
 from scripts.train import losses as head_training
@@ -73,6 +74,7 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
     """
     target = golden_target(CASES[version][0])
     head, T = golden_head(CASES[version][1], target), 12
+    use_backend(head, TORCH)
     layer = head.layers[0]
     if normed:
         config = head.config.model
