@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from kv_cache import Window
 from linear import Linear
-from ops.attention import tree_attention
 from ops.backends import TORCH, Backend
 from ops.experts import route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
@@ -296,7 +295,8 @@ class Attend(Step):
         if rows.windows is not None:
             window = rows.windows[self.window]
             seen = (window.start, window.mask, window.first)
-            return rows.put("h", tree_attention(rows.h, *rows.kv, *seen, self.scale))
+            y = layer.backend.attention(rows.h, *rows.kv, *seen, self.scale)
+            return rows.put("h", y)
         T = rows.h.shape[1]
         distance = torch.arange(T, device=rows.h.device)
         distance = distance[:, None] - distance  # [T, T]

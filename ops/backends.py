@@ -2,11 +2,12 @@
 
 Three modules have the same functions: torch_backend.py in plain PyTorch, which says what each of
 them computes and serves every device; cpu/backend.py in C++; cuda/backend.py in Triton. `choose`
-takes each function from the device's module where that has it, else from PyTorch's. The result is
-an attribute of the modules of a model (`use_backend`) and of drafters, so that no call asks which
-code runs. What is made to be trained keeps `TORCH`, as the others have no gradients.
-Not here: products and attention (linear.py, weight.py, experts.py and attention.py beside this
-file), which still ask; whole passes in C++ (cpu/layers.py).
+takes each function from the device's module where that has it, else from PyTorch's. Attention,
+which PyTorch has in a fast form, too, is plain only where that is asked for. The result is an
+attribute of the modules of a model (`use_backend`) and of drafters, so that no call asks which code
+runs. What is trained keeps `TORCH`: the others have no gradients.
+Not here: products (linear.py, weight.py and experts.py beside this file), which still ask; whole
+passes in C++ (cpu/layers.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from ops import torch_backend
+from ops.attention import attention
 from ops.library import has_cpu_operators, has_triton
 
 
@@ -34,6 +36,8 @@ def of(*families: str, cpp: tuple[torch.dtype, ...] = ()) -> Any:
 
 BF16 = (torch.bfloat16,)
 WIDENED = (torch.bfloat16, torch.float32)  # whose rows are fp32
+# what serves a device without a function of its own, where plain PyTorch is not asked for
+OTHERWISE = {"attention": attention}
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Backend:
     rope_angles: Callable = of("rotary")
     rotary: Callable = of("rotary", cpp=WIDENED)
     rotary_cache: Callable = of("rotary", cpp=WIDENED)
+    attention: Callable = of("attention", cpp=WIDENED)
     # of the drafters in extras/, whose own plain versions run where there is None
     keep_rows: Callable | None = of("tree")
     ngram_match: Callable | None = of("tree")
@@ -83,12 +88,12 @@ def choose(
     replaced = set(plain)
     functions = {}
     for f in fields(Backend):
-        fallback = getattr(torch_backend, f.name, None)
-        served = device.type != "cpu" or dtype in (f.metadata["cpp"] or (dtype,))
-        if served and replaced.isdisjoint(f.metadata["families"]):
-            functions[f.name] = getattr(own, f.name, fallback)
-        else:
-            functions[f.name] = fallback
+        function = getattr(torch_backend, f.name, None)
+        if replaced.isdisjoint(f.metadata["families"]):
+            function = OTHERWISE.get(f.name, function)
+            if device.type != "cpu" or dtype in (f.metadata["cpp"] or (dtype,)):
+                function = getattr(own, f.name, function)
+        functions[f.name] = function
     return Backend(**functions)
 
 
@@ -99,8 +104,8 @@ def use_backend(module: nn.Module, backend: Backend) -> None:
             each.backend = backend
 
 
-def _module_of(device: torch.device) -> ModuleType:
-    """Return the module of a device. Its import needs the operators, or Triton."""
+def _module_of(device: torch.device) -> ModuleType | None:
+    """Return the module of a device, if it has one; its import needs the operators, or Triton."""
     if device.type == "cpu" and has_cpu_operators():
         import ops.cpu.backend
 
@@ -109,7 +114,7 @@ def _module_of(device: torch.device) -> ModuleType:
         import ops.cuda.backend
 
         return ops.cuda.backend
-    return torch_backend
+    return None
 
 
 TORCH = choose(torch.device("meta"))  # PyTorch's own functions, for any device

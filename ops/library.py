@@ -1,8 +1,8 @@
 """The operator library `torch.ops.gpt_eagle` and the implementations that this machine can run.
 
-Operators of a layer have a file beside this one each, with a plain PyTorch reference and an
-implementation per device: C++ in `cpu/` for CPUs, Triton in `cuda/` for CUDA; the questions below
-are theirs. Those of a decode cycle are chosen once (backends.py). Elsewhere are the forward passes
+Functions of a cycle and of a layer are chosen once, while loading (backends.py). Products have files
+beside this one, with a plain PyTorch reference and an implementation per device: C++ in `cpu/` for
+CPUs, Triton in `cuda/` for CUDA; most questions below are theirs. Elsewhere are the forward passes
 of a model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py).
 All are registered with `torch.library`, so that a step that uses them compiles with
 `fullgraph=True`.
@@ -137,16 +137,6 @@ def single_torch_thread(whether: bool = True) -> Iterator[None]:
     finally:
         torch.set_num_threads(count)
         torch.ops.gpt_eagle.own_threads(0)
-
-
-def uses_cpp(x: Tensor, *families: str) -> bool:
-    """Return whether the C++ operators of these families take x.
-
-    Callers name the operators themselves, because a layer of Python costs 6 us a call.
-    """
-    # the operators have no gradients
-    supported = x.dtype in (torch.bfloat16, torch.float32) and not x.requires_grad
-    return supported and x.device.type == "cpu" and has_cpu_operators(*families)
 
 
 def needs_gradients(*inputs: Tensor) -> bool:

@@ -6,7 +6,7 @@ the operations around them.
 1. Scores: noise, cuts, the best tokens.
 2. The tree: the next level, the nodes, acceptance.
 3. The cycle: decided tokens, slots and positions, moves in the cache.
-4. The model: norms, gates, RoPE.
+4. The model: norms, gates, RoPE, attention.
 Not here: the lookups of extras/, whose plain versions stand there.
 """
 
@@ -615,3 +615,45 @@ def rotate_into(
     k[batch, :, slots] = keys.to(k.dtype)
     v[batch, :, slots] = qkv[:, :, -kv_heads:].to(v.dtype)
     return queries
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    mask: Tensor,
+    first: Tensor | None = None,
+    scale: float = 0.0,
+) -> Tensor:
+    """Attend from T new tokens to a prefix and to a masked window behind it.
+
+    q: [B, T, H, E], in the cache's dtype; on a CPU also in fp32 over a cache in bf16
+    k, v: [B, Hkv, S, E], the cache; the tokens' own keys and values are already in it
+    start: [B] int64, slots below it are visible to all tokens; start + W <= S
+    mask: [B, T, W] bool, the slots among start .. start+W-1 that each token sees, at least one
+    first: [B, T] int64, slots below it are hidden from a token and not read; 0 <= first < start + W
+        and, of a token that sees only a part of its path, the place of that part (kv_cache.sliding)
+    scale: of the scores; 0: E ** -0.5
+    Returns: [B, T, H * E] in q's dtype. Every slot is read, and the softmax is in fp32.
+    """
+    B, T, H, E = q.shape
+    group = H // k.shape[1]
+    k = k.repeat_interleave(group, dim=1).float()  # [B, H, S, E]
+    v = v.repeat_interleave(group, dim=1).float()  # [B, H, S, E]
+    scores = q.transpose(1, 2).float() @ k.transpose(2, 3) * (scale or E**-0.5)  # [B, H, T, S]
+    hidden = ~visible_slots(start, mask, first, k.shape[2])[:, None]  # [B, 1, T, S]
+    y = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v  # [B, H, T, E]
+    return y.transpose(1, 2).reshape(B, T, H * E).to(q.dtype)
+
+
+def visible_slots(start: Tensor, mask: Tensor, first: Tensor | None, slots: int) -> Tensor:
+    """Return the slots of the cache that each token sees: [B, T, slots] bool."""
+    T, W = mask.shape[1:]
+    offset = torch.arange(slots, device=start.device) - start[:, None]  # [B, slots]
+    inside = ((offset >= 0) & (offset < W))[:, None]  # [B, 1, slots]
+    index = offset.clamp(0, W - 1)[:, None].expand(-1, T, -1)  # [B, T, slots]
+    visible = (offset < 0)[:, None] | (inside & mask.gather(2, index))
+    if first is None:
+        return visible
+    return visible & (torch.arange(slots, device=start.device) >= first[:, :, None])

@@ -263,7 +263,7 @@ void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const 
 
 }  // namespace
 
-// `tree_attention` of ops/attention.py, for bfloat16 and float32, and queries in float32 over a
+// `attention` of ops/torch_backend.py, for bfloat16 and float32, and queries in float32 over a
 // cache in bfloat16.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& start, const at::Tensor& mask,

@@ -1,7 +1,7 @@
 """The functions of a backend (ops/backends.py) in C++, each one call.
 
 Imported once the operators are loaded (build.py); the sources are tree.cpp, ngram.cpp,
-sampling.cpp, topk.cpp, compact.cpp, rotary.cpp and layers.cpp.
+sampling.cpp, topk.cpp, compact.cpp, rotary.cpp, attention.cpp and layers.cpp.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import ops.attention
 from ops import torch_backend
 from ops.tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
 
@@ -108,3 +109,17 @@ def rotary_cache(
     if norms is not None:
         qkv = torch_backend.norm_heads(qkv, k.shape[1], norms)
     return torch_backend.rotate_into(k, v, slots, qkv, rope, rotary)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    mask: Tensor,
+    first: Tensor | None = None,
+    scale: float = 0.0,
+) -> Tensor:
+    if q.shape[3] % 16:
+        return ops.attention.attention(q, k, v, start, mask, first, scale)
+    return _ops.attention.default(q, k, v, start, mask, first, scale)

@@ -237,7 +237,7 @@ def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Cont
     caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(copies)]
 
     def ours(k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention.tree_attention(q, k, v, start, mask)
+        return ops.attention.attention(q, k, v, start, mask)
 
     def cut(k: Tensor, v: Tensor) -> Tensor:
         return ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible, 0.0)
@@ -249,10 +249,10 @@ def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Cont
 
     def error() -> float:
         k, v = caches[0].clone()
-        want = ops.attention.tree_attention_reference(q.float(), k, v, start, mask)
+        want = torch_backend.attention(q.float(), k, v, start, mask)
         k[:, :, used:] = float("nan")
         v[:, :, used:] = float("nan")
-        return relative_error(ops.attention.tree_attention(q, k, v, start, mask), want)
+        return relative_error(ops.attention.attention(q, k, v, start, mask), want)
 
     return Contest(read_bytes, methods, error)
 

@@ -22,7 +22,6 @@ import torch
 from test_lossless import assert_same, held_out_prompts, make, needs_operators
 
 import generate as program
-import steps
 from cli.results import Results
 from decode import Engine, build_cycles
 from drafters import RootOnly
@@ -33,6 +32,7 @@ from options import DEMO, GenerateConfig
 from runtime import tensors_of
 from session import Session
 from stats import check_memory, sequence_memory
+from steps import Attend
 
 DRAFTS = {
     "vanilla": {"draft": "none"}, "eagle": {"tree": "dynamic"}, "ngram": {"draft": "ngram"}, "auto": {},
@@ -226,9 +226,10 @@ def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
     session = golden_run(RootOnly(), *IDS[:2], max_new_tokens=3)
     session.admit(0, IDS[2])
     session.step()
-    calls = record(monkeypatch, steps, "tree_attention")
+    calls = record(monkeypatch, Attend, "run")
     session.step()
-    assert calls[0].args[3].tolist() == [len(IDS[2]), 0]
+    _, _, rows = calls[0].args
+    assert rows.windows[0].start.tolist() == [len(IDS[2]), 0]
 
 
 def test_cycles_are_timed_with_all_rows_and_they_decode():

@@ -118,7 +118,7 @@ def edited(*inputs, **more):
 
 # a family, the module and the name of a reference of it, the options with which it runs
 REFERENCES = [
-    ("attention", ops.attention, "tree_attention_reference", {}),
+    ("attention", torch_backend, "attention", {}),
     ("compact", torch_backend, "compact", {}),
     ("fused", model.Layer, "forward", {}),
     ("norm", torch_backend, "rms_norm", {}),

@@ -19,10 +19,11 @@ import ops.tree
 import ops.weight
 from helpers import quantized
 from ops import torch_backend
-from ops.attention import tree_attention, tree_attention_reference, visible_slots
 from ops.backends import TORCH, choose
+from ops.torch_backend import visible_slots
 from ops.weight import join_zeros, split_zeros
 
+OURS = choose(torch.device("cpu"))
 E = 16  # head dim
 # absolute, relative; bf16 keeps 8 bits
 TOLERANCE = {torch.float32: (1e-5, 0), torch.bfloat16: (1e-2, 2e-2)}
@@ -74,7 +75,7 @@ def by_loops(q, k, v, start, mask):
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_reference_is_attention_over_the_visible_slots(heads):
     args = inputs(HEADS[heads], STARTS[3], 7, 9)
-    close(tree_attention_reference(*args), by_loops(*args))
+    close(torch_backend.attention(*args), by_loops(*args))
 
 
 def test_visible_slots():
@@ -94,7 +95,7 @@ def test_visible_slots():
 def test_operator(heads, batch, rows, dtype):
     for window in (rows, rows + 13):  # beyond the rows: scratch slots of a draft head
         args = inputs(HEADS[heads], STARTS[batch], rows, window, dtype=dtype)
-        close(tree_attention(*args), tree_attention_reference(*args))
+        close(OURS.attention(*args), torch_backend.attention(*args))
 
 
 @pytest.mark.parametrize("starts", [[0], [0, 0], [1], [64, 64]])
@@ -102,17 +103,17 @@ def test_operator(heads, batch, rows, dtype):
 def test_first_rows_and_a_full_cache(starts, rows):
     args = inputs(HEADS["gqa"], starts, rows, rows, spare=0)
     assert args[1].shape[2] == max(starts) + rows
-    close(tree_attention(*args), tree_attention_reference(*args))
+    close(OURS.attention(*args), torch_backend.attention(*args))
 
 
 @pytest.mark.parametrize("rows,window", [(1, 1), (1, 12), (7, 7), (7, 20)])
 @pytest.mark.parametrize("heads", HEADS)
 def test_slots_beyond_the_window_do_not_matter(heads, rows, window):
     q, k, v, start, mask = inputs(HEADS[heads], [37], rows, window, spare=9)
-    expected = tree_attention_reference(q, k, v, start, mask)
+    expected = torch_backend.attention(q, k, v, start, mask)
     for cache in (k, v):
         cache[:, :, 37 + window :] = float("nan")
-    close(tree_attention(q, k, v, start, mask), expected)
+    close(OURS.attention(q, k, v, start, mask), expected)
 
 
 @pytest.mark.parametrize("rows,window", [(1, 1), (1, 12), (7, 7), (7, 20)])
@@ -122,20 +123,20 @@ def test_hidden_slots_do_not_matter(rows, window):
     They are finite.
     """
     q, k, v, start, mask = inputs(HEADS["gqa"], [5, 0, 37], rows, window, spare=9)
-    expected = tree_attention_reference(q, k, v, start, mask)
+    expected = torch_backend.attention(q, k, v, start, mask)
     seen = visible_slots(start, mask, None, k.shape[2]).any(1)  # [B, S]
     assert not seen.all()
     for cache in (k, v):
         cache.copy_(torch.where(seen[:, None, :, None], cache, 1e4))
         cache[:, :, 37 + window :] = float("nan")  # beyond every row
-    close(tree_attention(q, k, v, start, mask), expected)
+    close(OURS.attention(q, k, v, start, mask), expected)
 
 
 def test_the_rule_without_triton_on_this_device():
     """On CUDA without Triton the whole capacity is masked: the same function, but unused slots must be finite."""
     for batch, starts in STARTS.items():
         args = inputs(HEADS["gqa"], starts, 7, 9, seed=batch)
-        close(ops.attention._tree_attention_masked(*args), tree_attention_reference(*args))
+        close(ops.attention._tree_attention_masked(*args), torch_backend.attention(*args))
 
 
 # ------------------------------------------------------------------------------------------ capture
@@ -152,7 +153,7 @@ def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):
     batch = torch.arange(q.shape[0])[:, None]
     k_cache[batch, :, slots] = k
     v_cache[batch, :, slots] = v
-    return tree_attention(q, k_cache, v_cache, start, mask) * 2
+    return OURS.attention(q, k_cache, v_cache, start, mask) * 2
 
 
 COMPILER = pytest.mark.skipif(
@@ -188,7 +189,7 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     ops.library._triton_is_installed.cache_clear()
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
-        close(ops.attention._tree_attention_cuda(*args), tree_attention_reference(*args))
+        close(ops.attention._tree_attention_cuda(*args), torch_backend.attention(*args))
     assert choose(torch.device("cuda")) == TORCH
     ops.library._triton_is_installed.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1

@@ -29,6 +29,7 @@ import ops.experts
 import ops.linear
 import ops.weight
 from helpers import with_head_norms
+from ops import torch_backend
 from ops.backends import TORCH, choose
 from ops.formats import FORMATS
 from ops.library import tiles_in_use
@@ -645,7 +646,7 @@ def test_attention_variants_agree(march):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         args = attention_inputs(dtype)
         got = operators(march).attention(*args)
-        reference = ops.attention.tree_attention_reference
+        reference = torch_backend.attention
         for theirs in (torch.ops.gpt_eagle.attention, reference):
             torch.testing.assert_close(got, theirs(*args), atol=tolerance, rtol=tolerance)
 

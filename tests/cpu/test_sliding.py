@@ -7,12 +7,14 @@ import torch
 
 import ops.attention
 from kv_cache import Window, causal_window, sliding
-from ops.attention import tree_attention, tree_attention_reference
+from ops import torch_backend
+from ops.backends import choose
 from ops.library import has_cpu_operators
 from windows import KINDS, SIZES, Step, expected, random_step
 
 CASES = [((6, 2), 64), ((4, 4), 16), ((4, 1), 256)]  # heads, their width
 STARTS = [[37, 11], [0], [300, 0, 3]]
+OURS = choose(torch.device("cpu"))
 NEEDS_CPP = pytest.mark.skipif(not has_cpu_operators("attention"), reason="needs a C++ compiler")
 
 
@@ -33,7 +35,7 @@ def test_a_row_sees_the_last_tokens_of_its_path(kind, size):
     for starts in STARTS:
         step = random_step(kind, starts, (1, 1), 16)
         window = sliding(step.window, size)
-        visible = ops.attention.visible_slots(*window[1:], step.k.shape[2])
+        visible = torch_backend.visible_slots(*window[1:], step.k.shape[2])
         for b, paths in enumerate(step.paths):
             seen = [row.nonzero().flatten().tolist() for row in visible[b]]
             assert seen == [path[-size:] for path in paths]
@@ -68,10 +70,10 @@ def test_attention_over_the_last_tokens(kind, heads, E):
                 want = expected(step, size, scale or E**-0.5).float()
                 given = (*operands(step, sliding(step.window, size)), scale)
                 for attend in (
-                    tree_attention,
+                    OURS.attention,
                     torch.ops.gpt_eagle.tree_attention,
                     ops.attention._tree_attention_masked,
-                    tree_attention_reference,
+                    torch_backend.attention,
                 ):
                     torch.testing.assert_close(attend(*given), want, atol=1e-5, rtol=1e-5)
 
@@ -85,10 +87,10 @@ def test_a_row_has_the_bits_that_its_token_gets_alone(kind, heads, E, dtype):
         step = random_step(kind, starts, heads, E)
         step = step._replace(q=step.q.to(dtype), k=step.k.to(dtype), v=step.v.to(dtype))
         for size in SIZES:
-            y = tree_attention(*operands(step, sliding(step.window, size)))
+            y = OURS.attention(*operands(step, sliding(step.window, size)))
             for b, paths in enumerate(step.paths):
                 for t in {0, len(paths) // 2, len(paths) - 1}:
-                    alone = tree_attention(*step.alone(b, t, size))
+                    alone = OURS.attention(*step.alone(b, t, size))
                     assert torch.equal(alone[0, 0], y[b, t]), (starts, size, b, t)
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import lost_device
-import ops.attention
 import ops.cuda.backend
 import ops.epilogues
 import ops.experts
@@ -141,9 +140,9 @@ def test_tree_attention(poisoned, E, dtype, heads):
     for rows, window in ((1, 1), (7, 7), (10, 50), (60, 60), (64, 64), (256, 256)):
         for starts in ([0], [300, 17], [255, 256, 4096]):
             q, k, v, start, mask = attention_inputs(heads, starts, rows, window, dtype, E)
-            got = ops.attention.tree_attention(q, k, v, start, mask)
+            got = OURS.attention(q, k, v, start, mask)
             clean = (t.nan_to_num().float() for t in (k, v))
-            want = ops.attention.tree_attention_reference(q.float(), *clean, start, mask)
+            want = torch_backend.attention(q.float(), *clean, start, mask)
             assert got.dtype == dtype and got.shape == want.shape
             error = (got.float() - want).norm() / want.norm()
             assert error < ATTENTION_ERRORS[dtype], (rows, starts, float(error))
@@ -160,25 +159,21 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(dtype, heads, start):
     q, k, v, _, _ = attention_inputs(heads, [start], 60, 60, dtype)
     causal = torch.ones(60, 60, device="cuda").tril().bool()[None]
     at = lambda slot: torch.tensor([slot], device="cuda")  # noqa: E731
-    chain = ops.attention.tree_attention(q, k, v, at(start), causal)
+    chain = OURS.attention(q, k, v, at(start), causal)
     for t in (0, 1, 5, 30, 59):
-        alone = ops.attention.tree_attention(
-            q[:, t : t + 1], k, v, at(start + t), causal[:, :1, :1]
-        )
+        alone = OURS.attention(q[:, t : t + 1], k, v, at(start + t), causal[:, :1, :1])
         assert torch.equal(alone, chain[:, t : t + 1]), t
     for rows in (2, 16, 17, 33):
         assert torch.equal(
-            ops.attention.tree_attention(q[:, :rows], k, v, at(start), causal[:, :rows, :rows]),
+            OURS.attention(q[:, :rows], k, v, at(start), causal[:, :rows, :rows]),
             chain[:, :rows],
         )
     wide = torch.nn.functional.pad(causal, (0, 4))
     k, v = k.nan_to_num(), v.nan_to_num()
-    assert torch.equal(ops.attention.tree_attention(q, k, v, at(start), wide), chain)
+    assert torch.equal(OURS.attention(q, k, v, at(start), wide), chain)
     q, k, v = (torch.cat((torch.randn_like(x), x)) for x in (q, k, v))
     starts = torch.tensor([start // 2, start], device="cuda")
-    assert torch.equal(
-        ops.attention.tree_attention(q, k, v, starts, causal.expand(2, -1, -1))[1:], chain
-    )
+    assert torch.equal(OURS.attention(q, k, v, starts, causal.expand(2, -1, -1))[1:], chain)
 
 
 @pytest.mark.parametrize("start", [0, 50, 250, 1000, 4080])
@@ -196,7 +191,7 @@ def test_a_tree_has_the_bits_of_vanilla_decoding(dtype, heads, start):
     for node, path in enumerate(paths):
         mask[0, node, path] = True
     at = lambda slot: torch.tensor([slot], device="cuda")  # noqa: E731
-    tree = ops.attention.tree_attention(q, k, v, at(start), mask)
+    tree = OURS.attention(q, k, v, at(start), mask)
     one = torch.ones(1, 1, 1, dtype=torch.bool, device="cuda")
     for node in (1, 8, 30, 59):
         accepted = [x.clone() for x in (k, v)]
@@ -204,7 +199,7 @@ def test_a_tree_has_the_bits_of_vanilla_decoding(dtype, heads, start):
         for old, new in zip((k, v), accepted):
             new[:, :, start : start + len(path)] = old[:, :, start + path]
         end = at(start + len(path) - 1)
-        alone = ops.attention.tree_attention(q[:, [node]], *accepted, end, one)
+        alone = OURS.attention(q[:, [node]], *accepted, end, one)
         assert torch.equal(alone, tree[:, [node]]), (node, len(path))
 
 
@@ -215,8 +210,8 @@ def test_captured_attention_reads_the_length_from_the_device(rows):
     want = {}
     for length in (0, 100, 777, 2000):
         start.fill_(length)
-        want[length] = ops.attention.tree_attention(q, k, v, start, mask)
-    graph, y = captured(lambda: ops.attention.tree_attention(q, k, v, start, mask))
+        want[length] = OURS.attention(q, k, v, start, mask)
+    graph, y = captured(lambda: OURS.attention(q, k, v, start, mask))
     for length in (*want, *reversed(want)) * 5:
         y.fill_(float("nan"))
         start.fill_(length)
