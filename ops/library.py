@@ -1,9 +1,10 @@
 """The operator library `torch.ops.gpt_eagle` and the implementations that this machine can run.
 
-Functions of a cycle and of a layer are chosen once, while loading (backends.py). Products have files
-beside this one, with a plain PyTorch reference and an implementation per device: C++ in `cpu/` for
-CPUs, Triton in `cuda/` for CUDA; most questions below are theirs. Elsewhere are the forward passes
-of a model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py).
+Functions of a cycle and of a layer are chosen once, while loading (backends.py). Products have
+files beside this one, with a plain PyTorch reference and an implementation per device: C++ in
+`cpu/` for CPUs, Triton in `cuda/` for CUDA; most questions below are theirs. Elsewhere are the
+forward passes of a model and of a draft head (cpu/layers.py; their references are model.py and
+eagle_draft.py).
 All are registered with `torch.library`, so that a step that uses them compiles with
 `fullgraph=True`.
 """
