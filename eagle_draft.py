@@ -41,7 +41,7 @@ from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
 from ops.backends import TORCH, Backend, use_backend
-from ops.cpu.layers import FusedHead, fits
+from ops.cpu.layers import FusedHead, fits, steps_of_head
 from ops.library import is_plain
 from ops.tree import Frontier
 from options import GenerateConfig
@@ -288,7 +288,7 @@ class EagleDrafter(TreeDrafter):
         if head.layers[0].ffn_norm.weight.is_cuda:
             if not is_plain("fused"):
                 head.fused_layers = FusedLayers(head.layers, head.last, head)
-        elif enable and fits(head.layers, head.dtype):
+        elif enable and fits(steps_of_head(head), head.layers[0].ffn_norm.weight):
             head.fused = FusedHead(head, self.embedding)
 
     def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:

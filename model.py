@@ -385,9 +385,9 @@ class Transformer(nn.Module):
             return
         if not enable:
             return
-        from ops.cpu.layers import FusedModel, fits
+        from ops.cpu.layers import FusedModel, fits, steps_of
 
-        if fits(self.layers, self.norm.weight.dtype):
+        if fits(steps_of(self), self.norm.weight):
             self.fused = FusedModel(self)
 
     def embed(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:

@@ -28,12 +28,10 @@ from torch import Tensor, nn
 from kv_cache import Window
 from linear import Linear
 from ops.backends import TORCH, Backend
+from ops.cpu.layers import REGISTERS, CppStep
 from ops.experts import route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
 from runtime import replace_fields
-
-# of `Rows`, by their numbers in C++
-REGISTERS = ("stream", "h", "embedded", "features", "normed")
 
 
 class Rows(NamedTuple):
@@ -56,17 +54,6 @@ class Rows(NamedTuple):
     def put(self, register: str, value: Any) -> Rows:
         """Return these rows with another value in a register."""
         return replace_fields(self, **{register: value})
-
-
-class CppStep(NamedTuple):
-    """A step as ops/cpu/layers.cpp takes it; what is left out is 0 or None there."""
-
-    op: str
-    source: str = "h"
-    to: str = "h"
-    weights: tuple[Tensor | None, ...] = ()  # at most 3
-    counts: tuple[int, ...] = ()  # at most 4
-    numbers: tuple[float, ...] = ()  # at most 2
 
 
 class Step:

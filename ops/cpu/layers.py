@@ -9,7 +9,7 @@ without a C++ compiler are left to PyTorch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,32 @@ from ops.library import has_cpu_operators
 
 # of operators that a pass consists of
 FAMILIES = ("attention", "experts", "fused", "norm", "products", "rotary")
-REGISTERS = ("stream", "h", "embedded", "features", "normed")  # as in steps.py
+REGISTERS = ("stream", "h", "embedded", "features", "normed")  # of `Rows`, numbered as in C++
 EMPTY = (None, None, None)
+
+
+class CppStep(NamedTuple):
+    """A step as layers.cpp takes it; what is left out is 0 or None there."""
+
+    op: str
+    source: str = "h"
+    to: str = "h"
+    weights: tuple[Tensor | None, ...] = ()  # at most 3
+    counts: tuple[int, ...] = ()  # at most 4
+    numbers: tuple[float, ...] = ()  # at most 2
+
 
 # steps with the module that holds their weights, and the number of their layer: -1 before the first
 Placed = tuple[Sequence[Any], nn.Module, int]
 
 
-def fits(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
-    """Return whether C++ runs all steps of these layers. dtype: of weights without codes"""
-    weight = next(layers[0].parameters())
-    if weight.device.type != "cpu" or dtype != torch.bfloat16 or not has_cpu_operators(*FAMILIES):
+def fits(parts: Sequence[Placed], norm: Tensor) -> bool:
+    """Return whether C++ runs all of these steps. norm: a weight of the model that has no codes"""
+    if norm.device.type != "cpu" or norm.dtype != torch.bfloat16:
         return False
-    return all(step.for_cpp(layer) for layer in layers for step in layer.steps)
+    if not has_cpu_operators(*FAMILIES):
+        return False
+    return all(step.for_cpp(owner) for steps, owner, _ in parts for step in steps)
 
 
 class Program:
@@ -62,16 +75,21 @@ class Program:
         )
 
 
-def _described(parts: Sequence[Placed]) -> Iterator[tuple[int, Any]]:
+def _described(parts: Sequence[Placed]) -> Iterator[tuple[int, CppStep]]:
     for steps, owner, number in parts:
         for step in steps:
             yield number, step.for_cpp(owner)
 
 
-def _layers_of(model: nn.Module) -> list[Placed]:
-    """Return the layers of a model or a head, and the steps behind them."""
+def steps_of(model: nn.Module) -> list[Placed]:
+    """Return the steps of a `Transformer`: its layers, and what is behind them."""
     layers = [(layer.steps, layer, number) for number, layer in enumerate(model.layers)]
     return [*layers, (model.last, model, len(layers))]
+
+
+def steps_of_head(head: nn.Module) -> list[Placed]:
+    """Return the steps of an `EagleHead`: those of its inputs, then those of a pass."""
+    return [(head.inputs, head, -1), (head.first, head, -1), *steps_of(head)]
 
 
 def embedding_operands(embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +103,7 @@ class FusedModel:
 
     def __init__(self, model: nn.Module):
         start = (model.embedding, model.ropes, model.embedding_scale)
-        self.program = Program(_layers_of(model), *start)
+        self.program = Program(steps_of(model), *start)
 
     def __call__(
         self,
@@ -109,8 +127,9 @@ class FusedHead:
 
     def __init__(self, head: nn.Module, embedding: nn.Module):
         """Pass the head's weights to the operators. embedding: the head's or the target's"""
-        self.inputs = Program([(head.inputs, head, -1)], embedding, head.ropes)
-        self.program = Program([(head.first, head, -1), *_layers_of(head)], embedding, head.ropes)
+        inputs, *steps = steps_of_head(head)
+        self.inputs = Program([inputs], embedding, head.ropes)
+        self.program = Program(steps, embedding, head.ropes)
 
     def step(self, level: Any, out: Tensor, positions: Tensor, cache: Any, window: Any) -> Tensor:
         """Run the nodes of a level; arguments as for `TreeDrafter.forward_nodes`.

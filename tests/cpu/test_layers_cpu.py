@@ -21,7 +21,7 @@ from linear import Linear
 from model import ModelConfig, Transformer, run_layers
 from ops import torch_backend
 from ops.backends import choose, use_backend
-from ops.cpu.layers import FusedHead, FusedModel, fits
+from ops.cpu.layers import FusedHead, FusedModel, fits, steps_of
 from ops.formats import FORMATS, Int4
 from ops.tree import Frontier
 from ops.weight import stack
@@ -246,12 +246,12 @@ def test_a_copy_holds_nothing():
 def test_what_is_left_to_the_modules():
     odd = ModelConfig(64, 1, 4, 2, 12, 96, 50)  # attention takes heads of whole vectors
     for target in (fill(Transformer(odd), None), model().float()):
-        assert not fits(target.layers, target.norm.weight.dtype)
+        assert not fits(steps_of(target), target.norm.weight)
         engine_for(target, RootOnly(), compile=True)
         assert target.fused is None
     target = model()
     target.layers[1].steps += (SumRanks(),)
-    assert not fits(target.layers, BF16)
+    assert not fits(steps_of(target), target.norm.weight)
     target = fused(model())
     tokens = torch.arange(7)[None]
     # without a cache, as in training, the modules run

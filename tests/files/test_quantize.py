@@ -30,7 +30,6 @@ from eagle_draft import load_head
 from generate import generate, load, main
 from helpers import GOLDEN, rounded
 from hf import checkpoint
-from hf.calibrate import moments_of
 from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from hf.heads import draft_lm_head
 from hf.weights import load_model
@@ -672,9 +671,8 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):
 
 def test_quantize_and_generate(capsys, tmp_path):
     for end in ("", "-eagle"):
-        program = functools.partial(quantize.main, moments_of=moments_of)
         argv = ("--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}"))
-        out, err = run(capsys, program, *argv)
+        out, err = run(capsys, quantize.main, *argv)
         told = f"--checkpoint MODEL --head {tmp_path / 'demo-eagle'}"
         if not end:
             told = f"--checkpoint {tmp_path / 'demo'} --head {DEMO}-eagle"

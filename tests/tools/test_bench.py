@@ -666,6 +666,6 @@ def test_one_layer_is_timed_in_every_format(monkeypatch):
     x = torch.randn(2, 512, dtype=torch.bfloat16)
     for kind in linear.KINDS:
         contestant = linear.LayerCopies(kind, 64, 512)
-        assert contestant.apply(x, *contestant.weights[0]).shape == (2, 64), kind
+        assert contestant.apply(x, contestant.weights[0]).shape == (2, 64), kind
         assert contestant.seconds(x) > 0
         assert contestant.bytes * len(contestant.weights) >= linear.ROTATED_BYTES
