@@ -94,6 +94,11 @@ class Linear(nn.Module):
         return self.record.format if self.packed else "none"
 
     @property
+    def in_cpp(self) -> bool:
+        """Return whether the C++ operators of a CPU multiply by the weight."""
+        return not self.packed or self.table is not None
+
+    @property
     def group_size(self) -> int:
         """The inputs that share a scale; 0: all, or a GGUF file's own."""
         return self.record.group_size if self.packed else 0

@@ -201,7 +201,7 @@ class Project(Step):
 
     def for_cpp(self, layer: nn.Module) -> CppStep | None:
         linear_layer = getattr(layer, self.name)
-        if getattr(linear_layer, "format", "none") not in ("none", "int8", "int4", "blocks"):
+        if not linear_layer.in_cpp:
             return None
         counts = (self.outputs, self.experts)
         return CppStep("project", self.source, self.to, linear_layer.operands(), counts)

@@ -167,7 +167,10 @@ def layout_of(format: str, device: str, scale: torch.dtype) -> str:
     for name, layout in LAYOUTS.items():
         if (layout.format, layout.device) == (format, device) and scale in layout.scales:
             return name
-    raise AssertionError((format, device, scale))
+    raise ValueError(
+        f"the format {format} has no layout for scales in {scale} on {device}; add a row to "
+        "LAYOUTS (ops/weight.py), or use another --device"
+    )
 
 
 def pack(format: str, codes: Tensor, scale: Tensor) -> Weight:

@@ -18,11 +18,11 @@
 //   WORDS   words of join_zeros, ops/weight.py: scales and zero points (int4 and int8 of others)
 //   HALF    scales, and minima if there are any, in float16 (GGUF's Q4_0 to Q8_0)
 //   SUPER   d, and dmin if there are minima, in float16; then for every group a byte each: the
-//   scale
-//           is d times the first, the minimum -dmin times the second (GGUF's K types)
+//           scale is d times the first, the minimum -dmin times the second (GGUF's K types)
 //
 // A new layout is a row of LAYOUTS and a function that packs it: layout.py, or blocks.cpp for a
-// type of GGUF. If its header is one of these, matmul.cpp multiplies with it unchanged.
+// type of GGUF. matmul.cpp multiplies with it unchanged if its header is one of these, and
+// `is_served` allows its codes and groups.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -87,6 +87,14 @@ constexpr Layout LAYOUTS[] = {
     super(14, 6, 16, 32, false, 210),                          // Q6_K
 };
 
+// Returns whether matmul.cpp has the sums of a layout (`sums_of`).
+inline bool is_served(const Layout& layout) {
+  const bool super = layout.header == Header::SUPER;
+  if (layout.bits == 5) return layout.group == 32;
+  if (layout.bits == 6) return super && layout.group == 16;
+  return true;
+}
+
 // Returns a layout with its group. group: k of a scale, where the layout leaves it to its parts
 inline Layout layout_of(int64_t id, int64_t group) {
   for (const Layout& row : LAYOUTS) {
@@ -100,6 +108,8 @@ inline Layout layout_of(int64_t id, int64_t group) {
       layout.group = group;
       layout.super = group;
     }
+    TORCH_CHECK(is_served(layout), "codes of ", layout.bits, " bits have no matmul in groups of ",
+                layout.group);
     return layout;
   }
   TORCH_CHECK(false, "there is no layout ", id);
