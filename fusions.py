@@ -101,7 +101,7 @@ class FirstNorm(Step):
         return rows.put("h", h)
 
 
-def _is_plain(step: Step | None) -> bool:
+def _is_dense(step: Step | None) -> bool:
     """Return whether a step is a projection by one weight, of `h`."""
     return isinstance(step, Project) and not step.experts and step.source == step.to == "h"
 
@@ -117,26 +117,26 @@ def fuse(steps: Sequence[Step]) -> tuple[Step, ...]:
     """
     fused: list[Step] = []
     rest = list(steps)
-    first = next((step.name for step in steps if _is_plain(step)), "")
+    first = next((step.name for step in steps if _is_dense(step)), "")
 
     def reader(index: int) -> str:
         """Return the name of the projection that reads a norm: the step at this index."""
         if index == len(rest):
             return first
-        return rest[index].name if _is_plain(rest[index]) else ""
+        return rest[index].name if _is_dense(rest[index]) else ""
 
     while rest:
         step, second, third = (*rest[:3], None, None)[:3]
         merged: tuple[Step, int] = (step, 1)
-        if _is_plain(step) and isinstance(second, Rotate):
+        if _is_dense(step) and isinstance(second, Rotate):
             merged = (ProjectRotate(step, None, second), 2)
-        elif _is_plain(step) and isinstance(second, HeadNorm) and isinstance(third, Rotate):
+        elif _is_dense(step) and isinstance(second, HeadNorm) and isinstance(third, Rotate):
             merged = (ProjectRotate(step, second, third), 3)
-        elif _is_plain(step) and second == Gate("silu"):
+        elif _is_dense(step) and second == Gate("silu"):
             merged = (ProjectGate(step), 2)
-        elif _is_plain(step) and isinstance(second, Add) and _reads_stream(third):
+        elif _is_dense(step) and isinstance(second, Add) and _reads_stream(third):
             merged = (AddNorm(step, third, reader(3)), 3)
-        elif _is_plain(step) and isinstance(second, Add):
+        elif _is_dense(step) and isinstance(second, Add):
             merged = (ProjectAdd(step), 2)
         elif isinstance(step, Add) and _reads_stream(second):
             merged = (AddNorm(None, second, reader(2)), 2)
@@ -181,7 +181,7 @@ class FusedLayers:
         first, second = layers[0].steps[:2]
         self.first: Step | None = None  # a draft head's first layer may begin without a norm
         if _reads_stream(first):
-            self.first = FirstNorm(first, second.name) if _is_plain(second) else first
+            self.first = FirstNorm(first, second.name) if _is_dense(second) else first
         behind = [*((layer.steps[0], layer) for layer in layers[1:]), (last[0], owner)]
         self.segments = [Segment(layer, *each) for layer, each in zip(layers, behind)]
 

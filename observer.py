@@ -84,7 +84,7 @@ class CycleResult:
 
 
 class View:
-    """What observers may read of a session, and steps that they may run."""
+    """The part of a session that observers may read, and the steps that they may run."""
 
     def __init__(
         self,

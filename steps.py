@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 class Step:
-    """What a layer does next. Subclasses are frozen dataclasses, so that equal lists are equal."""
+    """One operation of a layer. Subclasses are frozen dataclasses: equal lists are equal."""
 
     def modules(self) -> dict[str, nn.Module]:
         """Make the modules that hold the step's weights, by their names in the layer."""

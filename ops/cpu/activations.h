@@ -80,14 +80,7 @@ struct Activations {
 
 // Returns the magnitude above which a row's numbers are outliers.
 template <class T> float outlier_above(const T* x, int64_t k) {
-  constexpr int64_t SUMS = 32;  // side by side, on all processors
-  float sums[SUMS] = {}, total = 0;
-  int64_t i = 0;
-  for (; i + SUMS <= k; i += SUMS)
-    for (int64_t s = 0; s < SUMS; s++) sums[s] += widen(x[i + s]) * widen(x[i + s]);
-  for (; i < k; i++) sums[0] += widen(x[i]) * widen(x[i]);
-  for (float sum : sums) total += sum;
-  return OUTLIER * std::sqrt(total / float(k));
+  return OUTLIER * std::sqrt(sum_of_squares(x, k) / float(k));
 }
 
 struct Rounded {  // a block

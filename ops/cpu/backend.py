@@ -7,6 +7,7 @@ sampling.cpp, topk.cpp, compact.cpp, rotary.cpp, attention.cpp and layers.cpp.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,15 +112,7 @@ def rotary_cache(
     return torch_backend.rotate_into(k, v, slots, qkv, rope, rotary)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    mask: Tensor,
-    first: Tensor | None = None,
-    scale: float = 0.0,
-) -> Tensor:
-    if q.shape[3] % 16:
-        return ops.attention.attention(q, k, v, start, mask, first, scale)
-    return _ops.attention.default(q, k, v, start, mask, first, scale)
+def attention(q: Tensor, *operands: Any) -> Tensor:
+    if q.shape[3] % 16:  # heads that vectors do not divide
+        return ops.attention.attention(q, *operands)
+    return _ops.attention.default(q, *operands)

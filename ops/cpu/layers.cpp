@@ -15,6 +15,7 @@
 #include "blocks.h"
 #include "exponential.h"
 #include "matmul.h"
+#include "numbers.h"
 #include "operands.h"
 #include "rotary.h"
 #include "threads.h"
@@ -72,15 +73,8 @@ at::Tensor multiply(const at::Tensor& x, const Matrix& by, int64_t n,
 // row [width] -> to [width], normed; `to` may be the row itself. w: [width], in bfloat16 or fp32
 template <class T, class W>
 void norm_row(const T* row, const W* w, int64_t width, double eps, T* to) {
-  constexpr int64_t SUMS = 32;  // side by side, on all processors
-  float sums[SUMS] = {}, total = 0;
-  int64_t i = 0;
-  for (; i + SUMS <= width; i += SUMS)
-    for (int64_t s = 0; s < SUMS; s++) sums[s] += widen(row[i + s]) * widen(row[i + s]);
-  for (; i < width; i++) sums[0] += widen(row[i]) * widen(row[i]);
-  for (float sum : sums) total += sum;
-  const float scale = 1.0f / std::sqrt(total / float(width) + float(eps));
-  for (i = 0; i < width; i++) {
+  const float scale = 1.0f / std::sqrt(sum_of_squares(row, width) / float(width) + float(eps));
+  for (int64_t i = 0; i < width; i++) {
     T normed;
     put(&normed, widen(row[i]) * scale);
     put(to + i, widen(normed) * widen(w[i]));

@@ -178,7 +178,7 @@ struct Rates {
   int64_t hoped_tokens;
 };
 
-// What is drafted for one sequence.
+// The drafted chains of one sequence.
 struct Drafted {
   Chains chains;
   int64_t* parents;  // [K L], as in `Candidates`

@@ -36,4 +36,16 @@ inline void put(at::BFloat16* y, float v) {
   y->x = uint16_t(v != v ? 0x7fc0 : rounded);
 }
 
+// Returns the sum of a row's squares, in one order on all processors.
+template <class T> float sum_of_squares(const T* x, int64_t n) {
+  constexpr int64_t SUMS = 32;  // side by side
+  float sums[SUMS] = {}, total = 0;
+  int64_t i = 0;
+  for (; i + SUMS <= n; i += SUMS)
+    for (int64_t s = 0; s < SUMS; s++) sums[s] += widen(x[i + s]) * widen(x[i + s]);
+  for (; i < n; i++) sums[0] += widen(x[i]) * widen(x[i]);
+  for (float sum : sums) total += sum;
+  return total;
+}
+
 }  // namespace
