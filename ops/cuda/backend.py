@@ -3,8 +3,8 @@
 Each kernel is an operator of its own, so that steps around it compile with `fullgraph=True`. On a
 CPU, where steps are traced by tests, the operators are the plain versions, as they are beyond the
 sizes that a kernel takes.
-The kernels are in noise.py, topk.py, tree.py, compact.py, norm.py and rotary.py beside this file. What is
-not here runs in plain PyTorch, which the compiler fuses.
+The kernels are in noise.py, topk.py, tree.py, compact.py, norm.py and rotary.py beside this file.
+What is not here runs in plain PyTorch, which the compiler fuses.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
 
 
 def _noise(case: CycleCase) -> Source:
-    words = {name: "*i64" for name in ("seed_ptr", "prompt_ptr", "sample_ptr", "first_ptr")}
+    words = dict.fromkeys(("seed_ptr", "prompt_ptr", "sample_ptr", "first_ptr"), "*i64")
     constants = {"DOMAIN": 0, "WORDS": ops.cuda.noise.WORDS}
     types = words | {"greedy_ptr": "*i1", "noise_ptr": "*fp32"}
     return source(ops.cuda.noise.gumbel_kernel, case.dtype, constants, **types)

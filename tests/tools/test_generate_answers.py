@@ -254,7 +254,9 @@ def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
             engine.tokenizer, row["turns"], []
         )
     with pytest.raises(ValueError, match="answer_ids are not the tokens of the answer"):
-        train_eagle.marked_tokens(d._replace(answer_ids=[7, 8, 9]), engine.tokenizer, engine.template)
+        train_eagle.marked_tokens(
+            d._replace(answer_ids=[7, 8, 9]), engine.tokenizer, engine.template
+        )
     assert sum(len(row["answer_ids"]) for row in used) == run.total()
 
 

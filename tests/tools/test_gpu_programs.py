@@ -168,7 +168,9 @@ def test_training_by_one_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_train.train_eagle, "train", train)
     flags = ["--out", str(tmp_path), "--device", "cpu"]
     gpu_train.main([*flags, "--seconds", "100", "--answering", "0.5"])
-    assert seen == [100 - 56 - gpu_train.ENDING_S], "the batch that passes the half ends the answers"
+    assert seen == [100 - 56 - gpu_train.ENDING_S], (
+        "the batch that passes the half ends the answers"
+    )
     rates = json.loads((tmp_path / "rates.json").read_text())
     assert (rates["answer_tokens"], rates["answer_s"]) == (56_000, 56)
     assert rates["trained_tokens"] == 9 * 32 * 512

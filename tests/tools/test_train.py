@@ -99,7 +99,8 @@ def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
         "".join(json.dumps({"turns": turns, "answers": a}) + "\n" for a in (plain, spaced))
     )
     one, other = (
-        marked_tokens(d, tokenizer, template) for d in train_eagle.read_dialogues(tmp_path / "d.jsonl")
+        marked_tokens(d, tokenizer, template)
+        for d in train_eagle.read_dialogues(tmp_path / "d.jsonl")
     )
     assert one == other
     spans = "".join(tokenizer.decode([i]) if m else "|" for i, m in zip(*other))
