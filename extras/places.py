@@ -266,7 +266,10 @@ def vector(write: Callable, outputs: Outputs, **options: Any) -> TensorRecipe:
 
 
 def recipes_of(steps: Sequence[Pair]) -> dict[str, list[TensorRecipe]]:
-    """Return the recipes of a list of steps: of the tensors that each parameter is made of."""
+    """Return the recipes of a list of steps: of the tensors that each parameter is made of.
+
+    Raises: ValueError for a step whose weights have no places.
+    """
     recipes = {}
     for i, (small, large) in enumerate(steps):
         if isinstance(small, Norm):
@@ -287,6 +290,11 @@ def recipes_of(steps: Sequence[Pair]) -> dict[str, list[TensorRecipe]]:
             recipes[f"{small.name}.weight"] = weights * (small.experts or 1)
             if small.bias:
                 recipes[f"{small.name}.bias"] = [vector(write_bias, part) for part in parts]
+        elif small.parameters():
+            raise ValueError(
+                f"models with a step {type(small).__name__} have no stand-ins; use another model, "
+                "or add the places of its weights to `recipes_of` (extras/places.py)"
+            )
     return recipes
 
 

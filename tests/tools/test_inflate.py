@@ -15,6 +15,7 @@ from test_tp import write_tiny
 from torch import Tensor
 
 from eagle_draft import EagleHead, load_head
+from extras.places import recipes_of
 from extras.stand_in import (
     SHAPES,
     InflatedFiles,
@@ -31,6 +32,7 @@ from linear import Linear
 from model import ModelConfig, Transformer
 from ops.cpu.build import load_operators
 from options import DEMO
+from steps import PartNorm
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
 GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")
@@ -185,6 +187,12 @@ def test_every_architecture_keeps_its_function(monkeypatch, tmp_path, name):
     # 1e-9, as the eps of norms of heads and of results makes up for a constant that they do not have
     assert relative(small, large) < 1e-9
     assert large[..., 97:].max() < -400
+
+
+def test_a_step_whose_weights_have_no_places_is_refused():
+    step = PartNorm("fc_norm_0", 32, 1e-5, 0, 3)
+    with pytest.raises(ValueError, match="a step PartNorm have no stand-ins; use another model"):
+        recipes_of([(step, step)])
 
 
 def test_a_head_reads_embeddings_that_the_target_scales_otherwise():
