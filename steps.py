@@ -421,7 +421,7 @@ class Copy(Step):
 
 @dataclass(frozen=True)
 class Columns(Step):
-    """Take the columns of `features` from one on, in the dtype of the residual stream."""
+    """Take the columns of `features` from `first` on, in the dtype of the residual stream."""
 
     first: int = 0
 
