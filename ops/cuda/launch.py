@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+# tokens of a draft tree, at most; more are a prompt, whose attention is another kernel
+SPLIT_TOKENS = 64
+
 
 class Device(NamedTuple):
     """A GPU."""
