@@ -162,9 +162,14 @@ class Engine:
         )
 
     @property
+    def nodes(self) -> int:
+        """The most nodes of a tree, or of a path, whichever is more."""
+        return max(self.drafter.size, self.drafter.depth + 1)
+
+    @property
     def slots(self) -> int:
         """Cache slots per sequence: the context, plus scratch for one tree or one prefill chunk."""
-        return self.context + max(self.drafter.size, self.drafter.depth + 1, PREFILL_CHUNK)
+        return self.context + max(self.nodes, PREFILL_CHUNK)
 
 
 def build_cycles(engine: Engine) -> Engine:
@@ -371,6 +376,8 @@ def prefill_chunk(
     count = (state.pos - start).clamp(max=width)  # [B], tokens that are no padding
     backend = engine.target.backend
     window = causal_window(start, width, backend=backend)
+    # all but the last, which the next turn of the sequence runs again
+    window = replace_fields(window, kept=(count - 1).clamp(min=0))
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
     features = engine.target(
         tokens, window.slots, cache, window, aux_layers=engine.drafter.aux_layers

@@ -4,10 +4,15 @@ The cache is a plain tuple of tensors that the caller owns. A step writes its ke
 slots that it is given. It sees the prefix below `start`, and behind it the slots that `mask`
 allows. This is one rule for prefill (causal), decoding (one token), tree verification (ancestors)
 and the levels of a draft head. A layer with a sliding window sees the last of them (`sliding`).
+
+A recurrent layer has no slots. It keeps a state behind tokens that are sure to stay, and the inputs
+of the nodes behind them (`LayerState`): the next pass replays those that were accepted. So a node's
+state is a function of its path alone, and no state but one outlives its pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,28 +23,118 @@ from torch import Tensor
 from ops.backends import TORCH, Backend
 
 
+TAPS = 4  # tokens that the convolution of a recurrent layer reads, the token's own included
+MOST_NODES = 64  # of a tree, where the cache's owner knows no better
+
+
+class StateShape(NamedTuple):
+    """The sizes of a recurrent layer's state."""
+
+    heads: int  # H
+    key_dim: int  # Dk
+    value_dim: int  # Dv
+    channels: int  # C, inputs of a token that states depend on
+
+    def bytes(self, nodes: int) -> int:
+        """Return the bytes of a `LayerState` of one sequence. nodes: R"""
+        numbers = self.heads * self.key_dim * self.value_dim + (TAPS - 1 + nodes) * self.channels
+        return numbers * torch.float32.itemsize
+
+
+class LayerState(NamedTuple):
+    """What a recurrent layer keeps of B sequences. A step writes it in place."""
+
+    state: Tensor  # [B, H, Dk, Dv] fp32, behind the first `length` tokens
+    # [B, TAPS - 1 + R, C] fp32: of the last tokens before `length`, which the convolution reads;
+    # then those of the last pass from `length` on
+    inputs: Tensor
+    length: Tensor  # [B] int64
+
+    @staticmethod
+    def empty(shape: StateShape, batch: int, nodes: int, device: torch.device | str) -> LayerState:
+        """Allocate zeros. nodes: R, the most nodes that a pass may leave to the next one"""
+        return LayerState(
+            torch.zeros(batch, *shape[:3], device=device),
+            torch.zeros(batch, TAPS - 1 + nodes, shape.channels, device=device),
+            torch.zeros(batch, dtype=torch.long, device=device),
+        )
+
+    def sequence(self, seq: int) -> LayerState:
+        """Return the state of one sequence, as views."""
+        return LayerState(*(buffer[seq : seq + 1] for buffer in self))
+
+    def compact(self, start: Tensor, path: Tensor) -> None:
+        """Move the inputs of accepted nodes next to each other, as `KVCache.compact` moves slots.
+
+        A pass leaves sequences that are done as they were; so does this.
+        Writes: inputs.
+        """
+        steps = torch.arange(path.shape[1], device=path.device)
+        path = torch.where((self.length == start)[:, None], path, steps)
+        batch = torch.arange(len(path), device=path.device)[:, None]  # [B, 1]
+        self.inputs[batch, TAPS - 1 + steps] = self.inputs[batch, TAPS - 1 + path]
+
+
 class KVCache(NamedTuple):
     """Static key and value buffers, one pair per layer. A step writes them in place."""
 
-    k: tuple[Tensor, ...]  # n_layers x [B, Hkv, S, E]
+    k: tuple[Tensor, ...]  # n_layers x [B, Hkv, S, E]; S is 0 for recurrent layers
     v: tuple[Tensor, ...]
-    addresses: Tensor  # [2 n_layers] int64, addresses of the buffers, for a kernel over all layers
+    addresses: Tensor  # int64, addresses of the buffers with slots, for a kernel over all layers
+    # by layer, None for attention; empty: no layer is recurrent
+    states: tuple[LayerState | None, ...] = ()
+    snapshots: tuple[LayerState | None, ...] = ()  # copies of states, by `keep_states`
 
     @staticmethod
-    def empty(config: Any, batch: int, slots: int, dtype: torch.dtype, device: str) -> KVCache:
+    def empty(
+        config: Any,
+        batch: int,
+        slots: int,
+        dtype: torch.dtype,
+        device: str,
+        nodes: int = MOST_NODES,
+    ) -> KVCache:
         """Allocate zeroed buffers of `slots` slots for each of `batch` sequences.
 
+        nodes: the most nodes of a tree, for recurrent layers
         On a CPU, memory is taken as slots are used.
         """
         if torch.device(device).type == "cpu":
             zeros = _zeros_on_demand
         else:
             zeros = partial(torch.zeros, device=device)
+        of_layers = [config.state_shape(i) for i in range(config.n_layers)]
         shape = torch.Size((batch, config.n_kv_heads, slots, config.head_dim))
-        k = tuple(zeros(shape, dtype=dtype) for _ in range(config.n_layers))
-        v = tuple(zeros(shape, dtype=dtype) for _ in range(config.n_layers))
-        addresses = torch.tensor([buffer.data_ptr() for buffer in (*k, *v)], device=device)
-        return KVCache(k, v, addresses)
+        no_slots = torch.Size((batch, config.n_kv_heads, 0, config.head_dim))
+        shapes = [no_slots if of_layer else shape for of_layer in of_layers]
+        k = tuple(zeros(shape, dtype=dtype) for shape in shapes)
+        v = tuple(zeros(shape, dtype=dtype) for shape in shapes)
+        addresses = torch.tensor([x.data_ptr() for x in with_slots(k, v)], device=device)
+        if not any(of_layers):
+            return KVCache(k, v, addresses)
+
+        def empty_states() -> tuple[LayerState | None, ...]:
+            return tuple(x and LayerState.empty(x, batch, nodes, device) for x in of_layers)
+
+        return KVCache(k, v, addresses, empty_states(), empty_states())
+
+    def layer(self, i: int) -> tuple[Tensor, ...]:
+        """Return the buffers of a layer: its keys and values, or its `LayerState`."""
+        state = self.states[i] if self.states else None
+        return state or (self.k[i], self.v[i])
+
+    def for_cpp(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the operands of a pass in C++, by layer: keys, values, and nothing.
+
+        A recurrent layer has its inputs, its state and its length instead.
+        """
+        k, v, lengths = list(self.k), list(self.v), []
+        for i, state in enumerate(self.states):
+            lengths.append(self.addresses[:0] if state is None else state.length)
+            if state is not None:
+                k[i] = state.inputs
+                v[i] = state.state
+        return k, v, lengths
 
     def sequence(self, seq: int) -> KVCache:
         """Return the cache of one sequence, as views.
@@ -48,12 +143,59 @@ class KVCache(NamedTuple):
         """
         k = tuple(buffer[seq : seq + 1] for buffer in self.k)
         v = tuple(buffer[seq : seq + 1] for buffer in self.v)
-        return KVCache(k, v, self.addresses[:0])
+        states, snapshots = (
+            tuple(state and state.sequence(seq) for state in every)
+            for every in (self.states, self.snapshots)
+        )
+        return KVCache(k, v, self.addresses[:0], states, snapshots)
 
     def copy_prefix(self, source: int, seq: int, length: int) -> None:
-        """Copy the first `length` slots of one sequence to another. Writes: its buffers."""
+        """Copy the first `length` slots of one sequence to another. Writes: its buffers.
+
+        States are copied as they are; `resume` knows which of them serve.
+        """
         for buffer in (*self.k, *self.v):
             buffer[seq, :, :length] = buffer[source, :, :length]
+        for buffer in self._buffers_of_states():
+            buffer[seq] = buffer[source]
+
+    def clear(self, seq: int, length: int) -> None:
+        """Overwrite the first `length` slots of a sequence, and its states, with zeros."""
+        for buffer in (*self.k, *self.v):
+            buffer[seq, :, :length] = 0
+        for buffer in self._buffers_of_states():
+            buffer[seq] = 0
+
+    def keep_states(self, seq: int) -> None:
+        """Take a snapshot of a sequence's states, to which `resume` may return."""
+        for state, snapshot in self._recurrent():
+            for buffer, copy in zip(state, snapshot):
+                copy[seq] = buffer[seq]
+
+    def resume(self, seq: int, begin: int) -> int:
+        """Make a sequence go on behind the first `begin` tokens that it has read, or earlier.
+
+        A state cannot be cut. One that is behind later tokens gives way to the snapshot; where that
+        is, too, the sequence begins at 0, where a pass makes states zero.
+
+        Writes: states; the length of a snapshot of tokens that will be others.
+        Returns: the number of tokens behind which it goes on.
+        """
+        for state, snapshot in self._recurrent():
+            if snapshot.length[seq] > begin:
+                snapshot.length[seq] = 0
+            if state.length[seq] > begin:
+                for buffer, copy in zip(state, snapshot):
+                    buffer[seq] = copy[seq]
+                begin = int(snapshot.length[seq])
+        return begin
+
+    def _recurrent(self) -> list[tuple[LayerState, LayerState]]:
+        pairs = zip(self.states, self.snapshots)
+        return [(state, snapshot) for state, snapshot in pairs if state is not None]
+
+    def _buffers_of_states(self) -> list[Tensor]:
+        return [buffer for pair in self._recurrent() for state in pair for buffer in state]
 
     def compact(self, start: Tensor, path: Tensor, backend: Backend = TORCH) -> None:
         """Move the accepted slots of a verified tree next to the prefix.
@@ -63,7 +205,14 @@ class KVCache(NamedTuple):
             depth moves nothing
         Writes: slots start .. start+D of every buffer.
         """
-        backend.compact([*self.k, *self.v], self.addresses, start, path)
+        backend.compact(with_slots(self.k, self.v), self.addresses, start, path)
+        for state, _ in self._recurrent():
+            state.compact(start, path)
+
+
+def with_slots(k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
+    """Return the buffers of all layers that are not recurrent: keys, then values."""
+    return [buffer for buffer in (*k, *v) if buffer.shape[2]]
 
 
 def _zeros_on_demand(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -87,6 +236,9 @@ class Window(NamedTuple):
     # [B, T, 1 + W] int32, the path of each token, whether `first` hides it or not: its length in
     # the window, then its slots in order, counted from `start`; None: attention reads masks
     paths: Tensor | None = None
+    # [B] int64, the first tokens, each behind the one before, that are kept whatever is decided;
+    # None: none. For recurrent layers
+    kept: Tensor | None = None
 
 
 def sliding(window: Window, size: int) -> Window:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fusions import FusedLayers
-from kv_cache import KVCache, Window, sliding
+from kv_cache import KVCache, StateShape, Window, sliding
 from linear import Linear
 from ops.backends import TORCH, Backend
 from ops.library import is_plain
@@ -134,6 +134,10 @@ class ModelConfig:
     def embedding_scale(self) -> float:
         """The factor of embeddings."""
         return 1.0
+
+    def state_shape(self, i: int) -> StateShape | None:
+        """Return the sizes of the state of layer i, if that is recurrent."""
+        return None
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the feed-forward of a layer is a mixture of experts."""
@@ -308,7 +312,7 @@ def run_layers(
     for i, layer in enumerate(layers):
         if i in aux_layers:
             aux.append(rows.stream)
-        kv = (cache.k[i], cache.v[i]) if cache is not None else None
+        kv = cache.layer(i) if cache is not None else None
         rows = run_part(layer, replace_fields(rows, kv=kv))
     if len(layers) in aux_layers:
         aux.append(rows.stream)

@@ -75,7 +75,8 @@ class Buffers:
         weight = engine.target.norm.weight
         device = weight.device
         config = engine.target.config
-        self.cache = KVCache.empty(config, batch, engine.slots, weight.dtype, str(device))
+        room = (batch, engine.slots, weight.dtype, str(device))
+        self.cache = KVCache.empty(config, *room, engine.nodes)
         number = torch.zeros(batch, dtype=torch.long, device=device)
         self.state = DecodeState(
             tokens=torch.zeros(batch, engine.context + 1, dtype=torch.long, device=device),
@@ -273,7 +274,7 @@ class Session:
             self.history[seq] = self.history[source][: shared + 1]
             copy_sequence((self.buffers.cache, state.drafter_state), source, seq, shared)
         # the head pairs the last common feature with the next token: one token is run again
-        begin = max(self.cached(seq, prompt) - 1, 0)
+        begin = self.buffers.cache.resume(seq, max(self.cached(seq, prompt) - 1, 0))
         self.history[seq] = prompt[:begin]
         self.prefilling[seq] = prompt
         state.tokens[seq, :length] = torch.tensor(prompt, device=state.pos.device)
@@ -446,6 +447,7 @@ class Session:
                 # waits for the chunk, so that its time counts as prefill
                 root = int(self.state.tokens[seq, len(prompt)])
                 if len(self.history[seq]) == len(prompt):
+                    self.buffers.cache.keep_states(seq)
                     features = self.buffers.root_features[seq : seq + 1]
                     if not is_finite(features):
                         self._break(seq)
@@ -467,8 +469,8 @@ class Session:
         self.live[seq] = False  # so `release` does not give observers its text
         self.release(seq)
         self.history[seq] = []
-        for buffer in (*self.buffers.cache.k, *self.buffers.cache.v):
-            buffer[seq, :, : len(tokens) + PREFILL_CHUNK] = 0  # a mask does not hide NaN
+        # a mask does not hide NaN
+        self.buffers.cache.clear(seq, len(tokens) + PREFILL_CHUNK)
         self.nan_sequences[seq] = reason(self.engine.target, tokens)
 
     def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None) -> None:

@@ -25,12 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv_cache import Window
+from kv_cache import TAPS, LayerState, StateShape, Window, causal_window
 from linear import Linear
 from ops.backends import TORCH, Backend
 from ops.cpu.layers import REGISTERS, CppStep
 from ops.experts import route
 from ops.linear import has_cuda_product, has_linear_kernel, linear
+from ops.torch_backend import DeltaWeights
 from runtime import replace_fields
 
 
@@ -42,10 +43,12 @@ class Rows(NamedTuple):
     embedded: Tensor | None = None  # [B, T, F], embeddings that a draft head reads
     features: Tensor | None = None  # [B, T, F], features that it reads
     normed: Tensor | None = None  # [B, T, F], those after a norm
+    gate: Tensor | None = None  # [B, T, H E], of an attention's output
     # by `Rotate.rope`: cosines and sines, [B, T, 1, E] fp32 each
     ropes: tuple[tuple[Tensor, Tensor], ...] = ()
-    # this layer's buffers, [B, Hkv, S, E] each; without a cache the keys and values of these tokens
-    kv: tuple[Tensor, Tensor] | None = None
+    # this layer's buffers, [B, Hkv, S, E] each, or its `LayerState`; without a cache the keys and
+    # values of these tokens
+    kv: tuple[Tensor, ...] | None = None
     # by `Attend.window`: the slots that are written and seen; None: no cache, attention is causal
     windows: dict[int, Window] | None = None
     routing: Tensor | None = None  # of a mixture, from `ops.experts.route`
@@ -241,6 +244,35 @@ class HeadNorm(Step):
 
 
 @dataclass(frozen=True)
+class SplitGate(Step):
+    """Take the gate of the output, which stands behind each query in `h`, to `gate`."""
+
+    heads: int
+    head_dim: int
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        both = 2 * self.heads * self.head_dim
+        queries, kv = rows.h.tensor_split((both,), -1)
+        q, gate = queries.unflatten(-1, (self.heads, 2, -1)).unbind(-2)  # [B, T, H, E] each
+        h = torch.cat((q.flatten(-2), kv), -1)  # [B, T, (H + 2 Hkv) E]
+        return replace_fields(rows, h=h, gate=gate.flatten(-2))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("split_gate", counts=(self.heads, self.head_dim))
+
+
+@dataclass(frozen=True)
+class GateOutput(Step):
+    """Multiply `h` by the sigmoid of `gate`."""
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        return rows.put("h", (rows.h * rows.gate.float().sigmoid()).to(rows.h.dtype))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("gate_output")
+
+
+@dataclass(frozen=True)
 class Rotate(Step):
     """Apply RoPE to the queries and keys in `h`, [B, T, (H + 2 Hkv) E], and keep keys and values.
 
@@ -301,6 +333,72 @@ class Attend(Step):
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         return CppStep("attend", counts=(self.window,), numbers=(self.scale,))
+
+
+class Convolution(nn.Module):
+    """The weight of a convolution of each channel by itself."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, TAPS))
+
+
+class DecayGates(nn.Module):
+    """The two numbers of each head that the decay of its state follows from."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(heads))
+        self.dt_bias = nn.Parameter(torch.ones(heads))
+
+
+@dataclass(frozen=True)
+class DeltaRule(Step):
+    """Run GatedDeltaNet's recurrence over the projections in `h`, [B, T, C + H Dv].
+
+    Writes: the layer's state, if there is a cache.
+    Source: arXiv 2412.06464, with a convolution of `TAPS` and a gated norm.
+    """
+
+    shape: StateShape
+    eps: float
+
+    @property
+    def convolved(self) -> int:
+        """The number of channels that are convolved: queries, keys and values."""
+        return self.shape.channels - 2 * self.shape.heads
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {
+            "conv": Convolution(self.convolved),
+            "decay": DecayGates(self.shape.heads),
+            "state_norm": RMSNorm(self.shape.value_dim, self.eps),
+        }
+
+    def parameters(self) -> tuple[str, ...]:
+        return ("conv.weight", "decay.A_log", "decay.dt_bias", "state_norm.weight")
+
+    def weights(self, layer: nn.Module) -> DeltaWeights:
+        """Return the operands of the recurrence."""
+        gates = torch.stack((layer.decay.A_log, layer.decay.dt_bias)).float()
+        return DeltaWeights(layer.conv.weight[:, 0], gates, layer.state_norm.weight, self.eps)
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        if rows.windows is not None:
+            kept = rows.kv
+            window = rows.windows[0]
+        else:
+            B, T = rows.h.shape[:2]
+            kept = LayerState.empty(self.shape, B, 0, rows.h.device)
+            window = causal_window(torch.zeros_like(kept.length), T)
+        seen = (window.slots, window.start, window.mask, window.kept)
+        y = layer.backend.delta_rule(rows.h, kept, seen, self.weights(layer))
+        return rows.put("h", y)
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        conv, gates, gain, eps = self.weights(layer)
+        weights = (conv.float().contiguous(), gates, gain.float())
+        return CppStep("delta_rule", weights=weights, numbers=(eps,))
 
 
 @dataclass(frozen=True)

@@ -272,9 +272,9 @@ class _Loading:
     wide: list[str] = field(default_factory=list)  # weights that the device's product cannot hold
 
     def parameter(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
-        """Return a parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
+        """Return a parameter that stays float, of any shape. A stack has tensors of each expert."""
         dtype = self.storage.dtype
-        if len(shape) < 3:
+        if len(names) < shape[0] or len(shape) < 3:
             on_cpu = self.storage.device == "cpu"
             value = self.pages.empty(shape, dtype) if self.pages and on_cpu else None
             return self._join(names, shape, dtype, value)

@@ -13,7 +13,7 @@ Not here: the lookups of extras/, whose plain versions stand there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -550,11 +550,16 @@ def rope_angles(freq: Tensor, positions: Tensor, factor: float = 1.0) -> tuple[T
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply RoPE by half-rotation, in fp32. x: [B, T, H, E]. Returns the same shape and dtype."""
+    """Apply RoPE by half-rotation, in fp32. x: [B, T, H, E]. Returns the same shape and dtype.
+
+    rope: cosines and sines, [B, T, 1, E']; elements of a head from E' on stay as they are
+    """
     cos, sin = rope
-    wide = x.float()
+    wide, rest = x.tensor_split((cos.shape[-1],), dim=-1)
+    wide = wide.float()
     left, right = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
+    turned = (wide * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
 def rotary(
@@ -563,7 +568,7 @@ def rotary(
     """Rotate the queries and keys of T tokens.
 
     qkv: [B, T, H + 2 Hkv, E], heads of queries, keys and values side by side
-    rope: cosines and sines, [B, T, 1, E] fp32 each
+    rope: cosines and sines, [B, T, 1, E'] fp32 each; E' is E, or less
     Returns: the queries, [B, T, H, E]; the keys, [B, T, Hkv, E].
     """
     q, k = qkv[:, :, : heads + kv_heads].split((heads, kv_heads), dim=2)
@@ -659,3 +664,142 @@ def visible_slots(start: Tensor, mask: Tensor, first: Tensor | None, slots: int)
     if first is None:
         return visible
     return visible & (torch.arange(slots, device=start.device) >= first[:, :, None])
+
+
+# ---------------------------------------------------------------------------------- recurrent layers
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of a GatedDeltaNet that are no projections."""
+
+    conv: Tensor  # [2 Hk Dk + H Dv, TAPS], the convolution of queries, keys and values
+    gates: Tensor  # [2, H] fp32, A_log and dt_bias
+    gain: Tensor  # [Dv], of the norm
+    eps: float
+
+
+def delta_rule(
+    x: Tensor, kept: tuple[Tensor, ...], window: tuple[Tensor | None, ...], weights: DeltaWeights
+) -> Tensor:
+    """Run the recurrence of GatedDeltaNet over T nodes, each behind its parent's state.
+
+    1. The nodes that the last pass left, and that were accepted, go into the kept state.
+    2. Each node reads the state of its parent, and makes its own: one order along every path.
+    3. The state behind the nodes that are sure to be kept is kept, with the inputs of the others.
+
+    x: [B, T, C + H Dv]: queries, keys and values before their convolution, beta and decay before
+        their gates, [B, T, C]; then the gate of the output
+    kept: `kv_cache.LayerState`; window: slots, start, mask and kept of a `kv_cache.Window`
+    Writes: the state, but not of sequences that are done, whose prefix is empty.
+    Returns: [B, T, H Dv] in x's dtype.
+    Source: Gated DeltaNet (arXiv 2412.06464).
+    """
+    state, inputs, length = kept
+    slots, start, mask, sure = window
+    B, T = x.shape[:2]
+    H, _, Dv = state.shape[1:]
+    taps = weights.conv.shape[1]
+    C = inputs.shape[2]
+    left = inputs.shape[1] - (taps - 1)  # R
+    first = slots[:, 0]
+    length = torch.where(first == 0, 0, length)  # a sequence begins
+    count = first - length  # [B], nodes of the last pass that were accepted
+    sure = torch.zeros_like(count) if sure is None else sure
+    before = torch.where((first == 0)[:, None, None], 0, inputs)
+    rows = torch.cat((before, x[..., :C].float()), 1)  # [B, taps - 1 + R + T, C]
+    parents = parents_of(mask[:, :, :T])  # [B, T]
+    above = _rows_above(parents, count, taps, left)
+    q, k, v = _convolved(rows, above, weights.conv, (H, state.shape[2], Dv))
+    beta, decay = _gates(rows[:, taps - 1 :, -2 * H :], weights.gates)  # [B, R + T, H]
+
+    def after(old: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """Return the state behind row i, and what its query reads there: [B, H, Dv]."""
+        keep = decay[:, i, :, None]  # [B, H, 1]
+        key = k[:, i, :, :, None]  # [B, H, Dk, 1]
+        query = q[:, i, :, :, None]
+        recalled = (old * key).sum(2)  # [B, H, Dv]
+        change = (v[:, i] - keep * recalled) * beta[:, i, :, None]
+        new = old * keep[..., None] + key * change[:, :, None]
+        return new, keep * (old * query).sum(2) + change * (key * query).sum(2)
+
+    fresh = (first == 0)[:, None, None, None]
+    reached = torch.where(fresh, 0, state)  # [B, H, Dk, Dv]
+    for i in range(left):
+        new, _ = after(reached, i)
+        reached = torch.where((i < count)[:, None, None, None], new, reached)
+    every = reached.new_empty(B, T + 1, *reached.shape[1:])  # behind the prefix, and each node
+    every[:, 0] = reached
+    batch = torch.arange(B, device=x.device)
+    read = []
+    for i in range(T):
+        new, y = after(every[batch, parents[:, i] + 1], left + i)
+        every[:, i + 1] = new
+        read.append(y)
+
+    live = first == start  # [B]
+    state.copy_(torch.where(live[:, None, None, None], every[batch, sure], state))
+    steps = torch.arange(inputs.shape[1], device=x.device) + (count + sure)[:, None]
+    node = steps - (taps - 1) - count[:, None]  # rows that are nodes of this pass: from 0 on
+    steps = torch.where(node < 0, steps, taps - 1 + left + node.clamp(max=T - 1))
+    inputs.copy_(torch.where(live[:, None, None], rows[batch[:, None], steps], inputs))
+    kept[2].copy_(torch.where(live, first + sure, kept[2]))
+
+    y = rms_norm(torch.stack(read, 1), weights.gain, weights.eps)  # [B, T, H, Dv]
+    gate = x[..., C:].unflatten(-1, (H, Dv))
+    return (y * _silu(gate)).to(x.dtype).flatten(2)
+
+
+def parents_of(mask: Tensor) -> Tensor:
+    """Return the parent of every node, [B, T]; -1: it has none. mask: [B, T, T] bool"""
+    nodes = torch.arange(mask.shape[1], device=mask.device)
+    ancestors = mask & (nodes < nodes[:, None])
+    return torch.where(ancestors, nodes, -1).amax(-1)  # parents precede children
+
+
+def _rows_above(parents: Tensor, count: Tensor, taps: int, left: int) -> Tensor:
+    """Return the row before each one in `delta_rule`, along its path: [B, taps - 1 + R + T]."""
+    in_order = torch.arange(taps - 1 + left, device=parents.device).sub(1).clamp(min=0)
+    last = (taps - 2 + count)[:, None]  # [B, 1], the row before node 0
+    of_nodes = torch.where(parents < 0, last, taps - 1 + left + parents)  # [B, T]
+    return torch.cat((in_order.expand(len(parents), -1), of_nodes), 1)
+
+
+def _convolved(
+    rows: Tensor, above: Tensor, conv: Tensor, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys of length 1 and values, [B, R + T, H, Dk or Dv]. sizes: H, Dk, Dv"""
+    H, Dk, Dv = sizes
+    channels, taps = conv.shape
+    batch = torch.arange(len(rows), device=rows.device)[:, None]
+    at = torch.arange(taps - 1, rows.shape[1], device=rows.device).expand(len(rows), -1)
+    mixed = torch.zeros((), device=rows.device)
+    for tap in reversed(range(taps)):  # the row's own first
+        mixed = mixed + rows[batch, at, :channels] * conv[:, tap].float()
+        at = above.gather(1, at)
+    mixed = _silu(mixed)
+    keys = (channels - H * Dv) // 2
+    q, k, v = mixed.split((keys, keys, H * Dv), -1)
+    q, k = (_unit(part.unflatten(-1, (-1, Dk))) for part in (q, k))
+    shared = H * Dk // keys  # heads of values that read a head of keys
+    q, k = (part.repeat_interleave(shared, 2) for part in (q * Dk**-0.5, k))
+    return q, k, v.unflatten(-1, (H, Dv))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Divide every row by its length."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _silu(x: Tensor) -> Tensor:
+    """Return the SiLU in fp32, by way of fp64.
+
+    PyTorch's exponential of a vector and of the last elements of a tensor differ in the last bit.
+    """
+    return F.silu(x.double()).float()
+
+
+def _gates(raw: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Return beta and decay, [B, R + T, H]. raw: [B, R + T, 2 H]"""
+    b, a = raw.double().chunk(2, -1)
+    rate, bias = gates.double()
+    return b.sigmoid().float(), torch.exp(-rate.exp() * F.softplus(a + bias)).float()

@@ -275,7 +275,8 @@ at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at
                             const std::tuple<at::Tensor, at::Tensor>& rope) {
   RECORD_FUNCTION("gpt_eagle::rotary", std::vector<c10::IValue>{});
   const int64_t B = qkv.size(0), T = qkv.size(1), kv_heads = k.size(1), e = k.size(3);
-  const int64_t heads = qkv.size(2) - 2 * kv_heads;
+  const int64_t heads = qkv.size(2) - 2 * kv_heads, turned = std::get<0>(rope).size(-1);
+  TORCH_CHECK(turned <= e, "RoPE turns ", turned, " elements of heads of ", e);
   at::Tensor q = at::empty({B, T, heads, e}, qkv.options());
   float* to_q = q.mutable_data_ptr<float>();
   Value *to_k = k.mutable_data_ptr<Value>(), *to_v = v.mutable_data_ptr<Value>();
@@ -285,11 +286,12 @@ at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at
   each_row(B * T, (heads + 2 * kv_heads) * e, [&](int64_t r) {
     const float* from = all + r * (heads + 2 * kv_heads) * e;
     for (int64_t h = 0; h < heads; h++)
-      rotate(from + h * e, cos + r * e, sin + r * e, e, to_q + (r * heads + h) * e);
+      rotate(from + h * e, cos + r * turned, sin + r * turned, turned, e,
+             to_q + (r * heads + h) * e);
     for (int64_t h = 0; h < kv_heads; h++) {
       const int64_t at_k = r / T * k.stride(0) + h * k.stride(1) + slot[r] * k.stride(2);
       const int64_t at_v = r / T * v.stride(0) + h * v.stride(1) + slot[r] * v.stride(2);
-      rotate(from + (heads + h) * e, cos + r * e, sin + r * e, e, to_k + at_k);
+      rotate(from + (heads + h) * e, cos + r * turned, sin + r * turned, turned, e, to_k + at_k);
       for (int64_t i = 0; i < e; i++) put(to_v + at_v + i, from[(heads + kv_heads + h) * e + i]);
     }
   });

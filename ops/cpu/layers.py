@@ -18,7 +18,8 @@ from ops.library import has_cpu_operators
 
 # of operators that a pass consists of
 FAMILIES = ("attention", "experts", "fused", "norm", "products", "rotary")
-REGISTERS = ("stream", "h", "embedded", "features", "normed")  # of `Rows`, numbered as in C++
+# of `Rows`, numbered as in C++
+REGISTERS = ("stream", "h", "embedded", "features", "normed", "gate")
 EMPTY = (None, None, None)
 
 

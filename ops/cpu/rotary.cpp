@@ -29,6 +29,7 @@ void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor&
   const int64_t e = qkv.size(3);
   const int64_t heads = q.size(2);
   const int64_t kv_heads = k.size(2);
+  const int64_t turned = cos.numel() / rows;
   const T* x = qkv.const_data_ptr<T>();
   T* to_k = k.mutable_data_ptr<T>();
   const float* c = cos.const_data_ptr<float>();
@@ -37,7 +38,7 @@ void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor&
     for (int64_t r = begin; r < end; r++)
       for (int64_t h = 0; h < heads + kv_heads; h++) {
         T* y = h < heads ? to_q + (r * heads + h) * e : to_k + (r * kv_heads + h - heads) * e;
-        rotate(x + (r * all + h) * e, c + r * e, s + r * e, e, y);
+        rotate(x + (r * all + h) * e, c + r * turned, s + r * turned, turned, e, y);
       }
   });
 }
@@ -52,8 +53,10 @@ Tensors<2> rotary(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor
   const int64_t e = qkv.size(3);
   TORCH_CHECK(e % 2 == 0 && heads + kv_heads <= qkv.size(2), heads, " + ", kv_heads, " heads of ",
               e, " elements are not in ", qkv.size(2), " heads");
-  TORCH_CHECK(cos.numel() == B * T * e && sin.numel() == B * T * e,
-              "cos and sin must hold an angle per row and element");
+  const int64_t turned = cos.size(-1);
+  TORCH_CHECK(turned % 2 == 0 && turned <= e && cos.numel() == B * T * turned &&
+                  sin.sizes() == cos.sizes(),
+              "cos and sin must hold an angle per row and element, or for the first ones");
   const at::Tensor q = at::empty({B, T, heads, e}, qkv.options());
   const at::Tensor k = at::empty({B, T, kv_heads, e}, qkv.options());
   if (qkv.is_meta()) return {q, k};

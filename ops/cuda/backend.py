@@ -129,6 +129,8 @@ def rotary_cache(
     slots: Tensor,
     norms: torch_backend.HeadNorms | None = None,
 ) -> Tensor:
+    if rope[0].shape[-1] < qkv.shape[-1]:  # of a part of each head
+        return torch_backend.rotary_cache(qkv, rope, k, v, slots, norms)
     given = norms or (None, None, 0.0)
     return _ops.rotary_cache(qkv, *rope, k, v, slots, *given)
 

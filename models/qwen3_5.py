@@ -1,0 +1,184 @@
+"""Qwen3.5, 3.6 and 3.8: three layers of four are GatedDeltaNet, whose state is recurrent.
+
+The fourth is attention, whose output has a gate, and whose RoPE turns a quarter of each head.
+Weights of norms count from one, but not those of the recurrence. Sources: arXiv 2412.06464, 2505.06708.
+Not here: pictures; the MTP layer, whose tensors are noted as another part and not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from base.fields import FLAG, Rule, integer, key, read_fields
+from kv_cache import TAPS, StateShape
+from model import NAMES as QWEN_NAMES
+from model import ModelConfig, Rope
+from models.gguf_names import GgufLayout
+from models.keys import WIDTH, common_fields, read_swiglu_keys
+from steps import (
+    Add,
+    Attend,
+    DeltaRule,
+    GateOutput,
+    HeadNorm,
+    Norm,
+    Project,
+    Rotate,
+    SplitGate,
+    Step,
+)
+
+LINEAR = "linear_attention"
+FULL = "full_attention"
+GGUF = GgufLayout()
+
+
+@dataclass(frozen=True)
+class Qwen35(ModelConfig):
+    """The settings of Qwen3.5 beside Qwen3's."""
+
+    rotary_dim: int = 64  # partial_rotary_factor head_dim: elements of a head that RoPE turns
+    key_heads: int = 16  # linear_num_key_heads
+    value_heads: int = 32  # linear_num_value_heads
+    key_dim: int = 128  # linear_key_head_dim
+    value_dim: int = 128  # linear_value_head_dim
+    recurrent_layers: tuple[int, ...] = ()  # layer_types, full_attention_interval
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        # of a row what the state depends on comes first
+        projections = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
+        return QWEN_NAMES | {
+            "w_in": tuple(f"linear_attn.{name}" for name in projections),
+            "conv": ("linear_attn.conv1d",),
+            "decay": ("linear_attn",),
+            "state_norm": ("linear_attn.norm",),
+            "w_out": ("linear_attn.out_proj",),
+        }
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        return (Rope(self.rotary_dim, self.rope_theta, self.rope_scaling),)
+
+    def state_shape(self, i: int) -> StateShape | None:
+        if i not in self.recurrent_layers:
+            return None
+        convolved = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        return StateShape(
+            self.value_heads, self.key_dim, self.value_dim, convolved + 2 * self.value_heads
+        )
+
+    def layer(self, i: int) -> tuple[Step, ...]:
+        return (
+            Norm("attention_norm", self.dim, self.norm_eps, plus_one=True),
+            *(self.recurrence(i) if i in self.recurrent_layers else self.attention()),
+            Add(),
+            Norm("ffn_norm", self.dim, self.norm_eps, plus_one=True),
+            *self.feed_forward(),
+            Add(),
+        )
+
+    def attention(self) -> tuple[Step, ...]:
+        heads = (self.n_heads, self.n_kv_heads, self.head_dim)
+        width = self.n_heads * self.head_dim
+        both = 2 * self.n_kv_heads * self.head_dim
+        return (
+            Project("wqkv", self.dim, 2 * width + both, self.qkv_bias),
+            SplitGate(self.n_heads, self.head_dim),
+            HeadNorm(*heads, self.norm_eps, plus_one=True),
+            Rotate(*heads),
+            Attend(),
+            GateOutput(),
+            Project("wo", width, self.dim, self.o_bias, row_parallel=True),
+        )
+
+    def recurrence(self, i: int) -> tuple[Step, ...]:
+        """Return the steps of GatedDeltaNet, over one projection of all that it reads."""
+        shape = self.state_shape(i)
+        values = self.value_heads * self.value_dim
+        return (
+            Project("w_in", self.dim, shape.channels + values),
+            DeltaRule(shape, self.norm_eps),
+            Project("w_out", values, self.dim, row_parallel=True),
+        )
+
+    def last(self) -> tuple[Step, ...]:
+        return (Norm("norm", self.dim, self.norm_eps, plus_one=True),)
+
+
+# ------------------------------------------------------------------------------------- config.json
+
+KINDS = Rule(
+    f"a list of {LINEAR} and {FULL}",
+    lambda v: type(v) is list and all(kind in (LINEAR, FULL) for kind in v),
+)
+YES = Rule("true", lambda v: v is True)
+SHARE = Rule("a number above 0, at most 1", lambda v: type(v) in (int, float) and 0 < v <= 1)
+
+
+@dataclass(frozen=True)
+class HFQwen35:
+    """The further keys of config.json."""
+
+    head_dim: int = key(integer(1, 2**16), 256)
+    linear_num_key_heads: int = key(WIDTH, 16)
+    linear_num_value_heads: int = key(WIDTH, 32)
+    linear_key_head_dim: int = key(WIDTH, 128)
+    linear_value_head_dim: int = key(WIDTH, 128)
+    linear_conv_kernel_dim: int = key(integer(TAPS, TAPS), TAPS)
+    layer_types: list | None = key(KINDS, None)
+    full_attention_interval: int = key(integer(1, 2**20), 4)  # every so many layers one is full
+    attn_output_gate: bool = key(YES, True)
+    partial_rotary_factor: float = key(SHARE, 0.25)
+    attention_bias: bool = key(FLAG, False)
+
+
+@dataclass(frozen=True)
+class HFPartialRope:
+    """The key of `rope_parameters` that says how much of a head is turned."""
+
+    partial_rotary_factor: float | None = key(SHARE, None)
+
+
+def read_config(raw: dict, architecture: str) -> Qwen35:
+    """Translate config.json. Raises: ValueError for a missing key or a bad value."""
+    own = read_fields(raw, HFQwen35)
+    hf = replace(read_swiglu_keys(raw), head_dim=own.head_dim)
+    rope = read_fields(hf.rope_parameters or hf.rope_scaling or {}, HFPartialRope)
+    turned = int(own.head_dim * (rope.partial_rotary_factor or own.partial_rotary_factor))
+    if turned < 2 or turned % 2:
+        raise ValueError(
+            f"partial_rotary_factor must leave an even number of a head's elements to RoPE; of "
+            f"head_dim {own.head_dim} it leaves {turned}"
+        )
+    if own.linear_num_value_heads % own.linear_num_key_heads:
+        raise ValueError(
+            f"linear_num_key_heads ({own.linear_num_key_heads}) must divide "
+            f"linear_num_value_heads ({own.linear_num_value_heads})"
+        )
+    return Qwen35(
+        **common_fields(hf),
+        qkv_bias=own.attention_bias,
+        o_bias=own.attention_bias,
+        qk_norm=True,
+        rotary_dim=turned,
+        key_heads=own.linear_num_key_heads,
+        value_heads=own.linear_num_value_heads,
+        key_dim=own.linear_key_head_dim,
+        value_dim=own.linear_value_head_dim,
+        recurrent_layers=recurrent_layers(own, hf.num_hidden_layers),
+    )
+
+
+def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
+    """Return the layers that are recurrent.
+
+    Raises: ValueError where the list of kinds is of another length, or none is attention.
+    """
+    every = own.full_attention_interval
+    kinds = own.layer_types or [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types must name all {layers} layers; it names {len(kinds)}")
+    if FULL not in kinds:
+        raise ValueError(f"layer_types must name {FULL} at least once; it names {LINEAR} alone")
+    return tuple(i for i, kind in enumerate(kinds) if kind == LINEAR)
