@@ -105,10 +105,9 @@ class KVCache(NamedTuple):
             zeros = partial(torch.zeros, device=device)
         of_layers = [config.state_shape(i) for i in range(config.n_layers)]
         shape = torch.Size((batch, config.n_kv_heads, slots, config.head_dim))
-        no_slots = torch.Size((batch, config.n_kv_heads, 0, config.head_dim))
-        shapes = [no_slots if of_layer else shape for of_layer in of_layers]
-        k = tuple(zeros(shape, dtype=dtype) for shape in shapes)
-        v = tuple(zeros(shape, dtype=dtype) for shape in shapes)
+        no_slots = torch.zeros(batch, config.n_kv_heads, 0, config.head_dim, device=device)
+        k = tuple(no_slots if x else zeros(shape, dtype=dtype) for x in of_layers)
+        v = tuple(no_slots if x else zeros(shape, dtype=dtype) for x in of_layers)
         addresses = torch.tensor([x.data_ptr() for x in with_slots(k, v)], device=device)
         if not any(of_layers):
             return KVCache(k, v, addresses)

@@ -1,0 +1,432 @@
+"""Qwen3.5 against transformers, and trees over states: what a node's state is, and what it may not depend on."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_gguf import refused
+
+from draft_tree import build_tree
+from drafters import Drafter, RootOnly
+from extras.ngram_draft import Ngram, NgramDrafter
+from helpers import decode, engine_for, in_turn
+from hf.config import read_config
+from hf.weights import load_model
+from kv_cache import KVCache, Window, causal_window
+from ops.library import set_plain
+from ops.torch_backend import parents_of
+from sampling import Sampling
+from session import Session
+
+IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "bos_token_id": 2,
+    "eos_token_id": 1,
+}  # fmt: skip
+KINDS = ["linear_attention", "full_attention"]
+CASES = {
+    "as it is": {},
+    "as many key heads": {"linear_num_key_heads": 4, "linear_value_head_dim": 16},
+    "one key head": {"linear_num_key_heads": 1, "linear_key_head_dim": 32},
+    "every second layer": {"layer_types": KINDS * 2},
+    "attention first": {"layer_types": KINDS[::-1] * 2},
+    "tied": {"tie_word_embeddings": True},
+    "half of a head is turned": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}
+    },
+    "all of a head is turned": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0}
+    },
+}
+
+
+def random_model(**options):
+    """A Qwen3.5 of transformers with random weights; norms count from one, but those of states."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5TextConfig(**SIZES | options)
+    model = transformers.Qwen3_5ForCausalLM._from_config(config, attn_implementation="eager")
+    randomize(model)
+    return model.eval()
+
+
+def randomize(model) -> None:
+    with torch.no_grad():
+        for name, p in model.float().named_parameters():
+            if name.endswith("A_log"):
+                p.uniform_(-2.0, 2.0)
+            else:
+                from_one = "norm" in name and "linear_attn" not in name
+                center = 1.0 if "linear_attn.norm" in name else 0.0
+                p.normal_(center, 0.4 if from_one or p.dim() == 1 else 0.1)
+
+
+@torch.no_grad()
+def by_passes(model, ids, width: int):
+    """The logits of a text that is read in passes of `width` tokens: [T, V]."""
+    cache = KVCache.empty(model.config, 1, len(ids), model.norm.weight.dtype, "cpu")
+    found = []
+    for start in range(0, len(ids), width):
+        part = ids[start : start + width][None]
+        window = causal_window(torch.tensor([start]), part.shape[1])
+        found.append(model.logits(model(part, window.slots, cache, window))[0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_directories(tmp_path, case):
+    reference = random_model(**CASES[case])
+    reference.save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32)
+    want = reference(IDS[None]).logits[0]
+    assert want.std() > 0.3  # else the bound would hold for anything
+    got = model.logits(model(IDS[None], torch.arange(len(IDS))[None]))[0]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    for width in (len(IDS), 1, 5):
+        torch.testing.assert_close(by_passes(model, IDS, width), want, atol=1e-4, rtol=1e-4)
+    assert model.config.tie_embeddings == (case == "tied")
+
+
+@torch.no_grad()
+def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
+    reference = random_model()
+    reference.save_pretrained(tmp_path)
+    engine = engine_for(
+        load_model(tmp_path, torch.float32), RootOnly(), max_new_tokens=64, ignore_eos=True
+    )
+    ours = decode(engine, IDS.tolist()).history[0]
+    theirs = reference.generate(IDS[None], max_new_tokens=64, do_sample=False, eos_token_id=None)
+    assert ours == theirs[0].tolist()
+
+
+def test_the_text_part_of_a_model_with_pictures_and_an_mtp_layer(tmp_path, capsys):
+    random_model().save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": raw}))
+    held = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in held.items()
+    }
+    more = {"mtp.fc.weight": torch.zeros(64, 128), "model.visual.merger.weight": torch.zeros(4)}
+    save_file(renamed | more, tmp_path / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    model = load_model(tmp_path, torch.float32)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "2 weight(s) of other parts are not used: model.visual" in said and "mtp.fc" in said
+    assert by_passes(model, IDS, 7).std() > 0.3
+
+
+# ---------------------------------------------------------------------------------------- the state
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def target(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3_5")
+    random_model().save_pretrained(path)
+    return load_model(path, getattr(torch, request.param))
+
+
+def random_parents(draw: random.Random, size: int, depth: int) -> list[int]:
+    """The parents of a tree's nodes, of any form; none is deeper than `depth`."""
+    parents, depths = [0], [0]
+    for _ in range(1, size):
+        inner = [i for i, d in enumerate(depths) if d < depth]
+        parents.append(draw.choice(inner))
+        depths.append(depths[parents[-1]] + 1)
+    return parents
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(4))
+def test_a_node_has_the_bits_of_its_own_path(target, seed):
+    """Behind a prefix; and after the tree, an accepted path goes on as if it had been read alone."""
+    draw = random.Random(seed)
+    size = 12
+    parents = torch.tensor([random_parents(draw, size, 6)])
+    tree = build_tree(IDS[None, :size], parents, torch.ones(1, size).bool(), 6)
+    prefix = IDS[size:20]
+    cache = KVCache.empty(target.config, 1, 64, target.norm.weight.dtype, "cpu")
+
+    def run(cache, tokens, start, mask, depths):
+        begin = torch.tensor([start])
+        window = Window(begin[:, None] + torch.arange(tokens.shape[1]), begin, mask)
+        return target(tokens, start + depths, cache, window)
+
+    def same(got, want):  # matmuls of fp32 are the vendor's: a row may depend on the others
+        bound = 1e-5 if want.dtype == torch.float32 else 0
+        torch.testing.assert_close(got, want, atol=bound, rtol=bound)
+
+    def in_order(tokens):
+        return causal_window(torch.zeros(1), len(tokens)).mask, torch.arange(len(tokens))[None]
+
+    run(cache, prefix[None], 0, *in_order(prefix))
+    together = run(cache, tree.tokens, len(prefix), tree.mask, tree.depths)
+    leaf = draw.randrange(size)
+    path = tree.mask[0, leaf].nonzero()[:, 0]
+    moves = torch.arange(7)
+    moves[: len(path)] = path
+    cache.compact(torch.tensor([len(prefix)]), moves[None])
+    behind = run(cache, IDS[None, -3:], len(prefix) + len(path), *in_order(IDS[-3:]))
+
+    alone = KVCache.empty(target.config, 1, 64, target.norm.weight.dtype, "cpu")
+    run(alone, prefix[None], 0, *in_order(prefix))
+    for depth, node in enumerate(path):  # one token at a time, as vanilla decoding reads
+        token = tree.tokens[:, node : node + 1]
+        out = run(alone, token, len(prefix) + depth, *in_order(token[0]))
+        same(out[0, 0], together[0, node])
+    for i, token in enumerate(IDS[-3:]):
+        out = run(alone, token[None, None], len(prefix) + len(path) + i, *in_order([token]))
+        same(out[0, 0], behind[0, i])
+
+
+def test_parents_are_the_last_ancestors():
+    draw = random.Random(5)
+    parents = torch.tensor([random_parents(draw, 20, 5) for _ in range(3)])
+    tree = build_tree(torch.zeros_like(parents), parents, torch.ones_like(parents).bool(), 5)
+    assert torch.equal(parents_of(tree.mask)[:, 1:], parents[:, 1:])
+    assert (parents_of(tree.mask)[:, 0] == -1).all()
+
+
+# ----------------------------------------------------------------------------------------- decoding
+
+
+class Oracle(Drafter):
+    """Trees of another random form in every cycle; most of their tokens are those that vanilla decodes."""
+
+    width = 9
+
+    def __init__(self, texts: list[list[int]], size: int, depth: int):
+        """texts: of the sequences, with their prompts"""
+        self.size = size
+        self.depth = depth
+        longest = max(map(len, texts)) + depth + 1
+        self.texts = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+        self.draw = random.Random(3)
+
+    def propose(self, state, inputs):
+        pos = inputs.text.pos
+        parents = torch.tensor([random_parents(self.draw, self.size, self.depth) for _ in pos])
+        valid = torch.ones_like(parents).bool()
+        tree = build_tree(torch.zeros_like(parents), parents, valid, self.depth)
+        place = (pos[:, None] + tree.depths).clamp(max=self.texts.shape[1] - 1)
+        right = self.texts.gather(1, place)
+        wrong = [[self.draw.random() < 0.3 for _ in range(self.size)] for _ in pos]
+        tokens = torch.where(torch.tensor(wrong), (right + 1) % 96, right)
+        tokens[:, 0] = inputs.text.root
+        return tree._replace(tokens=tokens)
+
+
+class Chain(Oracle):
+    width = 1
+
+    def propose(self, state, inputs):
+        tree = super().propose(state, inputs)
+        parents = torch.arange(self.size).sub(1).clamp(min=0).expand_as(tree.parents)
+        depths = torch.arange(self.size) + inputs.text.pos[:, None]
+        right = self.texts.gather(1, depths.clamp(max=self.texts.shape[1] - 1))
+        tokens = torch.where(torch.rand(right.shape) < 0.2, (right + 1) % 96, right)
+        tokens[:, 0] = inputs.text.root
+        return build_tree(tokens, parents, tree.valid, self.depth)
+
+
+DRAFTERS = {
+    "tree": lambda texts: Oracle(texts, 16, 5),
+    "large tree": lambda texts: Oracle(texts, 60, 8),
+    "small tree": lambda texts: Oracle(texts, 3, 5),  # more levels than nodes
+    "chain": lambda texts: Chain(texts, 6, 5),
+    "lookup": lambda texts: NgramDrafter(Ngram(tokens=5, branches=3)),
+}
+OPTIONS = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True, "seed": 7}
+PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]
+
+
+@pytest.fixture(scope="module", params=["C++", "plain"])
+def operators(request):
+    set_plain(["all"] if request.param == "plain" else ())
+    yield
+    set_plain(())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_drafter_changes_a_token(target, operators, name, temperature):
+    options = OPTIONS | {"temperature": temperature}
+    vanilla = decode(engine_for(target, RootOnly(), **options), *PROMPTS).history[:2]
+    drafted = decode(engine_for(target, DRAFTERS[name](vanilla), **options), *PROMPTS)
+    assert drafted.history[:2] == vanilla
+    assert any(line["draft_tokens"] for line in drafted.trace)
+    if name != "lookup":  # which may miss in a text of a random model
+        assert sum(drafted.stats.accept_lengths) / len(drafted.stats.accept_lengths) > 1
+
+
+def test_other_sequences_change_nothing(target):
+    prompts = [IDS[:n].tolist() for n in (3, 29, 12)]
+    options = {"max_new_tokens": 20, "ignore_eos": True}
+    together = decode(engine_for(target, RootOnly(), batch_size=3, **options), *prompts)
+    for row, prompt in enumerate(prompts):
+        alone = decode(engine_for(target, RootOnly(), **options), prompt)
+        assert together.history[row] == alone.history[0]
+
+
+def test_a_prompt_of_several_chunks_and_one_at_its_edge(target):
+    for length in (1, 256, 257, 300):
+        prompt = (IDS.tolist() * 11)[:length]
+        options = {"max_new_tokens": 12, "ignore_eos": True}
+        vanilla = decode(engine_for(target, RootOnly(), **options), prompt).history[0]
+        drafter = DRAFTERS["tree"]([vanilla])
+        assert decode(engine_for(target, drafter, **options), prompt).history[0] == vanilla
+
+
+# ---------------------------------------------------------------------------------- further turns
+
+
+def answer(target, drafter, seq_prompt: list[int]) -> list[int]:
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    return decode(engine_for(target, drafter, **options), seq_prompt).history[0]
+
+
+def read(session: Session, seq: int, prompt: list[int], **options) -> tuple[list[int], int]:
+    """Decode a turn. Returns: the text, and the number of tokens that it took over."""
+    session.admit(seq, prompt, (0, 0), **options)
+    cached = len(session.history[seq])
+    while session.busy(seq):
+        session.step()
+    return session.history[seq], cached
+
+
+TURNS = {  # of a text of 41 tokens, 29 of them its prompt -> the next prompt, and what stays of the text
+    "goes on": (lambda text: [*text, 5, 6, 7], 39),
+    "the same again": (lambda text: text[:29], 28),
+    "another answer": (lambda text: [*text[:32], 90, 91], 28),
+    "another prompt": (lambda text: [*text[:20], 90, 91], 0),
+    "nothing in common": (lambda text: [90, *text], 0),
+}
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_further_turn_equals_a_fresh_one(target, turn, drafted):
+    """A text that goes on keeps its state, one that is cut behind its prompt the snapshot, another begins anew."""
+    text = answer(target, RootOnly(), IDS.tolist())
+    follow, stays = TURNS[turn]
+    prompt = follow(text)
+    want = answer(target, RootOnly(), prompt)
+    drafter = Oracle([want], 12, 4) if drafted else RootOnly()
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    session = Session(engine_for(target, drafter, **options))
+    if drafted:
+        drafter.texts = Oracle([text], 12, 4).texts
+    read(session, 0, IDS.tolist())
+    if drafted:
+        drafter.texts = Oracle([want], 12, 4).texts
+    assert read(session, 0, prompt) == (want, stays)
+    assert read(session, 0, prompt)[0] == want  # by the snapshot that this turn took
+
+
+def test_an_answer_that_was_cut_goes_on_from_its_prompt(target):
+    text = answer(target, RootOnly(), IDS.tolist())
+    session = Session(engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True))
+    read(session, 0, IDS.tolist())
+    session.truncate(0, 5)
+    prompt = [*text[:-5], 8, 9]
+    assert read(session, 0, prompt) == (answer(target, RootOnly(), prompt), 28)
+
+
+def test_a_prompt_that_was_left_half_read(target):
+    """Its state is behind the last token of a chunk, which the next prompt would have to run again."""
+    long = (IDS.tolist() * 20)[:500]
+    session = Session(engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True))
+    for prompt, stays in (([*long[:300], 7, 8], 0), ([*long[:100], 7, 8], 0)):
+        session.admit(0, long, (0, 0))
+        session.step()  # a chunk
+        session.release(0)
+        assert read(session, 0, prompt) == (answer(target, RootOnly(), prompt), stays)
+        session.admit(0, [3], (0, 0))
+        session.release(0)
+
+
+def test_a_sequence_that_waits_keeps_its_state(target):
+    """Cycles of others run over it meanwhile."""
+    options = {"batch_size": 2, "max_new_tokens": 12, "ignore_eos": True}
+    text = answer(target, RootOnly(), IDS.tolist())
+    session = Session(engine_for(target, RootOnly(), **options))
+    read(session, 0, IDS.tolist())
+    read(session, 1, IDS[:9].tolist())
+    prompt = [*text, 4, 5]
+    assert read(session, 0, prompt) == (answer(target, RootOnly(), prompt), 39)
+
+
+def test_sequences_copy_states(target):
+    """From one that has ended, and from one that goes on."""
+    options = {"batch_size": 3, "max_new_tokens": 12, "ignore_eos": True}
+    session = Session(engine_for(target, RootOnly(), **options))
+    text, _ = read(session, 0, IDS.tolist())
+    assert text == answer(target, RootOnly(), IDS.tolist())
+    again, taken = read(session, 1, IDS.tolist(), source=0)
+    assert (again, taken) == (text, 28)
+    session.admit(2, [*text, 9], (0, 0), source=1)
+    while not session.live[2]:
+        session.step()
+    other = [*text, 9, 11]
+    assert read(session, 0, other, source=2)[0] == answer(target, RootOnly(), other)
+    while session.busy(2):
+        session.step()
+    assert session.history[2] == answer(target, RootOnly(), [*text, 9])
+
+
+def test_sampled_turns_continue_their_noise(target):
+    options = OPTIONS | {"batch_size": 1, "temperature": 1.0, "max_new_tokens": 15}
+    prompt = IDS.tolist()
+    wanted = in_turn(Session(engine_for(target, RootOnly(), **options), [(0, 0)]), prompt)
+    first = list(wanted.history[0])
+    second = [*first, 5, 6]
+    in_turn(wanted, second)
+    drafter = Oracle([first], 16, 5)
+    session = in_turn(Session(engine_for(target, drafter, **options), [(0, 0)]), prompt)
+    assert session.history[0] == first
+    drafter.texts = Oracle([wanted.history[0]], 16, 5).texts
+    assert in_turn(session, second).history[0] == wanted.history[0]
+
+
+# ----------------------------------------------------------------------------------------- bad input
+
+BAD_KEYS = [
+    ("hidden_act", "gelu", "hidden_act must be silu"),
+    ("layer_types", ["linear_attention"] * 4, "layer_types must name full_attention at least once"),
+    ("layer_types", ["full_attention"], "layer_types must name all 4 layers; it names 1"),
+    ("layer_types", ["mamba"] * 4, "layer_types must be a list of"),
+    ("linear_conv_kernel_dim", 3, "linear_conv_kernel_dim must be a whole number from 4 to 4"),
+    ("linear_num_key_heads", 3, "linear_num_key_heads (3) must divide linear_num_value_heads (4)"),
+    ("attn_output_gate", False, "attn_output_gate must be true"),
+    ("rope_parameters", {"partial_rotary_factor": 2}, "partial_rotary_factor must be a number above 0"),
+    ("rope_parameters", {"partial_rotary_factor": 0.1}, "leave an even number"),
+    ("linear_value_head_dim", 48, "its config asks for [456, 64] in all"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key, value, says", BAD_KEYS)
+def test_a_key_with_a_bad_value_is_one_line(capsys, tmp_path, key, value, says):
+    random_model().save_pretrained(tmp_path)
+    capsys.readouterr()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    assert says in refused(capsys, "--checkpoint", str(tmp_path))
+
+
+def test_a_config_that_names_its_layers_by_their_interval(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    assert read_config(tmp_path).recurrent_layers == (0, 1, 2)
+    del raw["layer_types"]
+    file.write_text(json.dumps(raw | {"full_attention_interval": 2}))
+    assert read_config(tmp_path).recurrent_layers == (0, 2)
