@@ -116,3 +116,14 @@ def attention(q: Tensor, *operands: Any, paths: None = None) -> Tensor:
     if q.shape[3] % 16:  # heads that vectors do not divide
         return ops.attention.attention(q, *operands)
     return _ops.attention.default(q, *operands)
+
+
+def delta_rule(
+    x: Tensor,
+    kept: tuple[Tensor, ...],
+    window: tuple[Tensor | None, ...],
+    weights: torch_backend.DeltaWeights,
+) -> Tensor:
+    conv, gates, gain, eps = weights
+    operands = (conv.float().contiguous(), gates, gain.float(), eps)
+    return _ops.delta_rule.default(x, *kept, *window, *operands)

@@ -39,6 +39,7 @@ UNITS = (
         "attention.cpp",
         "blocks.cpp",
         "compact.cpp",
+        "delta.cpp",
         "layers.cpp",
         "ngram.cpp",
         "operators.cpp",

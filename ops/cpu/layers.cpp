@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "delta.h"
 #include "exponential.h"
 #include "matmul.h"
 #include "numbers.h"
@@ -27,6 +28,7 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 namespace layers {
@@ -220,8 +222,10 @@ at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x)
 // --------------------------------------------------------------------------------------- attention
 
 struct Cache {  // a layer each; the slots of the new tokens, and the slots that they see
-  at::TensorList k, v;
+  at::TensorList k, v;  // of a recurrent layer its inputs and its state
   const at::Tensor &slots, &start, &mask;
+  at::TensorList lengths = {};  // of states, where a layer is recurrent
+  std::optional<at::Tensor> kept = std::nullopt;
 };
 struct Window {  // what the layers of one window see
   int64_t size;  // tokens; 0: all
@@ -298,6 +302,42 @@ at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at
   return q;
 }
 
+// qkv [B, T, (2 H + 2 Hkv) E], with a gate behind each query -> without; the gates, [B, T, H E].
+std::array<at::Tensor, 2> split_gate(const at::Tensor& qkv, int64_t heads, int64_t e) {
+  const int64_t width = qkv.size(-1), inner = heads * e;
+  TORCH_CHECK(width > 2 * inner, "rows of ", width, " have no ", heads, " gates");
+  const at::Tensor rest = empty_rows(qkv, width - inner, at::kFloat);
+  const at::Tensor gates = empty_rows(qkv, inner, at::kFloat);
+  const float* from = rows_of(qkv);
+  float *to = rest.mutable_data_ptr<float>(), *to_gates = gates.mutable_data_ptr<float>();
+  each_row(qkv.numel() / width, width, [&](int64_t r) {
+    const float* row = from + r * width;
+    float* y = to + r * (width - inner);
+    for (int64_t h = 0; h < heads; h++) {
+      std::copy_n(row + 2 * h * e, e, y + h * e);
+      std::copy_n(row + (2 * h + 1) * e, e, to_gates + r * inner + h * e);
+    }
+    std::copy_n(row + 2 * inner, width - 2 * inner, y + inner);
+  });
+  return {rest, gates};
+}
+
+// x times the sigmoid of the gate, [..., F] each.
+at::Tensor gate_output(const at::Tensor& x, const at::Tensor& gate) {
+  TORCH_CHECK(x.numel() == gate.numel(), "a gate must have the size of the output");
+  const at::Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t width = x.size(-1);
+  const float *from = rows_of(x), *gates = rows_of(gate);
+  float* to = y.mutable_data_ptr<float>();
+  each_row(x.numel() / width, width, [&](int64_t r) {
+    for (int64_t i = r * width; i < (r + 1) * width; i++) {
+      const float g = gates[i], e = exponential(g < 0 ? g : -g);
+      to[i] = from[i] * ((g < 0 ? e : 1.0f) / (1.0f + e));
+    }
+  });
+  return y;
+}
+
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Cache& cache,
                   const Window& window, double scale) {
   RECORD_FUNCTION("gpt_eagle::attention", std::vector<c10::IValue>{});
@@ -370,16 +410,17 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight,
 
 enum class Op {
   NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, ROUTE, MERGE, COPY,
-  COLUMNS, BESIDE
+  COLUMNS, BESIDE, SPLIT_GATE, GATE_OUTPUT, DELTA_RULE
 };
 constexpr std::pair<const char*, Op> OPS[] = {
     {"norm", Op::NORM},     {"part_norm", Op::PART_NORM}, {"project", Op::PROJECT},
     {"silu", Op::SILU},     {"head_norm", Op::HEAD_NORM}, {"gelu_tanh", Op::GELU_TANH},
     {"rotate", Op::ROTATE}, {"attend", Op::ATTEND},       {"add", Op::ADD},
     {"route", Op::ROUTE},   {"merge", Op::MERGE},         {"copy", Op::COPY},
-    {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},
+    {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},     {"split_gate", Op::SPLIT_GATE},
+    {"gate_output", Op::GATE_OUTPUT},                     {"delta_rule", Op::DELTA_RULE},
 };
-enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, REGISTERS };  // steps.REGISTERS
+enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, REGISTERS };  // steps.REGISTERS
 
 struct Step {  // operands: what `for_cpp` in steps.py says of each kind
   Op op;
@@ -397,6 +438,7 @@ struct Program {        // steps, and what a pass begins with
   const Program* self;  // the content of the tensor that owns this record
   std::vector<Step> steps;
   int64_t layers;
+  int64_t with_slots;  // a layer whose cache has slots
   at::Tensor embedding;
   std::optional<at::Tensor> embedding_table;
   double embedding_scale;
@@ -450,7 +492,7 @@ class Machine {
     TORCH_CHECK(
         positions.numel() == B * T && cache.slots.numel() == B * T && cache.k[0].size(0) == B,
         "a position and a slot per row, and a cache row per batch row");
-    const int64_t S = cache.k[0].size(2);
+    const int64_t S = cache.k[program.with_slots].size(2);
     slots = cache.slots.contiguous();
     for (int64_t r = 0; r < B * T; r++) {
       const int64_t slot = slots.const_data_ptr<int64_t>()[r];
@@ -518,6 +560,9 @@ class Machine {
       case Op::MERGE: return merge(x, routes, at(STREAM));
       case Op::COPY: return x;
       case Op::COLUMNS: return columns_of(x, step.counts[0], x.size(-1) - step.counts[0]);
+      case Op::GATE_OUTPUT: return gate_output(x, at(GATE));
+      case Op::SPLIT_GATE: return split(x, step);
+      case Op::DELTA_RULE: return recur(x, step);
       case Op::BESIDE: return side_by_side(x, at(Register(step.counts[0])));
       default: break;
     }
@@ -575,6 +620,20 @@ class Machine {
     return attend(q, k, v, *cache, *at, step.numbers[0]);
   }
 
+  at::Tensor split(const at::Tensor& x, const Step& step) {
+    auto [rest, gates] = split_gate(x, step.counts[0], step.counts[1]);
+    rows[GATE] = gates;
+    return rest;
+  }
+
+  at::Tensor recur(const at::Tensor& x, const Step& step) {
+    TORCH_CHECK(cache->lengths.size() == cache->k.size(), "the cache has no states");
+    const at::Tensor &inputs = cache->k[step.layer], &state = cache->v[step.layer];
+    return delta::delta_rule(x, {state, inputs, cache->lengths[step.layer]},
+                             {cache->slots, cache->start, cache->mask, cache->kept},
+                             {step.weight(0), step.weight(1), step.weight(2), step.numbers[0]});
+  }
+
   // Works in place.
   at::Tensor add(at::Tensor x) {
     add_to(at(STREAM), x);
@@ -629,7 +688,7 @@ at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts,
                   freqs.size() == factors.size(),
               weights.size(), " weights do not fit ", count, " steps of 3");
   Program* program = new Program{
-      nullptr, {}, 0, embedding, embedding_table, embedding_scale, freqs.vec(), factors.vec()};
+      nullptr, {}, 0, 0, embedding, embedding_table, embedding_scale, freqs.vec(), factors.vec()};
   program->self = program;
   const at::Tensor holder = at::from_blob(
       program, {1}, [program](void*) { delete program; }, at::TensorOptions().dtype(at::kLong));
@@ -641,7 +700,9 @@ at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts,
     std::copy_n(of + 3, 4, step.counts);
     std::copy_n(numbers.data() + 2 * i, 2, step.numbers);
     for (int64_t w = 0; w < 3; w++) step.weights[w] = weights.get(3 * i + w);
-    if (step.op == Op::ROTATE) program->layers = std::max(program->layers, step.layer + 1);
+    if (step.op == Op::ROTATE || step.op == Op::DELTA_RULE)
+      program->layers = std::max(program->layers, step.layer + 1);
+    if (step.op == Op::ROTATE) program->with_slots = step.layer;
     program->steps.push_back(std::move(step));
   }
   link_projections(program->steps);
@@ -649,18 +710,19 @@ at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts,
 }
 
 // `Transformer.forward` of model.py: tokens, positions, slots [B, T] -> features after the final
-// norm, and behind them the inputs of the layers in aux_layers: [B, T, (1 + aux_layers) F]. Writes:
-// k, v at the slots.
+// norm, and behind them the inputs of the layers in aux_layers: [B, T, (1 + aux_layers) F]. k, v and
+// lengths: `KVCache.for_cpp`. Writes: k, v at the slots; states.
 at::Tensor run_model(const at::Tensor& holder, const at::Tensor& tokens,
                      const at::Tensor& positions, at::TensorList k, at::TensorList v,
-                     const at::Tensor& slots, const at::Tensor& start, const at::Tensor& mask,
+                     at::TensorList lengths, const at::Tensor& slots, const at::Tensor& start,
+                     const at::Tensor& mask, const std::optional<at::Tensor>& kept,
                      at::IntArrayRef aux_layers) {
   const Program& program = program_in(holder);
   Machine machine(program);
   const at::Tensor x = embed(tokens, program);
   machine.rows[STREAM] = x;
   machine.rows[H] = x;
-  const Cache cache{k, v, slots, start, mask};
+  const Cache cache{k, v, slots, start, mask, lengths, kept};
   machine.use(cache, positions, x.size(0), x.size(1));
   const at::Tensor features =
       empty_rows(x, (1 + int64_t(aux_layers.size())) * x.size(2), at::kBFloat16);
@@ -767,7 +829,8 @@ OPERATORS(m) {
   m.impl("prepare_steps", at::kCPU, prepare_steps);
   m.def(
       "run_model(Tensor program, Tensor tokens, Tensor positions, Tensor(a!)[] k, Tensor(b!)[] v, "
-      "Tensor slots, Tensor start, Tensor mask, int[] aux_layers) -> Tensor");
+      "Tensor(c!)[] lengths, Tensor slots, Tensor start, Tensor mask, Tensor? kept, "
+      "int[] aux_layers) -> Tensor");
   m.impl("run_model", at::kCPU, run_model);
   m.def(
       "head_step(Tensor program, Tensor tokens, Tensor out, Tensor parent, Tensor positions, "

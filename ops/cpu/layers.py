@@ -119,8 +119,9 @@ class FusedModel:
         Writes: the cache at `window.slots`.
         Returns: [B, T, (1 + aux_layers) F].
         """
-        rows = (tokens, positions, cache.k, cache.v, window.slots, window.start, window.mask)
-        return torch.ops.gpt_eagle.run_model(self.program.prepared, *rows, aux_layers)
+        rows = (tokens, positions, *cache.for_cpp())
+        seen = (window.slots, window.start, window.mask, window.kept)
+        return torch.ops.gpt_eagle.run_model(self.program.prepared, *rows, *seen, aux_layers)
 
 
 class FusedHead:

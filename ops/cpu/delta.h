@@ -1,0 +1,28 @@
+// The recurrence of GatedDeltaNet (delta.cpp).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace delta {
+
+// The buffers of `kv_cache.LayerState`.
+struct State {
+  const at::Tensor &state, &inputs, &length;
+};
+// The fields of a `kv_cache.Window` that recurrent layers read.
+struct Window {
+  const at::Tensor &slots, &start, &mask;
+  const std::optional<at::Tensor>& kept;
+};
+// The weights of `torch_backend.DeltaWeights`, in fp32.
+struct Weights {
+  const at::Tensor &conv, &gates, &gain;
+  double eps;
+};
+
+at::Tensor delta_rule(const at::Tensor& x, const State& state, const Window& window,
+                      const Weights& weights);
+
+}  // namespace delta
