@@ -703,7 +703,9 @@ def delta_rule(
     left = inputs.shape[1] - (taps - 1)  # R
     first = slots[:, 0]
     length = torch.where(first == 0, 0, length)  # a sequence begins
-    count = first - length  # [B], nodes of the last pass that were accepted
+    live = first == start  # [B]
+    # [B], nodes of the last pass that were accepted
+    count = torch.where(live, first - length, 0).clamp(0, left)
     sure = torch.zeros_like(count) if sure is None else sure
     before = torch.where((first == 0)[:, None, None], 0, inputs)
     rows = torch.cat((before, x[..., :C].float()), 1)  # [B, taps - 1 + R + T, C]
@@ -736,7 +738,6 @@ def delta_rule(
         every[:, i + 1] = new
         read.append(y)
 
-    live = first == start  # [B]
     state.copy_(torch.where(live[:, None, None, None], every[batch, sure], state))
     steps = torch.arange(inputs.shape[1], device=x.device) + (count + sure)[:, None]
     node = steps - (taps - 1) - count[:, None]  # rows that are nodes of this pass: from 0 on

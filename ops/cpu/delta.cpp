@@ -178,7 +178,8 @@ Pass begin(const at::Tensor& x, const State& state, const Window& window, int64_
       std::fill_n(zeros, pass.H * pass.size.numbers(), 0.0f);
       std::fill_n(inputs, (TAPS - 1) * pass.C, 0.0f);
     }
-    Sequence to{first - length[b], kept ? (*kept)[b] : 0, pass.rows, first == start[b]};
+    const bool live = first == start[b];  // else a sequence is done, and its rows are not read
+    Sequence to{live ? first - length[b] : 0, live && kept ? (*kept)[b] : 0, pass.rows, live};
     TORCH_CHECK(to.count >= 0 && to.count <= pass.left && to.kept >= 0 && to.kept <= T,
                 "a state behind ", length[b], " tokens does not go on at token ", first);
     to.inputs = inputs;

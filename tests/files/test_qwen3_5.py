@@ -17,10 +17,11 @@ from extras.ngram_draft import Ngram, NgramDrafter
 from helpers import decode, engine_for, in_turn
 from hf.config import read_config
 from hf.weights import load_model
-from kv_cache import KVCache, Window, causal_window
+from kv_cache import TAPS, KVCache, LayerState, StateShape, Window, causal_window
+from ops import torch_backend
+from ops.backends import choose
 from ops.library import set_plain
-from ops.torch_backend import parents_of
-from sampling import Sampling
+from ops.torch_backend import DeltaWeights, parents_of
 from session import Session
 
 IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
@@ -249,17 +250,18 @@ OPTIONS = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True, "seed": 7}
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]
 
 
-@pytest.fixture(scope="module", params=["C++", "plain"])
-def operators(request):
+@pytest.fixture(params=["whole passes", "C++", "plain"])
+def compiles(request):
+    """Whether a pass over all layers is one call, where the dtype allows it."""
     set_plain(["all"] if request.param == "plain" else ())
-    yield
+    yield request.param == "whole passes"
     set_plain(())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_no_drafter_changes_a_token(target, operators, name, temperature):
-    options = OPTIONS | {"temperature": temperature}
+def test_no_drafter_changes_a_token(target, compiles, name, temperature):
+    options = OPTIONS | {"temperature": temperature, "compile": compiles}
     vanilla = decode(engine_for(target, RootOnly(), **options), *PROMPTS).history[:2]
     drafted = decode(engine_for(target, DRAFTERS[name](vanilla), **options), *PROMPTS)
     assert drafted.history[:2] == vanilla
@@ -284,6 +286,66 @@ def test_a_prompt_of_several_chunks_and_one_at_its_edge(target):
         vanilla = decode(engine_for(target, RootOnly(), **options), prompt).history[0]
         drafter = DRAFTERS["tree"]([vanilla])
         assert decode(engine_for(target, drafter, **options), prompt).history[0] == vanilla
+
+
+@torch.no_grad()
+def test_the_pass_in_cpp_has_the_rows_of_its_operators(target):
+    bf16 = target.norm.weight.dtype == torch.bfloat16
+    for width in (1, 6, 29):
+        target.fuse(False)
+        want = by_passes(target, IDS, width)
+        target.fuse(True)
+        assert (target.fused is not None) == bf16
+        assert torch.equal(by_passes(target, IDS, width), want)
+    target.fuse(False)
+
+
+@pytest.mark.parametrize("sizes", [(4, 16, 32), (3, 8, 5), (2, 128, 128)])
+def test_cpp_computes_the_recurrence_of_pytorch(sizes):
+    """Four passes over two sequences, of which one is done in the third; sums run in other orders."""
+    H, Dk, Dv = sizes
+    shape = StateShape(H, Dk, Dv, 2 * Dk + H * Dv + 2 * H)  # one head of keys
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator)
+
+    weights = DeltaWeights(
+        normal(shape.channels - 2 * H, TAPS) / 2, normal(2, H), 1 + normal(Dv) / 4, 1e-6
+    )
+    states = [LayerState.empty(shape, 2, 12, "cpu") for _ in range(2)]
+    draw = random.Random(1)
+    start = torch.tensor([0, 0])
+    for number in range(4):
+        parents = torch.tensor([random_parents(draw, 12, 6) for _ in range(2)])
+        tree = build_tree(parents, parents, torch.ones_like(parents).bool(), 6)
+        mask = tree.mask
+        kept = None
+        if number == 0:  # a prompt of which all but one token are sure to stay
+            mask = causal_window(start, 12).mask
+            kept = torch.tensor([11, 5])
+        seen = start if number != 2 else torch.tensor([0, int(start[1])])
+        window = (start[:, None] + torch.arange(12), seen, mask, kept)
+        x = normal(2, 12, shape.channels + H * Dv)
+        found = [rule(x, state, window, weights) for rule, state in zip(RULES, states)]
+        torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+        plain, fast = states  # the inputs of rows that cannot be accepted may differ
+        torch.testing.assert_close(plain.state, fast.state, atol=2e-5, rtol=2e-5)
+        assert torch.equal(plain.length, fast.length)
+        accepted = torch.tensor([1, 7]) if number == 0 else torch.tensor([1 + number, 4])
+        moves = torch.stack([torch.arange(5), torch.tensor([0, 3, 2, 7, 5])])
+        if number:
+            for state in states:
+                state.compact(start, moves)
+        start = start + (kept if number == 0 else 0) + accepted
+        if number == 2:
+            start[0] -= accepted[0]  # it is done
+    with pytest.raises(RuntimeError, match="does not go on at token 90"):
+        begin = torch.tensor([90, 90])
+        RULES[1](x, states[1], (begin[:, None] + torch.arange(12), begin, mask, None), weights)
+
+
+RULES = (torch_backend.delta_rule, choose(torch.device("cpu")).delta_rule)
 
 
 # ---------------------------------------------------------------------------------- further turns
@@ -354,9 +416,9 @@ def test_a_prompt_that_was_left_half_read(target):
         session.release(0)
 
 
-def test_a_sequence_that_waits_keeps_its_state(target):
+def test_a_sequence_that_waits_keeps_its_state(target, compiles):
     """Cycles of others run over it meanwhile."""
-    options = {"batch_size": 2, "max_new_tokens": 12, "ignore_eos": True}
+    options = {"batch_size": 2, "max_new_tokens": 12, "ignore_eos": True, "compile": compiles}
     text = answer(target, RootOnly(), IDS.tolist())
     session = Session(engine_for(target, RootOnly(), **options))
     read(session, 0, IDS.tolist())
@@ -365,9 +427,9 @@ def test_a_sequence_that_waits_keeps_its_state(target):
     assert read(session, 0, prompt) == (answer(target, RootOnly(), prompt), 39)
 
 
-def test_sequences_copy_states(target):
+def test_sequences_copy_states(target, compiles):
     """From one that has ended, and from one that goes on."""
-    options = {"batch_size": 3, "max_new_tokens": 12, "ignore_eos": True}
+    options = {"batch_size": 3, "max_new_tokens": 12, "ignore_eos": True, "compile": compiles}
     session = Session(engine_for(target, RootOnly(), **options))
     text, _ = read(session, 0, IDS.tolist())
     assert text == answer(target, RootOnly(), IDS.tolist())
