@@ -79,6 +79,8 @@ def bench(config: PassesConfig) -> None:
     rows = [int(number) for number in config.rows.split(",")]
     target = engine.target
     cache = KVCache.empty(target.config, 1, CACHED + max(rows), torch.bfloat16, torch.device("cpu"))
+    for state in filter(None, cache.states):
+        state.length.fill_(CACHED)
     taken: dict[tuple[int, str], list[float]] = {(n, unit): [] for n in rows for unit in units}
     order = list(taken)
     for number in range(-1, config.rounds):
