@@ -2,13 +2,13 @@
 //
 // 1. The rows of a sequence are the accepted nodes of the last pass, then the nodes of this one.
 //    Every row is convolved with the rows before it on its path.
-// 2. Every head goes through the rows in order, heads on several threads. The first rows go into
-//    the kept state, in place. A node of a tree reads its parent's state; a leaf makes none, and a
-//    last child takes its parent's memory, so that a chain needs one state and a tree one per
-//    branch that is open.
+// 2. Every head goes through the rows in order, for some columns of its state at a time; heads run
+//    on several threads. The first rows go into the kept state. A node of a tree reads its parent's
+//    state; a leaf makes none, and a last child takes its parent's memory, so that a chain needs
+//    one state and a tree one per branch that is open.
 // 3. The inputs of nodes that may be dropped are saved for the next pass.
 //
-// Sums run over keys in one order, for columns side by side: a node's bits depend on its path alone.
+// Sums run over keys in one order: a node's bits depend on its path alone.
 
 #include "delta.h"
 
@@ -65,56 +65,38 @@ struct Sizes {
   int64_t numbers() const { return keys * values; }
 };
 
-// Columns from `first` on of s [Dk, Dv]: their sums by k, and by q unless it is null.
-template <int VECTORS>
-void read_columns(const float* s, const Sizes& size, int64_t first, const float* k, const float* q,
-                  float* by_k, float* by_q) {
-  Floats of_k[VECTORS], of_q[VECTORS];
-  for (int v = 0; v < VECTORS; v++) of_k[v] = of_q[v] = splat(0.0f);
-  for (int64_t i = 0; i < size.keys; i++) {
-    const float* row = s + i * size.values + first;
-    const Floats key = splat(k[i]), query = splat(q ? q[i] : 0.0f);
-    for (int v = 0; v < VECTORS; v++) {
-      const Floats held = load(row + v * LANES);
-      of_k[v] = multiply_add(held, key, of_k[v]);
-      if (q) of_q[v] = multiply_add(held, query, of_q[v]);
-    }
-  }
+// COLUMNS of a state, which stay in L1 while a head goes through the rows: [keys, COLUMNS], where an
+// odd number of keys has a row of zeros behind it. Columns do not depend on each other.
+constexpr int64_t COLUMNS = 32;
+constexpr int VECTORS = COLUMNS / LANES;
+
+// s -> the sums of its rows by k, and by q unless it is null: [COLUMNS] each.
+void read(const float* s, int64_t keys, const float* k, const float* q, float* by_k, float* by_q) {
+  Floats of_k[2][VECTORS], of_q[2][VECTORS];  // of even rows and of odd ones: two chains of sums
+  for (int half = 0; half < 2; half++)
+    for (int v = 0; v < VECTORS; v++) of_k[half][v] = of_q[half][v] = splat(0.0f);
+  for (int64_t i = 0; i < keys; i += 2)
+    for (int half = 0; half < 2; half++)
+      for (int v = 0; v < VECTORS; v++) {
+        const Floats held = load(s + (i + half) * COLUMNS + v * LANES);
+        of_k[half][v] = multiply_add(held, splat(k[i + half]), of_k[half][v]);
+        if (q) of_q[half][v] = multiply_add(held, splat(q[i + half]), of_q[half][v]);
+      }
+  const Floats one = splat(1.0f);
   for (int v = 0; v < VECTORS; v++) {
-    store(by_k + first + v * LANES, of_k[v]);
-    if (q) store(by_q + first + v * LANES, of_q[v]);
+    store(by_k + v * LANES, multiply_add(of_k[0][v], one, of_k[1][v]));
+    if (q) store(by_q + v * LANES, multiply_add(of_q[0][v], one, of_q[1][v]));
   }
 }
 
-// s [Dk, Dv] -> the sums of its rows by k, and by q unless it is null: [Dv] each.
-void read(const float* s, const Sizes& size, const float* k, const float* q, float* by_k,
-          float* by_q) {
-  int64_t c = 0;
-  for (; c + 4 * LANES <= size.values; c += 4 * LANES)
-    read_columns<4>(s, size, c, k, q, by_k, by_q);
-  for (; c + LANES <= size.values; c += LANES) read_columns<1>(s, size, c, k, q, by_k, by_q);
-  for (; c < size.values; c++) {
-    by_k[c] = 0;
-    if (q) by_q[c] = 0;
-    for (int64_t i = 0; i < size.keys; i++) {
-      by_k[c] = std::fma(s[i * size.values + c], k[i], by_k[c]);
-      if (q) by_q[c] = std::fma(s[i * size.values + c], q[i], by_q[c]);
-    }
-  }
-}
-
-// from [Dk, Dv] -> to, which may be the same: times `decay`, and k change^T added.
-void write(const float* from, float* to, const Sizes& size, float decay, const float* k,
+// from -> to, which may be the same: times `decay`, and k change^T added.
+void write(const float* from, float* to, int64_t keys, float decay, const float* k,
            const float* change) {
   const Floats factor = splat(decay);
-  for (int64_t i = 0; i < size.keys; i++) {
+  for (int64_t i = 0; i < keys; i++) {
     const Floats key = splat(k[i]);
-    const float* old = from + i * size.values;
-    float* row = to + i * size.values;
-    int64_t c = 0;
-    for (; c + LANES <= size.values; c += LANES)
-      store(row + c, multiply_add(key, load(change + c), multiply(factor, load(old + c))));
-    for (; c < size.values; c++) row[c] = std::fma(k[i], change[c], decay * old[c]);
+    for (int64_t c = i * COLUMNS, v = 0; v < VECTORS; v++, c += LANES)
+      store(to + c, multiply_add(key, load(change + v * LANES), multiply(factor, load(from + c))));
   }
 }
 
@@ -222,7 +204,7 @@ at::Tensor convolve(const Pass& pass, const float* conv, const at::TensorOptions
 
 // ----------------------------------------------------------------------------------------- a head
 
-// The states of a tree's nodes, in memory that is used again.
+// Columns of the states of a tree's nodes, in memory that is used again.
 class States {
  public:
   explicit States(int64_t numbers) : numbers(numbers) {}
@@ -248,84 +230,109 @@ class Head {  // of one sequence
  public:
   Head(const Pass& pass, const Sequence& of, int64_t h, const float* mixed, const Weights& weights)
       : pass(pass), of(of), h(h), mixed(mixed), weights(weights), size(pass.size),
-        numbers(2 * size.keys + 3 * size.values) {}
+        keys(size.keys + size.keys % 2), rows(of.count + pass.T), numbers(2 * rows * keys),
+        scalars(3 * rows) {
+    for (int64_t r = 0; r < rows; r++) prepare(r);
+  }
 
-  // Runs all rows from the state on. Writes: the state, behind the nodes that stay; y [T, H Dv].
+  // Runs all rows from a state [Dk, Dv] on. Writes: the state of a sequence that is live, behind
+  // the nodes that are kept; y, [T, H Dv].
   void run(float* state, States& states, float* y) {
-    for (int64_t r = 0; r < of.count; r++) {
-      recall(r, state, nullptr);
-      write(state, state, size, decay, k(), change());
+    float* kept = states.take();
+    for (int64_t first = 0; first < size.values; first += COLUMNS) {
+      const int64_t width = std::min(COLUMNS, size.values - first);
+      std::fill_n(kept, keys * COLUMNS, 0.0f);
+      for (int64_t i = 0; i < size.keys; i++)
+        std::copy_n(state + i * size.values + first, width, kept + i * COLUMNS);
+      for (int64_t r = 0; r < of.count + of.kept; r++) {
+        recall(r, kept, first, width, y);
+        write(kept, kept, keys, decay(r), k(r), change);
+      }
+      grow(kept, states, first, width, y);
+      if (!of.live) continue;
+      for (int64_t i = 0; i < size.keys; i++)
+        std::copy_n(kept + i * COLUMNS, width, state + i * size.values + first);
     }
-    for (int64_t t = 0; t < of.kept; t++) {
-      recall(of.count + t, state, y + t * pass.H * size.values);
-      write(state, state, size, decay, k(), change());
-    }
-    grow(state, states, y);
+    states.give(kept);
+    for (int64_t t = 0; t < pass.T; t++) finish(t, y + (t * pass.H + h) * size.values);
   }
 
  private:
   const Pass& pass;
   const Sequence& of;
-  int64_t h;
+  const int64_t h;
   const float* mixed;
   const Weights& weights;
   const Sizes size;
-  std::vector<float> numbers;  // q, k [Dk]; change, by_k, by_q [Dv]
-  float decay = 0;
+  const int64_t keys, rows;    // keys: with a zero behind an odd number of them
+  std::vector<float> numbers;  // q and k of every row
+  std::vector<float> scalars;  // decay, beta, and q k of every row
+  float change[COLUMNS];
 
-  float* q() { return numbers.data(); }
-  float* k() { return q() + size.keys; }
-  float* change() { return k() + size.keys; }
+  float* q(int64_t r) { return numbers.data() + 2 * r * keys; }
+  float* k(int64_t r) { return q(r) + keys; }
+  float& decay(int64_t r) { return scalars[3 * r]; }
+  float& beta(int64_t r) { return scalars[3 * r + 1]; }
+  float& together(int64_t r) { return scalars[3 * r + 2]; }
 
-  // Runs the nodes that may be dropped.
-  void grow(float* kept, States& states, float* y) {
-    std::vector<float*> own(pass.T);
-    std::vector<int64_t> waiting = of.children;  // children that did not run
-    for (int64_t t = of.kept; t < pass.T; t++) {
-      const int64_t p = of.parent[t];
-      const bool is_first = p < of.kept;
-      float* above = is_first ? kept : own[p];
-      recall(of.count + t, above, y + t * pass.H * size.values);
-      const bool is_last_child = !is_first && --waiting[p] == 0;
-      if (waiting[t]) {
-        own[t] = is_last_child ? above : states.take();
-        write(above, own[t], size, decay, k(), change());
-      } else if (is_last_child) {
-        states.give(above);
-      }
-    }
-  }
+  int64_t all_keys() const { return (pass.channels - pass.H * size.values) / 2; }  // Hk Dk
+  const float* row(int64_t r) const { return mixed + (of.first + r) * pass.channels; }
 
-  // Makes q, k, change and decay of a row behind a state, and the row's output unless y is null.
-  void recall(int64_t r, const float* state, float* y) {
-    const float* row = mixed + (of.first + r) * pass.channels;
-    const int64_t keys = (pass.channels - pass.H * size.values) / 2;
-    const int64_t group = h * keys / (pass.H * size.keys);  // of keys
-    to_unit(row + group * size.keys, 1 / std::sqrt(float(size.keys)), q());
-    to_unit(row + keys + group * size.keys, 1.0f, k());
-    const float* v = row + 2 * keys + h * size.values;
+  void prepare(int64_t r) {
+    const int64_t group = h * all_keys() / (pass.H * size.keys);  // of keys
+    const float* from = row(r) + group * size.keys;
+    to_unit(from, 1 / std::sqrt(float(size.keys)), q(r));
+    to_unit(from + all_keys(), 1.0f, k(r));
+    together(r) = dot(k(r), q(r), size.keys);
     const float* raw = pass.raw(of, r) + pass.channels;
     const float* gates = rows_of(weights.gates);
-    const float beta = sigmoid(raw[h]);
-    decay = decay_of(gates[h], raw[pass.H + h] + gates[pass.H + h]);
-    float *by_k = change() + size.values, *by_q = by_k + size.values;
-    read(state, size, k(), y ? q() : nullptr, by_k, by_q);
-    for (int64_t c = 0; c < size.values; c++) change()[c] = (v[c] - decay * by_k[c]) * beta;
-    if (!y) return;
-    const float together = dot(k(), q(), size.keys);
-    for (int64_t c = 0; c < size.values; c++)
-      by_q[c] = decay * by_q[c] + change()[c] * together;
-    const float* gate = pass.raw(of, r) + pass.C + h * size.values;
-    const float* gain = rows_of(weights.gain);
-    const float mean = sum_of_squares(by_q, size.values) / float(size.values);
-    const float scale = 1.0f / std::sqrt(mean + float(weights.eps));
-    for (int64_t c = 0; c < size.values; c++)
-      y[h * size.values + c] = by_q[c] * scale * gain[c] * silu(gate[c]);
+    beta(r) = sigmoid(raw[h]);
+    decay(r) = decay_of(gates[h], raw[pass.H + h] + gates[pass.H + h]);
   }
 
   void to_unit(const float* x, float factor, float* y) const {
     const float scale = 1.0f / std::sqrt(sum_of_squares(x, size.keys) + 1e-6f) * factor;
     for (int64_t i = 0; i < size.keys; i++) y[i] = x[i] * scale;
+  }
+
+  // Runs the nodes that may be dropped.
+  void grow(const float* kept, States& states, int64_t first, int64_t width, float* y) {
+    std::vector<float*> own(pass.T);
+    std::vector<int64_t> waiting = of.children;  // children that did not run
+    for (int64_t t = of.kept; t < pass.T; t++) {
+      const int64_t p = of.parent[t], r = of.count + t;
+      const bool is_first = p < of.kept;
+      recall(r, is_first ? kept : own[p], first, width, y);
+      const bool is_last_child = !is_first && --waiting[p] == 0;
+      if (waiting[t]) {
+        own[t] = is_last_child ? own[p] : states.take();
+        write(is_first ? kept : own[p], own[t], keys, decay(r), k(r), change);
+      } else if (is_last_child) {
+        states.give(own[p]);
+      }
+    }
+  }
+
+  // Makes the change of a row behind a state; of a node its output before the norm, too.
+  void recall(int64_t r, const float* state, int64_t first, int64_t width, float* y) {
+    float by_k[COLUMNS], by_q[COLUMNS];
+    const bool is_node = r >= of.count;
+    read(state, keys, k(r), is_node ? q(r) : nullptr, by_k, by_q);
+    const float* v = row(r) + 2 * all_keys() + h * size.values + first;
+    for (int64_t c = 0; c < COLUMNS; c++)
+      change[c] = c < width ? (v[c] - decay(r) * by_k[c]) * beta(r) : 0.0f;
+    if (!is_node) return;
+    float* to = y + ((r - of.count) * pass.H + h) * size.values + first;
+    for (int64_t c = 0; c < width; c++) to[c] = decay(r) * by_q[c] + change[c] * together(r);
+  }
+
+  // Norms and gates the output of a node, [Dv], in place.
+  void finish(int64_t t, float* y) const {
+    const float* gate = pass.raw(of, of.count + t) + pass.C + h * size.values;
+    const float* gain = rows_of(weights.gain);
+    const float mean = sum_of_squares(y, size.values) / float(size.values);
+    const float scale = 1.0f / std::sqrt(mean + float(weights.eps));
+    for (int64_t c = 0; c < size.values; c++) y[c] = y[c] * scale * gain[c] * silu(gate[c]);
   }
 };
 
@@ -367,17 +374,11 @@ at::Tensor delta_rule(const at::Tensor& x, const State& state, const Window& win
   float* states = state.state.mutable_data_ptr<float>();
   float* to = y.mutable_data_ptr<float>();
   parallel(B * H, std::max<int64_t>(1, GRAIN / work), [&](int64_t begin, int64_t end) {
-    States unused(pass.size.numbers());
+    States unused((pass.size.keys + 1) * COLUMNS);
     for (int64_t i = begin; i < end; i++) {
-      const Sequence& of = pass.sequences[i / H];
       float* own = states + i / H * state.state.stride(0) + i % H * pass.size.numbers();
-      float* head = own;
-      if (!of.live) {
-        head = unused.take();
-        std::copy_n(own, pass.size.numbers(), head);
-      }
-      Head(pass, of, i % H, rows_of(mixed), weights).run(head, unused, to + i / H * T * H * Dv);
-      if (!of.live) unused.give(head);
+      Head head(pass, pass.sequences[i / H], i % H, rows_of(mixed), weights);
+      head.run(own, unused, to + i / H * T * H * Dv);
     }
   });
   for (int64_t b = 0; b < B; b++) {
