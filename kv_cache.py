@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ops.backends import TORCH, Backend
 
-
 TAPS = 4  # tokens that the convolution of a recurrent layer reads, the token's own included
 MOST_NODES = 64  # of a tree, where the cache's owner knows no better
 

@@ -329,6 +329,9 @@ def sequence_memory(engine: Any) -> str:
     drafter = engine.drafter
     weight = target.norm.weight
     target_cache = engine.slots * weight.itemsize * _cache_width(target.layers)
+    shapes = map(target.config.state_shape, range(target.config.n_layers))
+    # with the snapshots
+    target_cache += sum(2 * shape.bytes(engine.nodes) for shape in shapes if shape is not None)
     draft_cache = engine.slots * weight.itemsize * _cache_width(drafter.layers or ())
     # sets of scores over the vocabulary; sampling, which any call may ask for, adds the noise and
     # the adjusted scores

@@ -397,7 +397,7 @@ class DeltaRule(Step):
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         conv, gates, gain, eps = self.weights(layer)
-        weights = (conv.float().contiguous(), gates, gain.float())
+        weights = (conv.float().T.contiguous(), gates, gain.float())
         return CppStep("delta_rule", weights=weights, numbers=(eps,))
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steps import Attend, Gate, HeadNorm, Norm, Project, Rotate, Route, Step
+from steps import Attend, Gate, HeadNorm, Norm, Project, Rotate, Route, SplitGate, Step
 
 # writes a tensor, its first argument, with that of the small model, if there is one
 Writer = Callable[[Tensor, Tensor | None], None]
@@ -290,7 +290,7 @@ def recipes_of(steps: Sequence[Pair]) -> dict[str, list[TensorRecipe]]:
             recipes[f"{small.name}.weight"] = weights * (small.experts or 1)
             if small.bias:
                 recipes[f"{small.name}.bias"] = [vector(write_bias, part) for part in parts]
-        elif small.parameters():
+        elif small.parameters() or isinstance(small, SplitGate):
             raise ValueError(
                 f"models with a step {type(small).__name__} have no stand-ins; use another model, "
                 "or add the places of its weights to `recipes_of` (extras/places.py)"

@@ -1,7 +1,9 @@
 """Qwen3.5, 3.6 and 3.8: three layers of four are GatedDeltaNet, whose state is recurrent.
 
 The fourth is attention, whose output has a gate, and whose RoPE turns a quarter of each head.
-Weights of norms count from one, but not those of the recurrence. Sources: arXiv 2412.06464, 2505.06708.
+Weights of norms count from one, but not those of the recurrence.
+
+Sources: arXiv 2412.06464 (Gated DeltaNet), 2505.06708 (the gate of attention).
 Not here: pictures; the MTP layer, whose tensors are noted as another part and not read.
 """
 

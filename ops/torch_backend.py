@@ -666,7 +666,7 @@ def visible_slots(start: Tensor, mask: Tensor, first: Tensor | None, slots: int)
     return visible & (torch.arange(slots, device=start.device) >= first[:, :, None])
 
 
-# ---------------------------------------------------------------------------------- recurrent layers
+# --------------------------------------------------------------------------------- recurrent layers
 
 
 class DeltaWeights(NamedTuple):

@@ -160,6 +160,8 @@ def check_parts(
     group: inputs that share a scale, and must be on one rank
     smaller: whether group_size can change it
     """
+    if any(map(config.state_shape, range(config.n_layers))):
+        raise ValueError(f"{path}: a model with recurrent layers runs on one rank; start one")
     inputs = split_inputs(config)
     kv_heads = config.n_kv_heads
 

@@ -125,5 +125,5 @@ def delta_rule(
     weights: torch_backend.DeltaWeights,
 ) -> Tensor:
     conv, gates, gain, eps = weights
-    operands = (conv.float().contiguous(), gates, gain.float(), eps)
+    operands = (conv.float().T.contiguous(), gates, gain.float(), eps)
     return _ops.delta_rule.default(x, *kept, *window, *operands)

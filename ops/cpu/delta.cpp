@@ -193,7 +193,7 @@ at::Tensor convolve(const Pass& pass, const float* conv, const at::TensorOptions
         for (int64_t c = first; c < last; c++) {
           float sum = 0;
           for (int64_t tap = 0; tap < TAPS; tap++)
-            sum += taps[tap][c] * conv[c * TAPS + TAPS - 1 - tap];
+            sum += taps[tap][c] * conv[(TAPS - 1 - tap) * pass.channels + c];
           y[c] = silu(sum);
         }
       }
@@ -353,13 +353,13 @@ at::Tensor delta_rule(const at::Tensor& x, const State& state, const Window& win
   const auto sizes = state.state.sizes();
   TORCH_CHECK(x.dim() == 3 && sizes.size() == 4 && state.inputs.dim() == 3, "x must be [B, T, W]");
   const int64_t B = x.size(0), T = x.size(1), H = sizes[1], Dv = sizes[3];
-  const int64_t channels = weights.conv.size(0), C = channels + 2 * H;
+  const int64_t channels = weights.conv.size(1), C = channels + 2 * H;
   for (const at::Tensor& t : {x, weights.conv, weights.gates, weights.gain, state.inputs, state.state})
     TORCH_CHECK(t.scalar_type() == at::kFloat, "operands must be float32");
   for (const at::Tensor& t : {weights.conv, weights.gates, weights.gain, state.length})
     TORCH_CHECK(t.is_contiguous(), "weights must be in one piece");
   TORCH_CHECK(x.size(2) == C + H * Dv && state.inputs.size(2) == C && sizes[0] == B &&
-                  state.inputs.size(0) == B && weights.conv.size(1) == TAPS &&
+                  state.inputs.size(0) == B && weights.conv.size(0) == TAPS &&
                   state.inputs.size(1) >= TAPS - 1 && weights.gates.numel() == 2 * H &&
                   weights.gain.numel() == Dv && state.length.numel() == B,
               "the state has other sizes than the layer");

@@ -16,7 +16,7 @@ struct Window {
   const at::Tensor &slots, &start, &mask;
   const std::optional<at::Tensor>& kept;
 };
-// The weights of `torch_backend.DeltaWeights`, in fp32.
+// The weights of `torch_backend.DeltaWeights`, in fp32; conv: [TAPS, channels].
 struct Weights {
   const at::Tensor &conv, &gates, &gain;
   double eps;

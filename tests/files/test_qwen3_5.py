@@ -11,9 +11,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from test_gguf import refused
 
+import stats
 from draft_tree import build_tree
 from drafters import Drafter, RootOnly
 from extras.ngram_draft import Ngram, NgramDrafter
+from extras.places import recipes_of
 from helpers import decode, engine_for, in_turn
 from hf.config import read_config
 from hf.weights import load_model
@@ -22,6 +24,7 @@ from ops import torch_backend
 from ops.backends import choose
 from ops.library import set_plain
 from ops.torch_backend import DeltaWeights, parents_of
+from parallel.tp import check_parts
 from session import Session
 
 IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
@@ -482,6 +485,47 @@ def test_a_key_with_a_bad_value_is_one_line(capsys, tmp_path, key, value, says):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     assert says in refused(capsys, "--checkpoint", str(tmp_path))
+
+
+def test_a_recurrent_draft_model_is_refused(capsys, tmp_path):
+    random_model().save_pretrained(tmp_path)
+    capsys.readouterr()
+    options = [
+        "--checkpoint",
+        str(tmp_path),
+        "--draft",
+        "model",
+        "--draft_checkpoint",
+        str(tmp_path),
+    ]
+    said = refused(capsys, *options, "--set", "prompt_ids=3,4")
+    assert "has recurrent layers" in said and "use another draft model" in said
+
+
+def test_ranks_and_stand_ins_are_refused(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    with pytest.raises(ValueError, match="a model with recurrent layers runs on one rank"):
+        check_parts(config, 2, tmp_path)
+    pairs = [(step, step) for step in config.layer(0)]
+    with pytest.raises(ValueError, match="models with a step DeltaRule have no stand-ins"):
+        recipes_of(pairs)
+    with pytest.raises(ValueError, match="models with a step SplitGate have no stand-ins"):
+        recipes_of([(step, step) for step in config.layer(3)])
+
+
+def test_states_count_as_memory(tmp_path, monkeypatch):
+    random_model().save_pretrained(tmp_path)
+    engine = engine_for(load_model(tmp_path, torch.float32), RootOnly(), batch_size=3)
+    cache = Session(engine).buffers.cache
+    states = [state for pair in zip(cache.states, cache.snapshots) for state in pair if state]
+    numbers = sum(buffer.nbytes for state in states for buffer in state[:2])
+    slots = sum(buffer.nbytes for buffer in (*cache.k, *cache.v))
+    assert numbers > 0
+    plans = []
+    monkeypatch.setattr(stats, "check_memory", lambda plan, *rest: plans.append(plan))
+    stats.sequence_memory(engine)
+    assert 3 * plans[0]["the caches"] == numbers + slots
 
 
 def test_a_config_that_names_its_layers_by_their_interval(tmp_path):
