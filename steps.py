@@ -43,7 +43,8 @@ class Rows(NamedTuple):
     embedded: Tensor | None = None  # [B, T, F], embeddings that a draft head reads
     features: Tensor | None = None  # [B, T, F], features that it reads
     normed: Tensor | None = None  # [B, T, F], those after a norm
-    gate: Tensor | None = None  # [B, T, H E], of an attention's output
+    gate: Tensor | None = None  # [B, T, H E], of an attention's output; [B, T, 1], of an expert's
+    shared: Tensor | None = None  # [B, T, F], the result of the expert that all tokens share
     # by `Rotate.rope`: cosines and sines, [B, T, 1, E] fp32 each
     ropes: tuple[tuple[Tensor, Tensor], ...] = ()
     # this layer's buffers, [B, Hkv, S, E] each, or its `LayerState`; without a cache the keys and
@@ -263,7 +264,7 @@ class SplitGate(Step):
 
 @dataclass(frozen=True)
 class GateOutput(Step):
-    """Multiply `h` by the sigmoid of `gate`."""
+    """Multiply `h` by the sigmoid of `gate`: element by element, or each row by one number."""
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", (rows.h * rows.gate.float().sigmoid()).to(rows.h.dtype))
@@ -409,7 +410,7 @@ class Add(Step):
         return rows.put("stream", (rows.stream + rows.h).to(rows.stream.dtype))
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("add", "h", "stream")
+        return CppStep("add", "h", "stream", counts=(REGISTERS.index("stream"),))
 
 
 # ------------------------------------------------------------------------------------- feed-forward
@@ -499,6 +500,17 @@ class Merge(Step):
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         return CppStep("merge")
+
+
+@dataclass(frozen=True)
+class AddShared(Step):
+    """Add the result of the shared expert to that of the chosen ones."""
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        return rows.put("h", rows.h + rows.shared)
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("add", "h", "h", counts=(REGISTERS.index("shared"),))
 
 
 # ---------------------------------------------------------------------------- inputs of draft heads

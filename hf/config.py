@@ -8,7 +8,9 @@ Not here: how the files hold quantized weights (ops/formats.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,7 +83,7 @@ def open_files(path: Path) -> WeightFiles:
     only; two that differ are both used, as in transformers 5.
     """
     files = WeightFiles(path)
-    readers = files.readers
+    readers = split_experts(files.readers)
     is_head = "fc.weight" in readers  # a draft head's names have no prefix
     if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
@@ -99,6 +101,30 @@ def open_files(path: Path) -> WeightFiles:
             files.config["tie_word_embeddings"] = False
     files.readers = readers
     return files
+
+
+# a stack of all experts' matrices -> the matrices of an expert, one below the other
+STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+
+
+def split_experts(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
+    """Name the matrices of each expert in files that hold a layer's experts in one tensor."""
+    split = {}
+    for name, read in readers.items():
+        matrices = next((STACKS[end] for end in STACKS if name.endswith(end)), None)
+        if matrices is None or read().dim() != 3:
+            split[name] = read
+            continue
+        layer, _, _ = name.rpartition(".")
+        for expert in range(len(read())):
+            for number, matrix in enumerate(matrices):
+                of_one = partial(_matrix, read, expert, number, len(matrices))
+                split[f"{layer}.{expert}.{matrix}.weight"] = of_one
+    return split
+
+
+def _matrix(read: Callable[[], Tensor], expert: int, number: int, count: int) -> Tensor:
+    return read()[expert].chunk(count)[number]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,7 +1,8 @@
-"""Qwen3.5, 3.6 and 3.8: three layers of four are GatedDeltaNet, whose state is recurrent.
+"""Qwen3.5, 3.6 and 3.8, dense or with experts: three layers of four are GatedDeltaNet.
 
-The fourth is attention, whose output has a gate, and whose RoPE turns a quarter of each head.
-Weights of norms count from one, but not those of the recurrence.
+The state of such a layer is recurrent (kv_cache.py). The fourth is attention, whose output has a
+gate, and whose RoPE turns a quarter of each head. Weights of norms count from one, but not those
+of the recurrence.
 
 Sources: arXiv 2412.06464 (Gated DeltaNet), 2505.06708 (the gate of attention).
 Not here: pictures; the MTP layer, whose tensors are noted as another part and not read.
@@ -10,17 +11,21 @@ Not here: pictures; the MTP layer, whose tensors are noted as another part and n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from base.fields import FLAG, Rule, integer, key, read_fields
 from kv_cache import TAPS, StateShape
-from model import NAMES as QWEN_NAMES
 from model import ModelConfig, Rope
 from models.gguf_names import GgufLayout
-from models.keys import WIDTH, common_fields, read_swiglu_keys
+from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys
+from models.mixtral import counts
 from steps import (
     Add,
+    AddShared,
     Attend,
+    Copy,
     DeltaRule,
+    Gate,
     GateOutput,
     HeadNorm,
     Norm,
@@ -32,6 +37,7 @@ from steps import (
 
 LINEAR = "linear_attention"
 FULL = "full_attention"
+WITH_EXPERTS = "Qwen3_5MoeForCausalLM"
 GGUF = GgufLayout()
 
 
@@ -45,12 +51,16 @@ class Qwen35(ModelConfig):
     key_dim: int = 128  # linear_key_head_dim
     value_dim: int = 128  # linear_value_head_dim
     recurrent_layers: tuple[int, ...] = ()  # layer_types, full_attention_interval
+    shared_dim: int = 0  # shared_expert_intermediate_size, of the expert that all tokens share
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
         # of a row what the state depends on comes first
         projections = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
-        return QWEN_NAMES | {
+        return super().names | {
+            "shared_w13": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+            "shared_w2": ("mlp.shared_expert.down_proj",),
+            "shared_gate": ("mlp.shared_expert_gate",),
             "w_in": tuple(f"linear_attn.{name}" for name in projections),
             "conv": ("linear_attn.conv1d",),
             "decay": ("linear_attn",),
@@ -76,8 +86,23 @@ class Qwen35(ModelConfig):
             *(self.recurrence(i) if i in self.recurrent_layers else self.attention()),
             Add(),
             Norm("ffn_norm", self.dim, self.norm_eps, plus_one=True),
-            *self.feed_forward(),
+            *(self.mixture() if self.n_experts else self.feed_forward()),
             Add(),
+        )
+
+    def mixture(self) -> tuple[Step, ...]:
+        """Return the steps of the experts: the shared one first, whose result waits."""
+        return (
+            Copy("h", "normed"),
+            Project("shared_w13", self.dim, 2 * self.shared_dim),
+            Gate("silu"),
+            Project("shared_w2", self.shared_dim, self.dim, row_parallel=True),
+            Project("shared_gate", self.dim, 1, source="normed", to="gate"),
+            GateOutput(),
+            Copy("h", "shared"),
+            Copy("normed", "h"),
+            *super().mixture(),
+            AddShared(),
         )
 
     def attention(self) -> tuple[Step, ...]:
@@ -136,6 +161,16 @@ class HFQwen35:
 
 
 @dataclass(frozen=True)
+class HFExperts:
+    """The further keys of one with experts."""
+
+    moe_intermediate_size: int = key(WIDTH)
+    shared_expert_intermediate_size: int = key(WIDTH)
+    num_experts: int = key(EXPERTS)
+    num_experts_per_tok: int = key(EXPERTS)
+
+
+@dataclass(frozen=True)
 class HFPartialRope:
     """The key of `rope_parameters` that says how much of a head is turned."""
 
@@ -144,6 +179,11 @@ class HFPartialRope:
 
 def read_config(raw: dict, architecture: str) -> Qwen35:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
+    experts = {}
+    if architecture == WITH_EXPERTS:
+        of_experts = read_fields(raw, HFExperts)
+        experts = mixture_fields(of_experts)
+        raw = {"intermediate_size": of_experts.moe_intermediate_size} | raw
     own = read_fields(raw, HFQwen35)
     hf = replace(read_swiglu_keys(raw), head_dim=own.head_dim)
     rope = read_fields(hf.rope_parameters or hf.rope_scaling or {}, HFPartialRope)
@@ -160,6 +200,7 @@ def read_config(raw: dict, architecture: str) -> Qwen35:
         )
     return Qwen35(
         **common_fields(hf),
+        **experts,
         qkv_bias=own.attention_bias,
         o_bias=own.attention_bias,
         qk_norm=True,
@@ -170,6 +211,15 @@ def read_config(raw: dict, architecture: str) -> Qwen35:
         value_dim=own.linear_value_head_dim,
         recurrent_layers=recurrent_layers(own, hf.num_hidden_layers),
     )
+
+
+def mixture_fields(hf: HFExperts) -> dict[str, Any]:
+    """Translate the keys of experts. Raises: ValueError for more chosen ones than there are."""
+    return counts("num_experts", hf.num_experts, hf.num_experts_per_tok) | {
+        "expert_dim": hf.moe_intermediate_size,
+        "shared_dim": hf.shared_expert_intermediate_size,
+        "expert_names": "qwen",
+    }
 
 
 def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:

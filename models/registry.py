@@ -41,6 +41,7 @@ ROWS = (
     Row("mixtral", "MixtralForCausalLM", "mixtral"),
     Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
     Row("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text"),
+    Row("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 )
 NAMES = tuple(row.name for row in ROWS)
 GGUF_NAMES = tuple(row.gguf for row in ROWS if row.gguf)

@@ -322,17 +322,18 @@ std::array<at::Tensor, 2> split_gate(const at::Tensor& qkv, int64_t heads, int64
   return {rest, gates};
 }
 
-// x times the sigmoid of the gate, [..., F] each.
+// x [..., F] times the sigmoid of the gate, [..., F] or [..., 1].
 at::Tensor gate_output(const at::Tensor& x, const at::Tensor& gate) {
-  TORCH_CHECK(x.numel() == gate.numel(), "a gate must have the size of the output");
+  const int64_t width = x.size(-1), each = gate.size(-1);
+  TORCH_CHECK((each == 1 || each == width) && gate.numel() * width == x.numel() * each,
+              "a gate must have the size of the output, or one number for each row");
   const at::Tensor y = at::empty(x.sizes(), x.options());
-  const int64_t width = x.size(-1);
   const float *from = rows_of(x), *gates = rows_of(gate);
   float* to = y.mutable_data_ptr<float>();
   each_row(x.numel() / width, width, [&](int64_t r) {
-    for (int64_t i = r * width; i < (r + 1) * width; i++) {
-      const float g = gates[i], e = exponential(g < 0 ? g : -g);
-      to[i] = from[i] * ((g < 0 ? e : 1.0f) / (1.0f + e));
+    for (int64_t i = 0; i < width; i++) {
+      const float g = gates[each == 1 ? r : r * width + i], e = exponential(g < 0 ? g : -g);
+      to[r * width + i] = from[r * width + i] * ((g < 0 ? e : 1.0f) / (1.0f + e));
     }
   });
   return y;
@@ -420,7 +421,7 @@ constexpr std::pair<const char*, Op> OPS[] = {
     {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},     {"split_gate", Op::SPLIT_GATE},
     {"gate_output", Op::GATE_OUTPUT},                     {"delta_rule", Op::DELTA_RULE},
 };
-enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, REGISTERS };  // steps.REGISTERS
+enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, SHARED, REGISTERS };  // steps.REGISTERS
 
 struct Step {  // operands: what `for_cpp` in steps.py says of each kind
   Op op;
@@ -546,7 +547,7 @@ class Machine {
 
   at::Tensor result(const Step& step) {
     if (step.op == Op::HEAD_NORM) return head_norm(take(step.source), step);
-    if (step.op == Op::ADD) return add(take(step.source));
+    if (step.op == Op::ADD) return add(take(step.source), Register(step.counts[0]));
     const at::Tensor& x = at(step.source);
     switch (step.op) {
       case Op::NORM: return norm(x, step.weight(), step.numbers[0]);
@@ -635,8 +636,8 @@ class Machine {
   }
 
   // Works in place.
-  at::Tensor add(at::Tensor x) {
-    add_to(at(STREAM), x);
+  at::Tensor add(at::Tensor x, Register other) {
+    add_to(at(other), x);
     return x;
   }
 

@@ -19,7 +19,7 @@ from ops.library import has_cpu_operators
 # of operators that a pass consists of
 FAMILIES = ("attention", "experts", "fused", "norm", "products", "rotary")
 # of `Rows`, numbered as in C++
-REGISTERS = ("stream", "h", "embedded", "features", "normed", "gate")
+REGISTERS = ("stream", "h", "embedded", "features", "normed", "gate", "shared")
 EMPTY = (None, None, None)
 
 

@@ -195,7 +195,10 @@ def test_merged_steps_compute_what_their_parts_do(name):
     )
     streams = [wanted[i].stream for i in ends if places_of(model)[i][2] == 0]
     torch.testing.assert_close(aux[1], streams[-1], atol=1e-3, rtol=1e-3)
-    if name in ("gemma3", "qwen3_5"):  # whose merged norms take their weights in fp32, and another operator
+    if name in (
+        "gemma3",
+        "qwen3_5",
+    ):  # whose merged norms take their weights in fp32, and another operator
         torch.testing.assert_close(fused.end(rows).h, wanted[-1].h, atol=1e-3, rtol=1e-3)
         return
     assert torch.equal(fused.end(rows).h, wanted[-1].h)
@@ -204,7 +207,13 @@ def test_merged_steps_compute_what_their_parts_do(name):
 
 def test_segments_of_one_kind_are_equal():
     """A compiled call serves all layers of a kind, and no other."""
-    for name, kinds in {"llama": 1, "mixtral": 1, "qwen3 moe": 2, "gemma3": 2, "qwen3_5": 2}.items():
+    for name, kinds in {
+        "llama": 1,
+        "mixtral": 1,
+        "qwen3 moe": 2,
+        "gemma3": 2,
+        "qwen3_5": 2,
+    }.items():
         model, _ = model_of(name)
         fused = FusedLayers(model.layers, model.last, model)
         assert len({segment.steps for segment in fused.segments}) == kinds, name

@@ -35,6 +35,9 @@ SIZES = {
     "eos_token_id": 1,
 }  # fmt: skip
 KINDS = ["linear_attention", "full_attention"]
+EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
 CASES = {
     "as it is": {},
     "as many key heads": {"linear_num_key_heads": 4, "linear_value_head_dim": 16},
@@ -48,14 +51,18 @@ CASES = {
     "all of a head is turned": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0}
     },
+    "experts": EXPERTS,
+    "one expert of many": EXPERTS | {"num_experts_per_tok": 1, "tie_word_embeddings": True},
 }
 
 
 def random_model(**options):
     """A Qwen3.5 of transformers with random weights; norms count from one, but those of states."""
     torch.manual_seed(0)
-    config = transformers.Qwen3_5TextConfig(**SIZES | options)
-    model = transformers.Qwen3_5ForCausalLM._from_config(config, attn_implementation="eager")
+    kind = "Qwen3_5Moe" if "num_experts" in options else "Qwen3_5"
+    config = getattr(transformers, f"{kind}TextConfig")(**SIZES | options)
+    of_kind = getattr(transformers, f"{kind}ForCausalLM")
+    model = of_kind._from_config(config, attn_implementation="eager")
     randomize(model)
     return model.eval()
 
@@ -95,7 +102,7 @@ def test_directories(tmp_path, case):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     for width in (len(IDS), 1, 5):
         torch.testing.assert_close(by_passes(model, IDS, width), want, atol=1e-4, rtol=1e-4)
-    assert model.config.tie_embeddings == (case == "tied")
+    assert model.config.tie_embeddings == CASES[case].get("tie_word_embeddings", False)
 
 
 @torch.no_grad()
@@ -129,14 +136,32 @@ def test_the_text_part_of_a_model_with_pictures_and_an_mtp_layer(tmp_path, capsy
     assert by_passes(model, IDS, 7).std() > 0.3
 
 
+def test_experts_in_one_tensor_a_layer(tmp_path):
+    """As in the published files; transformers writes them one by one, or so."""
+    reference = random_model(**EXPERTS)
+    reference.save_pretrained(tmp_path)
+    held = {
+        name: value.contiguous()
+        for name, value in reference.state_dict().items()
+        if name != "lm_head.weight" or not reference.config.tie_word_embeddings
+    }
+    stacks = [name for name in held if name.endswith("experts.gate_up_proj")]
+    assert len(stacks) == 4 and held[stacks[0]].shape == (6, 64, 64)
+    save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_model(tmp_path, torch.float32)
+    want = reference(IDS[None]).logits[0]
+    torch.testing.assert_close(by_passes(model, IDS, 5), want, atol=1e-4, rtol=1e-4)
+
+
 # ---------------------------------------------------------------------------------------- the state
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16 experts"])
 def target(request, tmp_path_factory):
+    dtype, _, experts = request.param.partition(" ")
     path = tmp_path_factory.mktemp("qwen3_5")
-    random_model().save_pretrained(path)
-    return load_model(path, getattr(torch, request.param))
+    random_model(**EXPERTS if experts else {}).save_pretrained(path)
+    return load_model(path, getattr(torch, dtype))
 
 
 def random_parents(draw: random.Random, size: int, depth: int) -> list[int]:
