@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ops import epilogues
-from ops.epilogues import UnnormalizedRows
+from ops.linear import UnnormalizedRows
 from runtime import replace_fields
 from steps import Add, Gate, HeadNorm, Norm, Project, Rotate, Rows, Step, run_steps
 

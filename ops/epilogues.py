@@ -1,8 +1,8 @@
 """Products on CUDA with the work behind them in the same launch (cuda/epilogues.py).
 
-1. A layer returns a product that is not computed yet (`LazyMatmul`); the function that takes it
-   computes it: `rotary_cache`, `add`, `add_norm`, `swiglu`. Elsewhere and of tensors these are
-   the backend's.
+1. A layer returns a product that is not computed yet (`Backend.lazy_matmul`); the function that
+   takes it computes it: `rotary_cache`, `add`, `add_norm`, `swiglu`. Of tensors these are the
+   backend's.
 2. An RMSNorm costs no launch: `add_norm` writes its sum times the norm's weight, and sums of
    squares (`UnnormalizedRows`). A product commutes with the division of a row by its root mean
    square, so the next product divides its own result.
@@ -15,16 +15,14 @@ The references define the results; the kernels differ from them in the order of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ops import torch_backend
 from ops.backends import Backend
-from ops.library import cuda_products, is_plain, lib, needs_gradients
-from ops.linear import has_cuda_product
+from ops.library import cuda_products, lib
+from ops.linear import LazyMatmul, UnnormalizedRows
 from ops.torch_backend import PART, HeadNorms
 
 lib.define(
@@ -40,56 +38,6 @@ lib.define(
     "Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor? q_norm, Tensor? k_norm, "
     "float eps) -> Tensor"
 )
-
-
-class UnnormalizedRows(NamedTuple):
-    """An RMSNorm's result before the division of each row by its root mean square."""
-
-    values: Tensor  # [..., F], x w
-    squares: Tensor  # [ceil(F / PART), M] fp32, sums of x^2 by row; eps F is in the first
-
-    def rms(self) -> Tensor:
-        """Return the root mean square of every row: [..., 1] fp32."""
-        mean = self.squares.sum(0) / self.values.shape[-1]  # [M]
-        return mean.sqrt().view(*self.values.shape[:-1], 1)
-
-
-class LazyMatmul(NamedTuple):
-    """A product x W^T that is not computed yet."""
-
-    x: Tensor  # [..., K]
-    squares: Tensor | None  # of `UnnormalizedRows`, by which the result is to be divided
-    packed: Tensor  # the weight, or its codes, and their scales as in ops/weight.py
-    scale: Tensor | None
-
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return x, the weight and its scales, of a product that is not divided."""
-        assert self.squares is None
-        return self.x, self.packed, self.scale
-
-
-def lazy_matmul(
-    x: Tensor | UnnormalizedRows, packed: Tensor, scale: Tensor | None, bias: Tensor | None
-) -> LazyMatmul | None:
-    """Return the product of a layer, or None where another operator has to compute it.
-
-    x: [..., K]; packed, scale, bias: the layer's operands
-    """
-    values, squares = x if isinstance(x, UnnormalizedRows) else (x, None)
-    if is_plain("fused", "norm", "products", "rotary"):  # a product of these families in one launch
-        return None
-    if bias is not None or not values.is_cuda or needs_gradients(values):
-        return None
-    if scale is None and not has_cuda_product(values, packed):
-        return None
-    return LazyMatmul(values, squares, packed, scale)
-
-
-def can_normalize_later(layer: torch.nn.Module | None, x: Tensor) -> bool:
-    """Return whether a layer takes the norm of x as `UnnormalizedRows`; None does not."""
-    if layer is None or x.dtype == torch.float16:
-        return False
-    return lazy_matmul(x, *layer.operands()) is not None
 
 
 def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:
@@ -116,7 +64,8 @@ def add_norm(
     x: [..., F]; weight: [F]; reader: None: scaled
     Returns: both.
     """
-    if can_normalize_later(reader, x):
+    # in fp16, x w may overflow
+    if reader is not None and x.dtype != torch.float16 and reader.lazy(x):
         if isinstance(delta, LazyMatmul):
             total, *norm = torch.ops.gpt_eagle.add_product(*delta.operands(), x, weight, eps)
         else:

@@ -18,7 +18,6 @@ from functools import cache
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from base.io import log_note
 from ops import switches
@@ -138,8 +137,3 @@ def single_torch_thread(whether: bool = True) -> Iterator[None]:
     finally:
         torch.set_num_threads(count)
         torch.ops.gpt_eagle.own_threads(0)
-
-
-def needs_gradients(*inputs: Tensor) -> bool:
-    """Return whether gradients flow to one of the inputs: our operators have none."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
