@@ -23,7 +23,7 @@ from torch import nn
 from ops import torch_backend
 from ops.attention import attention
 from ops.experts import experts_linear
-from ops.library import PLAIN, has_cpu_operators, has_triton
+from ops.library import PLAIN, has_cpu_operators, has_triton, refuse_gradients
 
 
 def of(*families: str, cpp: tuple[torch.dtype, ...] = ()) -> Any:
@@ -98,6 +98,8 @@ def choose(
     plain: families of which PyTorch's own run (ops/switches.py); default: the process's
     """
     own = _module_of(device)
+    if own is not None:
+        refuse_gradients()
     replaced = set(plain)
     otherwise = ON_CPU if device.type == "cpu" else OTHERWISE
     functions = {}

@@ -14,8 +14,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -24,6 +25,28 @@ from ops import switches
 from ops.switches import FAMILIES
 
 lib = torch.library.Library("gpt_eagle", "DEF")
+
+
+def refuse_gradients() -> None:
+    """Let operators raise where an input needs gradients: they have none, and would train wrongly.
+
+    Those that exist when the C++ operators are loaded do so there (cpu/operators.cpp), at no cost
+    while decoding; this is for the others. Writes: their kernels for autograd.
+    """
+    for name in lib._op_defs:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"):
+            operator = getattr(torch.ops.gpt_eagle, name.removeprefix("gpt_eagle::")).default
+            lib.impl(operator, partial(_without_gradients, operator), "Autograd", with_keyset=True)
+
+
+def _without_gradients(operator: Any, keys: Any, *inputs: Any, **named: Any) -> Any:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs, **named):
+        raise RuntimeError(
+            f"{operator.name()} has no gradients, and an input needs them; call "
+            "use_backend(module, TORCH) (ops/backends.py) for what learns, or torch.no_grad()"
+        )
+    return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs, **named)
+
 
 # the families that PyTorch replaces: the references beside the operators, and the modules of
 # model.py, run in their place. With all of them no operator of ours is built or called

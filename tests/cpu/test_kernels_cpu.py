@@ -614,6 +614,38 @@ def test_linear_has_gradients(compiled):
         assert torch.equal(y, F.linear(x, weight))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operators_refuse_inputs_that_need_gradients(compiled):
+    """In C++ and in Python, also in a list; they run where gradients are off."""
+    x, weight = random(5, 64).bfloat16(), weights_bf16(33, 64)
+    product = choose(x.device).linear
+    if compiled:
+        product = torch.compile(product, fullgraph=True, backend="aot_eager")
+    want = product(x, weight)
+    weight.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"gpt_eagle::matmul has no gradients.*use_backend\(mod"):
+        product(x, weight)
+    with torch.no_grad():
+        assert torch.equal(product(x, weight), want)
+    inputs = {"q": random(1, 1, 2, 16), "k": random(1, 2, 4, 16), "v": random(1, 2, 4, 16)}
+    window = (torch.zeros(1, dtype=torch.long), torch.ones(1, 1, 1, dtype=torch.bool))
+    for name in inputs:
+        given = inputs | {name: inputs[name].clone().requires_grad_()}
+        with pytest.raises(RuntimeError, match="gpt_eagle::tree_attention has no gradients"):
+            ops.attention.attention(*given.values(), *window)
+    buffers = [random(1, 1, 4, 4), random(1, 1, 4, 4).requires_grad_() * 1]
+    with pytest.raises(RuntimeError, match="gpt_eagle::move_rows has no gradients"):
+        torch.ops.gpt_eagle.move_rows(buffers, window[0], torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_every_operator_refuses_inputs_that_need_gradients():
+    for device in ("cuda", "cpu"):  # with those in Triton, where it is installed
+        choose(torch.device(device))
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gpt_eagle::")]
+    refuses = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert len(names) > 40 and not [name for name in names if not refuses(name, "Autograd")]
+
+
 # ---------------------------------------------------------------------------------------- attention
 
 
