@@ -340,12 +340,15 @@ class Router(nn.Module):
         self.norm_topk = norm_topk
         self.weight = nn.Parameter(torch.zeros(experts, dim))
 
+    def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
+        return self.backend.router_logits(x, self.weight)
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the best experts of each token, best first; of equal ones the first.
 
         Returns: the experts, [..., J] int64; their routing weights, [..., J] fp32.
         """
-        scores = self.backend.router_logits(x, self.weight)  # [..., E]
+        scores = self.logits(x)  # [..., E]
         best, expert = scores.sort(dim=-1, descending=True, stable=True)
         expert = expert[..., : self.chosen]
         if self.norm_topk:
@@ -415,7 +418,7 @@ class Copy(Step):
 
 @dataclass(frozen=True)
 class Columns(Step):
-    """Take the columns of `features` from one on, in the dtype of the residual stream."""
+    """Take the columns of `features` from `first` on, in the dtype of the residual stream."""
 
     first: int = 0
 

@@ -1,14 +1,14 @@
 """Stand-ins: a small model and its EAGLE head, rewritten as the same function in a larger shape.
 
-    files = inflate_target(Path("checkpoints/demo"), LlamaShape.parse("llama2-7b"))
+    files = inflate_target(Path("checkpoints/demo"), ModelShape.parse("llama2-7b"))
     target = load_model(files.path, source=files)  # a 7B's memory and time, the demo's tokens
 
 The time of a step depends on a model's shape and not on its numbers. The number of accepted tokens
 depends on the numbers. A stand-in has the time of its shape and the acceptance of the small model.
-`Placement` describes the construction.
+places.py describes the construction, which follows from the architecture's list of steps.
 Trade-off: a tensor is computed when it is read, and is not stored. No disk is needed, and every
 load computes again.
-Not here: writing to disk; EAGLE-3; models with biases; mixtures of experts.
+Not here: writing to disk; EAGLE-3.
 """
 
 from __future__ import annotations
@@ -20,32 +20,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from base.io import read_json
+from extras.places import (
+    Cells,
+    TensorRecipe,
+    channels,
+    filler_bound,
+    leading_inputs,
+    leading_outputs,
+    matrix,
+    recipes_of,
+    vector,
+    write_beside,
+    write_bias,
+)
 from hf.checkpoint import TensorSource, WeightFiles, saved_quantization
-from hf.config import open_source, read_config
-from hf.heads import EagleConfig, version_of
-from model import DTYPES, ModelConfig, Transformer
+from hf.config import EMBEDDING, LM_HEAD, open_source, read_config
+from hf.heads import EagleConfig, head_names, version_of
+from hf.weights import layer_names, weight_names
+from model import DTYPES, ModelConfig, Transformer, rope_frequencies
 from options import GenerateConfig
+from parallel.tp import split_inputs
 
 # LM head weight of ids beyond the small vocabulary, at the constant channel
 NEVER = -4096.0
-# upper bounds of sizes in `LlamaShape.parse`; others: 2^20
+# upper bounds of sizes in `ModelShape.parse`; others: 2^20
 MOST = {"n_layers": 2**10, "vocab_size": 2**24}
-
-# a method of `Placement`
-Writer = Callable[[Tensor, Tensor | None], None]
-# the size of a tensor, and the method that writes it
-Part = tuple[tuple[int, ...], Writer]
+NORM = "model.norm.weight"
 
 
 @dataclass(frozen=True)
-class LlamaShape:
-    """The dimensions of a LLaMA, in model.py's names."""
+class ModelShape:
+    """The dimensions of a model, in model.py's names. Experts are as wide as the feed-forward."""
 
     name: str
     dim: int
@@ -57,12 +67,12 @@ class LlamaShape:
     vocab_size: int
 
     @staticmethod
-    def parse(text: str) -> LlamaShape:
+    def parse(text: str) -> ModelShape:
         """Read `NAME` or `NAME,dim=1024,n_layers=9`. Raises: ValueError for any other text."""
         name, *changes = text.split(",")
         if name not in SHAPES:
             raise ValueError(f"{name} is not a known shape; use one of {', '.join(SHAPES)}")
-        sizes = [f.name for f in fields(LlamaShape) if f.name != "name"]
+        sizes = [f.name for f in fields(ModelShape) if f.name != "name"]
         for change in changes:
             if not re.fullmatch(rf"({'|'.join(sizes)})=[1-9]\d*", change):
                 raise ValueError(
@@ -83,8 +93,8 @@ class LlamaShape:
 
 def _shape(
     name: str, dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, vocab: int
-) -> LlamaShape:
-    return LlamaShape(
+) -> ModelShape:
+    return ModelShape(
         name, dim, layers, heads, kv_heads, head_dim=128, ffn_dim=ffn_dim, vocab_size=vocab
     )
 
@@ -104,27 +114,12 @@ _SHAPES = (
 SHAPES = {shape.name: shape for shape in _SHAPES}
 
 
-def check_fit(small: ModelConfig, shape: LlamaShape, where: Path, spare_neurons: int = 0) -> None:
+def check_fit(small: ModelConfig, shape: ModelShape, where: Path, spare_neurons: int = 0) -> None:
     """Check that `small`, read from `where`, can have this shape.
 
     spare_neurons: 1 for a head, which needs one more neuron
     Raises: ValueError with the first rule that it breaks.
     """
-    if small.qkv_bias or small.o_bias or small.mlp_bias:
-        raise ValueError(
-            f"{where} has biases in its layers, and only layers without can be inflated; "
-            "use another model"
-        )
-    if small.qk_norm or (small.rope_scaling or {}).get("rope_type") == "yarn":
-        raise ValueError(
-            f"{where} has norms of queries and keys, or YaRN, which depend on head_dim; "
-            "use another model"
-        )
-    if small.n_experts:
-        raise ValueError(
-            f"{where} is a mixture of experts, and only dense models can be inflated; "
-            "use another model"
-        )
     if shape.n_heads % shape.n_kv_heads:
         raise ValueError(
             f"shape {shape.name}: n_kv_heads must divide n_heads; "
@@ -138,12 +133,12 @@ def check_fit(small: ModelConfig, shape: LlamaShape, where: Path, spare_neurons:
     group = small.n_heads // small.n_kv_heads
     large_group = shape.n_heads // shape.n_kv_heads
     kv_heads = small.n_kv_heads * math.ceil(group / large_group)
-    neurons = small.ffn_dim + spare_neurons
+    _, *neurons = split_inputs(small)  # of experts, dense layers or both
     for name, least, reason in (
         ("dim", small.dim + 1, "the width and one channel"),
         ("n_layers", small.n_layers, "every layer"),
         ("n_kv_heads", kv_heads, f"its heads in groups of {large_group}"),
-        ("ffn_dim", neurons, "every neuron" + " and one more" * spare_neurons),
+        ("ffn_dim", max(neurons) + spare_neurons, "every neuron" + " and one more" * spare_neurons),
         ("vocab_size", small.vocab_size, "every token"),
     ):
         if getattr(shape, name) < least:
@@ -153,292 +148,21 @@ def check_fit(small: ModelConfig, shape: LlamaShape, where: Path, spare_neurons:
             )
 
 
-# -------------------------------------------------------------------------------------- placement
+def check_ropes(small: ModelConfig, large: ModelConfig, where: Path) -> None:
+    """Check that the wavelengths of small heads are among those of the large ones.
 
-
-@dataclass(frozen=True)
-class Placement:
-    """The places of the small model's numbers in the large shape; one method per kind of tensor.
-
-    A method gets `out`, full of random numbers (the filler), and `small`, the small model's tensor
-    in fp64, or None in a layer that the small model does not have. It writes `out`. (d, e: width
-    and head size of the small model; D, E: of the large one.)
-
-    1. Where filler would make a required zero nonzero, its column is set to zero. All other filler
-       stays: no product is timed on zero weights.
-    2. The residual stream holds the small model in channels 0 .. d-1, a constant C in channel d,
-       and zeros above. There RMSNorm's mean is smaller by d/D. A norm weight times sqrt(d/D), and
-       eps' = (eps d - C^2) / D, undo that.
-    3. RoPE turns the pairs (j, j + E/2). Pair j of the small head becomes pair j E/e, which turns
-       as fast, and q is multiplied by sqrt(E/e). Values keep their order. KV heads are repeated
-       where the large groups are smaller.
-    4. Further heads, further neurons, and the further layers between the small model's compute on
-       their actual inputs. Their values and gates are zero, so that they add exactly zero.
-    5. Ids beyond the small vocabulary get logits of about -3000 (float16: -300). Their rows of the
-       LM head read channel d. The final norm amplifies that channel; in a head, which has no final
-       norm, a further neuron of the last layer does.
-
-    Filler is smaller than the largest of the small model's numbers in its row. So plain symmetric
-    int8 (scaled by row) and int4 (by 128 inputs) find the same codes; in o_proj, whose heads are E
-    apart, those of groups of e.
-    In bf16, where D/d and E/e are powers of four, scaling is exact, and C^2 vanishes in the fp32
-    sum of a norm. The logits are then equal bit for bit, if the zeros of item 3 change no sum of
-    attention. They change none where terms are added one after the other, as in ops/cpu. They
-    change some in oneMKL with AVX512-BF16 or AMX, which PyTorch's attention uses on Intel
-    processors; there the logits agree up to rounding.
+    Raises: ValueError where they depend on head_dim.
     """
-
-    small: ModelConfig
-    shape: LlamaShape
-    # True in the last layer of a head, where a further neuron amplifies channel d
-    amplifies: bool = False
-
-    @property
-    def shrink(self) -> float:
-        """The root mean square in the large shape, over that in the small one."""
-        return math.sqrt(self.small.dim / self.shape.dim)
-
-    @property
-    def constant(self) -> float:
-        """C, a power of two.
-
-        Its square is at most a millionth of the term that eps adds to a norm's sum of squares.
-        """
-        return 2.0 ** (math.floor(math.log2(math.sqrt(self.small.norm_eps * self.small.dim))) - 10)
-
-    @property
-    def norm_eps(self) -> float:
-        """eps' of all norms."""
-        return (self.small.norm_eps * self.small.dim - self.constant**2) / self.shape.dim
-
-    @property
-    def copies(self) -> int:
-        """Number of large KV heads that repeat a small one."""
-        small = self.small
-        shape = self.shape
-        return math.ceil((small.n_heads // small.n_kv_heads) / (shape.n_heads // shape.n_kv_heads))
-
-    def kv_heads(self) -> Tensor:
-        """Return the small KV head that each of the first large ones repeats.
-
-        Returns: [copies * Hkv] int64.
-        """
-        return torch.arange(self.small.n_kv_heads).repeat_interleave(self.copies)
-
-    def q_heads(self) -> Tensor:
-        """Return the large head of each small one, in the group of a copy of its own KV head.
-
-        Returns: [H] int64.
-        """
-        group = self.small.n_heads // self.small.n_kv_heads
-        large_group = self.shape.n_heads // self.shape.n_kv_heads
-        head = torch.arange(self.small.n_heads)
-        kv_head = head // group
-        member = head % group
-        copy = kv_head * self.copies + member // large_group
-        return copy * large_group + member % large_group
-
-    def rotary(self) -> Tensor:
-        """Return the place in a large rotated head of each element of a small one: [e] int64."""
-        step = self.shape.head_dim // self.small.head_dim
-        pairs = torch.arange(self.small.head_dim // 2) * step
-        return torch.cat((pairs, self.shape.head_dim // 2 + pairs))
-
-    def _heads(self, heads: Tensor, places: Tensor, head_dim: int) -> Tensor:
-        return (heads[:, None] * head_dim + places).flatten()  # rows of a projection, head by head
-
-    # ------------------------------------------------------------------------- residual stream
-
-    def embedding(self, out: Tensor, small: Tensor) -> None:  # [V, D]
-        out.zero_()  # filler would enter the residual stream
-        out[: len(small), : self.small.dim] = small
-        out[:, self.small.dim] = self.constant
-
-    def norm(self, out: Tensor, small: Tensor | None) -> None:  # [D]
-        if small is not None:
-            out[: self.small.dim] = small * self.shrink
-        if self.amplifies:
-            # the root mean square there is about 2 in the demo's head: 0.1 after the norm
-            out[self.small.dim] = self.shrink / (4 * self.constant)
-
-    def final_norm(self, out: Tensor, small: Tensor) -> None:  # [D]
-        self.norm(out, small)
-        # the root mean square there is about 16 in the demo: 1 after the norm, like its features
-        most = torch.finfo(out.dtype).max / 2  # float16 holds less
-        out[self.small.dim] = min(16 * self.shrink / self.constant, most)
-
-    def lm_head(self, out: Tensor, small: Tensor) -> None:  # [V, D]
-        self._project(out, small, torch.arange(len(small)))
-        out[len(small) :, self.small.dim] = NEVER
-
-    def fc(self, out: Tensor, small: Tensor) -> None:  # [D, 2D], columns: embedding, feature
-        d = self.small.dim
-        for half in range(2):
-            block = out[:, half * self.shape.dim : (half + 1) * self.shape.dim]
-            self._project(block, small[:, half * d : (half + 1) * d], torch.arange(d))
-
-    def fc_bias(self, out: Tensor, small: Tensor | None) -> None:  # [D]
-        out.zero_()
-        if small is not None:
-            out[: self.small.dim] = small
-        out[self.small.dim] = self.constant
-
-    # ---------------------------------------------------------------------------------- layers
-
-    def _project(
-        self, out: Tensor, small: Tensor, to: Tensor, source: Tensor | None = None
-    ) -> None:
-        """Write rows of a projection of the residual stream.
-
-        to, source: [R] int64, large and small rows; source None: all small rows
-        """
-        rows = small if source is None else small[source]
-        out[:, : self.small.dim + 1] = 0
-        out[to] *= _limit(out, rows.abs().amax(1))[:, None]
-        out[to, : self.small.dim] = rows.to(out.dtype)
-
-    def q_proj(self, out: Tensor, small: Tensor | None) -> None:  # [H * E, D]
-        if small is not None:
-            gain = math.sqrt(self.shape.head_dim / self.small.head_dim)
-            to = self._heads(self.q_heads(), self.rotary(), self.shape.head_dim)
-            self._project(out, small * gain, to)
-
-    def k_proj(self, out: Tensor, small: Tensor | None) -> None:  # [Hkv * E, D]
-        if small is not None:
-            self._project_kv(out, small, self.rotary())
-
-    def v_proj(self, out: Tensor, small: Tensor | None) -> None:  # [Hkv * E, D]
-        if small is None:
-            out[:, : self.small.dim + 1] = 0
-        else:
-            self._project_kv(out, small, torch.arange(self.small.head_dim))
-
-    def _project_kv(self, out: Tensor, small: Tensor, places: Tensor) -> None:
-        e = self.small.head_dim
-        heads = self.kv_heads()
-        to = self._heads(torch.arange(len(heads)), places, self.shape.head_dim)
-        source = self._heads(heads, torch.arange(e), e)
-        self._project(out, small, to, source)
-
-    def o_proj(self, out: Tensor, small: Tensor | None) -> None:  # [D, H * E]
-        if small is None:
-            return
-        d = self.small.dim
-        e = self.small.head_dim
-        shape = self.shape
-        small = small.view(d, -1, e)  # [d, h, e]
-        large = out.view(shape.dim, shape.n_heads, shape.head_dim)  # [D, H, E]
-        largest = small.abs().amax(2).amin(1)  # [d], no head of the row has a smaller maximum
-        large[:d] *= _limit(out, largest)[:, None, None]
-        # heads that read values other than zero
-        reached = len(self.kv_heads()) * (shape.n_heads // shape.n_kv_heads)
-        large[:, :reached, :e] = 0
-        large[:d, self.q_heads(), :e] = small.to(out.dtype)
-
-    def gate_proj(self, out: Tensor, small: Tensor | None) -> None:  # [F, D]
-        out[:, : self.small.dim + 1] = 0  # silu(0) = 0
-        if small is not None:
-            self._project(out, small, torch.arange(len(small)))
-        if self.amplifies:
-            out[self.small.ffn_dim, self.small.dim] = 16  # about silu(2)
-
-    def up_proj(self, out: Tensor, small: Tensor | None) -> None:  # [F, D]
-        if small is not None:
-            self._project(out, small, torch.arange(len(small)))
-        if self.amplifies:
-            out[self.small.ffn_dim, self.small.dim] = 1
-
-    def down_proj(self, out: Tensor, small: Tensor | None) -> None:  # [D, F]
-        if small is not None:
-            out[:, : self.small.ffn_dim] = 0
-            out[: self.small.dim] *= _limit(out, small.abs().amax(1))[:, None]
-            out[: self.small.dim, : self.small.ffn_dim] = small
-        if self.amplifies:
-            out[:, self.small.ffn_dim] = 0
-            out[self.small.dim, self.small.ffn_dim] = 4  # about 1 in channel d of the prediction
+    step = large.head_dim // small.head_dim
+    for narrow, wide in zip(small.ropes, large.ropes):
+        if not torch.equal(rope_frequencies(narrow), rope_frequencies(wide)[::step]):
+            raise ValueError(
+                f"{where} has a RoPE whose wavelengths depend on head_dim, as YaRN's do; "
+                f"use head_dim={small.head_dim} or another model"
+            )
 
 
-def _filler_bound(size: tuple[int, ...]) -> float:
-    return math.sqrt(3 / size[-1])  # uniform, of variance 1 / inputs
-
-
-def _limit(out: Tensor, largest: Tensor) -> Tensor:
-    """Return factors that make filler smaller than `largest`, [R], to keep quantization scales."""
-    # 0.98: bf16 rounds the bound, the factor and the product by up to 0.4 % each
-    return (0.98 * largest / _filler_bound(out.shape)).clamp(max=1).to(out.dtype)
-
-
-# ------------------------------------------------------------------------------------------ files
-
-
-class TensorRecipe(NamedTuple):
-    """The computation of one tensor of the stand-in."""
-
-    size: tuple[int, ...]
-    make: Writer
-    source: str | None  # name of the small model's tensor
-
-
-def _layer_recipes(place: Placement, large: str, small: str | None) -> dict[str, TensorRecipe]:
-    """Return the tensors of one layer, by Hugging Face name.
-
-    large, small: prefixes of the names; small None: a further layer, which adds zero
-    """
-    shape = place.shape
-    q = shape.n_heads * shape.head_dim
-    kv = shape.n_kv_heads * shape.head_dim
-    unamplified = replace(place, amplifies=False)
-    parts: dict[str, Part] = {
-        "input_layernorm": ((shape.dim,), unamplified.norm),
-        "self_attn.q_proj": ((q, shape.dim), place.q_proj),
-        "self_attn.k_proj": ((kv, shape.dim), place.k_proj),
-        "self_attn.v_proj": ((kv, shape.dim), place.v_proj),
-        "self_attn.o_proj": ((shape.dim, q), place.o_proj),
-        "post_attention_layernorm": ((shape.dim,), place.norm),
-        "mlp.gate_proj": ((shape.ffn_dim, shape.dim), place.gate_proj),
-        "mlp.up_proj": ((shape.ffn_dim, shape.dim), place.up_proj),
-        "mlp.down_proj": ((shape.dim, shape.ffn_dim), place.down_proj),
-    }
-    recipes = {}
-    for part, (size, make) in parts.items():
-        source = None if small is None else f"{small}{part}.weight"
-        recipes[f"{large}{part}.weight"] = TensorRecipe(size, make, source)
-    return recipes
-
-
-def _target_recipes(place: Placement) -> dict[str, TensorRecipe]:
-    small = place.small
-    shape = place.shape
-    # the small model's layers by their place in the large one: evenly spread, in order
-    real = {i * shape.n_layers // small.n_layers: i for i in range(small.n_layers)}
-    table = (shape.vocab_size, shape.dim)
-    embedding = "model.embed_tokens.weight"
-    norm = "model.norm.weight"
-    lm_head = "lm_head.weight"
-    recipes = {embedding: TensorRecipe(table, place.embedding, embedding)}
-    for i in range(shape.n_layers):
-        source = f"model.layers.{real[i]}." if i in real else None
-        recipes |= _layer_recipes(place, f"model.layers.{i}.", source)
-    recipes[norm] = TensorRecipe((shape.dim,), place.final_norm, norm)
-    recipes[lm_head] = TensorRecipe(
-        table, place.lm_head, embedding if small.tie_embeddings else lm_head
-    )
-    return recipes
-
-
-def _head_recipes(place: Placement, biased: bool) -> dict[str, TensorRecipe]:
-    dim = place.shape.dim
-    last = place.small.n_layers - 1
-    recipes = {
-        "fc.weight": TensorRecipe((dim, 2 * dim), place.fc, "fc.weight"),
-        "fc.bias": TensorRecipe((dim,), place.fc_bias, "fc.bias" if biased else None),
-    }
-    for i in range(place.small.n_layers):
-        layer = replace(place, amplifies=i == last)
-        recipes |= _layer_recipes(layer, f"layers.{i}.", f"layers.{i}.")
-    # the first layer has no norm before its attention
-    del recipes["layers.0.input_layernorm.weight"]
-    return recipes
+# ------------------------------------------------------------------------------------------- files
 
 
 @dataclass(frozen=True)
@@ -449,7 +173,6 @@ class InflatedFiles(TensorSource):
     config: dict  # config.json of the stand-in
     small: TensorSource
     recipes: dict[str, TensorRecipe]  # by Hugging Face name
-    sizes: dict[str, tuple[int, ...]]  # of the small model's tensors, by its config.json
     dtype: torch.dtype
     device: str
 
@@ -465,34 +188,35 @@ class InflatedFiles(TensorSource):
         """
         recipe = self.recipes[name]
         out = torch.empty(recipe.size, dtype=self.dtype, device=self.device)
-        high = _filler_bound(recipe.size)
+        high = filler_bound(recipe.size)
         low = -high
         if out.dim() == 1:
             low = 0.5
             high = 1.5
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
         out.uniform_(low, high, generator=generator)
-        small = None
-        if recipe.source:
-            small = self._source(recipe.source).to(self.device, torch.float64)
-        recipe.make(out, small)
+        recipe.make(out, self._small_tensor(recipe))
+        most = torch.finfo(self.dtype).max / 2  # float16 holds less than some cells
+        for place, value in recipe.cells:
+            out[place] = min(value, most)
         return out
 
-    def _source(self, name: str) -> Tensor:
-        """Read a tensor of the small model and check its size."""
-        small = self.small.read(name)
-        size = self.sizes[name]
-        if small.shape != size:
+    def _small_tensor(self, recipe: TensorRecipe) -> Tensor | None:
+        """Read a tensor of the small model in fp64, and check its size."""
+        if recipe.source is None:
+            return None
+        small = self.small.read(recipe.source)
+        if small.shape != recipe.small_size:
             raise ValueError(
-                f"{self.path}: {name} is {list(small.shape)}, "
-                f"config.json says {list(size)}; correct it"
+                f"{self.path}: {recipe.source} is {list(small.shape)}, "
+                f"config.json says {list(recipe.small_size)}; correct it"
             )
-        return small
+        return small.to(self.device, torch.float64)
 
 
 def inflate_target(
     path: Path,
-    shape: LlamaShape,
+    shape: ModelShape,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
 ) -> InflatedFiles:
@@ -501,86 +225,213 @@ def inflate_target(
     dtype: None keeps the small model's
     Raises: ValueError for a directory or a shape that cannot be used.
     """
-    small = read_config(path)
+    files = open_source(path)
+    small = read_config(path, files.config)
     check_fit(small, shape, path)
-    place = Placement(small, shape)
-    return _inflate(path, place, _target_recipes, dtype, device)
+    config = large_config(files, small, shape, dtype)
+    large = read_config(path, config)
+    check_ropes(small, large, path)
+    vocab = (small.vocab_size, large.vocab_size)
+    width = (small.dim, large.dim)
+    gain = small.embedding_scale / large.embedding_scale
+    stream = leading_inputs(*width, reached=large.dim)  # filler would enter the residual stream
+    # the small model, with as many layers as the large one
+    deep = read_config(path, files.config | layer_keys(files.config, shape.n_layers))
+    recipes = layer_recipes(deep, large) | recipes_of([*zip(small.last(), large.last())])
+    recipes["embedding.weight"] = [matrix(leading_outputs(*vocab, gain), stream)]
+    recipes["lm_head.weight"] = [matrix(leading_outputs(*vocab), channels(*width))]
+    sources = {
+        "embedding.weight": (EMBEDDING,),
+        "norm.weight": (NORM,),
+        "lm_head.weight": (EMBEDDING if small.tie_embeddings else LM_HEAD,),
+    }
+    for i, place in enumerate(layer_places(small, deep)):
+        prefixes = (f"layers.{place}.", f"model.layers.{i}.")
+        sources |= layer_names(*prefixes, small.layer(i), small.names)
+    d = small.dim
+    c = constant(small)
+    cells = {
+        EMBEDDING: [((slice(None), d), c / large.embedding_scale)],
+        # the root mean square there is about 16 in the demo: 1 after the norm, like its features
+        NORM: [((d,), 16 * math.sqrt(d / large.dim) / c)],
+        LM_HEAD: [((slice(small.vocab_size, None), d), NEVER)],
+    }
+    found = with_names(recipes, weight_names(large), sources, cells)
+    return inflated_files(files, config, found, device)
 
 
 def inflate_head(
     path: Path,
-    small: ModelConfig,
-    shape: LlamaShape,
+    shape: ModelShape,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
+    gain: float = 1.0,
 ) -> InflatedFiles:
     """Describe a stand-in for the EAGLE-1 or EAGLE-2 head in `path`, for a target of this shape.
 
-    small: the head's own configuration
+    gain: of the target's stand-in, whose embedding is multiplied by it
     Raises: ValueError for a directory or a shape that cannot be used.
     """
+    files = open_source(path)
+    own = head_config(path)
+    small = own.model
     shape = replace(shape, n_layers=small.n_layers)
     check_fit(small, shape, path, spare_neurons=1)
-    place = Placement(small, shape)
-    biased = bool(read_json(path / "config.json").get("bias", True))
-    recipes_of = partial(_head_recipes, biased=biased)
-    files = _inflate(path, place, recipes_of, dtype, device)
-    return replace(files, config=files.config | {"bias": True})
+    config = large_config(files, small, shape, dtype) | {"bias": True}
+    large = EagleConfig.from_dir(path, config).model
+    check_ropes(small, large, path)
+    recipes = layer_recipes(small, large)
+    stream = leading_outputs(small.dim, large.dim)
+    inputs = channels(small.dim, large.dim)
+    recipes["fc.weight"] = [
+        TensorRecipe(
+            (large.dim, 2 * large.dim),
+            (small.dim, 2 * small.dim),
+            partial(write_beside, outputs=stream, inputs=inputs, gains=(1 / gain, 1)),
+        )
+    ]
+    recipes["fc.bias"] = [vector(write_bias, stream)]
+    names = head_names(replace(own, fc_bias=True))
+    d = small.dim
+    c = constant(small)
+    last = f"layers.{small.n_layers - 1}."
+    (norm,) = names[f"{last}ffn_norm.weight"]
+    gate, up = names[f"{last}w13.weight"]
+    (down,) = names[f"{last}w2.weight"]
+    neuron = small.ffn_dim  # the further one, which amplifies channel d
+    cells = {
+        "fc.bias": [((d,), c)],
+        # the root mean square there is about 2 in the demo's head: 0.1 after the norm
+        norm: [((d,), math.sqrt(d / large.dim) / (4 * c))],
+        gate: [((neuron, d), 16.0)],  # about silu(2)
+        up: [((neuron, d), 1.0)],
+        # about 1 in channel d of the prediction
+        down: [((slice(None), neuron), 0.0), ((d, neuron), 4.0)],
+    }
+    found = with_names(recipes, names, head_names(own), cells)
+    return inflated_files(files, config, found, device)
 
 
-def _own_shape(small: ModelConfig) -> LlamaShape:
-    sizes = [field.name for field in fields(LlamaShape) if field.name != "name"]
-    return LlamaShape("", **{name: getattr(small, name) for name in sizes})
+def layer_recipes(small: ModelConfig, large: ModelConfig) -> dict[str, list[TensorRecipe]]:
+    """Return the recipes of all layers, by our parameters."""
+    recipes = {}
+    for i in range(large.n_layers):
+        steps = [*zip(small.layer(i), large.layer(i), strict=True)]
+        recipes |= {f"layers.{i}.{ours}": parts for ours, parts in recipes_of(steps).items()}
+    return recipes
 
 
-def _inflate(
-    path: Path,
-    place: Placement,
-    recipes_of: Callable[[Placement], dict[str, TensorRecipe]],
-    dtype: torch.dtype | None,
-    device: str,
+def layer_places(small: ModelConfig, deep: ModelConfig) -> list[int]:
+    """Return the place of each layer of the small model among those of a deeper one.
+
+    They are evenly spread, in order, or further to the front where that is a layer of another kind.
+    Raises: ValueError where there is none of their kind.
+    """
+    places: list[int] = []
+    for i in reversed(range(small.n_layers)):
+        place = i * deep.n_layers // small.n_layers
+        if places:
+            place = min(place, places[0] - 1)
+        while place >= 0 and deep.layer(place) != small.layer(i):
+            place -= 1
+        if place < 0:
+            raise ValueError(
+                f"{deep.n_layers} layers have no place for layer {i} of {small.n_layers}; "
+                "use another number of layers"
+            )
+        places.insert(0, place)
+    return places
+
+
+def with_names(
+    recipes: dict[str, list[TensorRecipe]],
+    names: dict[str, tuple[str, ...]],
+    sources: dict[str, tuple[str, ...]],
+    cells: dict[str, Cells],
+) -> dict[str, TensorRecipe]:
+    """Give recipes, by our parameters, the names of files.
+
+    names, sources: our parameter -> its tensors in the stand-in, and in the small model
+    cells: name in the stand-in -> what reads or writes the constant channel
+    """
+    found = {}
+    for ours, tensors in names.items():
+        origins = sources.get(ours, (None,) * len(tensors))
+        for name, recipe, source in zip(tensors, recipes[ours], origins, strict=True):
+            found[name] = replace(recipe, source=source, cells=cells.get(name, ()))
+    return found
+
+
+def inflated_files(
+    files: TensorSource, config: dict, recipes: dict[str, TensorRecipe], device: str
 ) -> InflatedFiles:
-    """Describe the stand-in, from the small model's files."""
-    recipes = recipes_of(place)
-    own_recipes = recipes_of(replace(place, shape=_own_shape(place.small)))
-    sizes = {name: recipe.size for name, recipe in own_recipes.items()}
-    files = open_source(path)
+    """Describe a stand-in. Raises: ValueError for files without a tensor that it needs."""
+    needed = {recipe.source for recipe in recipes.values() if recipe.source}
+    missing = sorted(needed - set(files.readers))
+    if missing:
+        kinds = "a model, or an EAGLE-1 or EAGLE-2 head"
+        raise ValueError(f"{files.path}: {missing[0]} is missing; {kinds} can be inflated")
+    dtype = getattr(torch, config["torch_dtype"])
+    return InflatedFiles(files.path, config, files, recipes, dtype, device)
+
+
+# ------------------------------------------------------------------------------------------ config
+
+
+def constant(small: ModelConfig) -> float:
+    """Return C, a power of two.
+
+    Its square is at most a millionth of the term that eps adds to a norm's sum of squares.
+    """
+    return 2.0 ** (math.floor(math.log2(math.sqrt(small.norm_eps * small.dim))) - 10)
+
+
+def large_config(
+    files: TensorSource, small: ModelConfig, shape: ModelShape, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """Return config.json of the stand-in. dtype: None keeps the small model's
+
+    Raises: ValueError for an unknown dtype, codes in place of numbers, and a RoPE that does not
+    fit the shape.
+    """
     raw = files.config
+    path = files.path
     if saved_quantization(raw) is not None:
         raise ValueError(
             f"{path} is quantized; inflate the original, and quantize the result with --quant"
         )
-    sources = {recipe.source for recipe in recipes.values() if recipe.source}
-    missing = sorted(sources - set(files.readers))
-    if missing:
-        kinds = "a LLaMA, or an EAGLE-1 or EAGLE-2 head"
-        raise ValueError(f"{path}: {missing[0]} is missing; {kinds} can be inflated")
-    dtype = dtype or DTYPES.get(place.small.dtype)
+    dtype = dtype or DTYPES.get(small.dtype)
     if dtype is None:
         raise ValueError(
-            f"{path}: torch_dtype {place.small.dtype} is not one of {', '.join(DTYPES)}; "
-            "use --set dtype"
+            f"{path}: torch_dtype {small.dtype} is not one of {', '.join(DTYPES)}; use --set dtype"
         )
-    config = raw | _large_config(place, dtype)
-    config["stand_in"] = f"a {place.shape.name}-shaped function of {path.resolve().name}"
-    return InflatedFiles(path, config, files, recipes, sizes, dtype, device)
-
-
-def _large_config(place: Placement, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the entries of config.json that differ from the small model's."""
-    shape = place.shape
-    return {
+    sizes = {
         "hidden_size": shape.dim,
         "intermediate_size": shape.ffn_dim,
-        "num_hidden_layers": shape.n_layers,
         "num_attention_heads": shape.n_heads,
         "num_key_value_heads": shape.n_kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab_size,
-        "rms_norm_eps": place.norm_eps,
+        "rms_norm_eps": (small.norm_eps * small.dim - constant(small) ** 2) / shape.dim,
         "tie_word_embeddings": False,  # channel d differs between embedding and LM head
         "torch_dtype": str(dtype).removeprefix("torch."),
+        "stand_in": f"a {shape.name}-shaped function of {path.resolve().name}",
     }
+    if small.expert_dim:
+        sizes["moe_intermediate_size"] = shape.ffn_dim
+    return raw | sizes | layer_keys(raw, shape.n_layers)
+
+
+def layer_keys(raw: dict, n_layers: int) -> dict[str, Any]:
+    """Return the keys of config.json for another number of layers; lists of kinds are stretched."""
+    keys: dict[str, Any] = {"num_hidden_layers": n_layers}
+    kinds = raw.get("layer_types")
+    if kinds:
+        # of each place the last layer whose even place is not behind it
+        keys["layer_types"] = [
+            kinds[(len(kinds) * (i + 1) - 1) // n_layers] for i in range(n_layers)
+        ]
+    return keys
 
 
 # ---------------------------------------------------------------------------------------- options
@@ -588,13 +439,11 @@ def _large_config(place: Placement, dtype: torch.dtype) -> dict[str, Any]:
 
 def target_source(config: GenerateConfig) -> TensorSource:
     """Return the tensors of the target under `--set inflate`."""
-    path = Path(config.checkpoint)
-    shape = LlamaShape.parse(config.inflate)
-    dtype = DTYPES.get(config.dtype)
-    return inflate_target(path, shape, dtype, config.device)
+    shape = ModelShape.parse(config.inflate)
+    return inflate_target(Path(config.checkpoint), shape, DTYPES.get(config.dtype), config.device)
 
 
-def head_config(path: Path) -> ModelConfig:
+def head_config(path: Path) -> EagleConfig:
     """Read the configuration of a head that can be inflated.
 
     Raises: ValueError for a head of version 3.
@@ -604,13 +453,12 @@ def head_config(path: Path) -> ModelConfig:
             f"--set inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; "
             "name another --head"
         )
-    return EagleConfig.from_dir(path).model
+    return EagleConfig.from_dir(path)
 
 
 def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
     """Return the tensors of the head under `--set inflate`."""
-    path = Path(config.head)
+    shape = ModelShape.parse(config.inflate)
     weight = target.norm.weight
-    small = head_config(path)
-    shape = LlamaShape.parse(config.inflate)
-    return inflate_head(path, small, shape, weight.dtype, str(weight.device))
+    gain = read_config(Path(config.checkpoint)).embedding_scale / target.embedding_scale
+    return inflate_head(Path(config.head), shape, weight.dtype, str(weight.device), gain)

@@ -68,8 +68,8 @@ class Encoder:
         """Lay out the weight (codes - zero) * scale for its device: nothing is rounded.
 
         codes: [N, K] int8
-        scale: of int8 [N] float32; of both formats, on CUDA of int4 only, [N, K/G] bfloat16 or
-        float16, or int32 from `join_zeros`; G: any multiple of 32, as K for a scale per output
+        scale: of int8 [N] float32; of int4, and on a CPU of int8, [N, K/G] bfloat16 or float16, or
+        int32 from `join_zeros`; G: any multiple of 32, also K, which is a scale per output
         zero: [N, K/G] int8 in -half .. half, or None
         Raises: ValueError for other groups.
         """

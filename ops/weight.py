@@ -105,11 +105,6 @@ class Weight(NamedTuple):
         """The inputs that share a scale; 0: one scale per output, or a GGUF file's own."""
         return self.parts[0].group
 
-    @property
-    def beside(self) -> Tensor | None:
-        """The second operand of the operators: the table of strips, the scales of others."""
-        return self.scale if self.table is None else self.table
-
 
 # ------------------------------------------------------------------------------------- zero points
 

@@ -24,13 +24,13 @@ namespace matmul {
 namespace {
 
 constexpr int64_t GRAIN = 1 << 16;  // multiply-adds (and bytes) that pay for a thread's wake-up
+// as in ops/weight.py
 constexpr float OUTLIER = 4;  // root mean squares of the row above which a magnitude sets no scale
 constexpr float FARTHEST = 128;  // an outlier's code is at most this many times 127
-constexpr float FARTHEST_OF_SUPER =
-    32;  // the same beside integer scales: the sums of a block fit 32 bits
+constexpr float FARTHEST_OF_SUPER = 32;  // beside integer scales: sums of a block fit 32 bits
 
-// A group's rows go through the product in tiles of up to MB, of nearly equal height; within a
-// tile, the rows' values for a step lie side by side.
+// A group's rows are multiplied in tiles of up to MB, of nearly equal height; within a tile, the
+// rows' codes of a step lie side by side.
 struct Tile {
   int64_t first, height;  // rows first .. first + height - 1
   bool on_amx;            // in dot_amx.h; its codes are [blocks, T, block]
@@ -43,8 +43,8 @@ inline Tile tile_of(const Group& group, int64_t t, bool on_amx = false) {
   const int64_t count = count_tiles(group, on_amx), first = group.rows * t / count;
   return {group.first + first, group.rows * (t + 1) / count - first, on_amx};
 }
-struct Share {  // rows of a tile that a thread rounds: an AMX tile's lie apart, so several threads
-                // share it
+// Rows of a tile that a thread rounds: an AMX tile's lie apart, so several threads share it.
+struct Share {
   Tile tile;
   int64_t first, last;
 };
@@ -52,26 +52,28 @@ struct Outlier {        // a step of a tile's row
   int32_t block, high;  // high: parts of the four codes
   uint8_t row, step;    // of the tile, of the block
 };
+// Rounded rows. Most lists hold one tile of T rows after the other.
 struct Activations {
-  int64_t rows, k, block = 0, blocks;
-  int32_t offset;  // of the weights' codes
-  bool wide;       // codes of 16 bits, which need no plane of high parts: for a step x0, x2, x1, x3
+  int64_t rows, k, block = 0, blocks;  // k of a scale; how many there are in a row
+  int32_t offset;                      // of the weights' codes
+  bool wide;  // codes of 16 bits, which need no plane of high parts: for a step x0, x2, x1, x3
   Order order;
   std::vector<Share> shares;
-  std::vector<int8_t, amx::AtLine<int8_t>> codes;  // per tile of T rows: [K / 4, T, 4 or 8] bytes
-  std::vector<int8_t, amx::AtLine<int8_t>>
-      highs;                  // the same, of outliers: a code is 128 * high larger than in `codes`
-  std::vector<float> scales;  // per tile: [blocks, T]
-  std::vector<int32_t> starts;  // per tile: [blocks, T], -offset * sum of the block's codes
-  std::vector<float> sums;      // per tile: [blocks, T], of the block's codes times their scale
-  std::vector<uint32_t>
-      outliers;  // per tile: [blocks, T], the steps of a block that have any, a bit each
-  std::vector<Outlier> listed;     // of AMX tiles, by block; a tile's begin at [first * k / 4]
-  std::vector<int64_t> list_ends;  // per AMX tile: [blocks + 1] from [first * (blocks + 1)] on,
-                                   // where a block's begin
-  int64_t pair;                    // k of two groups of integer scales; 0: there are none
-  std::vector<int32_t>
-      pairs;  // per tile: [blocks, T, 2, BLOCK / pair], two groups' sums of low, and of high codes
+  // [k / 4, T, 4 or 8] bytes; on AMX [blocks, T, block]
+  std::vector<int8_t, amx::AtLine<int8_t>> codes;
+  // the same, of outliers: a code is 128 * high larger than in `codes`
+  std::vector<int8_t, amx::AtLine<int8_t>> highs;
+  std::vector<float> scales;       // [blocks, T]
+  std::vector<int32_t> starts;     // [blocks, T], -offset * sum of the block's codes
+  std::vector<float> sums;         // [blocks, T], of the block's codes times their scale
+  std::vector<uint32_t> outliers;  // [blocks, T], the steps of a block that have any, a bit each
+  // of AMX tiles, by block; a tile's begin at first * k / 4
+  std::vector<Outlier> listed;
+  // of AMX tiles, where a block's begin in `listed`: [blocks + 1] from first * (blocks + 1) on
+  std::vector<int64_t> list_ends;
+  int64_t pair;  // k of two groups of integer scales; 0: there are none
+  // [blocks, T, 2, BLOCK / pair], two groups' sums of low, and of high codes
+  std::vector<int32_t> pairs;
   static constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
   int64_t amx_from = NEVER;  // rows of a group that goes through AMX tiles
   bool on_amx(const Group& group) const { return group.rows >= amx_from; }
@@ -126,8 +128,8 @@ Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int64_t 
   Rounded block{unit / 127.0f, 0, 0};
   alignas(64) int16_t codes[N];
   for (int i = 0; i < N; i++) {
-    const float shifted =
-        numbers[i] * to_code + 12582912.0f;  // 1.5 * 2^23: rounds to nearest even into the low bits
+    // 1.5 * 2^23: rounds to nearest even into the low bits
+    const float shifted = numbers[i] * to_code + 12582912.0f;
     int32_t bits;
     std::memcpy(&bits, &shifted, 4);
     codes[i] = int16_t(bits);
@@ -169,6 +171,7 @@ Rounded round_block(const T* x, int64_t n, int64_t height, float limit, int64_t 
   return block;
 }
 
+// A `round_block`.
 template <class T>
 using Round = Rounded (*)(const T* x, int64_t n, int64_t height, float limit, int64_t pair,
                           int8_t* to, int8_t* highs, int32_t* pairs);
@@ -193,6 +196,7 @@ void list_outliers(Activations& a, const Tile& tile) {
       }
 }
 
+// Rounds the rows x [rows, k], in the order of their groups.
 template <class T> void round_rows(Activations& a, const T* x) {
   a.blocks = (a.k + a.block - 1) / a.block;
   a.codes.resize((a.rows * a.k + BLOCK) / 4 * a.step_bytes());  // AMX reads a row behind the last

@@ -480,7 +480,7 @@ void multiply_bf16(const Matrices& of, const Order& order, const Put& put) {
 
 }  // namespace
 
-// Chooses the unit of the products: none, hardware or emulation. Returns: whether it may be used;
+// Chooses the unit of matmuls: none, hardware or emulation. Returns: whether it may be used;
 // else none is.
 bool use_tiles(std::string name) {
   const Unit wanted = name == "hardware"    ? Unit::HARDWARE

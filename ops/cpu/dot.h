@@ -22,27 +22,27 @@ namespace matmul {
 namespace {
 
 constexpr int64_t LEAST_GROUP = 32;  // k per weight scale in floating point
-constexpr int64_t PANEL = 512;       // k per pass over the tokens: 8 or 16 KB of weights
+constexpr int64_t PANEL = 512;       // k per pass of the rows: 8 to 16 KB of weights
 constexpr int NV = STRIP / LANES;    // vectors per strip
 
 // ------------------------------------------------------------------------------------------ panels
 // A part of a strip's k, whole superblocks, and its scales in fp32.
 
 struct Panel {
-  const uint8_t* weights;        // its first superblock
-  const uint8_t *ahead, *reach;  // the line behind the panel to fetch next, and the end of what is
-                                 // to be fetched by now
-  int64_t shares;                // of what to fetch: one for each tile that passes over the panel
-  int64_t first, last;           // k
-  const float* output_scale;     // [32], where the headers have no scales
-  alignas(64) float scale[PANEL / LEAST_GROUP *
-                          STRIP];  // per group of k, or superblock of integer scales
-  alignas(64) float least[PANEL / LEAST_GROUP * STRIP];  // minima
+  const uint8_t* weights;  // its first superblock
+  // the line behind the panel to fetch next, and the end of what is to be fetched by now
+  const uint8_t *ahead, *reach;
+  int64_t shares;             // of what to fetch: one for each tile that passes over the panel
+  int64_t first, last;        // k
+  const float* output_scale;  // [32], where the headers have no scales
+  // of a group of k, or of a superblock with integer scales: scales, minima, zero points
+  alignas(64) float scale[PANEL / LEAST_GROUP * STRIP];
+  alignas(64) float least[PANEL / LEAST_GROUP * STRIP];
   alignas(64) int32_t zero[PANEL / LEAST_GROUP * STRIP];
-  alignas(64) int32_t times[PANEL / 16 * STRIP];  // integer scales per group; where
-                                                  // SUMS_IN_16_BITS, twice in a word
-  alignas(64) int32_t
-      pairs[PANEL / 32 * STRIP];  // two groups' factors of the sums of their activations' codes
+  // integer scales of a group; where SUMS_IN_16_BITS, twice in a word
+  alignas(64) int32_t times[PANEL / 16 * STRIP];
+  // two groups' factors of the sums of their activations' codes
+  alignas(64) int32_t pairs[PANEL / 32 * STRIP];
   void fetch(int64_t bytes) {
     for (reach += bytes; ahead < reach; ahead += 64) to_l2(ahead);
   }
@@ -59,8 +59,8 @@ inline const uint8_t* open_halves(const Layout& layout, const uint8_t* header, f
   return header + 4 * STRIP;
 }
 
-void open_super(const Layout& layout, const uint8_t* header, int64_t first,
-                Panel& panel);  // dot_k_types.h
+// in dot_k_types.h
+void open_super(const Layout& layout, const uint8_t* header, int64_t first, Panel& panel);
 
 // Reads the headers of a panel.
 void open_panel(const Layout& layout, Panel& panel) {
@@ -106,12 +106,12 @@ template <int V> constexpr int output_of(int j) {
   return (j % (V / 2) + j / (V / 2) * (NV / 2)) * LANES;
 }
 
-// The codes of a step, for codes of 4 + HIGH bits.
+// Codes of 4 + HIGH bits.
 template <int BITS> struct Codes {
   static constexpr int HIGH = BITS - 4;
   static constexpr int STEP_BYTES = BITS * STRIP / 2;
-  static constexpr int FOLD =
-      8 >> HIGH;  // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit 16 bits
+  // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit 16 bits
+  static constexpr int FOLD = 8 >> HIGH;
   static constexpr bool SMALL = true, LINEAR = HIGH == 0;
   template <int S, bool FEW = false, int V>
   static inline void unpack(const uint8_t* p, Ints (&w)[V]) {
@@ -147,9 +147,9 @@ inline Ints splat_word(const int8_t* p) {
   return splat(word);
 }
 
+// Bytes of a row's codes for a step.
 template <int BITS>
-constexpr int ROW_BYTES =
-    SUMS_IN_16_BITS && !Codes<BITS>::SMALL ? 8 : 4;  // bytes of a row's activations
+constexpr int ROW_BYTES = SUMS_IN_16_BITS && !Codes<BITS>::SMALL ? 8 : 4;
 
 // Adds the dot products of N steps, from step S on, to U chains in turn. FIRST: step S sets
 // its chain, in 16 bits. x: [steps, M, ROW_BYTES]
@@ -201,6 +201,9 @@ template <int BITS, int S, int N, int M, int V>
   if constexpr (N > COUNT) fold_steps<BITS, S + COUNT, N - COUNT>(p, x, times, sums);
 }
 
+// Returns how many chains each of so many sums has, to hide the latency of `dot`.
+constexpr int chains_of(int sums) { return sums * 4 <= CHAINS ? 4 : sums * 2 <= CHAINS ? 2 : 1; }
+
 // A group of k: sums [M][V] += the dot products of `steps` steps. x: [steps, M, ROW_BYTES]
 template <int BITS, int M, int V>
 [[gnu::always_inline]] inline void dots(const uint8_t* p, const int8_t* x, int64_t steps,
@@ -215,9 +218,7 @@ template <int BITS, int M, int V>
       fold_steps<BITS, 0, 4>(p, x, once, sums);
     for (; steps > 0; steps--, p += BYTES, x += OF_ROWS) fold_steps<BITS, 0, 1>(p, x, once, sums);
   } else {
-    constexpr int U = M * V * 4 <= CHAINS   ? 4
-                      : M * V * 2 <= CHAINS ? 2
-                                            : 1;  // they hide the latency of dot
+    constexpr int U = chains_of(M * V);
     Ints chains[U][M][V];
     for (Ints(&chain)[M][V] : chains) clear(chain);
     for (; steps >= 4; steps -= 4, p += 4 * BYTES, x += 4 * OF_ROWS)
@@ -229,7 +230,7 @@ template <int BITS, int M, int V>
   }
 }
 
-// The same for a step that is known at run time only.
+// Unpacks the codes of a step that is known at run time only.
 template <int BITS, int V> inline void codes_of(const uint8_t* p, int64_t step, Ints (&w)[V]) {
   if constexpr (Codes<BITS>::LINEAR)
     return Codes<BITS>::template unpack<0>(p + step * Codes<BITS>::STEP_BYTES, w);
@@ -261,6 +262,7 @@ template <int BITS, int M, int V>
   }
 }
 
+// sums *= 128, as of high parts
 template <int M, int V> [[gnu::always_inline]] inline void raise_sums(Ints (&sums)[M][V]) {
   for (int m = 0; m < M; m++)
     for (int j = 0; j < V; j++) sums[m][j] = raised<7>(sums[m][j]);
@@ -329,8 +331,8 @@ template <int BITS, int M, int V>
                                              Floats (&total)[M][V]) {
   Ints sums[M][V];
   clear(sums);
-  if (const uint32_t outliers =
-          ROW_BYTES<BITS> == 4 ? info.outlier_steps(M) : 0) {  // wide codes are whole
+  const bool is_wide = ROW_BYTES<BITS> != 4;  // wide codes have no high parts
+  if (const uint32_t outliers = is_wide ? 0 : info.outlier_steps(M)) {
     Ints once[V];
     ones(once);
     add_outliers<BITS>(p, high, outliers, once, sums);
@@ -404,7 +406,7 @@ struct Strips {
   }
 };
 
-// Begins the product of a group with a strip: `acc` [rows, 32] is 0, and the panel lies before the
+// Begins the matmul of a group with a strip: `acc` [rows, 32] is 0, and the panel lies before the
 // strip's first weights.
 void begin_strip(const Strips& strips, const Group& group, int64_t strip, Panel& panel,
                  float* acc) {

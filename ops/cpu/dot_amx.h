@@ -25,22 +25,20 @@
 namespace matmul {
 namespace {
 
-constexpr int64_t TILE_PANEL =
-    256;                      // k that is unpacked at a time; a block where there are two planes
-constexpr int64_t CHUNK = 4;  // groups of k, or planes, at most, whose sums wait in L1
-constexpr int64_t CHUNK_K = 256;          // their k, at most
+// k that is unpacked at a time; a block where there are two planes
+constexpr int64_t TILE_PANEL = 256;
+constexpr int64_t CHUNK = 4;      // groups of k, or planes, at most, whose sums wait in L1
+constexpr int64_t CHUNK_K = 256;  // their k, at most
 constexpr int64_t PLANE = BLOCK * STRIP;  // bytes of a plane of a block
-constexpr int64_t AHEAD = 12288;          // bytes of weights that are fetched
+constexpr int64_t AHEAD = 12288;  // bytes from a panel on to the weights fetched meanwhile
 
-// Returns the rows of a group of rows from which on tiles were not slower on an Emerald Rapids,
-// with one thread and two, also while another program shared the core; then groups of 32 take up
-// to 1.3 times with fewer. On a quiet core tiles pay from 8 to 12 rows on. A rest of few rows is no
-// faster without a tile of its own, but for 1 row in groups of 32.
+// Returns how many rows of an expert go through tiles. From so many on tiles were not slower on an
+// Emerald Rapids, with one thread and two, also while another program shared the core, where groups
+// of 32 took up to 1.3 times as long with fewer. On a quiet core tiles pay from 8 to 12 rows on. A
+// rest of few rows is no faster without a tile of its own, but for 1 row in groups of 32.
 int64_t rows_for_tiles(const Layout& layout, int64_t k) {
-  const int64_t size = layout.group;
-  if (!amx::in_use() || k % size || (size != 16 && size != 32 && size != 64 && size != 128))
-    return Activations::NEVER;
-  return layout.header == Header::SUPER || size >= 64 ? 16 : 24;
+  if (!amx::in_use() || k % layout.group) return Activations::NEVER;
+  return layout.header == Header::SUPER || layout.group >= 64 ? 16 : 24;
 }
 
 // The configuration of this thread for a group of rows, if they go through tiles.
@@ -226,8 +224,7 @@ void tile_sums(const Strips& strips, const Group& group, int64_t strip, Panel& p
   each_tile(strips, group, strip, panel, acc, 1, open_codes<BITS>, tile_panel);
 }
 
-// ----------------------------------------------------------------------------------------- integer
-// scales
+// ---------------------------------------------------------------------------------- integer scales
 
 struct InPlanes {
   Ints low, high;

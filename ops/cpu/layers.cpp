@@ -722,7 +722,7 @@ std::tuple<at::Tensor, at::Tensor> head_extend(const at::Tensor& holder, const a
   return {last, total};
 }
 
-// `rms_norm` of ops/torch_backend.py for bfloat16 weights. x: [..., F], fp32 or bfloat16; weight: [F]
+// Computes `rms_norm` of ops/torch_backend.py. x: [..., F], weight: [F]; each fp32 or bfloat16
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   const bool known = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat;
   const bool fits = weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kFloat;

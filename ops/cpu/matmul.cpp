@@ -5,20 +5,20 @@
 // 1. A part in strips is multiplied in integer dot products. The rows are rounded to int8, with one
 //    scale per block of k (activations.h): the weights' group, or 128 where that has no scale in
 //    floating point (int8 with a scale per output, K types).
-// 2. Threads share the strips. Within a strip, tiles of a few rows pass over panels of k (dot.h,
-// for
-//    K types dot_k_types.h, on AMX dot_amx.h). In a mixture, each expert's rows pass over its own
-//    strips; idle experts are not read.
+// 2. Threads share the strips. Within a strip, tiles of a few rows pass over panels of k (dot.h;
+//    for K types dot_k_types.h, on AMX dot_amx.h). In a mixture, each expert's rows pass over its
+//    own strips; idle experts are not read.
 // 3. A part in bfloat16 rows goes through matmul_bf16.h.
 //
 // A row's result does not depend on the other rows, bit for bit: integer sums are exact, and the
 // sums in floating point run over the blocks of k in their order. Plain references: ops/weight.py.
-// Sources of the idea: Q8_0 x Q4_0 products of llama.cpp (blockwise activations); VNNI packing of
-// oneDNN; LLM.int8 (outliers apart).
+// Sources of the ideas: llama.cpp's dot products of Q8_0 and Q4_0 (blockwise activations); oneDNN's
+// packing for VNNI; LLM.int8 (outliers apart).
 
 #include "matmul.h"
 
 #include "activations.h"
+#include "amx.h"
 #include "dot.h"
 #include "dot_amx.h"
 #include "dot_k_types.h"
@@ -34,6 +34,7 @@
 namespace matmul {
 namespace {
 
+// sums [height, 32] += a tile's rows times a panel. row: the tile's first
 template <int BITS, int STEPS, bool SUPER, int M = MB>
 void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& panel, int64_t row,
            float* sums) {
@@ -47,7 +48,7 @@ void tiles(int64_t height, const Activations& a, const Layout& layout, Panel& pa
       tile<BITS, STEPS, M, V>(a, layout, panel, row, first, sums);
 }
 
-// acc [rows of the group, 32] = x . w for a strip of a part
+// acc [rows of the group, 32] = the group's rows times a strip. STEPS: as for `tile`
 template <int BITS, int STEPS, bool SUPER = false>
 void strip_sums(const Strips& strips, const Group& group, int64_t strip, Panel& panel, float* acc) {
   const Activations& a = *strips.a;
@@ -72,7 +73,7 @@ void strip_sums(const Strips& strips, const Group& group, int64_t strip, Panel& 
 using Sums = void (*)(const Strips& strips, const Group& group, int64_t strip, Panel& panel,
                       float* acc);
 
-// Returns the `strip_sums` of a layout, or its `tile_sums`.
+// Returns the `strip_sums` of a layout; on AMX its `tile_sums` or `super_tile_sums`.
 Sums sums_of(const Layout& layout, int64_t k, bool on_amx) {
   const bool super = layout.header == Header::SUPER;
   if (on_amx && super) {
@@ -97,8 +98,8 @@ Sums sums_of(const Layout& layout, int64_t k, bool on_amx) {
 
 // --------------------------------------------------------------------------------------- the parts
 
-// Writes the columns of all strips to y [M, n].
-template <class Out> void multiply_strips(const std::vector<Strips>& parts, int64_t n, Out* y) {
+// Writes the columns of all strips to y [rows, n]; threads share the strips of all parts.
+template <class Out> void share_strips(const std::vector<Strips>& parts, int64_t n, Out* y) {
   const Order& order = parts[0].a->order;
   int64_t most = 0, work = 0, strips = 0;  // rows of a group; work of a strip
   for (const Group& group : order.groups) {
@@ -138,7 +139,8 @@ struct Rows {
   int64_t count, experts;
 };
 
-// Returns the rows, rounded for a layout: those of `kept` that a part before took, or new ones.
+// Returns the rows, rounded for a layout: as a part before took them, or anew in a free place of
+// `kept`, which has one for each part. A free place has no block.
 const Activations& round_for(const Layout& by, const Rows& rows, std::vector<Activations>& kept) {
   const int64_t k = rows.x.size(-1);
   const bool in_16_bits = SUMS_IN_16_BITS && by.bits == 8, super = by.header == Header::SUPER;
@@ -177,8 +179,8 @@ void multiply_strips(const Weight& weight, const Rows& rows, const at::Tensor& y
     parts.push_back({part.layout, &a, weight.data + part.offset, weight.bytes, part.first, part.n});
   }
   if (parts.empty()) return;
-  const std::vector<Strips>& of_call = parts;  // of this thread
-  fill(y, [&](auto* to) { multiply_strips(of_call, weight.n, to); });
+  const std::vector<Strips>& of_call = parts;  // in the threads that help, `parts` is their own
+  fill(y, [&](auto* to) { share_strips(of_call, weight.n, to); });
 }
 
 // Multiplies by all parts in bfloat16 rows, and adds their bias. Writes: their columns of y.
@@ -191,7 +193,7 @@ void multiply_rows(const Weight& weight, const Rows& rows, const at::BFloat16* b
   const at::Tensor x = bf16::rounded(rows.x);
   static thread_local Order order;  // its memory is kept from call to call
   group_rows(order, rows.expert, rows.experts, rows.count);
-  const Order& of_call = order;  // of this thread
+  const Order& of_call = order;  // in the threads that help, `order` is their own
   for (const Weight::Part& part : weight.parts) {
     if (!is_rows(part)) continue;
     const auto* data = (const at::BFloat16*)(weight.data + part.offset);

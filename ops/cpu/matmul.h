@@ -1,12 +1,10 @@
-// The matmul of a linear layer (matmul.cpp), and its unit on AMX tiles (amx.h).
+// The matmul of a linear layer (matmul.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <optional>
-#include <string>
-#include <tuple>
 
 namespace matmul {
 
@@ -22,8 +20,3 @@ at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight,
                   int64_t n, bool fp32_out, const std::optional<at::Tensor>& expert);
 
 }  // namespace matmul
-
-namespace amx {
-bool use_tiles(std::string name);
-std::tuple<std::string, int64_t, int64_t> tiles();
-}  // namespace amx

@@ -14,8 +14,8 @@
 // first, rounded after every product. In the end sums half of them apart are added, until one is
 // left. All processors give the same bits, except that AVX512-BF16 takes numbers below 2^-126 as
 // zeros, and that amx.h has another order.
-// Trade-off: adding the sums of lanes costs a long prompt 2 to 8 %, where transposed panels had
-// none to add.
+// Trade-off: adding the sums of lanes costs a long prompt 2 to 8 %; weights packed in transposed
+// panels would have none to add.
 #pragma once
 
 #include "amx.h"
@@ -32,8 +32,8 @@ namespace {
 using Value = at::BFloat16;
 
 // ------------------------------------------------------------------------------------------- pairs
-// dot: acc[i] += the products of two pairs of values. A tile alone has up to TALL rows, one
-// of several up to SHORT, and, by registers, OUTPUTS outputs.
+// dot: acc[i] += the products of two pairs of values. A tile alone has up to TALL rows, one of
+// several up to SHORT.
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
@@ -53,8 +53,8 @@ struct Pairs {
 };
 inline Pairs pairs(Ints words) { return {low_half(words), high_half(words)}; }
 inline Floats dot(Pairs w, Pairs x, Floats acc) {
-  return multiply_add(w.low, x.low,
-                      multiply_add(w.high, x.high, acc));  // in the order of the instruction above
+  // in the order of the instruction above
+  return multiply_add(w.low, x.low, multiply_add(w.high, x.high, acc));
 }
 
 #endif
@@ -66,18 +66,16 @@ constexpr int64_t STRIP = 16;    // outputs
 constexpr int64_t PANEL = 2048;  // k, at most: 16 KB of four rows
 constexpr int64_t AHEAD = 8192;  // k of a stream that is prefetched: 16 KB
 constexpr int64_t ROWS = 16;     // rows with their sums kept at a time
-constexpr int64_t GRAIN =
-    1 << 19;  // bytes of weights, or as much work, that pay for a thread's wake-up
+// bytes of weights, or as much work, that pay for a thread's wake-up
+constexpr int64_t GRAIN = 1 << 19;
 
-template <int M>
-constexpr int OUTPUTS = LANES == 16 ? (M == 1   ? 8
-                                       : M <= 6 ? 4
-                                                : 2)
-                        : M == 1    ? 4
-                        : M == 2    ? 3
-                                    : 2;
-template <int M>
-constexpr int AT_ONCE = M == TALL ? 1 : HALVES;  // halves of the sums that fit the registers
+// Returns the outputs of a tile of so many rows, by the registers.
+constexpr int outputs_of(int rows) {
+  if (LANES == 16) return rows == 1 ? 8 : rows <= 6 ? 4 : 2;
+  return rows == 1 ? 4 : rows == 2 ? 3 : 2;
+}
+// halves of the sums that fit the registers
+template <int M> constexpr int AT_ONCE = M == TALL ? 1 : HALVES;
 
 // ------------------------------------------------------------------------------------------- tiles
 
@@ -150,7 +148,7 @@ template <int M, int O> [[gnu::noinline]] void tile(const Pass& pass, int64_t ou
 template <int M = TALL> void tiles(int64_t rows, int64_t columns, const Pass& pass) {
   if constexpr (M > 1)
     if (rows < M) return tiles<M - 1>(rows, columns, pass);
-  constexpr int O = OUTPUTS<M>;
+  constexpr int O = outputs_of(M);
   int64_t output = 0;
   for (; output + O <= columns; output += O) tile<M, O>(pass, output);
   for (; output < columns; output++) tile<M, 1>(pass, output);
@@ -176,7 +174,7 @@ void add_chains(const float* sums, float* to) {
   }
 }
 
-// ----------------------------------------------------------------------------------------- product
+// ------------------------------------------------------------------------------------------ matmul
 
 // A part of a linear layer, or of a stack of them.
 struct Layer {
@@ -201,8 +199,8 @@ void strip_sums(const Layer& layer, const Value* weights, const Value* next, int
                 const Value* const* x, int64_t rows, float* sums) {
   const int64_t k = layer.k, panels = (k + PANEL - 1) / PANEL;
   const int64_t panel = (k + panels * BLOCK - 1) / (panels * BLOCK) * BLOCK;
-  const int64_t count =
-      rows <= TALL ? 1 : (rows + SHORT - 1) / SHORT;  // tiles of nearly equal height
+  // tiles of nearly equal height
+  const int64_t count = rows <= TALL ? 1 : (rows + SHORT - 1) / SHORT;
   for (int64_t first = 0; first < k; first += panel) {
     const Value* ahead = first + panel < k ? weights + first + panel : next;
     for (int64_t t = 0; t < count; t++) {
@@ -214,6 +212,7 @@ void strip_sums(const Layer& layer, const Value* weights, const Value* next, int
   }
 }
 
+// As `multiply`, on the tiles of amx.h.
 template <class Out> void multiply_on_tiles(const Layer& layer, Out* y) {
   const auto put_sums = [&](const Group& group, int64_t place, int64_t output, const float* sums,
                             int64_t stride, int64_t count) {

@@ -14,7 +14,7 @@
 
 namespace {
 
-// Returns the data of a tensor after a check of its shape, its type and that it is contiguous.
+// The data of a tensor in one piece, after a check of its shape and its type.
 template <class T> struct Operand {
   at::Tensor held;
   const T* data;

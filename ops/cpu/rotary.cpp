@@ -65,8 +65,8 @@ Tensors<2> rotary(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor
   return {q, k};
 }
 
-// Computes `rope_angles` of ops/torch_backend.py: cosines and sines of positions [B, T] int64 times freq
-// [E/2] fp32, times factor; both [B, T, 1, E] fp32.
+// Computes `rope_angles` of ops/torch_backend.py: cosines and sines of positions [B, T] int64 times
+// freq [E/2] fp32, times factor; both [B, T, 1, E] fp32.
 Tensors<2> angles(const at::Tensor& freq, const at::Tensor& positions, double factor) {
   const at::Tensor at_row = positions.contiguous();
   const at::Tensor of = freq.contiguous();

@@ -15,14 +15,15 @@
 // vectors of 32 outputs:
 //   OUTPUT  nothing: one fp32 scale per output, behind all strips of a part (int8)
 //   BF16    scales in bfloat16 (int4, int8 in groups)
-//   WORDS   words of join_zeros, ops/weight.py: scales and zero points (int4 and int8 of others)
+//   WORDS   words of join_zeros, ops/weight.py: scales, and zero points, which are the offsets
+//           (int4 and int8 of others)
 //   HALF    scales, and minima if there are any, in float16 (GGUF's Q4_0 to Q8_0)
 //   SUPER   d, and dmin if there are minima, in float16; then for every group a byte each: the
 //           scale is d times the first, the minimum -dmin times the second (GGUF's K types)
 //
-// A new layout is a row of LAYOUTS and a function that packs it: layout.py, or blocks.cpp for a
-// type of GGUF. matmul.cpp multiplies with it unchanged if its header is one of these, and
-// `is_served` allows its codes and groups.
+// A new layout is a row of LAYOUTS, one with the same id in ops/weight.py, and a function that
+// packs it: in layout.py, or in blocks.cpp for a type of GGUF. matmul.cpp multiplies with it
+// unchanged if its header is one of these, and `is_served` allows its codes and groups.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,7 +44,7 @@ struct Layout {
   int bits;  // of a code: 4, 5, 6 or 8; 16: a number
   Header header;
   int64_t group, super;  // k of a scale, and of a header; 0: of each part, 32, 64 or 128
-  int32_t offset;
+  int32_t offset;  // of codes; beside zero points 1, their factor
   int64_t header_bytes;
   bool has_least;
   int64_t file_bytes;  // of a superblock in a GGUF file; 0: in no file
@@ -115,7 +116,7 @@ inline Layout layout_of(int64_t id, int64_t group) {
   TORCH_CHECK(false, "there is no layout ", id);
 }
 
-// Returns the layout of a type of GGUF.
+// Returns the layout of a type of GGUF; refuses others.
 inline Layout file_layout(int64_t id) {
   const Layout layout = layout_of(id, id < 100 ? 0 : 32);
   TORCH_CHECK(layout.file_bytes, "layout ", id, " is no type of blocks");

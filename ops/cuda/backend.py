@@ -3,9 +3,9 @@
 Each kernel is an operator of its own, so that steps around it compile with `fullgraph=True`. On a
 CPU, where steps are traced by tests, the operators are the plain versions, as they are beyond the
 sizes that a kernel takes.
-The kernels are in topk.py, tree.py, compact.py, norm.py and rotary.py beside this file; the
-operators of linear layers in linear.py, experts.py, weight.py and epilogues.py, one folder up. What
-is not here runs in plain PyTorch, which the compiler fuses.
+The kernels are in noise.py, topk.py, tree.py, compact.py, norm.py and rotary.py beside this file;
+the operators of linear layers in linear.py, experts.py, weight.py and epilogues.py, one folder up.
+What is not here runs in plain PyTorch, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from ops.linear import LazyMatmul, UnnormalizedRows, halves_product
 from ops.tree import Candidates, Children, DraftTree, Frontier, Level, Scores
 from ops.weight import LAYOUTS, Weight
 
+lib.define(
+    "gumbel_noise(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, "
+    "int rows, int vocab, int domain) -> Tensor"
+)
 lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
 lib.define(
     "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, "
@@ -52,6 +56,19 @@ experts_linear = ops.experts.experts_linear
 
 
 # ----------------------------------------------------------------------------------- the functions
+
+
+def gumbel(
+    seed: Tensor,
+    prompt: Tensor,
+    sample: Tensor,
+    greedy: Tensor | None,
+    first: Tensor,
+    rows: int,
+    vocab: int,
+    domain: int,
+) -> Tensor:
+    return _ops.gumbel_noise(seed, prompt, sample, greedy, first, rows, vocab, domain)
 
 
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,6 +188,13 @@ def lazy_matmul(
 # ----------------------------------------------------------------------------------- the operators
 
 
+def _gumbel_cuda(seed, prompt, sample, greedy, first, rows, vocab, domain) -> Tensor:
+    import ops.cuda.noise
+
+    with torch.cuda.device(first.device):
+        return ops.cuda.noise.gumbel(seed, prompt, sample, greedy, first, rows, vocab, domain)
+
+
 def _topk_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     import ops.cuda.topk
 
@@ -254,6 +278,8 @@ def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
         return ops.cuda.rotary.rotary_cache(qkv, (cos, sin), k, v, slots, norms)
 
 
+lib.impl("gumbel_noise", torch_backend.gumbel, "CPU")
+lib.impl("gumbel_noise", _gumbel_cuda, "CUDA")
 lib.impl("topk_logsumexp", torch_backend.topk, "CPU")
 lib.impl("topk_logsumexp", _topk_cuda, "CUDA")
 lib.impl("grow_level", _grow_plain, "CPU")
@@ -270,6 +296,11 @@ lib.impl("add_norm", torch_backend.add_norm, "CPU")
 lib.impl("add_norm", _add_norm_cuda, "CUDA")
 lib.impl("rotary_cache", _rotary_cache_plain, "CPU")
 lib.impl("rotary_cache", _rotary_cache_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::gumbel_noise", lib=lib)
+def _(seed, prompt, sample, greedy, first, rows, vocab, domain):
+    return first.new_empty(len(first), rows, vocab, dtype=torch.float32)
 
 
 @torch.library.register_fake("gpt_eagle::topk_logsumexp", lib=lib)

@@ -47,7 +47,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "vanilla": {"draft": "none"},
     "tree": {"draft": "eagle", "tree": "dynamic", "tree_depth": 6, "tree_topk": 8, "tree_size": 32},
     "chain": {"draft": "eagle", "tree": "chain", "tree_depth": 5},
+    "lookup": {"draft": "ngram"},
 }
+USUAL = "vanilla,tree,chain"
 PROMPTS = ["def read_lines(path):", "import os\n", "Question: What is 2 + 3?\nAnswer:"]
 TIE = 0.05  # scores that are closer may change places by rounding in 16 bits
 
@@ -82,6 +84,9 @@ class LadderConfig:
     numbered = "; ".join(f"{number} {name}" for number, name in enumerate(NAMES))
     rungs: str = option("", f"numbers, default all: {numbered}")
     plain: str = option("", f"families that PyTorch replaces on every rung: {', '.join(FAMILIES)}")
+    methods: str = option(USUAL, f"of {', '.join(METHODS)}")
+    temperature: float = option(0.0, "0 is greedy", least=0)
+    batch_size: int = option(1, "prompts decoded together, in turn three different ones", least=1)
     tokens: int = option(128, "new ones of each prompt", least=1)
     seconds: float = option(75.0, "for one method of a rung, then the process is ended", least=1)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
@@ -97,6 +102,9 @@ class LadderConfig:
         for family in filter(None, self.plain.split(",")):
             if family not in FAMILIES:
                 raise ValueError(f"--plain: there is no {family}; use of {', '.join(FAMILIES)}")
+        for method in self.methods.split(","):
+            if method not in METHODS:
+                raise ValueError(f"--methods: there is no {method!r}; use of {', '.join(METHODS)}")
 
     @property
     def chosen(self) -> list[str]:
@@ -112,6 +120,7 @@ class LadderConfig:
         if self.dry_run:
             shared["dtype"] = "float32"  # PyTorch's products in bf16 take seconds on most CPUs
         shared |= {"device": self.device, "quant": self.quant, "max_new_tokens": self.tokens}
+        shared |= {"temperature": self.temperature, "batch_size": self.batch_size}
         if self.inflate != "none":
             shared["inflate"] = self.inflate
         return shared
@@ -197,7 +206,8 @@ class Climb:
         """Load the target."""
         self.config = config
         self.attempts = attempts
-        self.prompts = PROMPTS[:1] if config.dry_run else PROMPTS
+        count = max(config.batch_size, 1 if config.dry_run else len(PROMPTS))
+        self.prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
         self.plain = {*PLAIN, *filter(None, config.plain.split(","))}  # on every rung
         self.engines: dict[str, Engine] = {}  # without cycles, by method
         decoded = [row["tokens"] for row in attempts.rows if "tokens" in row]
@@ -210,7 +220,7 @@ class Climb:
     def rung(self, name: str) -> None:
         """Try all methods on a rung."""
         vanilla: Tokens = []
-        for method in METHODS:
+        for method in self.config.methods.split(","):
             row = self.attempts.run(name, method, partial(self.measure, name, method, vanilla))
             if not vanilla:
                 vanilla = row.get("tokens", [])
@@ -252,7 +262,9 @@ class Climb:
 def ladder(config: LadderConfig) -> None:
     """Climb. Exits with a status of attempts.py."""
     config.check()
-    label = {"part": "ladder", "quant": config.quant, "inflate": config.inflate}
+    label = {"part": "ladder"}
+    for name in ("quant", "inflate", "temperature", "batch_size"):
+        label[name] = getattr(config, name)
     use_device: Callable[[], object] = torch.cuda.synchronize
     if config.device == "cpu":
         use_device = int

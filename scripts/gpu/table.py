@@ -24,6 +24,8 @@ LOGS = ("probes.jsonl", "ladder.jsonl", "beside.jsonl")  # of attempts.py
 FAMILY = "family "  # in front of the name of a family of kernels, as probe.py writes it
 HEAD = (
     "weights",
+    "T",
+    "batch",
     "rung",
     "method",
     "tokens/s",
@@ -49,7 +51,10 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def title(row: dict[str, Any]) -> str:
     """Name an attempt."""
-    parts = (row.get("quant"), row["group"], row["name"])
+    setting = [row.get("quant")]
+    if "temperature" in row:
+        setting += [f"T = {row['temperature']:g}", f"batch of {row['batch_size']}"]
+    parts = (*setting, row["group"], row["name"])
     return ", ".join(dict.fromkeys(part for part in parts if part))
 
 
@@ -84,7 +89,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     """Return a rate of the ladder, by the columns of HEAD."""
     numbers = [row[name] for name in ("tokens_per_s", "tau", "draft_ms", "verify_ms", "cycle_ms")]
     texts = [f"{number:.2f}" for number in numbers]
-    return [row["quant"], row["group"], row["name"], *texts, row["fault"] or "none"]
+    setting = [row["quant"], f"{row['temperature']:g}", str(row["batch_size"])]
+    return [*setting, row["group"], row["name"], *texts, row["fault"] or "none"]
 
 
 def line(texts: Iterable[str]) -> str:

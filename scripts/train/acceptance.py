@@ -145,25 +145,24 @@ def fit_sharpness(
     The choices at T = 0 and at T = 1 count alike. draft: as for `evaluate`
     """
     grid = torch.arange(1.0, 4.01, 0.125)
-    loss = torch.zeros(len(grid))
-    generator = torch.Generator().manual_seed(0)
+    device = target.norm.weight.device
+    loss = torch.zeros(len(grid), device=device)
+    generator = torch.Generator(device).manual_seed(0)
     for begin, ids in sequences:
-        tokens = torch.tensor([ids], device=target.norm.weight.device)
+        tokens = torch.tensor([ids], device=device)
         drafted = draft(head, target, tokens)
         R = drafted.ok.shape[0]
         first = max(begin - 2, 0)
         # distribution of the token that step 0 drafts
-        truth = target.logits(drafted.features)[0, 1 : R + 1].cpu()  # [R, V]
-        uniform = torch.rand(truth.shape, generator=generator).clamp(1e-9, 1 - 1e-7)
-        noise = -torch.log(-torch.log(uniform))
+        truth = target.logits(drafted.features)[0, 1 : R + 1]  # [R, V]
+        uniform = torch.rand(truth.shape, generator=generator, device=device)
+        noise = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
         vocab = drafted.vocab
-        kept_ids = vocab.ids.cpu() if vocab.drafted < truth.shape[1] else None
-        vocab = DraftVocab(vocab.size, kept_ids)
         # [V], the column of a token; -1 for tokens that are never drafted
-        column = vocab.spread(torch.arange(1.0, vocab.drafted + 1)).long() - 1
+        column = vocab.spread(torch.arange(1.0, vocab.drafted + 1, device=device)).long() - 1
         for extra in (torch.zeros_like(noise), noise):
             choice = column[(truth + extra).argmax(-1)[first:]]
-            scores = (drafted.logits[0].cpu() + vocab.columns(extra))[first:]
+            scores = (drafted.logits[0] + vocab.columns(extra))[first:]
             for i, c in enumerate(grid):
                 loss[i] += F.cross_entropy(c * scores, choice, reduction="sum", ignore_index=-1)
     return grid[loss.argmin()].item()

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,8 @@ class Features:
             if config.version == 3:
                 self.kept_best = self._open_best(Path(f"{config.features}.best"))
 
-        def compute(tokens: Tensor, steps: Tensor) -> Tensor:
-            return target(tokens, steps, aux_layers=kept_aux_layers)
-
-        # on a processor compiling takes minutes, and a batch as long as before (3.8 and 4.1 s)
-        self.compute = compute if config.device.startswith("cpu") else torch.compile(compute)
+        # compiling takes minutes, and on a processor a batch as long as before (3.8 and 4.1 s)
+        self.compute = partial(target, aux_layers=kept_aux_layers)
 
     @staticmethod
     def _open(file: Path, made_of: dict) -> Tensor:

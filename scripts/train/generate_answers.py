@@ -6,12 +6,16 @@
 2. Duplicates, prompts that are too long, answers that loop, and prompts and answers that share 13
    words in a row with an evaluation prompt (or contain a shorter one) are dropped, and counted.
    The further turns of a given prompt follow, while answers are good and the text fits.
-3. Half of the prompts, chosen by hash, are answered greedily, the others at T = 1. A batch has
+3. Half of the prompts, chosen by hash, are answered greedily, the others at T = 1; or, with
+   `samples`, each prompt but the model's own greedily and several times at T = 1. A batch has
    one source and temperature, of the kind that is furthest behind, and prompts of similar length:
    any part of the file, from its start, is a mixture by equal tokens.
 4. Answers are lines of `answers.jsonl`, the model's prompts of `prompts.jsonl`. Noise depends on
    the seed and the prompt alone, so a killed run goes on as if it had not been killed.
 Source: Magpie (arXiv 2406.08464); EAGLE (arXiv 2401.15077), table 6, compares with a fixed set.
+5. A batch is decoded without a scheduler: its prompts are read together, then cycles run with no
+   word from the device but how many sequences are unfinished, now and then.
+
 Trade-off: slots of the batch are not refilled. A batch runs until a sixteenth of its answers is
 left; those are cut there.
 Not here: the command (scripts/train_head.py).
@@ -30,19 +34,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from base.io import is_gguf, read_jsonl
-from decode import Engine, build_cycles
+from decode import PREFILL_CHUNK, Engine, build_cycles, prefill_chunk
 from generate import load, text_of
 from hf.chat import PROBE
 from hf.checkpoint import saved_quantization
 from hf.config import read_raw
-from load import MAX_DEFAULT_CONTEXT, warm_up
+from load import MAX_DEFAULT_CONTEXT
 from options import DEFAULT, ROOT, GenerateConfig
-from scheduler import Request, Scheduler
+from runtime import copy_into
+from sampling import SamplingMode, SamplingTensors
 from scripts.bench.measure import repeated
 from scripts.train import task_prompts
+from scripts.train.workers import Workers
+from session import Buffers, run_step
 
 GIVEN = "given"
 CODE = "code"
@@ -59,6 +68,7 @@ LOOP = 0.5  # share of an answer's 8-grams that occurred before in it; more is a
 LONG_SMALLER = 8  # a batch of long texts has so many times fewer prompts
 TOKENS_OF_A_WORD = 2  # of long texts
 TAIL = 16  # a batch ends when only one sequence in so many is unfinished
+LOOKS = 8  # cycles between two looks at how many are
 ASK = "Complete this Python function:\n\n```python\n{}\n```"
 
 
@@ -78,7 +88,9 @@ class AnswerConfig:
     batch_size: int = 48  # sequences decoded together; of long texts an eighth
     quant: str = "int8"  # of 16-bit weights; quantized ones stay as they are
     dtype: str = ""  # empty: the checkpoint's
-    compile: bool = True
+    compile: bool | None = None  # as `GenerateConfig.compile`
+    # answers at T = 1 to each prompt but the model's own, besides a greedy one; 0: one answer
+    samples: int = 0
     seed: int = 0  # of the sampling noise and of the order
     device: str = ""
 
@@ -93,6 +105,7 @@ class Prompt(NamedTuple):
     turns: list[str]
     ids: list[int]  # of the first turn, rendered
     greedy: bool
+    sample: int = 0  # the number of this answer at T = 1
 
     @property
     def text(self) -> str:
@@ -244,28 +257,29 @@ class Run:
             compile=config.compile,
             device=config.device,
             seed=config.seed,
-            temperature=1.0,
-            batch_size=config.batch_size,
             context=config.prompt_tokens + config.answer_tokens,
         )
-        sampled = load(options)
-        greedy = replace(sampled, config=replace(sampled.config, temperature=0.0))
-        greedy = warm_up(build_cycles(greedy))
+        one = load(options)
+        sampled = _of_batch(one, 1.0, config.batch_size, one.context)
+        greedy = _of_batch(one, 0.0, config.batch_size, one.context)
         self.engines = {False: sampled, True: greedy}  # by greedy
         self.long_tokens = _long_tokens(config, sampled)
         self.long_engines = {}  # as `engines`; made when they are needed
+        template = one.template
+        self.encoders = Workers(lambda turns: template.encode(one.tokenizer, turns, []))
         self.opening = sampled.template.render(list(PROBE[:1]), []).partition(PROBE[0])[0]
         self.tokens: Counter = Counter()  # answer tokens by (source, greedy)
         self.cut: Counter = Counter()  # answers that were cut, by source
         self.waiting: dict[tuple[str, bool], deque[Prompt]] = {
             (source, greedy): deque() for source in SOURCES for greedy in (False, True)
         }
-        self.done: set[str] = set()  # prompts that an earlier run has answered
+        # prompts that an earlier run has answered: text, greedy, sample
+        self.done: set[tuple[str, bool, int]] = set()
         self.writes = True  # the model goes on writing prompts
         keys = {"source", "temperature", "turns", "answers", "ended", "answer_ids"}
         for row in self._read("answers.jsonl", keys):
             self._count(row)
-            self.done.add(row["turns"][0])
+            self.done.add((row["turns"][0], row["temperature"] == 0, row.get("sample", 0)))
         size = config.batch_size
         for source, prompts in given.items():
             self._add(
@@ -309,20 +323,26 @@ class Run:
         prompts: turns, and true for those that ended; group: prompts in a row to sort by length
         Returns: the number of good ones.
         """
-        engine = self.engines[False]
         good = []
-        for turns, ended in prompts:
-            ids = engine.template.encode(engine.tokenizer, turns[:1], [])
+        encoded = self.encoders.map([turns[:1] for turns, _ in prompts])
+        for (turns, ended), ids in zip(prompts, encoded):
             if self.filter.accepts(source, turns, ended and len(ids) <= self.longest(source)):
-                greedy = hashed(f"greedy {turns[0]}") < 2**31  # half of them
-                good.append(Prompt(source, turns, ids, greedy))
+                good += self._answers_of(source, turns, ids)
         if source != OWN:  # those are written in the order of their noise
             good.sort(key=lambda p: hashed(f"order {self.config.seed} {p.text}"))
         for first in range(0, len(good), group):
             for p in sorted(good[first : first + group], key=lambda p: len(p.ids)):
-                if p.text not in self.done:
+                if (p.text, p.greedy, p.sample) not in self.done:
                     self.waiting[source, p.greedy].append(p)
         return len(good)
+
+    def _answers_of(self, source: str, turns: list[str], ids: list[int]) -> list[Prompt]:
+        """List the ways to answer a prompt."""
+        if self.config.samples and source != OWN:
+            sampled = [Prompt(source, turns, ids, False, i) for i in range(self.config.samples)]
+            return [Prompt(source, turns, ids, True), *sampled]
+        greedy = hashed(f"greedy {turns[0]}") < 2**31  # half of them
+        return [Prompt(source, turns, ids, greedy)]
 
     def size(self, source: str) -> int:
         """Return the number of sequences in a batch."""
@@ -339,9 +359,9 @@ class Run:
             return self.engines[greedy]
         if greedy not in self.long_engines:
             plain = self.engines[greedy]
-            config = replace(plain.config, batch_size=self.size(LONG))
             context = self.long_tokens + self.config.answer_tokens
-            self.long_engines[greedy] = build_cycles(replace(plain, config=config, context=context))
+            temperature = plain.config.temperature
+            self.long_engines[greedy] = _of_batch(plain, temperature, self.size(LONG), context)
         return self.long_engines[greedy]
 
     def total(self) -> int:
@@ -406,6 +426,7 @@ class Run:
             {
                 "source": p.source,
                 "temperature": engine.config.temperature,
+                "sample": p.sample,
                 "turns": [],
                 "answers": [],
                 "ended": True,
@@ -418,7 +439,7 @@ class Run:
             streams = []
             for p, row, _ in live:
                 row["turns"] = p.turns[: len(row["answers"]) + 1]
-                streams.append((hashed("\n".join(row["turns"])), 0))
+                streams.append((hashed("\n".join(row["turns"])), p.sample))
             ids = [ids for _, _, ids in live]
             new_tokens = decoded(engine, streams, ids, self.config.answer_tokens)
             further = [
@@ -466,6 +487,12 @@ def _long_tokens(config: AnswerConfig, engine: Engine) -> int:
     return max(context - config.answer_tokens, config.prompt_tokens)
 
 
+def _of_batch(engine: Engine, temperature: float, size: int, context: int) -> Engine:
+    """Return an engine for batches, without its cycles' captures, which the first batch makes."""
+    config = replace(engine.config, temperature=temperature, batch_size=size)
+    return build_cycles(replace(engine, config=config, context=context))
+
+
 def decoded(
     engine: Engine, streams: list[tuple[int, int]], prompts: list[list[int]], longest: int
 ) -> list[list[int]]:
@@ -474,15 +501,42 @@ def decoded(
     streams: the key of each sequence's noise
     Returns: the new tokens of every sequence.
     """
-    requests = [
-        Request.of(engine, ids, limit=longest, noise_id=stream)
-        for ids, stream in zip(prompts, streams)
-    ]
-    for _ in Scheduler(engine).run(requests):
-        unfinished = sum(not request.reason for request in requests)
-        if unfinished <= len(prompts) // TAIL:
-            break
-    return [request.tokens for request in requests]
+    unused = engine.cycles.buffers
+    buffers = unused.pop() if unused else Buffers(engine)
+    state = buffers.state
+    live = len(prompts)
+    params = [engine.config.sampling] * engine.config.batch_size
+    sampling = SamplingTensors.from_params(params, engine.device, engine.config.seed)
+    buffers.reset(engine, sampling)
+    keys = torch.tensor(streams, device=engine.device)
+    state.sampling.prompt[:live], state.sampling.sample[:live] = keys.unbind(1)
+    tokens = pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True)
+    state.tokens[:live, : tokens.shape[1]] = tokens.to(engine.device)
+    lengths = torch.tensor([len(ids) for ids in prompts], device=engine.device)
+    state.pos[:live] = lengths
+    state.limit[:live] = (lengths + longest).clamp(max=engine.context) - 1
+    state.done[:live] = False
+    mode = SamplingMode.needed_by(engine.config.sampling)
+    with torch.no_grad():
+        for begin in range(0, tokens.shape[1], PREFILL_CHUNK):
+            width = min(PREFILL_CHUNK, tokens.shape[1] - begin)
+            start = torch.full_like(state.pos, begin)
+            new, _ = prefill_chunk(engine, buffers.cache, buffers.state, mode, start, width)
+            copy_into(state, new)
+        cycle = engine.cycles.by_mode[mode][0]
+
+        def run_cycle() -> None:
+            new, *_ = cycle(buffers.cache, state)
+            copy_into(state, new)
+
+        for number in range(longest):
+            if number % LOOKS == 0 and int((~state.done).sum()) <= live // TAIL:
+                break
+            run_step(engine, buffers, "answers", run_cycle)
+    unused.append(buffers)
+    ends = (state.pos[:live] + 1).tolist()
+    rows = state.tokens[:live].tolist()
+    return [row[len(ids) : end] for row, ids, end in zip(rows, prompts, ends)]
 
 
 def open_run(config: AnswerConfig) -> Run:

@@ -75,7 +75,7 @@ def measure(answers: AnswerConfig, training: train_eagle.TrainConfig) -> Costs:
     shape = (training.batch_size, training.seq_len)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.config.vocab_size, shape, generator=generator)
-    example = train_eagle.Example(tokens.flatten().tolist(), [True] * tokens.numel())
+    example = train_eagle.Example(tokens.flatten(), torch.ones(tokens.numel(), dtype=torch.bool))
     with redirect_stdout(io.StringIO()):  # it describes the vocabulary of random tokens
         head = train_eagle.make_head(training, target, [example])
     positions = torch.arange(shape[1], device=training.device).expand(shape)

@@ -58,6 +58,7 @@ from scripts.train import losses as head_training
 from scripts.train import training
 from scripts.train.acceptance import ALPHAS, DraftedChains, chains, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
+from scripts.train.workers import Workers
 from session import common_prefix
 
 QUESTIONS = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # with answers of the data set
@@ -224,8 +225,12 @@ class Dialogue(NamedTuple):
 class Example(NamedTuple):
     """One sequence; `mask` marks the tokens to train on (those of answers, or all)."""
 
-    ids: list[int]
-    mask: list[bool]
+    ids: Tensor  # [T] int64
+    mask: Tensor  # [T] bool
+
+    @staticmethod
+    def of(ids: list[int], mask: list[bool]) -> Example:
+        return Example(torch.tensor(ids), torch.tensor(mask))
 
 
 def read_dialogues(file: Path) -> list[Dialogue]:
@@ -274,9 +279,12 @@ def _sharegpt(messages: list[dict]) -> Dialogue:
     return Dialogue.of(turns, answers)
 
 
-def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate | None) -> Example:
+def marked_tokens(
+    dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> tuple[list[int], list[bool]]:
     """Tokenize a dialogue and mark its answers; a text is marked whole.
 
+    Returns: the fields of an `Example`.
     Raises: ValueError when the answer's ids are another tokenizer's.
     """
     turns, answers, ended, written = dialogue
@@ -285,11 +293,11 @@ def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate 
             wrong = f"--data: answer_ids are not the tokens of the answer {answers[0][:40]!r}"
             raise ValueError(f"{wrong}; was it another --checkpoint that wrote them?")
         prompt = template.encode(tokenizer, turns, [])
-        return Example(prompt + written, [False] * len(prompt) + [True] * len(written))
+        return prompt + written, [False] * len(prompt) + [True] * len(written)
     end = list(tokenizer.eos_ids[:1]) if ended else []
     if not turns:
         ids = tokenizer.encode(answers[0]) + end
-        return Example(ids, [True] * len(ids))
+        return ids, [True] * len(ids)
 
     # up to turn t and, with an answer, to its end
     def encode(t: int, answer: str = "") -> list[int]:
@@ -305,7 +313,7 @@ def to_example(dialogue: Dialogue, tokenizer: Tokenizer, template: ChatTemplate 
         begin = common_prefix(encode(t), ids)
         stop = common_prefix(encode(t, answer), ids) + 1
         mask[begin:stop] = [True] * len(mask[begin:stop])
-    return Example(ids, mask)
+    return ids, mask
 
 
 def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list[list[int]]]:
@@ -322,8 +330,9 @@ def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list
     held = [d for d in dialogues if d.held_out][: config.eval_prompts]
     if kept and not held:  # of a few dialogues, the hash may choose none
         held = [kept.pop()]
-    bar = tqdm(kept, desc="tokenize", unit="dialogue", disable=None)
-    examples = [to_example(d, tokenizer, template) for d in bar]
+    tokenize = Workers(lambda dialogue: marked_tokens(dialogue, tokenizer, template))
+    bar = tqdm(tokenize.map(kept), "tokenize", len(kept), unit="dialogue", disable=None)
+    examples = [Example.of(*marked) for marked in bar]
     prompts = []
     for d in held:
         if d.turns:
@@ -340,8 +349,8 @@ def laid_out(examples: list[Example], seed: int) -> tuple[Tensor, Tensor]:
     Returns: ids and mask, [M] each.
     """
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
-    ids = torch.tensor([i for e in order for i in examples[e].ids])
-    mask = torch.tensor([m for e in order for m in examples[e].mask])
+    ids = torch.cat([examples[e].ids for e in order.tolist()])
+    mask = torch.cat([examples[e].mask for e in order.tolist()])
     return ids, mask
 
 
@@ -434,8 +443,7 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
         experts_per_token=0,
         rope_scaling=None,  # the official loader knows none in a head
     )
-    marked = [i for e in examples for i, trained in zip(e.ids, e.mask) if trained]
-    ids = torch.tensor(marked, dtype=torch.long)
+    ids = torch.cat([example.ids[example.mask] for example in examples])
     kept = config.draft_vocab or (c.vocab_size if config.version == 1 else 32000)
     vocab = head_training.frequent_tokens(ids, c.vocab_size, kept)
     if vocab:

@@ -24,6 +24,7 @@ import ops.cuda.attention
 import ops.cuda.compact
 import ops.cuda.epilogues
 import ops.cuda.experts
+import ops.cuda.noise
 import ops.cuda.norm
 import ops.cuda.qmatmul
 import ops.cuda.rotary
@@ -243,6 +244,13 @@ def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
     return source(ops.cuda.topk.level_kernel, case.dtype, constants, above_ptr="*fp32")
 
 
+def _noise(case: CycleCase) -> Source:
+    words = dict.fromkeys(("seed_ptr", "prompt_ptr", "sample_ptr", "first_ptr"), "*i64")
+    constants = {"DOMAIN": 0, "WORDS": ops.cuda.noise.WORDS}
+    types = words | {"greedy_ptr": "*i1", "noise_ptr": "*fp32"}
+    return source(ops.cuda.noise.gumbel_kernel, case.dtype, constants, **types)
+
+
 CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "attention": lambda case: attention_source(case)[0],
     "sliding_attention": lambda case: attention_source(case)[0],
@@ -252,6 +260,7 @@ CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "normed_rotary": _rotary,
     "compact": _compact,
     "lists": _lists,
+    "noise": _noise,
     "block": _block,
     "row": _row,
     "level": _level,

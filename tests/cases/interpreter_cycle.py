@@ -12,6 +12,7 @@ import interpreted  # noqa: F401
 import ops.attention
 import ops.cuda.attention
 import ops.cuda.compact
+import ops.cuda.noise
 import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
@@ -208,6 +209,18 @@ def check_topk(scores, k):
     got, want = ops.cuda.topk.topk_logsumexp(scores, k), best(scores, k)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     torch.testing.assert_close(got[2], want[2], atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("greedy", [None, torch.tensor([False, True, False])], ids=str)
+@pytest.mark.parametrize("domain", [0, 2])
+def test_gumbel_noise(greedy, domain):
+    """Of keys and draws at the edges of 32 bits; the last block is not full."""
+    keys = (torch.tensor([[7, 1], [2**32 - 1, 5], [0, 0]]), torch.tensor([3, 4, 2**31]))
+    rest = (torch.tensor([0, 1, 2]), greedy, torch.tensor([0, 9, 2**30 - 3]), 3, 1501, domain)
+    got = ops.cuda.noise.gumbel(*keys, *rest)
+    want = torch_backend.gumbel(*keys, *rest)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+    assert greedy is None or not got[1].any()
 
 
 @pytest.mark.parametrize(

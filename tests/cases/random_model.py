@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
-from extras.stand_in import LlamaShape
+from extras.stand_in import ModelShape
 from hf.checkpoint import Quantization
 from hf.weights import load_model
 from options import ROOT
 
 SAMPLE_S = 0.0005  # between two looks at the memory of a process that loads
-SHAPE = LlamaShape(  # of 1.1 billion parameters, embedding and LM head included
+SHAPE = ModelShape(  # of 1.1 billion parameters, embedding and LM head included
     "1.1b", dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, ffn_dim=5632, vocab_size=32000
 )  # fmt: skip
 
 
 def write_random_model(
-    path: Path, shape: LlamaShape, dtype: torch.dtype, shard_bytes: int = 500_000_000
+    path: Path, shape: ModelShape, dtype: torch.dtype, shard_bytes: int = 500_000_000
 ) -> int:
     """Returns: the bytes of a LLaMA's parameters. Writes: it, into `path`."""
     from transformers import LlamaConfig, LlamaForCausalLM

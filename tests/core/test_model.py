@@ -520,11 +520,11 @@ def test_exporting_is_the_inverse_of_loading(reference):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_loading_needs_little_more_than_the_model(tmp_path):
-    from extras.stand_in import LlamaShape
+    from extras.stand_in import ModelShape
     from random_model import loading_memory, write_random_model
 
     sizes = {"dim": 1024, "n_layers": 4, "ffn_dim": 2816, "n_heads": 16, "n_kv_heads": 16}
-    shape = LlamaShape("small", head_dim=64, vocab_size=8000, **sizes)
+    shape = ModelShape("small", head_dim=64, vocab_size=8000, **sizes)
     size = write_random_model(tmp_path, shape, torch.bfloat16, shard_bytes=80_000_000)
     assert size > 120e6 and len(list(tmp_path.glob("*.safetensors"))) == 2
     peak_bytes, model_bytes = loading_memory(tmp_path)

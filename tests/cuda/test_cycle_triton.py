@@ -50,6 +50,7 @@ def check(case: CycleCase) -> None:
     CycleCase("80", "best_nodes", V=510),
     CycleCase("90", "link_nodes", V=510, T=64),
     CycleCase("90", "lists"),  # of experts
+    CycleCase("80", "noise"),
     *slow([
         CycleCase("80", "attention", heads=28, kv_heads=4),  # groups of 7, Qwen2's
         CycleCase("90", "attention", heads=28, kv_heads=4),

@@ -103,6 +103,7 @@ test_product_with_experts[float-torch.bfloat16-1023-1024]
 test_product_with_experts[int4-128-torch.bfloat16-1024-3584]
 test_captured_experts_follow_the_routing[int4-60]
 test_noise_is_the_same_on_both_devices
+test_gumbel_noise[49152]
 """.strip().splitlines()  # conftest.py marks and orders them: whole decodings, which take longest, first
 
 
@@ -589,6 +590,20 @@ def test_noise_is_the_same_on_both_devices():
         key = sampling.SamplingTensors(torch.tensor([7, 1], device=device), one, one)
         rows.append(sampling.uniforms(key, draws.to(device), 1000).cpu())
     assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("vocab", [1501, 49152])
+def test_gumbel_noise(vocab):
+    """But for the last bits of two logarithms, as the CPU's; the same beside any other sequences."""
+    keys = (torch.tensor([[7, 1], [2**32 - 1, 5], [0, 0]]), torch.tensor([3, 4, 2**31]))
+    first = torch.tensor([0, 9, 2**30 - 3])
+    rest = (torch.tensor([0, 1, 2]), torch.tensor([False, True, False]), first, 3, vocab, 0)
+    want = torch_backend.gumbel(*keys, *rest)
+    on_device = [x.cuda() if isinstance(x, torch.Tensor) else x for x in (*keys, *rest)]
+    got = OURS.gumbel(*on_device)
+    torch.testing.assert_close(got.cpu(), want, atol=2e-6, rtol=2e-6)
+    alone = [x[2:] if isinstance(x, torch.Tensor) else x for x in on_device]
+    assert torch.equal(OURS.gumbel(*alone), got[2:])
 
 
 def golden_config(temperature: float, **options) -> GenerateConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from options import DEMO
 from scripts.train import generate_answers as answer
 from scripts.train import train_eagle
 from scripts.train.generate_answers import AnswerConfig, Filter, headers
+from scripts.train.workers import FEW, Workers
 
 MODULE = '''
 class Tree:
@@ -63,7 +65,6 @@ def sources(tmp_path, monkeypatch):
     monkeypatch.setattr(answer.task_prompts, "tasks", lambda: TASKS)
     monkeypatch.setattr(answer.task_prompts, "long_texts", lambda most_words: LONG)
     monkeypatch.setattr(answer, "load", load)
-    monkeypatch.setattr(answer, "warm_up", lambda engine: engine)  # nothing is compiled
     return tmp_path
 
 
@@ -219,10 +220,10 @@ def test_conversations_go_on_while_answers_are_good(sources, monkeypatch, capsys
     assert seen.count(last) == 1
     assert "answers: 4 prompts, 3 used; dropped: 1 looping" in run.lines()
     dialogues = train_eagle.read_dialogues(answer.Path(config.out) / "answers.jsonl")
-    example = train_eagle.to_example(
+    _, marks = train_eagle.marked_tokens(
         next(d for d in dialogues if d.turns[0] == "Tell 0."), tokenizer, engine.template
     )
-    assert sum(example.mask) >= 3 * len(word), "all three answers are trained on"
+    assert sum(marks) >= 3 * len(word), "all three answers are trained on"
     again = answer.Run(config, {"given": [row["turns"] for row in rows]}, Filter.against([EVAL]))
     assert again.lines() == run.lines() and again.total() == run.total()
 
@@ -247,14 +248,50 @@ def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
     )
     engine = run.engines[False]
     for d, row in zip(dialogues, used):
-        ids, mask = train_eagle.to_example(d, engine.tokenizer, engine.template)
+        ids, mask = train_eagle.marked_tokens(d, engine.tokenizer, engine.template)
         assert [i for i, m in zip(ids, mask) if m] == row["answer_ids"]
         assert [i for i, m in zip(ids, mask) if not m] == engine.template.encode(
             engine.tokenizer, row["turns"], []
         )
     with pytest.raises(ValueError, match="answer_ids are not the tokens of the answer"):
-        train_eagle.to_example(d._replace(answer_ids=[7, 8, 9]), engine.tokenizer, engine.template)
+        train_eagle.marked_tokens(
+            d._replace(answer_ids=[7, 8, 9]), engine.tokenizer, engine.template
+        )
     assert sum(len(row["answer_ids"]) for row in used) == run.total()
+
+
+def test_samples_are_answers_to_the_same_prompts(sources):
+    """One is greedy, the others differ from each other; a run that goes on adds the missing ones."""
+    config = config_for(sources, samples=2, tokens=1e6)
+    many = [[f"Name {i} towns?"] for i in range(6)]
+
+    def answered(steps):
+        run = answer.Run(config, {"given": many}, Filter(set()))
+        run.writes = False
+        while steps and run.step():
+            steps -= 1
+        return run
+
+    answer.Path(config.out).mkdir()
+    answered(2)
+    run = answered(99)
+    rows = rows_of(config)
+    kinds = Counter((row["turns"][0], row["temperature"], row["sample"]) for row in rows)
+    wanted = {(text, t, i) for [text] in many for t, i in ((0.0, 0), (1.0, 0), (1.0, 1))}
+    assert set(kinds) == wanted and set(kinds.values()) == {1}
+    hot = {(row["turns"][0], tuple(row["answer_ids"])) for row in rows if row["temperature"]}
+    assert len(hot) > len(many), "samples differ"
+    assert run.lines().startswith("given: 6 prompts, 6 used")
+
+
+def test_workers_give_what_the_function_gives():
+    """In order, in this process for few items, in others for many."""
+    offset = 3
+    workers = Workers(lambda x: (x + offset, os.getpid()))
+    few, many = ([*workers.map(range(count))] for count in (9, 2 * FEW))
+    assert [y for y, _ in few] == [*range(3, 12)] and {pid for _, pid in few} == {os.getpid()}
+    assert [y for y, _ in many] == [*range(3, 2 * FEW + 3)]
+    assert os.getpid() not in {pid for _, pid in many}
 
 
 def run_of_long_answers(sources, monkeypatch, tokens, given=0.0):

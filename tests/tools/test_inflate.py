@@ -11,30 +11,31 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from test_tp import write_tiny
 from torch import Tensor
 
 from eagle_draft import EagleHead, load_head
+from extras.places import recipes_of
 from extras.stand_in import (
     SHAPES,
     InflatedFiles,
-    LlamaShape,
+    ModelShape,
     inflate_head,
     inflate_target,
 )
 from generate import generate, load, main
 from helpers import GOLDEN, slow
 from hf.config import read_config
-from hf.heads import EagleConfig
 from hf.weights import load_model, weight_names
 from kv_cache import KVCache, causal_window
 from linear import Linear
 from model import ModelConfig, Transformer
 from ops.cpu.build import load_operators
 from options import DEMO
+from steps import PartNorm
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
 GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")
-MIXTRAL = GOLDEN / "models/target_mixtral"
 EXACT = "tiny-0.5b,n_layers=10,ffn_dim=1792,vocab_size=4224"  # width * 4, heads * 4: powers of four
 SMALL = "tiny-0.5b,dim=512,n_layers=3,ffn_dim=1664,vocab_size=4224"
 PROMPT = "def read_lines(path):"
@@ -47,8 +48,8 @@ def pairs(short_demo) -> dict[str, tuple[Path, Path]]:
     return {"demo": short, "golden": GOLDEN_PAIR}
 
 
-def make_head(shape: LlamaShape, dtype: torch.dtype, path: Path = HEAD, **options) -> InflatedFiles:
-    return inflate_head(path, EagleConfig.from_dir(path).model, shape, dtype, **options)
+def make_head(shape: ModelShape, dtype: torch.dtype, path: Path = HEAD, **options) -> InflatedFiles:
+    return inflate_head(path, shape, dtype, **options)
 
 
 class Pair(NamedTuple):
@@ -64,7 +65,7 @@ def small_pair(dtype: torch.dtype, pair: tuple[Path, Path]) -> Pair:
     return Pair(target, load_head(pair[1], target))
 
 
-def large_pair(shape: LlamaShape, dtype: torch.dtype, pair: tuple[Path, Path]) -> Pair:
+def large_pair(shape: ModelShape, dtype: torch.dtype, pair: tuple[Path, Path]) -> Pair:
     """Their stand-ins."""
     target = load_model(pair[0], dtype, source=inflate_target(pair[0], shape, dtype))
     return Pair(target, load_head(pair[1], target, source=make_head(shape, dtype, pair[1])))
@@ -92,7 +93,7 @@ def outputs(models: Pair, ids: Tensor, cached: bool = False) -> list[Tensor]:
 
 
 def both(
-    shape: LlamaShape,
+    shape: ModelShape,
     dtype: torch.dtype,
     pair: tuple[Path, Path],
     length: int = 48,
@@ -131,12 +132,76 @@ def relative(a: Tensor, b: Tensor) -> float:
 ])  # fmt: skip
 def test_fp64_outputs_are_the_small_models(monkeypatch, pairs, sizes, pair):
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # norms and RoPE compute in fp32 otherwise
-    shape = LlamaShape.parse(f"tiny-0.5b,ffn_dim=1600,vocab_size=4200,{sizes}")
+    shape = ModelShape.parse(f"tiny-0.5b,ffn_dim=1600,vocab_size=4200,{sizes}")
     for small, large in both(shape, torch.float64, pairs[pair]):
         assert small.dtype == torch.float64
         assert relative(small, large) < 1e-12
         padding = large[..., small.shape[-1] :]
         assert padding.numel() == 0 or padding.max() < -400
+
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
+    "sliding_window": 5,
+}  # fmt: skip
+WIDE = "tiny-0.5b,dim=128,n_heads=8,n_kv_heads=4,head_dim=64,ffn_dim=80,vocab_size=120"
+QWEN_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True,
+}  # fmt: skip
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 20, "rounds_scale": False,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+ARCHITECTURES = {  # keys of config.json, layers of the stand-in
+    "llama with biases": (
+        {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True}, 7),
+    "qwen2": ({"architectures": ["Qwen2ForCausalLM"]}, 4),
+    "qwen3": ({"architectures": ["Qwen3ForCausalLM"]}, 4),
+    "mixtral": ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2}, 5),
+    "qwen3 moe": (QWEN_MOE, 7),
+    "gemma3": (GEMMA | {"layer_types": [SLIDING, FULL, SLIDING]}, 5),
+    "gemma3, every second layer": (GEMMA | {"sliding_window_pattern": 2}, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_keeps_its_function(monkeypatch, tmp_path, name):
+    """Nothing in the stand-ins names an architecture: the list of steps says where weights go."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    keys, layers = ARCHITECTURES[name]
+    path = Path(write_tiny(tmp_path / "tiny", TINY | keys))
+    shape = ModelShape.parse(f"{WIDE},n_layers={layers}")
+    files = inflate_target(path, shape, torch.float64)
+    ids = some_ids(97)
+    logits = []
+    for source in (None, files):
+        target = load_model(path, torch.float64, source=source)
+        with torch.no_grad():
+            logits.append(target.logits(target(ids, torch.arange(ids.shape[1])[None])))
+    small, large = logits
+    assert target.config.n_layers == layers and target.config.dim == 128
+    assert small.std() > 0.1  # else the bounds would hold for anything
+    # 1e-9, as the eps of norms of heads and of results makes up for a constant that they do not have
+    assert relative(small, large) < 1e-9
+    assert large[..., 97:].max() < -400
+
+
+def test_a_step_whose_weights_have_no_places_is_refused():
+    step = PartNorm("fc_norm_0", 32, 1e-5, 0, 3)
+    with pytest.raises(ValueError, match="a step PartNorm have no stand-ins; use another model"):
+        recipes_of([(step, step)])
+
+
+def test_a_head_reads_embeddings_that_the_target_scales_otherwise():
+    small, shape = read_config(TARGET), ModelShape.parse(EXACT)
+    plain = make_head(shape, torch.float64).read("fc.weight")
+    halved = make_head(shape, torch.float64, gain=0.5).read("fc.weight")
+    embedding, feature = slice(0, small.dim), slice(shape.dim, shape.dim + small.dim)
+    assert torch.equal(halved[: small.dim, embedding], 2 * plain[: small.dim, embedding])
+    assert torch.equal(halved[:, feature], plain[:, feature]) and plain[:, feature].any()
 
 
 DENSE = "tiny-0.5b,n_layers=3,ffn_dim=1664,vocab_size=4224"
@@ -156,7 +221,7 @@ BF16 = {  # sizes, models, tokens, whether the bits are equal
 def test_bf16_bit_for_bit_at_powers_of_four(pairs, name):
     """matmul_bf16.h and attention.cpp add a sum's terms in order, so that zeros between them change no bit."""
     sizes, pair, length, equal = BF16[name]
-    shape = LlamaShape.parse(sizes)
+    shape = ModelShape.parse(sizes)
     for small, large in both(shape, torch.bfloat16, pairs[pair], length, cached=True):
         assert torch.equal(small, large[..., : small.shape[-1]]) == equal
         assert relative(small, large) < 0.05
@@ -173,7 +238,7 @@ def codes(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
 def test_int4_outputs_are_the_int4_small_models(monkeypatch, pairs):
     """The whole model through plain int4, padding included."""
     monkeypatch.setattr(Tensor, "float", Tensor.double)
-    shape = LlamaShape.parse(f"{DENSE},dim=512")
+    shape = ModelShape.parse(f"{DENSE},dim=512")
     path, _ = pairs["demo"]
     found = []
     for files, head_files in (
@@ -202,7 +267,7 @@ def zero_share(weight: Tensor) -> float:
 
 
 def test_filler_is_dense():
-    shape, small = LlamaShape.parse(EXACT), read_config(TARGET)
+    shape, small = ModelShape.parse(EXACT), read_config(TARGET)
     files = inflate_target(TARGET, shape)
     live = (small.dim + 1) / shape.dim  # of a projection's columns
     real = {i * shape.n_layers // small.n_layers for i in range(small.n_layers)}
@@ -269,7 +334,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("text", "says"), MISTAKES)
 def test_a_shape_that_cannot_be_is_refused(text, says):
     with pytest.raises(ValueError, match=says):
-        shape = LlamaShape.parse(text)
+        shape = ModelShape.parse(text)
         inflate_target(TARGET, shape)
         make_head(shape, torch.bfloat16)
 
@@ -277,18 +342,16 @@ def test_a_shape_that_cannot_be_is_refused(text, says):
 @pytest.mark.parametrize(("change", "says"), [
     ({"intermediate_size": 88}, r"gate_proj.weight is \[.*\], config.json says \[.*\]; correct it"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-     "norms of queries and keys, or YaRN, which depend on head_dim; use another"),
+     "has a RoPE whose wavelengths depend on head_dim, as YaRN's do; use head_dim=16 or another"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_inflated_is_refused(tmp_path, change, says):
     copy = shutil.copytree(GOLDEN_PAIR[0], tmp_path / "copy")
     raw = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(raw | change))
-    shape = LlamaShape.parse("tiny-0.5b")
+    shape = ModelShape.parse("tiny-0.5b")
     with pytest.raises(ValueError, match=says):
         inflate_target(copy, shape).read("model.layers.0.mlp.gate_proj.weight")
-    with pytest.raises(ValueError, match="target_mixtral is a mixture of experts, and only dense"):
-        inflate_target(MIXTRAL, shape)
-    with pytest.raises(ValueError, match="fc.bias is missing; a LLaMA, or an EAGLE-1 or"):
+    with pytest.raises(ValueError, match="fc.bias is missing; a model, or an EAGLE-1 or"):
         make_head(shape, torch.bfloat16, TARGET)
 
 

@@ -64,8 +64,8 @@ def test_a_dry_run_climbs_every_rung_and_hides_no_failure(tmp_path, monkeypatch,
     monkeypatch.setattr(ladder, "Climb", None)
     assert climb(log, "--plain", "norm")[0] == attempts.FAILED
     printed = "\n".join(table.table(tmp_path))
-    assert "| none | captured, PyTorch alone | vanilla | " in printed
-    assert "FAILED none, compiled, chain: RuntimeError: no compiler" in printed
+    assert "| none | 0 | 1 | captured, PyTorch alone | vanilla | " in printed
+    assert "FAILED none, T = 0, batch of 1, compiled, chain: RuntimeError: no compiler" in printed
     assert "HUNG" not in printed
 
 
@@ -213,6 +213,7 @@ def test_the_first_call_on_a_cpu(tmp_path):
 @pytest.mark.parametrize("program,flags,message", [
     (ladder, ["--rungs", "0,9"], "ladder.py: --rungs takes numbers from 0 to 5, as 0,3; it is '0,9'"),
     (ladder, ["--plain", "norms"], "ladder.py: --plain: there is no norms; use of attention, compact"),
+    (ladder, ["--methods", "medusa"], "ladder.py: --methods: there is no 'medusa'; use of vanilla, tree, chain, lookup"),
     (beside, ["--what", "vllm"], "beside.py: --what: there is no vllm; use of transformers"),
     (beside, ["--what", "gptfast-int4", "--gpt_fast", "nowhere"], "beside.py: --gpt_fast: nowhere has no model.py, quantize.py, generate.py, LICENSE; copy them"),
     (beside, [], "beside.py: --device cuda: there is no CUDA device; use --device cpu --small"),

@@ -28,7 +28,7 @@ from options import DEMO
 from scripts.train import train_block, train_eagle, training
 from scripts.train.acceptance import Chains, evaluate
 from scripts.train.losses import LossOptions, unrolled_losses
-from scripts.train.train_eagle import Dialogue, TrainConfig, to_example
+from scripts.train.train_eagle import Dialogue, Example, TrainConfig, marked_tokens
 
 
 def official_losses(head):
@@ -118,14 +118,15 @@ def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
         "".join(json.dumps({"turns": turns, "answers": a}) + "\n" for a in (plain, spaced))
     )
     one, other = (
-        to_example(d, tokenizer, template) for d in train_eagle.read_dialogues(tmp_path / "d.jsonl")
+        marked_tokens(d, tokenizer, template)
+        for d in train_eagle.read_dialogues(tmp_path / "d.jsonl")
     )
     assert one == other
     spans = "".join(tokenizer.decode([i]) if m else "|" for i, m in zip(*other))
     assert all(answer in spans for answer in plain)
     assert "What" not in spans and "And" not in spans and "USER" not in spans
-    cut = to_example(Dialogue(turns, plain, ended=False), tokenizer, template)
-    assert cut.ids == one.ids[:-1]
+    cut = marked_tokens(Dialogue(turns, plain, ended=False), tokenizer, template)
+    assert cut[0] == one[0][:-1]
 
 
 def test_only_a_checkpoint_without_a_template_has_none(tmp_path):
@@ -231,7 +232,7 @@ def test_another_kind_of_head_is_no_start(tmp_path):
 def test_a_budget_of_minutes_ends_the_command(keeps, tmp_path, monkeypatch):
     """Long before its steps, behind a file of features, if there is one, that is filled first."""
     ids = [i % 90 for i in range(5, 800)]
-    prepared = ([train_eagle.Example(ids, [True] * len(ids))], [(3, ids[:60])])
+    prepared = ([Example.of(ids, [True] * len(ids))], [(3, ids[:60])])
     monkeypatch.setattr(train_eagle, "prepare", lambda *_: prepared)
     flags = {
         "checkpoint": GOLDEN / "models/target_llama_mha", "out": tmp_path, "features": tmp_path / "f.bin" if keeps else "", "device": "cpu", "dtype": "float32",

@@ -165,7 +165,7 @@ def written() -> tuple[list[Example], list[tuple[int, list[int]]]]:
         *prompts,
     )
     greedy = decode(engine_for(target(), RootOnly(), batch_size=2, max_new_tokens=40), *prompts[:2])
-    examples = [Example(ids, [i > 2 for i in range(len(ids))]) for ids in sampled.history]
+    examples = [Example.of(ids, [i > 2 for i in range(len(ids))]) for ids in sampled.history]
     return examples, [(3, ids) for ids in greedy.history]
 
 
