@@ -39,17 +39,6 @@ def expert_lists_reference(expert: Tensor, experts: int) -> Tensor:
     return torch.cat((begin, expert.argsort(stable=True))).int()
 
 
-def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
-    """Multiply every row by the weight of its expert.
-
-    x: [P, K]
-    weight: [E, N, K], one matrix per expert
-    routing: [P] int64, each row's expert; on CUDA from `expert_lists`
-    Returns: [P, N] in x's dtype, without gradients.
-    """
-    return torch.ops.gpt_eagle.experts_linear(x, weight, routing)
-
-
 def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the experts that are hit, in order, each with its rows.
 
@@ -95,3 +84,7 @@ def _(expert, experts):
 @torch.library.register_fake("gpt_eagle::experts_linear", lib=lib)
 def _(x, weight, routing):
     return x.new_empty(x.shape[0], weight.shape[1])
+
+
+# as `Backend.experts_linear` defines it; a routing is of lists on CUDA
+experts_linear = torch.ops.gpt_eagle.experts_linear.default

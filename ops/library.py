@@ -1,10 +1,8 @@
 """The operator library `torch.ops.gpt_eagle` and the implementations that this machine can run.
 
-Functions of a cycle and of a layer are chosen once, while loading (backends.py). Products have
-files beside this one, with a plain PyTorch reference and an implementation per device: C++ in
-`cpu/` for CPUs, Triton in `cuda/` for CUDA; most questions below are theirs. Elsewhere are the
-forward passes of a model and of a draft head (cpu/layers.py; their references are model.py and
-eagle_draft.py).
+Functions of a cycle and of a layer are chosen once, while loading (backends.py): C++ in `cpu/` for
+CPUs, Triton in `cuda/` for CUDA, plain PyTorch in torch_backend.py. Elsewhere are whole passes of a
+model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py).
 All are registered with `torch.library`, so that a step that uses them compiles with
 `fullgraph=True`.
 """
@@ -89,24 +87,18 @@ def _triton_is_installed() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
     log_note(
-        "Triton is missing: attention, top-k and experts are slow, and steps are not timed; "
-        "pip install triton"
+        "Triton is missing: attention, top-k, experts and weights in int4 and int8 are slow, and "
+        "steps are not timed; pip install triton"
     )
     return False
 
 
 @cache
 def cuda_products() -> ModuleType:
-    """Import the products on CUDA. Raises: ValueError where there is no Triton."""
-    try:
-        import ops.cuda.qmatmul as products
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise ValueError(
-            "int4 and int8 on CUDA need Triton, and it is not installed; pip install triton"
-        ) from None
-    return products
+    """Import the products on CUDA, which need Triton."""
+    import ops.cuda.qmatmul
+
+    return ops.cuda.qmatmul
 
 
 # Empty until the first call of `has_cpu_operators`, then its result. A traced step only reads it.

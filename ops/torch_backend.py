@@ -693,28 +693,6 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())  # rounded to 16 bits, experts would tie
 
 
-def matmul(x: Tensor, weight: Weight, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
-    """Multiply rows by a packed weight, x W^T, and add a bias.
-
-    The weight is unpacked in every call.
-
-    x: [..., K] bfloat16, float16 or float32
-    bias: [N]; fp32_out: the result in fp32, never rounded
-    Returns: [..., N] in x's dtype, or fp32.
-    """
-    y = _unpacked_matmul(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.outputs)
-    y = y if fp32_out else y.to(x.dtype)
-    return y if bias is None else y + bias
-
-
-def _unpacked_matmul(rows: Tensor, weight: Weight) -> Tensor:
-    """Multiply by the reference of a layout: [M, K] -> [M, N] fp32."""
-    layout = LAYOUTS[weight.parts[0].layout]
-    if layout.multiply is None or len(weight.parts) > 1:
-        return F.linear(rows.float(), weights.numbers(weight))
-    return layout.multiply(rows, *weights.unpack(weight))
-
-
 def route(expert: Tensor, experts: int) -> Tensor:
     """Return the routing that products with experts take, here the experts themselves.
 
@@ -733,13 +711,46 @@ def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
     return every[torch.arange(len(x), device=x.device), routing].to(x.dtype)
 
 
+def matmul(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    fp32_out: bool = False,
+    routing: Tensor | None = None,
+) -> Tensor:
+    """Multiply rows by a packed weight, x W^T, and add a bias.
+
+    The weight is unpacked in every call; with a routing, every row meets every expert's.
+
+    x: [..., K] bfloat16, float16 or float32; with a routing [P, K]
+    bias: [N]; fp32_out: the result in fp32, never rounded
+    routing: from `route`, of a stack
+    Returns: [..., N] in x's dtype, or fp32.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if routing is None:
+        y = _unpacked_matmul(rows, weight)
+    else:
+        y = rows.new_empty(len(rows), weight.outputs, dtype=torch.float32)
+        for e in range(weight.experts):
+            of_expert = _unpacked_matmul(rows, weights.expert(weight, e))
+            y = torch.where(routing[:, None] == e, of_expert, y)
+    y = y.view(*x.shape[:-1], weight.outputs)
+    y = y if fp32_out else y.to(x.dtype)
+    return y if bias is None else y + bias
+
+
 def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
     """Compute `experts_linear` with a packed stack."""
-    y = x.new_empty(len(x), weight.outputs)
-    for e in range(weight.experts):
-        of_expert = _unpacked_matmul(x, weights.expert(weight, e)).to(x.dtype)
-        y = torch.where(routing[:, None] == e, of_expert, y)
-    return y
+    return matmul(x, weight, routing=routing)
+
+
+def _unpacked_matmul(rows: Tensor, weight: Weight) -> Tensor:
+    """Multiply by the reference of a layout: [M, K] -> [M, N] fp32."""
+    layout = LAYOUTS[weight.parts[0].layout]
+    if layout.multiply is None or len(weight.parts) > 1:
+        return F.linear(rows.float(), weights.numbers(weight))
+    return layout.multiply(rows, *weights.unpack(weight))
 
 
 def lazy_matmul(x: Any, packed: Tensor, scale: Tensor | None) -> Any:

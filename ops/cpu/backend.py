@@ -124,6 +124,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool
     return _ops.matmul.default(x, weight, None, bias, len(weight), fp32_out)
 
 
+def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
+    return _ops.matmul.default(x, weight, None, None, weight.shape[1], False, routing)
+
+
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight, fp32_out=True)
 
@@ -135,18 +139,16 @@ def matmul(
     fp32_out: bool = False,
     routing: Tensor | None = None,
 ) -> Tensor:
-    strips = (weight.data, weight.table)
+    if weight.table is None:  # a layout that C++ does not know
+        return torch_backend.matmul(x, weight, bias, fp32_out, routing)
+    operands = (weight.data, weight.table)
     if x.dtype != torch.float16 and (bias is None or bias.dtype == torch.bfloat16):
-        return _ops.matmul.default(x, *strips, bias, weight.outputs, fp32_out, routing)
+        return _ops.matmul.default(x, *operands, bias, weight.outputs, fp32_out, routing)
     # the operator reads rows in bf16 and fp32, and a bias in bf16
     rows = x.float() if x.dtype == torch.float16 else x
-    y = _ops.matmul.default(rows, *strips, None, weight.outputs, fp32_out, routing)
+    y = _ops.matmul.default(rows, *operands, None, weight.outputs, fp32_out, routing)
     y = y if fp32_out else y.to(x.dtype)
     return y if bias is None else y + bias
-
-
-def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
-    return _ops.matmul.default(x, weight, None, None, weight.shape[1], False, routing)
 
 
 def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:

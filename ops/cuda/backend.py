@@ -165,15 +165,20 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return halves_product(x, weight, "fp32")
 
 
-def matmul(x: Tensor, weight: Weight, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
+def matmul(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    fp32_out: bool = False,
+    routing: Tensor | None = None,
+) -> Tensor:
     kernel = LAYOUTS[weight.parts[0].layout].kernel
-    y = kernel(x, weight.data, weight.scale, None, "fp32" if fp32_out else "none")
+    y = kernel(x, weight.data, weight.scale, routing, "fp32" if fp32_out else "none")
     return y if bias is None else y + bias
 
 
 def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
-    kernel = LAYOUTS[weight.parts[0].layout].kernel
-    return kernel(x, weight.data, weight.scale, routing)
+    return matmul(x, weight, routing=routing)
 
 
 def lazy_matmul(
