@@ -71,6 +71,8 @@ class Backend:
     rotary: Callable = of("rotary", cpp=WIDENED)
     rotary_cache: Callable = of("rotary", cpp=WIDENED)
     attention: Callable = of("attention", cpp=WIDENED)
+    # what attention reads in every layer, made once a step; None where it reads masks
+    path_table: Callable | None = of("attention")
     # its linear layers
     linear: Callable = of("products", cpp=BF16)
     matmul: Callable = of("products")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import ops.experts
 from ops import torch_backend
+from ops.cuda.launch import SPLIT_TOKENS
 from ops.library import lib
 from ops.linear import LazyMatmul, UnnormalizedRows, halves_product
 from ops.tree import Candidates, Children, DraftTree, Frontier, Level, Scores
@@ -142,6 +143,17 @@ def rotary_cache(
 ) -> Tensor:
     given = norms or (None, None, 0.0)
     return _ops.rotary_cache(qkv, *rope, k, v, slots, *given)
+
+
+def path_table(mask: Tensor) -> Tensor | None:
+    """Return `Window.paths`: what attention needs of a mask, once for all layers.
+
+    A token alone needs nothing, and the tokens of a prompt need the mask.
+    """
+    _, T, W = mask.shape
+    if T * W == 1 or T > SPLIT_TOKENS:
+        return None
+    return _ops.path_table(mask)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:

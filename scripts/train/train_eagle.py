@@ -217,9 +217,13 @@ class Dialogue(NamedTuple):
         return Dialogue(turns, answers, ended, answer_ids)
 
     @property
+    def name(self) -> str:
+        """The text by which it is held out, or not."""
+        return self.turns[0] if self.turns else self.answers[0][:200]
+
+    @property
     def held_out(self) -> bool:
-        name = self.turns[0] if self.turns else self.answers[0][:200]
-        return held_out(name, 0.05)
+        return held_out(self.name, 0.05)
 
 
 class Example(NamedTuple):
@@ -327,7 +331,10 @@ def load_data(config: TrainOptions, engine: Engine) -> tuple[list[Example], list
             f"{', '.join(CHAT_TEMPLATES)} with --chat"
         )
     kept = [d for d in dialogues if not d.held_out]
-    held = [d for d in dialogues if d.held_out][: config.eval_prompts]
+    by_name = {d.name: d for d in dialogues if d.held_out}  # a prompt may have several answers
+    # in an order without regard to the file's, whose parts may be of one kind
+    order = sorted(by_name, key=lambda name: hashlib.sha256(name.encode()).digest())
+    held = [by_name[name] for name in order[: config.eval_prompts]]
     if kept and not held:  # of a few dialogues, the hash may choose none
         held = [kept.pop()]
     tokenize = Workers(lambda dialogue: marked_tokens(dialogue, tokenizer, template))
