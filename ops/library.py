@@ -77,9 +77,9 @@ def set_plain(families: Iterable[str]) -> None:
     PLAIN.update(chosen)
 
 
-def has_triton(*families: str) -> bool:
-    """Return whether Triton serves these families; print once the consequences if it is missing."""
-    return not is_plain(*families) and _triton_is_installed()
+def has_triton() -> bool:
+    """Return whether Triton's kernels run; print once the consequences if it is missing."""
+    return not is_plain() and _triton_is_installed()
 
 
 @cache
