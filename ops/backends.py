@@ -4,8 +4,8 @@ Three modules have the same functions: torch_backend.py in plain PyTorch, which 
 them computes and serves every device; cpu/backend.py in C++; cuda/backend.py in Triton. `choose`
 takes each function from the device's module where that has it, else from PyTorch's. Attention and
 experts, which PyTorch has in a fast form, too, are plain only where that is asked for. The result
-is an attribute of the modules of a model (`use_backend`) and of drafters, so that no call asks which
-code runs. What is trained keeps `TORCH`: the others have no gradients, and say so.
+is an attribute of the modules of a model (`use_backend`) and of drafters, so that no call asks
+which code runs. What is trained keeps `TORCH`: the others have no gradients, and say so.
 Not here: whole passes in C++ (cpu/layers.py), merged steps (fusions.py); two fields say which of
 them a backend has.
 """

@@ -20,6 +20,7 @@ import generate
 import model
 import ops.attention
 import ops.weight
+from decode import build_cycles
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -34,7 +35,7 @@ from helpers import (
 from helpers import decode as decoded
 from load import load
 from ops import switches, torch_backend
-from ops.backends import TORCH
+from ops.backends import TORCH, choose
 from ops.cpu.build import HERE
 from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
 from options import ROOT, GenerateConfig
@@ -111,6 +112,21 @@ def test_tokens_are_vanillas_under_each_family(short_demo, family):
     set_plain([family])
     want = tokens(short_demo, draft="none", **options)
     assert tokens(short_demo, tree="dynamic", **options) == want and len(set(want)) > 3
+
+
+@needs_cpp
+def test_new_cycles_have_the_families_of_their_time(short_demo):
+    """In the target, the drafter and its head."""
+    engine = load(checkpoint=str(short_demo), tree="dynamic", device="cpu", context=128)
+    ours = choose(torch.device("cpu")).matmul
+    assert ours is not torch_backend.matmul
+    for families, function in (([], ours), (["products"], torch_backend.matmul)):
+        set_plain(families)
+        engine = build_cycles(engine)
+        owners = [engine.drafter, engine.drafter.lm_head, *engine.drafter.head.modules()]
+        owners += engine.target.modules()
+        found = {owner.backend.matmul for owner in owners if hasattr(owner, "backend")}
+        assert found == {function}, families
 
 
 def edited(*inputs, **more):
