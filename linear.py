@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ops import weight as weights
 from ops.backends import TORCH, Backend
-from ops.epilogues import add
-from ops.linear import LazyMatmul, UnnormalizedRows
+from ops.epilogues import LazyMatmul, UnnormalizedRows, add
 from ops.weight import Weight
 
 

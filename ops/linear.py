@@ -1,12 +1,10 @@
-"""Linear layers with float weights, x W^T: records and the operator of CUDA, references for tests.
+"""Linear layers with float weights, x W^T: the operator of CUDA, and references for tests.
 
 Which code multiplies is the backend's (`Backend.linear`). On a CPU in bf16 it is cpu/matmul_bf16.h,
 on CUDA in 16 bits cuda/qmatmul.py: a row's bits do not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,32 +15,6 @@ from ops.library import cuda_products, lib
 CHAINS = 16  # sums of an output; as in cpu/matmul_bf16.h
 
 lib.define("linear_halves(Tensor x, Tensor weight, str epilogue) -> Tensor")
-
-
-class UnnormalizedRows(NamedTuple):
-    """An RMSNorm's result before the division of each row by its root mean square."""
-
-    values: Tensor  # [..., F], x w
-    squares: Tensor  # [ceil(F / 64), M] fp32, sums of x^2 by row; eps F is in the first
-
-    def rms(self) -> Tensor:
-        """Return the root mean square of every row: [..., 1] fp32."""
-        mean = self.squares.sum(0) / self.values.shape[-1]  # [M]
-        return mean.sqrt().view(*self.values.shape[:-1], 1)
-
-
-class LazyMatmul(NamedTuple):
-    """A product x W^T that is not computed yet."""
-
-    x: Tensor  # [..., K]
-    squares: Tensor | None  # of `UnnormalizedRows`, by which the result is to be divided
-    packed: Tensor  # the weight, or its codes, and their scales as in ops/weight.py
-    scale: Tensor | None
-
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return x, the weight and its scales, of a product that is not divided."""
-        assert self.squares is None
-        return self.x, self.packed, self.scale
 
 
 def halves_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:

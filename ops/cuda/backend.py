@@ -18,8 +18,9 @@ from torch import Tensor
 import ops.experts
 from ops import torch_backend
 from ops.cuda.launch import SPLIT_TOKENS
+from ops.epilogues import LazyMatmul, UnnormalizedRows
 from ops.library import lib
-from ops.linear import LazyMatmul, UnnormalizedRows, halves_product
+from ops.linear import halves_product
 from ops.tree import Candidates, Children, DraftTree, Frontier, Level, Scores
 from ops.weight import LAYOUTS, Weight
 
@@ -133,8 +134,14 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return _ops.add_norm(x, delta, weight, eps)
 
 
+def swiglu(y: Tensor | LazyMatmul) -> Tensor:
+    if isinstance(y, LazyMatmul):
+        return _ops.gated_product(*y)
+    return torch_backend.swiglu(y)
+
+
 def rotary_cache(
-    qkv: Tensor,
+    qkv: Tensor | LazyMatmul,
     rope: tuple[Tensor, Tensor],
     k: Tensor,
     v: Tensor,
@@ -142,6 +149,8 @@ def rotary_cache(
     norms: torch_backend.HeadNorms | None = None,
 ) -> Tensor:
     given = norms or (None, None, 0.0)
+    if isinstance(qkv, LazyMatmul):
+        return _ops.rotary_product(*qkv, *rope, k, v, slots, *given)
     return _ops.rotary_cache(qkv, *rope, k, v, slots, *given)
 
 

@@ -63,9 +63,9 @@ def fused(device: str) -> float:
     total, *unscaled = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
     norm = ops.epilogues.UnnormalizedRows(*unscaled)
     backend = choose(x.device)
-    got = [total, ops.epilogues.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None), backend)]
+    got = [total, backend.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None))]
     product = ops.epilogues.LazyMatmul(*norm, weight, None)
-    got.append(ops.epilogues.rotary_cache(product, rope, *ours, slots, None, backend))
+    got.append(backend.rotary_cache(product, rope, *ours, slots))
     wide = weight.float()
     want = [ops.epilogues.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
     y = norm.values.float() @ wide.T

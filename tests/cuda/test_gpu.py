@@ -462,10 +462,10 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     def layer(at: slice = slice(None)) -> tuple[torch.Tensor, ...]:
         operands = product(x[:, at], narrow).operands()
         total, *norm = torch.ops.gpt_eagle.add_product(*operands, stream[:, at], scale, 1e-5)
-        gated = ops.epilogues.swiglu(product(UnnormalizedRows(*norm), wide), OURS)
+        gated = OURS.swiglu(product(UnnormalizedRows(*norm), wide))
         angles = tuple(part[:, at] for part in rope)
         qkv = product(UnnormalizedRows(*norm), narrow)  # of 16 + 2 x 8 heads
-        q = ops.epilogues.rotary_cache(qkv, angles, *caches, slots[:, at], None, OURS)
+        q = OURS.rotary_cache(qkv, angles, *caches, slots[:, at])
         wide_x = product(gated, narrow).operands()
         if form == "float":
             scores = ops.linear.halves_product(*wide_x[:2], "fp32")
