@@ -361,6 +361,7 @@ class DeltaRule(Step):
 
     shape: StateShape
     eps: float
+    tiled: bool = False  # head h of values reads head h mod Hk of keys, and not head h Hk / H
 
     @property
     def convolved(self) -> int:
@@ -380,7 +381,9 @@ class DeltaRule(Step):
     def weights(self, layer: nn.Module) -> DeltaWeights:
         """Return the operands of the recurrence."""
         gates = torch.stack((layer.decay.A_log, layer.decay.dt_bias)).float()
-        return DeltaWeights(layer.conv.weight[:, 0], gates, layer.state_norm.weight, self.eps)
+        return DeltaWeights(
+            layer.conv.weight[:, 0], gates, layer.state_norm.weight, self.eps, self.tiled
+        )
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         if rows.windows is not None:
@@ -395,9 +398,9 @@ class DeltaRule(Step):
         return rows.put("h", y)
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
-        conv, gates, gain, eps = self.weights(layer)
+        conv, gates, gain, eps, tiled = self.weights(layer)
         weights = (conv.float().T.contiguous(), gates, gain.float())
-        return CppStep("delta_rule", weights=weights, numbers=(eps,))
+        return CppStep("delta_rule", weights=weights, counts=(int(tiled),), numbers=(eps,))
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,11 @@ class GgufFile(TensorSource):
         Unknown names stay.
         """
         read = partial(self._tensor, name)
+        changed = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        if changed and changed[2] in self.layout.changed:
+            official, change = self.layout.changed[changed[2]]
+            yield f"model.layers.{changed[1]}.{official}", lambda: change(read())
+            return
         stem, _, leaf = name.rpartition(".")
         part = re.fullmatch(r"blk\.(\d+)\.(\w+?)(_exps|\.\d+)?", stem)
         if part is None:
@@ -279,7 +284,8 @@ class GgufFile(TensorSource):
         shape, blocks = self._content(name, part)
         info = self._header.tensors[name]
         value = self._values(blocks, info.type_id, dtype).view(shape)
-        if self.layout.norms_plus_one and name.endswith("_norm.weight"):
+        is_changed = name.split(".", 2)[-1] in self.layout.changed
+        if self.layout.norms_plus_one and name.endswith("_norm.weight") and not is_changed:
             value = value.float() - 1
         order = row_order(shape[0], heads)
         return value if order is None else value[order]
@@ -474,6 +480,7 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
     kv_heads = size("attention.head_count_kv", heads)
     experts = size("expert_count") if metadata.get(key("expert_count")) else 0
     rotated = size("rope.dimension_count", head_dim)
+    turns_parts = row_of_gguf(metadata["general.architecture"], False).load().GGUF.partial_rope
     value_dim = size("attention.value_length", head_dim)
     fits_embedding = len(embedding) == 2 and embedding[-1] == width
     rules = {
@@ -483,7 +490,7 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
         "head_count_kv must divide head_count": heads % kv_heads == 0,
         "key_length must be even": head_dim > 0 and head_dim % 2 == 0,
         f"head_count times key_length must be at most {MAX_SIZE}": heads * head_dim <= MAX_SIZE,
-        "the rotation of a part of a head is not supported": rotated == head_dim,
+        "the rotation of a part of a head is not supported": rotated == head_dim or turns_parts,
         "values must be as wide as keys": value_dim == head_dim,
     }
     for rule, holds in rules.items():

@@ -41,5 +41,9 @@ class GgufLayout:
     mixture: dict[str, str] = field(default_factory=lambda: MIXTURE)
     interleaved: bool = False  # rows of queries and keys are in the order of llama.cpp's rotation
     norms_plus_one: bool = False  # one was added to the weights of norms
+    partial_rope: bool = False  # RoPE may turn a part of each head
+    # a tensor of a layer, with its ending -> Hugging Face's, and the function that makes it; no one
+    # is taken from it, whatever it is
+    changed: dict[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
     # (metadata, key of a name) -> further keys of config.json
     keys: Callable[[Any, Callable[[str], str]], dict[str, Any]] = _no_keys

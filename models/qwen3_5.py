@@ -10,13 +10,16 @@ Not here: pictures; the MTP layer, whose tensors are noted as another part and n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from base.fields import FLAG, Rule, integer, key, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig, Rope
-from models.gguf_names import GgufLayout
+from models.gguf_names import LAYER, GgufLayout
 from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys
 from models.mixtral import counts
 from steps import (
@@ -38,7 +41,6 @@ from steps import (
 LINEAR = "linear_attention"
 FULL = "full_attention"
 WITH_EXPERTS = "Qwen3_5MoeForCausalLM"
-GGUF = GgufLayout()
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Qwen35(ModelConfig):
     key_dim: int = 128  # linear_key_head_dim
     value_dim: int = 128  # linear_value_head_dim
     recurrent_layers: tuple[int, ...] = ()  # layer_types, full_attention_interval
+    # (ours) head h of values reads head h mod H_k of keys, and no neighbour does: as in GGUF files
+    tiled_heads: bool = False
     shared_dim: int = 0  # shared_expert_intermediate_size, of the expert that all tokens share
 
     @property
@@ -125,7 +129,7 @@ class Qwen35(ModelConfig):
         values = self.value_heads * self.value_dim
         return (
             Project("w_in", self.dim, shape.channels + values),
-            DeltaRule(shape, self.norm_eps),
+            DeltaRule(shape, self.norm_eps, self.tiled_heads),
             Project("w_out", values, self.dim, row_parallel=True),
         )
 
@@ -158,6 +162,7 @@ class HFQwen35:
     attn_output_gate: bool = key(YES, True)
     partial_rotary_factor: float = key(SHARE, 0.25)
     attention_bias: bool = key(FLAG, False)
+    tiled_heads: bool = key(FLAG, False)  # (ours) true of a GGUF file
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,7 @@ def read_config(raw: dict, architecture: str) -> Qwen35:
         value_heads=own.linear_num_value_heads,
         key_dim=own.linear_key_head_dim,
         value_dim=own.linear_value_head_dim,
+        tiled_heads=own.tiled_heads,
         recurrent_layers=recurrent_layers(own, hf.num_hidden_layers),
     )
 
@@ -234,3 +240,58 @@ def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
     if FULL not in kinds:
         raise ValueError(f"layer_types must name {FULL} at least once; it names {LINEAR} alone")
     return tuple(i for i, kind in enumerate(kinds) if kind == LINEAR)
+
+
+# -------------------------------------------------------------------------------------------- GGUF
+
+
+def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
+    """Return the further keys of config.json that a GGUF file holds. name: of a key in the file
+
+    Raises: ValueError for a missing key, or a file that holds an MTP layer.
+    """
+    if metadata.get(name("nextn_predict_layers")):
+        raise ValueError(
+            f"{metadata.path} holds an MTP layer, which is not read; convert the model without it"
+        )
+    values = metadata.size(name("ssm.time_step_rank"))
+    inner = metadata.size(name("ssm.inner_size"))
+    if inner % values:
+        raise ValueError(f"{metadata.path}: ssm.time_step_rank must divide ssm.inner_size")
+    head = metadata.size(name("attention.key_length"))
+    return {
+        "linear_num_key_heads": metadata.size(name("ssm.group_count")),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": metadata.size(name("ssm.state_size")),
+        "linear_value_head_dim": inner // values,
+        "linear_conv_kernel_dim": metadata.size(name("ssm.conv_kernel")),
+        "full_attention_interval": metadata.size(name("full_attention_interval"), 4),
+        "partial_rotary_factor": metadata.size(name("rope.dimension_count"), head) / head,
+        "tiled_heads": True,
+    }
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+GGUF = GgufLayout(
+    layer=LAYER
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_out": "linear_attn.out_proj",
+    },
+    norms_plus_one=True,
+    partial_rope=True,
+    keys=gguf_keys,
+    changed={
+        "ssm_a": ("linear_attn.A_log", lambda a: (-a.double()).log().float()),  # -exp(A_log)
+        "ssm_dt.bias": ("linear_attn.dt_bias", _same),
+        "ssm_conv1d.weight": ("linear_attn.conv1d.weight", lambda x: x[:, None]),
+        "ssm_norm.weight": ("linear_attn.norm.weight", _same),
+    },
+)

@@ -40,7 +40,7 @@ ROWS = (
     Row("qwen", "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"),
     Row("mixtral", "MixtralForCausalLM", "mixtral"),
     Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
-    Row("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text"),
+    Row("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text", "qwen35"),
     Row("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 )
 NAMES = tuple(row.name for row in ROWS)

@@ -679,6 +679,7 @@ class DeltaWeights(NamedTuple):
     gates: Tensor  # [2, H] fp32, A_log and dt_bias
     gain: Tensor  # [Dv], of the norm
     eps: float
+    tiled: bool = False  # head h of values reads head h mod Hk of keys, and not head h Hk / H
 
 
 def delta_rule(
@@ -714,7 +715,7 @@ def delta_rule(
     rows = torch.cat((before, x[..., :C].float()), 1)  # [B, taps - 1 + R + T, C]
     parents = parents_of(mask[:, :, :T])  # [B, T]
     above = _rows_above(parents, count, taps, left)
-    q, k, v = _convolved(rows, above, weights.conv, (H, state.shape[2], Dv))
+    q, k, v = _convolved(rows, above, weights, (H, state.shape[2], Dv))
     beta, decay = _gates(rows[:, taps - 1 :, -2 * H :], weights.gates)  # [B, R + T, H]
 
     def after(old: Tensor, i: int) -> tuple[Tensor, Tensor]:
@@ -769,10 +770,11 @@ def _rows_above(parents: Tensor, count: Tensor, taps: int, left: int) -> Tensor:
 
 
 def _convolved(
-    rows: Tensor, above: Tensor, conv: Tensor, sizes: tuple[int, int, int]
+    rows: Tensor, above: Tensor, weights: DeltaWeights, sizes: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys of length 1 and values, [B, R + T, H, Dk or Dv]. sizes: H, Dk, Dv"""
     H, Dk, Dv = sizes
+    conv = weights.conv
     channels, taps = conv.shape
     batch = torch.arange(len(rows), device=rows.device)[:, None]
     at = torch.arange(taps - 1, rows.shape[1], device=rows.device).expand(len(rows), -1)
@@ -785,7 +787,11 @@ def _convolved(
     q, k, v = mixed.split((keys, keys, H * Dv), -1)
     q, k = (_unit(part.unflatten(-1, (-1, Dk))) for part in (q, k))
     shared = H * Dk // keys  # heads of values that read a head of keys
-    q, k = (part.repeat_interleave(shared, 2) for part in (q * Dk**-0.5, k))
+    both = (q * Dk**-0.5, k)
+    if weights.tiled:
+        q, k = (part.repeat(1, 1, shared, 1) for part in both)
+    else:
+        q, k = (part.repeat_interleave(shared, 2) for part in both)
     return q, k, v.unflatten(-1, (H, Dv))
 
 

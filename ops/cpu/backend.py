@@ -126,8 +126,8 @@ def delta_rule(
     window: tuple[Tensor | None, ...],
     weights: torch_backend.DeltaWeights,
 ) -> Tensor:
-    conv, gates, gain, eps = weights
-    operands = (conv.float().T.contiguous(), gates, gain.float(), eps)
+    conv, gates, gain, eps, tiled = weights
+    operands = (conv.float().T.contiguous(), gates, gain.float(), eps, tiled)
     return _ops.delta_rule.default(x, *kept, *window, *operands)
 
 

@@ -279,7 +279,8 @@ class Head {  // of one sequence
   const float* row(int64_t r) const { return mixed + (of.first + r) * pass.channels; }
 
   void prepare(int64_t r) {
-    const int64_t group = h * all_keys() / (pass.H * size.keys);  // of keys
+    const int64_t groups = all_keys() / size.keys;  // heads of keys
+    const int64_t group = weights.tiled ? h % groups : h * groups / pass.H;
     const float* from = row(r) + group * size.keys;
     to_unit(from, 1 / std::sqrt(float(size.keys)), q(r));
     to_unit(from + all_keys(), 1.0f, k(r));
@@ -396,9 +397,9 @@ at::Tensor as_operator(const at::Tensor& x, const at::Tensor& state, const at::T
                        const at::Tensor& length, const at::Tensor& slots, const at::Tensor& start,
                        const at::Tensor& mask, const std::optional<at::Tensor>& kept,
                        const at::Tensor& conv, const at::Tensor& gates, const at::Tensor& gain,
-                       double eps) {
+                       double eps, bool tiled) {
   return delta_rule(x, {state, inputs, length}, {slots, start, mask, kept},
-                    {conv, gates, gain, eps});
+                    {conv, gates, gain, eps, tiled});
 }
 
 }  // namespace
@@ -406,8 +407,8 @@ at::Tensor as_operator(const at::Tensor& x, const at::Tensor& state, const at::T
 OPERATORS(m) {
   m.def(
       "delta_rule(Tensor x, Tensor(a!) state, Tensor(b!) inputs, Tensor(c!) length, Tensor slots, "
-      "Tensor start, Tensor mask, Tensor? kept, Tensor conv, Tensor gates, Tensor gain, float eps) "
-      "-> Tensor");
+      "Tensor start, Tensor mask, Tensor? kept, Tensor conv, Tensor gates, Tensor gain, float eps, "
+      "bool tiled) -> Tensor");
   m.impl("delta_rule", at::kCPU, as_operator);
 }
 

@@ -20,6 +20,7 @@ struct Window {
 struct Weights {
   const at::Tensor &conv, &gates, &gain;
   double eps;
+  bool tiled;  // head h of values reads head h mod Hk of keys, and not head h Hk / H
 };
 
 at::Tensor delta_rule(const at::Tensor& x, const State& state, const Window& window,

@@ -632,7 +632,8 @@ class Machine {
     const at::Tensor &inputs = cache->k[step.layer], &state = cache->v[step.layer];
     return delta::delta_rule(x, {state, inputs, cache->lengths[step.layer]},
                              {cache->slots, cache->start, cache->mask, cache->kept},
-                             {step.weight(0), step.weight(1), step.weight(2), step.numbers[0]});
+                             {step.weight(0), step.weight(1), step.weight(2), step.numbers[0],
+                              step.counts[0] != 0});
   }
 
   // Works in place.

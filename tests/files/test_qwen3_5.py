@@ -36,7 +36,7 @@ SIZES = {
 }  # fmt: skip
 KINDS = ["linear_attention", "full_attention"]
 EXPERTS = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
 CASES = {
     "as it is": {},
