@@ -343,7 +343,7 @@ class Convolution(nn.Module):
 
 
 class DecayGates(nn.Module):
-    """The two numbers of each head that the decay of its state follows from."""
+    """The two numbers of each head that the decay of its state follows from: always in fp32."""
 
     def __init__(self, heads: int):
         super().__init__()

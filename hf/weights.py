@@ -45,7 +45,7 @@ from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
 from ops.weight import Weight, stack, table_of
 from stats import check_memory
-from steps import Project, Step
+from steps import DecayGates, Project, Step
 
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
 # another program, and one of them loads this much in less than 1 s
@@ -144,8 +144,10 @@ def load_weights(
                 weight = loading.packed(theirs, params[ours].shape)
                 setattr(model, owner, Embedding(weight))
                 continue
-            value = loading.parameter(theirs, params[ours].shape)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+            module = model.get_submodule(owner)
+            dtype = torch.float32 if isinstance(module, DecayGates) else storage.dtype
+            value = loading.parameter(theirs, params[ours].shape, dtype)
+            setattr(module, leaf, nn.Parameter(value, requires_grad=False))
     if loading.wide:
         log_note(
             f"{files.path}: int8 on CUDA has no groups of inputs and no code -128; "
@@ -271,9 +273,8 @@ class _Loading:
     pages: HugePages | None
     wide: list[str] = field(default_factory=list)  # weights that the device's product cannot hold
 
-    def parameter(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
+    def parameter(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a parameter that stays float, of any shape. A stack has tensors of each expert."""
-        dtype = self.storage.dtype
         if len(names) < shape[0] or len(shape) < 3:
             on_cpu = self.storage.device == "cpu"
             value = self.pages.empty(shape, dtype) if self.pages and on_cpu else None

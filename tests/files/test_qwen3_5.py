@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_gguf import refused
+from test_gguf import Kind, refused, write
 
 import stats
 from draft_tree import build_tree
@@ -17,6 +18,7 @@ from drafters import Drafter, RootOnly
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.places import recipes_of
 from helpers import decode, engine_for, in_turn
+from hf.checkpoint import Quantization
 from hf.config import read_config
 from hf.weights import load_model
 from kv_cache import TAPS, KVCache, LayerState, StateShape, Window, causal_window
@@ -151,6 +153,142 @@ def test_experts_in_one_tensor_a_layer(tmp_path):
     model = load_model(tmp_path, torch.float32)
     want = reference(IDS[None]).logits[0]
     torch.testing.assert_close(by_passes(model, IDS, 5), want, atol=1e-4, rtol=1e-4)
+
+
+def test_numbers_of_the_decay_keep_the_bits_of_the_file(tmp_path):
+    """Published files have them in fp32, beside weights in bfloat16."""
+    random_model().save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    decay = load_model(tmp_path, torch.bfloat16).layers[0].decay
+    assert torch.equal(decay.A_log, held["model.layers.0.linear_attn.A_log"])
+    assert torch.equal(decay.dt_bias, held["model.layers.0.linear_attn.dt_bias"])
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("options", [{}, EXPERTS], ids=["dense", "experts"])
+def test_quantized_models_decode_trees_as_vanilla(tmp_path, quant, options):
+    random_model(**options).save_pretrained(tmp_path)
+    form = Quantization(quant, 32 if quant == "int4" else 0)
+    target = load_model(tmp_path, torch.bfloat16, quant=form)
+    engine = engine_for(target, RootOnly(), compile=True, **OPTIONS)
+    assert target.fused is not None
+    vanilla = decode(engine, *PROMPTS).history[:2]
+    drafted = decode(engine_for(target, Oracle(vanilla, 16, 5), compile=True, **OPTIONS), *PROMPTS)
+    assert drafted.history[:2] == vanilla
+    assert max(drafted.stats.accept_lengths) > 1
+
+
+# --------------------------------------------------------------------------------------- GGUF files
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.out_proj": "ssm_out", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+}  # fmt: skip
+
+
+def tiled(x: torch.Tensor, keys: int, width: int, dim: int = 0) -> torch.Tensor:
+    """Heads of values, of `width` numbers each, in the converter's order: the first of every head of keys first."""
+    parts = x.unflatten(dim, (keys, -1, width)).transpose(dim, dim + 1)
+    return parts.flatten(dim, dim + 2)
+
+
+def gguf_tensors(model) -> dict[str, np.ndarray]:
+    """The converter's tensors: value heads in its order, norms with one added, -exp(A_log)."""
+    c = model.config
+    keys, width = c.linear_num_key_heads, c.linear_value_head_dim
+    both = 2 * keys * c.linear_key_head_dim
+    changes = {
+        "in_proj_qkv": lambda v: torch.cat((v[:both], tiled(v[both:], keys, width))),
+        "conv1d": lambda v: torch.cat((v[:both, 0], tiled(v[both:, 0], keys, width))),
+        "in_proj_z": lambda v: tiled(v, keys, width),
+        "in_proj_b": lambda v: tiled(v, keys, 1),
+        "in_proj_a": lambda v: tiled(v, keys, 1),
+        "out_proj": lambda v: tiled(v, keys, width, 1),
+    }
+    tensors = {}
+    for name, value in model.state_dict().items():
+        stem, _, leaf = name.rpartition(".")
+        layer, part = (stem.split(".", 3) + [""])[2:4] if stem.count(".") > 2 else ("", "")
+        if stem == "lm_head" and c.tie_word_embeddings:
+            continue
+        if leaf == "A_log":
+            tensors[f"blk.{stem.split('.')[2]}.ssm_a"] = tiled(-value.exp(), keys, 1)
+        elif leaf == "dt_bias":
+            tensors[f"blk.{stem.split('.')[2]}.ssm_dt.bias"] = tiled(value, keys, 1)
+        elif not layer:
+            tensors[f"{GGUF_NAMES[stem]}.{leaf}"] = value + 1 if "norm" in stem else value
+        else:
+            value = changes.get(part.rpartition(".")[2], lambda v: v)(value)
+            from_one = "norm" in part and "linear_attn" not in part
+            tensors[f"blk.{layer}.{GGUF_NAMES[part]}.{leaf}"] = value + 1 if from_one else value
+    return {name: value.contiguous().numpy() for name, value in tensors.items()}
+
+
+def metadata_of(model) -> dict:
+    c = model.config
+    keys = {
+        "vocab_size": c.vocab_size, "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
+        "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": c.rms_norm_eps, "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim, "rope.freq_base": c.rope_parameters["rope_theta"],
+        "rope.dimension_count": int(c.head_dim * c.rope_parameters["partial_rotary_factor"]),
+        "rope.dimension_sections": [2, 1, 1, 0], "ssm.conv_kernel": 4,
+        "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim, "ssm.state_size": c.linear_key_head_dim,
+        "ssm.time_step_rank": c.linear_num_value_heads, "ssm.group_count": c.linear_num_key_heads,
+        "full_attention_interval": 4,
+    }  # fmt: skip
+    keys = {f"qwen35.{key}": value for key, value in keys.items()}
+    ids = {"tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1}
+    return {"general.architecture": "qwen35"} | keys | ids
+
+
+@pytest.mark.parametrize(
+    "case", ["as it is", "as many key heads", "tied", "half of a head is turned"]
+)
+@torch.no_grad()
+def test_files(tmp_path, case):
+    """llama.cpp (llama-cpp-python 0.3.36) reads a file that is written so, too; its cache is in fp16."""
+    reference = random_model(**CASES[case])
+    model = load_model(
+        write(tmp_path / "m.gguf", metadata_of(reference), gguf_tensors(reference)), torch.float32
+    )
+    want = reference(IDS[None]).logits[0]
+    torch.testing.assert_close(by_passes(model, IDS, 5), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_a_file_in_blocks_decodes_trees_as_vanilla(tmp_path, kind):
+    reference = random_model()
+    tensors = {
+        name: (Kind.F32, value) if "conv1d" in name else value
+        for name, value in gguf_tensors(reference).items()
+    }
+    path = write(tmp_path / "m.gguf", metadata_of(reference), tensors, kind)
+    target = load_model(path)
+    vanilla = decode(engine_for(target, RootOnly(), compile=True, **OPTIONS), *PROMPTS).history[:2]
+    assert target.fused is not None
+    drafted = decode(engine_for(target, Oracle(vanilla, 16, 5), compile=True, **OPTIONS), *PROMPTS)
+    assert drafted.history[:2] == vanilla
+
+
+def test_files_that_are_not_read_are_one_line(capsys, tmp_path):
+    reference = random_model()
+    tensors = gguf_tensors(reference)
+    for key, value, says in (
+        ("qwen35.nextn_predict_layers", 1, "holds an MTP layer, which is not read"),
+        ("qwen35.ssm.time_step_rank", 3, "ssm.time_step_rank must divide ssm.inner_size"),
+        ("qwen35.ssm.conv_kernel", 3, "linear_conv_kernel_dim must be"),
+        ("general.architecture", "qwen35moe", "the architecture qwen35moe is not supported"),
+    ):
+        path = write(tmp_path / "m.gguf", metadata_of(reference) | {key: value}, tensors)
+        assert says in refused(capsys, "--checkpoint", str(path)), key
 
 
 # ---------------------------------------------------------------------------------------- the state
