@@ -701,57 +701,80 @@ def delta_rule(
     state, inputs, length = kept
     slots, start, mask, sure = window
     B, T = x.shape[:2]
-    H, _, Dv = state.shape[1:]
-    taps = weights.conv.shape[1]
+    H, Dk, Dv = state.shape[1:]
     C = inputs.shape[2]
-    left = inputs.shape[1] - (taps - 1)  # R
+    before = weights.conv.shape[1] - 1  # rows that the convolution reads before a row
+    left = inputs.shape[1] - before  # R
     first = slots[:, 0]
-    length = torch.where(first == 0, 0, length)  # a sequence begins
     live = first == start  # [B]
+    fresh = (first == 0)[:, None, None]  # [B, 1, 1], a sequence begins
+    length = torch.where(first == 0, 0, length)
     # [B], nodes of the last pass that were accepted
     count = torch.where(live, first - length, 0).clamp(0, left)
     sure = torch.zeros_like(count) if sure is None else sure
-    before = torch.where((first == 0)[:, None, None], 0, inputs)
-    rows = torch.cat((before, x[..., :C].float()), 1)  # [B, taps - 1 + R + T, C]
+    rows = torch.cat((torch.where(fresh, 0, inputs), x[..., :C].float()), 1)  # [B, before + R + T]
     parents = parents_of(mask[:, :, :T])  # [B, T]
-    above = _rows_above(parents, count, taps, left)
-    q, k, v = _convolved(rows, above, weights, (H, state.shape[2], Dv))
-    beta, decay = _gates(rows[:, taps - 1 :, -2 * H :], weights.gates)  # [B, R + T, H]
+    above = _rows_above(parents, count, before, left)
+    q, k, v = _convolved(rows, above, weights, (H, Dk, Dv))
+    numbers = _Numbers(q, k, v, *_gates(rows[:, before:, -2 * H :], weights.gates))
+    began = torch.where(fresh[..., None], 0, state)
+    states, y = _node_states(began, numbers, count, parents)
 
-    def after(old: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        """Return the state behind row i, and what its query reads there: [B, H, Dv]."""
-        keep = decay[:, i, :, None]  # [B, H, 1]
-        key = k[:, i, :, :, None]  # [B, H, Dk, 1]
-        query = q[:, i, :, :, None]
-        recalled = (old * key).sum(2)  # [B, H, Dv]
-        change = (v[:, i] - keep * recalled) * beta[:, i, :, None]
-        new = old * keep[..., None] + key * change[:, :, None]
-        return new, keep * (old * query).sum(2) + change * (key * query).sum(2)
-
-    fresh = (first == 0)[:, None, None, None]
-    reached = torch.where(fresh, 0, state)  # [B, H, Dk, Dv]
-    for i in range(left):
-        new, _ = after(reached, i)
-        reached = torch.where((i < count)[:, None, None, None], new, reached)
-    every = reached.new_empty(B, T + 1, *reached.shape[1:])  # behind the prefix, and each node
-    every[:, 0] = reached
     batch = torch.arange(B, device=x.device)
-    read = []
-    for i in range(T):
-        new, y = after(every[batch, parents[:, i] + 1], left + i)
-        every[:, i + 1] = new
-        read.append(y)
-
-    state.copy_(torch.where(live[:, None, None, None], every[batch, sure], state))
-    steps = torch.arange(inputs.shape[1], device=x.device) + (count + sure)[:, None]
-    node = steps - (taps - 1) - count[:, None]  # rows that are nodes of this pass: from 0 on
-    steps = torch.where(node < 0, steps, taps - 1 + left + node.clamp(max=T - 1))
+    state.copy_(torch.where(live[:, None, None, None], states[batch, sure], state))
+    steps = torch.arange(before + left, device=x.device) + (count + sure)[:, None]
+    node = steps - before - count[:, None]  # rows that are nodes of this pass: from 0 on
+    steps = torch.where(node < 0, steps, before + left + node.clamp(max=T - 1))
     inputs.copy_(torch.where(live[:, None, None], rows[batch[:, None], steps], inputs))
     kept[2].copy_(torch.where(live, first + sure, kept[2]))
 
-    y = rms_norm(torch.stack(read, 1), weights.gain, weights.eps)  # [B, T, H, Dv]
+    y = rms_norm(y, weights.gain, weights.eps)  # [B, T, H, Dv]
     gate = x[..., C:].unflatten(-1, (H, Dv))
     return (y * _silu(gate)).to(x.dtype).flatten(2)
+
+
+class _Numbers(NamedTuple):
+    """The numbers of R + T rows, all in fp32: those that the last pass left, then the nodes."""
+
+    q: Tensor  # [B, R + T, H, Dk]
+    k: Tensor
+    v: Tensor  # [B, R + T, H, Dv]
+    beta: Tensor  # [B, R + T, H]
+    decay: Tensor
+
+    def behind(self, old: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """Return the state behind row i, [B, H, Dk, Dv], and what its query reads there."""
+        keep = self.decay[:, i, :, None]  # [B, H, 1]
+        key = self.k[:, i, :, :, None]  # [B, H, Dk, 1]
+        query = self.q[:, i, :, :, None]
+        recalled = (old * key).sum(2)  # [B, H, Dv]
+        change = (self.v[:, i] - keep * recalled) * self.beta[:, i, :, None]
+        new = old * keep[..., None] + key * change[:, :, None]
+        # without the new state: a leaf of a tree needs none
+        return new, keep * (old * query).sum(2) + change * (key * query).sum(2)
+
+
+def _node_states(
+    state: Tensor, numbers: _Numbers, count: Tensor, parents: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the states behind the prefix and behind each node, and what the nodes read.
+
+    state: [B, H, Dk, Dv]; count: rows before the nodes that go into it first
+    Returns: [B, T + 1, H, Dk, Dv]; [B, T, H, Dv].
+    """
+    B, T = parents.shape
+    left = numbers.beta.shape[1] - T
+    for i in range(left):
+        new, _ = numbers.behind(state, i)
+        state = torch.where((i < count)[:, None, None, None], new, state)
+    states = state.new_empty(B, T + 1, *state.shape[1:])
+    states[:, 0] = state
+    batch = torch.arange(B, device=state.device)
+    read = []
+    for i in range(T):
+        states[:, i + 1], y = numbers.behind(states[batch, parents[:, i] + 1], left + i)
+        read.append(y)
+    return states, torch.stack(read, 1)
 
 
 def parents_of(mask: Tensor) -> Tensor:
@@ -761,11 +784,11 @@ def parents_of(mask: Tensor) -> Tensor:
     return torch.where(ancestors, nodes, -1).amax(-1)  # parents precede children
 
 
-def _rows_above(parents: Tensor, count: Tensor, taps: int, left: int) -> Tensor:
-    """Return the row before each one in `delta_rule`, along its path: [B, taps - 1 + R + T]."""
-    in_order = torch.arange(taps - 1 + left, device=parents.device).sub(1).clamp(min=0)
-    last = (taps - 2 + count)[:, None]  # [B, 1], the row before node 0
-    of_nodes = torch.where(parents < 0, last, taps - 1 + left + parents)  # [B, T]
+def _rows_above(parents: Tensor, count: Tensor, before: int, left: int) -> Tensor:
+    """Return the row before each one in `delta_rule`, along its path: [B, before + R + T]."""
+    in_order = torch.arange(before + left, device=parents.device).sub(1).clamp(min=0)
+    last = (before - 1 + count)[:, None]  # [B, 1], the row before node 0
+    of_nodes = torch.where(parents < 0, last, before + left + parents)  # [B, T]
     return torch.cat((in_order.expand(len(parents), -1), of_nodes), 1)
 
 
