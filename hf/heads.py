@@ -571,17 +571,27 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     count = eagle3.draft_vocab if eagle3 else _d2t_size(files, size)
     if count == size:  # the official code drops d2t then
         return None
-    ids, order = _sorted_draft_ids(files, count, size)
-    if eagle3 and (order.diff() < 0).any():
-        for name in {eagle3.lm_head, scale_name(eagle3.lm_head)} & set(files.readers):
-            files.readers[name] = partial(_read_permuted, files.readers[name], order)
-        if eagle3.lm_head in files.quantized:  # in the blocks of a GGUF file
-            blocks = files.quantized[eagle3.lm_head]()._replace(order=order)
-            files.quantized[eagle3.lm_head] = lambda: blocks
+    ids, order = drafted_ids(files, count, size)
+    if eagle3:
+        order_rows(files, eagle3.lm_head, order)
     return DraftVocab(size, ids.to(device))
 
 
-def _sorted_draft_ids(files: HeadFiles, count: int, size: int) -> tuple[Tensor, Tensor]:
+def order_rows(files: TensorSource, name: str, order: Tensor) -> None:
+    """Put the rows of a weight, one for each drafted token, in another order.
+
+    Writes: the reader of the weight, if there is one.
+    """
+    if not (order.diff() < 0).any():
+        return
+    for part in {name, scale_name(name)} & set(files.readers):
+        files.readers[part] = partial(_read_permuted, files.readers[part], order)
+    if name in files.quantized:  # in the blocks of a GGUF file
+        blocks = files.quantized[name]()._replace(order=order)
+        files.quantized[name] = lambda: blocks
+
+
+def drafted_ids(files: TensorSource, count: int, size: int) -> tuple[Tensor, Tensor]:
     """Read the ids of the `count` tokens in `d2t`. size: of the target's vocabulary
 
     Returns: ([Vd] ids, ascending; [Vd] their places in the file), int64.

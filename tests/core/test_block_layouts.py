@@ -1,0 +1,414 @@
+"""Block drafters as the package speculators writes them: its own scores on the same weights, files, and vanilla's tokens.
+
+golden/block_heads/speculators.safetensors has the scores of the official code (golden/README.md) on the directories that
+`write_head` makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_tree import DecodedTokens, StaticTree
+from drafters import DrafterUpdate, DraftInputs
+from extras.block_draft import BlockDrafter, SparkDrafter, load_head
+from fusions import AddNorm, FusedLayers
+from generate import generate, load
+from helpers import GOLDEN, PROMPTS, golden_target
+
+TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
+LAYER = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None, "head_dim": 16,
+    "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 96,
+    "max_position_embeddings": 128, "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 4,
+    "num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": None, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False, "use_cache": True,
+    "vocab_size": 128,
+}  # fmt: skip
+WINDOW = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 4,
+    "use_sliding_window": True,
+}
+FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False}
+COMMON = {
+    "aux_hidden_state_layer_ids": [1, 2, 4, 5, 7], "block_size": 6, "dtype": "float32", "mask_token_id": 127,
+    "sample_from_anchor": False, "sliding_window_non_causal": False, "speculators_version": "0.9.0",
+    "target_hidden_size": None, "tie_word_embeddings": False, "draft_vocab_size": 128,
+}  # fmt: skip
+FURTHER = {  # kind -> its layers' keys, its own keys
+    "dflash": (WINDOW, {"draft_vocab_size": 40}),
+    "dflash2": (WINDOW, {
+        "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6,
+        "sliding_window_non_causal": True,
+    }),
+    "dspark": (FULL, {
+        "markov_rank": 32, "markov_head_type": "vanilla", "enable_confidence_head": True,
+        "confidence_head_with_markov": True, "draft_vocab_size": 40,
+    }),
+}  # fmt: skip
+DRAFTED = (torch.arange(40) * 7 + 3) % 128  # not in order
+STARTS = (7, 9, 13)  # roots of the recorded drafts
+LEVELS = 5
+
+
+def config_of(kind: str) -> dict:
+    """The content of config.json."""
+    layer, own = FURTHER[kind]
+    greedy = {
+        "accept_tolerance": 0.0,
+        "proposal_type": "greedy",
+        "speculative_tokens": 5,
+        "verifier_accept_k": 1,
+    }
+    verifier = {"architectures": ["LlamaForCausalLM"], "name_or_path": None}
+    method = {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [greedy],
+        "verifier": verifier,
+    }
+    return COMMON | own | {
+        "architectures": [{"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}[kind] + "DraftModel"],
+        "speculators_config": method, "speculators_model_type": kind, "transformer_layer_config": LAYER | layer,
+    }  # fmt: skip
+
+
+def shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    found = {"norm.weight": (64,), "hidden_norm.weight": (64,), "fc.weight": (64, 320)}
+    for i in range(2):
+        names = {
+            "input_layernorm": (64,), "post_attention_layernorm": (64,),
+            "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
+            "self_attn.o_proj": (64, 64), "self_attn.q_norm": (16,), "self_attn.k_norm": (16,),
+            "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
+        }  # fmt: skip
+        found |= {f"layers.{i}.{name}.weight": shape for name, shape in names.items()}
+        if kind == "dflash2":
+            for conv in ("attention_conv", "mlp_conv"):
+                found[f"layers.{i}.{conv}.base_kernel"] = (2, 3, 64)
+                found[f"layers.{i}.{conv}.kernel_projection.weight"] = (48, 64)
+    if kind == "dflash2":
+        found |= {
+            f"candidate_selector.{name}_codebook": (128, 8) for name in ("predecessor", "successor")
+        }
+        found["candidate_selector.hidden_projection.weight"] = (8, 64)
+    else:
+        found["lm_head.weight"] = (40, 64)
+    if kind == "dspark":
+        found |= {
+            "markov_head.markov_w1.weight": (128, 32), "markov_head.markov_w2.weight": (40, 32),
+            "confidence_head.proj.weight": (1, 96), "confidence_head.proj.bias": (1,),
+        }  # fmt: skip
+    return found
+
+
+def weights(kind: str) -> dict[str, torch.Tensor]:
+    """Random weights, the same everywhere."""
+    draw = numpy.random.RandomState(5).standard_normal
+    found = {}
+    for name, shape in sorted(shapes(kind).items()):
+        noise = torch.from_numpy(draw(shape)).float()
+        if name.endswith("norm.weight"):
+            found[name] = 1 + 0.2 * noise
+        elif "markov_w1" in name or "codebook" in name:
+            found[name] = noise
+        else:
+            found[name] = noise * shape[-1] ** -0.5 * 1.5
+    if kind != "dflash2":
+        found["d2t"] = DRAFTED - torch.arange(40)
+        found["t2d"] = torch.zeros(128, dtype=torch.bool).index_fill(0, DRAFTED, True)
+    return found
+
+
+def write_head(path: Path, kind: str, changes: dict | None = None, **tensors) -> Path:
+    """Write a head. changes: to config.json; tensors: to the weights, by name, None: left out"""
+    path.mkdir(exist_ok=True)
+    config = config_of(kind) | (changes or {})
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    held = {name: value for name, value in (weights(kind) | tensors).items() if value is not None}
+    save_file(held, path / "model.safetensors")
+    return path
+
+
+def taps() -> torch.Tensor:
+    """The hidden states of the target that the recorded drafts read, [1, 18, 5 F]."""
+    return torch.from_numpy(numpy.random.RandomState(7).standard_normal((1, 18, 5 * 64))).float()
+
+
+@functools.cache
+def recorded() -> dict[str, torch.Tensor]:
+    """The official code's scores, and the text, `ids`."""
+    folder = GOLDEN / "block_heads"
+    ids = load_file(folder / "trace.safetensors")["ids"]
+    return load_file(folder / "speculators.safetensors") | {"ids": ids}
+
+
+def drafter_of(path: Path, tree=None) -> BlockDrafter:
+    target = golden_target(TARGET)
+    head = load_head(path, target)
+    kind = SparkDrafter if head.config.scores_pairs else BlockDrafter
+    return kind(head, target, tree or StaticTree.chain(LEVELS))
+
+
+def drafts(drafter: BlockDrafter):
+    """The states and roots of the recorded drafts, one after the other, on one cache."""
+    ids = recorded()["ids"]
+    state = drafter.init(1, 64)
+    read = 0
+    for start in STARTS:
+        features = torch.cat((torch.zeros(1, start - read, 64), taps()[:, read:start]), -1)
+        count = torch.tensor([start - read])
+        state = drafter.extend(state, DrafterUpdate(ids[None, read : start + 1], features, count))
+        read = start
+        yield state, DraftInputs(None, DecodedTokens(ids[None], torch.tensor([start])))
+
+
+def level_scores(drafter: SparkDrafter, state, inputs: DraftInputs, chain: torch.Tensor):
+    """The scores and the confidence of each level behind the tokens of a chain."""
+    before = torch.cat((inputs.text.root, chain[:-1]))
+    out, _ = drafter.root_output(state, inputs)
+    for level in range(LEVELS):
+        frontier = SimpleNamespace(tokens=before[None, level : level + 1])
+        out = drafter.forward_nodes(state, frontier, out, None, None)
+        hidden = out.hidden[:, level, None]
+        sure = drafter.head.confidence(hidden, out.before) if drafter.head.config.confidence else 0
+        yield drafter.logits_of(out, level)[0, 0], sure
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+
+def test_dflash_with_a_window_and_some_tokens(tmp_path):
+    """Its first layer sees four tokens before the root; it drafts 40 tokens, which are not in order in the file."""
+    drafter = drafter_of(write_head(tmp_path / "head", "dflash"))
+    order = DRAFTED.argsort()
+    assert drafter.vocab.ids.tolist() == DRAFTED[order].tolist()
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        ours = drafter.level_scores(state, inputs)[0]
+        assert (ours - recorded()["dflash.logits"][number][:, order]).abs().max() < 1e-4
+        chain = drafter.propose(state, inputs).tokens[0, 1:]
+        assert chain.tolist() == DRAFTED[recorded()["dflash.logits"][number].argmax(-1)].tolist()
+
+
+def test_dsparks_bias_and_confidence_over_some_tokens(tmp_path):
+    """Its root is the bonus token: a position predicts its own token, as without the bias."""
+    drafter = drafter_of(write_head(tmp_path / "head", "dspark"))
+    order = DRAFTED.argsort()
+    trace = recorded()
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        chain = trace["dspark.tokens"][number]
+        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
+        for level, (z, sure) in enumerate(level_scores(drafter, state, inputs, chain)):
+            assert (z - trace["dspark.logits"][number, level, order]).abs().max() < 1e-4
+            official = trace["dspark.confidence"][number, level].sigmoid().log()
+            assert (sure - official).abs().max() < 1e-5
+
+
+def test_dflash2_convolves_and_selects(tmp_path):
+    """A level's scores are those of its best six tokens behind the token before; other tokens are not drafted."""
+    drafter = drafter_of(write_head(tmp_path / "head", "dflash2"))
+    trace = recorded()
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        chain = trace["dflash2.tokens"][number]
+        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
+        for level, (z, _) in enumerate(level_scores(drafter, state, inputs, chain)):
+            best = trace["dflash2.candidates"][number, level]
+            assert (z[best] - trace["dflash2.logits"][number, level]).abs().max() < 1e-4
+            others = torch.ones(128, dtype=torch.bool).index_fill(0, best, False)
+            assert z[others].max() < -1e29
+
+
+ZLAB = {  # DFlash2's keys beside the layers', as z-lab has them
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {
+        "block_size": 6, "conv_group_size": 8, "conv_kernel_size": 3, "mask_token_id": 127, "selector_rank": 8,
+        "selector_top_k": 6, "target_layer_ids": [0, 1, 3, 4, 6],
+    },
+}  # fmt: skip
+
+
+def write_zlab(path: Path, changes: dict | None = None, **tensors) -> Path:
+    """Write DFlash2's weights with z-lab's keys. tensors: as for `write_head`"""
+    write_head(path, "dflash2", **tensors)
+    config = LAYER | WINDOW | ZLAB | (changes or {})
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind, changes", [("mixed", {}), ("free", {"is_causal": False})])
+def test_windows_as_z_lab_counts_them(kind, changes, tmp_path):
+    """From each position, and to both sides where the block is not causal."""
+    drafter = drafter_of(write_zlab(tmp_path / "head", changes))
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        ours = drafter.level_scores(state, inputs)[0]
+        assert (ours - recorded()[f"zlab.{kind}"][number]).abs().max() < 1e-4
+    assert (recorded()["zlab.mixed"] - recorded()["zlab.free"]).abs().max() > 0.1
+
+
+def test_a_cut_block_scores_as_a_whole_one(tmp_path):
+    """Where no position sees those behind it, a tree of few levels runs few positions."""
+    path = write_zlab(tmp_path / "head", {"is_causal": True})
+    deep, shallow = (drafter_of(path, StaticTree.chain(levels)) for levels in (LEVELS, 1))
+    for state, inputs in drafts(deep):
+        want = deep.level_scores(state, inputs)[:, :1]
+        assert (shallow.level_scores(state, inputs) - want).abs().max() < 1e-5
+
+
+def test_factor_cap_and_scale(tmp_path):
+    """Scores are multiplied, then capped; embeddings of the block are scaled."""
+    plain = drafter_of(write_zlab(tmp_path / "plain"))
+    factor = drafter_of(
+        write_zlab(tmp_path / "a", {"output_multiplier": 0.5, "final_logit_softcapping": 3.0})
+    )
+    scale = drafter_of(write_zlab(tmp_path / "b", {"input_embedding_scale": 8.0}))
+    for (state, inputs), (other, _) in zip(drafts(plain), drafts(factor)):
+        want = 3 * torch.tanh(plain.level_scores(state, inputs) * 0.5 / 3)
+        assert (factor.level_scores(other, inputs) - want).abs().max() < 1e-5
+    tokens = torch.tensor([[5, 127]])
+    ours, theirs = (drafter.head.embed(tokens, tokens, None).stream for drafter in (scale, plain))
+    assert torch.equal(ours, theirs * 8)
+
+
+# ------------------------------------------------------------------------------------------- loops
+
+SETTINGS = {
+    "checkpoint": str(GOLDEN / TARGET),
+    "device": "cpu",
+    "max_new_tokens": 24,
+    "ignore_eos": True,
+    "seed": 7,
+}
+WRITERS = {kind: functools.partial(write_head, kind=kind) for kind in FURTHER} | {
+    "z-lab": write_zlab
+}
+
+
+@functools.cache
+def vanilla(temperature: float, batch: int, dtype: str) -> list[list[int]]:
+    options = {"temperature": temperature, "batch_size": batch, "dtype": dtype}
+    return generate(load(draft="none", **SETTINGS, **options), PROMPTS[:batch]).tokens
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("temperature, batch, options", [
+    (0.0, 1, {"dtype": "float32"}), (1.0, 2, {"dtype": "float32"}),
+    (1.0, 1, {"dtype": "bfloat16", "quant_draft": "int4", "compile": True}),
+    (0.0, 2, {"dtype": "bfloat16", "quant_draft": "int8"}),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", WRITERS)
+def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
+    head = str(WRITERS[kind](tmp_path / "head"))
+    engine = load(
+        head=head, tree=tree, temperature=temperature, batch_size=batch, **SETTINGS, **options
+    )
+    assert engine.option("draft") == "block"
+    found = generate(engine, PROMPTS[:batch])
+    assert found.tokens == vanilla(temperature, batch, options["dtype"])
+    assert found.stats["accept_lengths"]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_merged_steps_compute_the_same(kind, tmp_path):
+    """As CUDA merges them; a convolution takes rows that a norm has finished."""
+    drafter = drafter_of(WRITERS[kind](tmp_path / "head"))
+    head = drafter.head
+    for state, inputs in drafts(drafter):
+        want = drafter.run_block(state, inputs)
+        head.fused_layers = FusedLayers(head.layers, head.last, head)
+        steps = head.fused_layers.segments[0].steps
+        readers = {step.reader for step in steps if isinstance(step, AddNorm)}
+        assert readers == ({""} if head.config.model.conv_taps else {"w13", "wqkv"})
+        assert (drafter.run_block(state, inputs) - want).abs().max() < 1e-5
+        head.fused_layers = None
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("changes, predicts_next", [
+    ({}, False), ({"sample_from_anchor": None}, False), ({"sample_from_anchor": True}, True),
+])  # fmt: skip
+def test_what_dsparks_root_predicts(changes, predicts_next, tmp_path):
+    """Older files have no sample_from_anchor, and drafted one token less than the block has positions."""
+    head = load_head(write_head(tmp_path / "head", "dspark", changes), golden_target(TARGET))
+    assert head.config.predicts_next == predicts_next and head.config.levels == 5 + predicts_next
+
+
+def test_specforges_dspark_has_a_bonus_root(tmp_path):
+    """Its keys are in dflash_config; DeepSpec's, with the same names, are at the top."""
+    flags = {
+        "block_size": 6,
+        "mask_token_id": 127,
+        "target_layer_ids": [0, 1, 3, 4, 6],
+        "markov_rank": 32,
+    }
+    training = {
+        "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
+        "markov_head_type": "vanilla",
+    }
+    keys = LAYER | FULL | {"dflash_config": flags | training | {"projector_type": "dspark"}}
+    path = write_head(tmp_path / "head", "dspark", d2t=None, t2d=None, **{
+        "lm_head.weight": None, "markov_head.markov_w2.weight": torch.zeros(128, 32),
+    })  # fmt: skip
+    (path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    assert load_head(path, golden_target(TARGET)).config.levels == 5
+    keys["dflash_config"] = flags
+    (path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    assert load_head(path, golden_target(TARGET)).config.levels == 6
+
+
+def test_codebooks_under_the_names_of_z_labs_class(tmp_path):
+    target = golden_target(TARGET)
+    books = {name: tensor for name, tensor in weights("dflash2").items() if "codebook" in name}
+    other = {f"{name}.weight": tensor for name, tensor in books.items()} | dict.fromkeys(books)
+    ours = load_head(write_zlab(tmp_path / "a"), target).selector_before.weight
+    assert torch.equal(
+        load_head(write_zlab(tmp_path / "b", **other), target).selector_before.weight, ours
+    )
+
+
+def test_files_of_speculators_have_no_notes(tmp_path, capsys):
+    for kind in WRITERS:
+        load_head(WRITERS[kind](tmp_path / kind), golden_target(TARGET))
+    assert capsys.readouterr().err == ""
+
+
+LAYER_OF = {kind: LAYER | layer for kind, (layer, _) in FURTHER.items()}
+WRONG = [
+    ("dflash", {"speculators_model_type": "xpress"}, {}, "speculators_model_type must be dflash or dspark or dflash2; it is 'xpress'"),
+    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"sliding_window": None}}, {}, "there is no window"),
+    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"layer_types": ["full_attention"]}}, {}, "layer_types must name 2 layers; it names 1"),
+    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"layer_types": ["linear_attention"] * 2}}, {}, "layer_types must be a list of full_attention and sliding_attention"),
+    ("dflash", {"aux_hidden_state_layer_ids": [1, 2, 4, 5, 8]}, {}, r"must ascend, up to.*\(6\); they are 0, 1, 3, 4, 7"),
+    ("dflash", {"mask_token_id": None}, {}, "the key 'mask_token_id' is missing"),
+    ("dflash", {"draft_vocab_size": 41}, {}, r"d2t must hold draft_vocab_size \(41\) whole numbers"),
+    ("dflash", {}, {"d2t": None}, "the weight d2t is missing"),
+    ("dflash", {}, {"lm_head.weight": None}, r"1 missing weight\(s\): lm_head.weight"),
+    ("dflash", {}, {"d2t": torch.zeros(40, dtype=torch.int64) - 1}, "d2t reaches the token -1"),
+    ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla; it is 'rnn'"),
+    ("dflash2", {"conv_group_size": 7}, {}, r"conv_group_size must divide hidden_size \(64\); it is 7"),
+    ("dflash2", {"conv_kernel_size": 2}, {}, "attention_conv"),
+    ("dflash2", {"selector_top_k": 129}, {}, r"selector_top_k must be 1 to vocab_size \(128\); it is 129"),
+    ("dflash2", {"selector_rank": 9}, {}, "candidate_selector"),
+    ("dflash2", {"selector_rank": None}, {}, r"3 unexpected weight\(s\): candidate_selector"),
+    ("dflash2", {"projector_type": "domino"}, {}, "projector_type must be dspark or dflash2; it is 'domino'"),
+    ("dflash2", {"use_swa": True}, {}, "use_swa must be false"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_wrong_files_are_named(number, tmp_path):
+    kind, changes, tensors, message = WRONG[number]
+    path = write_head(tmp_path / "head", kind, changes, **tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        load_head(path, golden_target(TARGET))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
