@@ -200,6 +200,7 @@ class BlockDrafter(LevelDrafter):
         super().__init__(target, tree, **defaults | options)
         assert self.tree.depth <= head.config.levels, (self.tree.depth, head.config)
         self.head = head
+        self.levels = head.config.levels
         self.layers = head.layers
         self.aux_layers = head.aux_layers
         self.lm_head = lm_head or head.lm_head or target.lm_head

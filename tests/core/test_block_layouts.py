@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from draft_tree import DecodedTokens, StaticTree
 from drafters import DrafterUpdate, DraftInputs
+from eagle_draft import ParallelEagleDrafter
+from eagle_draft import load_head as load_eagle
 from extras.block_draft import BlockDrafter, SparkDrafter, load_head
 from fusions import AddNorm, FusedLayers
 from generate import generate, load
@@ -277,6 +279,86 @@ def test_factor_cap_and_scale(tmp_path):
     assert torch.equal(ours, theirs * 8)
 
 
+# ------------------------------------------------------------------------------------------ P-EAGLE
+
+PEAGLE = {
+    "architectures": ["PEagleDraftModel"], "draft_vocab_size": 40, "dtype": "float32",
+    "eagle_aux_hidden_state_layer_ids": [1, 4, 6], "embed_requires_grad": True, "fc_norm": False, "mask_token_id": 127,
+    "norm_before_fc": False, "norm_before_residual": False, "norm_output": False, "speculators_model_type": "peagle",
+    "speculators_version": "0.9.0", "target_hidden_size": None, "tie_word_embeddings": False,
+    "transformer_layer_config": LAYER | FULL,
+}  # fmt: skip
+
+
+def write_peagle(path: Path, changes: dict | None = None, **tensors) -> Path:
+    """Write a P-EAGLE head. Arguments as for `write_head`."""
+    path.mkdir(exist_ok=True)
+    sizes = {"embed_tokens.weight": (128, 64), "fc.weight": (64, 192), "mask_hidden": (1, 1, 192)}
+    sizes |= {"layers.0.hidden_norm.weight": (64,)}
+    for name, shape in shapes("dflash").items():
+        if name not in ("hidden_norm.weight", "fc.weight"):
+            doubled = name.startswith("layers.0.") and name[-13:-7] in (
+                "q_proj",
+                "k_proj",
+                "v_proj",
+            )
+            sizes[name] = (shape[0], 128) if doubled else shape
+    draw = numpy.random.RandomState(5).standard_normal
+    held = {}
+    for name, shape in sorted(sizes.items()):
+        noise = torch.from_numpy(draw(shape)).float()
+        if name.endswith("norm.weight"):
+            held[name] = 1 + 0.2 * noise
+        elif name in ("embed_tokens.weight", "mask_hidden"):
+            held[name] = noise
+        else:
+            held[name] = noise * shape[-1] ** -0.5 * 1.5
+    held |= {name: weights("dflash")[name] for name in ("d2t", "t2d")} | tensors
+    (path / "config.json").write_text(json.dumps(PEAGLE | (changes or {})), encoding="utf-8")
+    held = {name: value for name, value in held.items() if value is not None}
+    save_file(held, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("depth", [1, LEVELS])
+def test_peagle_drafts_all_levels_in_one_pass(depth, tmp_path):
+    """Its masks see the confirmed tokens and the masks before them."""
+    target = golden_target(TARGET)
+    head = load_eagle(write_peagle(tmp_path / "head"), target)
+    drafter = ParallelEagleDrafter(head, target, StaticTree.chain(depth))
+    trace = recorded()
+    order = DRAFTED.argsort()
+    ids = trace["ids"]
+    state = drafter.init(1, 64)
+    read = 0
+    for number, start in enumerate(STARTS):
+        features = torch.cat((torch.zeros(1, start - read, 64), taps()[:, read:start, :192]), -1)
+        count = torch.tensor([start - read])
+        state = drafter.extend(state, DrafterUpdate(ids[None, read : start + 1], features, count))
+        read = start
+        inputs = DraftInputs(None, DecodedTokens(ids[None], torch.tensor([start])))
+        out, _ = drafter.root_output(state, inputs)
+        for level in range(depth):
+            ours = drafter.logits_of(out, level)[0, 0]
+            assert (ours - trace["peagle.logits"][number, level, order]).abs().max() < 1e-4
+        chain = drafter.propose(state, inputs).tokens[0, 1:]
+        best = trace["peagle.logits"][number, :depth].argmax(-1)
+        assert chain.tolist() == DRAFTED[best].tolist()
+
+
+@pytest.mark.parametrize("changes, tensors, message", [
+    ({"mask_token_id": None}, {}, "mask_hidden makes it a P-EAGLE head, which needs a mask_token_id"),
+    ({"mask_token_id": 128}, {}, r"below vocab_size \(128\); it is 128"),
+    ({}, {"mask_hidden": torch.zeros(1, 1, 64)}, "mask_hidden"),
+    ({}, {"mask_hidden": None, "layers.1.mlp.up_proj.weight": None}, "missing weight"),
+])  # fmt: skip
+def test_wrong_files_of_peagle(changes, tensors, message, tmp_path):
+    path = write_peagle(tmp_path / "head", changes, **tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        load_eagle(path, golden_target(TARGET))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
 # ------------------------------------------------------------------------------------------- loops
 
 SETTINGS = {
@@ -287,7 +369,8 @@ SETTINGS = {
     "seed": 7,
 }
 WRITERS = {kind: functools.partial(write_head, kind=kind) for kind in FURTHER} | {
-    "z-lab": write_zlab
+    "z-lab": write_zlab,
+    "peagle": write_peagle,
 }
 
 
@@ -309,13 +392,13 @@ def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
     engine = load(
         head=head, tree=tree, temperature=temperature, batch_size=batch, **SETTINGS, **options
     )
-    assert engine.option("draft") == "block"
+    assert engine.option("draft") == ("eagle" if kind == "peagle" else "block")
     found = generate(engine, PROMPTS[:batch])
     assert found.tokens == vanilla(temperature, batch, options["dtype"])
     assert found.stats["accept_lengths"]
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", [*FURTHER, "z-lab"])
 def test_merged_steps_compute_the_same(kind, tmp_path):
     """As CUDA merges them; a convolution takes rows that a norm has finished."""
     drafter = drafter_of(WRITERS[kind](tmp_path / "head"))
@@ -377,8 +460,9 @@ def test_codebooks_under_the_names_of_z_labs_class(tmp_path):
 
 
 def test_files_of_speculators_have_no_notes(tmp_path, capsys):
-    for kind in WRITERS:
+    for kind in (*FURTHER, "z-lab"):
         load_head(WRITERS[kind](tmp_path / kind), golden_target(TARGET))
+    load_eagle(write_peagle(tmp_path / "peagle", {"norm_output": None}), golden_target(TARGET))
     assert capsys.readouterr().err == ""
 
 
