@@ -7,16 +7,17 @@
    tokens of a path. In a causal block a position attends to those before it only.
 3. The tree grows from these scores without further passes (`LevelDrafter`). DSpark adds a bias of
    low rank for the token before, and a confidence that a level's token is accepted at all. DFlash2
-   scores pairs of that token and the best tokens of a level.
+   and DSpine score pairs of that token and the best tokens of a level.
 
 Sources: DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394), DSpark (arXiv 2607.05147), DFlash2
-(z-lab/dflash, dflash/model.py @10129599).
+(z-lab/dflash, dflash/model.py @10129599), DSpine (sgl-project/SpecForge @64ab5ca).
 Trade-off: a block whose positions see each other always has the size that it was trained with;
 a causal one has as many positions as the tree has levels. Not here: the files (hf/block_heads.py).
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,8 @@ class BlockHead(Transformer):
             self.selector_before = _token_rows(model.vocab_size, config.selector_rank)
             self.selector_after = _token_rows(model.vocab_size, config.selector_rank)
             self.selector_hidden = Linear(model.dim, config.selector_rank, bias=False)
+        if config.transfer_rank:
+            self.codes = _token_rows(model.vocab_size, config.transfer_rank)
         if config.confidence:
             self.confidence_weight = nn.Parameter(torch.zeros(1, config.confidence))
             bias = nn.Parameter(torch.zeros(1)) if config.confidence_bias else None
@@ -108,7 +111,10 @@ class BlockHead(Transformer):
         if window is None:
             return rows
         windows = {size: self.slide(window, size) for size in self.windows}
-        return replace_fields(rows, windows={0: window} | windows)
+        rows = replace_fields(rows, windows={0: window} | windows)
+        if self.config.transfer_rank:
+            rows = rows.put("embedded", self.token_rows(tokens[:, :1]))
+        return rows
 
     def slide(self, window: Window, size: int) -> Window:
         """Return what the positions of a block see in a layer with a window of `size` tokens.
@@ -141,23 +147,42 @@ class BlockHead(Transformer):
             return self.selector_before(tokens)
         if self.config.markov_rank:
             return self.markov_w1(tokens)
+        if self.config.transfer_rank:
+            return math.sqrt(self.config.transfer_rank) * self.codes(tokens)
         return self.norm.weight.new_zeros(*tokens.shape, 0)
 
-    def score_pairs(self, scores: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+    def score_pairs(
+        self, scores: Tensor, hidden: Tensor, before: Tensor, lm_head: nn.Module
+    ) -> Tensor:
         """Score the tokens of a level behind each of the tokens before: [B, R or 1, Vd] fp32.
 
         scores: [B, 1, Vd] fp32; hidden: [B, 1, F], of the level; before: [B, R, rank]
         """
         if self.config.markov_rank:
             return scores + self.markov_w2(before)
-        if not self.config.selector_rank:
+        if not self.config.selector_top:
             return scores
         best, ids = scores.topk(self.config.selector_top)  # [B, 1, K]
-        after = self.selector_after(ids[:, 0]).float()  # [B, K, rank]
-        context = before.float() * self.selector_hidden(hidden).float()  # [B, R, rank]
-        pairs = best + context @ after.transpose(1, 2)  # [B, R, K]
+        if self.config.transfer_rank:
+            pairs = self.refined(hidden, before, ids, lm_head)  # [B, R, K]
+        else:
+            after = self.selector_after(ids[:, 0]).float()  # [B, K, rank]
+            context = before.float() * self.selector_hidden(hidden).float()  # [B, R, rank]
+            pairs = best + context @ after.transpose(1, 2)
         others = torch.full_like(scores, UNSELECTED).expand(-1, before.shape[1], -1)
         return others.scatter(2, ids.expand_as(pairs), pairs)
+
+    def refined(self, hidden: Tensor, before: Tensor, ids: Tensor, lm_head: nn.Module) -> Tensor:
+        """Score some tokens from a level's state, told the token before: [B, R, K] fp32.
+
+        ids: [B, 1, K]; other operands as for `score_pairs`
+        """
+        hidden = hidden.expand(-1, before.shape[1], -1)
+        told = self.norm(self.injection(hidden, self.injection.code(hidden), before))  # [B, R, F]
+        if lm_head.packed:  # its rows are not read one by one
+            return self.score(told, lm_head).gather(2, ids.expand(-1, told.shape[1], -1))
+        rows = lm_head.weight[ids[:, 0]].float()  # [B, K, F]
+        return told.float() @ rows.transpose(1, 2)
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Compute the logarithm of the probability that a level's token is accepted.
@@ -231,6 +256,7 @@ class BlockDrafter(LevelDrafter):
     def run_block(self, state: BlockState, inputs: DraftInputs) -> Tensor:
         """Run the block: [B, D, F], the input of the LM head for each level.
 
+        Of DSpine, the last layer's outputs before `Inject` are behind it: [B, D, 2 F].
         Writes: slots length .. length + block_size - 1.
         """
         block = self.head.config
@@ -241,7 +267,8 @@ class BlockDrafter(LevelDrafter):
             window = Window(window.slots, window.start, torch.ones_like(window.mask))
         tokens = torch.full_like(window.slots, block.mask_token)  # [B, T]
         tokens = torch.cat((inputs.text.root[:, None], tokens[:, 1:]), 1)
-        hidden = self.head(tokens, window.slots, state.cache, window)  # [B, T, F]
+        aux_layers = (len(self.layers),) if block.transfer_rank else ()
+        hidden = self.head(tokens, window.slots, state.cache, window, aux_layers=aux_layers)
         return hidden[:, first : first + self.tree.depth]
 
     def level_scores(self, state: BlockState, inputs: DraftInputs) -> Tensor:
@@ -266,8 +293,9 @@ class SparkDrafter(BlockDrafter):
     def root_output(self, state: BlockState, inputs: DraftInputs) -> tuple[SparkLevels, Tensor]:
         hidden = self.run_block(state, inputs)
         before = self.head.token_rows(inputs.text.root[:, None])
-        scores = self.head.score(hidden, self.lm_head)
-        return SparkLevels(hidden, scores, before), inputs.text.pos
+        dim = self.head.config.model.dim
+        scores = self.head.score(hidden[..., :dim], self.lm_head)
+        return SparkLevels(hidden[..., -dim:], scores, before), inputs.text.pos
 
     def forward_nodes(
         self,
@@ -281,9 +309,8 @@ class SparkDrafter(BlockDrafter):
 
     def logits_of(self, out: SparkLevels, level: int) -> Tensor:
         """Score the children of each node: [B, R, Vd]; [B, 1, Vd] where all have the same."""
-        return self.head.score_pairs(
-            out.scores[:, level, None], out.hidden[:, level, None], out.before
-        )
+        scores, hidden = out.scores[:, level, None], out.hidden[:, level, None]
+        return self.head.score_pairs(scores, hidden, out.before, self.lm_head)
 
     def score_children(
         self, out: SparkLevels, level: int, inputs: DraftInputs

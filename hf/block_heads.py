@@ -8,9 +8,10 @@ layers of the target, and `hidden_norm` behind it. `read_keys` puts their keys s
   DeepSpec's files, or with `sample_from_anchor`, a position predicts the token after its own.
 - DFlash2: convolutions in the layers, and a selector among each position's best tokens
   (`candidate_selector`).
+- DSpine: codes of tokens that a position hands to the next (`injection`, `transfer_codes`).
 Sources: the official code of JetSpec and DeepSpec; z-lab/dflash, dflash/model.py @10129599; the
 package speculators 0.9.0, models/dflash, dspark and dflash2; sgl-project/SpecForge @a6b6b02,
-`DSparkDraftModel`. Not here: modules (extras/block_draft.py).
+`DSparkDraftModel`, and @64ab5ca, `DSpineDraftModel`. Not here: modules (extras/block_draft.py).
 """
 
 from __future__ import annotations
@@ -66,12 +67,20 @@ NO = Rule("false", lambda v: v is False)
 SIZE = integer(1, 2**20)
 # keys of training, and of what the tensors say
 TRAINING = {
+    "alignment_warmup_steps",
+    "alignment_weight",
+    "candidate_mass_threshold",
+    "ce_weight",
     "confidence_head_alpha",
     "confidence_head_with_markov",
     "embed_requires_grad",
     "enable_confidence_head",
     "max_anchors",
     "num_anchors",
+    "replacement_end_ratio",
+    "replacement_hold_ratio",
+    "replacement_layers",
+    "replacement_probability",
     "target_hidden_size",
     "use_sliding_window",
 }
@@ -100,6 +109,8 @@ class HFBlockHead(HFHead):
     conv_group_size: int = key(SIZE, 1)
     selector_rank: int = key(SIZE, 0)
     selector_top_k: int = key(SIZE, 0)
+    transfer_rank: int = key(SIZE, 0)
+    message_size: int = key(SIZE, 512)
     input_embedding_scale: float = key(positive(1e6), 1.0)
     output_multiplier: float = key(positive(1e6), 1.0)
     final_logit_softcapping: float | None = key(
@@ -112,6 +123,7 @@ class HFNestedBlockHead:
     """The keys with keys of their own, and those of speculators with other names."""
 
     dflash_config: dict | None = key(OBJECT, None)
+    dspine_config: dict | None = key(OBJECT, None)
     transformer_layer_config: dict | None = key(OBJECT, None)  # speculators': of the layers
     speculators_model_type: str | None = key(only("dflash", "dspark", "dflash2"), None)
     # speculators': layers whose inputs fc takes
@@ -136,6 +148,7 @@ class BlockConfig:
     score_cap: float = 0.0  # scores go through cap * tanh(z / cap); 0: they do not
     selector_rank: int = 0  # 0: no selector
     selector_top: int = 0  # tokens of a level that it chooses among
+    transfer_rank: int = 0  # numbers of a token's code, as in its layers
     markov_rank: int = 0  # 0: no bias
     confidence: int = 0  # inputs of the confidence; 0: none
     confidence_bias: bool = False
@@ -155,7 +168,7 @@ class BlockConfig:
     @property
     def scores_pairs(self) -> bool:
         """Return whether a level's scores depend on the token before."""
-        return bool(self.markov_rank or self.confidence or self.selector_rank)
+        return any((self.markov_rank, self.confidence, self.selector_rank, self.transfer_rank))
 
 
 def read_keys(raw: dict) -> dict:
@@ -167,6 +180,9 @@ def read_keys(raw: dict) -> dict:
             raise ValueError(f"{name} is {raw[name]}, and {flags[name]} in dflash_config; keep one")
     own = {name: value for name, value in (raw | flags).items() if value is not None}
     keys = (nested.transformer_layer_config or {}) | own
+    if nested.dspine_config:
+        keys |= {"transfer_rank": 1024} | nested.dspine_config
+        keys["selector_top_k"] = keys.pop("top_k", 16)
     if nested.aux_hidden_state_layer_ids:
         keys["target_layer_ids"] = [layer - 1 for layer in nested.aux_hidden_state_layer_ids]
     rope = keys.get("rope_parameters") or {}
@@ -188,11 +204,14 @@ def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
         keys = read_keys(files.config)
         hf = read_fields(keys, HFBlockHead)
         model = _read_layers(path, keys, hf, tensors)
+    _share_injections(files, model.n_layers)
     by_speculators = "speculators_model_type" in keys
     predicts_next = hf.sample_from_anchor
     if predicts_next is None:  # DeepSpec's files have no such key
         predicts_next = hf.markov_rank is not None and not (hf.projector_type or by_speculators)
     stated = [flag for flag in (hf.causal_head, hf.causal, hf.is_causal) if flag is not None]
+    if hf.transfer_rank:  # as DSpine is trained
+        stated = [True]
     sliding_causal = any(stated) if stated else not hf.sliding_window_non_causal
     vocab = hf.draft_vocab_size or model.vocab_size
     config = BlockConfig(
@@ -210,6 +229,7 @@ def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
         score_cap=hf.final_logit_softcapping or 0.0,
         selector_rank=hf.selector_rank,
         selector_top=hf.selector_top_k,
+        transfer_rank=hf.transfer_rank,
         markov_rank=hf.markov_rank or 0,
         confidence=_inputs_of(files, "confidence_head.proj.weight"),
         confidence_bias="confidence_head.proj.bias" in tensors,
@@ -232,6 +252,21 @@ def _rename(files: TensorSource) -> None:
                 tensors[name] = partial(_flat, tensors[name])
 
 
+def _share_injections(files: TensorSource, layers: int) -> None:
+    """Name the tensors of `injection` by the layers that they are for. Writes: `files`.
+
+    Those that all layers share are read for each of them: they are small.
+    """
+    for name in [name for name in files.readers if name.startswith("injection.")]:
+        read = files.readers.pop(name)
+        part, number, rest = (*name.split(".", 3)[1:], "", "")[:3]
+        if number.isdigit():
+            files.readers[f"layers.{number}.injection.{part}.{rest}"] = read
+            continue
+        for layer in range(layers):
+            files.readers[f"layers.{layer}.{name}"] = read
+
+
 def _flat(read: Callable[[], Tensor]) -> Tensor:
     return read().flatten(0, -2)
 
@@ -252,7 +287,7 @@ def _read_layers(path: Path, keys: dict, hf: HFBlockHead, tensors: set[str]) -> 
         raise ValueError(
             f"conv_group_size must divide hidden_size ({model.dim}); it is {hf.conv_group_size}"
         )
-    if hf.selector_rank and not 0 < hf.selector_top_k <= model.vocab_size:
+    if (hf.selector_rank or hf.transfer_rank) and not 0 < hf.selector_top_k <= model.vocab_size:
         raise ValueError(
             f"selector_top_k must be 1 to vocab_size ({model.vocab_size}); "
             f"it is {hf.selector_top_k}"
@@ -270,6 +305,8 @@ def _read_layers(path: Path, keys: dict, hf: HFBlockHead, tensors: set[str]) -> 
         conv_taps=hf.conv_kernel_size,
         conv_group=hf.conv_group_size,
         input_scale=hf.input_embedding_scale,
+        transfer_rank=hf.transfer_rank,
+        message_size=hf.message_size,
     )
 
 
@@ -289,9 +326,8 @@ def read_vocab(files: TensorSource, config: BlockConfig, device: torch.device) -
 
 def is_unused(name: str) -> bool:
     """Return whether a tensor may stay unused: those of training, and of the vocabulary."""
-    return name.endswith(
-        ("rotary_emb.inv_freq", "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-    )
+    endings = ("rotary_emb.inv_freq", "d2t", "t2d", "transfer_ready")
+    return name.endswith((*endings, "verifier_norm.weight", "verifier_lm_head.weight"))
 
 
 def _inputs_of(files: TensorSource, name: str) -> int:
@@ -384,6 +420,10 @@ def block_names(config: BlockConfig) -> dict[str, tuple[str, ...]]:
         names["confidence_weight"] = ("confidence_head.proj.weight",)
     if config.confidence_bias:
         names["confidence_bias"] = ("confidence_head.proj.bias",)
+    if config.transfer_rank:
+        names["codes.weight"] = ("transfer_codes",)
+        last = f"layers.{config.model.n_layers - 1}."
+        names |= layer_names("", last, config.model.injected(), config.model.names)
     if config.selector_rank:
         names |= {
             "selector_before.weight": ("candidate_selector.predecessor_codebook",),

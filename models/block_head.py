@@ -1,24 +1,31 @@
-"""The layers of a block drafter: Qwen3's, some with a window or with convolutions along the block.
+"""The layers of a block drafter: Qwen3's, with what the drafters of 2026 add along the block.
 
 1. A layer with a window sees the last tokens before the block, and the block (BlockHead.embed).
 2. A layer of DFlash2 mixes each position of the block with those before it, on the way into and
    out of attention and feed-forward (`Convolve`). One projection of the sublayer's input gives the
    dynamic weights of both.
+3. Behind a layer of DSpine each position is told the token that the one before it predicts, by a
+   code; the root's own code is exact (`Inject`).
 
-Sources: z-lab/dflash, dflash/model.py @10129599; vllm-project/speculators 0.9.0, models/dflash2.
+Sources: z-lab/dflash, dflash/model.py @10129599; vllm-project/speculators 0.9.0, models/dflash2;
+sgl-project/SpecForge @64ab5ca, `DSpineDraftModel`.
 Not here: the block itself (extras/block_draft.py), names and keys of files (hf/block_heads.py).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from linear import Linear
 from model import ModelConfig
 from steps import Add, Attend, Norm, Project, Rows, Step
+
+INJECTED = ("readouts", "writes", "message", "receiver_gate", "predecessor_gate")
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class BlockModel(ModelConfig):
     conv_taps: int = 0  # conv_kernel_size: positions that a convolution mixes; 0: none
     conv_group: int = 1  # conv_group_size: numbers of a row that share a dynamic weight
     input_scale: float = 1.0  # input_embedding_scale
+    transfer_rank: int = 0  # numbers of a token's code; 0: none is handed on
+    message_size: int = 0  # numbers that a position makes of its predecessor's code
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -45,10 +54,11 @@ class BlockModel(ModelConfig):
         for name in ("attention", "mlp"):
             convolutions[f"{name}_conv"] = (f"{name}_conv",)
             convolutions[f"{name}_kernel"] = (f"{name}_conv.kernel_projection",)
-        return super().names | convolutions
+        injections = {f"injection.{name}": (f"injection.{name}",) for name in INJECTED}
+        return super().names | convolutions | injections | {"injection": ("injection",)}
 
     def layer(self, i: int) -> tuple[Step, ...]:
-        return (
+        steps = (
             Norm("attention_norm", self.dim, self.norm_eps),
             *self.convolved("attention", self.windowed(i)),
             Add(),
@@ -56,6 +66,16 @@ class BlockModel(ModelConfig):
             *self.convolved("mlp", self.feed_forward()),
             Add(),
         )
+        return steps if i == self.n_layers - 1 else steps + self.injected()
+
+    def last(self) -> tuple[Step, ...]:
+        return self.injected() + super().last()
+
+    def injected(self) -> tuple[Step, ...]:
+        """Return the step behind a layer that hands codes on, if there is one."""
+        if not self.transfer_rank:
+            return ()
+        return (Inject(self.dim, self.transfer_rank, self.message_size),)
 
     def windowed(self, i: int) -> tuple[Step, ...]:
         """Return the steps of attention in layer i."""
@@ -115,3 +135,57 @@ class Convolve(Step):
             before = F.pad(rows.h, (0, 0, tap, 0))[:, :T]
             y = y + weight * before
         return rows.put("h", y.to(rows.h.dtype))
+
+
+class Injection(nn.Module):
+    """The weights that tell a position what its predecessor is, or predicts."""
+
+    def __init__(self, dim: int, rank: int, size: int):
+        super().__init__()
+        self.readouts = Linear(dim, rank, bias=False)
+        self.writes = Linear(size, dim, bias=False)
+        self.message = Linear(rank, size, bias=False)
+        self.receiver_gate = Linear(rank, size, bias=False)
+        self.predecessor_gate = Linear(rank, size, bias=False)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def code(self, hidden: Tensor) -> Tensor:
+        """Return the code of the token that a position predicts: [..., F] -> [..., rank]."""
+        code = F.normalize(self.readouts(hidden).float(), dim=-1)
+        return (math.sqrt(code.shape[-1]) * code).to(hidden.dtype)
+
+    def forward(self, hidden: Tensor, own: Tensor, before: Tensor) -> Tensor:
+        """Add the predecessor to a state: [..., F] -> [..., F].
+
+        own, before: [..., rank], the codes of the position and of its predecessor
+        """
+        before = before.to(hidden.dtype)
+        gate = self.receiver_gate(own) + self.predecessor_gate(before) + self.bias
+        delta = self.writes(torch.sigmoid(gate).to(hidden.dtype) * self.message(before))
+        size = hidden.float().norm(dim=-1, keepdim=True) / math.sqrt(hidden.shape[-1])
+        return (hidden + size.to(hidden.dtype) * delta).to(hidden.dtype)
+
+
+@dataclass(frozen=True)
+class Inject(Step):
+    """Tell each position of a block its predecessor's token: the root's, or the predicted one.
+
+    `embedded` is the root's code, [B, 1, rank]. The residual stream of the root stays.
+    """
+
+    dim: int
+    rank: int
+    size: int
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"injection": Injection(self.dim, self.rank, self.size)}
+
+    def parameters(self) -> tuple[str, ...]:
+        return (*(f"injection.{name}.weight" for name in INJECTED), "injection.bias")
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        root, behind = rows.stream[:, :1], rows.stream[:, 1:]
+        codes = layer.injection.code(behind)  # [B, T-1, rank]
+        before = torch.cat((rows.embedded.to(codes.dtype), codes[:, :-1]), 1)
+        behind = layer.injection(behind, codes, before)
+        return rows.put("stream", torch.cat((root, behind), 1))
