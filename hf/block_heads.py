@@ -52,16 +52,15 @@ from hf.heads import (
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
 from models.block_head import BlockModel
-from models.keys import HFConfig, HFSwiGLU
+from models.keys import FULL, SLIDING, HFConfig, HFSwiGLU
 
 TAPS = Rule(
     "a list of layers, whole numbers from -1 (the embedding) on",
     lambda v: type(v) is list and bool(v) and all(map(integer(-1, 2**20).holds, v)),
 )
-SLIDING = "sliding_attention"
 KINDS = Rule(
-    f"a list of full_attention and {SLIDING}",
-    lambda v: type(v) is list and all(kind in ("full_attention", SLIDING) for kind in v),
+    f"a list of {FULL} and {SLIDING}",
+    lambda v: type(v) is list and all(kind in (FULL, SLIDING) for kind in v),
 )
 NO = Rule("false", lambda v: v is False)
 SIZE = integer(1, 2**20)
@@ -273,8 +272,8 @@ def _flat(read: Callable[[], Tensor]) -> Tensor:
 
 def _read_layers(path: Path, keys: dict, hf: HFBlockHead, tensors: set[str]) -> BlockModel:
     """Read the settings of the layers. Raises: ValueError for kinds or sizes that do not fit."""
-    model = layer_config(path, keys)
-    kinds = hf.layer_types or ["full_attention"] * model.n_layers
+    model = layer_config(path, keys | {"use_sliding_window": False})  # a window bounds no context
+    kinds = hf.layer_types or [FULL] * model.n_layers
     if len(kinds) != model.n_layers:
         raise ValueError(f"layer_types must name {model.n_layers} layers; it names {len(kinds)}")
     window = keys.get("sliding_window") if keys.get("use_sliding_window") else None

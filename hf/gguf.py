@@ -193,7 +193,7 @@ class GgufFile(TensorSource):
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor, as the base class does. The C++ operator rounds to bfloat16."""
         read = self.readers.get(name)
-        if isinstance(read, partial):
+        if isinstance(read, partial) and read.func == self._tensor:
             return read(dtype=dtype)
         return super().read(name)
 

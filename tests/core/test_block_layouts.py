@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import numpy
 import pytest
 import torch
@@ -447,6 +449,133 @@ def test_wrong_files_of_peagle(changes, tensors, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         load_eagle(path, golden_target(TARGET))
     assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------- GGUF
+
+GGUF_NAMES = {  # ours -> llama.cpp's
+    "norm": "output_norm", "hidden_norm": "enc.output_norm", "lm_head": "output", "markov_head.": "",
+    "confidence_head.proj": "conf_proj", "candidate_selector.hidden_projection": "selector_hidden",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight", "attention_conv": "attn_conv",
+    "mlp_conv": "ffn_conv", ".kernel_projection": "_proj", ".base_kernel": "_base", "layers.": "blk.",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+GGUF_KEYS = {
+    "block_count": 2, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96, "vocab_size": 128,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16, "attention.value_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0, "block_size": 6,
+    "target_layers": [1, 2, 4, 5, 7],
+}  # fmt: skip
+GGUF_WINDOW = {"attention.sliding_window": 4, "attention.sliding_window_pattern": [True, False]}
+GGUF_FURTHER = {
+    "dflash": {"attention.causal": False, **GGUF_WINDOW},
+    "dflash2": {
+        "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6,
+        "attention.causal": False, "logit_scale": 0.5, "final_logit_softcapping": 3.0, **GGUF_WINDOW,
+    },
+    "dspark": {"sample_from_anchor": False},
+}  # fmt: skip
+
+
+def gguf_name(name: str) -> str:
+    for ours, theirs in GGUF_NAMES.items():
+        if ours not in ("norm", "hidden_norm") or name == f"{ours}.weight":
+            name = name.replace(ours, theirs)
+    return name
+
+
+def write_gguf(path: Path, kind: str, changes: dict | None = None, **tensors) -> Path:
+    """Write a file as llama.cpp's converter does, with the package's own writer."""
+    writer = gguf.GGUFWriter(path, "dflash")
+    writer.add_mask_token_id(127)
+    kinds = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for name, value in (GGUF_KEYS | GGUF_FURTHER[kind] | (changes or {})).items():
+        if value is not None:
+            kinds[type(value)](f"dflash.{name}", value)
+    held = {gguf_name(name): tensor for name, tensor in weights(kind).items() if name != "t2d"}
+    if "d2t" in held:
+        held["d2t"] = DRAFTED
+    for name, tensor in (held | tensors).items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def directory_of(path: Path, kind: str) -> Path:
+    """Write the directory that a GGUF file says the same as."""
+    if kind == "dflash2":
+        return write_zlab(
+            path, {"is_causal": False, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+        )
+    write_head(path, kind)
+    own = {
+        name: FURTHER[kind][1][name]
+        for name in ("draft_vocab_size", "markov_rank")
+        if name in FURTHER[kind][1]
+    }
+    flags = {
+        "block_size": 6,
+        "mask_token_id": 127,
+        "target_layer_ids": [0, 1, 3, 4, 6],
+        "sample_from_anchor": False,
+    }
+    keys = LAYER | FURTHER[kind][0] | own | {"dflash_config": flags, "is_causal": False}
+    (path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", GGUF_FURTHER)
+def test_a_gguf_file_is_a_directory(kind, tmp_path, capsys):
+    target = golden_target(TARGET)
+    ours = load_head(write_gguf(tmp_path / "head.gguf", kind), target)
+    theirs = load_head(directory_of(tmp_path / "head", kind), target)
+    assert capsys.readouterr().err == ""
+    assert ours.config.model.norm_eps == pytest.approx(1e-6)
+    model = replace(ours.config.model, norm_eps=1e-6)
+    assert model.max_context == 128, "a window is no bound"
+    assert replace(ours.config, model=model) == theirs.config
+    assert (ours.vocab is None) == (theirs.vocab is None)
+    if ours.vocab:
+        assert torch.equal(ours.vocab.ids, theirs.vocab.ids)
+    values = dict(theirs.named_parameters())
+    for name, value in ours.named_parameters():
+        assert torch.equal(value, values.pop(name)), name
+    assert not values
+
+
+def test_dspark_in_a_gguf_file_predicts_from_its_root(tmp_path):
+    """Where the key is missing, as in the files of DeepSpec's heads."""
+    path = write_gguf(tmp_path / "head.gguf", "dspark", {"sample_from_anchor": None})
+    assert load_head(path, golden_target(TARGET)).config.levels == 6
+
+
+@pytest.mark.parametrize("kind, changes, tensors, message", [
+    ("dflash", {"attention.sliding_window_pattern": None}, {}, "sliding_window_pattern is missing"),
+    ("dflash", {"attention.sliding_window_pattern": [True]}, {}, "layer_types must name 2 layers; it names 1"),
+    ("dflash2", {"selector_top_k": None}, {}, "selector_top_k must be 1 to"),
+    ("dflash2", {"conv_kernel_size": None}, {}, "unexpected weight"),
+    ("dflash2", {"conv_group_size": 0}, {}, "conv_group_size must be 1 to"),
+    ("dspark", {}, {"blk.0.attn_sinks.weight": torch.zeros(4)}, r"1 unexpected weight\(s\): blk.0.attn_sinks"),
+    ("dspark", {}, {"layer_fusion": torch.zeros(2, 5)}, r"1 unexpected weight\(s\)"),
+    ("dflash", {"attention.scale": 2.0}, {}, "attention.scale is 2.0, which is not supported"),
+])  # fmt: skip
+def test_gguf_files_that_are_refused(kind, changes, tensors, message, tmp_path):
+    path = write_gguf(tmp_path / "head.gguf", kind, changes, **tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        load_head(path, golden_target(TARGET))
+    assert "head.gguf" in str(error.value) and "\n" not in str(error.value)
 
 
 # ------------------------------------------------------------------------------------------- loops
