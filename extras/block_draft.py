@@ -74,6 +74,8 @@ class BlockHead(Transformer):
         if config.markov_rank:
             self.markov_w1 = _token_rows(model.vocab_size, config.markov_rank)
             self.markov_w2 = Linear(config.markov_rank, drafted, bias=False)
+        if config.markov_gated:
+            self.markov_gate = Linear(model.dim + config.markov_rank, config.markov_rank)
         if config.selector_rank:
             self.selector_before = _token_rows(model.vocab_size, config.selector_rank)
             self.selector_after = _token_rows(model.vocab_size, config.selector_rank)
@@ -158,8 +160,11 @@ class BlockHead(Transformer):
 
         scores: [B, 1, Vd] fp32; hidden: [B, 1, F], of the level; before: [B, R, rank]
         """
+        if self.config.markov_gated:
+            both = (hidden.expand(-1, before.shape[1], -1), before.to(hidden.dtype))
+            before = before * torch.sigmoid(self.markov_gate(torch.cat(both, -1)))
         if self.config.markov_rank:
-            return scores + self.markov_w2(before)
+            return scores + self.markov_w2(before.to(hidden.dtype))
         if not self.config.selector_top:
             return scores
         best, ids = scores.topk(self.config.selector_top)  # [B, 1, K]

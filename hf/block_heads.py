@@ -100,7 +100,7 @@ class HFBlockHead(HFHead):
     sample_from_anchor: bool | None = key(FLAG, None)  # the root's position predicts, too
     draft_vocab_size: int | None = key(integer(1, 2**24), None)
     markov_rank: int | None = key(integer(0, 2**16), None)
-    markov_head_type: str = key(only("vanilla"), "vanilla")
+    markov_head_type: str = key(only("vanilla", "gated"), "vanilla")
     projector_type: str | None = key(only("dspark", "dflash2"), None)  # SpecForge's
     attention_mode: str = key(only("gqa", "mha"), "gqa")  # SpecForge's
     use_swa: bool = key(NO, False)  # vLLM's: a window without layer_types
@@ -149,6 +149,7 @@ class BlockConfig:
     selector_top: int = 0  # tokens of a level that it chooses among
     transfer_rank: int = 0  # numbers of a token's code, as in its layers
     markov_rank: int = 0  # 0: no bias
+    markov_gated: bool = False  # the level's state gates the row of the token before
     confidence: int = 0  # inputs of the confidence; 0: none
     confidence_bias: bool = False
     own_embedding: bool = False
@@ -230,6 +231,7 @@ def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
         selector_top=hf.selector_top_k,
         transfer_rank=hf.transfer_rank,
         markov_rank=hf.markov_rank or 0,
+        markov_gated=bool(hf.markov_rank) and hf.markov_head_type == "gated",
         confidence=_inputs_of(files, "confidence_head.proj.weight"),
         confidence_bias="confidence_head.proj.bias" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
@@ -415,6 +417,10 @@ def block_names(config: BlockConfig) -> dict[str, tuple[str, ...]]:
         names |= layer_names(layer, layer, config.model.layer(i), config.model.names)
     if config.markov_rank:
         names |= {f"markov_{w}.weight": (f"markov_head.markov_{w}.weight",) for w in ("w1", "w2")}
+    if config.markov_gated:
+        names |= {
+            f"markov_gate.{part}": (f"markov_head.gate_proj.{part}",) for part in ("weight", "bias")
+        }
     if config.confidence:
         names["confidence_weight"] = ("confidence_head.proj.weight",)
     if config.confidence_bias:

@@ -420,7 +420,7 @@ WRONG = [
     ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "layer_types has sliding_attention, and there is no window"),
     ("dflash", {"num_hidden_layers": 3}, {}, "layer_types must name 3 layers; it names 2"),
     ("dspark", {"markov_rank": 4}, {}, "markov_rank is 4, and the weights have rank 8"),
-    ("dspark", {"markov_head_type": "gated"}, {}, "markov_head_type must be vanilla; it is 'gated'"),
+    ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla or gated; it is 'rnn'"),
     ("dspark", {}, {"confidence_head.proj.weight": torch.zeros(1, 60)}, "confidence_head takes 60 inputs"),
     ("dflash", {}, {"candidate_selector.x": torch.zeros(2)}, "unexpected weight"),
     ("dflash", {}, {"fc.weight": None}, "fc takes 0 inputs"),

@@ -18,14 +18,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_tree import DecodedTokens, StaticTree
+import quantize
+from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from eagle_draft import ParallelEagleDrafter
 from eagle_draft import load_head as load_eagle
 from extras.block_draft import BlockDrafter, SparkDrafter, load_head
 from fusions import AddNorm, FusedLayers
 from generate import generate, load
-from helpers import GOLDEN, PROMPTS, golden_target
+from helpers import GOLDEN, PROMPTS, compiled_as_on_cuda, decode, engine_for, golden_target
+from hf.checkpoint import Quantization
 
 TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
 LAYER = {
@@ -132,6 +134,12 @@ def weights(kind: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def gate_of_dspark() -> dict[str, torch.Tensor]:
+    draw = numpy.random.RandomState(6).standard_normal
+    weight, bias = (torch.from_numpy(draw(shape)).float() for shape in ((32, 96), (32,)))
+    return {"markov_head.gate_proj.weight": weight * 0.3, "markov_head.gate_proj.bias": bias}
+
+
 def write_head(path: Path, kind: str, changes: dict | None = None, **tensors) -> Path:
     """Write a head. changes: to config.json; tensors: to the weights, by name, None: left out"""
     path.mkdir(exist_ok=True)
@@ -214,6 +222,21 @@ def test_dsparks_bias_and_confidence_over_some_tokens(tmp_path):
             assert (z - trace["dspark.logits"][number, level, order]).abs().max() < 1e-4
             official = trace["dspark.confidence"][number, level].sigmoid().log()
             assert (sure - official).abs().max() < 1e-5
+
+
+def test_dsparks_gated_bias(tmp_path):
+    """A level's state gates the row of the token before; the confidence reads the row as it is."""
+    path = write_head(
+        tmp_path / "head", "dspark", {"markov_head_type": "gated"}, **gate_of_dspark()
+    )
+    drafter = drafter_of(path)
+    trace = recorded()
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        chain = trace["gated.tokens"][number]
+        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
+        for level, (z, _) in enumerate(level_scores(drafter, state, inputs, chain)):
+            official = trace["gated.logits"][number, level, DRAFTED.argsort()]
+            assert (z - official).abs().max() < 1e-4
 
 
 def test_dflash2_convolves_and_selects(tmp_path):
@@ -633,6 +656,40 @@ def test_merged_steps_compute_the_same(kind, tmp_path):
         head.fused_layers = None
 
 
+@pytest.mark.parametrize("kind", [*FURTHER, "z-lab", "dspine"])
+def test_quantized_copies_have_the_codes_of_loading(kind, tmp_path):
+    """As quantize.py writes them: convolutions and tables of tokens stay as they are."""
+    path = WRITERS[kind](tmp_path / "head")
+    quantize.quantize_directory(path, tmp_path / "int8", Quantization("int8"))
+    target = golden_target(TARGET)
+    ours = load_head(tmp_path / "int8", target)
+    theirs = load_head(path, target, Quantization("int8"))
+    for values in ("named_parameters", "named_buffers"):
+        held = dict(getattr(theirs, values)())
+        assert all(torch.equal(value, held.pop(name)) for name, value in getattr(ours, values)())
+        assert not held
+
+
+@pytest.mark.slow  # 15 s of tracing each
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspine", "peagle"])
+def test_compiled_as_on_cuda(traced, kind, tmp_path):
+    """Sampled, two sequences: the tokens of the eager steps."""
+    torch._dynamo.reset()
+    target = golden_target(TARGET)
+    tree = DynamicTree(depth=3, topk=3, size=8)
+    path = WRITERS[kind](tmp_path / "head")
+    drafter = (
+        ParallelEagleDrafter(load_eagle(path, target), target, tree)
+        if kind == "peagle"
+        else drafter_of(path, tree)
+    )
+    options = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 1.0, "batch_size": 2}
+    engine = engine_for(target, drafter, **options)
+    plain = decode(engine, *PROMPTS)
+    assert decode(compiled_as_on_cuda(engine), *PROMPTS).history == plain.history
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 # ------------------------------------------------------------------------------------------- files
 
 
@@ -698,7 +755,8 @@ WRONG = [
     ("dflash", {}, {"d2t": None}, "the weight d2t is missing"),
     ("dflash", {}, {"lm_head.weight": None}, r"1 missing weight\(s\): lm_head.weight"),
     ("dflash", {}, {"d2t": torch.zeros(40, dtype=torch.int64) - 1}, "d2t reaches the token -1"),
-    ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla; it is 'rnn'"),
+    ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla or gated; it is 'rnn'"),
+    ("dspark", {"markov_head_type": "gated"}, {}, r"missing weight\(s\): markov_head.gate_proj"),
     ("dflash2", {"conv_group_size": 7}, {}, r"conv_group_size must divide hidden_size \(64\); it is 7"),
     ("dflash2", {"conv_kernel_size": 2}, {}, "attention_conv"),
     ("dflash2", {"selector_top_k": 129}, {}, r"selector_top_k must be 1 to vocab_size \(128\); it is 129"),
