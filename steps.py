@@ -283,7 +283,8 @@ class Attend(Step):
         if rows.windows is not None:
             window = rows.windows[self.window]
             seen = (window.start, window.mask, window.first)
-            y = layer.backend.attention(rows.h, *rows.kv, *seen, self.scale)
+            attend = layer.backend.attention
+            y = attend(rows.h, *rows.kv, *seen, self.scale, paths=window.paths)
             return rows.put("h", y)
         T = rows.h.shape[1]
         distance = torch.arange(T, device=rows.h.device)

@@ -625,6 +625,7 @@ def attention(
     mask: Tensor,
     first: Tensor | None = None,
     scale: float = 0.0,
+    paths: Tensor | None = None,
 ) -> Tensor:
     """Attend from T new tokens to a prefix and to a masked window behind it.
 
@@ -635,6 +636,7 @@ def attention(
     first: [B, T] int64, slots below it are hidden from a token and not read; 0 <= first < start + W
         and, of a token that sees only a part of its path, the place of that part (kv_cache.sliding)
     scale: of the scores; 0: E ** -0.5
+    paths: [B, T, 1 + W] int32, from a backend's `path_table`, or None; read by that backend only
     Returns: [B, T, H * E] in q's dtype. Every slot is read, and the softmax is in fp32.
     """
     B, T, H, E = q.shape

@@ -112,7 +112,7 @@ def rotary_cache(
     return torch_backend.rotate_into(k, v, slots, qkv, rope, rotary)
 
 
-def attention(q: Tensor, *operands: Any) -> Tensor:
+def attention(q: Tensor, *operands: Any, paths: None = None) -> Tensor:
     if q.shape[3] % 16:  # heads that vectors do not divide
         return ops.attention.attention(q, *operands)
     return _ops.attention.default(q, *operands)
