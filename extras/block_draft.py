@@ -110,30 +110,13 @@ class BlockHead(Transformer):
     def embed(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:
         """Return the first layer's inputs. window: of the layers that see all, over a block"""
         rows = super().embed(tokens, positions, None)
-        if window is None:
-            return rows
-        windows = {size: self.slide(window, size) for size in self.windows}
-        rows = replace_fields(rows, windows={0: window} | windows)
+        if window is not None:
+            windows = windows_of((), window, self.backend)
+            windows |= {size: slide(window, size, self.config) for size in self.windows}
+            rows = rows.put("windows", windows)
         if self.config.transfer_rank:
             rows = rows.put("embedded", self.token_rows(tokens[:, :1]))
         return rows
-
-    def slide(self, window: Window, size: int) -> Window:
-        """Return what the positions of a block see in a layer with a window of `size` tokens.
-
-        Those of speculators see as many tokens before the root, and of the block what it allows.
-        """
-        T = window.slots.shape[1]
-        place = torch.arange(T, device=window.slots.device)
-        distance = place[:, None] - place  # [T, T]
-        seen = distance >= 0 if self.config.sliding_causal else distance > -T
-        begin = place + 1 - size
-        if self.config.window_from_root:
-            begin = torch.full_like(place, -size)
-        else:
-            seen = seen & (distance.abs() < size)
-        first = (window.start[:, None] + begin).clamp(min=0)  # [B, T]
-        return Window(window.slots, window.start, seen.expand_as(window.mask), first)
 
     def score(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
         """Score tokens: [..., F] -> [..., Vd] fp32."""
@@ -201,6 +184,24 @@ class BlockHead(Transformer):
         if self.confidence_bias is not None:
             odds = odds + self.confidence_bias.float()
         return F.logsigmoid(odds)
+
+
+def slide(window: Window, size: int, config: BlockConfig) -> Window:
+    """Return what the positions of a block see in a layer with a window of `size` tokens.
+
+    Those of speculators see as many tokens before the root, and of the block what it allows.
+    """
+    T = window.slots.shape[1]
+    place = torch.arange(T, device=window.slots.device)
+    distance = place[:, None] - place  # [T, T]
+    seen = distance >= 0 if config.sliding_causal else distance > -T
+    begin = place + 1 - size
+    if config.window_from_root:
+        begin = torch.full_like(place, -size)
+    else:
+        seen = seen & (distance.abs() < size)
+    first = (window.start[:, None] + begin).clamp(min=0)  # [B, T]
+    return Window(window.slots, window.start, seen.expand_as(window.mask), first)
 
 
 class BlockState(NamedTuple):
