@@ -167,10 +167,10 @@ class BlockHead(Transformer):
         """
         hidden = hidden.expand(-1, before.shape[1], -1)
         told = self.norm(self.injection(hidden, self.injection.code(hidden), before))  # [B, R, F]
-        if lm_head.packed:  # its rows are not read one by one
-            return self.score(told, lm_head).gather(2, ids.expand(-1, told.shape[1], -1))
-        rows = lm_head.weight[ids[:, 0]].float()  # [B, K, F]
-        return told.float() @ rows.transpose(1, 2)
+        if isinstance(lm_head, Linear) and not lm_head.packed:
+            rows = lm_head.weight[ids[:, 0]].float()  # [B, K, F]
+            return told.float() @ rows.transpose(1, 2)
+        return self.score(told, lm_head).gather(2, ids.expand(-1, told.shape[1], -1))
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Compute the logarithm of the probability that a level's token is accepted.

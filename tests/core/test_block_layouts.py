@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_block_draft import trained_dir
 
 import quantize
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
@@ -639,6 +640,69 @@ def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
     found = generate(engine, PROMPTS[:batch])
     assert found.tokens == vanilla(temperature, batch, options["dtype"])
     assert found.stats["accept_lengths"]
+
+
+def small(*shape: int) -> torch.Tensor:
+    """Weights that change little, the same everywhere."""
+    return torch.from_numpy(numpy.random.RandomState(8).standard_normal(shape)).float() * 0.02
+
+
+def write_trained(path: Path, kind: str) -> Path:
+    """Write a drafter that predicts: a trained one of the older kinds, with small weights of what the newer ones add."""
+    if kind == "peagle":
+        path.mkdir()
+        source = GOLDEN / "models/head_eagle3"
+        config = json.loads((source / "config.json").read_text()) | {"mask_token_id": 127}
+        held = load_file(source / "model.safetensors") | {"mask_hidden": small(1, 1, 192)}
+    else:
+        trained_dir(path, "jetspec" if kind == "dspine" else "dflash")
+        config = json.loads((path / "config.json").read_text())
+        config |= WINDOW | {"sliding_window": 12, "is_causal": kind == "dspine"}
+        held = load_file(path / "model.safetensors")
+    if kind == "dflash2":
+        config |= {
+            name: ZLAB["dflash_config"][name] for name in ("conv_kernel_size", "conv_group_size")
+        }
+        config |= {"selector_rank": 8, "selector_top_k": 6}
+        held |= {
+            f"candidate_selector.{name}_codebook": small(128, 8)
+            for name in ("predecessor", "successor")
+        }
+        held["candidate_selector.hidden_projection.weight"] = small(8, 64)
+        identity = torch.tensor([1.0, 0.0, 0.0])[None, :, None]
+        for name in (f"layers.{i}.{part}_conv" for i in range(2) for part in ("attention", "mlp")):
+            held[f"{name}.base_kernel"] = identity + small(2, 3, 64)
+            held[f"{name}.kernel_projection.weight"] = small(48, 64)
+    if kind == "dspine":
+        config["dspine_config"] = DSPINE["dspine_config"]
+        held |= {"injection.message.weight": small(32, 32), "injection.bias": small(32)}
+        held |= {
+            f"injection.{name}_gate.weight": small(32, 32) for name in ("receiver", "predecessor")
+        }
+        for i in range(2):
+            held |= {
+                f"injection.readouts.{i}.weight": small(32, 64),
+                f"injection.writes.{i}.weight": small(64, 32),
+            }
+        held |= {"transfer_codes": small(128, 32), "transfer_ready": torch.tensor(True)}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(held, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("temperature, options", [
+    (0.0, {"dtype": "float32"}), (1.0, {"dtype": "bfloat16", "compile": True}),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["window", "dflash2", "dspine", "peagle"])
+def test_accepted_drafts_are_vanillas_tokens(kind, temperature, options, tree, tmp_path):
+    """Where paths of several tokens are accepted."""
+    head = str(write_trained(tmp_path / "head", kind))
+    settings = SETTINGS | {"max_new_tokens": 50, "temperature": temperature, "batch_size": 2}
+    engine = load(head=head, tree=tree, **settings, **options)
+    found = generate(engine, PROMPTS)
+    assert found.tokens == generate(load(draft="none", **settings, **options), PROMPTS).tokens
+    assert found.stats["tau"] > 1.15
 
 
 @pytest.mark.parametrize("kind", [*FURTHER, "z-lab", "dspine"])
