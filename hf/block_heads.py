@@ -63,6 +63,7 @@ KINDS = Rule(
     lambda v: type(v) is list and all(kind in (FULL, SLIDING) for kind in v),
 )
 NO = Rule("false", lambda v: v is False)
+YES = Rule("true", lambda v: v is True)
 SIZE = integer(1, 2**20)
 # keys of training, and of what the tensors say
 TRAINING = {
@@ -104,6 +105,7 @@ class HFBlockHead(HFHead):
     projector_type: str | None = key(only("dspark", "dflash2"), None)  # SpecForge's
     attention_mode: str = key(only("gqa", "mha"), "gqa")  # SpecForge's
     use_swa: bool = key(NO, False)  # vLLM's: a window without layer_types
+    is_neox_style: bool = key(YES, True)  # vLLM's: RoPE turns halves of a head, not pairs
     conv_kernel_size: int = key(integer(1, 256), 0)
     conv_group_size: int = key(SIZE, 1)
     selector_rank: int = key(SIZE, 0)

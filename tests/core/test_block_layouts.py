@@ -828,6 +828,7 @@ WRONG = [
     ("dflash2", {"selector_rank": None}, {}, r"3 unexpected weight\(s\): candidate_selector"),
     ("dflash2", {"projector_type": "domino"}, {}, "projector_type must be dspark or dflash2; it is 'domino'"),
     ("dflash2", {"use_swa": True}, {}, "use_swa must be false"),
+    ("dflash2", {"is_neox_style": False}, {}, "is_neox_style must be true; it is False"),
 ]  # fmt: skip
 
 
