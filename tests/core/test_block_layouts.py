@@ -28,7 +28,9 @@ from extras.block_draft import BlockDrafter, SparkDrafter, load_head
 from fusions import AddNorm, FusedLayers
 from generate import generate, load
 from helpers import GOLDEN, PROMPTS, compiled_as_on_cuda, decode, engine_for, golden_target
-from hf.checkpoint import Quantization
+from hf.checkpoint import BLOCKS, Quantization
+from linear import Embedding
+from ops.library import has_cpu_operators
 
 TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
 LAYER = {
@@ -512,8 +514,10 @@ def gguf_name(name: str) -> str:
     return name
 
 
-def write_gguf(path: Path, kind: str, changes: dict | None = None, **tensors) -> Path:
-    """Write a file as llama.cpp's converter does, with the package's own writer."""
+def write_gguf(
+    path: Path, kind: str, changes: dict | None = None, packed: bool = False, **tensors
+) -> Path:
+    """Write a file as llama.cpp's converter does, with the package's own writer. packed: matrices in Q8_0"""
     writer = gguf.GGUFWriter(path, "dflash")
     writer.add_mask_token_id(127)
     kinds = {
@@ -529,7 +533,12 @@ def write_gguf(path: Path, kind: str, changes: dict | None = None, **tensors) ->
     if "d2t" in held:
         held["d2t"] = DRAFTED
     for name, tensor in (held | tensors).items():
-        writer.add_tensor(name, tensor.numpy())
+        value = tensor.numpy()
+        if packed and tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            value = gguf.quantize(value, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, value, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -577,6 +586,28 @@ def test_a_gguf_file_is_a_directory(kind, tmp_path, capsys):
     for name, value in ours.named_parameters():
         assert torch.equal(value, values.pop(name)), name
     assert not values
+
+
+@pytest.mark.parametrize("kind", GGUF_FURTHER)
+def test_a_gguf_file_drafts_in_its_own_bits(kind, tmp_path):
+    """Also tables of tokens, whose rows are read from their blocks."""
+    tables = {}
+    if kind == "dflash2":
+        tables = {
+            f"selector_{name}.weight": small(128, 32) for name in ("predecessor", "successor")
+        }
+        tables["selector_hidden.weight"] = small(32, 64)
+    changes = {"selector_rank": 32} if tables else {}
+    path = write_gguf(tmp_path / "head.gguf", kind, changes, packed=True, **tables)
+    settings = SETTINGS | {"compile": True, "temperature": 1.0}
+    engine = load(head=str(path), tree="dynamic", **settings)
+    head = engine.drafter.head
+    if has_cpu_operators("products"):
+        assert head.fc.format == BLOCKS
+        rows = {"dflash2": "selector_before", "dspark": "markov_w1"}.get(kind)
+        assert rows is None or isinstance(getattr(head, rows), Embedding)
+    plain = load(draft="none", **settings)
+    assert generate(engine, PROMPTS[:1]).tokens == generate(plain, PROMPTS[:1]).tokens
 
 
 def test_dspark_in_a_gguf_file_predicts_from_its_root(tmp_path):
