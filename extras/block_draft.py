@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from base.io import is_gguf
 from draft_tree import DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod
+from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab
 from eagle_draft import is_same_embedding
 from extras.level_draft import LevelDrafter, head_options, tree_of
 from hf.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
@@ -61,7 +61,7 @@ class BlockHead(Transformer):
         model = config.model
         super().__init__(model)
         self.config = config
-        self.vocab = None  # the tokens that it drafts; None: all
+        self.vocab: DraftVocab | None = None  # the tokens that it drafts; None: all
         self.aux_layers = config.aux_layers
         self.fc = Linear(len(config.aux_layers) * model.dim, model.dim, bias=False)
         self.hidden_norm = RMSNorm(model.dim, model.norm_eps)
@@ -154,7 +154,8 @@ class BlockHead(Transformer):
         if self.config.transfer_rank:
             pairs = self.refined(hidden, before, ids, lm_head)  # [B, R, K]
         else:
-            after = self.selector_after(ids[:, 0]).float()  # [B, K, rank]
+            tokens = self.vocab.tokens(ids[:, 0]) if self.vocab else ids[:, 0]
+            after = self.selector_after(tokens).float()  # [B, K, rank]
             context = before.float() * self.selector_hidden(hidden).float()  # [B, R, rank]
             pairs = best + context @ after.transpose(1, 2)
         others = torch.full_like(scores, UNSELECTED).expand(-1, before.shape[1], -1)

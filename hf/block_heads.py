@@ -290,9 +290,10 @@ def _read_layers(path: Path, keys: dict, hf: HFBlockHead, tensors: set[str]) -> 
         raise ValueError(
             f"conv_group_size must divide hidden_size ({model.dim}); it is {hf.conv_group_size}"
         )
-    if (hf.selector_rank or hf.transfer_rank) and not 0 < hf.selector_top_k <= model.vocab_size:
+    drafted = hf.draft_vocab_size or model.vocab_size
+    if (hf.selector_rank or hf.transfer_rank) and not 0 < hf.selector_top_k <= drafted:
         raise ValueError(
-            f"selector_top_k must be 1 to vocab_size ({model.vocab_size}); "
+            f"selector_top_k must be 1 to the number of drafted tokens ({drafted}); "
             f"it is {hf.selector_top_k}"
         )
     common = {part.name: getattr(model, part.name) for part in fields(ModelConfig)}

@@ -256,6 +256,26 @@ def test_dflash2_convolves_and_selects(tmp_path):
             assert z[others].max() < -1e29
 
 
+def test_a_selector_over_some_tokens(tmp_path):
+    """As GGUF files may have it: the tables have rows for all tokens, the LM head for those that are drafted."""
+    rows = golden_target(TARGET).lm_head.weight.detach()[DRAFTED].clone()
+    tensors = {"lm_head.weight": rows, "d2t": DRAFTED - torch.arange(40)}
+    some = drafter_of(write_head(tmp_path / "a", "dflash2", {"draft_vocab_size": 40}, **tensors))
+    whole = drafter_of(write_head(tmp_path / "b", "dflash2", {"selector_top_k": 128}))
+
+    def scores(drafter: SparkDrafter, state, inputs: DraftInputs) -> torch.Tensor:
+        out, _ = drafter.root_output(state, inputs)
+        before = drafter.head.token_rows(torch.tensor([[5, 40]]))
+        return drafter.logits_of(out._replace(before=before), 1)[0]
+
+    for (state, inputs), (other, _) in zip(drafts(some), drafts(whole)):
+        z = scores(some, state, inputs)
+        every = scores(whole, other, inputs)[:, some.vocab.ids]
+        chosen = z > -1e29
+        assert (chosen.sum(1) == 6).all()
+        assert (z - every)[chosen].abs().max() < 1e-4
+
+
 ZLAB = {  # DFlash2's keys beside the layers', as z-lab has them
     "architectures": ["DFlash2DraftModel"],
     "dflash_config": {
@@ -854,7 +874,7 @@ WRONG = [
     ("dspark", {"markov_head_type": "gated"}, {}, r"missing weight\(s\): markov_head.gate_proj"),
     ("dflash2", {"conv_group_size": 7}, {}, r"conv_group_size must divide hidden_size \(64\); it is 7"),
     ("dflash2", {"conv_kernel_size": 2}, {}, "attention_conv"),
-    ("dflash2", {"selector_top_k": 129}, {}, r"selector_top_k must be 1 to vocab_size \(128\); it is 129"),
+    ("dflash2", {"selector_top_k": 129}, {}, r"selector_top_k must be 1 to the number of drafted tokens \(128\); it is 129"),
     ("dflash2", {"selector_rank": 9}, {}, "candidate_selector"),
     ("dflash2", {"selector_rank": None}, {}, r"3 unexpected weight\(s\): candidate_selector"),
     ("dflash2", {"projector_type": "domino"}, {}, "projector_type must be dspark or dflash2; it is 'domino'"),
