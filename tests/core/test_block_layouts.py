@@ -670,8 +670,8 @@ WRITERS = {kind: functools.partial(write_head, kind=kind) for kind in FURTHER} |
 
 
 @functools.cache
-def vanilla(temperature: float, batch: int, dtype: str) -> list[list[int]]:
-    options = {"temperature": temperature, "batch_size": batch, "dtype": dtype}
+def vanilla(temperature: float, batch: int, dtype: str, quant: str) -> list[list[int]]:
+    options = {"temperature": temperature, "batch_size": batch, "dtype": dtype, "quant": quant}
     return generate(load(draft="none", **SETTINGS, **options), PROMPTS[:batch]).tokens
 
 
@@ -680,6 +680,7 @@ def vanilla(temperature: float, batch: int, dtype: str) -> list[list[int]]:
     (0.0, 1, {"dtype": "float32"}), (1.0, 2, {"dtype": "float32"}),
     (1.0, 1, {"dtype": "bfloat16", "quant_draft": "int4", "compile": True}),
     (0.0, 2, {"dtype": "bfloat16", "quant_draft": "int8"}),
+    (1.0, 2, {"dtype": "bfloat16", "quant": "int4", "compile": True}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", WRITERS)
 def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
@@ -689,7 +690,7 @@ def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
     )
     assert engine.option("draft") == ("eagle" if kind == "peagle" else "block")
     found = generate(engine, PROMPTS[:batch])
-    assert found.tokens == vanilla(temperature, batch, options["dtype"])
+    assert found.tokens == vanilla(temperature, batch, options["dtype"], options.get("quant", ""))
     assert found.stats["accept_lengths"]
 
 
