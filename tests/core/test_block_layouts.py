@@ -690,7 +690,7 @@ def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
     )
     assert engine.option("draft") == ("eagle" if kind == "peagle" else "block")
     found = generate(engine, PROMPTS[:batch])
-    assert found.tokens == vanilla(temperature, batch, options["dtype"], options.get("quant", ""))
+    assert found.tokens == vanilla(temperature, batch, options["dtype"], options.get("quant", "none"))
     assert found.stats["accept_lengths"]
 
 
