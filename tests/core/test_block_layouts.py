@@ -680,7 +680,7 @@ def vanilla(temperature: float, batch: int, dtype: str, quant: str) -> list[list
     (0.0, 1, {"dtype": "float32"}), (1.0, 2, {"dtype": "float32"}),
     (1.0, 1, {"dtype": "bfloat16", "quant_draft": "int4", "compile": True}),
     (0.0, 2, {"dtype": "bfloat16", "quant_draft": "int8"}),
-    (1.0, 2, {"dtype": "bfloat16", "quant": "int4", "compile": True}),
+    (1.0, 2, {"dtype": "bfloat16", "quant": "int8", "compile": True}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", WRITERS)
 def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
@@ -690,7 +690,9 @@ def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
     )
     assert engine.option("draft") == ("eagle" if kind == "peagle" else "block")
     found = generate(engine, PROMPTS[:batch])
-    assert found.tokens == vanilla(temperature, batch, options["dtype"], options.get("quant", "none"))
+    assert found.tokens == vanilla(
+        temperature, batch, options["dtype"], options.get("quant", "none")
+    )
     assert found.stats["accept_lengths"]
 
 
