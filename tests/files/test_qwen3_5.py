@@ -18,7 +18,7 @@ from drafters import Drafter, RootOnly
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.places import recipes_of
 from helpers import decode, engine_for, in_turn
-from hf.checkpoint import Quantization
+from hf.checkpoint import BLOCKS, Quantization
 from hf.config import read_config
 from hf.weights import load_model
 from kv_cache import TAPS, KVCache, LayerState, StateShape, Window, causal_window
@@ -271,7 +271,8 @@ def test_a_file_in_blocks_decodes_trees_as_vanilla(tmp_path, kind):
         for name, value in gguf_tensors(reference).items()
     }
     path = write(tmp_path / "m.gguf", metadata_of(reference), tensors, kind)
-    target = load_model(path)
+    target = load_model(path, quant=Quantization(BLOCKS, saved=True))
+    assert all(layer.w2.packed for layer in target.layers)
     vanilla = decode(engine_for(target, RootOnly(), compile=True, **OPTIONS), *PROMPTS).history[:2]
     assert target.fused is not None
     drafted = decode(engine_for(target, Oracle(vanilla, 16, 5), compile=True, **OPTIONS), *PROMPTS)
