@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ops import weight as weights
 from ops.epilogues import LazyMatmul, UnnormalizedRows, add, lazy_matmul
-from ops.experts import experts_linear
+from ops.experts import add_bias, experts_linear
 from ops.linear import linear
 from ops.weight import Weight, matmul
 
@@ -112,9 +112,9 @@ class Linear(nn.Module):
         """
         if not self.packed:
             if routing is not None:
-                return experts_linear(x, self.weight, routing)
+                return add_bias(experts_linear(x, self.weight, routing), self.bias, routing)
             return linear(x, self.weight, self.bias, self.fp32_out)
-        if self.bias is not None and not self.fp32_out and x.is_cuda:
+        if routing is None and self.bias is not None and not self.fp32_out and x.is_cuda:
             lazy = lazy_matmul(x, self.data, self.scale, None)
             if lazy:
                 return add(self.bias, lazy)

@@ -65,6 +65,7 @@ class Backend:
     add_norm: Callable = of("norm", cpp=BF16)
     swiglu: Callable = of("norm", cpp=WIDENED)
     geglu: Callable = of("norm", cpp=WIDENED)
+    clamped_swiglu: Callable = of("norm", cpp=WIDENED)
     rope_angles: Callable = of("rotary", cpp=(*WIDENED, torch.float16))
     rotary: Callable = of("rotary", cpp=WIDENED)
     rotary_cache: Callable = of("rotary", cpp=WIDENED)

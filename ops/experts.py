@@ -76,6 +76,14 @@ def experts_linear_reference(x: Tensor, weight: Tensor, expert: Tensor) -> Tenso
     return every[torch.arange(len(x), device=x.device), expert]  # [P, N]
 
 
+def add_bias(y: Tensor, bias: Tensor | None, routing: Tensor) -> Tensor:
+    """Add the bias of each row's expert. y: [P, N]; bias: [E, N]; routing: from `route`"""
+    if bias is None:
+        return y
+    expert = expert_of(routing, len(bias)) if routing.is_cuda else routing
+    return (y + bias[expert]).to(y.dtype)
+
+
 def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the experts that are hit, in order, each with its rows.
 

@@ -35,7 +35,7 @@ from ops.cuda.layout import (
     unpack_int8_planes,
     unpack_scales,
 )
-from ops.experts import expert_of, rows_by_expert
+from ops.experts import add_bias, expert_of, rows_by_expert
 from ops.library import cuda_products, has_cpu_operators, is_plain, lib
 from ops.linear import empty_product
 
@@ -274,7 +274,7 @@ def matmul(
     """Multiply rows by a packed weight, x W^T, and add a bias.
 
     x: [..., K] bfloat16, float16 or float32; with a routing [P, K]
-    bias: [N]; fp32_out: the result in fp32, never rounded
+    bias: [N], with a routing [E, N]; fp32_out: the result in fp32, never rounded
     Returns: [..., N] in x's dtype, or fp32.
     """
     layouts = [LAYOUTS[part.layout] for part in weight.parts]
@@ -298,6 +298,8 @@ def matmul(
         if inside is not None:
             return y
         y = y if fp32_out else y.to(x.dtype)
+    if routing is not None:
+        return add_bias(y, bias, routing)
     return y if bias is None else y + bias
 
 

@@ -32,6 +32,7 @@ add_chains = _ops.add_chains.default
 rms_norm = _ops.rms_norm.default
 swiglu = _ops.swiglu.default
 geglu = _ops.geglu.default
+clamped_swiglu = _ops.clamped_swiglu.default
 rope_angles = _ops.angles.default
 
 
@@ -112,7 +113,7 @@ def rotary_cache(
     return torch_backend.rotate_into(k, v, slots, qkv, rope, rotary)
 
 
-def attention(q: Tensor, *operands: Any) -> Tensor:
+def attention(q: Tensor, *operands: Any, sinks: Tensor | None = None) -> Tensor:
     if q.shape[3] % 16:  # heads that vectors do not divide
-        return ops.attention.attention(q, *operands)
-    return _ops.attention.default(q, *operands)
+        return ops.attention.attention(q, *operands, sinks)
+    return _ops.attention.default(q, *operands, sinks)
