@@ -142,19 +142,19 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
 
 
 def skips_requantization(config: GenerateConfig, path: Path) -> bool:
-    """Return whether --quant leaves a GGUF file as it is: most weights have as few bits already.
+    """Return whether --quant leaves blocks as they are: most weights have as few bits already.
 
     A second rounding would cost answers and save nothing. Prints a line about it. On CUDA, which
     would widen the blocks, they are rounded.
     """
     if config.quant == "none" or config.device != "cpu":
         return False
-    from hf.gguf import GgufFile
+    from hf.config import open_source
     from hf.gguf_blocks import keeps_blocks
 
     if not keeps_blocks(config, path):
         return False
-    if not GgufFile(path).mostly_has(int(config.quant.removeprefix("int"))):
+    if not open_source(path).mostly_has(int(config.quant.removeprefix("int"))):
         return False
     log_note(f"{path} has no more bits than --quant {config.quant}: it is not rounded again")
     return True

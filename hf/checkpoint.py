@@ -135,6 +135,12 @@ def foreign_quantization(raw: dict) -> Any:
     return quantization
 
 
+def is_mxfp4(raw: dict) -> bool:
+    """Return whether a config.json says that the experts' weights are in MXFP4 (hf/stacks.py)."""
+    quantization = foreign_quantization(raw)
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+
 def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | None:
     """Read `quantization_config` of a config.json.
 

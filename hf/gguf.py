@@ -69,6 +69,7 @@ TYPES = {  # by the number in the file. Source: the package gguf, GGML_QUANT_SIZ
     12: Type("Q4_K", 256, 144),
     13: Type("Q5_K", 256, 176),
     14: Type("Q6_K", 256, 210),
+    39: Type("MXFP4", 32, 17),
 }
 
 
@@ -127,7 +128,7 @@ class GgufFile(TensorSource):
         for name, read in list(self.readers.items()):
             if not isinstance(read, partial) or not self._in_blocks(read.args[0]):
                 continue
-            if name.endswith(".gate.weight"):  # a router is small, and decides
+            if name.endswith((".gate.weight", ".router.weight")):  # they are small, and decide
                 continue
             del self.readers[name]
             self.quantized[name] = partial(self._blocks, *read.args, **read.keywords)
@@ -154,7 +155,7 @@ class GgufFile(TensorSource):
                 continue
             weights = math.prod(info.shape)
             every += weights
-            if self._in_blocks(name) and int(TYPES[info.type_id].name[1]) <= bits:
+            if self._in_blocks(name) and bits_of(TYPES[info.type_id].name) <= bits:
                 few += weights
         return 2 * few > every
 
@@ -242,8 +243,10 @@ class GgufFile(TensorSource):
         matrices = self.layout.mixture
         if suffix == "_exps" and kind in matrices:  # all experts of a layer
             shape = self._header.tensors[name].shape
-            if len(shape) != 3 or shape[0] > MOST_EXPERTS:
-                stack = f"a stack of at most {MOST_EXPERTS} matrices: use another file"
+            of_bias = leaf == "bias"
+            if len(shape) != 3 - of_bias or shape[0] > MOST_EXPERTS:
+                parts = "biases" if of_bias else "matrices"
+                stack = f"a stack of at most {MOST_EXPERTS} {parts}: use another file"
                 raise ValueError(
                     f"{self.path}: {name} has the shape {list(shape)}; experts are {stack}"
                 )
@@ -367,6 +370,11 @@ class GgufFile(TensorSource):
                 f"{self.path}: rope_freqs.weight is not LLaMA-3.1's scaling; use the original model"
             )
         self.config["rope_scaling"] = scaling
+
+
+def bits_of(type_name: str) -> int:
+    """Return the bits of a weight's code, by ggml's name of a type in blocks, as Q4_K or MXFP4."""
+    return int(re.search(r"\d", type_name)[0])
 
 
 def _name_of(type_id: int) -> str:

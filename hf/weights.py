@@ -272,9 +272,13 @@ class _Loading:
     wide: list[str] = field(default_factory=list)  # weights that the device's product cannot hold
 
     def parameter(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
-        """Return a parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
+        """Return a parameter that stays float.
+
+        shape: [N] or [N, K], or of experts, each with its own names, [E, N] or [E, N, K]
+        """
         dtype = self.storage.dtype
-        if len(shape) < 3:
+        is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))
+        if not is_stack:
             on_cpu = self.storage.device == "cpu"
             value = self.pages.empty(shape, dtype) if self.pages and on_cpu else None
             return self._join(names, shape, dtype, value)
@@ -480,8 +484,8 @@ def export_weights(
     tensors = {}
     for ours, theirs in names.items():
         value = model.get_parameter(ours).detach().to("cpu", dtype)
-        if value.dim() == 3:
-            value = value.flatten(0, 1)  # [E N, K]
+        if value.dim() == 3 or (value.dim() == 2 and ours.endswith(".bias")):
+            value = value.flatten(0, 1)  # [E N, K], or biases, [E N]
         parts = value.split(qkv if "wqkv." in ours else len(value) // len(theirs))
         tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}
     return tensors

@@ -40,6 +40,7 @@ ROWS = (
     Row("qwen", "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"),
     Row("mixtral", "MixtralForCausalLM", "mixtral"),
     Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
+    Row("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),
 )
 NAMES = tuple(row.name for row in ROWS)
 GGUF_NAMES = tuple(row.gguf for row in ROWS if row.gguf)
