@@ -1,8 +1,8 @@
 """Directories that hold the experts of a layer in one tensor, as numbers or in MXFP4 (gpt-oss).
 
-1. `StackedFiles` gives every expert's matrices the names that other mixtures have. The rows of gate
-   and up take turns in a stack; numbers are stored as inputs by outputs, blocks the other way.
-2. A weight in MXFP4 is two tensors: blocks of 32 codes of 4 bits, and a power of two for each block.
+1. `StackedFiles` gives every expert's matrices the names that other mixtures have. The rows of
+   gate and up take turns in a stack; numbers are stored as inputs by outputs, blocks the other way.
+2. A weight in MXFP4 is two tensors: blocks of 32 codes of 4 bits, and a power of two for each.
    `keep_blocks` leaves it in its bits, in the order of GGUF's type of that name, so that the layers
    of gguf_blocks.py take it. Otherwise it becomes numbers when it is read.
 
@@ -57,8 +57,8 @@ class StackedFiles(TensorSource):
                 self.readers[f"{name}.weight" if name.endswith(".sinks") else name] = read
             elif stack[3] != "_scales":  # which are read with their blocks
                 self.readers |= self._of_experts(name, stack)
-        if any(stack[3] == "_blocks" for stack in filter(None, map(STACK.fullmatch, files.readers))):
-            self.block_types = "MXFP4"
+                if stack[3] == "_blocks":
+                    self.block_types = "MXFP4"
 
     def keep_blocks(self) -> None:
         """Leave the weights in MXFP4 to `quantized`, as `hf.gguf_blocks.Blocks`.
@@ -77,9 +77,7 @@ class StackedFiles(TensorSource):
         """Return whether more than half of the weights have at most so many bits: the experts."""
         return bool(self.block_types) and bits >= 4
 
-    def _of_experts(
-        self, name: str, stack: re.Match
-    ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    def _of_experts(self, name: str, stack: re.Match) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """Yield the names of the experts' tensors in one, each with its reader."""
         begin, matrices, part = stack.groups()
         held = self.files.readers[name]()
