@@ -376,7 +376,7 @@ class ClampedGate(Step):
 class Router(nn.Module):
     """The ranking of the experts of each token. Source: Mixtral (arXiv 2401.04088), section 2.1."""
 
-    def __init__(self, dim: int, experts: int, chosen: int, norm_topk: bool, bias: bool):
+    def __init__(self, dim: int, experts: int, chosen: int, norm_topk: bool, bias: bool = False):
         super().__init__()
         self.chosen = chosen
         self.norm_topk = norm_topk

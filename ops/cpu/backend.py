@@ -115,5 +115,5 @@ def rotary_cache(
 
 def attention(q: Tensor, *operands: Any, sinks: Tensor | None = None) -> Tensor:
     if q.shape[3] % 16:  # heads that vectors do not divide
-        return ops.attention.attention(q, *operands, sinks)
-    return _ops.attention.default(q, *operands, sinks)
+        return ops.attention.attention(q, *operands, sinks=sinks)
+    return _ops.attention.default(q, *operands, sinks=sinks)
