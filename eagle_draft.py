@@ -132,7 +132,7 @@ class EagleHead(nn.Module):
         Returns: [B, T, F] in the weights' dtype.
         """
         rows = self.start(embedded, features, positions)
-        rows = replace_fields(rows, windows=windows_of((), window))
+        rows = replace_fields(rows, windows=windows_of((), window, self.backend))
         if self.fused_layers is not None and cache is not None:
             rows, _ = run_layers(self.fused_layers.segments, rows, cache)
             rows = self.fused_layers.end(rows)

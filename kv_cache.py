@@ -84,6 +84,9 @@ class Window(NamedTuple):
     # [B, T] int64, the place of the first token that each one sees, counted along its path: below
     # `start` it is that token's slot, and the slots before it are hidden; None: 0
     first: Tensor | None = None
+    # [B, T, 1 + W] int32, the path of each token, whether `first` hides it or not: its length in
+    # the window, then its slots in order, counted from `start`; None: attention reads masks
+    paths: Tensor | None = None
 
 
 def sliding(window: Window, size: int) -> Window:
@@ -96,7 +99,7 @@ def sliding(window: Window, size: int) -> Window:
     seen = counts[:, :, -1:]  # [B, T, 1]
     mask = window.mask & (seen - counts < size)  # [B, T, W]
     first = (window.start[:, None] + seen[:, :, 0] - size).clamp(min=0)  # [B, T]
-    return Window(window.slots, window.start, mask, first)
+    return Window(window.slots, window.start, mask, first, window.paths)
 
 
 def causal_window(start: Tensor, rows: int, back: int = 0, backend: Backend = TORCH) -> Window:

@@ -401,7 +401,7 @@ class Transformer(nn.Module):
         return Rows(
             x,
             ropes=self.ropes(positions),
-            windows=windows_of(self.windows, window),
+            windows=windows_of(self.windows, window, self.backend),
         )
 
     def logits(self, features: Tensor) -> Tensor:
@@ -414,8 +414,12 @@ class Transformer(nn.Module):
         return self.lm_head(features)
 
 
-def windows_of(sizes: Sequence[int], window: Window | None) -> dict[int, Window] | None:
+def windows_of(
+    sizes: Sequence[int], window: Window | None, backend: Backend
+) -> dict[int, Window] | None:
     """Return `Rows.windows`: a step's own window, and those of layers that see fewer tokens."""
     if window is None:
         return None
+    if backend.path_table is not None:
+        window = replace_fields(window, paths=backend.path_table(window.mask))
     return {0: window} | {size: sliding(window, size) for size in sizes}

@@ -302,7 +302,9 @@ class Attend(Step):
             window = rows.windows[self.window]
             seen = (window.start, window.mask, window.first)
             sinks = layer.sinks.weight if self.sinks else None
-            y = layer.backend.attention(rows.h, *rows.kv, *seen, self.scale, sinks=sinks)
+            attend = layer.backend.attention
+            further = {"paths": window.paths, "sinks": sinks}
+            y = attend(rows.h, *rows.kv, *seen, self.scale, **further)
             return rows.put("h", y)
         T = rows.h.shape[1]
         distance = torch.arange(T, device=rows.h.device)

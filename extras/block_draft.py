@@ -34,7 +34,7 @@ from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import RotaryEmbeddings, Transformer, windows_of
-from ops.backends import use_backend
+from ops.backends import TORCH, use_backend
 from ops.tree import Children, Frontier, Scores
 from options import GenerateConfig
 from runtime import replace_fields
@@ -74,7 +74,7 @@ class BlockHead(Transformer):
         Writes: the cache at `window.slots`.
         """
         h = self.hidden_norm(self.fc(taps))  # [B, R, F]
-        windows = windows_of((), window)
+        windows = windows_of((), window, TORCH)  # no attention follows
         rows = Rows(h=h, ropes=self.ropes(window.slots), windows=windows)
         for layer, *kv in zip(self.layers, cache.k, cache.v):
             _, *steps = layer.steps  # h is normed already

@@ -33,7 +33,7 @@ from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
-from ops.backends import use_backend
+from ops.backends import TORCH, Backend, use_backend
 from ops.tree import Frontier
 from options import GenerateConfig
 from runtime import replace_fields
@@ -42,6 +42,8 @@ from steps import Rows, add_modules, run_steps
 
 class HydraHeads(nn.Module):
     """The MLPs of all heads, their LM heads, and the prefix layer of Hydra++."""
+
+    backend: Backend = TORCH  # as the target's
 
     def __init__(self, config: TokenHeads):
         super().__init__()
@@ -81,7 +83,7 @@ class HydraHeads(nn.Module):
         features: [B, T, F]; positions: [B, T] int64
         Returns: [B, T, F].
         """
-        windows = windows_of((), window)
+        windows = windows_of((), window, self.backend)
         rows = Rows(features, ropes=self.ropes(positions), windows=windows)
         rows, _ = run_layers(self.prefix, rows, cache)
         return run_steps(self.last, self, rows).h

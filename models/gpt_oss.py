@@ -47,6 +47,8 @@ class GptOss(ModelConfig):
         return (self.window,)
 
     def layer(self, i: int) -> tuple[Step, ...]:
+        if not self.has_experts(i):  # of a draft head that is trained for it
+            return super().layer(i)
         heads = (self.n_heads, self.n_kv_heads, self.head_dim)
         width = self.n_heads * self.head_dim
         both = 2 * self.n_kv_heads * self.head_dim

@@ -22,8 +22,9 @@ from ops.torch_backend import visible_slots
 
 lib.define(
     "tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask, Tensor? first=None, "
-    "float scale=0.0, Tensor? sinks=None) -> Tensor"
+    "float scale=0.0, Tensor? paths=None, Tensor? sinks=None) -> Tensor"
 )
+lib.define("path_table(Tensor mask) -> Tensor")
 
 
 def _attend(
@@ -74,11 +75,13 @@ def _tree_attention_torch(
     mask: Tensor,
     first: Tensor | None = None,
     scale: float = 0.0,
+    paths: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     if q.dtype != k.dtype:
         narrow = q.to(k.dtype)
-        return _tree_attention_torch(narrow, k, v, start, mask, first, scale, sinks).to(q.dtype)
+        y = _tree_attention_torch(narrow, k, v, start, mask, first, scale, sinks=sinks)
+        return y.to(q.dtype)
     longest = int(start.max())
     used = longest + mask.shape[2]
     lowest = 0 if first is None else int(first.min())
@@ -100,6 +103,7 @@ def _tree_attention_masked(
     mask: Tensor,
     first: Tensor | None = None,
     scale: float = 0.0,
+    paths: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     return _attend(q, k, v, visible_slots(start, mask, first, k.shape[2]), scale, sinks)
@@ -113,26 +117,49 @@ def _tree_attention_cuda(
     mask: Tensor,
     first: Tensor | None = None,
     scale: float = 0.0,
+    paths: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     if sinks is not None or not has_triton("attention"):
-        return _tree_attention_masked(q, k, v, start, mask, first, scale, sinks)
+        return _tree_attention_masked(q, k, v, start, mask, first, scale, sinks=sinks)
     import ops.cuda.attention
 
     with torch.cuda.device(q.device):
         device = cuda_products().device_of(q.device.index)
         done = ops.cuda.attention.counters(q.device.index)
-        window = (start, mask, first)
+        window = (start, mask, first, paths)
         return ops.cuda.attention.tree_attention(q, k, v, window, scale, device, done)
+
+
+def _path_table_torch(mask: Tensor) -> Tensor:
+    """Compute `kv_cache.Window.paths`; places behind a path may hold anything."""
+    length = mask.sum(2, keepdim=True)  # [B, T, 1]
+    order = (~mask).int().argsort(dim=2, stable=True)  # [B, T, W], visible slots first
+    return torch.cat((length, order), 2).int()
+
+
+def _path_table_cuda(mask: Tensor) -> Tensor:
+    import ops.cuda.attention
+
+    with torch.cuda.device(mask.device):
+        return ops.cuda.attention.path_table(mask)
 
 
 lib.impl("tree_attention", _tree_attention_torch, "CPU")
 lib.impl("tree_attention", _tree_attention_cuda, "CUDA")
+lib.impl("path_table", _path_table_torch, "CPU")
+lib.impl("path_table", _path_table_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::tree_attention", lib=lib)
-def _(q, k, v, start, mask, first=None, scale=0.0, sinks=None):
+def _(q, k, v, start, mask, first=None, scale=0.0, paths=None, sinks=None):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+
+@torch.library.register_fake("gpt_eagle::path_table", lib=lib)
+def _(mask):
+    B, T, W = mask.shape
+    return mask.new_empty(B, T, 1 + W, dtype=torch.int32)
 
 
 attention = torch.ops.gpt_eagle.tree_attention.default

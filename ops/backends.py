@@ -70,6 +70,8 @@ class Backend:
     rotary: Callable = of("rotary", cpp=WIDENED)
     rotary_cache: Callable = of("rotary", cpp=WIDENED)
     attention: Callable = of("attention", cpp=WIDENED)
+    # what attention reads in every layer, made once a step; None where it reads masks
+    path_table: Callable | None = of("attention")
     # of the drafters in extras/, whose own plain versions run where there is None
     keep_rows: Callable | None = of("tree")
     ngram_match: Callable | None = of("tree")

@@ -637,6 +637,7 @@ def attention(
     mask: Tensor,
     first: Tensor | None = None,
     scale: float = 0.0,
+    paths: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from T new tokens to a prefix and to a masked window behind it.
@@ -648,6 +649,7 @@ def attention(
     first: [B, T] int64, slots below it are hidden from a token and not read; 0 <= first < start + W
         and, of a token that sees only a part of its path, the place of that part (kv_cache.sliding)
     scale: of the scores; 0: E ** -0.5
+    paths: [B, T, 1 + W] int32, from a backend's `path_table`, or None; read by that backend only
     sinks: [H], a further score of every row of a head, which takes its share and has no value
     Returns: [B, T, H * E] in q's dtype. Every slot is read, and the softmax is in fp32.
     """

@@ -113,7 +113,7 @@ def rotary_cache(
     return torch_backend.rotate_into(k, v, slots, qkv, rope, rotary)
 
 
-def attention(q: Tensor, *operands: Any, sinks: Tensor | None = None) -> Tensor:
+def attention(q: Tensor, *operands: Any, paths: None = None, sinks: Tensor | None = None) -> Tensor:
     if q.shape[3] % 16:  # heads that vectors do not divide
         return ops.attention.attention(q, *operands, sinks=sinks)
     return _ops.attention.default(q, *operands, sinks=sinks)

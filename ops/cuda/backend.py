@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ops import torch_backend
+from ops.cuda.launch import SPLIT_TOKENS
 from ops.library import lib
 from ops.tree import Candidates, Children, DraftTree, Frontier, Level, Scores
 
@@ -130,6 +131,17 @@ def rotary_cache(
 ) -> Tensor:
     given = norms or (None, None, 0.0)
     return _ops.rotary_cache(qkv, *rope, k, v, slots, *given)
+
+
+def path_table(mask: Tensor) -> Tensor | None:
+    """Return `Window.paths`: what attention needs of a mask, once for all layers.
+
+    A token alone needs nothing, and the tokens of a prompt need the mask.
+    """
+    _, T, W = mask.shape
+    if T * W == 1 or T > SPLIT_TOKENS:
+        return None
+    return _ops.path_table(mask)
 
 
 # ----------------------------------------------------------------------------------- the operators

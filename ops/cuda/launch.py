@@ -1,8 +1,7 @@
 """The properties of a GPU on which the launches of our kernels depend.
 
-All kernels of this folder have run on an NVIDIA H200 (26 November 2026, torch 2.11, Triton 3.6),
-with the results of their references; attention has been rewritten since. For the GPUs of `TARGETS`
-they were compiled only.
+All kernels of this folder have run on an NVIDIA H200 (26 to 28 November 2026, torch 2.11, Triton
+3.6), with the results of their references. For the GPUs of `TARGETS` they were compiled only.
 """
 
 from __future__ import annotations
@@ -11,6 +10,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+
+# tokens of a draft tree, at most; more are a prompt, whose attention is another kernel
+SPLIT_TOKENS = 64
 
 
 class Device(NamedTuple):

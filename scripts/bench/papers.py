@@ -18,7 +18,7 @@
 4. `--json` gets one line per task and method, once measured; report.py makes tables and plots of
    it alone. The same command resumes a killed run at its unfinished task.
 5. `--replays` repeats one cycle of each method from the same state (replays.py). A method that
-   fails is named at the end; the others go on.
+   is refused or fails is named at the end; the others go on.
 
 tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of
 drafted tokens accepted after n accepted ones. Without `none` there is no speedup, and large batches
@@ -502,12 +502,13 @@ class Bench(NamedTuple):
         """Return the result of some work, or None where it fails: the other methods go on."""
         try:
             return work()
-        except ValueError:  # a user's mistake is no failure of a method
-            raise
+        except ValueError as error:  # refused, for example as its files do not fit the model
+            self.failed[method] = str(error)
+            return None
         except Exception as error:  # of a compiler or a device: a method that fails is a result
             traceback.print_exception(error)
             reason = str(error).strip().partition("\n")[0][:200]
-            self.failed[method] = f"{type(error).__name__}: {reason}"
+            self.failed[method] = f"{type(error).__name__}: {reason} (the traceback is above)"
             return None
 
     def methods(self, unit: Unit) -> list[str]:
@@ -685,7 +686,7 @@ def run(config: BenchConfig, over: Callable[[int], bool] = lambda task: False) -
             if log.rows:
                 write_report(log.rows, config.plots)
             reasons = "; ".join(f"{name}: {reason}" for name, reason in bench.failed.items())
-            raise ValueError(f"{reasons}; the traceback is above")
+            raise ValueError(reasons)
     return log.rows
 
 

@@ -27,7 +27,7 @@ GROUP = 128  # of int4 scales
 
 def attention(device: str) -> float:
     """Attention of 7 rows over 40 slots and themselves."""
-    return kernel_bench.attention_contest("8b", 40, 7, 0).error()
+    return kernel_bench.attention_contest("8b", 40, 7).error()
 
 
 def compact(device: str) -> float:

@@ -1,14 +1,15 @@
 """Time the kernels of a decode cycle on a GPU with sizes of 7B models, and check their results.
 
     python3 scripts/gpu/kernels.py --format int4 --json benchmarks/gpu.jsonl
-    python3 scripts/gpu/kernels.py --format attention --rows 1,60 --lengths 512,4096
+    python3 scripts/gpu/kernels.py --format attention --rows 1,6,32 --lengths 128,200,512,2048
 
 int4, int8 and bf16 are matmuls; then attention, compaction, top-k and experts (`*_contest`).
 `correct`: the result for random data against a plain reference; a matmul's is written into memory
 that holds NaN, and a row has to come out the same alone and among others. The time is that of a
-call in a captured graph that goes through at least 200 MB of different data, so that no cache
-holds them: median and spread over replays, and the share of the ceiling, the bytes per second that
-the GPU reads (scripts/bench/measure.py). Beside it stands torch's time where torch has the same.
+call in a captured graph: median and spread over replays, and the share of the ceiling, the bytes
+per second that the GPU reads (scripts/bench/measure.py). The graph goes through at least 200 MB of
+different data, so that no cache holds them, and with attention through the caches of 32 layers.
+Beside it stands torch's time where torch has the same.
 One JSON line is appended after every row; the table is printed at the end. A row that fails is
 recorded with its error, and the rest goes on unless the device is lost; the exit status is then 1,
 as for a wrong row.
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 from unittest import mock
 
@@ -77,8 +79,8 @@ TOLERANCE = 4e-3
 class KernelsConfig:
     format: str = option("int4", f"weights; or another kernel: {', '.join(CYCLE)}", FORMATS + CYCLE)
     group_size: int = option(128, "of int4 scales", None)
-    rows: str = option("1,8,16,32,64", "rows of activations, ascending")
-    lengths: str = option("128,512,2048,4096", "slots that attention reads in front of its rows")
+    rows: str = option("1,8,16,32,64", "rows of activations, or of trees, ascending")
+    lengths: str = option("128,200,512,2048", "slots that attention reads in front of its rows")
     rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
     replays: int = option(20, "timed replays of the graph")
     json: str = option("", "file to append to")
@@ -219,11 +221,26 @@ def product_contest(form: str, layer: str, M: int, group: int, rotate_bytes: int
     return Contest(first.weight_bytes, methods, partial(product_error, first, K, [1, M]))
 
 
-def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Contest:
-    """Compare attention of T rows over `length` slots and themselves, as a causal window, in bf16.
+def tree_mask(T: int) -> Tensor:
+    """Return the mask of a chain, or from 16 rows on of a tree: [1, T, T] bool.
 
-    The peer is torch's over the slots in use, with a mask made beforehand, which no captured graph
-    could do.
+    A node of the tree hangs below one of the last 6 before it that are less than 7 deep.
+    """
+    random = Random(0)
+    paths = [[0]]
+    for node in range(1, T):
+        parents = [path for path in paths[-6:] if len(path) < 8]
+        above = random.choice(parents or paths[:1]) if T >= 16 else paths[-1]
+        paths.append([*above, node])
+    rows = [[node in path for node in range(T)] for path in paths]
+    return torch.tensor([rows], device="cuda")
+
+
+def attention_contest(name: str, length: int, T: int) -> Contest:
+    """Compare attention of a tree of T rows over `length` slots, layer by layer, in bf16.
+
+    Ours makes the table of paths in the first layer. The peer is torch's over the slots in use,
+    with a mask made beforehand, which no captured graph could do.
     """
     heads, kv_heads = HEADS[name]
     used = length + T
@@ -231,19 +248,23 @@ def attention_contest(name: str, length: int, T: int, rotate_bytes: int) -> Cont
     options = {"dtype": torch.bfloat16, "device": "cuda"}
     q = torch.randn(1, T, heads, 128, **options)
     start = torch.tensor([length], device="cuda")
-    mask = torch.ones(1, T, T, device="cuda").tril().bool()
+    mask = tree_mask(T)
     visible = F.pad(mask, (length, 0), value=True)  # [1, T, used]
-    copies = copies_of(read_bytes, rotate_bytes)
-    caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(copies)]
+    caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(CACHE_LAYERS)]
+    paths = ops.cuda.backend.path_table(mask)
 
-    def ours(k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention.attention(q, k, v, start, mask)
+    def first(k: Tensor, v: Tensor) -> Tensor:
+        made = ops.cuda.backend.path_table(mask)
+        return ops.attention.attention(q, k, v, start, mask, paths=made)
+
+    def other(k: Tensor, v: Tensor) -> Tensor:
+        return ops.attention.attention(q, k, v, start, mask, paths=paths)
 
     def cut(k: Tensor, v: Tensor) -> Tensor:
         return ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible, 0.0)
 
     methods = {
-        "ours": [partial(ours, *cache) for cache in caches],
+        "ours": [partial(first, *caches[0]), *(partial(other, *cache) for cache in caches[1:])],
         "torch": [partial(cut, *cache) for cache in caches],
     }
 
@@ -389,7 +410,7 @@ def contests(config: KernelsConfig) -> list[tuple[str, int, Callable[[], Contest
     else:
         lengths = map(int, config.lengths.split(","))
         for heads, length, M in itertools.product(HEADS, lengths, rows):
-            make = partial(attention_contest, heads, length, M, rotate_bytes)
+            make = partial(attention_contest, heads, length, M)
             tasks.append((f"attention {heads}, {length} slots", M, make))
     return tasks
 

@@ -25,6 +25,10 @@ export PYTHONUNBUFFERED=1
 export PATH=$PATH:/usr/local/cuda/bin
 command -v nvidia-smi >/dev/null && export GPT_EAGLE_MARCH=none  # no C++ operators are needed
 
+if compgen -G "brought/*.whl" >/dev/null; then # the package gguf, where it is missing
+    "$PY" -m pip install -q --no-index --no-deps --target "$WORK/site" brought/*.whl || exit 1
+    PYTHONPATH=$(realpath "$WORK/site") && export PYTHONPATH
+fi
 if compgen -G "brought/target.xz.*" >/dev/null; then
     cat brought/target.xz.* | xz -dc >"$TARGET"
 fi

@@ -26,12 +26,14 @@ import ops.cuda.epilogues
 import ops.cuda.experts
 import ops.cuda.noise
 import ops.cuda.norm
+import ops.cuda.prompt_attention
 import ops.cuda.qmatmul
 import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
 from ops.cuda.experts import plan_experts
-from ops.cuda.launch import TARGETS
+from ops.cuda.launch import SPLIT_TOKENS, TARGETS
+from ops.cuda.prompt_attention import plan_prompt
 from ops.cuda.qmatmul import ProductPlan, plan_product
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -79,6 +81,7 @@ class Source(NamedTuple):
     constants: dict[str, object]
     warps: int
     multiples: tuple[str, ...] = ()  # arguments that are multiples of 16, besides pointers
+    options: dict[str, object] = {}  # others of the launch
 
 
 class Resources(NamedTuple):
@@ -94,7 +97,7 @@ class Resources(NamedTuple):
 # types of the kernels' arguments; other pointers are to the type of x, other numbers are i32
 TYPES = {
     "*i64": "start first slots addresses path chosen above number parents depths expert keys index tokens ranked order",
-    "*i32": "done lists",
+    "*i32": "done lists paths",
     "*i16": "packed",
     "*i1": "mask seen sees",
     "*fp32": "squares parts stats cos sin values scores total best",
@@ -171,22 +174,27 @@ def _epilogue(case: Case) -> tuple[triton.JITFunction, dict[str, object]]:
     return ops.cuda.qmatmul.matmul_kernel, {"GATED": gated} | absent
 
 
-def attention_source(case: CycleCase) -> tuple[Source, ops.cuda.attention.AttentionPlan]:
-    """Return attention over splits of a cache, with the plan of its launcher for the target."""
-    rows = case.T * case.heads // case.kv_heads
-    split = case.T <= ops.cuda.attention.SPLIT_TOKENS
-    sizes = (rows, case.E, DTYPES[case.dtype], TARGETS[case.target], split)
-    plan = ops.cuda.attention.plan_attention(*sizes)
-    constants: dict[str, object] = {} if case.kernel == "sliding_attention" else {"first_ptr": None}
-    constants |= ops.cuda.attention.constants_of(case.E, case.T, split) | {
-        "H": case.heads,
-        "KV_HEADS": case.kv_heads,
-        "ROWS": plan.rows,
-        "KEYS": plan.keys,
-        "STAGES": plan.stages,
-    }
-    kernel = ops.cuda.attention.attention_kernel if split else ops.cuda.attention.prompt_kernel
-    return source(kernel, case.dtype, constants, plan.warps), plan
+def _attention(case: CycleCase) -> Source:
+    """Return attention of a tree or a token, or of a prompt, with the plan of its launcher."""
+    constants: dict[str, object] = {"H": case.heads, "KV_HEADS": case.kv_heads}
+    if case.kernel == "attention":
+        constants["first_ptr"] = None
+    if case.T > SPLIT_TOKENS:
+        plan = plan_prompt(case.E, DTYPES[case.dtype], TARGETS[case.target])
+        tile = {"ROWS": plan.rows, "KEYS": plan.keys, "STAGES": plan.stages}
+        constants |= ops.cuda.prompt_attention.constants_of(case.E) | tile
+        return source(ops.cuda.prompt_attention.prompt_kernel, case.dtype, constants, plan.warps)
+    if case.T == 1:
+        constants["paths_ptr"] = None
+    plan = ops.cuda.attention.plan_attention(case.E, DTYPES[case.dtype])
+    others, options = ops.cuda.attention.launch_of(plan, case.E)
+    found = source(ops.cuda.attention.attention_kernel, case.dtype, constants | others)
+    return found._replace(options=options)
+
+
+def _paths(case: CycleCase) -> Source:
+    constants = {"start_ptr": None, "first_ptr": None, "WINDOW": SPLIT_TOKENS}
+    return source(ops.cuda.attention.paths_kernel, case.dtype, constants, 1)
 
 
 def _add_norm(case: CycleCase) -> Source:
@@ -252,8 +260,9 @@ def _noise(case: CycleCase) -> Source:
 
 
 CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
-    "attention": lambda case: attention_source(case)[0],
-    "sliding_attention": lambda case: attention_source(case)[0],
+    "attention": _attention,
+    "sliding_attention": _attention,
+    "paths": _paths,
     "add_norm": _add_norm,
     "add_unscaled": _add_norm,
     "rotary": _rotary,
@@ -284,9 +293,8 @@ def compile_for(target: str, source: Source) -> CompiledKernel:
         constexprs=source.constants,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(
-        ast, target=GPUTarget("cuda", int(target), 32), options={"num_warps": source.warps}
-    )
+    options = {"num_warps": source.warps} | source.options
+    return triton.compile(ast, target=GPUTarget("cuda", int(target), 32), options=options)
 
 
 def disassemble(kernel: CompiledKernel) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from helpers import slow, with_head_norms
 from kv_cache import KVCache, sliding
 from model import ModelConfig
 from ops import torch_backend
-from ops.cuda.launch import Device
+from ops.cuda.launch import SPLIT_TOKENS, Device
 from ops.torch_backend import rope_angles
 from ops.tree import (
     Children,
@@ -30,7 +30,13 @@ from ops.tree import (
 from windows import KINDS, expected, random_step
 
 DEVICE = Device(132, 232448, 90)
-HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (7, 1)}
+TILE = ops.cuda.attention.plan_attention(16, torch.float32).tile
+HEADS = {
+    "mha": (4, 4),
+    "gqa": (6, 2),
+    "mqa": (7, 1),
+    "wide": (20, 1),
+}  # wide: a token has two blocks
 
 
 def inputs(heads, starts, rows, window, E=32, spare=5):
@@ -46,9 +52,9 @@ def inputs(heads, starts, rows, window, E=32, spare=5):
     return q, k, v, torch.tensor(starts), mask
 
 
-def attend(q, k, v, start, mask, first=None, scale=0.0):
-    done = torch.zeros(64, dtype=torch.int32)
-    window = (start, mask, first)
+def attend(q, k, v, start, mask, first=None, scale=0.0, paths=None):
+    done = torch.zeros(128, dtype=torch.int32)
+    window = (start, mask, first, paths)
     y = ops.cuda.attention.tree_attention(q, k, v, window, scale, DEVICE, done)
     assert not done.any()  # as the next launch expects it
     return y
@@ -73,6 +79,7 @@ SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]  # rows, window
 
 @pytest.mark.parametrize("heads,starts,rows,window,E", [
     ("gqa", LENGTHS, 10, 50, 32), ("mqa", LENGTHS, 7, 7, 32), ("mqa", LENGTHS, 1, 1, 32), ("gqa", [270, 33], 7, 9, 24),
+    ("wide", [37], 5, 7, 16),
     *slow([
         *((heads, LENGTHS, *shape, 32) for heads in HEADS for shape in SHAPES),
         *(("gqa", [270, 33], 7, 9, E) for E in (16, 64, 80, 128)),
@@ -125,6 +132,17 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     assert torch.equal(attend(*others, starts, causal.expand(2, -1, -1))[1:], chain)
 
 
+@pytest.mark.parametrize("start", [250, *slow([0, 4080])])
+def test_a_path_of_any_depth_has_the_bits_of_vanilla_decoding(in_order, start):
+    """Of a chain with as many tokens as a tree may have: the last lies behind three tiles of the window."""
+    q, k, v, _, _ = inputs("mqa", [start], SPLIT_TOKENS, SPLIT_TOKENS, 16)
+    causal = torch.ones(1, SPLIT_TOKENS, SPLIT_TOKENS).tril().bool()
+    chain = attend(q, k, v, torch.tensor([start]), causal)
+    for t in (33, SPLIT_TOKENS - 1):
+        alone = attend(q[:, [t]], k, v, torch.tensor([start + t]), causal[:, :1, :1])
+        assert torch.equal(alone, chain[:, [t]]), t
+
+
 @pytest.mark.parametrize("heads,start", [("mqa", 250), *slow([("mha", 3), ("gqa", 127)])])
 def test_a_tree_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     """Nodes of three branches, each alone behind its ancestors, which lie where they are accepted."""
@@ -147,6 +165,19 @@ def test_a_tree_has_the_bits_of_vanilla_decoding(in_order, heads, start):
         assert torch.equal(attend(q[:, [node]], *accepted, end, one), tree[:, [node]]), node
 
 
+def test_path_table():
+    """Of random masks, by strides, and of rows that see all; places behind a path hold anything."""
+    for B, T, W in ((1, 1, 1), (2, 7, 7), (1, 10, 50), (2, 3, 70)):
+        mask = torch.rand(B, W, T).transpose(1, 2) < 0.4
+        mask[:, :, 0] = True
+        mask[:, -1] = True
+        got = ops.cuda.attention.path_table(mask)
+        want = torch.ops.gpt_eagle.path_table(mask)
+        assert got.dtype == want.dtype and got.shape == want.shape
+        behind = torch.arange(1 + W) > want[:, :, :1]
+        assert torch.equal(got.masked_fill(behind, 0), want.masked_fill(behind, 0))
+
+
 @pytest.mark.parametrize("kind,starts,heads,E,size", [
     ("tree", [300, 0], "gqa", 16, 280), ("chunk", [37], "mha", 16, 16), ("token", [600], "mqa", 256, 300),
     *slow([
@@ -158,8 +189,9 @@ def test_sliding_windows(in_order, kind, starts, heads, E, size):
     """A row sees the last tokens of its path, and has the bits of its token alone; no slot before them is read."""
     step = random_step(kind, starts, HEADS[heads], E)
     window = sliding(step.window, size)
+    tile = 64 if kind == "chunk" else TILE  # is read whole
     for b in range(len(starts)):
-        hidden = int(window.first[b].min()) // 64 * 64  # blocks of keys are read whole
+        hidden = int(window.first[b].min()) // tile * tile
         step.k[b, :, :hidden] = step.v[b, :, :hidden] = float("nan")
     operands = window.start, window.mask, window.first
     for scale in (0.0, 0.1):
@@ -167,7 +199,9 @@ def test_sliding_windows(in_order, kind, starts, heads, E, size):
         want = expected(step, size, scale or E**-0.5).float()
         torch.testing.assert_close(y, want, atol=2e-6, rtol=2e-6)
     if kind == "chunk":
-        return  # not split
+        return  # many tokens are not decoded one by one
+    paths = ops.cuda.attention.path_table(step.window.mask)  # of layers without windows
+    assert torch.equal(attend(step.q, step.k, step.v, *operands, 0.1, paths), y)
     for b, paths in enumerate(step.paths):
         for t in {0, len(paths) - 1}:
             assert torch.equal(attend(*step.alone(b, t, size), 0.1)[0, 0], y[b, t]), (b, t)

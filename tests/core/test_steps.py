@@ -25,7 +25,7 @@ from model import ModelConfig, Transformer, run_layers, windows_of
 from models import registry
 from models.gemma3 import Gemma3
 from models.gpt_oss import GptOss
-from ops.backends import choose, use_backend
+from ops.backends import TORCH, choose, use_backend
 from ops.cpu.layers import Program, fits, steps_of
 from parallel.tp import SumRanks, split_dims, with_sums
 from steps import REGISTERS, Add, Copy, Project, Rows, Step, run_steps
@@ -113,7 +113,7 @@ def begun(model: nn.Module) -> tuple[Rows, nn.Module]:
     generator = torch.Generator().manual_seed(3)
     embedding = filled(nn.Embedding(50, 64))
     features = torch.randn(B, T, 64, generator=generator).bfloat16().float()
-    windows = windows_of((), tree_window())
+    windows = windows_of((), tree_window(), TORCH)
     rows = Rows(embedded=embedding(tokens).float(), features=features, windows=windows)
     return rows._replace(ropes=model.ropes(positions())), embedding
 

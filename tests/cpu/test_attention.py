@@ -178,7 +178,9 @@ def test_the_rule_without_triton_on_this_device():
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_registration(dtype):
     for heads, *shape in (("gqa", [5, 0], 7, 9), ("mha", [3], 1, 1), ("gqa", [3], 1, 4)):
-        check_registration("tree_attention", *inputs(HEADS[heads], *shape, dtype=dtype))
+        args = inputs(HEADS[heads], *shape, dtype=dtype)
+        check_registration("tree_attention", *args)
+        check_registration("path_table", args[4])
 
 
 def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):

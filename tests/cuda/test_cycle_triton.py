@@ -5,6 +5,7 @@ test_interpreter.py runs them in the interpreter. Checks that need a GPU (bits o
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -24,24 +25,31 @@ from compiled_kernels import (  # noqa: E402
     resources,
 )
 from helpers import slow  # noqa: E402
-from ops.cuda.launch import TARGETS  # noqa: E402
+from ops.cuda.launch import SPLIT_TOKENS, TARGETS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("_fresh_cache")
 
 
 def check(case: CycleCase) -> None:
-    """A kernel fits its target, keeps everything in registers, and attends on tensor cores unless in fp32."""
+    """A kernel fits its target, keeps everything in registers, and attends on tensor cores unless in fp32.
+
+    Trees and tokens do by mma.m16n8k16 everywhere, which adds their keys in order.
+    """
     found = resources(case.target, cycle_source(case))
     assert (found.stack_bytes, found.local_accesses, found.disorder) == (0, 0, ""), (case, found)
     assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, found)
-    on_tensor_cores = "attention" in case.kernel and case.dtype != "fp32"
-    instruction = {"90": "HGMMA", "100": "UTCHMMA"}.get(case.target, "HMMA")
-    assert found.tensor_core.split()[0] == (instruction if on_tensor_cores else "none"), found
+    instruction = "none"
+    if "attention" in case.kernel and case.dtype != "fp32":
+        instruction = "HMMA"
+        if case.T > SPLIT_TOKENS:
+            instruction = {"90": "HGMMA", "100": "UTCHMMA"}.get(case.target, "HMMA")
+    assert found.tensor_core.split()[0] == instruction, found
 
 
 # one of each kernel; the slow ones are shapes that test_compiled_all has not
 @pytest.mark.parametrize("case", [
     CycleCase("90", "attention", kv_heads=8),
+    CycleCase("90", "paths"),
     CycleCase("90", "add_norm", "fp16"),
     CycleCase("90", "normed_rotary", "fp16", E=80),  # Qwen3's
     CycleCase("90", "add_unscaled"),
@@ -88,17 +96,39 @@ def test_a_path_is_read_before_any_of_it_is_written(target, dtype, E, T):
     assert found.count(("LDG", ".128")) == moved, found
 
 
+@pytest.mark.parametrize("target,dtype,T", [
+    ("90", "bf16", 32),
+    *slow([(target, "fp16", T) for target in TARGETS for T in (1, 64)]),
+    *slow([("90", "bf16", 1), ("90", "fp32", 1), ("90", "fp32", 60)]),
+])  # fmt: skip
+def test_attention_adds_as_it_is_written(target, dtype, T):
+    """What the bits of `plan_attention` rest on, in the code for the device.
+
+    Every product and sum is rounded by itself, so that no later compiler can contract it; tensor cores add 16 keys at a
+    time, by one instruction; nothing is copied through the L1 cache, nor asynchronously, behind the counter of blocks.
+    """
+    ptx = compile_for(target, cycle_source(CycleCase(target, "attention", dtype, T=T))).asm["ptx"]
+    assert re.search(r"\bmul\.rn\.f32", ptx)
+    assert not re.findall(r"\b(?:mul|add|sub)(?:\.ftz)?\.f32\S*", ptx)
+    products = set(re.findall(r"(?:wgmma|tcgen05|w?mma)\.[\w.:]+", ptx))
+    form = {"bf16": "bf16.bf16", "fp16": "f16.f16"}.get(dtype)
+    assert products == ({f"mma.sync.aligned.m16n8k16.row.col.f32.{form}.f32"} if form else set())
+    assert "cp.async.ca" not in ptx
+    assert "cp.async" not in ptx[ptx.rindex("atom.global") :]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("E", [64, 128, 256])
-@pytest.mark.parametrize("T", [60, 256])
+@pytest.mark.parametrize("T", [1, 60, 256])
 def test_layers_with_windows_fit(target, E, T):
-    """Few registers are spilled, once a block: 48 bytes are the most, on an A100."""
+    """Those of a prompt spill few registers, once a block: 48 bytes are the most, on an A100."""
     for kernel in ("attention", "sliding_attention") if E == 256 else ("sliding_attention",):
         case = CycleCase(target, kernel, E=E, heads=4, kv_heads=1, T=T)
         found = resources(case.target, cycle_source(case))
         assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, found)
-        assert found.stack_bytes <= 64 and not found.disorder, (case, found)
+        assert found.stack_bytes <= (64 if T > SPLIT_TOKENS else 0), (case, found)
+        assert not found.disorder, (case, found)
         assert found.tensor_core != "none"
 
 
@@ -122,18 +152,24 @@ def test_every_slot_has_a_block():
         assert ops.cuda.attention.splits_of(S) == want, S
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_blocks_do_not_depend_on_the_number_of_rows(target):
-    """Nor is a chunk ever cut within a block of keys, nor a block of rows within those of a tail."""
-    for E in (16, 64, 80, 128, 256):
-        cuts = {
-            ops.cuda.attention.plan_attention(rows, E, torch.bfloat16, TARGETS[target])
-            for rows in (1, 16, 64, 65, 240, 1024)
-        }
-        assert len(cuts) == 1
-        cut = cuts.pop()
-        assert ops.cuda.attention.CHUNK % cut.keys == 0
-        assert cut.rows % ops.cuda.attention.TAIL_ROWS == 0
+def test_no_chunk_is_cut_within_a_tile():
+    for E, dtype in itertools.product((16, 64, 80, 128, 256), (torch.bfloat16, torch.float32)):
+        assert ops.cuda.attention.CHUNK % ops.cuda.attention.plan_attention(E, dtype).tile == 0
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16, 40])
+def test_every_token_has_a_block_that_gathers_its_path(group):
+    """As many blocks are launched as the tokens take whose rows lie in one block, some of them in part."""
+    ROWS = ops.cuda.attention.ROWS
+    for T, tokens in itertools.product((1, 2, 5, 33, SPLIT_TOKENS), (1, 2, 4)):
+        spans = [
+            min(first + ROWS, T * group) - 1 for first in range(0, T * group, ROWS)
+        ]  # last rows
+        needed = max(
+            triton.cdiv(last // group - first // group + 1, tokens)
+            for first, last in zip(range(0, T * group, ROWS), spans)
+        )
+        assert needed <= ops.cuda.attention.gathering_blocks(T, group, tokens) <= needed + 1
 
 
 def test_the_rows_of_a_level_fit_a_tile():

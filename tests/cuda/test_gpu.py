@@ -24,6 +24,7 @@ import ops.linear
 import ops.tree
 import ops.weight
 import sampling
+import windows
 from base.tree_paths import EAGLE1_PATHS
 from decode import Engine, build_cycles
 from draft_tree import DynamicTree, StaticTree
@@ -44,7 +45,7 @@ from helpers import (
     with_head_norms,
 )
 from hf.weights import load_model
-from kv_cache import KVCache
+from kv_cache import KVCache, sliding
 from load import warm_up
 from model import ModelConfig
 from ops import torch_backend
@@ -75,9 +76,10 @@ test_trees_equal_vanilla[llama_mha-chain-1.0-False]
 test_the_demo_with_grouped_queries_equals_vanilla[0.0]
 test_tree_attention[128-torch.bfloat16-(32, 32)]
 test_tree_attention[128-torch.bfloat16-(32, 8)]
-test_a_chain_has_the_bits_of_vanilla_decoding[torch.bfloat16-(32, 32)-250]
-test_a_tree_has_the_bits_of_vanilla_decoding[torch.bfloat16-(32, 32)-250]
-test_a_tree_has_the_bits_of_vanilla_decoding[torch.bfloat16-(32, 8)-4080]
+test_a_tree_has_the_bits_of_vanilla_decoding[chain-torch.bfloat16-(32, 32)-250]
+test_a_tree_has_the_bits_of_vanilla_decoding[tree-3-torch.bfloat16-(32, 32)-250]
+test_a_tree_has_the_bits_of_vanilla_decoding[tree-60-torch.bfloat16-(32, 8)-4080]
+test_sliding_windows[tree-256-torch.bfloat16-(8, 4)-512]
 test_captured_attention_reads_the_length_from_the_device[60]
 test_compaction[torch.bfloat16-32-128]
 test_compiled_and_captured_compaction
@@ -135,7 +137,7 @@ def attention_inputs(heads, starts, rows, window, dtype, E=128, spare=7):
 
 @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (28, 4), (8, 1)], ids=str)
 @pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
-@pytest.mark.parametrize("E", [16, 64, 80, 128])
+@pytest.mark.parametrize("E", [16, 64, 80, 128, 256])
 def test_tree_attention(poisoned, E, dtype, heads):
     torch.backends.cuda.matmul.allow_tf32 = False
     for rows, window in ((1, 1), (7, 7), (10, 50), (60, 60), (64, 64), (256, 256)):
@@ -149,59 +151,95 @@ def test_tree_attention(poisoned, E, dtype, heads):
             assert error < ATTENTION_ERRORS[dtype], (rows, starts, float(error))
 
 
-@pytest.mark.parametrize("start", [0, 50, 250, 1000, 3000, 4080])  # chunks double at 4,096
-@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (28, 4)], ids=str)
-@pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
-def test_a_chain_has_the_bits_of_vanilla_decoding(dtype, heads, start):
-    """A row has the bits that the docstring of `plan_attention` states.
-
-    Cases: single rows, other numbers of rows, a batch, an unused window.
-    """
-    q, k, v, _, _ = attention_inputs(heads, [start], 60, 60, dtype)
-    causal = torch.ones(60, 60, device="cuda").tril().bool()[None]
-    at = lambda slot: torch.tensor([slot], device="cuda")  # noqa: E731
-    chain = OURS.attention(q, k, v, at(start), causal)
-    for t in (0, 1, 5, 30, 59):
-        alone = OURS.attention(q[:, t : t + 1], k, v, at(start + t), causal[:, :1, :1])
-        assert torch.equal(alone, chain[:, t : t + 1]), t
-    for rows in (2, 16, 17, 33):
-        assert torch.equal(
-            OURS.attention(q[:, :rows], k, v, at(start), causal[:, :rows, :rows]),
-            chain[:, :rows],
-        )
-    wide = torch.nn.functional.pad(causal, (0, 4))
-    k, v = k.nan_to_num(), v.nan_to_num()
-    assert torch.equal(OURS.attention(q, k, v, at(start), wide), chain)
-    q, k, v = (torch.cat((torch.randn_like(x), x)) for x in (q, k, v))
-    starts = torch.tensor([start // 2, start], device="cuda")
-    assert torch.equal(OURS.attention(q, k, v, starts, causal.expand(2, -1, -1))[1:], chain)
-
-
-@pytest.mark.parametrize("start", [0, 50, 250, 1000, 4080])
-@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (28, 4)], ids=str)
-@pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
-def test_a_tree_has_the_bits_of_vanilla_decoding(dtype, heads, start):
-    """Each node has them alone behind its ancestors, which lie where they are accepted."""
-    q, k, v, _, _ = attention_inputs(heads, [start], 60, 60, dtype)
-    generator = torch.Generator().manual_seed(start)
+def random_paths_of_nodes(nodes, back, seed):
+    """The path of every node of a tree, each below one of the last `back` before it; 1: a chain."""
+    generator = torch.Generator().manual_seed(seed)
     paths = [[0]]
-    for node in range(1, 60):
-        parent = torch.randint(max(0, node - 6), node, (1,), generator=generator).item()
+    for node in range(1, nodes):
+        parent = torch.randint(max(0, node - back), node, (1,), generator=generator).item()
         paths.append([*paths[parent], node])
-    mask = torch.zeros(1, 60, 60, dtype=torch.bool, device="cuda")
+    return paths
+
+
+def mask_of(paths):
+    mask = torch.zeros(1, len(paths), len(paths), dtype=torch.bool)
     for node, path in enumerate(paths):
         mask[0, node, path] = True
-    at = lambda slot: torch.tensor([slot], device="cuda")  # noqa: E731
-    tree = OURS.attention(q, k, v, at(start), mask)
+    return mask.cuda()
+
+
+def alone(q, k, v, start, path):
+    """Attention of a node behind its ancestors, which lie where they are accepted; others are not numbers."""
+    accepted = [x.clone() for x in (k, v)]
+    for old, new in zip((k, v), accepted):
+        new[:, :, start:] = float("nan")
+        new[:, :, start : start + len(path)] = old[:, :, [start + node for node in path]]
+    end = torch.tensor([start + len(path) - 1], device="cuda")
     one = torch.ones(1, 1, 1, dtype=torch.bool, device="cuda")
-    for node in (1, 8, 30, 59):
-        accepted = [x.clone() for x in (k, v)]
-        path = torch.tensor(paths[node], device="cuda")
-        for old, new in zip((k, v), accepted):
-            new[:, :, start : start + len(path)] = old[:, :, start + path]
-        end = at(start + len(path) - 1)
-        alone = OURS.attention(q[:, [node]], *accepted, end, one)
-        assert torch.equal(alone, tree[:, [node]]), (node, len(path))
+    return OURS.attention(q[:, [path[-1]]], *accepted, end, one)
+
+
+@pytest.mark.parametrize("start", [0, 50, 250, 1000, 3000, 4080])  # chunks double at 4,096
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (28, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
+@pytest.mark.parametrize(
+    "back", [1, 3, 60], ids=lambda back: "chain" if back == 1 else f"tree-{back}"
+)
+def test_a_tree_has_the_bits_of_vanilla_decoding(back, dtype, heads, start):
+    """A row has the bits that the docstring of `plan_attention` states.
+
+    Cases: single rows, other numbers of rows, a batch, an unused window, a table of paths.
+    """
+    q, k, v, _, _ = attention_inputs(heads, [start], 60, 60, dtype)
+    paths = random_paths_of_nodes(60, back, start)
+    mask = mask_of(paths)
+    at = torch.tensor([start], device="cuda")
+    tree = OURS.attention(q, k, v, at, mask)
+    for node in (0, 1, 5, 8, 20, 30, 31, 45, 58, 59):
+        got = alone(q, k, v, start, paths[node])
+        assert torch.equal(got, tree[:, [node]]), (node, len(paths[node]))
+    for rows in (2, 6, 16, 17, 33, 59):  # the first nodes are a tree, too
+        part = OURS.attention(q[:, :rows], k, v, at, mask[:, :rows, :rows])
+        assert torch.equal(part, tree[:, :rows]), rows
+    assert torch.equal(OURS.attention(q, k, v, at, mask, paths=OURS.path_table(mask)), tree)
+    k, v = k.nan_to_num(), v.nan_to_num()
+    wide = torch.nn.functional.pad(mask, (0, 4))
+    assert torch.equal(OURS.attention(q, k, v, at, wide), tree)
+    q, k, v = (torch.cat((torch.randn_like(x), x)) for x in (q, k, v))
+    starts = torch.tensor([start // 2, start], device="cuda")
+    masks = torch.cat((torch.ones_like(mask), mask))
+    assert torch.equal(OURS.attention(q, k, v, starts, masks)[1:], tree)
+
+
+@pytest.mark.parametrize("size", [5, 40, 512])
+@pytest.mark.parametrize("heads", [(8, 4), (16, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ATTENTION_ERRORS, ids=str)
+@pytest.mark.parametrize("E", [128, 256])
+@pytest.mark.parametrize("kind", ["token", "chain", "tree", "level", "chunk"])
+def test_sliding_windows(poisoned, kind, E, dtype, heads, size):
+    """As Gemma 3's; a row of a tree has the bits of its token alone, and no block reads what no row sees."""
+    for starts in ([0], [300, 700], [4700]):
+        step = windows.random_step(kind, starts, heads, E)
+        step = step._replace(**{name: getattr(step, name).to(dtype) for name in "qkv"})
+        want = windows.expected(step, size, E**-0.5).cuda()
+        window = sliding(step.window, size)
+        for b in range(len(starts)):
+            hidden = int(window.first[b].min()) // 64 * 64  # tiles are read whole
+            step.k[b, :, :hidden] = step.v[b, :, :hidden] = float("nan")
+        operands = [
+            x.cuda() for x in (step.q, step.k, step.v, window.start, window.mask, window.first)
+        ]
+        got = OURS.attention(*operands)
+        error = (got - want).norm() / want.norm()
+        assert error < ATTENTION_ERRORS[dtype], (starts, float(error))
+        if kind == "chunk":
+            continue  # many tokens are not decoded one by one
+        paths = OURS.path_table(step.window.mask.cuda())  # of layers without windows
+        assert torch.equal(OURS.attention(*operands, paths=paths), got)
+        for b, of_rows in enumerate(step.paths):
+            for t in {0, len(of_rows) // 2, len(of_rows) - 1}:
+                single = OURS.attention(*(x.cuda() for x in step.alone(b, t, size)))
+                assert torch.equal(single[0, 0], got[b, t]), (starts, b, t)
 
 
 @pytest.mark.parametrize("rows", [1, 60])
@@ -212,7 +250,8 @@ def test_captured_attention_reads_the_length_from_the_device(rows):
     for length in (0, 100, 777, 2000):
         start.fill_(length)
         want[length] = OURS.attention(q, k, v, start, mask)
-    graph, y = captured(lambda: OURS.attention(q, k, v, start, mask))
+    paths = OURS.path_table  # in the graph, as a step has it
+    graph, y = captured(lambda: OURS.attention(q, k, v, start, mask, paths=paths(mask)))
     for length in (*want, *reversed(want)) * 5:
         y.fill_(float("nan"))
         start.fill_(length)

@@ -172,12 +172,15 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch
     def broken(engine, config):
         if config.tree == "static":
             raise RuntimeError("it does not compile\nfor a long reason")
+        if config.draft == "ngram":
+            raise ValueError("the text has too many tokens")
         return real(engine, config)
 
     monkeypatch.setattr(bench, "with_config", broken)
-    methods = "none,eagle:static,eagle:chain:tree_depth=2:quant_draft=int4"
+    methods = "none,eagle:static,ngram,eagle:chain:tree_depth=2:quant_draft=int4"
     config = config_in(tmp_path, methods=methods, limit=1, replays=3)
-    with pytest.raises(ValueError, match="^eagle:static: RuntimeError: it does not compile; the"):
+    failed = r"^eagle:static: RuntimeError: it does not compile \(the traceback is above\); ngram: the text has"
+    with pytest.raises(ValueError, match=failed):
         bench.run(config)
     done = [row["method"] for row in rows_of(tmp_path)]
     assert done == 2 * ["none", "eagle:chain:tree_depth=2:quant_draft=int4"]
@@ -185,7 +188,7 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch
     for method in done[:2]:
         assert f"one cycle of {method}: 0 of 3 replays differ" in out
     monkeypatch.setattr(bench, "with_config", real)
-    assert len(bench.run(config)) == 6, "only what failed is measured again"
+    assert len(bench.run(config)) == 8, "only what failed is measured again"
 
 
 def test_replays_that_differ_are_counted(monkeypatch, capsys):
