@@ -30,6 +30,7 @@ from options import GenerateConfig
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
 NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
+END_OF_ANSWER = "<|return|>"  # of harmony, whose answers are several messages: gpt-oss
 PROBE = ("A question.", "The answer of the probe.", "Another question.")
 
 
@@ -203,6 +204,8 @@ class JinjaTemplate(ChatTemplate):
             raise ValueError(
                 f"{self.path}: its chat template leaves out the system message; drop --system"
             )
+        if tokenizer.id_of(END_OF_ANSWER) is not None:
+            return ()  # an answer is several messages, and the token ends each of them
         return tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
 
 

@@ -205,6 +205,32 @@ def test_tokens_that_end_a_turn(checkpoint, name):
     assert template.stop_ids(base) == (base.id_of("<|end_of_text|>"), base.id_of(end))
 
 
+HARMONY = """{{- "<|start|>system<|message|>Current date: " + strftime_now("%Y-%m-%d") + "<|end|>" }}
+{%- if messages[0].role == "system" %}
+    {{- "<|start|>developer<|message|># Instructions\\n\\n" + messages[0].content + "<|end|>" }}
+    {%- set rest = messages[1:] %}
+{%- else %}{%- set rest = messages %}{%- endif %}
+{%- for m in rest %}
+    {{- "<|start|>" + m.role }}{{- "<|channel|>final" if m.role == "assistant" }}{{- "<|message|>" + m.content + "<|end|>" }}
+{%- endfor %}{{- "<|start|>assistant" }}"""
+
+
+def test_a_message_within_an_answer_does_not_end_it(tmp_path):
+    """gpt-oss thinks in one message and answers in the next; only `<|return|>` and `<|call|>` end an answer."""
+    names = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"]
+    path = build_json(tmp_path, [*names, *CONTROLS], bos=False)
+    write(path, "tokenizer_config.json", {"eos_token": "<|return|>"})
+    template = own(path, HARMONY, "Be brief.")
+    tokenizer = Tokenizer.load(path)
+    assert template.stop_ids(tokenizer) == (tokenizer.id_of("<|return|>"),)
+    text = template.render(["q", "r"], ["a"])
+    assert text.endswith(
+        "<|channel|>final<|message|>a<|end|><|start|>user<|message|>r<|end|><|start|>assistant"
+    )
+    assert "# Instructions\n\nBe brief.<|end|><|start|>user" in text
+    assert template.encode(tokenizer, ["q"], [])[0] == tokenizer.id_of("<|start|>")
+
+
 def test_turns_that_end_without_a_token(json_dir, tmp_path):
     path = with_files(json_dir, tmp_path)
     for text in (
