@@ -23,6 +23,7 @@ from helpers import decode, engine_for, noisy_copy, with_children
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import open_source, read_config
 from hf.weights import load_model
+from quantize import quantize_directory
 
 WINDOW = 8  # tokens; prompts are longer
 IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
@@ -116,6 +117,20 @@ def test_missing_keys_have_transformers_defaults(tmp_path):
     assert not ours.rope_scaling["truncate"] and ours.qkv_bias and ours.o_bias
     seen = [step.window for i in range(24) for step in ours.layer(i) if hasattr(step, "window")]
     assert seen == [128 * (kind == "sliding_attention") for kind in theirs.layer_types]
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_quantized_on_load_and_on_disk_are_the_same(tmp_path, form):
+    """A quantized directory has a tensor for every expert; routers keep their numbers."""
+    random_model().to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    quant = Quantization(form, 32)
+    quantize_directory(tmp_path / "m", tmp_path / "q", quant)
+    models = [load_model(tmp_path / "q"), load_model(tmp_path / "m", quant=quant)]
+    assert {model.layers[0].w13.format for model in models} == {form}
+    assert models[0].layers[0].router.weight.dtype == torch.bfloat16
+    for model in models:
+        model.fuse(True)
+    assert torch.equal(*(by_passes(model, IDS, 5) for model in models))
 
 
 # --------------------------------------------------------------------------------------------- MXFP4
