@@ -5,8 +5,8 @@ The used length changes every cycle; it stays data and never becomes a shape of 
    a token's result does not depend on the draft tree around it. The operator is PyTorch's SDPA, for
    other dtypes and machines without a compiler.
 2. On CUDA, where reading the length would stop the host, kernels read it from device memory, and a
-   token's result does not depend on the tree either (cuda/attention.py). Without Triton, and with
-   sinks, which the kernels do not have, SDPA masks the whole capacity.
+   token's result does not depend on the tree either (cuda/attention.py). Without Triton the whole
+   capacity is masked.
 
 What it computes is `attention` in torch_backend.py.
 """
@@ -120,7 +120,7 @@ def _tree_attention_cuda(
     paths: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    if sinks is not None or not has_triton("attention"):
+    if not has_triton("attention"):
         return _tree_attention_masked(q, k, v, start, mask, first, scale, sinks=sinks)
     import ops.cuda.attention
 
@@ -128,7 +128,7 @@ def _tree_attention_cuda(
         device = cuda_products().device_of(q.device.index)
         done = ops.cuda.attention.counters(q.device.index)
         window = (start, mask, first, paths)
-        return ops.cuda.attention.tree_attention(q, k, v, window, scale, device, done)
+        return ops.cuda.attention.tree_attention(q, k, v, window, scale, device, done, sinks)
 
 
 def _path_table_torch(mask: Tensor) -> Tensor:
