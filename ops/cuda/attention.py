@@ -431,9 +431,8 @@ def attention_kernel(
     """Attend from ROWS rows of a key head to a chunk, or along the paths of TOKENS tokens.
 
     q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; first: [B, T] int64, or None
-    sinks: [H], or None
     paths: [B, T, 1 + W] int32, of `paths_kernel`; None: T and W are 1, and the row sees itself
-    done: [blocks of rows, B * KV_HEADS] int32, 0 before and after
+    done: [blocks of rows, B * KV_HEADS] int32, 0 before and after; sinks: [H], or None
     parts: [parts, B, T, H, E] fp32, not divided by their weights: tiles along paths, then chunks
     stats: [parts, 2, B, T, H] fp32, maximum and weight. Writes: y; used parts, stats
     """
