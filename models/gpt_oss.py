@@ -73,7 +73,8 @@ class GptOss(ModelConfig):
 
 # ------------------------------------------------------------------------------------- config.json
 
-DEFAULTS = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5}
+# of missing keys; the files of OpenAI name no dtype
+DEFAULTS = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
 KINDS = Rule(
     f"a list of {SLIDING} and {FULL}",
     lambda v: type(v) is list and all(kind in (SLIDING, FULL) for kind in v),

@@ -115,6 +115,7 @@ def test_missing_keys_have_transformers_defaults(tmp_path):
     assert (ours.alpha, ours.limit) == (theirs.swiglu_alpha, theirs.swiglu_limit)
     assert (ours.max_context, ours.rope_theta, ours.rope_scaling["factor"]) == (131072, 150000, 32)
     assert not ours.rope_scaling["truncate"] and ours.qkv_bias and ours.o_bias
+    assert (ours.dtype, ours.norm_eps) == ("bfloat16", 1e-5)  # it names no dtype
     seen = [step.window for i in range(24) for step in ours.layer(i) if hasattr(step, "window")]
     assert seen == [128 * (kind == "sliding_attention") for kind in theirs.layer_types]
 
