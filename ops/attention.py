@@ -120,7 +120,7 @@ def _tree_attention_cuda(
     paths: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    if not has_triton("attention"):
+    if not has_triton():
         return _tree_attention_masked(q, k, v, start, mask, first, scale, sinks=sinks)
     import ops.cuda.attention
 

@@ -28,6 +28,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -401,7 +402,8 @@ def losses_of(
 
     best: the target's best tokens, as in `unrolled_losses`
     """
-    rows = target.lm_head
+    rows = copy(target.lm_head)
+    use_backend(rows, TORCH)  # gradients of a head without one pass through it
     if head.vocab:
         rows = rows.rows(head.vocab.ids)
     recipe = head_training.LossOptions(
