@@ -14,6 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch import Tensor
 from hf.checkpoint import TensorSource, is_mxfp4
 from hf.gguf_blocks import MXFP4, Blocks, bad_scale
 from ops.library import cpu_operators_are_loaded
+from ops.weight import Part
 
 STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
 # a stack -> the matrices of an expert whose rows take turns in it
@@ -39,6 +42,40 @@ def plain_config(raw: dict) -> dict:
     if not is_mxfp4(raw):
         return raw
     return {name: value for name, value in raw.items() if name != "quantization_config"}
+
+
+class Mxfp4(NamedTuple):
+    """A weight in MXFP4, in the two tensors of a directory."""
+
+    name: str  # of the codes
+    codes: Tensor  # [N, K / 32, 16] uint8, codes 2 i and 2 i + 1 of a block in a byte
+    powers: Tensor  # [N, K / 32] uint8
+
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return GROUP * self.codes.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return len(self.codes), self.inputs
+
+    @property
+    def part(self) -> Part:
+        """The outputs and the layout of the packed weight."""
+        return Part("MXFP4", len(self.codes))
+
+    def as_blocks(self) -> Blocks:
+        """Return the weight in GGUF's order: a power of two, then codes i and i + 16 in a byte."""
+        halves = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(2)  # [N, K / 32, 32]
+        low, high = halves.split(GROUP // 2, -1)
+        content = torch.cat((self.powers[..., None], low | high << 4), -1).flatten(1)
+        return Blocks(self.name, content, MXFP4, self.inputs)
+
+    def pack(self, out: Tensor, path: Path) -> None:
+        """Lay the blocks out in strips. Raises, writes: as `Blocks.pack`."""
+        self.as_blocks().pack(out, path)
 
 
 class StackedFiles(TensorSource):
@@ -61,14 +98,14 @@ class StackedFiles(TensorSource):
                     self.block_types = "MXFP4"
 
     def keep_blocks(self) -> None:
-        """Leave the weights in MXFP4 to `quantized`, as `hf.gguf_blocks.Blocks`.
+        """Leave the weights in MXFP4 to `quantized`, as `Mxfp4`.
 
         Writes: readers, quantized.
         """
         for name, read in list(self.readers.items()):
             if isinstance(read, partial) and read.func == self._numbers:
                 del self.readers[name]
-                self.quantized[name] = partial(self._blocks, *read.args)
+                self.quantized[name] = partial(self._mxfp4, *read.args)
 
     def keep_int4(self, layers: object) -> None:
         """Leave no layer in its codes: int4 holds no weight in MXFP4 exactly."""
@@ -101,28 +138,21 @@ class StackedFiles(TensorSource):
     def _bias(self, name: str, expert: int, rows: slice) -> Tensor:  # -> [N]
         return self.files.read(name)[expert, rows]
 
-    def _blocks(self, name: str, expert: int, rows: slice) -> Blocks:
-        """Return a weight in GGUF's order: a power of two, then codes i and i + 16 in a byte.
-
-        Raises: ValueError for blocks or scales of another shape or type.
-        """
-        codes = self.files.read(name)[expert, rows]  # [N, K / 32, 16], codes 2 i and 2 i + 1
-        powers = self.files.read(name.removesuffix("_blocks") + "_scales")[expert, rows]
-        fits = codes.shape[2:] == (GROUP // 2,) and powers.shape == codes.shape[:2]
+    def _mxfp4(self, name: str, expert: int, rows: slice) -> Mxfp4:
+        """Raises: ValueError for blocks or scales of another shape or type."""
+        codes = self.files.read(name)
+        powers = self.files.read(name.removesuffix("_blocks") + "_scales")
+        fits = codes.shape[3:] == (GROUP // 2,) and powers.shape == codes.shape[:3]
         if not fits or {codes.dtype, powers.dtype} != {torch.uint8}:
             raise ValueError(
                 f"{self.path}: {name} and its scales are no MXFP4: {codes.dtype} "
                 f"{list(codes.shape)} and {powers.dtype} {list(powers.shape)}; download it again"
             )
-        inputs = GROUP * codes.shape[1]
-        halves = torch.stack((codes & 15, codes >> 4), -1).flatten(2)  # [N, K / 32, 32]
-        low, high = halves.split(GROUP // 2, -1)
-        content = torch.cat((powers[..., None], low | high << 4), -1).flatten(1)
-        return Blocks(name, content, MXFP4, inputs)
+        return Mxfp4(name, codes[expert, rows], powers[expert, rows])
 
     def _numbers(self, name: str, expert: int, rows: slice) -> Tensor:
-        """Return the numbers of a weight, [N, K] fp32. Raises: as `_blocks`."""
-        blocks = self._blocks(name, expert, rows)
+        """Return the numbers of a weight, [N, K] fp32. Raises: as `_mxfp4`; for a power of 255."""
+        blocks = self._mxfp4(name, expert, rows).as_blocks()
         each = blocks.content.unflatten(1, (-1, 1 + GROUP // 2))  # [N, K / 32, 17]
         if (each[..., 0] == 255).any():
             raise ValueError(bad_scale(blocks, self.path))

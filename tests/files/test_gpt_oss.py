@@ -227,6 +227,14 @@ def other_blocks(held, name):
     held[f"{name}_blocks"] = held[f"{name}_blocks"][..., :8].contiguous()
 
 
+def few_scales(held, name):
+    held[f"{name}_scales"] = held[f"{name}_scales"][:2].contiguous()
+
+
+def scales_of_another_type(held, name):
+    held[f"{name}_scales"] = held[f"{name}_scales"].float()
+
+
 def flat(held, name):
     held[f"{name}_blocks"] = held[f"{name}_blocks"].flatten(2)
 
@@ -235,6 +243,8 @@ SPOILT = [
     (no_number, "has a scale that is NaN or infinite"),
     (no_scales, "down_proj_scales is missing"),
     (other_blocks, "its scales are no MXFP4"),
+    (few_scales, "its scales are no MXFP4"),
+    (scales_of_another_type, "its scales are no MXFP4"),
     (flat, "a stack of experts has 4 dimensions"),
 ]
 
