@@ -156,7 +156,7 @@ def test_a_bounded_gate(dtype):
     want = torch_backend.clamped_swiglu(both, 1.702, 7.0)
     gate, up = both.double().chunk(2, -1)
     exact = gate.clamp(max=7) / (1 + (-1.702 * gate.clamp(max=7)).exp()) * (up.clamp(-7, 7) + 1)
-    got = choose(torch.device("cpu"), (), dtype).clamped_swiglu(both, 1.702, 7.0)
+    got = choose(torch.device("cpu"), dtype).clamped_swiglu(both, 1.702, 7.0)
     for y in (want, got):
         rtol = 2e-2 if dtype == BF16 else 1e-5
         torch.testing.assert_close(y.double(), exact, atol=rtol / 10, rtol=rtol, equal_nan=True)
