@@ -450,7 +450,8 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
         experts_per_token=0,
         rope_scaling=None,  # the official loader knows none in a head
     )
-    ids = torch.cat([example.ids[example.mask] for example in examples])
+    none = torch.empty(0, dtype=torch.long)
+    ids = torch.cat([none, *(example.ids[example.mask] for example in examples)])
     kept = config.draft_vocab or (c.vocab_size if config.version == 1 else 32000)
     vocab = head_training.frequent_tokens(ids, c.vocab_size, kept)
     if vocab:
