@@ -90,6 +90,20 @@ def test_directories(tmp_path, case):
     assert model.config.max_context == 128  # a window is a layer's, and no shorter context
 
 
+def test_64_greedy_tokens(tmp_path):
+    """From prompts of several lengths, in a batch and over a cache; transformers decodes each alone."""
+    reference = random_model()
+    reference.save_pretrained(tmp_path)
+    target = load_model(tmp_path, torch.float32)
+    prompts = [IDS[:n].tolist() for n in (3, 29, 12)]
+    options = {"max_new_tokens": 64, "ignore_eos": True, "batch_size": 3}
+    session = decode(engine_for(target, RootOnly(), **options), *prompts)
+    for row, prompt in enumerate(prompts):
+        given = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        want = reference.generate(torch.tensor([prompt]), **given)[0].tolist()
+        assert len(want) == len(prompt) + 64 and session.history[row] == want
+
+
 def test_a_window_of_128_and_a_longer_context(tmp_path):
     options = {"sliding_window": 128, "max_position_embeddings": 512, "num_hidden_layers": 2}
     reference = random_model(**options)
