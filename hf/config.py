@@ -23,7 +23,6 @@ from hf.checkpoint import (
     TensorSource,
     WeightFiles,
     foreign_quantization,
-    is_mxfp4,
     read_model_config,
     saved_quantization,
     scale_name,
@@ -69,7 +68,7 @@ def open_source(path: Path) -> TensorSource:
 
         return GgufFile(path)
     files = open_files(path)
-    if is_mxfp4(files.config) or has_stacks(files):
+    if has_stacks(files):
         return StackedFiles(files)
     if foreign_quantization(files.config) is None:
         return files
