@@ -301,8 +301,7 @@ class Attend(Step):
             seen = (window.start, window.mask, window.first)
             sinks = layer.sinks.weight if self.sinks else None
             attend = layer.backend.attention
-            further = {"paths": window.paths, "sinks": sinks}
-            y = attend(rows.h, *rows.kv, *seen, self.scale, **further)
+            y = attend(rows.h, *rows.kv, *seen, self.scale, paths=window.paths, sinks=sinks)
             return rows.put("h", y)
         T = rows.h.shape[1]
         distance = torch.arange(T, device=rows.h.device)
