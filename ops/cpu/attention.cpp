@@ -171,7 +171,7 @@ Slots slots_of(const Visible& visible, int64_t first, int64_t last) {
 }
 
 // Replaces a token's scores [stride] of the slots from slots.begin on by exponentials; those of
-// hidden slots, and those behind slots.end, become 0. Returns: the same of a sink, or 0 without one.
+// hidden slots, and those behind slots.end, become 0. Returns: the sink's exponential; 0: no sink.
 float softmax_row(float* scores, int64_t stride, const Slots& slots, const Visible& visible,
                   int64_t token, const float* sink) {
   const int64_t first = std::min(visible.first_of(token), slots.end);

@@ -300,7 +300,8 @@ void read_output(const Layout& layout, const uint8_t* strips, int64_t output, in
     for (int64_t j = 0; j < layout.super; j++, y++) {
       const int64_t g = j / layout.group;
       const uint16_t d = layout.header == Header::POWER ? super[i] : half_at(super + 2 * i);
-      const Scale by(layout, d, half_at(super + 2 * (STRIP * layout.has_least + i)), bytes[g * stride],
+      const Scale by(layout, d, half_at(super + 2 * (STRIP * layout.has_least + i)),
+                     bytes[g * stride],
                      bytes[g * stride + STRIP * layout.has_least]);
       put_number(y, layout, by, code_at(layout, codes, i, j));
     }

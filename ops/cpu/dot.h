@@ -6,8 +6,8 @@
 // out again, exactly. A minimum of a group of weights is multiplied by the sum of its activations,
 // in floating point.
 //
-// Parameters of templates: BITS of a code, or FLOAT4; M rows of a tile; V vectors of outputs; STEPS of a
-// group. dot_k_types.h: integer scales. dot_amx.h: tiles of the hardware.
+// Parameters of templates: BITS of a code, or FLOAT4; M rows of a tile; V vectors of outputs; STEPS
+// of a group. dot_k_types.h: integer scales. dot_amx.h: tiles of the hardware.
 #pragma once
 
 #include "activations.h"

@@ -753,7 +753,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   return norm(x.contiguous(), weight.contiguous(), eps);
 }
 
-// `swiglu`, `geglu` and `clamped_swiglu` of ops/torch_backend.py. both: [..., 2 F], fp32 or bfloat16
+// `swiglu`, `geglu` and `clamped_swiglu` of ops/torch_backend.py. both: [..., 2 F], fp32 or
+// bfloat16
 at::Tensor swiglu(const at::Tensor& both) { return gate<Activation::SILU>(both.contiguous()); }
 at::Tensor geglu(const at::Tensor& both) { return gate<Activation::GELU_TANH>(both.contiguous()); }
 at::Tensor clamped_swiglu(const at::Tensor& both, double alpha, double limit) {
