@@ -130,7 +130,7 @@ def fuse(steps: Sequence[Step]) -> tuple[Step, ...]:
     """
     fused: list[Step] = []
     rest = list(steps)
-    first = next((step.name for step in steps if _is_dense(step)), "")
+    first = steps[0].name if _is_dense(steps[0]) else ""
 
     def reader(index: int) -> str:
         """Return the name of the projection that reads a norm: the step at this index."""

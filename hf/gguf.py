@@ -44,6 +44,8 @@ RELEASED = 64 << 20  # bytes that are read between two releases of the file's pa
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, which yields `factor`
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# routers, and the confidence of a draft: they are small, and decide
+SMALL = (".gate.weight", ".router.weight", "confidence_head.proj.weight")
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -128,7 +130,7 @@ class GgufFile(TensorSource):
         for name, read in list(self.readers.items()):
             if not isinstance(read, partial) or not self._in_blocks(read.args[0]):
                 continue
-            if name.endswith((".gate.weight", ".router.weight")):  # they are small, and decide
+            if name.endswith(SMALL):
                 continue
             del self.readers[name]
             self.quantized[name] = partial(self._blocks, *read.args, **read.keywords)
@@ -194,7 +196,7 @@ class GgufFile(TensorSource):
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor, as the base class does. The C++ operator rounds to bfloat16."""
         read = self.readers.get(name)
-        if isinstance(read, partial):
+        if isinstance(read, partial) and read.func == self._tensor:
             return read(dtype=dtype)
         return super().read(name)
 
