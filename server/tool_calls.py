@@ -18,6 +18,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable
+from collections import deque
 from typing import Any, NamedTuple
 
 from base.parsing import require
@@ -32,6 +33,7 @@ KEYS = ("arguments", "parameters")  # of a call that is not in the template's fo
 CHOICES = ("none", "auto", "required")
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
+OF_A_CALL = {"name", "type", "id"}  # the other keys of a call
 
 class Syntax(NamedTuple):
     """The text of a call: `opening {"name": ..., key: ...} closing`."""
@@ -181,15 +183,8 @@ def _call(call: Any) -> dict:
     fits = isinstance(function, dict) and isinstance(call.get("id"), str)
     fault = "a call must have an id, and a function with its name and arguments, a JSON object"
     require(fits and isinstance(function.get("name"), str), fault)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments.strip() or "{}")
-        except (ValueError, RecursionError):
-            raise ValueError(fault) from None
-    if arguments in (None, []):  # an empty object of some languages
-        arguments = {}
-    require(isinstance(arguments, dict), fault)
+    arguments = _arguments(function.get("arguments"))
+    require(arguments is not None, fault)
     called = {"name": function["name"], "arguments": arguments}
     return {"id": call["id"], "type": "function", "function": called}
 
@@ -219,6 +214,48 @@ class Finder:
             stage = self.stage
             content += stage(last, calls)
         return content, calls
+def _arguments(value: Any) -> dict | None:
+    """Return arguments as an object, in the forms that models and clients write; None: not any.
+
+    A text is JSON, perhaps with line breaks as they are. Null, an empty text and an empty list, the
+    empty object of some languages, are no arguments.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value.strip() or "{}", strict=False)
+        except (ValueError, RecursionError):
+            return None
+    if value is None or value == []:
+        return {}
+    return value if isinstance(value, dict) else None
+
+
+def one_call_each(messages: list[dict]) -> list[dict]:
+    """Return a conversation with one call in a message, each before its result.
+
+    messages: as `read_message` returns them
+    """
+    split: list[dict] = []
+    left = deque(messages)
+    while left:
+        message = left.popleft()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results = {}  # of its calls, by their ids
+        while left and left[0]["role"] == "tool":
+            result = left.popleft()
+            results[result["tool_call_id"]] = result
+        for call in calls:
+            split.append(message | {"tool_calls": [call]})
+            if call["id"] in results:
+                split.append(results.pop(call["id"]))
+            message = message | {"content": ""}  # before the first call alone
+        split += results.values()
+    return split
+
+
 
     def _content(self, last: bool, calls: list[dict]) -> str:
         """Return the text before a mark, or before the beginning of one."""
@@ -281,8 +318,10 @@ class Finder:
         if name not in list(self.tools.schemas):
             return None
         keys = [key for key in (self.tools.syntax.key, *KEYS) if key in value]
-        arguments = value[keys[0]] if keys else None
-        if not isinstance(arguments, dict):
+        if not keys and value.keys() - OF_A_CALL:
+            return None  # another object with a name
+        arguments = _arguments(value[keys[0]] if keys else None)
+        if arguments is None:
             return None
         try:
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -293,8 +332,11 @@ class Finder:
 
 
 def _decoded(text: str, begin: int) -> tuple[Any, int]:
-    """Return the JSON value at a place and its end; None and the place where it is not whole."""
+    """Return the JSON value at a place and its end; None and the place where it is not whole.
+
+    Line breaks within a text may be as they are: models that write files write them so.
+    """
     try:
-        return json.JSONDecoder().raw_decode(text, begin)
+        return json.JSONDecoder(strict=False).raw_decode(text, begin)
     except (ValueError, RecursionError):
         return None, begin
