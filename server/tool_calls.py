@@ -1,7 +1,8 @@
 """Tool calls of serve.py: `tools` and `tool_choice` in, `tool_calls` out.
 
 1. The model's chat template writes the tools, earlier calls and their results into the prompt. A
-   rendered probe shows the syntax of a call: JSON, behind a mark as <tool_call> or alone.
+   rendered probe shows the syntax of a call: JSON, behind a mark as <tool_call> or alone. Where
+   the template takes one call a message, an answer has one, and earlier ones are split.
 2. With tool_choice "auto", `Finder` takes the calls out of the text as it comes, those in a fenced
    block of JSON too, which models write instead. The rest of the text stays the content, as does a
    call that is not whole or not of a given tool.
@@ -29,6 +30,7 @@ MOST_TOOLS = 128  # as OpenAI's
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PROBE = "probe_of_a_tool"
 FENCE = "```"
+ANOTHER_PROBE = "probe_of_another_tool"
 KEYS = ("arguments", "parameters")  # of a call that is not in the template's form
 CHOICES = ("none", "auto", "required")
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -43,6 +45,7 @@ class Syntax(NamedTuple):
     closing: str
     controls: frozenset[int]  # ids of the control tokens in opening and closing
 
+    several: bool = True  # a message may have several calls
     @property
     def mark(self) -> str:
         """The text that announces calls; "" where there is none."""
@@ -80,7 +83,24 @@ def syntax_of(template: ChatTemplate, tokenizer: Tokenizer) -> Syntax:
     turn_end = template.render_messages([asked, answered], tools).rpartition("The answer")[2]
     closing = text[end:].removesuffix(turn_end)
     ids = tokenizer.encode(opening + closing, bos=False, special=True)
-    return Syntax(opening, keys[0], closing, frozenset(id for id in ids if not tokenizer.piece(id)))
+    controls = frozenset(id for id in ids if not tokenizer.piece(id))
+    more = calls[0] | {"id": new_id(), "function": call | {"name": ANOTHER_PROBE}}
+    twice = called | {"tool_calls": [*calls, more]}
+    results = [result, result | {"tool_call_id": more["id"], "name": ANOTHER_PROBE}]
+    several = _writes_both(template, [asked, twice, *results], tools)
+    return Syntax(opening, keys[0], closing, controls, several)
+
+
+def _writes_both(template: ChatTemplate, messages: list[dict], tools: list[dict]) -> bool:
+    """Return whether a template writes both calls of a message, and neither raises nor drops one.
+
+    messages: with the calls of two tools in one message
+    """
+    try:
+        template.render_messages(messages, tools)
+        return ANOTHER_PROBE in template.render_messages(messages[:2], tools)
+    except ValueError:
+        return False
 
 
 def new_id() -> str:
@@ -137,7 +157,9 @@ def read_tools(body: dict, find_syntax: Callable[[], Syntax]) -> Tools | None:
         require(choice != "required" or tools, fault)
     if choice == "none" or not tools:
         return None
-    return Tools(tools, schemas, [] if choice == "auto" else forced, several, find_syntax())
+    syntax = find_syntax()
+    several = several and syntax.several
+    return Tools(tools, schemas, [] if choice == "auto" else forced, several, syntax)
 
 
 def _schema_of(tool: Any) -> tuple[str, dict]:
