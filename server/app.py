@@ -196,14 +196,13 @@ class Server:
         jobs = []
         for number, prompt in enumerate(asked.prompts):
             for sample in range(asked.samples):
-                shown = asked.tools.syntax.controls if asked.tools else frozenset()
                 job = Job(
                     prompt,
                     asked.sampling,
                     asked.seed,
                     asked.most,
                     noise_id=(number, sample),
-                    decoder=engine.tokenizer.stream(not chat, shown),
+                    decoder=engine.tokenizer.stream(not chat, asked.shown),
                     stops=asked.stops,
                     guide=asked.guide,
                     drafts=asked.wants_drafts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from base.parsing import MOST, option
@@ -17,9 +17,17 @@ from decode import Engine
 from extras.grammar import compile_grammars, schema_of
 from hf.chat import NO_TEMPLATE, chat_template
 from hf.fetch import fetched
+from hf.thinking import Tags, closed, hidden_tags, opened_by
 from options import GenerateConfig, Sampling
 from server.batcher import Refusal
-from server.tool_calls import Syntax, Tools, read_message, read_tools, syntax_of
+from server.tool_calls import (
+    Syntax,
+    Tools,
+    one_call_each,
+    read_message,
+    read_tools,
+    syntax_of,
+)
 
 ABOUT = "Serve a model to OpenAI clients."
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -67,7 +75,8 @@ SERVED = {
     "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
     "draft", "trees",
 }  # fmt: skip
-OF_TEMPLATES = {"chat_template_kwargs", "reasoning_effort"}  # of chats
+# of chats
+OF_TEMPLATES = {"chat_template_kwargs", "reasoning_effort", "include_reasoning"}
 # variables of a template that the server sets itself
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
@@ -136,6 +145,9 @@ class RequestParams(NamedTuple):
     tools: Tools | None
     wants_drafts: bool
     wants_trees: bool
+    thinks: Tags | None  # of the thinking that the prompt opens
+    tells_thinking: bool  # a chat's answer has its thinking
+    shown: frozenset[int]  # control tokens that have a text: those of tags and calls
 
 
 class RequestReader:
@@ -186,11 +198,18 @@ class RequestReader:
             f"at most {capacity} answers may wait or run at once; lower n, or send fewer prompts",
             "n",
         )
-        encode = self._ids
-        if chat:
-            encode = partial(self._messages, tools=tools, variables=self._variables(body))
+        guide = self._grammar(body, tools)
+        thinks = None
         try:
-            ids = [encode(prompt) for prompt in prompts]
+            if chat:
+                text = self._text(body[source], tools, self._variables(body))
+                if guide is not None:  # which leaves no room for thinking
+                    text = closed(text)
+                if tools and tools.forced:
+                    text += tools.syntax.opening
+                thinks = opened_by(text)
+                prompts = [self.engine.tokenizer.encode(text, self.engine.template.bos, True)]
+            ids = [self._ids(prompt) for prompt in prompts]
         except ValueError as error:
             raise Refusal(400, str(error), source) from None
         seed = self._integer(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1)
@@ -204,10 +223,13 @@ class RequestReader:
             self._stops(body),
             self._flag(body, "stream"),
             self._flag(options, "include_usage"),
-            self._grammar(body, tools),
+            guide,
             tools,
             self._draft(body),
             self._flag(body, "trees"),
+            thinks,
+            self._flag(body, "include_reasoning", True),
+            self._shown(chat, tools),
         )
 
     def _check_names(self, body: dict, own: set[str]) -> None:
@@ -352,8 +374,19 @@ class RequestReader:
             raise ValueError("prompt must be a text, a list of token ids, or a list of either")
         return check_ids(ids, engine.target.config, engine.context)
 
-    def _messages(self, messages: Any, tools: Tools | None, variables: dict) -> list[int]:
-        """Return the ids of a chat: a system message or none, then an order the template takes."""
+    @cached_property
+    def _tags(self) -> frozenset[int]:
+        """The control tokens that are tags of thinking."""
+        return hidden_tags(self.engine.tokenizer)
+
+    def _shown(self, chat: bool, tools: Tools | None) -> frozenset[int]:
+        """Return the control tokens that have a text in an answer."""
+        if not chat:
+            return frozenset()
+        return self._tags | tools.syntax.controls if tools else self._tags
+
+    def _text(self, messages: Any, tools: Tools | None, variables: dict) -> str:
+        """Render a chat: a system message or none, then an order the template takes."""
         engine = self.engine
         if engine.config.chat in (None, NO_TEMPLATE):
             raise ValueError(
@@ -369,17 +402,13 @@ class RequestReader:
                 "the last message is the assistant's, and an answer is not continued here; "
                 "end with a message of the user"
             )
-        if any("tool_calls" in message for message in parsed):
-            _ = self._syntax  # a template without them is refused
+        # a template without calls is refused
+        if any("tool_calls" in message for message in parsed) and not self._syntax.several:
+            parsed = one_call_each(parsed)
         system = self.config.system
         if parsed[0]["role"] == "system":
             system = parsed.pop(0)["content"]
-        template = self._template(system)
-        text = template.render_messages(parsed, tools and tools.given, variables)
-        if tools and tools.forced:
-            text += tools.syntax.opening
-        ids = engine.tokenizer.encode(text, bos=template.bos, special=True)
-        return check_ids(ids, engine.target.config, engine.context)
+        return self._template(system).render_messages(parsed, tools and tools.given, variables)
 
 
 def _is_number(value: Any) -> bool:

@@ -5,7 +5,7 @@
    the template takes one call a message, an answer has one, and earlier ones are split.
 2. With tool_choice "auto", `Finder` takes the calls out of the text as it comes, those in a fenced
    block of JSON too, which models write instead. The rest of the text stays the content, as does a
-   call that is not whole or not of a given tool.
+   call that is not whole or not of a given tool. The thinking before it is none of its text.
 3. With "required" or a named tool the mark ends the prompt, and a grammar (extras/grammar.py)
    forces the JSON of one call, with arguments that follow the tool's schema.
 
@@ -18,24 +18,25 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterable
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from base.parsing import require
 from hf.chat import ChatTemplate
+from hf.thinking import behind_thinking, without_opening
 from hf.tokenizer import Tokenizer
 
 MOST_TOOLS = 128  # as OpenAI's
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PROBE = "probe_of_a_tool"
-FENCE = "```"
 ANOTHER_PROBE = "probe_of_another_tool"
+FENCE = "```"
 KEYS = ("arguments", "parameters")  # of a call that is not in the template's form
+OF_A_CALL = {"name", "type", "id"}  # the other keys of a call
 CHOICES = ("none", "auto", "required")
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
-OF_A_CALL = {"name", "type", "id"}  # the other keys of a call
 
 class Syntax(NamedTuple):
     """The text of a call: `opening {"name": ..., key: ...} closing`."""
@@ -44,8 +45,8 @@ class Syntax(NamedTuple):
     key: str
     closing: str
     controls: frozenset[int]  # ids of the control tokens in opening and closing
-
     several: bool = True  # a message may have several calls
+
     @property
     def mark(self) -> str:
         """The text that announces calls; "" where there is none."""
@@ -68,13 +69,15 @@ def syntax_of(template: ChatTemplate, tokenizer: Tokenizer) -> Syntax:
     answered = {"role": "assistant", "content": "The answer"}
     called = {"role": "assistant", "content": "", "tool_calls": calls}
     result = {"role": "tool", "tool_call_id": id, "name": PROBE, "content": "A result."}
-    prompt = template.render_messages([asked], tools)
+    # earlier answers are written without the thinking that the prompt may open
+    prompt = without_opening(template.render_messages([asked], tools))
     require(PROBE in prompt, f"{template.title} knows no tools; leave them out")
     # behind the last message a template may write other things
     text = template.render_messages([asked, called, result], tools)
     fault = f"{template.title} writes tool calls in a form that is not known here; leave tools out"
     require(text.startswith(prompt), fault)
     opening, brace, _ = text.removeprefix(prompt).partition("{")
+    opening = behind_thinking(opening)
     text = template.render_messages([asked, called], tools).removeprefix(prompt)
     written, end = _decoded(text, text.find(opening + brace) + len(opening))
     require(isinstance(written, dict) and written.get("name") == PROBE, fault)
@@ -211,31 +214,6 @@ def _call(call: Any) -> dict:
     return {"id": call["id"], "type": "function", "function": called}
 
 
-class Finder:
-    """Takes the calls out of the text of one answer."""
-
-    def __init__(self, tools: Tools):
-        mark = tools.syntax.mark
-        end = re.escape(tools.syntax.end)
-        self.tools = tools
-        self.marks = [FENCE, mark] if mark else [FENCE]
-        self.fenced = False  # the call that was read is in a block
-        self.count = 0  # calls so far
-        self.held = ""  # text that may belong to a call
-        self.stage = self._call if tools.forced or not mark else self._content
-        self.lead = re.compile(rf"\s*(?:{re.escape(mark)})?\s*({FENCE}\w*)?[\s\[]*")
-        self.tail = re.compile(rf"[\s,;\]]*(?:{FENCE})?[\s,;\]]*(?:{end})?[\s,;\]]*")
-
-    def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
-        """Add text. last: nothing follows. Returns: content; calls, as clients read them."""
-        self.held += text
-        content = ""
-        calls: list[dict] = []
-        stage = None
-        while stage != self.stage:
-            stage = self.stage
-            content += stage(last, calls)
-        return content, calls
 def _arguments(value: Any) -> dict | None:
     """Return arguments as an object, in the forms that models and clients write; None: not any.
 
@@ -278,6 +256,31 @@ def one_call_each(messages: list[dict]) -> list[dict]:
     return split
 
 
+class Finder:
+    """Takes the calls out of the text of one answer."""
+
+    def __init__(self, tools: Tools):
+        mark = tools.syntax.mark
+        end = re.escape(tools.syntax.end)
+        self.tools = tools
+        self.marks = [FENCE, mark] if mark else [FENCE]
+        self.fenced = False  # the call that was read is in a block
+        self.count = 0  # calls so far
+        self.held = ""  # text that may belong to a call
+        self.stage = self._call if tools.forced or not mark else self._content
+        self.lead = re.compile(rf"\s*(?:{re.escape(mark)})?\s*({FENCE}\w*)?[\s\[]*")
+        self.tail = re.compile(rf"[\s,;\]]*(?:{FENCE})?[\s,;\]]*(?:{end})?[\s,;\]]*")
+
+    def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
+        """Add text. last: nothing follows. Returns: content; calls, as clients read them."""
+        self.held += text
+        content = ""
+        calls: list[dict] = []
+        stage = None
+        while stage != self.stage:
+            stage = self.stage
+            content += stage(last, calls)
+        return content, calls
 
     def _content(self, last: bool, calls: list[dict]) -> str:
         """Return the text before a mark, or before the beginning of one."""

@@ -207,6 +207,14 @@ CASES = [
     (QWEN, "so:\n```python\nf({'a': 1})\n```\nend", "so:\n```python\nf({'a': 1})\n```\nend", []),
     (QWEN, '```json\n{"name": "other", "arguments": {}}\n```', '```json\n{"name": "other", "arguments": {}}\n```', []),
     (LLAMA, "a ``` b `` c", "a ``` b `` c", []), (MISTRAL, '```json\n{"name": "now"', '```json\n{"name": "now"', []),
+    # arguments in other forms than an object
+    *[(QWEN, f'<tool_call>\n{{"name": "now"{rest}}}\n</tool_call>', "", [("now", arguments)]) for rest, arguments in [
+        ("", "{}"), (', "arguments": null', "{}"), (', "arguments": ""', "{}"), (', "arguments": []', "{}"), (', "type": "function", "id": "x"', "{}"),
+        (', "arguments": "{\\"a\\": [1]}"', '{"a": [1]}'), (', "parameters": " "', "{}"), (', "arguments": {"a": "b\n\tc"}', '{"a": "b\\n\\tc"}'),
+        (', "arguments": "{\\"a\\": \\"b\nc\\"}"', '{"a": "b\\nc"}')]],
+    *[(QWEN, text, text, []) for rest in (', "arguments": "soon"', ', "arguments": 3', ', "arguments": "[1]"', ', "city": "Rome"', ', "arguments": [1]')
+      for text in [f'<tool_call>\n{{"name": "now"{rest}}}\n</tool_call>']],
+    (LLAMA, '{"name": "now"}', "", [("now", "{}")]), (LLAMA, '{"name": "now", "hour": 3}', '{"name": "now", "hour": 3}', []),
     (MISTRAL, f"[TOOL_CALLS] [{TWO}, {ONE}]", "", [("now", "{}"), FOUND]), (MISTRAL, "Yes [1]", "Yes [1]", []),
 ]  # fmt: skip
 
@@ -273,14 +281,6 @@ def running(folder):
 
 def ask(running, messages=ASKED, **options):
     options = {"seed": 3, "max_tokens": 80, **options}
-    # arguments in other forms than an object
-    *[(QWEN, f'<tool_call>\n{{"name": "now"{rest}}}\n</tool_call>', "", [("now", arguments)]) for rest, arguments in [
-        ("", "{}"), (', "arguments": null', "{}"), (', "arguments": ""', "{}"), (', "arguments": []', "{}"), (', "type": "function", "id": "x"', "{}"),
-        (', "arguments": "{\\"a\\": [1]}"', '{"a": [1]}'), (', "parameters": " "', "{}"), (', "arguments": {"a": "b\n\tc"}', '{"a": "b\\n\\tc"}'),
-        (', "arguments": "{\\"a\\": \\"b\nc\\"}"', '{"a": "b\\nc"}')]],
-    *[(QWEN, text, text, []) for rest in (', "arguments": "soon"', ', "arguments": 3', ', "arguments": "[1]"', ', "city": "Rome"', ', "arguments": [1]')
-      for text in [f'<tool_call>\n{{"name": "now"{rest}}}\n</tool_call>']],
-    (LLAMA, '{"name": "now"}', "", [("now", "{}")]), (LLAMA, '{"name": "now", "hour": 3}', '{"name": "now", "hour": 3}', []),
     return running.client.chat.completions.create(model="demo", messages=messages, **options)
 
 
