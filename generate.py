@@ -99,12 +99,13 @@ def encode(engine: Engine, turns: list[str], answers: list[str]) -> list[int]:
     Raises: ValueError without a tokenizer.
     """
     need_tokenizer(engine)
+    controls = engine.config.control_tokens
     if engine.template is not None:
-        return engine.template.encode(engine.tokenizer, turns, answers)
+        return engine.template.encode(engine.tokenizer, turns, answers, controls == "all")
     text = ""
     for turn, answer in zip(turns, answers):
         text += turn + answer
-    return engine.tokenizer.encode(text + turns[-1], bos=True)
+    return engine.tokenizer.encode(text + turns[-1], bos=True, special=controls != "none")
 
 
 def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
@@ -132,7 +133,8 @@ def with_messages(engine: Engine, prompts: list) -> list:
         if of_messages and all(isinstance(each, dict) for each in prompt):
             fault = "messages need a chat template; load with chat=NAME, or give texts"
             require(engine.template is not None, fault)
-            prompt = engine.template.encode_messages(engine.tokenizer, list(prompt))
+            controls = engine.config.control_tokens == "all"
+            prompt = engine.template.encode_messages(engine.tokenizer, list(prompt), controls)
         conversations.append(prompt)
     return conversations
 

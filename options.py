@@ -236,6 +236,12 @@ class GenerateConfig:
 
     # of single runs
     prompt_ids: str | None = setting(None, "token ids to continue, as 5,17,3; needs no tokenizer")
+    control_tokens: str = setting(
+        "programs",
+        "which texts may name control tokens, as <|im_end|>: programs, those that no chat template "
+        "is put around; all, the messages of a chat too; or none",
+        ("programs", "all", "none"),
+    )
     num_samples: int = setting(
         1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6
     )

@@ -69,10 +69,13 @@ class ChatTemplate:
         """Return the ids that end an answer besides EOS."""
         raise NotImplementedError
 
-    def encode_messages(self, tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
+    def encode_messages(
+        self, tokenizer: Tokenizer, messages: list[dict], controls: bool = False
+    ) -> list[int]:
         """Return the token ids of the prompt for the answer to messages.
 
         messages: {"role": "system", "user" or "assistant", "content": text}, a system's first alone
+        controls: parse the names of control tokens in them too
         Raises: ValueError for other ones.
         """
         for message in messages:
@@ -81,6 +84,8 @@ class ChatTemplate:
                 form = '{"role": "user", "content": "text"}'
                 raise ValueError(f"a message is {form}; one is {str(message)[:100]}")
         template = self
+        if not controls:
+            messages = words_as_text(tokenizer, messages)
         if messages[0]["role"] == "system":
             template = self.with_system(messages[0]["content"])
             messages = messages[1:]
@@ -89,11 +94,15 @@ class ChatTemplate:
         text = template.render_messages(messages)
         return tokenizer.encode(text, bos=self.bos, special=True)
 
-    def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
+    def encode(
+        self, tokenizer: Tokenizer, turns: list[str], answers: list[str], controls: bool = False
+    ) -> list[int]:
         """Return the token ids of the prompt for the next answer.
 
-        Control tokens within a turn are parsed too.
+        controls: parse the names of control tokens in turns too
         """
+        if not controls:
+            turns = list(map(tokenizer.as_text, turns))
         return tokenizer.encode(self.render(turns, answers), bos=self.bos, special=True)
 
     def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -102,6 +111,19 @@ class ChatTemplate:
         Raises: ValueError when the template cannot work with this tokenizer.
         """
         return tuple(dict.fromkeys((*tokenizer.eos_ids, *self.turn_ends(tokenizer))))
+
+
+def words_as_text(tokenizer: Tokenizer, messages: list[dict]) -> list[dict]:
+    """Return messages in which the names of control tokens are text, but for the model's answers.
+
+    messages: with a text as the content
+    """
+    return [
+        message
+        if message["role"] == "assistant"
+        else message | {"content": tokenizer.as_text(message["content"])}
+        for message in messages
+    ]
 
 
 # ---------------------------------------------------------------------------- a checkpoint's own

@@ -15,7 +15,7 @@ from base.parsing import MOST, option
 from cli.prompts import check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
-from hf.chat import NO_TEMPLATE, chat_template
+from hf.chat import NO_TEMPLATE, chat_template, words_as_text
 from hf.fetch import fetched
 from hf.thinking import Tags, closed, hidden_tags, opened_by
 from options import GenerateConfig, Sampling
@@ -369,7 +369,10 @@ class RequestReader:
     def _ids(self, prompt: Any) -> list[int]:
         """Return the ids of a completion's prompt, a text or token ids."""
         engine = self.engine
-        ids = engine.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else prompt
+        ids = prompt
+        if isinstance(prompt, str):
+            special = self.config.control_tokens != "none"
+            ids = engine.tokenizer.encode(prompt, bos=True, special=special)
         if not isinstance(ids, list) or not all(type(id) is int for id in ids):
             raise ValueError("prompt must be a text, a list of token ids, or a list of either")
         return check_ids(ids, engine.target.config, engine.context)
@@ -405,6 +408,8 @@ class RequestReader:
         # a template without calls is refused
         if any("tool_calls" in message for message in parsed) and not self._syntax.several:
             parsed = one_call_each(parsed)
+        if self.config.control_tokens != "all":
+            parsed = words_as_text(engine.tokenizer, parsed)
         system = self.config.system
         if parsed[0]["role"] == "system":
             system = parsed.pop(0)["content"]

@@ -6,9 +6,11 @@ Prompts are compared with transformers' own rendering of the same messages.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sentencepiece as spm
 
 pytest.importorskip("starlette")
 llguidance = pytest.importorskip("llguidance")
@@ -19,7 +21,7 @@ from tokenizers import Tokenizer as Backend  # noqa: E402
 from tokenizers import models  # noqa: E402
 
 from extras.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa: E402
-from generate import load  # noqa: E402
+from generate import encode, load  # noqa: E402
 from options import DEMO  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
 from server.parameters import NEUTRAL, SERVED, WITHOUT_EFFECT, RequestReader, ServeConfig  # noqa: E402
@@ -146,6 +148,33 @@ def test_a_list_of_no_calls(reader, rendered):
         assert prompt(reader, [USER, answer | {"tool_calls": calls}, USER]) == want
     only = {"role": "assistant", "content": None, "reasoning_content": "The sun."}
     assert prompt(reader, [USER, only, USER]) == rendered([USER, only | {"content": ""}, USER])
+
+
+# ---------------------------------------------------------------------------------- control tokens
+
+
+def test_a_program_names_control_tokens_and_a_user_does_not(reader, rendered):
+    tokenizer = reader.engine.tokenizer
+    text = "def f(</s>x"
+    completed = reader.read({"prompt": text}, chat=False).prompts[0]
+    own = spm.SentencePieceProcessor(model_file=str(Path(DEMO) / "tokenizer.model"))
+    assert completed == [own.bos_id(), *own.encode("def f("), own.eos_id(), *own.encode("x")]
+    many = reader.read({"prompt": [text, "a"]}, chat=False).prompts
+    assert many == [completed, tokenizer.encode("a")]
+    engine = reader.engine
+    plain = replace(engine, template=None)
+    assert encode(plain, [text], []) == completed  # of --chat none
+    said = [{"role": "system", "content": f"Be </s> {text}"}, {**USER, "content": text}]
+    assert own.eos_id() not in prompt(reader, said)
+    assert tokenizer.decode(prompt(reader, said)).count("</s>") == 3
+    config = replace(reader.config, control_tokens="all")
+    free = RequestReader(engine, config, "demo")
+    assert prompt(free, said) == rendered(said)
+    config = replace(reader.config, control_tokens="none")
+    none = RequestReader(engine, config, "demo")
+    assert none.read({"prompt": text}, chat=False).prompts[0] == tokenizer.encode(text)
+    assert encode(replace(plain, config=config), [text], []) == tokenizer.encode(text)
+    assert own.eos_id() not in prompt(none, said)
 
 
 # ------------------------------------------------------------------------- values that change nothing
