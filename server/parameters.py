@@ -102,6 +102,11 @@ class ServeConfig(GenerateConfig):
     cors: str = option(
         "", "origins whose pages may ask, comma-separated, as http://localhost:3000; *: all"
     )
+    allowed_hosts: str = option(
+        "",
+        "further names that the server answers to, comma-separated, as behind a proxy; *: any. A "
+        "request with the --api_key may use any, and so may all with another --host",
+    )
     max_body: int = option(1_000_000, "bytes of a request at most", least=1)
     prompt: str | None = option(None, "", flag=False)
     prompt_file: str = option("", "", flag=False)

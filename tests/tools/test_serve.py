@@ -22,6 +22,8 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
+from starlette.testclient import TestClient  # noqa: E402
+
 from base.parsing import parse  # noqa: E402
 from generate import encode, generate, load  # noqa: E402
 from helpers import fresh  # noqa: E402
@@ -574,9 +576,37 @@ def test_names_of_other_machines_are_refused(running):
         response = connection.getresponse()
         assert response.status == status
         found = json.loads(response.read())
-        assert status == 200 or found["error"]["message"] == f"{host!r} is no name of this machine"
+        assert status == 200 or found["error"]["message"] == f"{host!r} is no name of this server"
         connection.close()
     assert transport.is_loopback("::1") and not transport.is_loopback("0.0.0.0")
+
+
+def status_of(server: serve.Server, path: str, **headers: str) -> int:
+    """The status of a request to a server's application, without a socket."""
+    return TestClient(server.app()).get(path, headers=headers).status_code
+
+
+def test_names_behind_a_proxy(running):
+    """A request with the key may name any host; a page has no key, and its name is an option."""
+    foreign = {"Host": "llm.example.org"}
+
+    for options, keyed, unkeyed, page in (
+        ({"api_key": "secret"}, 200, 400, 400),
+        ({"api_key": "secret", "allowed_hosts": "a.org, LLM.example.org"}, 200, 401, 200),
+        ({"allowed_hosts": "llm.example.org"}, 200, 200, 200),
+        ({"allowed_hosts": "*"}, 200, 200, 200),
+        ({"allowed_hosts": "example.org"}, 400, 400, 400),
+    ):
+        other = object.__new__(serve.Server)
+        vars(other).update(
+            vars(running.server) | {"config": replace(running.server.config, **options)}
+        )
+        key = {"Authorization": "Bearer secret"}
+        assert status_of(other, "/v1/models", **foreign, **key) == keyed, options
+        assert status_of(other, "/v1/models", **foreign) == unkeyed, options
+        wrong = {"Authorization": "Bearer secrets"}
+        assert status_of(other, "/v1/models", **foreign, **wrong) == unkeyed, options
+        assert status_of(other, "/", **foreign) == page, options
 
 
 @pytest.mark.parametrize("host, remedy", [
