@@ -34,6 +34,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN = 100  # characters of a request that a message repeats, at most
 MOST_LIKELIEST = 20  # tokens beside each log-probability
 MOST_STOPS = 256
+DRAWN = -1  # a seed that is drawn, as in llama.cpp and vLLM
 # parameters that change no answer, whatever their value: of the client, of storing and scheduling
 WITHOUT_EFFECT = {
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -216,8 +217,10 @@ class RequestReader:
                 prompts = [self.engine.tokenizer.encode(text, self.engine.template.bos, True)]
             ids = [self._ids(prompt) for prompt in prompts]
         except ValueError as error:
-            raise Refusal(400, str(error), source) from None
-        seed = self._integer(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1)
+            raise refusal(error, source) from None
+        seed = self._integer(body, "seed", DRAWN, -(2**63), 2**64 - 1)
+        if seed == DRAWN:
+            seed = random.getrandbits(53)  # which every client of JSON can repeat
         return RequestParams(
             ids,
             samples,

@@ -38,6 +38,7 @@ class Reply:
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
             "created": int(time.time()),
             "model": model,
+            "seed": asked.seed,
         }
 
     def usage(self, tokens: Iterable[int]) -> dict[str, Any]:

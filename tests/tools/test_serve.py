@@ -346,6 +346,50 @@ def test_who_leaves_frees_the_row(running):
     wait_for(lambda: not running.batcher.jobs)
 
 
+def test_a_prompt_beyond_the_context_is_told_as_others_tell_it(running):
+    """The code of OpenAI, by which langchain knows it, and vLLM's words, by which litellm does."""
+    long = "a b " * 2500
+    for ask in (
+        lambda: running.complete(long),
+        lambda: running.complete([3] * 5000),
+        lambda: running.client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": long}], stream=True
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as error:
+            ask()
+        assert error.value.code == "context_length_exceeded"
+        assert error.value.type == "invalid_request_error" and "--context" not in str(error.value)
+
+
+def test_a_seed_is_drawn_and_told(running):
+    """Without one, and with -1, as front ends send it; the seed of an answer gives its text again."""
+    drawn = [running.complete(**options) for options in ({}, {"seed": -1}, {"seed": -1})]
+    assert len({answer.choices[0].text for answer in drawn}) == 3
+    for answer in drawn:
+        assert 0 <= answer.seed < 2**53  # whole in every client's numbers
+        assert running.complete(seed=answer.seed).choices[0].text == answer.choices[0].text
+    assert running.complete(seed=2**40).seed == 2**40
+    events = list(running.complete(seed=-1, stream=True))
+    (seed,) = {event.seed for event in events}
+    text = "".join(event.choices[0].text for event in events)
+    assert running.complete(seed=seed).choices[0].text == text
+
+
+def test_whole_numbers_with_a_point(running):
+    """As clients send them whose numbers are floats."""
+    body = {"prompt": [3, 4, 5], "max_tokens": 5, "top_k": 40, "seed": 3, "n": 2, "logprobs": 1}
+    floats = {"prompt": [3.0, 4.0, 5.0]} | {
+        name: float(body[name]) for name in body.keys() - {"prompt"}
+    }
+    plain, pointed = (running.raw(json.dumps(each).encode()) for each in (body, floats))
+    assert plain[0] == pointed[0] == 200 and plain[1]["choices"] == pointed[1]["choices"]
+    for name in body.keys() - {"prompt"}:
+        status, found = running.raw(json.dumps(body | {name: 2.5}).encode())
+        assert status == 400 and found["error"]["message"].endswith("; it is 2.5"), name
+    assert running.raw(json.dumps(body | {"prompt": [3.5]}).encode())[0] == 400
+
+
 def test_too_many_are_refused(running):
     streams = [running.complete(max_tokens=400, stream=True, n=3) for _ in range(5)]
     try:
