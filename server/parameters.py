@@ -279,8 +279,8 @@ class RequestReader:
         return sampling
 
     def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
-        value = body.get(name, default)
-        shown = json.dumps(value)[:SHOWN]
+        value = _as_whole(body.get(name, default))
+        shown = json.dumps(body.get(name))[:SHOWN]
         need(
             type(value) is int and least <= value <= most,
             f"{name} must be a whole number from {least} to {most}; it is {shown}",
@@ -380,7 +380,9 @@ class RequestReader:
         ids = prompt
         if isinstance(prompt, str):
             special = self.config.control_tokens != "none"
-            ids = engine.tokenizer.encode(prompt, bos=True, special=special)
+            ids = engine.tokenizer.encode(prompt, bos=bos, special=special)
+        elif isinstance(prompt, list):
+            ids = list(map(_as_whole, prompt))
         if not isinstance(ids, list) or not all(type(id) is int for id in ids):
             raise ValueError("prompt must be a text, a list of token ids, or a list of either")
         return check_ids(ids, engine.target.config, engine.context)
@@ -424,6 +426,13 @@ class RequestReader:
         return self._template(system).render_messages(parsed, tools and tools.given, variables)
 
 
+def _as_whole(value: Any) -> Any:
+    """Return a number with a point as a whole one where it is: 5.0 is 5, as JSON Schema has it."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return value
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
@@ -450,7 +459,7 @@ def _is_list_of_prompts(prompt: Any) -> bool:
     """Return whether a list holds several prompts, and not the token ids of one."""
     if not isinstance(prompt, list) or not prompt:
         return False
-    return not any(type(part) is int for part in prompt)
+    return not any(type(_as_whole(part)) is int for part in prompt)
 
 
 def _message(message: Any, earlier: list[dict]) -> dict:
