@@ -31,6 +31,16 @@ TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
 
 NOTES = logging.getLogger("gpt_eagle")
 
+
+class LocalError(ValueError):
+    """An error whose message names a file or an option, for a person at this machine."""
+
+    def __init__(self, message: str, plain: str):
+        """plain: the message for clients of a server, who have neither"""
+        super().__init__(message)
+        self.plain = plain
+
+
 # ---------------------------------------------------------------------- notes
 
 

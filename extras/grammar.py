@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base.io import log_note, one_line
+from base.io import LocalError, log_note, one_line
 from base.parsing import require
 from decode import Engine, Guide
 from extras.guided_draft import Guided, masks
@@ -52,10 +52,14 @@ class Grammar:
         try:
             from llguidance import LLMatcher, grammar_from
         except ImportError:
-            raise ValueError("a grammar needs llguidance; run: pip install llguidance") from None
+            fault = "a grammar needs llguidance"
+            plain = f"{fault}, which is not installed here"
+            raise LocalError(f"{fault}; run: pip install llguidance", plain) from None
         config = engine.config
         exact = config.accept == "exact" and not config.ignore_eos
-        require(exact, "a grammar cannot go with ignore_eos or accept=residual; drop that")
+        if not exact:
+            fault = "a grammar cannot go with ignore_eos or accept=residual"
+            raise LocalError(f"{fault}; drop that", fault)
         fault = "a grammar needs a model with a tokenizer and an end of sequence; use another"
         require(engine.tokenizer is not None and engine.eos_ids != (), fault)
         text = source if isinstance(source, str) else json.dumps(without_formats(source))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from base.gguf_header import chat_template_text
-from base.io import is_gguf, read_text
+from base.io import LocalError, is_gguf, read_text
 from hf.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import GenerateConfig
 
@@ -145,7 +145,7 @@ class JinjaTemplate(ChatTemplate):
     @property
     def title(self) -> str:
         """The template's name in messages."""
-        return f"{self.path}: its chat template"
+        return "the model's chat template"
 
     @cached_property
     def reply(self) -> str:
@@ -194,8 +194,10 @@ class JinjaTemplate(ChatTemplate):
             )
         except ValueError as error:
             if self.system is not None and self._renders_without_system(messages, tools):
-                raise ValueError(
-                    f"{self.title} takes no system message ({error}); drop --system"
+                fault = f"chat template takes no system message ({error})"
+                raise LocalError(
+                    f"{self.path}: its {fault}; drop --system",
+                    f"the model's {fault}; leave it out",
                 ) from None
             raise refusal(self.path, error) from None
 
@@ -228,11 +230,12 @@ class JinjaTemplate(ChatTemplate):
         return tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
 
 
-def refusal(path: Path, reason: Any) -> ValueError:
+def refusal(path: Path, reason: Any) -> LocalError:
     """Return the error about a template that cannot be used, one line."""
-    return ValueError(
+    return LocalError(
         f"{path}: its chat template {reason}; "
-        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}, or {NO_TEMPLATE} for no chat"
+        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}, or {NO_TEMPLATE} for no chat",
+        f"the model's chat template {reason}",
     )
 
 
@@ -366,9 +369,8 @@ class FixedTemplate(ChatTemplate):
         Raises: ValueError when it has no place for one.
         """
         if not self.slot:
-            raise ValueError(
-                f"the chat template {self.name} has no place for a system message; drop --system"
-            )
+            fault = f"the chat template {self.name} has no place for a system message"
+            raise LocalError(f"{fault}; drop --system", f"{fault}; leave it out")
         return replace(self, system=text)
 
 

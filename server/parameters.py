@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from base.io import LocalError
 from base.parsing import MOST, option
-from cli.prompts import check_ids, check_sampled
+from cli.prompts import ContextOverflow, check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
 from hf.chat import NO_TEMPLATE, chat_template, words_as_text
@@ -128,6 +129,13 @@ def need(holds: bool, message: str, param: str | None = None) -> None:
     """Check a condition of a request. Raises: Refusal with status 400."""
     if not holds:
         raise Refusal(400, message, param)
+
+
+def refusal(error: ValueError, param: str) -> Refusal:
+    """Return the refusal for an error, without names of this machine's files and options."""
+    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
+    message = error.plain if isinstance(error, LocalError) else str(error)
+    return Refusal(400, message, param, code)
 
 
 def no_model(asked: Any, name: str) -> Refusal:
@@ -275,7 +283,7 @@ class RequestReader:
         try:
             check_sampled(replace(self.config, temperature=temperature))
         except ValueError as error:
-            raise Refusal(400, str(error), "temperature") from None
+            raise refusal(error, "temperature") from None
         return sampling
 
     def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
@@ -298,8 +306,8 @@ class RequestReader:
         wanted = self._flag(body, "draft", True)
         need(
             wanted or self.engine.presets[0].size == 1,
-            "draft = false needs a way to draft that can rest, and --tree has one size here; "
-            "leave it out, or serve with --tree auto",
+            "draft = false needs a way to draft that can rest, and draft trees have one size here; "
+            "leave it out",
             "draft",
         )
         return wanted
@@ -352,7 +360,7 @@ class RequestReader:
         try:
             return read_tools(body, lambda: self._syntax)
         except ValueError as error:
-            raise Refusal(400, str(error), "tools") from None
+            raise refusal(error, "tools") from None
 
     def _grammar(self, body: dict, tools: Tools | None) -> Any:
         """Compile the grammar that an answer must follow."""
@@ -367,7 +375,7 @@ class RequestReader:
                 source = tools.grammar()
             return None if source is None else self._compiled(json.dumps(source))
         except ValueError as error:
-            raise Refusal(400, str(error), name) from None
+            raise refusal(error, name) from None
 
     @lru_cache(maxsize=64)  # noqa: B019  (one reader a server)
     def _compiled(self, source: str) -> Any:
@@ -402,9 +410,7 @@ class RequestReader:
         """Render a chat: a system message or none, then an order the template takes."""
         engine = self.engine
         if engine.config.chat in (None, NO_TEMPLATE):
-            raise ValueError(
-                "this model has no chat template; serve it with --chat NAME, or ask for completions"
-            )
+            raise ValueError("this model has no chat template here; ask for completions")
         if not isinstance(messages, list) or not messages:
             raise ValueError("messages must be a list of at least one")
         parsed: list[dict] = []
