@@ -45,21 +45,74 @@ WITHOUT_EFFECT = {
     "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dynatemp_exponent", "mirostat_eta",
     "mirostat_tau", "repeat_last_n", "xtc_threshold",
 }  # fmt: skip
-# parameters that are not served, with the values that change nothing; for every other one these
-# are false and values that hold nothing ("", [], {})
-NEUTRAL: dict[str, tuple] = {
+NOTHING = (False, "", [], {})
+# parameters of other servers that are not served, with the values that change nothing
+NEUTRAL: dict[str, tuple] = dict.fromkeys(
+    (
+        "allowed_token_ids",
+        "audio",
+        "bad_words",
+        "chat_template",
+        "continue_final_message",
+        "custom_params",
+        "documents",
+        "early_stopping",
+        "ebnf",
+        "echo",
+        "functions",
+        "grammar",
+        "guided_choice",
+        "guided_decoding_backend",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "guided_whitespace_pattern",
+        "ignore_eos",
+        "images",
+        "include_stop_str_in_output",
+        "json_schema",
+        "kv_transfer_params",
+        "logit_bias",
+        "logits_processors",
+        "lora",
+        "lora_path",
+        "mm_processor_kwargs",
+        "no_stop_trim",
+        "plugins",
+        "post_sampling_probs",
+        "prompt_logprobs",
+        "raw",
+        "regex",
+        "response_fields",
+        "return_hidden_states",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "stop_regex",
+        "stop_token_ids",
+        "structural_tag",
+        "structured_outputs",
+        "suffix",
+        "tools",
+        "use_beam_search",
+        "vllm_xargs",
+        "web_search_options",
+    ),
+    NOTHING,
+) | {
+    "add_bos_token": (True,),  # of chats, whose templates write it
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),  # of chats: vLLM's default there
     "best_of": (1,),
     "detokenize": (True,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),  # without functions
+    "function_call": ("none", "auto", *NOTHING),  # without functions
     "length_penalty": (1,),
     "min_tokens": (0,),
     "mirostat": (0,),
     "modalities": (["text"],),
-    "n_probs": (0,),
+    "n_probs": (0, False),
     "parallel_tool_calls": (False, True),  # and the other parameters of tools, in a completion
     "presence_penalty": (0,),
     "repeat_penalty": (1,),
@@ -67,7 +120,7 @@ NEUTRAL: dict[str, tuple] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (False, True),
     "tfs_z": (1,),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none", "auto", *NOTHING),
     "top_a": (0,),
     "typical_p": (1,),
     "xtc_probability": (0,),
@@ -75,10 +128,13 @@ NEUTRAL: dict[str, tuple] = {
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
     "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
-    "draft", "trees",
+    "draft", "trees", "do_sample",
 }  # fmt: skip
+OF_PROMPTS = {"add_special_tokens", "add_bos_token"}  # of completions
 # of chats
-OF_TEMPLATES = {"chat_template_kwargs", "reasoning_effort", "include_reasoning"}
+OF_TEMPLATES = {
+    "chat_template_kwargs", "reasoning_effort", "include_reasoning", "enable_thinking", "think",
+}  # fmt: skip
 # variables of a template that the server sets itself
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
@@ -191,7 +247,7 @@ class RequestReader:
         if asked != self.name:
             raise no_model(asked, self.name)
         source = "messages" if chat else "prompt"
-        self._check_names(body, {source, *OF_TOOLS, *OF_TEMPLATES} if chat else {source})
+        self._check_names(body, {source} | (OF_TOOLS | OF_TEMPLATES if chat else OF_PROMPTS))
         sampling = self._sampling(body)
         options = body.get("stream_options", {})
         need(isinstance(options, dict), "stream_options must be an object", "stream_options")
@@ -213,17 +269,20 @@ class RequestReader:
             "n",
         )
         guide = self._grammar(body, tools)
+        bos = not chat and all(self._flag(body, name, True) for name in sorted(OF_PROMPTS))
         thinks = None
         try:
             if chat:
-                text = self._text(body[source], tools, self._variables(body))
-                if guide is not None:  # which leaves no room for thinking
+                variables = self._variables(body)
+                text = self._text(body[source], tools, variables)
+                # a grammar leaves no room for thinking, and some templates do not know the variable
+                if guide is not None or variables.get("enable_thinking") is False:
                     text = closed(text)
                 if tools and tools.forced:
                     text += tools.syntax.opening
                 thinks = opened_by(text)
                 prompts = [self.engine.tokenizer.encode(text, self.engine.template.bos, True)]
-            ids = [self._ids(prompt) for prompt in prompts]
+            ids = [self._ids(prompt, bos) for prompt in prompts]
         except ValueError as error:
             raise refusal(error, source) from None
         seed = self._integer(body, "seed", DRAWN, -(2**63), 2**64 - 1)
@@ -261,6 +320,8 @@ class RequestReader:
         """Read the parameters of the distribution; the server's own where they are missing."""
         own = self.config.sampling
         temperature = body.get("temperature", own.temperature)
+        if not self._flag(body, "do_sample", True):
+            temperature = 0
         need(
             _is_number(temperature) and (0 <= temperature <= 2 or temperature == own.temperature),
             f"temperature must be a number from 0 to 2; it is {json.dumps(temperature)[:SHOWN]}",
@@ -279,6 +340,9 @@ class RequestReader:
             f"min_p must be a number from 0 to 1; it is {json.dumps(min_p)[:SHOWN]}",
             "min_p",
         )
+        drawn = "do_sample" in body and body["do_sample"]
+        fault = "do_sample = true needs a temperature above 0; raise it, or leave do_sample out"
+        need(not drawn or temperature > 0, fault, "do_sample")
         sampling = Sampling(temperature, max(top_k, 0), top_p, min_p)
         try:
             check_sampled(replace(self.config, temperature=temperature))
@@ -351,6 +415,9 @@ class RequestReader:
             fault = "reasoning_effort must be a text"
             need(isinstance(effort, str), fault, "reasoning_effort")
             variables = {"reasoning_effort": effort} | variables
+        for name in ("think", "enable_thinking"):  # ollama's name, and that of the templates
+            if name in body:
+                variables = {"enable_thinking": self._flag(body, name)} | variables
         return variables
 
     def _tools(self, body: dict) -> Tools | None:
@@ -382,8 +449,8 @@ class RequestReader:
         """Compile a grammar. source: a text in Lark or a schema, as JSON"""
         return compile_grammars(self.engine, json.loads(source), 1)[0]
 
-    def _ids(self, prompt: Any) -> list[int]:
-        """Return the ids of a completion's prompt, a text or token ids."""
+    def _ids(self, prompt: Any, bos: bool) -> list[int]:
+        """Return the ids of a prompt, a text or token ids. bos: a text begins with that token"""
         engine = self.engine
         ids = prompt
         if isinstance(prompt, str):
@@ -447,11 +514,9 @@ def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a value of a parameter that is not served cannot change the answer."""
     if name in WITHOUT_EFFECT:
         return True
-    if isinstance(value, (str, list, dict)) and not value:
-        return True
     if name == "logit_bias" and isinstance(value, dict):
         return all(_is_number(bias) and bias == 0 for bias in value.values())
-    neutral = NEUTRAL.get(name, (False,))
+    neutral = NEUTRAL.get(name, ())
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
     )
