@@ -103,7 +103,29 @@ def _vocabulary(tokenizer: Tokenizer, vocab: int, ends: tuple[int, ...]) -> Any:
         encode.eos_token_id = ends[0]
         encode.bos_token_id = tokenizer.bos_id
         source = llguidance.TokenizerWrapper(encode)
+    elif tokenizer.vocab_size > vocab:
+        source = json.dumps(_without_further_tokens(json.loads(source), vocab))
     return llguidance.LLTokenizer(source, n_vocab=vocab, eos_token=list(ends))
+
+
+def _without_further_tokens(content: dict, vocab: int) -> dict:
+    """Return the content of a tokenizer.json without the tokens that the model lacks.
+
+    The model never decides for them, and no forced text may be spelled with one.
+    """
+    model = content["model"]
+    tokens = model["vocab"]
+    if isinstance(tokens, dict):
+        tokens = {token: i for token, i in tokens.items() if i < vocab}
+    else:  # Unigram's list of pairs
+        tokens = tokens[:vocab]
+    model = model | {"vocab": tokens}
+    if "merges" in model:
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        kept = [pair for pair in pairs if {*pair, "".join(pair)} <= tokens.keys()]
+        model = model | {"merges": kept}
+    added = [token for token in content["added_tokens"] if token["id"] < vocab]
+    return content | {"model": model, "added_tokens": added, "post_processor": None}
 
 
 def without_formats(schema: Any) -> Any:
