@@ -17,6 +17,7 @@ Not here: modules (eagle_draft.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -359,6 +360,7 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
         config = EagleConfig.from_dir(path, files.config)
     else:
         config = _read_eagle3(files, target.n_layers)
+    config = replace(config, model=_with_own_layers(config.model, files, target.n_layers))
     check_layers(config.model, files)
     dim = config.model.dim
     eagle3 = config.eagle3
@@ -383,6 +385,19 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
             "embed_tokens, fc and lm_head: download it again"
         )
     return config
+
+
+def _with_own_layers(model: ModelConfig, files: HeadFiles, target_layers: int) -> ModelConfig:
+    """Return a head's shape with the layers in its files, where its config counts the target's.
+
+    The official code makes one layer and does not read num_hidden_layers.
+    """
+    names = [*files.readers, *files.quantized]
+    numbers = [re.match(r"layers\.(\d+)\.", name) for name in names]
+    count = 1 + max((int(number[1]) for number in numbers if number), default=0)
+    if model.n_layers > count and (files.midlayer or model.n_layers == target_layers):
+        return replace(model, n_layers=count)
+    return model
 
 
 def print_notes(files: HeadFiles, config: EagleConfig) -> None:

@@ -130,6 +130,10 @@ def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
             config | {"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": 64, "norm_output": False}, nemo,
             False,
         ),
+        "of the target's layers": (config | {"num_hidden_layers": 40}, tensors, False),  # Vicuna's
+        "of its target's layers": (
+            config | {"num_hidden_layers": target().config.n_layers}, renamed(tensors, "layers.0"), False,
+        ),
         "DeepSpec": (  # names its layers by their outputs; d2t goes where the vocabulary is whole, see below
             config | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 4]}, renamed(tensors, "layers.0"),
             False,
@@ -437,7 +441,6 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of the target's layers 3, 5, 9, which"),
     ({IDS: [2, 2, 5]}, {}, "takes the inputs of the target's layers 2, 2, 5"),
     ({"fc_norm": True, "use_aux_hidden_state": False}, {}, "fc_norm norms what fc takes, and use_aux_hidden_state is"),
-    ({"num_hidden_layers": 6000}, {}, "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"),
     ({"draft_inputs": "token"}, {}, "the head was trained on token; only feature&shifted can draft here"),
     ({}, {"norm.weight": None}, "1 missing weight(s): norm.weight"),
     ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
@@ -466,6 +469,16 @@ def test_mistakes_are_one_line(changes, weights, message, tmp_path, capsys):
     config, tensors = official()
     tensors = {n: t for n, t in (tensors | weights).items() if t is not None}
     assert message in failure(capsys, write(tmp_path / "head", config | changes, tensors))
+
+
+def test_layers_that_the_files_lack(tmp_path, capsys):
+    """In a layout of several layers; the layout with a midlayer has one."""
+    config, tensors = official()
+    head = write(
+        tmp_path / "head", config | {"num_hidden_layers": 6000}, renamed(tensors, "layers.0")
+    )
+    said = "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"
+    assert said in failure(capsys, head)
 
 
 def test_a_model_is_no_head(capsys):
