@@ -154,6 +154,36 @@ def test_every_layout_is_the_same_function(name, tmp_path, capsys):
     assert notes(capsys, tmp_path) == [note] * ("norm_output" in config)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_eagle_1_in_speculators_layout(tmp_path, bias):
+    """The same head as in the official layout; one with further norms is refused."""
+    official = GOLDEN / "models/head_eagle12_mha"
+    config = json.loads((official / "config.json").read_text())
+    tensors = load_file(official / "model.safetensors")
+    if not bias:
+        tensors.pop("fc.bias", None)
+    theirs = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): value
+        for name, value in tensors.items()
+    }
+    assert not set(theirs) & {name for name in tensors if name.startswith(("fc", "layers"))}
+    model = golden_target()
+    theirs["lm_head.weight"] = model.lm_head.weight.detach().clone()
+    has_bias = "fc.bias" in tensors
+    plain = load_head(write(tmp_path / "official", config | {"bias": has_bias}, tensors), model)
+    said = {
+        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False,
+        "fusion_bias": has_bias, "transformer_layer_config": config,
+    }  # fmt: skip
+    head = load_head(write(tmp_path / "speculators", said, theirs), model)
+    own, other = dict(head.named_parameters()), dict(plain.named_parameters())
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert head.config == plain.config
+    with pytest.raises(ValueError, match="in speculators' format with layernorms is not supported"):
+        load_head(write(tmp_path / "norms", said | {"layernorms": True}, theirs), model)
+
+
 def test_a_head_of_its_own_making_is_written_and_read_back(tmp_path):
     """The names given by `head_names` are those of the official layout."""
     config, tensors = official()
