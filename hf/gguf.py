@@ -432,14 +432,19 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
         "rms_norm_eps": metadata.positive(key("attention.layer_norm_rms_epsilon"), 1e-6),
         "rope_theta": metadata.positive(key("rope.freq_base"), 10000.0),
         "rope_scaling": _rope_scaling(metadata, key),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "attention_bias": _has(tensors, r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+        "mlp_bias": _has(tensors, r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": end_ids(metadata),
         "torch_dtype": _dtype_name(header, type_names),
         **further,
     }
+
+
+def _has(names: Iterable[str], pattern: str) -> bool:
+    """Return whether any name is of a pattern."""
+    return any(re.fullmatch(pattern, name) for name in names)
 
 
 def _dtype_name(header: Header, type_names: dict[str, str]) -> str:

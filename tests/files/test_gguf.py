@@ -259,6 +259,28 @@ def test_architectures(tmp_path, case):
         assert torch.equal(GgufFile(path).read(name), value), name
 
 
+@pytest.mark.parametrize("missing", ["attn_output", "attn_q", "ffn_(up|gate)", "attn_v.*1"])
+def test_biases_of_some_layers(tmp_path, capsys, missing):
+    """As in llama.cpp, each bias is taken where it is there: a LLaMA made of a Qwen has no bias of o."""
+    reference = hf_model(attention_bias=True, mlp_bias=True)
+    lacks = [
+        name for name in reference.state_dict()
+        if name.endswith(".bias") and re.search(missing, gguf_name(name))
+        or missing == "attn_v.*1" and name == "model.layers.1.self_attn.v_proj.bias"
+    ]  # fmt: skip
+    tensors = gguf_tensors(reference)
+    for name in lacks:
+        del tensors[gguf_name(name)]
+        reference.state_dict()[name].zero_()
+    path = write(tmp_path / "m.gguf", metadata_of(reference), tensors)
+    assert lacks and read_config(path).qkv_bias and read_config(path).o_bias
+    assert_same_logits(load_model(path), reference)
+    assert f"{len(lacks)} missing bias(es) are zero: {sorted(lacks)[0]}" in capsys.readouterr().err
+    coded = write(tmp_path / "q.gguf", metadata_of(reference), tensors, "Q8_0")
+    engine = load(checkpoint=str(coded), device="cpu", prompt_ids="5")  # in blocks
+    assert len(generate(engine, [[5, 17, 3]], max_new_tokens=4).tokens[0]) > 0
+
+
 OTHER_FAMILIES = [("Qwen2", "F16"), ("Qwen2", "Q8_0"), ("Mistral", "F16")]
 READ_BY_TRANSFORMERS = [*(("Llama", kind) for kind in WRITTEN), *OTHER_FAMILIES]
 
