@@ -251,6 +251,24 @@ class _Cursor:
         return list(self.take(f"{count}{form}"))
 
 
+def _text(data: bytes) -> str:
+    """Return a text; bytes that are not UTF-8, as in a name of another code page, are escaped."""
+    return str(data, "utf-8", "backslashreplace")
+
+
+def check_is_whole(metadata: Metadata) -> None:
+    """Check that a file is no part of several. Raises: ValueError."""
+    count = metadata.read("split.count", int, 0)
+    if count > 1:
+        number = metadata.read("split.no", int, 0) + 1
+        name = metadata.path.name
+        first = name.replace(f"-{number:05d}-of-", "-00001-of-")
+        raise ValueError(
+            f"{metadata.path} is part {number} of {count}; join them first: "
+            f"llama-gguf-split --merge {first} OUT.gguf"
+        )
+
+
 def chat_template_text(path: Path, name: str = "") -> str | None:
     """Return the chat template of a file, in Jinja; None where it has none.
 

@@ -28,7 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
+from base.gguf_header import (
+    MAX_COUNT,
+    MAX_SIZE,
+    Header,
+    Info,
+    Metadata,
+    check_is_whole,
+    read_header,
+)
 from hf.checkpoint import Codes, TensorSource
 from hf.gguf_blocks import Q4_0, Blocks, int4_codes
 from hf.gguf_tokenizer import end_ids, special_id
@@ -91,13 +99,10 @@ class GgufFile(TensorSource):
         self.path = path
         self._mapped = 0  # bytes read since the last release
         self._header = header = self._read_header()
+        check_is_whole(header.metadata)
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in self.architectures:
             raise ValueError(f"{path}: {gguf_refusal(architecture)}")
-        if header.metadata.read("split.count", int, 0) > 1:
-            raise ValueError(
-                f"{path} is one of several parts; join them first: llama-gguf-split --merge"
-            )
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
         type_names = {name: TYPES[info.type_id].name for name, info in header.tensors.items()}
         if not all(_read_without_package(type_name) for type_name in type_names.values()):

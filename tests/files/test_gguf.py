@@ -764,7 +764,7 @@ METADATA = {
     "endless base": ({"llama.rope.freq_base": float("inf")}, "rope.freq_base must be a finite number above 0; it is inf"),
     "factor": ({"llama.rope.scaling.factor": -3.0}, "rope.scaling.factor must be a finite number above 0; it is -3.0"),
     "no factor": ({"llama.rope.scaling.factor": NAN}, "rope.scaling.factor must be a finite number above 0; it is nan"),
-    "parts": ({"split.count": 3}, "is one of several parts; join them first"),
+    "parts": ({"split.count": 3}, "is part 1 of 3; join them first: llama-gguf-split --merge "),
     "eos": ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be a whole number, not '2'"),
 }  # fmt: skip
 
@@ -861,6 +861,40 @@ def test_a_bundled_head_has_the_files_stem(whole, tmp_path):
     (head / "config.json").write_text("{}")
     config = resolve_draft(GenerateConfig(checkpoint=str(path)), path)
     assert (config.draft, config.head) == ("eagle", str(head))
+
+
+def test_a_folder_with_one_file_stands_for_it(whole, tmp_path, capsys):
+    """As hubs' programs make them; the part that reads pictures is no model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.Q8_0.gguf").write_bytes(whole[0].read_bytes())
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    options = {"device": "cpu", "dtype": "float32", "ignore_eos": True, "max_new_tokens": 8}
+    want = generate(load(checkpoint=str(whole[0]), **options), [[5, 17, 3]]).tokens
+    engine = load(checkpoint=str(folder), **options)
+    assert generate(engine, [[5, 17, 3]]).tokens == want
+    assert engine.config.checkpoint == str(folder / "model.Q8_0.gguf")
+    draft = {"draft": "model", "draft_checkpoint": str(folder)}
+    assert generate(load(checkpoint=str(folder), **draft, **options), [[5, 17, 3]]).tokens == want
+    capsys.readouterr()
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    said = refused(capsys, "--checkpoint", str(folder))
+    assert "name one of its GGUF files: model.Q8_0.gguf, other.gguf" in said
+
+
+def test_the_second_part_of_a_file(tmp_path, capsys):
+    """It has no metadata of a model."""
+    path = tmp_path / "m-00002-of-00003.gguf"
+    write(path, {"general.architecture": "llama", "split.no": 1, "split.count": 3}, {})
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"general.architecture", b"general.architectura"))
+    said = refused(capsys, "--checkpoint", str(path))
+    want = (
+        "is part 2 of 3; join them first: llama-gguf-split --merge m-00001-of-00003.gguf OUT.gguf"
+    )
+    assert said.endswith(f"{want}\n")
+    with pytest.raises(ValueError, match="part 2 of 3"):
+        load(checkpoint=str(path), device="cpu")
 
 
 def test_generate(whole, tmp_path):
