@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from base.io import log_note
+from base.io import log_note, model_file
 from base.methods import has_extras, spec_of
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
@@ -78,6 +78,12 @@ def load(
     if asked.threads:
         torch.set_num_threads(asked.threads)
     path = fetched(asked.checkpoint)
+    asked = replace(
+        asked,
+        checkpoint=_file_of(asked.checkpoint),
+        head=_file_of(asked.head),
+        draft_checkpoint=_file_of(asked.draft_checkpoint),
+    )
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
     target = _load_target(replace(asked, device=device), path)
@@ -103,6 +109,12 @@ def load(
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
     return warm_up(build_cycles(engine))
+
+
+def _file_of(checkpoint: str) -> str:
+    """Return a path as it is; of a folder that holds one GGUF file alone, the file's."""
+    file = model_file(Path(checkpoint))
+    return str(file) if checkpoint and file != Path(checkpoint) else checkpoint
 
 
 def _pick_device(config: GenerateConfig) -> str:

@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from base.io import lfs_fault
+
 MAX_COUNT = 2**24  # entries of a list, tensors, keys, positions; a broken count is above it
 MAX_SIZE = 2**20  # of a width or a number of layers
 FORMATS = {  # type of a scalar -> its code for `struct`
@@ -148,7 +150,7 @@ def _read_once(path: Path, changed: int, size: int) -> Header:
 def _read_header(path: Path, cursor: _Cursor) -> Header:
     magic, version = cursor.take("4sI")
     if magic != b"GGUF":
-        raise ValueError("it does not begin with GGUF")
+        raise ValueError(lfs_fault(path) or "it does not begin with GGUF")
     if version not in (2, 3):
         shown = version if version < 2**16 else "of a big-endian file"
         raise ValueError(f"version {shown} is not 2 or 3")
