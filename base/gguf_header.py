@@ -207,7 +207,7 @@ class _Cursor:
     def string(self) -> str:
         length = self.fits_bytes(*self.take("Q"))
         self.at += length
-        return str(self.file[self.at - length : self.at], "utf-8")
+        return _text(self.file[self.at - length : self.at])
 
     def strings(self, count: int) -> list[str]:
         """Read many strings: vocabularies and merges have 100,000."""
@@ -223,7 +223,7 @@ class _Cursor:
             if at > size:
                 self.at = begin
                 self.fits_bytes(length)
-            texts.append(str(file[begin:at], "utf-8"))
+            texts.append(_text(file[begin:at]))
         self.at = at
         return texts
 

@@ -547,6 +547,28 @@ def test_a_file_that_names_no_pre_tokenizer(capsys, tmp_path, pre):
     assert capsys.readouterr().err == ("" if pre == "gpt-2" else note)
 
 
+def test_texts_that_are_not_utf8(tmp_path):
+    """Of a description and of tokens: llama.cpp loads such files, and so do we."""
+    metadata = bpe_metadata(train_bpe("gpt-2"), "gpt-2")
+    strange = b"M\xfcller"
+    tokens = [*metadata["tokenizer.ggml.tokens"], strange.decode("latin-1")]
+    types = [*metadata["tokenizer.ggml.token_type"], 1]
+    further = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    described = {"general.description": strange.decode("latin-1")}
+    path = write(tmp_path / "t.gguf", NAME | metadata | further | described, {})
+    content = path.read_bytes()
+    encoded = strange.decode("latin-1").encode()
+    for count in (1, 1):  # the description and the token, with their lengths
+        content = content.replace(struct.pack("<Q", len(encoded)) + encoded, struct.pack("<Q", len(strange)) + strange, count)  # fmt: skip
+    assert encoded not in content
+    path.write_bytes(content)
+    plain = Tokenizer.load(write(tmp_path / "p.gguf", NAME | metadata, {}))
+    ours = Tokenizer.load(path)
+    assert ours.vocab_size == plain.vocab_size + 1
+    for text in TEXTS:
+        assert ours.encode(text) == plain.encode(text)
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece(tmp_path, prefix):
     train_sp(tmp_path, add_dummy_prefix=prefix, user_defined_symbols=["<tool>"])
@@ -669,7 +691,7 @@ FOREIGN = {
     "nested": (header(text("a"), struct.pack("<IIQ", 9, 9, 1), keys=1), "a list has the type 9"),
     "kind": (header(text("a"), struct.pack("<I", 77), keys=1), "a value has the type 77"),
     "twice": (header(*[text("a") + struct.pack("<II", 4, 1)] * 2, keys=2), "it has a twice"),
-    "utf-8": (header(struct.pack("<Q", 2) + b"\xff\xfe", struct.pack("<II", 4, 1), keys=1), "codec can't decode"),
+    "utf-8": (header(struct.pack("<Q", 2) + b"\xff\xfe", struct.pack("<II", 4, 1), keys=1), "the metadata general.architecture is missing"),
     "dimensions": (header(text("t"), struct.pack("<I", 2**31), tensors=1), "t has 2147483648 dimensions"),
     "alignment": (header(text("general.alignment"), struct.pack("<II", 4, 0), keys=1), "must be a power of two; it is 0"),
     "no architecture": (header(), "the metadata general.architecture is missing"),
