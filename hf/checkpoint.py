@@ -123,7 +123,20 @@ def read_model_config(path: Path) -> dict:
         beside = path / name
         if "quantization_config" not in raw and beside.is_file():
             raw["quantization_config"] = {"quant_method": method} | read_json(beside)
+    if any(map(_is_mlx, (raw.get("quantization"), raw.get("quantization_config")))):
+        raise ValueError(
+            f"{path}: weights quantized by MLX are not supported here; use the original model, or "
+            "a GGUF file of it"
+        )
     return text_part(raw)
+
+
+def _is_mlx(quantization: Any) -> bool:
+    """Return whether a value of config.json is a quantization as mlx-lm writes it."""
+    if not isinstance(quantization, dict) or not {"group_size", "bits"} <= quantization.keys():
+        return False
+    others = {"quant_method", "desc_act", "sym", "zero_point", "version"}
+    return not others & quantization.keys()
 
 
 def foreign_quantization(raw: dict) -> Any:
@@ -279,11 +292,12 @@ class WeightFiles(TensorSource):
 
     def _shards(self) -> list[Path]:
         for name in FILES:
+            # a whole file goes before an index, which may be that of the files it was made of
+            if (self.path / name).is_file():
+                return [self.path / name]
             index = self.path / f"{name}.index.json"
             if index.is_file():
                 return self._indexed(index)
-            if (self.path / name).is_file():
-                return [self.path / name]
         only = list(self.path.glob("*.safetensors"))
         if len(only) == 1:  # AutoGPTQ names it by the format
             return only

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_gguf import hf_model
 
 from hf.config import read_config
+from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from models import registry
 
