@@ -376,6 +376,8 @@ def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, 
 
 def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     """Decode all conversations, print each when it is finished, and write the files."""
+    from hf.chat import OnTerminal
+
     config = engine.config
     batch = Batch(engine, prompts)
     streams = batch.streams
@@ -389,6 +391,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
     separators = chain([""], repeat("\n"))  # a blank line between conversations
     titled = sys.stdout.isatty() and len(streams) > 1
+    shown = OnTerminal(engine.template)
     status = StatusLine()
     count = Counter()  # of tokens and of finished conversations
 
@@ -403,7 +406,8 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
         status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
         for piece in pieces if live else ():  # it is printed as it is decoded
-            print(piece.text, end="", flush=True)
+            thought, answer, _ = shown.push(piece.text, piece.request.reason != "")
+            print(thought + answer, end="", flush=True)
 
     def on_finished(turns: list[Turn]) -> None:
         count["finished"] += 1

@@ -78,12 +78,7 @@ def load(
     if asked.threads:
         torch.set_num_threads(asked.threads)
     path = fetched(asked.checkpoint)
-    asked = replace(
-        asked,
-        checkpoint=_file_of(asked.checkpoint),
-        head=_file_of(asked.head),
-        draft_checkpoint=_file_of(asked.draft_checkpoint),
-    )
+    asked = _naming_files(asked)
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
     target = _load_target(replace(asked, device=device), path)
@@ -111,10 +106,15 @@ def load(
     return warm_up(build_cycles(engine))
 
 
-def _file_of(checkpoint: str) -> str:
-    """Return a path as it is; of a folder that holds one GGUF file alone, the file's."""
-    file = model_file(Path(checkpoint))
-    return str(file) if checkpoint and file != Path(checkpoint) else checkpoint
+def _naming_files(config: GenerateConfig) -> GenerateConfig:
+    """Return options that name a GGUF file where they name a folder with this file alone."""
+    named = {}
+    for name in ("checkpoint", "head", "draft_checkpoint"):
+        given = getattr(config, name)
+        file = model_file(Path(given))
+        if given and file != Path(given):
+            named[name] = str(file)
+    return replace(config, **named)
 
 
 def _pick_device(config: GenerateConfig) -> str:

@@ -53,6 +53,12 @@ def log_note(text: str) -> None:
     NOTES.warning(text, stacklevel=2)
 
 
+def has_colours() -> bool:
+    """Return whether standard output shows colours. Source: no-color.org."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
 # ---------------------------------------------------------------------- text and JSON
 
 

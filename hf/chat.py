@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from base.gguf_header import chat_template_text
-from base.io import LocalError, is_gguf, read_text
+from base.io import LocalError, has_colours, is_gguf, read_text
+from hf.thinking import Tags, Thinking, opened_by
 from hf.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import GenerateConfig
 
@@ -39,6 +40,7 @@ class ChatTemplate:
     bos = True  # begin with BOS where the text does not
     reply: str  # the text before an earlier answer
     title: str  # for messages
+    thinks: Tags | None = None  # of the thinking that a prompt opens
 
     def render_messages(
         self,
@@ -160,6 +162,11 @@ class JinjaTemplate(ChatTemplate):
         if not before.startswith(prompt):
             return ""
         return before.removeprefix(prompt)
+
+    @cached_property
+    def thinks(self) -> Tags | None:
+        """The tags of the thinking that a prompt opens, by a rendered probe."""
+        return opened_by(self.render([PROBE[0]], []))
 
     def render(self, turns: list[str], answers: list[str]) -> str:
         """Render, as the base class. Raises: ValueError when the template fails."""
@@ -448,6 +455,34 @@ def chat_template(
     if system is None:
         return template
     return template.with_system(system)
+
+
+class OnTerminal:
+    """Shows an answer on a terminal: its thinking dimmed, without the tags."""
+
+    DIM = "\033[2m"
+    PLAIN = "\033[0m"
+
+    def __init__(self, template: ChatTemplate | None):
+        """template: None for a text that goes on, which has no thinking"""
+        self.thinking = Thinking(template.thinks) if template and has_colours() else None
+        self.thought = False  # thinking is shown, and no answer yet
+
+    def push(self, text: str, last: bool) -> tuple[str, str, int]:
+        """Add text. last: nothing follows.
+
+        Returns: what is shown first, the text of the answer behind it; the characters before that.
+        """
+        if self.thinking is None:
+            return "", text, 0
+        before = self.thinking.read
+        thought, answer = self.thinking.push(text, last)
+        shown = f"{self.DIM}{thought}{self.PLAIN}" if thought else ""
+        self.thought = self.thought or bool(thought)
+        if answer and self.thought:
+            self.thought = False
+            shown += "\n\n"
+        return shown, answer, self.thinking.read - before - len(answer)
 
 
 class TextFiles(NamedTuple):

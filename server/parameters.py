@@ -273,26 +273,17 @@ class RequestReader:
         thinks = None
         try:
             if chat:
-                variables = self._variables(body)
-                text = self._text(body[source], tools, variables)
-                # a grammar leaves no room for thinking, and some templates do not know the variable
-                if guide is not None or variables.get("enable_thinking") is False:
-                    text = closed(text)
-                if tools and tools.forced:
-                    text += tools.syntax.opening
+                text = self._rendered(body, tools, guide is not None)
                 thinks = opened_by(text)
                 prompts = [self.engine.tokenizer.encode(text, self.engine.template.bos, True)]
             ids = [self._ids(prompt, bos) for prompt in prompts]
         except ValueError as error:
             raise refusal(error, source) from None
-        seed = self._integer(body, "seed", DRAWN, -(2**63), 2**64 - 1)
-        if seed == DRAWN:
-            seed = random.getrandbits(53)  # which every client of JSON can repeat
         return RequestParams(
             ids,
             samples,
             sampling,
-            seed % 2**64,
+            self._seed(body),
             most,
             self._likeliest(body, chat),
             self._stops(body),
@@ -359,6 +350,12 @@ class RequestReader:
             name,
         )
         return value
+
+    def _seed(self, body: dict) -> int:
+        seed = self._integer(body, "seed", DRAWN, -(2**63), 2**64 - 1)
+        if seed == DRAWN:
+            return random.getrandbits(53)  # which every client of JSON can repeat
+        return seed % 2**64
 
     def _flag(self, body: dict, name: str, default: bool = False) -> bool:
         value = body.get(name, default)
@@ -472,6 +469,17 @@ class RequestReader:
         if not chat:
             return frozenset()
         return self._tags | tools.syntax.controls if tools else self._tags
+
+    def _rendered(self, body: dict, tools: Tools | None, guided: bool) -> str:
+        """Render a chat up to the answer. guided: a grammar begins with it"""
+        variables = self._variables(body)
+        text = self._text(body["messages"], tools, variables)
+        # a grammar leaves no room for thinking, and some templates do not know the variable
+        if guided or variables.get("enable_thinking") is False:
+            text = closed(text)
+        if tools and tools.forced:
+            text += tools.syntax.opening
+        return text
 
     def _text(self, messages: Any, tools: Tools | None, variables: dict) -> str:
         """Render a chat: a system message or none, then an order the template takes."""

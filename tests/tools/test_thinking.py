@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 from test_chat import template_of  # noqa: E402
 from test_serve import Running  # noqa: E402
+from test_terminal_chat import Terminal  # noqa: E402
 from test_tool_calls import ASKED, OPENS, TOOLS  # noqa: E402
 
+from browser import Browser, chromium  # noqa: E402
 from hf.thinking import TAGS, Thinking, closed, opened_by, without_opening  # noqa: E402
-from options import DEMO  # noqa: E402
+from options import DEMO, ROOT  # noqa: E402
 
 THINK = TAGS[0]
 MISTRAL = TAGS[-1]
@@ -138,6 +142,55 @@ def test_a_draft_of_a_call_stays_in_the_thinking(served):
     assert json.loads(call.function.arguments) == {"city": "Oslo"}
     thought = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
     assert thought == answer.message.reasoning_content
+
+
+@pytest.mark.skipif(chromium() is None, reason="there is no chromium; apt-get install chromium")
+def test_the_page_folds_the_thinking(served, tmp_path):
+    running = served(OPENS, "Two and two.\n</think>\n\nFour: 4.")
+    page = Browser(tmp_path)
+    try:
+        page.open(f"http://127.0.0.1:{running.port}/")
+        page.wait("document.title === 'demo' && $('most').value")
+        page.run("$('text').value = '2+2?'; $('ask').requestSubmit()")
+        page.wait("!running && chat.messages.length === 2")
+        body = "document.querySelector('.message.assistant .body').textContent"
+        thought = "document.querySelector('.message.assistant .thought div').textContent"
+        for _ in range(2):
+            assert page.run(body) == "Four: 4." and page.run(thought) == "Two and two."
+            assert page.run("document.querySelector('.thought').open") is False
+            page.open(page.run("location.href"))  # a reload keeps it
+            page.wait("document.querySelector('nav .open')")
+            page.run("document.querySelector('nav .open').click()")
+        spans = page.run("chat.messages[1].spans")
+        assert sum(count for _, count, _ in spans) == len("Four: 4.")
+        page.run("$('most').value = 60; $('mode').click(); $('start').requestSubmit()")
+        page.wait("!running && laps.length === 2")
+        assert page.run("laps[0].text") == page.run("laps[1].text") == "Two and two.Four: 4."
+        assert not page.errors
+    finally:
+        page.close()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_terminal_dims_the_thinking(served, plain, interactive):
+    """Without colours the text is there as it is."""
+    text = "Two and two.\n</think>\n\nFour: 4."
+    root = Path(served(OPENS, text).engine.config.checkpoint).parent
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(root / "demo")]
+    command += ["--chat", "--grammar", str(root / "answer.lark"), "--draft", "none"]
+    command += ["--interactive"] if interactive else ["--prompt", "2+2?"]
+    talk = Terminal(command, **({"NO_COLOR": "1"} if plain else {}))
+    if interactive:
+        talk.read_to("> $")
+        talk.type("2+2?\r")
+    screen = talk.read_to("tokens/s").replace("\r\n", "\n")
+    if interactive:
+        talk.type("/bye\r")
+    assert talk.close() == 0
+    dimmed = "\x1b[2mTwo and two.\x1b[0m\n\nFour: 4.\n"
+    seen = re.sub("\x1b\\[0m\x1b\\[2m", "", screen)  # the pieces of a thinking are one
+    assert (f"{text}\n" if plain else dimmed) in seen
 
 
 def test_an_answer_by_a_schema_has_no_thinking(served):
