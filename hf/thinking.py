@@ -37,9 +37,12 @@ def opened_by(prompt: str) -> Tags | None:
 
 
 def without_opening(prompt: str) -> str:
-    """Return a rendered prompt up to the thinking that it opens."""
-    tags = opened_by(prompt)
-    return prompt.rpartition(tags.begin)[0] if tags else prompt
+    """Return a rendered prompt up to the thinking at its end, which it opens or leaves empty."""
+    for tags in TAGS:
+        before, begun, rest = prompt.rpartition(tags.begin)
+        if begun and not rest.replace(tags.end, "").strip():
+            return before
+    return prompt
 
 
 def closed(prompt: str) -> str:

@@ -250,6 +250,8 @@ HARMLESS = {
     "guided_json": None, "guided_regex": "", "structured_outputs": {}, "mirostat": 0, "mirostat_tau": 5.0,
     "typical_p": 1.0, "tfs_z": 1.0, "xtc_probability": 0, "dry_multiplier": 0.0, "n_probs": 0, "modalities": ["text"],
     "functions": [], "function_call": "none", "return_tokens_as_token_ids": False, "repeat_last_n": 64, "audio": None,
+    "guidance_scale": 1.0, "ban_eos_token": False, "negative_prompt": "", "no_repeat_ngram_size": 0, "num_beams": 1,
+    "mirostat_mode": 0, "separate_reasoning": True, "n_keep": 0, "ttl": 300,
 }  # fmt: skip
 HARMFUL = {
     "min_tokens": 1, "skip_special_tokens": False, "frequency_penalty": 0.5, "presence_penalty": -1, "suffix": "a",

@@ -66,9 +66,11 @@ def test_a_prompt_that_opens_it():
         assert opened_by(prompt) == tags and without_opening(prompt) == "[assistant]\n"
         # of Qwen3 with enable_thinking = false
         assert closed(prompt) == f"[assistant]\n{tags.begin}\n\n{tags.end}\n\n"
+        assert without_opening(closed(prompt)) == "[assistant]\n"
         for other in (closed(prompt), "[assistant]\n", f"{tags.begin} now"):
-            assert opened_by(other) is None
-            assert without_opening(other) == closed(other) == other
+            assert opened_by(other) is None and closed(other) == other
+        for other in ("[assistant]\n", f"{tags.begin} now"):
+            assert without_opening(other) == other
 
 
 # ----------------------------------------------------------------------------------- of the server
