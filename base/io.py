@@ -176,12 +176,10 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def model_file(path: Path) -> Path:
-    """Return the one GGUF file of a folder without a config.json; else the path as it is."""
-    if path.is_dir() and not (path / "config.json").exists():
-        files = gguf_files(path)
-        if len(files) == 1:
-            return files[0]
-    return path
+    """Return the one GGUF file of a folder without other weights; else the path as it is."""
+    files = gguf_files(path)
+    others = (file for ending in ("safetensors", "bin", "pt") for file in path.glob(f"*.{ending}"))
+    return files[0] if len(files) == 1 and not any(others) else path
 
 
 def lfs_fault(file: Path) -> str:

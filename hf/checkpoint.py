@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from base.fields import text_part
-from base.io import one_line, read_json, set_usual_mode
+from base.io import gguf_files, one_line, read_json, set_usual_mode
 from hf.untrusted import load_pickle, read_untrusted
 from options import FORMAT_NAMES, GROUP_SIZES
 
@@ -305,7 +305,11 @@ class WeightFiles(TensorSource):
         for kind in ("medusa", "hydra"):
             if f"{kind}_num_heads" in self.config:
                 names = f"{kind}_lm_head.safetensors nor {kind}_lm_head.pt"
-        raise ValueError(f"{self.path} has neither {names}; add the weights")
+        files = gguf_files(self.path)
+        remedy = (
+            f"name one of {', '.join(file.name for file in files)}" if files else "add the weights"
+        )
+        raise ValueError(f"{self.path} has neither {names}; {remedy}")
 
     def _indexed(self, index: Path) -> list[Path]:
         """Return the files that an index names. Raises: ValueError for an index without any."""

@@ -891,6 +891,7 @@ def test_a_folder_with_one_file_stands_for_it(whole, tmp_path, capsys):
     folder.mkdir()
     (folder / "model.Q8_0.gguf").write_bytes(whole[0].read_bytes())
     (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    (folder / "config.json").write_text('{"model_type": "llama"}')  # as some hubs' folders have it
     options = {"device": "cpu", "dtype": "float32", "ignore_eos": True, "max_new_tokens": 8}
     want = generate(load(checkpoint=str(whole[0]), **options), [[5, 17, 3]]).tokens
     engine = load(checkpoint=str(folder), **options)
@@ -900,6 +901,9 @@ def test_a_folder_with_one_file_stands_for_it(whole, tmp_path, capsys):
     assert generate(load(checkpoint=str(folder), **draft, **options), [[5, 17, 3]]).tokens == want
     capsys.readouterr()
     (folder / "other.gguf").write_bytes(b"GGUF")
+    said = refused(capsys, "--checkpoint", str(folder))
+    assert "; name one of model.Q8_0.gguf, other.gguf" in said
+    (folder / "config.json").unlink()
     said = refused(capsys, "--checkpoint", str(folder))
     assert "name one of its GGUF files: model.Q8_0.gguf, other.gguf" in said
 
