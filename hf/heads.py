@@ -674,4 +674,4 @@ def draft_lm_head(
             return own
     quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
     weight = FORMATS[quant.format].round(own.dequantize(), quant.group_size)
-    return Linear.of(weight, fp32_out=True)
+    return Linear.of(weight, fp32_out=True, backend=own.backend)

@@ -44,7 +44,7 @@ from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer
 from ops.backends import choose, use_backend
 from ops.cpu.pages import REGION, HugePages
 from ops.formats import FORMATS, Encoder, check_finite
-from ops.library import PLAIN, cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
+from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
 from ops.weight import Weight, stack, table_of
 from stats import check_memory
 from steps import Project, Step
@@ -570,7 +570,7 @@ def load_model(
     for note in (files.note, block_note(files, storage)):
         if note:
             log_note(note)
-    use_backend(model, choose(model.norm.weight.device, PLAIN, dtype))
+    use_backend(model, choose(model.norm.weight.device, dtype))
     return model.eval()
 
 
