@@ -15,10 +15,19 @@ openai = pytest.importorskip("openai")
 from test_chat import template_of  # noqa: E402
 from test_serve import Running  # noqa: E402
 from test_terminal_chat import Terminal  # noqa: E402
+from test_tokenizer import build_json  # noqa: E402
 from test_tool_calls import ASKED, OPENS, TOOLS  # noqa: E402
 
 from browser import Browser, chromium  # noqa: E402
-from hf.thinking import TAGS, Thinking, closed, opened_by, without_opening  # noqa: E402
+from hf.thinking import (  # noqa: E402
+    TAGS,
+    Thinking,
+    closed,
+    hidden_tags,
+    opened_by,
+    without_opening,
+)
+from hf.tokenizer import Tokenizer  # noqa: E402
 from options import DEMO, ROOT  # noqa: E402
 
 THINK = TAGS[0]
@@ -71,6 +80,16 @@ def test_a_prompt_that_opens_it():
             assert opened_by(other) is None and closed(other) == other
         for other in ("[assistant]\n", f"{tags.begin} now"):
             assert without_opening(other) == other
+
+
+def test_tags_that_are_control_tokens_have_a_text(tmp_path):
+    """As Magistral's: the decoder would drop them, and the thinking would be the answer."""
+    tokenizer = Tokenizer.load(build_json(tmp_path, ["<s>", "[THINK]", "[/THINK]"]))
+    ids = tokenizer.encode("[THINK]Two.[/THINK]Four.", bos=False, special=True)
+    assert tokenizer.stream().push(ids) == "Two.Four."
+    shown = hidden_tags(tokenizer)
+    assert shown == {tokenizer.id_of("[THINK]"), tokenizer.id_of("[/THINK]")}
+    assert Thinking().push(tokenizer.stream(shown=shown).push(ids), True) == ("Two.", "Four.")
 
 
 # ----------------------------------------------------------------------------------- of the server
