@@ -332,6 +332,11 @@ class GenerateConfig:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
+    def has_schema(self) -> bool:
+        """Return whether every answer follows a JSON schema."""
+        return self.grammar.endswith(".json")
+
+    @property
     def tree_shape(self) -> str:
         """The value of `--tree`, or its default."""
         if self.tree_file:

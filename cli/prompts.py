@@ -63,7 +63,7 @@ def read_grammar(config: GenerateConfig) -> str | dict | None:
     text = read_named(path, "--grammar")
     installed = importlib.util.find_spec("llguidance") is not None
     require(installed, "--grammar needs llguidance; run: pip install llguidance")
-    if not config.grammar.endswith(".json"):
+    if not config.has_schema:
         return text
     schema = parse_json(text, f"--grammar {config.grammar}")
     fault = f"--grammar {config.grammar} must hold a JSON schema, which is an object; correct it"

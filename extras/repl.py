@@ -217,7 +217,8 @@ class Chat:
         if engine.template is None or name is None:
             raise ValueError("without a chat template there is no system message")
         path = fetched(engine.config.checkpoint)
-        template = chat_template(path, engine.tokenizer, name, text or None)
+        has_schema = engine.config.has_schema
+        template = chat_template(path, engine.tokenizer, name, text or None, has_schema)
         template.stop_ids(engine.tokenizer)  # refuses a template that leaves the message out
         self.engine = replace(engine, template=template)
         self.system = text or None

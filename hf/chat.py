@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from base.gguf_header import chat_template_text
 from base.io import LocalError, has_colours, is_gguf, read_text
-from hf.thinking import Tags, Thinking, opened_by
+from hf.thinking import Tags, Thinking, closed, opened_by
 from hf.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import GenerateConfig
 
@@ -141,6 +141,7 @@ class JinjaTemplate(ChatTemplate):
     program_of_tools: Any
     special: dict[str, str]  # bos_token and the like -> their texts
     system: str | None = None  # None: as the template has it
+    closes: bool = False  # the thinking that it opens: an answer that begins with a schema has none
 
     bos = False
 
@@ -192,13 +193,14 @@ class JinjaTemplate(ChatTemplate):
         if tools and self.program_of_tools:
             program = self.program_of_tools
         try:
-            return program.render(
+            text = program.render(
                 messages=said,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=True,
                 **self.special | (variables or {}),
             )
+            return closed(text) if self.closes else text
         except ValueError as error:
             if self.system is not None and self._renders_without_system(messages, tools):
                 fault = f"chat template takes no system message ({error})"
@@ -437,17 +439,22 @@ CHAT_TEMPLATES = {template.name: template for template in (LLAMA3, LLAMA2, MISTR
 
 
 def chat_template(
-    path: Path, tokenizer: Tokenizer, name: str = "", system: str | None = None
+    path: Path,
+    tokenizer: Tokenizer,
+    name: str = "",
+    system: str | None = None,
+    closes: bool = False,
 ) -> ChatTemplate:
     """Choose the fixed chat template called `name`, or for "" the own one of the checkpoint.
 
     path: the checkpoint
     system: the system message; None: the template's own
+    closes: the thinking that it opens is closed, as every answer begins with a schema
     Raises: ValueError for an unknown name, and when the template is missing, fails, or has no place
     for `system`.
     """
     if not name:
-        return jinja_template(path, tokenizer, system)
+        return replace(jinja_template(path, tokenizer, system), closes=closes)
     if name not in CHAT_TEMPLATES:
         known = ", ".join((*CHAT_TEMPLATES, NO_TEMPLATE))
         raise ValueError(f"--chat must be one of {known}; got {name}")
@@ -521,5 +528,5 @@ def read_text_files(path: Path, config: GenerateConfig) -> TextFiles:
     tokenizer = load_tokenizer(path, config.prompt_ids is None, name is not None)
     template = None
     if name is not None:
-        template = chat_template(path, tokenizer, name, config.system)
+        template = chat_template(path, tokenizer, name, config.system, config.has_schema)
     return TextFiles(tokenizer, template)

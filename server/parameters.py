@@ -211,7 +211,8 @@ class RequestReader:
     def _template(self, system: str | None) -> Any:
         engine = self.engine
         checkpoint = fetched(self.config.checkpoint)
-        return chat_template(checkpoint, engine.tokenizer, engine.config.chat, system)
+        options = engine.config
+        return chat_template(checkpoint, engine.tokenizer, options.chat, system, options.has_schema)
 
     @cached_property
     def _syntax(self) -> Syntax:

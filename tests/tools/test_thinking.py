@@ -19,6 +19,7 @@ from test_tokenizer import build_json  # noqa: E402
 from test_tool_calls import ASKED, OPENS, TOOLS  # noqa: E402
 
 from browser import Browser, chromium  # noqa: E402
+from generate import generate, load  # noqa: E402
 from hf.thinking import (  # noqa: E402
     TAGS,
     Thinking,
@@ -212,6 +213,17 @@ def test_a_terminal_dims_the_thinking(served, plain, interactive):
     dimmed = "\x1b[2mTwo and two.\x1b[0m\n\nFour: 4.\n"
     seen = re.sub("\x1b\\[0m\x1b\\[2m", "", screen)  # the pieces of a thinking are one
     assert (f"{text}\n" if plain else dimmed) in seen
+
+
+def test_a_schema_of_the_command_line(served, tmp_path):
+    """Its prompt closes the thinking, too."""
+    root = Path(served(OPENS, "").engine.config.checkpoint)
+    (tmp_path / "a.json").write_text('{"enum": ["no"]}')
+    options = {"checkpoint": str(root), "grammar": str(tmp_path / "a.json"), "device": "cpu"}
+    engine = load(**options)
+    assert engine.template.thinks is None
+    assert engine.template.render(["a"], []).endswith("<think>\n\n</think>\n\n")
+    assert generate(engine, ["a"]).text == ['"no"']
 
 
 def test_an_answer_by_a_schema_has_no_thinking(served):
