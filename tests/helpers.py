@@ -79,7 +79,7 @@ def trimmed_head(head: str | Path, out: Path, ids: Tensor) -> str:
 def write_random_llama(out: Path, **shape: int) -> Transformer:
     """Write a LLaMA of two layers with random weights for the demo's tokens, or with experts a Mixtral."""
     torch.manual_seed(0)
-    c = ModelConfig(64, 2, 2, 1, 32, 64, vocab_size=4096, max_context=2048, **shape)
+    c = ModelConfig(64, 2, 2, 1, 32, 64, **{"vocab_size": 4096, "max_context": 2048} | shape)
     model = Transformer(c)
     for p in model.parameters():
         if p.dim() > 1:
