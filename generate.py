@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from base.io import StatusLine, log_note, write_text
 from base.parsing import one_line_errors, require
-from cli.prompts import Conversation, as_conversation, check_ids, with_options
+from cli.prompts import Conversation, PromptRow, as_conversation, check_ids, with_options
 
 if TYPE_CHECKING:
     from cli.start import Command
@@ -385,14 +385,15 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         streams = [stream for stream in streams if stream not in results.done]
     quiet = "-" in (config.json, config.trace, config.profile)
     live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
-    separators = chain([""], repeat("\n"))  # a blank line between conversations
-    titled = sys.stdout.isatty() and len(streams) > 1
+    separators = chain([""], repeat("\n"))  # a blank line between answers
+    named = len(streams) > 1 or any(map(has_turns, batch.conversations))
     status = StatusLine()
     count = Counter()  # of tokens and of finished conversations
 
     def print_texts(texts: list[str]) -> None:
         status.show("")
-        print(next(separators) + "\n\n".join(texts), flush=True)
+        for text in texts:
+            print(next(separators) + text, flush=True)
 
     show = in_order(streams, print_texts)
 
@@ -410,8 +411,12 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             results.add(decoded)
         if not quiet and not live:
             field = "text" if engine.tokenizer else "tokens"
-            title = [f"[prompt {turns[0].index[0] + 1}]"] if titled else []
-            show(turns[0].index[:2], title + [str(turn[field]) for turn in decoded])
+            texts = [str(turn[field]) for turn in decoded]
+            if named:
+                conversation = prompts[turns[0].index[0]]
+                names = [name_of(turn, conversation, config.num_samples) for turn in turns]
+                texts = [f"== {name} ==\n{text}" for name, text in zip(names, texts)]
+            show(turns[0].index[:2], texts)
 
     profile = torch.profiler.profile() if config.profile else nullcontext()
     with status, profile as profiler:
@@ -423,8 +428,9 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             result = batch.result()
     if live:
         print()
-    line = stats_line(result.stats, config.verbose, truncation_notes(engine, result))
-    print(line, file=sys.stderr if quiet else sys.stdout)
+    cut = truncation_notes(engine, result)
+    line = stats_line(result.stats, config.verbose, cut, " (--compare measures it)")
+    print(line, file=sys.stderr)
     write_files(engine, result, profiler)
     for turn in batch.entries:
         require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
@@ -432,9 +438,29 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
 
 def is_one_turn(batch: Batch) -> bool:
     """Return whether a run is one answer to one turn, decoded once."""
-    if len(batch.streams) > 1 or batch.engine.config.compare:
-        return False
-    return isinstance(batch.conversations[0][0], int) or len(batch.conversations[0]) == 1
+    several = len(batch.streams) > 1 or has_turns(batch.conversations[0])
+    return not several and not batch.engine.config.compare
+
+
+def has_turns(conversation: Conversation) -> bool:
+    """Return whether a conversation has several turns; ids are one turn."""
+    return len(conversation) > 1 and isinstance(conversation[0], str)
+
+
+def name_of(turn: Turn, conversation: Conversation, samples: int) -> str:
+    """Name an answer: the id of its prompt's row, or its number, then sample and turn.
+
+    samples: of each prompt
+    """
+    prompt, sample, number = turn.index
+    parts = [f"prompt {prompt + 1}"]
+    if isinstance(conversation, PromptRow) and conversation.keys:
+        parts = [str(next(iter(conversation.keys.values())))]
+    if samples > 1:
+        parts.append(f"sample {sample + 1}")
+    if has_turns(conversation):
+        parts.append(f"turn {number + 1}")
+    return ", ".join(parts)
 
 
 def truncation_notes(engine: Engine, result: Result) -> str:

@@ -289,9 +289,13 @@ def show_progress(text: str, last: bool) -> None:
 
 
 class StatusLine:
-    """A line of standard error that says how far a work is, on a terminal, and passes."""
+    """A line of standard error that says how far a work is: on a terminal it passes.
+
+    In a file, a line that stays is written now and then.
+    """
 
     EVERY_S = 0.2  # a short work shows none
+    EVERY_IN_FILE_S = 10.0
 
     def __init__(self):
         self.shown = ""
@@ -307,11 +311,15 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Write a text over the one before, not too often; an empty one removes it at once."""
         now = time.perf_counter()
-        if text == self.shown or (text and now - self.at < self.EVERY_S):
+        passes = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        every = self.EVERY_S if passes else self.EVERY_IN_FILE_S
+        if text == self.shown or (text and now - self.at < every):
             return
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        if passes:
             width = shutil.get_terminal_size().columns
             print(f"\r\033[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
+        elif text:
+            print(text, file=sys.stderr, flush=True)
         self.shown = text
         self.at = now
 

@@ -7,6 +7,8 @@
    drafted and accepted are coloured by their source, on a terminal, with `show_drafts`.
 4. When the history no longer fits the context, the oldest turns are dropped and a note is printed.
 
+Turns and answers go to standard output, all else to standard error.
+
 Ctrl-C ends an answer and not the conversation; the cached part of the answer stays. At the prompt a
 second Ctrl-C, or the end of input, ends the conversation.
 """
@@ -87,15 +89,21 @@ def keys_wait() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
+def say(text: str) -> None:
+    """Print a note, which is no part of the conversation."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def read_turn() -> str:
     """Read a turn: a line, pasted lines, or the lines between two \"\"\". Raises: EOFError."""
-    line = input("> ")
+    prompts = sys.stdin.isatty()  # a pipe is not asked
+    line = input("> " if prompts else "")
     if not line.startswith(QUOTES):
         return line
     text = line.removeprefix(QUOTES)
     while not text.endswith(QUOTES):
         try:
-            text += "\n" + input(". ")
+            text += "\n" + input(". " if prompts else "")
         except EOFError:
             return text
     return text.removesuffix(QUOTES).strip("\n")
@@ -130,24 +138,27 @@ class Chat:
         ids, dropped = self._history([*self.turns, turn])
         if dropped:
             full = f"the context of {self.engine.context} tokens is full"
-            print(f"[{full}: {dropped} oldest turn(s) dropped]")
+            say(f"[{full}: {dropped} oldest turn(s) dropped]")
         self.turns = [*self.turns, turn][dropped:]
         self.answers = self.answers[dropped:]
         # whatever the prompt is, the noise goes on
         request = Request.of(self.engine, ids, place=0, noise_id=None)
         try:
             self._answer(request)
+            cut = request.fault or truncation_note(self.engine, request.reason)
         except KeyboardInterrupt:
             self.scheduler.cancel(request)
             self.status.show("")
-            print(" [stopped]", end="")
+            cut = "stopped"
+        print(flush=True)
+        if cut:
+            say(f"[{cut}]")
         self.answers.append(request.text)
         stats = summary(self.engine, self.scheduler.take_stats())
-        line = stats_line(stats, self.engine.config.verbose)
-        print(f"\n[{line}]")
+        say(f"[{stats_line(stats, self.engine.config.verbose)}]")
 
     def _answer(self, request: Request) -> None:
-        """Print an answer as it is decided, and the reason if it is cut."""
+        """Print an answer as it is decided."""
         spans = Spans()
         self.drafted.take(0)
         for pieces in self.scheduler.run([request]):
@@ -156,9 +167,6 @@ class Chat:
                 for source, text in zip(self.drafted.take(0).sources, piece.texts):
                     spans.add(source, len(text))
                 self._print(piece.text, spans)
-        cut = request.fault or truncation_note(self.engine, request.reason)
-        if cut:
-            print(f" [{cut}]", end="")
 
     def _print(self, text: str, spans: Spans) -> None:
         """Print some text. spans: of it and of text that comes later"""
@@ -199,8 +207,8 @@ class Chat:
 
     def _help(self, text: str) -> None:
         for name, meaning in COMMANDS.items():
-            print(f"/{name:8}{meaning}")
-        print(f"{QUOTES:9}begins and ends a turn of several lines")
+            say(f"/{name:8}{meaning}")
+        say(f"{QUOTES:9}begins and ends a turn of several lines")
 
     def _clear(self, text: str) -> None:
         self.turns = []
@@ -231,7 +239,7 @@ class Chat:
         lookup = f"{COLOURS['lookup']}by lookup{PLAIN}"
         others = f"{GREEN}by others{PLAIN}"
         colours = f"drafted and accepted: {lookup}, {others}" if self.shows_drafts else "no colours"
-        print(f"[{colours}]")
+        say(f"[{colours}]")
 
     def _save(self, text: str) -> None:
         if not text:
@@ -241,7 +249,7 @@ class Chat:
             messages.append({"role": "user", "content": turn})
             messages.append({"role": "assistant", "content": answer})
         write_text(text, json.dumps({"messages": messages}, ensure_ascii=False, indent=1))
-        print(f"[{len(self.turns)} turn(s) in {text}]")
+        say(f"[{len(self.turns)} turn(s) in {text}]")
 
     def _load(self, text: str) -> None:
         if not text:
@@ -254,7 +262,7 @@ class Chat:
             self._system(messages.pop(0)["content"])
         self.turns = [message["content"] for message in messages[0::2]]
         self.answers = [message["content"] for message in messages[1::2]]
-        print(f"[{len(self.turns)} turn(s) of {text}]")
+        say(f"[{len(self.turns)} turn(s) of {text}]")
 
 
 def _are_messages(value: object) -> bool:
@@ -272,17 +280,17 @@ def chat(engine: Engine, encode: Callable[..., list[int]]) -> None:
     """Read turns and print answers until the end of input. encode: as for `Chat`"""
     edit_lines()
     talk = Chat(engine, encode)
-    print(f"[{talk.title()}]")
+    say(f"[{talk.title()}]")
     leaving = False  # the last key was Ctrl-C
     while True:
         try:
             turn = read_turn()
         except (EOFError, KeyboardInterrupt) as error:
-            print()
+            say("")
             if leaving or isinstance(error, EOFError):
                 return
             leaving = True
-            print("[Ctrl-C again, or Ctrl-D, ends the conversation]")
+            say("[Ctrl-C again, or Ctrl-D, ends the conversation]")
             continue
         leaving = False
         if not turn.strip():
@@ -297,4 +305,4 @@ def chat(engine: Engine, encode: Callable[..., list[int]]) -> None:
                 else:
                     talk.ask(turn)
         except ValueError as error:  # the conversation so far stays
-            print(f"[{error}]")
+            say(f"[{error}]")
