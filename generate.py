@@ -495,16 +495,19 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """Run the command line. command: the result of `read_command`, where it is there already"""
     from cli.start import read_command
 
-    config, prompts, text, to_end = command or read_command(argv, ranks.check)
+    config, prompts, text, to_end, keys = command or read_command(argv, ranks.check)
     with one_line_errors("generate.py"):
         engine = load(ranks.init_ranks(config, prompts), text)
         if to_end and engine.template is not None:
             engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
-        if not config.interactive:
+        if keys is None:
             return main_loop(engine, prompts)
         from extras.repl import chat
 
-        chat(engine, encode)
+        try:
+            chat(engine, encode, keys)
+        finally:
+            keys.close()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from cli.prompts import Conversation, read_grammar, read_prompts
 from options import GenerateConfig
 
 if TYPE_CHECKING:  # its imports take time that --help has not
+    from cli.terminal import TypedAhead
     from hf.chat import TextFiles
 
 
@@ -29,6 +30,7 @@ class Command(NamedTuple):
     prompts: list[Conversation]
     text: TextFiles | None = None
     to_end: bool = False  # no length was asked for: a chat's answers go on to their end
+    keys: TypedAhead | None = None  # of --interactive
 
 
 def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
@@ -42,12 +44,18 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
     if config.interactive and "seed" not in given:
         config = replace(config, seed=random.getrandbits(31))
     to_end = not config.prompt_file and "max_new_tokens" not in given
-    return Command(config, prompts, to_end=to_end)
+    keys = None
+    if config.interactive:
+        from cli.terminal import TypedAhead
+
+        keys = TypedAhead()
+        keys.hold()
+    return Command(config, prompts, to_end=to_end, keys=keys)
 
 
 def with_text(command: Command) -> Command:
     """Read the text side of the checkpoint. Exit with status 2 on a mistake."""
-    config, prompts, _, to_end = command
+    config = command.config
     with one_line_errors("generate.py"):
         from hf.chat import read_text_files
         from hf.fetch import fetched
@@ -58,4 +66,4 @@ def with_text(command: Command) -> Command:
         text = read_text_files(path, config)
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
-        return Command(config, prompts, text, to_end)
+        return command._replace(text=text)

@@ -1,16 +1,17 @@
 """`--interactive`: a conversation on the terminal.
 
 1. A line at the start names the model, the ways to draft and the commands (COMMANDS).
-2. With readline a line has a history and keys to edit it, and pasted lines are one turn. Lines
-   between two \"\"\" are one turn, too.
+2. With readline a line has a history and keys to edit it. A paste is one turn, whatever its lines,
+   also where it comes before the first prompt or during an answer. Lines between two \"\"\" are one
+   turn, too.
 3. An answer goes on to its end, unless --max_new_tokens is given; a cut is said. Tokens that were
    drafted and accepted are coloured by their source, on a terminal, with `show_drafts`.
 4. When the history no longer fits the context, the oldest turns are dropped and a note is printed.
 
 Turns and answers go to standard output, all else to standard error.
 
-Ctrl-C ends an answer and not the conversation; the cached part of the answer stays. At the prompt a
-second Ctrl-C, or the end of input, ends the conversation.
+Ctrl-C ends an answer and not the conversation, and drops the lines that wait; the cached part of
+the answer stays. At the prompt a second Ctrl-C, or the end of input, ends the conversation.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import json
 import os
 import re
 import sys
-import termios
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from base.io import StatusLine, parse_json, read_named, write_text
 from cli.prompts import check_ids
+from cli.terminal import TypedAhead
 from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft
 from hf.chat import chat_template
@@ -57,36 +58,22 @@ def has_colours() -> bool:
     return sys.stdout.isatty() and not plain
 
 
+def edits_lines() -> bool:
+    """Return whether `input` edits lines by readline."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return terminal and find_spec("readline") is not None
+
+
 def edit_lines() -> None:
     """Let `input` edit lines and keep a history, and take pasted lines as one text."""
-    if not sys.stdin.isatty() or not sys.stdout.isatty():
+    if not edits_lines():  # then lines are the terminal's own
         return
-    with suppress(ImportError):  # then lines are the terminal's own
-        import readline
+    import readline
 
-        readline.parse_and_bind("set enable-bracketed-paste on")
-        # in the C locale readline would take the bytes of other letters for commands
-        for variable in ("input-meta on", "output-meta on", "convert-meta off"):
-            readline.parse_and_bind(f"set {variable}")
-
-
-@contextmanager
-def keys_wait() -> Iterator[None]:
-    """Leave keys that are typed meanwhile to the next prompt, unseen, Ctrl-D among them.
-
-    A terminal that edits lines itself would lose a Ctrl-D, and cut a line at 4,095 characters.
-    """
-    if not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    raw = termios.tcgetattr(sys.stdin)
-    raw[3] &= ~(termios.ICANON | termios.ECHO)
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, raw)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    # in the C locale readline would take the bytes of other letters for commands
+    for variable in ("input-meta on", "output-meta on", "convert-meta off"):
+        readline.parse_and_bind(f"set {variable}")
 
 
 def say(text: str) -> None:
@@ -94,16 +81,39 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def read_turn() -> str:
+def read_line(keys: TypedAhead, prompt: str) -> str:
+    """Read a line, or pasted lines, of what was typed ahead first.
+
+    prompt: for a person; a pipe is not asked
+    Raises: EOFError.
+    """
+    with keys.released():
+        typed = keys.take()
+        if typed.end:
+            raise EOFError
+        if typed.entered:
+            print(prompt + typed.text, flush=True)
+            return typed.text
+        if not edits_lines():
+            return typed.text + input(prompt if sys.stdin.isatty() else "")
+        import readline
+
+        readline.set_startup_hook(lambda: readline.insert_text(typed.text))
+        try:
+            return input(prompt)
+        finally:
+            readline.set_startup_hook(None)
+
+
+def read_turn(keys: TypedAhead) -> str:
     """Read a turn: a line, pasted lines, or the lines between two \"\"\". Raises: EOFError."""
-    prompts = sys.stdin.isatty()  # a pipe is not asked
-    line = input("> " if prompts else "")
+    line = read_line(keys, "> ")
     if not line.startswith(QUOTES):
         return line
     text = line.removeprefix(QUOTES)
     while not text.endswith(QUOTES):
         try:
-            text += "\n" + input(". " if prompts else "")
+            text += "\n" + read_line(keys, ". ")
         except EOFError:
             return text
     return text.removesuffix(QUOTES).strip("\n")
@@ -112,9 +122,10 @@ def read_turn() -> str:
 class Chat:
     """A conversation and its session."""
 
-    def __init__(self, engine: Engine, encode: Callable[..., list[int]]):
-        """encode: token ids of (engine, turns, answers)"""
+    def __init__(self, engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead):
+        """encode: token ids of (engine, turns, answers); keys: those typed during an answer"""
         self.engine = engine
+        self.keys = keys
         self.encode = encode
         self.scheduler = Scheduler(engine)
         self.drafted = Drafted(engine)
@@ -149,7 +160,8 @@ class Chat:
         except KeyboardInterrupt:
             self.scheduler.cancel(request)
             self.status.show("")
-            cut = "stopped"
+            dropped = self.keys.drop()
+            cut = f"stopped; {dropped} waiting line(s) dropped" if dropped else "stopped"
         print(flush=True)
         if cut:
             say(f"[{cut}]")
@@ -276,15 +288,15 @@ def _are_messages(value: object) -> bool:
     return texts and roles == ["user", "assistant"] * (len(roles) // 2)
 
 
-def chat(engine: Engine, encode: Callable[..., list[int]]) -> None:
-    """Read turns and print answers until the end of input. encode: as for `Chat`"""
+def chat(engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead) -> None:
+    """Read turns and print answers until the end of input. encode, keys: as for `Chat`"""
     edit_lines()
-    talk = Chat(engine, encode)
+    talk = Chat(engine, encode, keys)
     say(f"[{talk.title()}]")
     leaving = False  # the last key was Ctrl-C
     while True:
         try:
-            turn = read_turn()
+            turn = read_turn(keys)
         except (EOFError, KeyboardInterrupt) as error:
             say("")
             if leaving or isinstance(error, EOFError):
@@ -299,10 +311,9 @@ def chat(engine: Engine, encode: Callable[..., list[int]]) -> None:
         if command and command[1] in ("bye", "exit", "quit"):
             return
         try:
-            with keys_wait():
-                if command:
-                    talk.run(command[1], command[2] or "")
-                else:
-                    talk.ask(turn)
+            if command:
+                talk.run(command[1], command[2] or "")
+            else:
+                talk.ask(turn)
         except ValueError as error:  # the conversation so far stays
             say(f"[{error}]")
