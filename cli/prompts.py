@@ -156,6 +156,11 @@ def check_ids(ids: list[int], model: Any, context: int) -> list[int]:
     return ids
 
 
+def answer_room(most: int, context: int) -> int:
+    """Return the tokens that a chat's oldest turns make room for. most: tokens of an answer"""
+    return min(most, context // 2)
+
+
 def with_options(
     config: GenerateConfig, options: dict[str, Any], count: int
 ) -> tuple[GenerateConfig, list[tuple[Sampling, int]]]:

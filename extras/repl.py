@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from base.io import StatusLine, parse_json, read_named, write_text
-from cli.prompts import check_ids
+from cli.prompts import answer_room, check_ids
 from cli.terminal import TypedAhead
 from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft
@@ -198,10 +198,10 @@ class Chat:
         Raises: ValueError where even the last turn does not fit.
         """
         engine = self.engine
-        reserve = min(engine.config.max_new_tokens, engine.context // 2)
+        room = answer_room(engine.config.max_new_tokens, engine.context)
         dropped = 0
         ids = self.encode(engine, turns, self.answers)
-        while len(ids) + reserve > engine.context and len(turns) - dropped > 1:
+        while len(ids) + room > engine.context and len(turns) - dropped > 1:
             dropped += 1
             ids = self.encode(engine, turns[dropped:], self.answers[dropped:])
         check_ids(ids, engine.target.config, engine.context)
