@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from base.io import StatusLine, log_note, write_text
 from base.parsing import one_line_errors, require
 from cli.prompts import Conversation, PromptRow, as_conversation, check_ids, with_options
+from cli.terminal import printer
 
 if TYPE_CHECKING:
     from cli.start import Command
@@ -396,13 +397,14 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             print(next(separators) + text, flush=True)
 
     show = in_order(streams, print_texts)
+    show_piece = printer(sys.stdout)  # of a text that is printed as it is decoded
 
     def on_pieces(pieces: list[Piece]) -> None:
         count["tokens"] += sum(len(piece.tokens) for piece in pieces)
         done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
         status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
-        for piece in pieces if live else ():  # it is printed as it is decoded
-            print(piece.text, end="", flush=True)
+        for piece in pieces if live else ():
+            show_piece(piece.text)
 
     def on_finished(turns: list[Turn]) -> None:
         count["finished"] += 1

@@ -22,9 +22,9 @@ import termios
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 MARKS_ON = "\033[?2004h"
 MARKS_OFF = "\033[?2004l"
@@ -241,6 +241,17 @@ class Wrapped:
             self.word += piece
             shown += piece
         return shown
+
+
+def printer(file: IO[str]) -> Callable[[str], None]:
+    """Return a function that prints a text piece by piece; on a terminal lines break at words."""
+    wrapped = Wrapped()
+    breaks = file.isatty() and os.environ.get("TERM") != "dumb"
+
+    def show(text: str) -> None:
+        print(wrapped.push(text) if breaks else text, end="", file=file, flush=True)
+
+    return show
 
 
 def columns_of(letter: str) -> int:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from base.io import StatusLine, parse_json, read_named, write_text
 from cli.prompts import answer_room, check_ids
-from cli.terminal import TypedAhead
+from cli.terminal import TypedAhead, printer
 from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft
 from hf.chat import chat_template
@@ -78,7 +78,7 @@ def edit_lines() -> None:
 
 def say(text: str) -> None:
     """Print a note, which is no part of the conversation."""
-    print(text, file=sys.stderr, flush=True)
+    printer(sys.stderr)(f"{text}\n")
 
 
 def read_line(keys: TypedAhead, prompt: str) -> str:
@@ -139,8 +139,10 @@ class Chat:
     def title(self) -> str:
         """Describe the model and the way to draft."""
         name = Path(self.engine.config.checkpoint).name
-        kind = "" if self.engine.template else ", without a chat template: texts are continued"
-        return f"{name}{kind}, {told_draft(self.engine)}; /help for the commands, Ctrl-D to leave"
+        kind = "" if self.engine.template else ", no chat template: it continues your text"
+        return (
+            f"[{name}, {told_draft(self.engine)}{kind}]\n[/help for the commands, Ctrl-D to leave]"
+        )
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -172,16 +174,17 @@ class Chat:
     def _answer(self, request: Request) -> None:
         """Print an answer as it is decided."""
         spans = Spans()
+        show = printer(sys.stdout)
         self.drafted.take(0)
         for pieces in self.scheduler.run([request]):
             self.status.show(self.scheduler.session.prefill_progress())
             for piece in pieces:
                 for source, text in zip(self.drafted.take(0).sources, piece.texts):
                     spans.add(source, len(text))
-                self._print(piece.text, spans)
+                show(self._coloured(piece.text, spans))
 
-    def _print(self, text: str, spans: Spans) -> None:
-        """Print some text. spans: of it and of text that comes later"""
+    def _coloured(self, text: str, spans: Spans) -> str:
+        """Return some text with colours. spans: of it and of text that comes later"""
         shown = ""
         for source, count, _ in spans.take(len(text)):
             part = text[:count]
@@ -189,7 +192,7 @@ class Chat:
             if self.shows_drafts and source:
                 part = f"{COLOURS.get(source, GREEN)}{part}{PLAIN}"
             shown += part
-        print(shown + text, end="", flush=True)
+        return shown + text
 
     def _history(self, turns: list[str]) -> tuple[list[int], int]:
         """Encode the latest turns that leave room for an answer.
@@ -211,6 +214,8 @@ class Chat:
 
     def run(self, name: str, text: str) -> None:
         """Run a command. text: behind its name. Raises: ValueError for one that cannot be."""
+        if not name:
+            raise ValueError("/ begins a command; /help lists the commands")
         if name not in COMMANDS:
             close = difflib.get_close_matches(name, COMMANDS, 1)
             hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
@@ -292,7 +297,7 @@ def chat(engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead) -> 
     """Read turns and print answers until the end of input. encode, keys: as for `Chat`"""
     edit_lines()
     talk = Chat(engine, encode, keys)
-    say(f"[{talk.title()}]")
+    say(talk.title())
     leaving = False  # the last key was Ctrl-C
     while True:
         try:
@@ -307,7 +312,7 @@ def chat(engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead) -> 
         leaving = False
         if not turn.strip():
             continue
-        command = re.fullmatch(r"/(\w+)(?:[ \t]+(.*?))?[ \t]*", turn)
+        command = re.fullmatch(r"/(\w*)(?:[ \t]+(.*?))?[ \t]*", turn)
         if command and command[1] in ("bye", "exit", "quit"):
             return
         try:

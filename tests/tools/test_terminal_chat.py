@@ -112,7 +112,7 @@ def test_retry_load_and_stop(terminal, tmp_path):
     assert files[0].read_text() == files[1].read_text()
     (tmp_path / "bad.json").write_text('{"messages": [{"role": "robot", "content": ""}]}')
     terminal.type(f"/load {tmp_path / 'bad.json'}\r/load {files[0]}\r")
-    terminal.read_to("is no conversation")
+    terminal.read_to(r"is\s+no\s+conversation")
     terminal.read_to(r"1 turn\(s\) of")
 
 
@@ -187,6 +187,19 @@ def test_no_shell_gets_what_waits():
     assert "\x1b[?2004l" in screen
     talk.type("mine\r")
     talk.read_to("got mine")
+    assert talk.close() == 0
+
+
+def test_a_screen_has_whole_words_and_short_lines():
+    """The banner and an answer keep to the width; a lone slash is no turn."""
+    talk = Terminal([word if word != "12" else "200" for word in DEMO], COLUMNS="60")
+    banner = talk.read_to("> $")
+    talk.type("/\r")
+    assert "begins a command; /help" in talk.read_to("> $")
+    talk.type("# The quick brown fox\r")
+    screen = banner + talk.read_to(r"tokens/s.*> $")
+    assert max(map(len, re.sub(r"\x1b\[[?\d]*\w", "", screen).splitlines())) < 60
+    talk.type("/bye\r")
     assert talk.close() == 0
 
 
