@@ -9,6 +9,7 @@ Not here: reading a command line (base/parsing.py); reading prompts (cli/prompts
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -196,6 +197,7 @@ class GenerateConfig:
         0,
         "of the sampling noise; the same seed gives the same tokens for every drafter and tree; "
         "--interactive draws one where none is given",
+        needs=(SAMPLED,),
         least=0,
         most=2**64 - 1,
     )
@@ -237,7 +239,7 @@ class GenerateConfig:
     # of single runs
     prompt_ids: str | None = setting(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     num_samples: int = setting(
-        1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6
+        1, "continuations per prompt", needs=(NOT_CHAT, SAMPLED), least=1, most=10**6
     )
     ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
     show_drafts: bool = setting(
@@ -419,6 +421,11 @@ class GenerateConfig:
             f"--set group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         )
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
+        cores = os.cpu_count() or self.threads
+        threads_fault = (
+            f"--set threads must be at most {cores}, the cores here; it is {self.threads}"
+        )
+        require(self.threads <= cores, threads_fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 

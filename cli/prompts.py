@@ -186,6 +186,8 @@ def with_options(
     draws = []
     for number in range(count):
         own = replace(config, **{name: values[number] for name, values in several.items()})
+        fault = "num_samples has no effect at temperature 0; set temperature"
+        require(own.num_samples == 1 or own.temperature > 0, fault)
         own.check_numbers()
         check_sampled(own)
         draws.append((own.sampling, own.seed))

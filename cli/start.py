@@ -41,7 +41,7 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
         check(config)
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
-    if config.interactive and "seed" not in given:
+    if config.interactive and config.temperature > 0 and "seed" not in given:
         config = replace(config, seed=random.getrandbits(31))
     to_end = not config.prompt_file and "max_new_tokens" not in given
     keys = None

@@ -3,7 +3,7 @@
     pip install -r scripts/requirements-serve.txt
     python scripts/serve.py --batch_size 4 --port 8000
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
-        -d '{"prompt": "def f(", "seed": 3}'
+        -d '{"prompt": "def f(", "temperature": 0.8, "seed": 3}'
 
 The server itself is in server/app.py.
 """

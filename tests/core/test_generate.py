@@ -80,7 +80,7 @@ def with_template(folder: Path) -> Path:
 
 def test_json_contract(capsys, tmp_path):
     file = tmp_path / "out.json"
-    three = "--set num_samples=3 --batch_size 2"
+    three = "--temperature 1 --set num_samples=3 --batch_size 2"
     out, err = run(capsys, f"{OF_IDS} --eagle {HEAD} {three} --json {file}")
     got = json.loads(file.read_text())
     fields = "index tokens text finish_reason prompt_tokens stats config environment"

@@ -18,7 +18,7 @@ import pytest
 from options import ROOT
 
 DEMO = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(ROOT / "checkpoints/demo")]
-DEMO += ["--interactive", "--compile", "--max_new_tokens", "12", "--seed", "3"]
+DEMO += ["--interactive", "--compile", "--max_new_tokens", "12"]
 DEMO += ["--tree", "dynamic"]  # drafts, whether it pays on this machine or not
 WAIT_S = 60
 
