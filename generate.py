@@ -416,8 +416,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             texts = [str(turn[field]) for turn in decoded]
             if named:
                 conversation = prompts[turns[0].index[0]]
-                names = [name_of(turn, conversation, config.num_samples) for turn in turns]
-                texts = [f"== {name} ==\n{text}" for name, text in zip(names, texts)]
+                texts = with_titles(texts, turns, conversation, config.num_samples)
             show(turns[0].index[:2], texts)
 
     profile = torch.profiler.profile() if config.profile else nullcontext()
@@ -430,12 +429,17 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             result = batch.result()
     if live:
         print()
-    cut = truncation_notes(engine, result)
-    line = stats_line(result.stats, config.verbose, cut, " (--compare measures it)")
-    print(line, file=sys.stderr)
+    log_rate(engine, result)
     write_files(engine, result, profiler)
     for turn in batch.entries:
         require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
+
+
+def log_rate(engine: Engine, result: Result) -> None:
+    """Print how fast a run was, on standard error."""
+    cut = truncation_notes(engine, result)
+    line = stats_line(result.stats, engine.config.verbose, cut, " (--compare measures it)")
+    print(line, file=sys.stderr)
 
 
 def is_one_turn(batch: Batch) -> bool:
@@ -449,20 +453,26 @@ def has_turns(conversation: Conversation) -> bool:
     return len(conversation) > 1 and isinstance(conversation[0], str)
 
 
-def name_of(turn: Turn, conversation: Conversation, samples: int) -> str:
-    """Name an answer: the id of its prompt's row, or its number, then sample and turn.
+def with_titles(
+    texts: list[str], turns: list[Turn], conversation: Conversation, samples: int
+) -> list[str]:
+    """Put titles above the texts of a conversation.
 
+    A title has the id of the prompt's row, or its number, then the sample and the turn.
     samples: of each prompt
     """
-    prompt, sample, number = turn.index
-    parts = [f"prompt {prompt + 1}"]
-    if isinstance(conversation, PromptRow) and conversation.keys:
-        parts = [str(next(iter(conversation.keys.values())))]
-    if samples > 1:
-        parts.append(f"sample {sample + 1}")
-    if has_turns(conversation):
-        parts.append(f"turn {number + 1}")
-    return ", ".join(parts)
+    titled = []
+    for text, turn in zip(texts, turns):
+        prompt, sample, number = turn.index
+        parts = [f"prompt {prompt + 1}"]
+        if isinstance(conversation, PromptRow) and conversation.keys:
+            parts = [str(next(iter(conversation.keys.values())))]
+        if samples > 1:
+            parts.append(f"sample {sample + 1}")
+        if has_turns(conversation):
+            parts.append(f"turn {number + 1}")
+        titled.append(f"== {', '.join(parts)} ==\n{text}")
+    return titled
 
 
 def truncation_notes(engine: Engine, result: Result) -> str:

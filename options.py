@@ -426,6 +426,9 @@ class GenerateConfig:
             f"--set threads must be at most {cores}, the cores here; it is {self.threads}"
         )
         require(self.threads <= cores, threads_fault)
+        for flag, needed in (("--interactive", self.interactive), ("--grammar", self.grammar)):
+            fault = f"{flag} is in the folder extras/, which is not here; restore it"
+            require(not needed or has_extras(), fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from base.io import parse_json, parse_jsonl, read_named
+from base.io import one_line, parse_json, parse_jsonl, read_named
 from base.parsing import by_names, check_kinds, require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
@@ -64,11 +64,23 @@ def read_grammar(config: GenerateConfig) -> str | dict | None:
     installed = importlib.util.find_spec("llguidance") is not None
     require(installed, "--grammar needs llguidance; run: pip install llguidance")
     if not config.grammar.endswith(".json"):
+        _check_grammar(text)
         return text
     schema = parse_json(text, f"--grammar {config.grammar}")
     fault = f"--grammar {config.grammar} must hold a JSON schema, which is an object; correct it"
     require(isinstance(schema, dict), fault)
     return schema
+
+
+def _check_grammar(text: str) -> None:
+    """Check a grammar in Lark or GBNF. A schema is checked when it is compiled."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        fault = LLMatcher.validate_grammar(grammar_from("grammar", text))
+    except ValueError as error:
+        fault = str(error)
+    require(not fault, f"the grammar is refused: {one_line(fault)}; correct it")
 
 
 def _parse_ids(text: str) -> list[int]:

@@ -12,9 +12,12 @@ import importlib.util
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from base.parsing import one_line_errors, parse_given
+from base.head_kinds import head_kind
+from base.io import is_gguf, read_json
+from base.parsing import one_line_errors, parse_given, require
 from cli.prompts import Conversation, read_grammar, read_prompts
 from options import GenerateConfig
 
@@ -63,7 +66,27 @@ def with_text(command: Command) -> Command:
 
         path = fetched(config.checkpoint)
         check_architecture(path)
+        check_head_width(path, config)
         text = read_text_files(path, config)
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
-        return command._replace(text=text)
+        return Command(config, command.prompts, text, command.to_end, command.keys)
+
+
+def check_head_width(target: Path, config: GenerateConfig) -> None:
+    """Check that an EAGLE head is of the target's width, where both say theirs in config.json.
+
+    Raises: ValueError for another width, and for a broken config.json.
+    """
+    head = Path(config.head)
+    in_directories = config.head and not is_gguf(head) and not is_gguf(target)
+    if not in_directories or config.draft not in ("", "eagle", "eagle+ngram"):
+        return
+    if head_kind(head) != "eagle":
+        return
+    of_head = read_json(head / "config.json")
+    name = "target_hidden_size" if of_head.get("target_hidden_size") else "hidden_size"
+    own = of_head.get(name)
+    width = read_json(target / "config.json").get("hidden_size")
+    fault = f"{head}: {name} is {own}, the target's is {width}; use the head made for this target"
+    require(own == width or type(own) is not int or type(width) is not int, fault)

@@ -18,13 +18,17 @@ import select
 import shutil
 import signal
 import sys
-import termios
 import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, NamedTuple
+
+try:
+    import termios
+except ImportError:  # Windows has none
+    termios = None
 
 MARKS_ON = "\033[?2004h"
 MARKS_OFF = "\033[?2004l"
@@ -87,7 +91,7 @@ class TypedAhead:
         self.lock = threading.RLock()  # of the keys; a signal may come while it is held
         self.at = 0.0  # when the last one came (s)
         self.reader: threading.Thread | None = None  # while keys are held
-        self.active = sys.stdin is not None and sys.stdin.isatty()
+        self.active = termios is not None and sys.stdin is not None and sys.stdin.isatty()
         if not self.active:
             return
         self.file = sys.stdin.fileno()
