@@ -56,6 +56,12 @@ class QuantizeConfig:
     overwrite: bool = option(False, "replace the directory if it is there")
 
 
+def check_apart(path: Path, out: Path) -> None:
+    """Check that a directory to write does not hold the checkpoint. Raises: ValueError."""
+    if out.resolve() in (path.resolve(), *path.resolve().parents):
+        raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
+
+
 def read_command(argv: list[str] | None = None) -> QuantizeConfig:
     """Read the command line. Exit with status 2 on a mistake."""
     config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
@@ -70,6 +76,7 @@ def read_command(argv: list[str] | None = None) -> QuantizeConfig:
         if config.group_size and config.quant != "int4":
             raise ValueError("--group_size belongs to int4; leave it out")
         read_json(Path(config.checkpoint, "config.json"))
+        check_apart(Path(config.checkpoint), Path(config.out))
         check_out(Path(config.out), config.overwrite)
     return config
 
@@ -188,8 +195,7 @@ def quantize_directory(
     if saved_quantization(raw, path) is not None:
         format = raw["quantization_config"]["format"]
         raise ValueError(f"{path} is quantized already ({format}); give the original")
-    if out.resolve() in (path.resolve(), *path.resolve().parents):
-        raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
+    check_apart(path, out)
     check_out(out, overwrite)
     files = WeightFiles(path)
     tensors = {name: files.read(name) for name in files.readers}  # memory-mapped

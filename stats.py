@@ -107,7 +107,7 @@ def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "", doub
     """
     tokens = stats["tokens"]
     line = f"{tokens} token{'' if tokens == 1 else 's'}"
-    if stats["cycles"]:  # else prefill decided them, or nothing did
+    if stats["tokens_per_s"]:  # else prefill decided them, or nothing did
         line += f", {stats['tokens_per_s']:.1f} tokens/s"
         has_estimate = stats["drafted_by"] and stats["estimate"] and tokens >= LEAST_TOKENS
         if has_estimate and "speedup" not in stats:

@@ -97,8 +97,6 @@ def read_command(argv: list[str] | None = None) -> CompareConfig:
             raise ValueError("--prompts is missing; name a file with your prompts")
         prompts_of_file(Path(config.prompts), "--prompts")
         check_architecture(fetched(config.checkpoint))
-        for path in map(Path, config.heads.split(",") if config.heads else ()):
-            head_kind(path)
     return config
 
 

@@ -77,7 +77,7 @@ class HeadConfig:
     def answers(self, tokens: float | None = None) -> AnswerConfig:
         """Return the options of the answers; few are answered in small batches, of every kind."""
         if tokens is None:
-            tokens = AnswerConfig.tokens
+            tokens = ANSWER_TOKENS
         return AnswerConfig(
             batch_size=min(48, math.ceil(tokens / BATCH_TOKENS)),
             checkpoint=self.checkpoint,
@@ -149,6 +149,7 @@ from scripts.train.plan import (
     plan_text,
 )
 
+ANSWER_TOKENS = AnswerConfig.tokens  # without a plan
 COMMON = {
     "unroll": 3, "draft_vocab": 8192, "seq_len": 512, "batch_size": 4, "optimizer": "muon",
     "eval_prompts": 24, "patience": 2,

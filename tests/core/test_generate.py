@@ -185,8 +185,8 @@ STATS = {"cycles": 20, "tokens_per_s": 10.0, "tau": 2.5, "estimate": 1.24, "draf
         ({"tokens": 50, "drafted_by": [], "tau": 1.0}, "50 tokens, 10.0 tokens/s; tau 1.00, no drafts"),
         ({"tokens": 5, "drafted_by": ["head", "lookup"]},
          "5 tokens, 10.0 tokens/s; tau 2.50, drafts by head and lookup (--tree auto)"),
-        ({"tokens": 1, "cycles": 0}, "1 token"),
-        ({"tokens": 0, "cycles": 0}, "0 tokens"),
+        ({"tokens": 1, "tokens_per_s": 0.0}, "1 token"),
+        ({"tokens": 0, "tokens_per_s": 0.0}, "0 tokens"),
     ],
 )  # fmt: skip
 def test_the_last_line_says_what_is_known(changed, line):
