@@ -197,7 +197,6 @@ class GenerateConfig:
         0,
         "of the sampling noise; the same seed gives the same tokens for every drafter and tree; "
         "--interactive draws one where none is given",
-        needs=(SAMPLED,),
         least=0,
         most=2**64 - 1,
     )

@@ -42,6 +42,9 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
     config, given = parse_given(GenerateConfig, "generate.py", about, argv)
     with one_line_errors("generate.py"):
         check(config)
+        # not in Python, where a seed may wait for a call with a temperature
+        has_effect = config.temperature > 0 or "seed" not in given
+        require(has_effect, "--seed has no effect at temperature 0; set --temperature")
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
     if config.interactive and config.temperature > 0 and "seed" not in given:

@@ -256,7 +256,6 @@ class Run:
             dtype=config.dtype,
             compile=config.compile,
             device=config.device,
-            temperature=1.0,  # of the sampled ones
             seed=config.seed,
             context=config.prompt_tokens + config.answer_tokens,
         )

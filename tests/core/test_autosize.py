@@ -407,7 +407,7 @@ def test_what_a_key_depends_on(trees, tmp_path):
         {"batch_size": 2}, {"temperature": 0.5}, {"tree_size": 12}, {"draft": "ngram"},
     ):  # fmt: skip
         keys.append(file_of(demo(**options)))
-    assert file_of(demo(temperature=0.5, seed=5)) == keys[6]
+    assert file_of(demo(seed=5)) == keys[0]
     assert file_of(demo(temperature=0.9)) == keys[6], "how hot does not matter"
     for name in ("checkpoint", "head"):  # the same weights elsewhere, and changed there
         copy = tmp_path / name

@@ -389,7 +389,7 @@ def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
 
 def test_a_comparison_needs_caches_of_its_own(monkeypatch):
     """Those of vanilla decoding, which are the target's."""
-    engine, plans = load(**DEMO_IN_BF16, draft="none", context=64, temperature=1.0), []
+    engine, plans = load(**DEMO_IN_BF16, draft="none", context=64), []
     monkeypatch.setattr("stats.check_memory", lambda plan, *_: plans.append(plan))
     for compare in (False, True):
         sequence_memory(replace(engine, config=replace(engine.config, compare=compare)))

@@ -208,7 +208,7 @@ def test_every_flag_of_the_last_release_is_there(capsys):
         (f"{OF_IDS} --top_p 0", "--top_p"),
         (f"{OF_IDS} --top_p 0.9", "--top_p has no effect at temperature 0"),
         (f"{OF_IDS} --seed 5", "--seed has no effect at temperature 0; set --temperature"),
-        (f"{OF_IDS} --interactive --seed 5", "--seed has no effect at temperature 0"),
+        (f"--checkpoint {DEMO} --interactive --seed 5", "--seed has no effect at temperature 0"),
         (f"{OF_IDS} --set num_samples=3", "--set num_samples has no effect at temperature 0"),
         (f"{OF_IDS} --set threads=9999", f"--set threads must be at most {os.cpu_count()}, the cores"),
         (f"{OF_IDS} --top_k -1", "--top_k"),
