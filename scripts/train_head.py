@@ -43,9 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 from base.gguf_header import read_header
 from base.io import is_gguf, log_note, read_json, read_text, write_text
 from base.parsing import one_line_errors, option, parse
-from hf.chat import chat_template
 from hf.fetch import fetched
-from hf.tokenizer import Tokenizer
 from models.registry import check_architecture
 from options import DEFAULT, ROOT, pick_device
 
@@ -116,6 +114,9 @@ def read_command(argv: list[str] | None = None) -> HeadConfig:
     """Read the command line. Exit with status 2 on a mistake, also of the checkpoint's header."""
     config = parse(HeadConfig, "train_head.py", __doc__, argv)
     with one_line_errors("train_head.py"):
+        from hf.chat import chat_template  # these need packages that --help does not
+        from hf.tokenizer import Tokenizer
+
         path = fetched(config.checkpoint)
         check_architecture(path)
         tokenizer = Tokenizer.load(path)
