@@ -20,12 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.parsing import parse
-from server.parameters import ABOUT, ServeConfig
+from base.parsing import one_line_errors, parse
 
 
 def main() -> None:
     """Run the command line."""
+    with one_line_errors("serve.py"):  # a package that is missing is named
+        from server.parameters import ABOUT, ServeConfig
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

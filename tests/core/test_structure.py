@@ -443,6 +443,12 @@ def test_a_refusal_that_needs_only_a_header_imports_no_torch(line, message, tmp_
     assert not (tmp_path / "new").exists()
 
 
+def test_a_server_without_torch_says_so_in_a_line():
+    run = run_without(("torch",), ["--help"], "scripts/serve.py")
+    assert run.returncode == 2
+    assert run.stderr == "serve.py: torch is not installed; run: pip install -r requirements.txt\n"
+
+
 def test_tokenizer_and_template_are_read_before_torch_is_imported():
     run = run_without(("torch", "numpy", "safetensors"), ["--checkpoint", DEMO, "--chat"])
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
