@@ -33,7 +33,6 @@ from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
 from observer import REPORT, Observer
 from ops.backends import choose, use_backend
-from ops.library import PLAIN
 from ops.tree import Accepted
 from options import GenerateConfig
 from runtime import StepClock, compiled, copy_into, replace_fields
@@ -179,7 +178,7 @@ def build_cycles(engine: Engine) -> Engine:
     compiles = engine.option("compile")
     assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
     cuda = engine.option("device").startswith("cuda")
-    backend = choose(engine.device, PLAIN, engine.target.norm.weight.dtype)
+    backend = choose(engine.device, engine.target.norm.weight.dtype)
     use_backend(engine.target, backend)
     for preset in engine.presets:
         preset.use(backend)

@@ -27,7 +27,7 @@ from draft_tree import DecodedTokens, DrafterUpdate, DraftTree, DynamicTree, Sta
 from kv_cache import Window
 from model import Transformer
 from observer import Observer
-from ops.backends import TORCH, Backend
+from ops.backends import TORCH, Backend, use_backend
 from ops.tree import Candidates, Children, Frontier, Scores
 from sampling import SamplingTensors
 
@@ -58,8 +58,11 @@ class Drafter:
         return DraftMethod((self,))
 
     def use(self, backend: Backend) -> None:
-        """Run the functions of a backend. Writes: `backend`, of drafters inside, too."""
+        """Run the functions of a backend. Writes: `backend`, also of modules and drafters in it."""
         self.backend = backend
+        for part in vars(self).values():
+            if isinstance(part, nn.Module):
+                use_backend(part, backend)
 
     def fuse(self, enable: bool) -> None:
         """Run its passes in one C++ call each, where the model allows that."""

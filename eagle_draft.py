@@ -42,7 +42,6 @@ from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
 from ops.backends import TORCH, Backend, use_backend
 from ops.cpu.layers import FusedHead, fits, steps_of_head
-from ops.library import is_plain
 from ops.tree import Frontier
 from options import GenerateConfig
 from runtime import replace_fields
@@ -285,10 +284,9 @@ class EagleDrafter(TreeDrafter):
         head = self.head
         head.fused = None
         head.fused_layers = None
-        if head.layers[0].ffn_norm.weight.is_cuda:
-            if not is_plain("fused"):
-                head.fused_layers = FusedLayers(head.layers, head.last, head)
-        elif enable and fits(steps_of_head(head), head.layers[0].ffn_norm.weight):
+        if head.backend.merges_steps:
+            head.fused_layers = FusedLayers(head.layers, head.last, head)
+        elif enable and head.backend.runs_passes and fits(steps_of_head(head)):
             head.fused = FusedHead(head, self.embedding)
 
     def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ops import epilogues
-from ops.epilogues import UnnormalizedRows
+from ops.epilogues import LazyMatmul, UnnormalizedRows
 from runtime import replace_fields
 from steps import Add, Gate, HeadNorm, Norm, Project, Rotate, Rows, Step, run_steps
 
@@ -37,11 +38,13 @@ class ProjectRotate(Step):
             parts = [self.project, self.head_norm, self.rotate]
             return run_steps(filter(None, parts), layer, rows)
         qkv = getattr(layer, self.project.name).forward_lazy(getattr(rows, self.project.source))
+        if isinstance(qkv, Tensor):
+            qkv = qkv.unflatten(-1, (-1, self.rotate.head_dim))  # [B, T, H + 2 Hkv, E]
         norms = None
         if self.head_norm:
             norms = (layer.q_norm.gain, layer.k_norm.gain, self.head_norm.eps)
-        rope = rows.ropes[self.rotate.rope]
-        q = epilogues.rotary_cache(qkv, rope, *rows.kv, rows.windows[0].slots, norms, layer.backend)
+        places = (*rows.kv, rows.windows[0].slots)
+        q = layer.backend.rotary_cache(qkv, rows.ropes[self.rotate.rope], *places, norms)
         return rows.put("h", q)
 
 
@@ -53,7 +56,7 @@ class ProjectGate(Step):
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         both = getattr(layer, self.project.name).forward_lazy(rows.h)
-        return rows.put("h", epilogues.swiglu(both, layer.backend))
+        return rows.put("h", layer.backend.swiglu(both))
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,7 @@ class AddNorm(Step):
         delta = rows.h
         if self.project:
             delta = getattr(layer, self.project.name).forward_lazy(delta)
-        reader = getattr(layer, self.reader) if self.reader else None
-        norm = getattr(layer, self.norm.name)
-        operands = (norm.gain, norm.eps, reader, layer.backend)
-        stream, h = epilogues.add_norm(rows.stream, delta, *operands)
-        return replace_fields(rows, stream=stream, h=h)
+        return add_norm(layer, rows, delta, self.norm, self.reader)
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,25 @@ class FirstNorm(Step):
     reader: str
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        norm = getattr(layer, self.norm.name)
-        reader = getattr(layer, self.reader)
-        operands = (norm.gain, norm.eps, reader, layer.backend)
-        _, h = epilogues.add_norm(rows.stream, None, *operands)
-        return rows.put("h", h)
+        return add_norm(layer, rows, None, self.norm, self.reader)
+
+
+def add_norm(
+    layer: nn.Module, rows: Rows, delta: Tensor | LazyMatmul | None, norm: Norm, reader: str
+) -> Rows:
+    """Add to the residual stream, and norm the sum, as the projection `reader` takes it."""
+    x = rows.stream
+    backend = layer.backend
+    operands = (getattr(layer, norm.name).gain, norm.eps)
+    # in fp16, x w may overflow
+    if reader and x.dtype != torch.float16 and getattr(layer, reader).lazy(x):
+        stream, h = epilogues.add_norm(x, delta, *operands)
+    elif isinstance(delta, Tensor):
+        stream, h = backend.add_norm(x, delta, *operands)
+    else:
+        stream = epilogues.add(x, delta)
+        h = backend.rms_norm(stream, *operands)
+    return replace_fields(rows, stream=stream, h=h)
 
 
 def _is_dense(step: Step | None) -> bool:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ops import weight as weights
-from ops.epilogues import LazyMatmul, UnnormalizedRows, add, lazy_matmul
-from ops.experts import experts_linear
-from ops.linear import linear
-from ops.weight import Weight, matmul
+from ops.backends import TORCH, Backend
+from ops.epilogues import LazyMatmul, UnnormalizedRows, add
+from ops.weight import Weight
 
 
 class Linear(nn.Module):
     """Rows times a weight, x W^T, plus a bias."""
+
+    backend: Backend = TORCH  # as the model's
 
     def __init__(
         self,
@@ -52,7 +53,11 @@ class Linear(nn.Module):
 
     @classmethod
     def of(
-        cls, weight: Weight | Tensor, bias: Tensor | None = None, fp32_out: bool = False
+        cls,
+        weight: Weight | Tensor,
+        bias: Tensor | None = None,
+        fp32_out: bool = False,
+        backend: Backend = TORCH,
     ) -> Linear:
         """Make a layer of a weight that is not trained: packed, or [N, K] or [E, N, K] numbers."""
         if isinstance(weight, Weight):
@@ -62,6 +67,7 @@ class Linear(nn.Module):
             sizes = (weight.shape[-1], weight.shape[-2])
             experts = len(weight) if weight.dim() == 3 else 0
         layer = cls(*sizes, False, experts, fp32_out, "meta")
+        layer.backend = backend
         if isinstance(weight, Weight):
             layer.pack(weight)
         else:
@@ -107,18 +113,20 @@ class Linear(nn.Module):
         """Multiply rows.
 
         x: [..., K]; with experts [P, K]
-        routing: with experts, from `ops.experts.route`
+        routing: with experts, from `Backend.route`
         Returns: [..., N].
         """
-        if not self.packed:
-            if routing is not None:
-                return experts_linear(x, self.weight, routing)
-            return linear(x, self.weight, self.bias, self.fp32_out)
-        if self.bias is not None and not self.fp32_out and x.is_cuda:
-            lazy = lazy_matmul(x, self.data, self.scale, None)
+        if routing is not None:
+            if self.packed:
+                return self.backend.experts_matmul(x, self.record, routing)
+            return self.backend.experts_linear(x, self.weight, routing)
+        if self.bias is not None and not self.fp32_out:
+            lazy = self.backend.lazy_matmul(x, *self.operands()[:2])
             if lazy:
                 return add(self.bias, lazy)
-        return matmul(x, self.record, self.bias, self.fp32_out, routing)
+        if self.packed:
+            return self.backend.matmul(x, self.record, self.bias, self.fp32_out)
+        return self.backend.linear(x, self.weight, self.bias, self.fp32_out)
 
     def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the weight, its table on a CPU or its scales on CUDA, and the bias."""
@@ -126,9 +134,14 @@ class Linear(nn.Module):
             return self.weight, None, self.bias
         return self.data, self.scale if self.table is None else self.table, self.bias
 
+    def lazy(self, x: Tensor | UnnormalizedRows) -> LazyMatmul | None:
+        """Return the matmul for the next operator, where one computes it."""
+        *weight, bias = self.operands()
+        return self.backend.lazy_matmul(x, *weight) if bias is None else None
+
     def forward_lazy(self, x: Tensor | UnnormalizedRows) -> Tensor | LazyMatmul:
         """Return the outputs, [..., N], or a matmul, which the next operator computes."""
-        return lazy_matmul(x, *self.operands()) or self(x)
+        return self.lazy(x) or self(x)
 
     def dequantize(self) -> Tensor:
         """Return the numbers of the weight, [N, K] or [E, N, K]; of a packed one in fp32."""
@@ -141,9 +154,8 @@ class Linear(nn.Module):
         ids: [R] int64
         """
         bias = None if self.bias is None else self.bias.detach()[ids]
-        if not self.packed:
-            return type(self).of(self.weight.detach()[ids], bias, self.fp32_out)
-        return type(self).of(weights.take(self.record, ids), bias, self.fp32_out)
+        weight = weights.take(self.record, ids) if self.packed else self.weight.detach()[ids]
+        return type(self).of(weight, bias, self.fp32_out, self.backend)
 
 
 class Embedding(nn.Module):

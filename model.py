@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from fusions import FusedLayers
 from kv_cache import KVCache, Window, sliding
 from linear import Linear
 from ops.backends import TORCH, Backend
-from ops.library import is_plain
+from ops.cpu.layers import FusedModel, fits, steps_of
 from runtime import replace_fields
 from steps import (
     Add,
@@ -47,9 +47,6 @@ from steps import (
     run_steps,
     to_stream_dtype,
 )
-
-if TYPE_CHECKING:
-    from ops.cpu.layers import FusedModel
 
 # the modules of a layer -> Hugging Face's, of which a module's rows are made, in their order
 NAMES = {
@@ -379,15 +376,9 @@ class Transformer(nn.Module):
         """
         self.fused = None
         self.fused_layers = None
-        if self.norm.weight.is_cuda:
-            if not is_plain("fused"):
-                self.fused_layers = FusedLayers(self.layers, self.last, self)
-            return
-        if not enable:
-            return
-        from ops.cpu.layers import FusedModel, fits, steps_of
-
-        if fits(steps_of(self), self.norm.weight):
+        if self.backend.merges_steps:
+            self.fused_layers = FusedLayers(self.layers, self.last, self)
+        elif enable and self.backend.runs_passes and fits(steps_of(self)):
             self.fused = FusedModel(self)
 
     def embed(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:

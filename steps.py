@@ -29,8 +29,6 @@ from kv_cache import Window
 from linear import Linear
 from ops.backends import TORCH, Backend
 from ops.cpu.layers import REGISTERS, CppStep
-from ops.experts import route
-from ops.linear import has_cuda_product, has_linear_kernel, linear
 from runtime import replace_fields
 
 
@@ -48,7 +46,7 @@ class Rows(NamedTuple):
     kv: tuple[Tensor, Tensor] | None = None
     # by `Attend.window`: the slots that are written and seen; None: no cache, attention is causal
     windows: dict[int, Window] | None = None
-    routing: Tensor | None = None  # of a mixture, from `ops.experts.route`
+    routing: Tensor | None = None  # of a mixture, from `Backend.route`
     share: Tensor | None = None  # [B, T, J] fp32, routing weights of each token's experts
 
     def put(self, register: str, value: Any) -> Rows:
@@ -335,6 +333,8 @@ class Gate(Step):
 class Router(nn.Module):
     """The ranking of the experts of each token. Source: Mixtral (arXiv 2401.04088), section 2.1."""
 
+    backend: Backend = TORCH
+
     def __init__(self, dim: int, experts: int, chosen: int, norm_topk: bool):
         super().__init__()
         self.chosen = chosen
@@ -342,10 +342,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(experts, dim))
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
-        if has_linear_kernel(x, self.weight) or has_cuda_product(x, self.weight):
-            return linear(x, self.weight, fp32_out=True)
-        # rounded to 16 bits, experts would tie
-        return F.linear(x.float(), self.weight.float())
+        return self.backend.router_logits(x, self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the best experts of each token, best first; of equal ones the first.
@@ -382,7 +379,7 @@ class Route(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         expert, share = getattr(layer, self.name)(rows.h)  # [B, T, J]
         repeated = rows.h.flatten(0, 1).repeat_interleave(self.chosen, 0)
-        routing = route(expert.flatten(), self.experts)
+        routing = layer.backend.route(expert.flatten(), self.experts)
         return replace_fields(rows, h=repeated, routing=routing, share=share)
 
     def for_cpp(self, layer: nn.Module) -> CppStep:

@@ -26,6 +26,7 @@ from hf.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
 from hf.weights import Storage, load_weights
 from linear import Linear
 from model import Transformer
+from ops.backends import use_backend
 from options import GenerateConfig
 from runtime import replace_fields
 
@@ -133,6 +134,7 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
         heads = MedusaHeads(config)
     storage = Storage(weight.dtype, str(weight.device), saved_quantization(files.config) or quant)
     load_weights(heads, files, medusa_names(config), storage, is_unused)
+    use_backend(heads, target.backend)
     return heads.eval()
 
 

@@ -35,6 +35,7 @@ from hf.tokenizer import Tokenizer, has_tokenizer
 from hf.weights import load_model
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer
+from ops.backends import Backend, choose, use_backend
 from ops.tree import Frontier
 from options import GenerateConfig
 from runtime import replace_fields
@@ -91,6 +92,12 @@ class ModelDrafter(TreeDrafter):
         return DraftMethod(
             (RootOnly(), self), self.resolved_options(), PresetPolicy(reach=self.reach)
         )
+
+    def use(self, backend: Backend) -> None:
+        """Run the functions of a backend; the model's dtype may be another than the target's."""
+        super().use(backend)
+        weight = self.model.norm.weight
+        use_backend(self.model, choose(weight.device, weight.dtype))
 
     def fuse(self, enable: bool) -> None:
         """Run each pass of the model in one C++ call, where that is supported."""

@@ -5,7 +5,8 @@
    also where it comes before the first prompt or during an answer. Lines between two \"\"\" are one
    turn, too.
 3. An answer goes on to its end, unless --max_new_tokens is given; a cut is said. Tokens that were
-   drafted and accepted are coloured by their source, on a terminal, with `show_drafts`.
+   drafted and accepted are coloured by their source, on a terminal, with `show_drafts`; thinking
+   is dimmed there.
 4. When the history no longer fits the context, the oldest turns are dropped and a note is printed.
 
 Turns and answers go to standard output, all else to standard error.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from base.io import StatusLine, parse_json, read_named, write_text
+from base.io import StatusLine, has_colours, parse_json, read_named, write_text
 from cli.prompts import answer_room, check_ids
 from cli.terminal import TypedAhead, printer
 from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft
-from hf.chat import chat_template
+from hf.chat import OnTerminal, chat_template
 from hf.fetch import fetched
 from scheduler import Request, Scheduler, truncation_note
 from stats import stats_line, summary
@@ -50,12 +50,6 @@ COLOURS = {"lookup": "\033[36m"}  # cyan; other sources are green
 GREEN = "\033[32m"
 PLAIN = "\033[0m"
 QUOTES = '"""'
-
-
-def has_colours() -> bool:
-    """Return whether colours can be shown. Source: no-color.org."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
 
 
 def edits_lines() -> bool:
@@ -175,13 +169,16 @@ class Chat:
         """Print an answer as it is decided."""
         spans = Spans()
         show = printer(sys.stdout)
+        shown = OnTerminal(self.engine.template)
         self.drafted.take(0)
         for pieces in self.scheduler.run([request]):
             self.status.show(self.scheduler.session.prefill_progress())
             for piece in pieces:
                 for source, text in zip(self.drafted.take(0).sources, piece.texts):
                     spans.add(source, len(text))
-                show(self._coloured(piece.text, spans))
+                thought, answer, passed = shown.push(piece.text, piece.request.reason != "")
+                spans.take(passed)
+                show(thought + self._coloured(answer, spans))
 
     def _coloured(self, text: str, spans: Spans) -> str:
         """Return some text with colours. spans: of it and of text that comes later"""
@@ -244,7 +241,8 @@ class Chat:
         if engine.template is None or name is None:
             raise ValueError("without a chat template there is no system message")
         path = fetched(engine.config.checkpoint)
-        template = chat_template(path, engine.tokenizer, name, text or None)
+        has_schema = engine.config.has_schema
+        template = chat_template(path, engine.tokenizer, name, text or None, has_schema)
         template.stop_ids(engine.tokenizer)  # refuses a template that leaves the message out
         self.engine = replace(engine, template=template)
         self.system = text or None

@@ -63,12 +63,6 @@ class Recorder(nn.Module):
         self.add(x)
         return self.layer(x)
 
-    def operands(self) -> tuple[Tensor, None, Tensor | None]:
-        """Return the layer's, as `Linear` does."""
-        return self.layer.operands()
-
-    forward_lazy = forward
-
 
 def calibration_text(path: Path) -> Tensor:
     """Return bundled text in the tokens of a checkpoint, [SEQUENCES, LENGTH] int64.

@@ -28,7 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
+from base.gguf_header import (
+    MAX_COUNT,
+    MAX_SIZE,
+    Header,
+    Info,
+    Metadata,
+    check_is_whole,
+    read_header,
+)
 from hf.checkpoint import Codes, TensorSource
 from hf.gguf_blocks import Q4_0, Blocks, int4_codes
 from hf.gguf_tokenizer import end_ids, special_id
@@ -91,13 +99,10 @@ class GgufFile(TensorSource):
         self.path = path
         self._mapped = 0  # bytes read since the last release
         self._header = header = self._read_header()
+        check_is_whole(header.metadata)
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in self.architectures:
             raise ValueError(f"{path}: {gguf_refusal(architecture)}")
-        if header.metadata.read("split.count", int, 0) > 1:
-            raise ValueError(
-                f"{path} is one of several parts; join them first: llama-gguf-split --merge"
-            )
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
         type_names = {name: TYPES[info.type_id].name for name, info in header.tensors.items()}
         if not all(_read_without_package(type_name) for type_name in type_names.values()):
@@ -432,14 +437,19 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
         "rms_norm_eps": metadata.positive(key("attention.layer_norm_rms_epsilon"), 1e-6),
         "rope_theta": metadata.positive(key("rope.freq_base"), 10000.0),
         "rope_scaling": _rope_scaling(metadata, key),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "attention_bias": _has(tensors, r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+        "mlp_bias": _has(tensors, r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": end_ids(metadata),
         "torch_dtype": _dtype_name(header, type_names),
         **further,
     }
+
+
+def _has(names: Iterable[str], pattern: str) -> bool:
+    """Return whether any name is of a pattern."""
+    return any(re.fullmatch(pattern, name) for name in names)
 
 
 def _dtype_name(header: Header, type_names: dict[str, str]) -> str:

@@ -19,6 +19,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from base.io import StatusLine, is_gguf, log_note, one_line
 from hf.checkpoint import (
     BLOCKS,
+    Codes,
     Quantization,
     TensorSource,
     fit_group,
@@ -42,7 +44,7 @@ from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer
 from ops.backends import choose, use_backend
 from ops.cpu.pages import REGION, HugePages
 from ops.formats import FORMATS, Encoder, check_finite
-from ops.library import PLAIN, cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
+from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
 from ops.weight import Weight, stack, table_of
 from stats import check_memory
 from steps import Project, Step
@@ -113,6 +115,7 @@ def load_weights(
     """
     params = dict(model.named_parameters())
     assert set(names) == set(params), set(names) ^ set(params)
+    _add_zero_biases(files, names)
     linear: set[str] = set()
     if storage.quant is not None:
         linear = _linear_weights(model)
@@ -161,6 +164,35 @@ def _linear_weights(model: nn.Module) -> set[str]:
         if isinstance(module, Linear):
             names.add(f"{name}.weight")
     return names
+
+
+def _add_zero_biases(files: TensorSource, names: dict[str, tuple[str, ...]]) -> None:
+    """Add zeros for the biases that a model's file lacks beside others.
+
+    A LLaMA made of a Qwen has biases of q, k and v alone; transformers starts the missing ones at
+    zero, and llama.cpp takes each where it is there.
+    Writes: the readers of `files`.
+    """
+    held = {*files.readers, *files.quantized}
+    biases = [name for parts in names.values() for name in parts if name.endswith(".bias")]
+    missing = [name for name in biases if name not in held]
+    if EMBEDDING not in held or not missing or len(missing) == len(biases):
+        return
+    for name in missing:
+        weight = name.removesuffix("bias") + "weight"
+        if weight in held:
+            files.readers[name] = partial(_zeros, files, weight)
+    log_note(f"{files.path}: {len(missing)} missing bias(es) are zero: {_some(missing)}")
+
+
+def _zeros(files: TensorSource, weight: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a bias of zeros. weight: of the same layer"""
+    if weight not in files.quantized:
+        return torch.zeros(len(files.read(weight)), dtype=dtype)
+    packed = files.quantized[weight]()
+    return torch.zeros(
+        len(packed.codes if isinstance(packed, Codes) else packed.content), dtype=dtype
+    )
 
 
 def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str], bool]) -> None:
@@ -538,7 +570,7 @@ def load_model(
     for note in (files.note, block_note(files, storage)):
         if note:
             log_note(note)
-    use_backend(model, choose(model.norm.weight.device, PLAIN, dtype))
+    use_backend(model, choose(model.norm.weight.device, dtype))
     return model.eval()
 
 

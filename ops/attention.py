@@ -90,7 +90,7 @@ def _tree_attention_cuda(
     scale: float = 0.0,
     paths: Tensor | None = None,
 ) -> Tensor:
-    if not has_triton("attention"):
+    if not has_triton():
         return _tree_attention_masked(q, k, v, start, mask, first, scale)
     import ops.cuda.attention
 

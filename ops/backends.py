@@ -2,12 +2,12 @@
 
 Three modules have the same functions: torch_backend.py in plain PyTorch, which says what each of
 them computes and serves every device; cpu/backend.py in C++; cuda/backend.py in Triton. `choose`
-takes each function from the device's module where that has it, else from PyTorch's. Attention,
-which PyTorch has in a fast form, too, is plain only where that is asked for. The result is an
-attribute of the modules of a model (`use_backend`) and of drafters, so that no call asks which code
-runs. What is trained keeps `TORCH`: the others have no gradients.
-Not here: products (linear.py, weight.py and experts.py beside this file), which still ask; whole
-passes in C++ (cpu/layers.py).
+takes each function from the device's module where that has it, else from PyTorch's. Attention and
+experts, which PyTorch has in a fast form, too, are plain only where that is asked for. The result
+is an attribute of the modules of a model (`use_backend`) and of drafters, so that no call asks
+which code runs. What is trained keeps `TORCH`: the others have no gradients, and say so.
+Not here: whole passes in C++ (cpu/layers.py), merged steps (fusions.py); two fields say which of
+them a backend has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import nn
 
 from ops import torch_backend
 from ops.attention import attention
-from ops.library import has_cpu_operators, has_triton
+from ops.experts import experts_linear
+from ops.library import PLAIN, has_cpu_operators, has_triton, refuse_gradients
 
 
 def of(*families: str, cpp: tuple[torch.dtype, ...] = ()) -> Any:
@@ -36,8 +37,9 @@ def of(*families: str, cpp: tuple[torch.dtype, ...] = ()) -> Any:
 
 BF16 = (torch.bfloat16,)
 WIDENED = (torch.bfloat16, torch.float32)  # whose rows are fp32
-# what serves a device without a function of its own, where plain PyTorch is not asked for
+# PyTorch in a faster form: where plain PyTorch is not asked for, and a device has no own function
 OTHERWISE = {"attention": attention}
+ON_CPU = OTHERWISE | {"experts_linear": experts_linear}  # which reads the routing
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,17 @@ class Backend:
     attention: Callable = of("attention", cpp=WIDENED)
     # what attention reads in every layer, made once a step; None where it reads masks
     path_table: Callable | None = of("attention")
+    # its linear layers
+    linear: Callable = of("products", cpp=BF16)
+    matmul: Callable = of("products")
+    router_logits: Callable = of("products", cpp=BF16)
+    route: Callable = of("experts")
+    experts_linear: Callable = of("experts", cpp=BF16)
+    experts_matmul: Callable = of("experts")
+    lazy_matmul: Callable = of("fused", "norm", "products", "rotary")
+    # its layers
+    merges_steps: bool = of("fused")
+    runs_passes: bool = of("attention", "experts", "fused", "norm", "products", "rotary", cpp=BF16)
     # of the drafters in extras/, whose own plain versions run where there is None
     keep_rows: Callable | None = of("tree")
     ngram_match: Callable | None = of("tree")
@@ -79,20 +92,23 @@ class Backend:
 
 
 def choose(
-    device: torch.device, plain: Iterable[str] = (), dtype: torch.dtype = torch.bfloat16
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, plain: Iterable[str] = PLAIN
 ) -> Backend:
     """Choose the functions for a device. Builds the C++ operators, if they are to be built.
 
-    plain: families of which PyTorch's own run (ops/switches.py)
     dtype: of the model's weights that are not quantized
+    plain: families of which PyTorch's own run (ops/switches.py); default: the process's
     """
     own = _module_of(device)
+    if own is not None:
+        refuse_gradients()
     replaced = set(plain)
+    otherwise = ON_CPU if device.type == "cpu" else OTHERWISE
     functions = {}
     for f in fields(Backend):
         function = getattr(torch_backend, f.name, None)
         if replaced.isdisjoint(f.metadata["families"]):
-            function = OTHERWISE.get(f.name, function)
+            function = otherwise.get(f.name, function)
             if device.type != "cpu" or dtype in (f.metadata["cpp"] or (dtype,)):
                 function = getattr(own, f.name, function)
         functions[f.name] = function
@@ -119,4 +135,4 @@ def _module_of(device: torch.device) -> ModuleType | None:
     return None
 
 
-TORCH = choose(torch.device("meta"))  # PyTorch's own functions, for any device
+TORCH = choose(torch.device("meta"), plain=())  # PyTorch's own functions, for any device

@@ -1,8 +1,7 @@
 """Products on CUDA with the work behind them in the same launch (cuda/epilogues.py).
 
-1. A layer returns a product that is not computed yet (`LazyMatmul`); the function that takes it
-   computes it: `rotary_cache`, `add`, `add_norm`, `swiglu`. Elsewhere and of tensors these are
-   the backend's.
+1. A layer returns a product that is not computed yet (`Backend.lazy_matmul`); the function that
+   takes it computes it: `rotary_cache` and `swiglu` of the backend, `add` and `add_norm` here.
 2. An RMSNorm costs no launch: `add_norm` writes its sum times the norm's weight, and sums of
    squares (`UnnormalizedRows`). A product commutes with the division of a row by its root mean
    square, so the next product divides its own result.
@@ -22,9 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import torch_backend
-from ops.backends import Backend
-from ops.library import cuda_products, is_plain, lib, needs_gradients
-from ops.linear import has_cuda_product
+from ops.library import cuda_products, lib
 from ops.torch_backend import PART, HeadNorms
 
 lib.define(
@@ -68,30 +65,6 @@ class LazyMatmul(NamedTuple):
         return self.x, self.packed, self.scale
 
 
-def lazy_matmul(
-    x: Tensor | UnnormalizedRows, packed: Tensor, scale: Tensor | None, bias: Tensor | None
-) -> LazyMatmul | None:
-    """Return the product of a layer, or None where another operator has to compute it.
-
-    x: [..., K]; packed, scale, bias: the layer's operands
-    """
-    values, squares = x if isinstance(x, UnnormalizedRows) else (x, None)
-    if is_plain("fused", "norm", "products", "rotary"):  # a product of these families in one launch
-        return None
-    if bias is not None or not values.is_cuda or needs_gradients(values):
-        return None
-    if scale is None and not has_cuda_product(values, packed):
-        return None
-    return LazyMatmul(values, squares, packed, scale)
-
-
-def can_normalize_later(layer: torch.nn.Module | None, x: Tensor) -> bool:
-    """Return whether a layer takes the norm of x as `UnnormalizedRows`; None does not."""
-    if layer is None or x.dtype == torch.float16:
-        return False
-    return lazy_matmul(x, *layer.operands()) is not None
-
-
 def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:
     """Add a layer's output to the residual stream: a tensor, a product, or nothing.
 
@@ -104,55 +77,14 @@ def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:
 
 
 def add_norm(
-    x: Tensor,
-    delta: Tensor | LazyMatmul | None,
-    weight: Tensor,
-    eps: float,
-    reader: torch.nn.Module | None,
-    backend: Backend,
-) -> tuple[Tensor, Tensor | UnnormalizedRows]:
-    """Compute `add` and the RMSNorm of its result, as the linear layer `reader` takes it.
-
-    x: [..., F]; weight: [F]; reader: None: scaled
-    Returns: both.
-    """
-    if can_normalize_later(reader, x):
-        if isinstance(delta, LazyMatmul):
-            total, *norm = torch.ops.gpt_eagle.add_product(*delta.operands(), x, weight, eps)
-        else:
-            total, *norm = torch.ops.gpt_eagle.add_unscaled(x, delta, weight, eps)
-        return x if delta is None else total, UnnormalizedRows(*norm)
-    if isinstance(delta, Tensor):
-        return backend.add_norm(x, delta, weight, eps)
-    x = add(x, delta)
-    return x, backend.rms_norm(x, weight, eps)
-
-
-def swiglu(y: Tensor | LazyMatmul, backend: Backend) -> Tensor:
-    """Compute the backend's `swiglu` of outputs or of a product: [..., N / 2]."""
-    if isinstance(y, LazyMatmul):
-        return torch.ops.gpt_eagle.gated_product(*y)
-    return backend.swiglu(y)
-
-
-def rotary_cache(
-    qkv: Tensor | LazyMatmul,
-    rope: tuple[Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    norms: HeadNorms | None,
-    backend: Backend,
-) -> Tensor:
-    """Compute the backend's `rotary_cache` of outputs, [B, T, N], or of a product.
-
-    Writes: k, v at the slots. Returns: the queries, [B, T, H, E].
-    """
-    if isinstance(qkv, LazyMatmul):
-        given = norms or (None, None, 0.0)
-        return torch.ops.gpt_eagle.rotary_product(*qkv, *rope, k, v, slots, *given)
-    qkv = qkv.unflatten(-1, (-1, k.shape[3]))  # [B, T, H + 2 Hkv, E]
-    return backend.rotary_cache(qkv, rope, k, v, slots, norms)
+    x: Tensor, delta: Tensor | LazyMatmul | None, weight: Tensor, eps: float
+) -> tuple[Tensor, UnnormalizedRows]:
+    """Compute `add` and the RMSNorm of its result but for the division. weight: [F]"""
+    if isinstance(delta, LazyMatmul):
+        total, *norm = torch.ops.gpt_eagle.add_product(*delta.operands(), x, weight, eps)
+    else:
+        total, *norm = torch.ops.gpt_eagle.add_unscaled(x, delta, weight, eps)
+    return x if delta is None else total, UnnormalizedRows(*norm)
 
 
 # -------------------------------------------------------------------------------------- references
@@ -169,13 +101,13 @@ def unnormalized_reference(x: Tensor, weight: Tensor, eps: float) -> Unnormalize
 def add_norm_reference(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, UnnormalizedRows]:
-    """Compute `add_norm` plainly, unscaled. delta: [..., F] fp32, the product"""
+    """Compute `add_norm` plainly. delta: [..., F] fp32, the product"""
     total = (x.float() + delta).to(x.dtype)
     return total, unnormalized_reference(total, weight, eps)
 
 
 def swiglu_reference(y: Tensor, x: UnnormalizedRows) -> Tensor:
-    """Compute `swiglu` plainly from the product of x.values in fp32, y: [..., N]."""
+    """Compute the backend's `swiglu` plainly from the product of x.values in fp32, y: [..., N]."""
     return torch_backend.swiglu(y / x.rms()).to(x.values.dtype)
 
 
@@ -188,7 +120,7 @@ def rotary_cache_reference(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Compute `rotary_cache` plainly from the product of x.values in fp32, y: [B, T, N]."""
+    """Compute the backend's `rotary_cache` plainly from the product of x.values, y: [B, T, N]."""
     qkv = (y / x.rms()).to(k.dtype).unflatten(-1, (-1, k.shape[3]))
     return torch_backend.rotary_cache(qkv, rope, k, v, slots, norms)
 

@@ -3,9 +3,9 @@
 The data-dependent part is inside the operators: the experts that are hit, and the number of rows of
 each, never become a shape. On a CPU rows are grouped by expert, which is as good for one token as
 for a tree or a prompt: every weight that is needed is read once where it lies, and idle experts
-cost nothing. On CUDA, where the host must not read the routing, `route` launches a kernel that
-lists the rows of every expert, once for both products of a layer, and cuda/experts.py works through
-the lists. Without Triton every row is multiplied by every expert there.
+cost nothing. Here that is PyTorch's; in bf16 cpu/matmul.cpp does the same. On CUDA, where the host
+must not read the routing, a kernel lists the rows of every expert, once for both products of a
+layer, and cuda/experts.py works through the lists. The plain version is in torch_backend.py.
 """
 
 from __future__ import annotations
@@ -16,22 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import cuda_products, has_triton, is_plain, lib
-from ops.linear import has_linear_kernel
+from ops.library import cuda_products, lib
 
 lib.define("expert_lists(Tensor expert, int experts) -> Tensor")
 lib.define("experts_linear(Tensor x, Tensor weight, Tensor routing) -> Tensor")
-
-
-def route(expert: Tensor, experts: int) -> Tensor:
-    """Return the routing that the products with experts take on this device.
-
-    expert: [P] int64, of each row
-    Returns: `expert` itself on a CPU, its `expert_lists` on CUDA.
-    """
-    if expert.is_cuda:
-        return expert_lists(expert, experts)
-    return expert
 
 
 def expert_lists(expert: Tensor, experts: int) -> Tensor:
@@ -51,31 +39,6 @@ def expert_lists_reference(expert: Tensor, experts: int) -> Tensor:
     return torch.cat((begin, expert.argsort(stable=True))).int()
 
 
-def expert_of(lists: Tensor, experts: int) -> Tensor:
-    """Return the expert of each row, from the result of `expert_lists`: [P] int64."""
-    end = lists[1 : experts + 1]
-    rows = lists[experts + 1 :].long()
-    place = torch.arange(len(rows), device=lists.device, dtype=torch.int32)
-    return torch.empty_like(rows).scatter(0, rows, torch.searchsorted(end, place, right=True))
-
-
-def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
-    """Multiply every row by the weight of its expert.
-
-    x: [P, K]
-    weight: [E, N, K], one matrix per expert
-    routing: from `route`
-    Returns: [P, N] in x's dtype, without gradients.
-    """
-    return torch.ops.gpt_eagle.experts_linear(x, weight, routing)
-
-
-def experts_linear_reference(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """Compute `experts_linear` plainly: every row through every expert. expert: [P] int64."""
-    every = torch.einsum("pk,enk->pen", x, weight)  # [P, E, N]
-    return every[torch.arange(len(x), device=x.device), expert]  # [P, N]
-
-
 def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the experts that are hit, in order, each with its rows.
 
@@ -86,10 +49,6 @@ def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    if is_plain("experts"):
-        return experts_linear_reference(x, weight, expert)
-    if weight.is_contiguous() and has_linear_kernel(x, weight, "experts"):
-        return torch.ops.gpt_eagle.matmul(x, weight, None, None, weight.shape[1], False, expert)
     y = x.new_empty(x.shape[0], weight.shape[1])
     for e, rows in rows_by_expert(expert):
         y[rows] = F.linear(x[rows].to(weight.dtype), weight[e]).to(x.dtype)
@@ -97,8 +56,6 @@ def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 
 def _experts_linear_cuda(x: Tensor, weight: Tensor, lists: Tensor) -> Tensor:
-    if not has_triton("experts"):
-        return experts_linear_reference(x, weight, expert_of(lists, len(weight)))
     import ops.cuda.experts
 
     with torch.cuda.device(x.device):
@@ -107,8 +64,6 @@ def _experts_linear_cuda(x: Tensor, weight: Tensor, lists: Tensor) -> Tensor:
 
 
 def _expert_lists_cuda(expert: Tensor, experts: int) -> Tensor:
-    if not has_triton("experts"):
-        return expert_lists_reference(expert, experts)
     import ops.cuda.experts
 
     with torch.cuda.device(expert.device):
@@ -129,3 +84,7 @@ def _(expert, experts):
 @torch.library.register_fake("gpt_eagle::experts_linear", lib=lib)
 def _(x, weight, routing):
     return x.new_empty(x.shape[0], weight.shape[1])
+
+
+# as `Backend.experts_linear` defines it; a routing is of lists on CUDA
+experts_linear = torch.ops.gpt_eagle.experts_linear.default

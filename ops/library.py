@@ -1,10 +1,8 @@
 """The operator library `torch.ops.gpt_eagle` and the implementations that this machine can run.
 
-Functions of a cycle and of a layer are chosen once, while loading (backends.py). Products have
-files beside this one, with a plain PyTorch reference and an implementation per device: C++ in
-`cpu/` for CPUs, Triton in `cuda/` for CUDA; most questions below are theirs. Elsewhere are the
-forward passes of a model and of a draft head (cpu/layers.py; their references are model.py and
-eagle_draft.py).
+Functions of a cycle and of a layer are chosen once, while loading (backends.py): C++ in `cpu/` for
+CPUs, Triton in `cuda/` for CUDA, plain PyTorch in torch_backend.py. Elsewhere are whole passes of a
+model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py).
 All are registered with `torch.library`, so that a step that uses them compiles with
 `fullgraph=True`.
 """
@@ -14,17 +12,39 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from base.io import log_note
 from ops import switches
 from ops.switches import FAMILIES
 
 lib = torch.library.Library("gpt_eagle", "DEF")
+
+
+def refuse_gradients() -> None:
+    """Let operators raise where an input needs gradients: they have none, and would train wrongly.
+
+    Those that exist when the C++ operators are loaded do so there (cpu/operators.cpp), at no cost
+    while decoding; this is for the others. Writes: their kernels for autograd.
+    """
+    for name in lib._op_defs:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"):
+            operator = getattr(torch.ops.gpt_eagle, name.removeprefix("gpt_eagle::")).default
+            lib.impl(operator, partial(_without_gradients, operator), "Autograd", with_keyset=True)
+
+
+def _without_gradients(operator: Any, keys: Any, *inputs: Any, **named: Any) -> Any:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs, **named):
+        raise RuntimeError(
+            f"{operator.name()} has no gradients, and an input needs them; call "
+            "use_backend(module, TORCH) (ops/backends.py) for what learns, or torch.no_grad()"
+        )
+    return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs, **named)
+
 
 # the families that PyTorch replaces: the references beside the operators, and the modules of
 # model.py, run in their place. With all of them no operator of ours is built or called
@@ -57,9 +77,9 @@ def set_plain(families: Iterable[str]) -> None:
     PLAIN.update(chosen)
 
 
-def has_triton(*families: str) -> bool:
-    """Return whether Triton serves these families; print once the consequences if it is missing."""
-    return not is_plain(*families) and _triton_is_installed()
+def has_triton() -> bool:
+    """Return whether Triton's kernels run; print once the consequences if it is missing."""
+    return not is_plain() and _triton_is_installed()
 
 
 @cache
@@ -67,24 +87,18 @@ def _triton_is_installed() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
     log_note(
-        "Triton is missing: attention, top-k and experts are slow, and steps are not timed; "
-        "pip install triton"
+        "Triton is missing: attention, top-k, experts and weights in int4 and int8 are slow, and "
+        "steps are not timed; pip install triton"
     )
     return False
 
 
 @cache
 def cuda_products() -> ModuleType:
-    """Import the products on CUDA. Raises: ValueError where there is no Triton."""
-    try:
-        import ops.cuda.qmatmul as products
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise ValueError(
-            "int4 and int8 on CUDA need Triton, and it is not installed; pip install triton"
-        ) from None
-    return products
+    """Import the products on CUDA, which need Triton."""
+    import ops.cuda.qmatmul
+
+    return ops.cuda.qmatmul
 
 
 # Empty until the first call of `has_cpu_operators`, then its result. A traced step only reads it.
@@ -138,8 +152,3 @@ def single_torch_thread(whether: bool = True) -> Iterator[None]:
     finally:
         torch.set_num_threads(count)
         torch.ops.gpt_eagle.own_threads(0)
-
-
-def needs_gradients(*inputs: Tensor) -> bool:
-    """Return whether gradients flow to one of the inputs: our operators have none."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)

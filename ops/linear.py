@@ -1,79 +1,20 @@
-"""Linear layers with float weights, x W^T.
+"""Linear layers with float weights, x W^T: the operator of CUDA, and references for tests.
 
-On a CPU in bf16 this is cpu/matmul_bf16.h, on CUDA in 16 bits cuda/qmatmul.py: a row's bits do not
-depend on the other rows of the batch. Anywhere else, where gradients are needed, and for long
-prompts on CUDA, it is PyTorch's.
+Which code multiplies is the backend's (`Backend.linear`). On a CPU in bf16 it is cpu/matmul_bf16.h,
+on CUDA in 16 bits cuda/qmatmul.py: a row's bits do not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
-
-import importlib.util
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.library import cuda_products, has_cpu_operators, is_plain, lib, needs_gradients
+from ops.library import cuda_products, lib
 
-# tokens of a sequence whose product is ours on CUDA; many more are bound by arithmetic, and are
-# left to cuBLAS
-MOST_TOKENS = 64
 CHAINS = 16  # sums of an output; as in cpu/matmul_bf16.h
-HALVES = (torch.bfloat16, torch.float16)
-WIDENED = (torch.bfloat16, torch.float32)  # dtypes of rows beside weights in bf16
-# not `has_triton`, whose note is about products that are slow without it
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 lib.define("linear_halves(Tensor x, Tensor weight, str epilogue) -> Tensor")
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
-    """Multiply rows by a weight, x W^T, and add a bias.
-
-    x: [..., K], in the weight's dtype, or in fp32, which is rounded to it
-    weight: [N, K]; bias: [N]
-    fp32_out: the result in fp32; rounded to the weight's dtype first where gradients are needed,
-    where there is a bias on CUDA, and without a GPU or our operators
-    Returns: [..., N] in x's dtype, or fp32.
-    """
-    if has_cuda_product(x, weight):
-        if bias is None:
-            return halves_product(x, weight, "fp32" if fp32_out else "none")
-        if is_plain("fused"):
-            y = (halves_product(x, weight, "fp32") + bias).to(x.dtype)
-        else:  # of ops/epilogues.py
-            y, *_ = torch.ops.gpt_eagle.add_product(x, weight, None, bias, None, 0.0)
-        return y.float() if fp32_out else y
-    if has_linear_kernel(x, weight):
-        return torch.ops.gpt_eagle.matmul(x, weight, None, bias, len(weight), fp32_out)
-    halves = x.dtype == weight.dtype != torch.float32
-    if fp32_out and bias is None and x.is_cuda and halves and not needs_gradients(x, weight):
-        y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
-        return y.unflatten(0, x.shape[:-1])
-    # not an operator of ours, so that the compiler may fuse it
-    y = F.linear(x.to(weight.dtype), weight, bias)
-    if x.dtype != weight.dtype:
-        return y.to(x.dtype)
-    return y.float() if fp32_out else y
-
-
-def has_linear_kernel(x: Tensor, weight: Tensor, family: str = "products") -> bool:
-    """Return whether `linear` is our own operator here: weights in bf16 on a CPU, no gradients.
-
-    The rows of its result do not depend on each other.
-    """
-    if x.device.type != "cpu" or weight.dtype != torch.bfloat16 or x.dtype not in WIDENED:
-        return False
-    return not needs_gradients(x, weight) and has_cpu_operators(family)
-
-
-def has_cuda_product(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `halves_product` serves here: 16 bits, few tokens, CUDA, no gradients."""
-    if not x.is_cuda or x.dtype != weight.dtype or x.dtype not in HALVES:
-        return False
-    if x.shape[-2] > MOST_TOKENS or not weight.is_contiguous() or needs_gradients(x, weight):
-        return False
-    return HAS_TRITON and not is_plain("products")
 
 
 def halves_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:

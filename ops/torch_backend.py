@@ -7,6 +7,7 @@ the operations around them.
 2. The tree: the next level, the nodes, acceptance.
 3. The cycle: decided tokens, slots and positions, moves in the cache.
 4. The model: norms, gates, RoPE, attention.
+5. Linear layers: float and packed weights, experts, a router's scores.
 Not here: the lookups of extras/, whose plain versions stand there.
 """
 
@@ -19,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import weight as weights
 from ops.tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
+from ops.weight import LAYOUTS, Weight
 
 # ------------------------------------------------------------------------------------------- noise
 
@@ -659,3 +662,102 @@ def visible_slots(start: Tensor, mask: Tensor, first: Tensor | None, slots: int)
     if first is None:
         return visible
     return visible & (torch.arange(slots, device=start.device) >= first[:, :, None])
+
+
+# ----------------------------------------------------------------------------------- linear layers
+
+runs_passes = False  # whether whole passes of a model are one call
+merges_steps = False  # whether neighbouring steps are one launch (fusions.py)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
+    """Multiply rows by a float weight, x W^T, and add a bias.
+
+    x: [..., K], in the weight's dtype, or in fp32, which is rounded to it
+    weight: [N, K]; bias: [N]
+    fp32_out: the result in fp32; here it is rounded to the weight's dtype first, except on CUDA
+        without a bias and gradients
+    Returns: [..., N] in x's dtype, or fp32.
+    """
+    halves = x.dtype == weight.dtype != torch.float32
+    learns = x.requires_grad or weight.requires_grad
+    if fp32_out and bias is None and x.is_cuda and halves and not learns:
+        y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
+        return y.unflatten(0, x.shape[:-1])
+    y = F.linear(x.to(weight.dtype), weight, bias)
+    if x.dtype != weight.dtype:
+        return y.to(x.dtype)
+    return y.float() if fp32_out else y
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Score the experts of each token: [..., F], [E, F] -> [..., E] fp32."""
+    return F.linear(x.float(), weight.float())  # rounded to 16 bits, experts would tie
+
+
+def route(expert: Tensor, experts: int) -> Tensor:
+    """Return the routing that products with experts take, here the experts themselves.
+
+    expert: [P] int64, of each row
+    """
+    return expert
+
+
+def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
+    """Multiply every row by the float weight of its expert; here also by that of all others.
+
+    x: [P, K]; weight: [E, N, K]; routing: from `route`
+    Returns: [P, N] in x's dtype.
+    """
+    every = torch.einsum("pk,enk->pen", x.to(weight.dtype), weight)  # [P, E, N]
+    return every[torch.arange(len(x), device=x.device), routing].to(x.dtype)
+
+
+def matmul(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    fp32_out: bool = False,
+    routing: Tensor | None = None,
+) -> Tensor:
+    """Multiply rows by a packed weight, x W^T, and add a bias.
+
+    The weight is unpacked in every call; with a routing, every row meets every expert's.
+
+    x: [..., K] bfloat16, float16 or float32; with a routing [P, K]
+    bias: [N]; fp32_out: the result in fp32, never rounded
+    routing: from `route`, of a stack
+    Returns: [..., N] in x's dtype, or fp32.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if routing is None:
+        y = _unpacked_matmul(rows, weight)
+    else:
+        y = rows.new_empty(len(rows), weight.outputs, dtype=torch.float32)
+        for e in range(weight.experts):
+            of_expert = _unpacked_matmul(rows, weights.expert(weight, e))
+            y = torch.where(routing[:, None] == e, of_expert, y)
+    y = y.view(*x.shape[:-1], weight.outputs)
+    y = y if fp32_out else y.to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
+    """Compute `experts_linear` with a packed stack."""
+    return matmul(x, weight, routing=routing)
+
+
+def _unpacked_matmul(rows: Tensor, weight: Weight) -> Tensor:
+    """Multiply by the reference of a layout: [M, K] -> [M, N] fp32."""
+    layout = LAYOUTS[weight.parts[0].layout]
+    if layout.multiply is None or len(weight.parts) > 1:
+        return F.linear(rows.float(), weights.numbers(weight))
+    return layout.multiply(rows, *weights.unpack(weight))
+
+
+def lazy_matmul(x: Any, packed: Tensor, scale: Tensor | None) -> Any:
+    """Return a matmul that the step behind it computes (ops/epilogues.py); None: there is no such.
+
+    x: [..., K], or `UnnormalizedRows`; packed, scale: of a layer without a bias
+    """
+    return None

@@ -1,18 +1,17 @@
-"""The weight of a linear layer: one record for all formats and devices, and one matmul.
+"""The weight of a linear layer: one record for all formats and devices.
 
 1. `LAYOUTS` is the table of the ways in which a weight lies in memory: numbers, strips of codes for
    a CPU (cpu/weight_layout.h), planes of codes for CUDA (cuda/layout.py).
 2. A `Weight` holds the data of a layer, or of a stack of experts. It says the layout, outputs and
    group of its parts, which lie one below the other: those of a GGUF file may be of several types.
-3. `matmul` multiplies rows by a weight, x W^T. On a CPU the operator `matmul` (cpu/matmul.cpp)
-   rounds rows to 8 bits beside codes, outliers to 15 (with K types 13), with a scale per row and
-   block of K, and all dot products are in integers. On CUDA (cuda/qmatmul.py) rows keep 16 bits.
-   A row's result does not depend on the other rows, bit for bit. The references beside them are
-   plain; they run where PyTorch replaces the operators, and unpack the weight in every call.
+3. A backend multiplies rows by it, x W^T (`Backend.matmul`, `Backend.experts_matmul`). On a CPU
+   the operator `matmul` (cpu/matmul.cpp) rounds rows to 8 bits beside codes, outliers to 15 (with K
+   types 13), with a scale per row and block of K, and all dot products are in integers. On CUDA the
+   operators `w4a16` and `w8a16` (cuda/qmatmul.py) keep 16 bits of a row. A row's result does not
+   depend on the other rows, bit for bit. The references here are plain.
 
-With a routing (`ops.experts.route`), x is [P, K], the weight is a stack, and row i is multiplied by
-the weight of its own expert. Not here: numbers of 16 bits alone (linear.py, experts.py), rounding
-(formats.py), the layer (linear.py).
+Not here: numbers of 16 bits alone (linear.py, experts.py), rounding (formats.py), the layer
+(linear.py in the root).
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from ops.cuda.layout import (
     unpack_int8_planes,
     unpack_scales,
 )
-from ops.experts import expert_of, rows_by_expert
-from ops.library import cuda_products, has_cpu_operators, is_plain, lib
+from ops.library import cuda_products, lib
 from ops.linear import empty_product
 
 OUTLIER = 4  # root mean squares of a row above which a magnitude does not set its block's scale
@@ -63,8 +61,9 @@ class Layout(NamedTuple):
     # (data, scale, part, K) -> codes, scale
     unpack: Callable[[Tensor, Tensor | None, Part, int], tuple[Tensor, Tensor]] | None = None
     decode: Callable[[Tensor, Tensor], Tensor] | None = None  # (codes, scale) -> [N, K] fp32
-    # on a CPU (x [M, K], codes, scale) -> x W^T, [M, N] fp32, plainly; on CUDA `w4a16` or `w8a16`
-    multiply: Callable[..., Tensor] | None = None
+    # (x [M, K], codes, scale) -> x W^T, [M, N] fp32, plainly; None: by the numbers of the weight
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    kernel: Callable[..., Tensor] | None = None  # on CUDA: `w4a16` or `w8a16`
 
 
 class Part(NamedTuple):
@@ -137,10 +136,6 @@ def split_zeros(codes: Tensor, scale: Tensor, half: int = 8) -> tuple[Tensor, Te
     if scale.dtype != torch.int32:
         return groups, words.float()
     return groups + half - (words & ZERO_BITS), (words & ~ZERO_BITS).view(torch.float32)
-
-
-def _family(routing: Tensor | None) -> str:
-    return "products" if routing is None else "experts"
 
 
 def decode_codes(codes: Tensor, scale: Tensor, half: int) -> Tensor:
@@ -261,72 +256,7 @@ def take(weight: Weight, ids: Tensor) -> Weight | Tensor:
     return pack(layout.format, codes[ids], scale[ids])
 
 
-# ------------------------------------------------------------------------------------------ matmul
-
-
-def matmul(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    fp32_out: bool = False,
-    routing: Tensor | None = None,
-) -> Tensor:
-    """Multiply rows by a packed weight, x W^T, and add a bias.
-
-    x: [..., K] bfloat16, float16 or float32; with a routing [P, K]
-    bias: [N]; fp32_out: the result in fp32, never rounded
-    Returns: [..., N] in x's dtype, or fp32.
-    """
-    layouts = [LAYOUTS[part.layout] for part in weight.parts]
-    if layouts[0].device == "cuda":
-        epilogue = "fp32" if fp32_out else "none"
-        y = layouts[0].multiply(x, weight.data, weight.scale, routing, epilogue)
-    elif weight.table is None or _is_replaced(layouts, _family(routing)):
-        y = _multiply_plainly(x, weight, fp32_out, routing)
-    else:
-        half = x.dtype == torch.float16  # the operator reads bf16 and fp32
-        inside = bias if bias is not None and bias.dtype == torch.bfloat16 and not half else None
-        y = torch.ops.gpt_eagle.matmul(
-            x.float() if half else x,
-            weight.data,
-            weight.table,
-            inside,
-            weight.outputs,
-            fp32_out,
-            routing,
-        )
-        if inside is not None:
-            return y
-        y = y if fp32_out else y.to(x.dtype)
-    return y if bias is None else y + bias
-
-
-def _is_replaced(layouts: list[Layout], family: str) -> bool:
-    """Return whether PyTorch replaces the operator on a CPU."""
-    for layout in layouts:
-        if layout.decode is None:  # strips of GGUF's types exist where the operators do
-            return is_plain(family)
-    return not has_cpu_operators(family)
-
-
-def _multiply_plainly(x: Tensor, weight: Weight, fp32_out: bool, routing: Tensor | None) -> Tensor:
-    """Multiply by the references, where every step is eager."""
-    rows = x.reshape(-1, x.shape[-1])
-    y = rows.new_empty(len(rows), weight.outputs, dtype=torch.float32 if fp32_out else x.dtype)
-    if routing is None:
-        y.copy_(_reference(rows, weight))
-    else:
-        for e, hit in rows_by_expert(routing):
-            y[hit] = _reference(rows[hit], expert(weight, e)).to(y.dtype)
-    return y.view(*x.shape[:-1], weight.outputs)
-
-
-def _reference(rows: Tensor, weight: Weight) -> Tensor:
-    """Multiply plainly: [M, K] -> [M, N] fp32."""
-    layout = LAYOUTS[weight.parts[0].layout]
-    if layout.multiply is None or len(weight.parts) > 1:
-        return F.linear(rows.float(), numbers(weight))
-    return layout.multiply(rows, *unpack(weight))
+# -------------------------------------------------------------------------------------- references
 
 
 def round_activations(x: Tensor, block: int, farthest: int = FARTHEST) -> tuple[Tensor, Tensor]:
@@ -460,25 +390,9 @@ def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor, fp32_out: bool = F
     return y if fp32_out else y.to(x.dtype)
 
 
-def _quantized_matmul_plain(
-    x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
-) -> Tensor:
-    """Multiply by the references, on a device whose data the host does not read."""
-    reference = w4a16_reference if scale.dim() == packed.dim() else w8a16_reference
-    if lists is None:
-        return reference(x, packed, scale, epilogue == "fp32")
-    expert = expert_of(lists, len(packed))[:, None]  # [P, 1]
-    y = empty_product(x, packed, epilogue)
-    for e in range(len(packed)):  # every row by every expert
-        y = torch.where(expert == e, reference(x, packed[e], scale[e]), y)
-    return y
-
-
 def _quantized_matmul_cuda(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
 ) -> Tensor:
-    if is_plain(_family(lists)):
-        return _quantized_matmul_plain(x, packed, scale, lists, epilogue)
     products = cuda_products()
     device = products.device_of(x.device.index)
     with torch.cuda.device(x.device):
@@ -546,7 +460,7 @@ LAYOUTS: dict[str, Layout] = {
             unpack_scales(scale, k),
         ),
         partial(decode_codes, half=8),
-        w4a16,
+        kernel=w4a16,
     ),
     "INT8_PLANES": Layout(
         "int8",
@@ -556,7 +470,7 @@ LAYOUTS: dict[str, Layout] = {
         lambda codes, scale: (pack_int8_planes(codes), scale),
         lambda data, scale, part, k: (unpack_int8_planes(data, part.outputs, k), scale),
         partial(decode_codes, half=128),
-        w8a16,
+        kernel=w8a16,
     ),
 }
 # the types of GGUF, by their numbers in a file

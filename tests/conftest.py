@@ -141,18 +141,6 @@ def traced(monkeypatch):
 
 
 @pytest.fixture
-def plain(monkeypatch):
-    """Calls a function as if there were no C++ operators."""
-
-    def call(function, *inputs):
-        with monkeypatch.context() as patch:
-            patch.setattr("ops.library._cpp_available", [False])
-            return function(*inputs)
-
-    return call
-
-
-@pytest.fixture
 def poisoned(monkeypatch):
     """`torch.empty` fills floats with NaN, integers with the largest value, booleans with True."""
     torch.manual_seed(0)

@@ -41,7 +41,7 @@ from hf.weights import export_weights, load_model, weight_names
 from linear import Linear
 from load import accept_rule
 from model import Layer, ModelConfig, Transformer
-from ops.backends import TORCH, Backend
+from ops.backends import TORCH, Backend, choose
 from ops.formats import FORMATS
 from ops.library import has_cpu_operators
 from ops.torch_backend import HeadNorms, rms_norm
@@ -79,7 +79,7 @@ def trimmed_head(head: str | Path, out: Path, ids: Tensor) -> str:
 def write_random_llama(out: Path, **shape: int) -> Transformer:
     """Write a LLaMA of two layers with random weights for the demo's tokens, or with experts a Mixtral."""
     torch.manual_seed(0)
-    c = ModelConfig(64, 2, 2, 1, 32, 64, vocab_size=4096, max_context=2048, **shape)
+    c = ModelConfig(64, 2, 2, 1, 32, 64, **{"vocab_size": 4096, "max_context": 2048} | shape)
     model = Transformer(c)
     for p in model.parameters():
         if p.dim() > 1:
@@ -479,14 +479,21 @@ def planes_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def layer_of(weight: Weight | Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Linear:
+    """A layer of a weight with the backend of this machine."""
+    return Linear.of(weight, bias, fp32_out, choose(torch.device("cpu")))
+
+
 def rounded(
     format: str, weight: Tensor, bias: Tensor | None = None, group: int = 128, wide: bool = False
 ) -> Linear:
-    """A layer of a weight, [N, K] or [E, N, K] float, rounded to a format."""
+    """A layer of a weight, [N, K] or [E, N, K] float, rounded to a format, with its device's backend."""
     kind = FORMATS[format]
+    backend = choose(weight.device)
     if weight.dim() == 2:
-        return Linear.of(kind.round(weight, group), bias, wide)
-    return Linear.of(stack((kind.round(each, group) for each in weight), len(weight)))
+        return Linear.of(kind.round(weight, group), bias, wide, backend)
+    stacked = stack((kind.round(each, group) for each in weight), len(weight))
+    return Linear.of(stacked, backend=backend)
 
 
 # -------------------------------------------------------------------------------------------- tools

@@ -1,7 +1,7 @@
 """The functions of a backend (ops/backends.py) in C++, each one call.
 
 Imported once the operators are loaded (build.py); the sources are tree.cpp, ngram.cpp,
-sampling.cpp, topk.cpp, compact.cpp, rotary.cpp, attention.cpp and layers.cpp.
+sampling.cpp, topk.cpp, compact.cpp, rotary.cpp, attention.cpp, layers.cpp and matmul.cpp.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 import ops.attention
 from ops import torch_backend
 from ops.tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
+from ops.weight import Weight
 
 _ops = torch.ops.gpt_eagle
 # `default` names the overload, which would be looked up in every call
@@ -33,6 +34,7 @@ rms_norm = _ops.rms_norm.default
 swiglu = _ops.swiglu.default
 geglu = _ops.geglu.default
 rope_angles = _ops.angles.default
+runs_passes = True
 
 
 def expand_frontier(
@@ -116,3 +118,38 @@ def attention(q: Tensor, *operands: Any, paths: None = None) -> Tensor:
     if q.shape[3] % 16:  # heads that vectors do not divide
         return ops.attention.attention(q, *operands)
     return _ops.attention.default(q, *operands)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
+    return _ops.matmul.default(x, weight, None, bias, len(weight), fp32_out)
+
+
+def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
+    return _ops.matmul.default(x, weight, None, None, weight.shape[1], False, routing)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x, weight, fp32_out=True)
+
+
+def matmul(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    fp32_out: bool = False,
+    routing: Tensor | None = None,
+) -> Tensor:
+    if weight.table is None:  # a layout that C++ does not know
+        return torch_backend.matmul(x, weight, bias, fp32_out, routing)
+    operands = (weight.data, weight.table)
+    if x.dtype != torch.float16 and (bias is None or bias.dtype == torch.bfloat16):
+        return _ops.matmul.default(x, *operands, bias, weight.outputs, fp32_out, routing)
+    # the operator reads rows in bf16 and fp32, and a bias in bf16
+    rows = x.float() if x.dtype == torch.float16 else x
+    y = _ops.matmul.default(rows, *operands, None, weight.outputs, fp32_out, routing)
+    y = y if fp32_out else y.to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
+    return matmul(x, weight, routing=routing)

@@ -14,10 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.library import has_cpu_operators
-
-# of operators that a pass consists of
-FAMILIES = ("attention", "experts", "fused", "norm", "products", "rotary")
 REGISTERS = ("stream", "h", "embedded", "features", "normed")  # of `Rows`, numbered as in C++
 EMPTY = (None, None, None)
 
@@ -37,12 +33,8 @@ class CppStep(NamedTuple):
 Placed = tuple[Sequence[Any], nn.Module, int]
 
 
-def fits(parts: Sequence[Placed], norm: Tensor) -> bool:
-    """Return whether C++ runs all of these steps. norm: a weight of the model that has no codes"""
-    if norm.device.type != "cpu" or norm.dtype != torch.bfloat16:
-        return False
-    if not has_cpu_operators(*FAMILIES):
-        return False
+def fits(parts: Sequence[Placed]) -> bool:
+    """Return whether C++ runs all of these steps, where the backend runs passes."""
     return all(step.for_cpp(owner) for steps, owner, _ in parts for step in steps)
 
 

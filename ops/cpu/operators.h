@@ -6,6 +6,7 @@
 //     m.impl("best", at::kMeta, empty_best);  // the shapes of its results, where steps are traced
 //   }
 //
+// All of them refuse inputs that need gradients (operators.cpp).
 // It is PyTorch's TORCH_LIBRARY_FRAGMENT for a namespace that is known only when the library is
 // loaded: tests load the builds for several processors into one process, each into its own.
 #pragma once

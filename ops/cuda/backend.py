@@ -3,7 +3,8 @@
 Each kernel is an operator of its own, so that steps around it compile with `fullgraph=True`. On a
 CPU, where steps are traced by tests, the operators are the plain versions, as they are beyond the
 sizes that a kernel takes.
-The kernels are in noise.py, topk.py, tree.py, compact.py, norm.py and rotary.py beside this file.
+The kernels are in noise.py, topk.py, tree.py, compact.py, norm.py and rotary.py beside this file;
+the operators of linear layers in linear.py, experts.py, weight.py and epilogues.py, one folder up.
 What is not here runs in plain PyTorch, which the compiler fuses.
 """
 
@@ -14,10 +15,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import ops.experts
 from ops import torch_backend
 from ops.cuda.launch import SPLIT_TOKENS
+from ops.epilogues import LazyMatmul, UnnormalizedRows
 from ops.library import lib
+from ops.linear import halves_product
 from ops.tree import Candidates, Children, DraftTree, Frontier, Level, Scores
+from ops.weight import LAYOUTS, Weight
 
 lib.define(
     "gumbel_noise(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, "
@@ -42,6 +47,14 @@ lib.define(
 lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor path) -> ()")
 
 _ops = torch.ops.gpt_eagle
+
+merges_steps = True
+# tokens of a sequence whose matmul is ours; many more are bound by arithmetic, and are left to
+# cuBLAS
+MOST_TOKENS = 64
+HALVES = (torch.bfloat16, torch.float16)
+route = ops.experts.expert_lists
+experts_linear = ops.experts.experts_linear
 
 
 # ----------------------------------------------------------------------------------- the functions
@@ -121,8 +134,14 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return _ops.add_norm(x, delta, weight, eps)
 
 
+def swiglu(y: Tensor | LazyMatmul) -> Tensor:
+    if isinstance(y, LazyMatmul):
+        return _ops.gated_product(*y)
+    return torch_backend.swiglu(y)
+
+
 def rotary_cache(
-    qkv: Tensor,
+    qkv: Tensor | LazyMatmul,
     rope: tuple[Tensor, Tensor],
     k: Tensor,
     v: Tensor,
@@ -130,6 +149,8 @@ def rotary_cache(
     norms: torch_backend.HeadNorms | None = None,
 ) -> Tensor:
     given = norms or (None, None, 0.0)
+    if isinstance(qkv, LazyMatmul):
+        return _ops.rotary_product(*qkv, *rope, k, v, slots, *given)
     return _ops.rotary_cache(qkv, *rope, k, v, slots, *given)
 
 
@@ -142,6 +163,52 @@ def path_table(mask: Tensor) -> Tensor | None:
     if T * W == 1 or T > SPLIT_TOKENS:
         return None
     return _ops.path_table(mask)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
+    if not _fits_kernel(x, weight):
+        return torch_backend.linear(x, weight, bias, fp32_out)
+    if bias is None:
+        return halves_product(x, weight, "fp32" if fp32_out else "none")
+    y = halves_product(x, weight, "fp32") + bias
+    return y if fp32_out else y.to(x.dtype)
+
+
+def _fits_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `halves_product` takes these rows: few, in 16 bits."""
+    halves = x.dtype == weight.dtype and x.dtype in HALVES
+    return halves and x.shape[-2] <= MOST_TOKENS and weight.is_contiguous()
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    if not _fits_kernel(x, weight):
+        return torch_backend.router_logits(x, weight)
+    return halves_product(x, weight, "fp32")
+
+
+def matmul(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    fp32_out: bool = False,
+    routing: Tensor | None = None,
+) -> Tensor:
+    kernel = LAYOUTS[weight.parts[0].layout].kernel
+    y = kernel(x, weight.data, weight.scale, routing, "fp32" if fp32_out else "none")
+    return y if bias is None else y + bias
+
+
+def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
+    return matmul(x, weight, routing=routing)
+
+
+def lazy_matmul(
+    x: Tensor | UnnormalizedRows, packed: Tensor, scale: Tensor | None
+) -> LazyMatmul | None:
+    values, squares = x if isinstance(x, UnnormalizedRows) else (x, None)
+    if scale is None and not _fits_kernel(values, packed):
+        return None
+    return LazyMatmul(values, squares, packed, scale)
 
 
 # ----------------------------------------------------------------------------------- the operators

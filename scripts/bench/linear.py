@@ -44,16 +44,16 @@ from base.io import check_outputs, write_text
 from base.parsing import one_line_errors, option, parse
 from hf.gguf import TYPES
 from hf.gguf_blocks import Blocks
+from ops.backends import choose
 from ops.cpu import build
 from ops.cpu.pages import HugePages
 from ops.formats import FORMATS
-from ops.linear import linear
-from ops.weight import Weight, matmul, table_of
+from ops.weight import Weight, table_of
 from scripts.bench.measure import Series, environment, read_bandwidth
 
 ROTATED_BYTES = 200_000_000
 PEAK_ROUNDS = 1_000_000  # about 0.1 s
-FLOAT = {"torch-bf16": F.linear, "bf16": linear}  # the same weights, [N, K] bf16
+FLOAT = ("torch-bf16", "bf16")  # the same weights, [N, K] bf16
 ROUNDED = {  # name -> format, group size (0: an output's)
     "int8": ("int8", 0),
     "int4-32": ("int4", 32),
@@ -133,8 +133,9 @@ class LayerCopies:
         """n, k: outputs and inputs"""
         self.turn = 0
         weight = torch.randn(n, k, dtype=torch.bfloat16)
+        backend = choose(weight.device)
         if kind in FLOAT:
-            self.apply: Callable[..., Tensor] = FLOAT[kind]
+            self.apply: Callable[..., Tensor] = F.linear if kind == "torch-bf16" else backend.linear
             data = weight
         else:
             if kind in FILE_TYPES:
@@ -142,7 +143,7 @@ class LayerCopies:
             else:
                 format, group = ROUNDED[kind]
                 packed = FORMATS[format].round(weight, group)
-            self.apply = lambda x, data: matmul(x, packed._replace(data=data))
+            self.apply = lambda x, data: backend.matmul(x, packed._replace(data=data))
             data = packed.data
         self.bytes = data.nbytes
         pages = HugePages()

@@ -39,7 +39,7 @@ def experts(device: str) -> float:
     """Products of 34 rows, each with one of eight experts, in all formats."""
     expert = (torch.arange(34, device=device) * 5) % kernel_bench.EXPERTS  # [P]
     x = torch.randn(len(expert), SMALL[1], dtype=torch.bfloat16, device=device)
-    routing = ops.experts.route(expert, kernel_bench.EXPERTS)
+    routing = choose(x.device).route(expert, kernel_bench.EXPERTS)
     errors = []
     for form in kernel_bench.FORMATS:
         stack = kernel_bench.make_stack(form, *SMALL, GROUP)
@@ -63,9 +63,9 @@ def fused(device: str) -> float:
     total, *unscaled = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
     norm = ops.epilogues.UnnormalizedRows(*unscaled)
     backend = choose(x.device)
-    got = [total, ops.epilogues.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None), backend)]
+    got = [total, backend.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None))]
     product = ops.epilogues.LazyMatmul(*norm, weight, None)
-    got.append(ops.epilogues.rotary_cache(product, rope, *ours, slots, None, backend))
+    got.append(backend.rotary_cache(product, rope, *ours, slots))
     wide = weight.float()
     want = [ops.epilogues.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
     y = norm.values.float() @ wide.T

@@ -45,6 +45,7 @@ from base.parsing import one_line_errors, option, parse
 from kv_cache import KVCache
 from model import ModelConfig
 from ops import torch_backend
+from ops.backends import choose
 from ops.linear import halves_product
 from scripts.bench.measure import read_bandwidth
 
@@ -335,7 +336,7 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
 class Stack(NamedTuple):
     """The weights of a layer's experts, and the products with them."""
 
-    product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, from ops.experts.route -> [P, N]
+    product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, routing -> [P, N]
     reference: Callable[[Tensor, int], Tensor]  # [M, K] fp32, an expert -> [M, N]
     expert_bytes: int
 
@@ -374,13 +375,14 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
     read_bytes = len(expert.unique()) * first.expert_bytes
     copies = copies_of(read_bytes, rotate_bytes)
     stacks = [first] + [make_stack(form, N, K, group) for _ in range(copies - 1)]
-    ours = [lambda s=s: s.product(x, ops.experts.route(expert, EXPERTS)) for s in stacks]
+    route = choose(x.device).route
+    ours = [lambda s=s: s.product(x, route(expert, EXPERTS)) for s in stacks]
 
     def error() -> float:
         want = x.new_empty(len(x), N, dtype=torch.float32)
         for e, rows in ops.experts.rows_by_expert(expert):
             want[rows] = first.reference(x[rows].float(), e)
-        return relative_error(first.product(x, ops.experts.route(expert, EXPERTS)), want)
+        return relative_error(first.product(x, route(expert, EXPERTS)), want)
 
     return Contest(read_bytes, {"ours": ours}, error)
 

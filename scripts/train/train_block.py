@@ -28,6 +28,7 @@ from extras.block_draft import BlockHead
 from hf.block_heads import BlockConfig, block_names
 from hf.weights import export_weights
 from model import DTYPES, Transformer
+from ops.backends import TORCH, use_backend
 from scripts.train import training
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
 from scripts.train.losses import ScaledLinear, plain_copy, scale_of
@@ -142,6 +143,7 @@ def losses_of(
     config: BlockTrainConfig, head: BlockHead, target: Transformer
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function of a batch and the step's number -> `config.losses`."""
+    use_backend(target.lm_head, TORCH)  # gradients pass through it
     generator = torch.Generator(config.device)
 
     def losses(batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:

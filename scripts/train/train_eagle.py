@@ -28,6 +28,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -302,6 +303,8 @@ def marked_tokens(
         ids = tokenizer.encode(answers[0]) + end
         return ids, [True] * len(ids)
 
+    turns = list(map(tokenizer.as_text, turns))  # as in a chat
+
     # up to turn t and, with an answer, to its end
     def encode(t: int, answer: str = "") -> list[int]:
         text = template.render(turns[: t + 1], answers[:t])
@@ -401,7 +404,8 @@ def losses_of(
 
     best: the target's best tokens, as in `unrolled_losses`
     """
-    rows = target.lm_head
+    rows = copy(target.lm_head)
+    use_backend(rows, TORCH)  # gradients of a head without one pass through it
     if head.vocab:
         rows = rows.rows(head.vocab.ids)
     recipe = head_training.LossOptions(
@@ -448,7 +452,8 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
         experts_per_token=0,
         rope_scaling=None,  # the official loader knows none in a head
     )
-    ids = torch.cat([example.ids[example.mask] for example in examples])
+    none = torch.empty(0, dtype=torch.long)
+    ids = torch.cat([none, *(example.ids[example.mask] for example in examples)])
     kept = config.draft_vocab or (c.vocab_size if config.version == 1 else 32000)
     vocab = head_training.frequent_tokens(ids, c.vocab_size, kept)
     if vocab:

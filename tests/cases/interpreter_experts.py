@@ -3,16 +3,17 @@
 As interpreter_products.py, in fp32 and in a process of their own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import interpreted  # noqa: F401
-import linear
 import ops.cuda.experts
 import ops.experts
-import steps
 from helpers import Mixture, planes_of_cuda, quantized_experts, rounded, slow
 from model import ModelConfig
+from ops.backends import choose, use_backend
 from ops.cuda.qmatmul import Device, ProductPlan
 from ops.library import lib
 
@@ -170,9 +171,8 @@ def test_a_layer(monkeypatch, format):
         made.append(ops.cuda.experts.expert_lists(expert, experts))
         return made[-1]
 
-    monkeypatch.setattr(steps, "route", route)
-    monkeypatch.setattr(
-        linear, "experts_linear", lambda x, weight, lists: product(x, weight, None, lists)
-    )
+    cuda = choose(torch.device("cuda"))
+    floats = lambda x, weight, lists: product(x, weight, None, lists)  # noqa: E731
+    use_backend(ours, replace(cuda, route=route, experts_linear=floats))
     torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
     assert len(made) == 1

@@ -424,7 +424,7 @@ def padded(target: Transformer, size: int) -> Transformer:
             if len(own) != len(value):
                 value.fill_(9.0)
             value[: len(own)] = own[: len(value)]
-    return model.eval()
+    return model.requires_grad_(False).eval()
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,12 @@ from eagle_draft import EagleDrafter
 from extras.residual import sample_children
 from generate import generate
 from helpers import compiled_as_on_cuda, engine_for, golden_head, golden_target, record, slow
+from ops.backends import TORCH, choose
 from options import DEMO
 from sampling import Sampling, SamplingMode, SamplingTensors, gumbel, process
 from session import Session
 
+BACKENDS = (choose(torch.device("cpu")), TORCH)
 OPTIONS = {"max_new_tokens": 24, "ignore_eos": True}
 DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "eagle+ngram", "model:chain")
 
@@ -164,36 +166,34 @@ def test_the_residual_rule_takes_parameters_too():
 # ------------------------------------------------------------------------------------- the operators
 
 
-@pytest.mark.parametrize("how", ["C++", "plain"])
-def test_a_row_is_cut_by_its_own_parameters(how, plain):
+@pytest.mark.parametrize("backend", BACKENDS, ids=["ours", "plain"])
+def test_a_row_is_cut_by_its_own_parameters(backend):
     """To the bit, whatever the kind of the step and the other rows; a greedy one's scores stay as they are."""
-    run = plain if how == "plain" else lambda function, *inputs: function(*inputs)
     rules = [each.sampling for each in ASKED]
     logits = 4 * torch.randn(len(rules), 3, 997, generator=torch.Generator().manual_seed(0))
-    together = run(process, logits, SamplingTensors.from_params(rules))
+    together = process(logits, SamplingTensors.from_params(rules), backend)
     for row, own in enumerate(rules):
         if own.temperature == 0:
             assert torch.equal(together[row], logits[row])
             continue
         rule = SamplingTensors.from_params([own]).needed(SamplingMode.needed_by(own))
-        assert torch.equal(together[row : row + 1], run(process, logits[row : row + 1], rule))
+        assert torch.equal(together[row : row + 1], process(logits[row : row + 1], rule, backend))
     sampled = [
         row for row, own in enumerate(rules) if SamplingMode.needed_by(own) == SamplingMode.NOISY
     ]
-    uncut = run(process, logits, SamplingTensors.from_params(rules).needed(SamplingMode.NOISY))
+    uncut = process(logits, SamplingTensors.from_params(rules).needed(SamplingMode.NOISY), backend)
     assert torch.equal(uncut[sampled], together[sampled]) and sampled
 
 
-@pytest.mark.parametrize("how", ["C++", "plain"])
-def test_a_greedy_row_has_no_noise(how, plain):
-    run = plain if how == "plain" else lambda function, *inputs: function(*inputs)
+@pytest.mark.parametrize("backend", BACKENDS, ids=["ours", "plain"])
+def test_a_greedy_row_has_no_noise(backend):
     greedy = torch.tensor([False, True, False])
     seeds = torch.tensor([[1, 0], [2, 0], [3, 0]])
     key = SamplingTensors(seeds, torch.arange(3), torch.zeros(3, dtype=torch.long), greedy)
     first = torch.tensor([4, 5, 6])
-    noise = run(gumbel, key, first, 2, 130)
+    noise = gumbel(key, first, 2, 130, backend=backend)
     assert not noise[1].any()
-    everywhere = run(gumbel, key._replace(greedy=None), first, 2, 130)
+    everywhere = gumbel(key._replace(greedy=None), first, 2, 130, backend=backend)
     assert torch.equal(noise[~greedy], everywhere[~greedy]) and everywhere[1].all()
 
 

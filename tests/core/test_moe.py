@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,9 @@ from hf.checkpoint import Quantization, WeightFiles
 from hf.weights import load_model
 from linear import Linear
 from model import ModelConfig, RotaryEmbeddings, Transformer
+from ops.backends import TORCH, choose, use_backend
 from ops.cpu import build
-from ops.experts import experts_linear, experts_linear_reference
+from ops.experts import experts_linear
 from ops.formats import FORMATS
 from ops.weight import grouped_reference, unpack
 from quantize import quantize_directory
@@ -42,6 +44,7 @@ COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
 )
 OPERATORS = pytest.mark.skipif(bool(build.load_operators()), reason=build.load_operators() or "-")
+OURS = partial(choose, torch.device("cpu"))
 CONFIG = ModelConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=97, n_experts=4,
     experts_per_token=2,
@@ -82,7 +85,7 @@ def by_rows(x, weight, expert):
 def test_every_row_meets_its_expert(rows, dtype, atol):
     (x, expert), weight = inputs(ROWS[rows], dtype=dtype), weights(dtype=dtype)
     want = by_rows(x.float(), weight.float(), expert)
-    for product in (experts_linear, experts_linear_reference):
+    for product in (OURS(dtype).experts_linear, experts_linear, TORCH.experts_linear):
         y = product(x, weight, expert)
         assert y.dtype == dtype
         torch.testing.assert_close(y.float(), want, atol=atol, rtol=0)
@@ -93,7 +96,7 @@ def test_idle_experts_are_not_read():
     want = experts_linear(x, weight, expert)
     weight[[0, 1, 3, 4, 6, 7]] = float("nan")
     assert torch.equal(experts_linear(x, weight, expert), want)
-    assert experts_linear_reference(x, weight, expert).isfinite().all()  # computed, but not chosen
+    assert TORCH.experts_linear(x, weight, expert).isfinite().all()  # computed, but not chosen
 
 
 def test_registration():
@@ -138,6 +141,7 @@ def feed_forward(format="float", dtype=torch.float32):
     layer = layer.to(dtype).requires_grad_(False)
     if format != "float":
         layer.w13, layer.w2 = (rounded(format, e.weight, group=32) for e in (layer.w13, layer.w2))
+    use_backend(layer, OURS(dtype))
     return layer
 
 
@@ -199,10 +203,10 @@ def test_a_token_does_not_depend_on_the_others(format, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_quantized_experts(format, rows, dtype, plain):
+def test_quantized_experts(format, rows, dtype):
     """Stacked experts compute what a layer of each computes, bit for bit, and that is what the reference says.
 
-    Without a compiler the references serve one expert after the other.
+    PyTorch's backend serves one expert after the other.
     """
     (x, expert), weight = inputs(ROWS[rows], dtype=dtype), weights(n=70)
     stack = rounded(format, weight, group=32)
@@ -216,7 +220,7 @@ def test_quantized_experts(format, rows, dtype, plain):
     atol = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(y.float(), torch.stack(want), atol=atol, rtol=0)
     assert torch.equal(stack.dequantize(), torch.stack([layer.dequantize() for layer in alone]))
-    without = plain(stack, x, expert)
+    without = TORCH.experts_matmul(x, stack.record, expert)
     assert without.dtype == dtype
     torch.testing.assert_close(without, y, atol=1e-5, rtol=max(1e-5, torch.finfo(dtype).eps))
     exact = by_rows(x.float(), stack.dequantize(), expert)

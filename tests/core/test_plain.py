@@ -20,6 +20,7 @@ import generate
 import model
 import ops.attention
 import ops.weight
+from decode import build_cycles
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -34,6 +35,7 @@ from helpers import (
 from helpers import decode as decoded
 from load import load
 from ops import switches, torch_backend
+from ops.backends import TORCH, choose
 from ops.cpu.build import HERE
 from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
 from options import ROOT, GenerateConfig
@@ -112,6 +114,21 @@ def test_tokens_are_vanillas_under_each_family(short_demo, family):
     assert tokens(short_demo, tree="dynamic", **options) == want and len(set(want)) > 3
 
 
+@needs_cpp
+def test_new_cycles_have_the_families_of_their_time(short_demo):
+    """In the target, the drafter and its head."""
+    engine = load(checkpoint=str(short_demo), tree="dynamic", device="cpu", context=128)
+    ours = choose(torch.device("cpu")).matmul
+    assert ours is not torch_backend.matmul
+    for families, function in (([], ours), (["products"], torch_backend.matmul)):
+        set_plain(families)
+        engine = build_cycles(engine)
+        owners = [engine.drafter, engine.drafter.lm_head, *engine.drafter.head.modules()]
+        owners += engine.target.modules()
+        found = {owner.backend.matmul for owner in owners if hasattr(owner, "backend")}
+        assert found == {function}, families
+
+
 def edited(*inputs, **more):
     raise RuntimeError("it was edited")
 
@@ -154,29 +171,32 @@ def test_without_families_no_reference_runs(short_demo, monkeypatch):
 
 
 def test_an_edited_reference_of_experts_is_what_runs(monkeypatch):
-    engine = engine_for(golden_target("models/target_mixtral"), RootOnly(), max_new_tokens=4)
-    want = decoded(engine, PROMPT).history
+    def history():
+        engine = engine_for(golden_target("models/target_mixtral"), RootOnly(), max_new_tokens=4)
+        return decoded(engine, PROMPT).history
+
+    want = history()
     set_plain(["experts"])
-    assert decoded(engine, PROMPT).history == want
-    monkeypatch.setattr("ops.experts.experts_linear_reference", edited)
+    assert history() == want
+    monkeypatch.setattr(torch_backend, "experts_linear", edited)
     with pytest.raises(RuntimeError, match="it was edited"):
-        decoded(engine, PROMPT)
+        history()
 
 
 @pytest.mark.parametrize("form", ["int8", "int4-64", "int4-128-zeros"])
-def test_products_of_cuda_unpack_their_weights(form):
-    """The plain path of the operator on CUDA, here on a CPU."""
-    set_plain(["products", "experts"])
+def test_plain_matmuls_unpack_the_weights_of_cuda(form):
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = quantized(form, 96, 256)
-    run = ops.weight._quantized_matmul_cuda
-    assert torch.equal(run(x, weight.packed, weight.scale, None, "none"), weight.reference(x))
-    wide = run(x, weight.packed, weight.scale, None, "fp32")
+    layout = "INT4_PLANES" if weight.group else "INT8_PLANES"
+    parts = (ops.weight.Part(layout, 96, weight.group),)
+    record = ops.weight.Weight(weight.packed, parts, 256, scale=weight.scale)
+    assert torch.equal(TORCH.matmul(x, record), weight.reference(x))
+    wide = TORCH.matmul(x, record, fp32_out=True)
     assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), weight.reference(x))
     expert = torch.tensor([2, 0, 0, 3, 2])
     stack = quantized_experts(form, 4, 96, 256)
-    lists = ops.experts.expert_lists(expert, 4)
-    got = run(x, stack.weight, stack.scale, lists, "none")
+    record = ops.weight.Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
+    got = TORCH.experts_matmul(x, record, expert)
     torch.testing.assert_close(got, stack.reference(x, expert))
 
 

@@ -373,11 +373,3 @@ def test_weights_of_another_layer_or_format_are_refused():
         ops.weight.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
     with pytest.raises(ValueError, match=r"w8a16 takes scales as \[N\] float32"):
         ops.weight.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
-
-
-def test_no_triton_is_one_clear_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "ops.cuda.qmatmul", raising=False)
-    ops.library.cuda_products.cache_clear()
-    with pytest.raises(ValueError, match="need Triton.*pip install triton"):
-        ops.library.cuda_products()

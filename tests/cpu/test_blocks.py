@@ -39,6 +39,7 @@ import ops.cpu.build
 from helpers import (
     BLOCK_KINDS,
     gguf_blocks,
+    layer_of,
     not_refused,
     packed_blocks,
     random_blocks,
@@ -46,7 +47,7 @@ from helpers import (
     weight_of_blocks,
 )
 from hf.gguf_blocks import Blocks, Numbers
-from linear import Embedding, Linear
+from linear import Embedding
 from ops.library import tiles_in_use
 from ops.weight import blocks_reference, round_activations, rounding_of_blocks, stack
 
@@ -280,14 +281,14 @@ def test_parts_of_several_types(outputs):
     parts = [random_blocks(name, outputs, 512, seed) for seed, name in enumerate(MIXED)]
     bias = random(3 * outputs).bfloat16()
     weight = weight_of_blocks(*parts)
-    layer = Linear.of(weight, fp32_out=True)
-    with_bias = Linear.of(weight, bias)
+    layer = layer_of(weight, fp32_out=True)
+    with_bias = layer_of(weight, bias)
     weights = [widened(part.name, part.content.numpy()) for part in parts]
     assert torch.equal(layer.dequantize(), torch.cat(weights))
     ids = torch.tensor([0, outputs - 1, outputs, 2 * outputs, 3 * outputs - 1])
     assert torch.equal(layer.rows(ids).weight, torch.cat(weights)[ids].bfloat16())
     for x in (random(1, 512), random(2, 13, 512).bfloat16()):
-        alone = [Linear.of(weight_of_blocks(part), fp32_out=True)(x) for part in parts]
+        alone = [layer_of(weight_of_blocks(part), fp32_out=True)(x) for part in parts]
         assert torch.equal(layer(x), torch.cat(alone, -1))
         want = torch.cat(alone, -1).to(x.dtype) + bias
         assert torch.equal(with_bias(x), want) and with_bias(x).dtype == want.dtype
@@ -303,7 +304,7 @@ def test_numbers_beside_blocks(outputs):
     floats = [(random(outputs, 512, seed=seed) / 20).bfloat16() for seed in (7, 8)]
     parts = [Numbers(floats[0]), *blocks, Numbers(floats[1])]
     bias = random(4 * outputs).bfloat16()
-    layer = Linear.of(weight_of_blocks(*parts), bias, fp32_out=True)
+    layer = layer_of(weight_of_blocks(*parts), bias, fp32_out=True)
     weights = [widened(part.name, part.content.numpy()) for part in blocks]
     whole = torch.cat((floats[0].float(), *weights, floats[1].float()))
     assert torch.equal(layer.dequantize(), whole)
@@ -312,11 +313,11 @@ def test_numbers_beside_blocks(outputs):
     each = [floats[0], *(weight_of_blocks(part) for part in blocks), floats[1]]
     for x in (random(1, 512), random(2, 13, 512).bfloat16()):
         biases = bias.split(outputs)
-        alone = [Linear.of(weight, b, fp32_out=True)(x) for weight, b in zip(each, biases)]
+        alone = [layer_of(weight, b, fp32_out=True)(x) for weight, b in zip(each, biases)]
         assert torch.equal(layer(x), torch.cat(alone, -1))
-    experts = Linear.of(stack(iter([weight_of_blocks(*parts)] * 3), 3))
+    experts = layer_of(stack(iter([weight_of_blocks(*parts)] * 3), 3))
     x = random(9, 512, seed=1)
-    want = Linear.of(weight_of_blocks(*parts))(x)
+    want = layer_of(weight_of_blocks(*parts))(x)
     assert torch.equal(experts(x, torch.tensor([2, 0, 2, 2, 0, 2, 2, 0, 0])), want)
 
 
@@ -327,13 +328,13 @@ def test_experts(name):
         weight_of_blocks(random_blocks(name, 48, 512, seed), random_blocks("Q8_0", 48, 512, seed))
         for seed in range(4)
     ]
-    layer = Linear.of(stack(iter(each), 4))
+    layer = layer_of(stack(iter(each), 4))
     x = random(9, 512, seed=1).bfloat16()
     expert = torch.tensor([3, 0, 3, 3, 1, 0, 3, 1, 1])  # 2 has none
     got = layer(x, expert)
     assert got.dtype == torch.bfloat16
     for row, number in enumerate(expert.tolist()):
-        assert torch.equal(got[row], Linear.of(each[number])(x[row]))
+        assert torch.equal(got[row], layer_of(each[number])(x[row]))
     for bad in (4, -1):
         with pytest.raises(RuntimeError, match=f"there is no expert {bad}"):
             layer(x, torch.where(expert == 1, bad, expert))

@@ -562,36 +562,39 @@ def test_bf16_variants_agree(march):
 # ----------------------------------------------------------------------------- which product serves
 
 
-def test_linear_takes_our_product_where_it_can(monkeypatch):
+def test_linear_layers_of_the_backends(monkeypatch):
     weight, x, bias = weights_bf16(33, 64), random(5, 64).bfloat16(), random(33).bfloat16()
+    backend = choose(x.device)
     ours = linear(x, weight, bias)
-    assert torch.equal(ops.linear.linear(x, weight, bias, fp32_out=True), ours)
-    assert torch.equal(ops.linear.linear(x, weight, bias), ours.bfloat16())
-    step = torch.compile(ops.linear.linear, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert torch.equal(backend.linear(x, weight, bias, fp32_out=True), ours)
+    assert torch.equal(backend.linear(x, weight, bias), ours.bfloat16())
+    assert torch.equal(backend.router_logits(x, weight), linear(x, weight))
+    step = torch.compile(backend.linear, fullgraph=True, dynamic=False, backend="aot_eager")
     assert torch.equal(step(x, weight, bias, True), ours)
-    experts = torch.stack((weight, weight * 2))
-    chosen = ops.experts.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1]))
-    assert torch.equal(chosen[[0, 2, 3]], ops.linear.linear(x[[0, 2, 3]], weight))
+    experts, routing = torch.stack((weight, weight * 2)), torch.tensor([0, 1, 0, 0, 1])
+    chosen = backend.experts_linear(x, experts, routing)
+    assert torch.equal(chosen[[0, 2, 3]], backend.linear(x[[0, 2, 3]], weight))
     monkeypatch.setattr("ops.library._cpp_available", [False])
-    assert not ops.linear.has_linear_kernel(x, weight)
+    backend = choose(x.device)
     theirs = F.linear(x, weight, bias)
-    assert torch.equal(ops.linear.linear(x, weight, bias), theirs)
-    assert torch.equal(ops.linear.linear(x, weight, bias, fp32_out=True), theirs.float())
-    again = ops.experts.experts_linear(x, experts, torch.tensor([0, 1, 0, 0, 1]))
-    torch.testing.assert_close(again, chosen)
+    assert torch.equal(backend.linear(x, weight, bias), theirs)
+    assert torch.equal(backend.linear(x, weight, bias, fp32_out=True), theirs.float())
+    torch.testing.assert_close(backend.experts_linear(x, experts, routing), chosen)
+    torch.testing.assert_close(TORCH.experts_linear(x, experts, routing), chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_linear_in_other_dtypes_is_pytorchs(dtype):
     weight, x = random(33, 64).to(dtype), random(5, 64).to(dtype)
-    assert not ops.linear.has_linear_kernel(x, weight)
-    assert torch.equal(ops.linear.linear(x, weight), F.linear(x, weight))
+    backend = choose(x.device, dtype)
+    assert backend.linear is TORCH.linear and backend.router_logits is TORCH.router_logits
+    assert torch.equal(backend.linear(x, weight), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_linear_has_gradients(compiled):
-    """PyTorch's product where something learns: the input of a frozen layer, or the layer; autocast does the same."""
-    product = ops.linear.linear
+    """PyTorch's, where something learns: the input of a frozen layer, or the layer; autocast does the same."""
+    product = TORCH.linear
     if compiled:
         product = torch.compile(product, fullgraph=True, backend="aot_eager")
     for learns in ("x", "weight", "both"):
@@ -604,13 +607,43 @@ def test_linear_has_gradients(compiled):
             x.grad = weight.grad = None
         for ours, theirs in zip(*grads):
             assert ours is theirs is None or torch.equal(ours, theirs)
-        with torch.no_grad():
-            assert ops.linear.has_linear_kernel(x, weight)
     x, weight = random(5, 64), random(33, 64).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = product(x, weight)
         assert y.dtype == torch.bfloat16 and y.requires_grad
         assert torch.equal(y, F.linear(x, weight))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operators_refuse_inputs_that_need_gradients(compiled):
+    """In C++ and in Python, also in a list; they run where gradients are off."""
+    x, weight = random(5, 64).bfloat16(), weights_bf16(33, 64)
+    product = choose(x.device).linear
+    if compiled:
+        product = torch.compile(product, fullgraph=True, backend="aot_eager")
+    want = product(x, weight)
+    weight.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"gpt_eagle::matmul has no gradients.*use_backend\(mod"):
+        product(x, weight)
+    with torch.no_grad():
+        assert torch.equal(product(x, weight), want)
+    inputs = {"q": random(1, 1, 2, 16), "k": random(1, 2, 4, 16), "v": random(1, 2, 4, 16)}
+    window = (torch.zeros(1, dtype=torch.long), torch.ones(1, 1, 1, dtype=torch.bool))
+    for name in inputs:
+        given = inputs | {name: inputs[name].clone().requires_grad_()}
+        with pytest.raises(RuntimeError, match="gpt_eagle::tree_attention has no gradients"):
+            ops.attention.attention(*given.values(), *window)
+    buffers = [random(1, 1, 4, 4), random(1, 1, 4, 4).requires_grad_() * 1]
+    with pytest.raises(RuntimeError, match="gpt_eagle::move_rows has no gradients"):
+        torch.ops.gpt_eagle.move_rows(buffers, window[0], torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_every_operator_refuses_inputs_that_need_gradients():
+    for device in ("cuda", "cpu"):  # with those in Triton, where it is installed
+        choose(torch.device(device))
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gpt_eagle::")]
+    refuses = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert len(names) > 40 and not [name for name in names if not refuses(name, "Autograd")]
 
 
 # ---------------------------------------------------------------------------------------- attention

@@ -49,7 +49,7 @@ from kv_cache import KVCache, sliding
 from load import warm_up
 from model import ModelConfig
 from ops import torch_backend
-from ops.backends import choose
+from ops.backends import choose, use_backend
 from ops.epilogues import LazyMatmul, UnnormalizedRows
 from options import DEMO, GenerateConfig
 from runtime import WARM_UPS
@@ -462,10 +462,10 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     def layer(at: slice = slice(None)) -> tuple[torch.Tensor, ...]:
         operands = product(x[:, at], narrow).operands()
         total, *norm = torch.ops.gpt_eagle.add_product(*operands, stream[:, at], scale, 1e-5)
-        gated = ops.epilogues.swiglu(product(UnnormalizedRows(*norm), wide), OURS)
+        gated = OURS.swiglu(product(UnnormalizedRows(*norm), wide))
         angles = tuple(part[:, at] for part in rope)
         qkv = product(UnnormalizedRows(*norm), narrow)  # of 16 + 2 x 8 heads
-        q = ops.epilogues.rotary_cache(qkv, angles, *caches, slots[:, at], None, OURS)
+        q = OURS.rotary_cache(qkv, angles, *caches, slots[:, at])
         wide_x = product(gated, narrow).operands()
         if form == "float":
             scores = ops.linear.halves_product(*wide_x[:2], "fp32")
@@ -546,7 +546,7 @@ def test_product_with_experts(poisoned, form, dtype, N, K):
     for name, spread in ROUTINGS.items():
         expert = torch.tensor(spread, device="cuda")
         x = torch.randn(len(expert), K, device="cuda").to(dtype)
-        got = weights.operator(x, ops.experts.route(expert, 8))
+        got = weights.operator(x, OURS.route(expert, 8))
         check_product(got, weights.reference(x.float(), expert), dtype, name)
 
 
@@ -557,9 +557,9 @@ def test_eight_of_128_experts(poisoned, form):
     for tokens in (1, 7, 60, 256):
         expert = torch.rand(tokens, 128, device="cuda").topk(8).indices.flatten()
         x = torch.randn(len(expert), 384, device="cuda").bfloat16()
-        got = weights.operator(x, ops.experts.route(expert, 128))
+        got = weights.operator(x, OURS.route(expert, 128))
         check_product(got, weights.reference(x.float(), expert), torch.bfloat16, tokens)
-        alone = weights.operator(x[:8], ops.experts.route(expert[:8], 128))
+        alone = weights.operator(x[:8], OURS.route(expert[:8], 128))
         assert torch.equal(alone, got[:8]), tokens
 
 
@@ -571,17 +571,15 @@ def test_a_row_has_the_same_bits_beside_any_others_of_its_expert(form, dtype, N,
     weights = expert_weights(form, N, K, dtype)
     expert = torch.randint(8, (300,), device="cuda")
     x = torch.randn(300, K, device="cuda").to(dtype)
-    whole = weights.operator(x, ops.experts.route(expert, 8))
+    whole = weights.operator(x, OURS.route(expert, 8))
     for rows in (1, 2, 5, 16, 32, 33, 120, 128, 129):
         for part in (slice(rows), slice(-rows, None)):
-            got = weights.operator(x[part], ops.experts.route(expert[part], 8))
+            got = weights.operator(x[part], OURS.route(expert[part], 8))
             assert torch.equal(got, whole[part]), rows
     order = torch.randperm(300, device="cuda")
-    assert torch.equal(
-        weights.operator(x[order], ops.experts.route(expert[order], 8)), whole[order]
-    )
+    assert torch.equal(weights.operator(x[order], OURS.route(expert[order], 8)), whole[order])
     for e in range(8):
-        crowded = weights.operator(x, ops.experts.route(torch.full_like(expert, e), 8))
+        crowded = weights.operator(x, OURS.route(torch.full_like(expert, e), 8))
         assert torch.equal(crowded[expert == e], whole[expert == e]), e
 
 
@@ -598,6 +596,7 @@ def expert_layer(format, dtype=torch.bfloat16):
     if format != "none":
         for name in ("w13", "w2"):
             setattr(layer, name, rounded(format, getattr(layer, name).weight))
+    use_backend(layer, OURS)
     return layer
 
 

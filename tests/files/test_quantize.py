@@ -28,7 +28,7 @@ import quantize
 from base.io import read_json
 from eagle_draft import load_head
 from generate import generate, load, main
-from helpers import GOLDEN, rounded
+from helpers import GOLDEN, layer_of, rounded
 from hf import checkpoint
 from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from hf.heads import draft_lm_head
@@ -155,7 +155,7 @@ def test_int8_in_groups(group):
     parts = Int8.decode(*Int8.encode(WEIGHTS["normal"], group))
     errors = [(w - WEIGHTS["normal"]).square().mean() for w in (parts, whole)]
     assert errors[0] < 0.9 * errors[1]
-    layer = Linear.of(Int8.pack(codes, scale))
+    layer = layer_of(Int8.pack(codes, scale))
     assert torch.equal(layer.dequantize(), wide)
     assert layer.data.shape == (2 * 256 // group * 32 * (group + 2),)  # scales of 2 bytes
 
@@ -263,10 +263,10 @@ def test_zero_points_and_scales_are_kept_exactly(products, group, packed, dtype)
     """In groups of every size, of all inputs too: the weight has the very bits, and so has a layer of some rows."""
     k = 2 * group if group < 256 else group
     codes, scale, zero, weight = foreign(97, k, group, dtype)
-    layer = Linear.of(Int4.pack(codes, scale, zero), random(97))
+    layer = layer_of(Int4.pack(codes, scale, zero), random(97))
     assert layer.group_size == packed and torch.equal(layer.dequantize(), weight)
     again = Int4.pack(*unpack(layer.record))
-    assert_same_bits(Linear.of(again, layer.bias), layer)
+    assert_same_bits(layer_of(again, layer.bias), layer)
     ids = torch.tensor([5, 96, 0])
     assert torch.equal(layer.rows(ids).dequantize(), weight[ids])
     x = random(26, k, seed=1)
@@ -287,20 +287,20 @@ def test_equal_zero_points_are_as_good_as_none(dtype):
     """0 has the bits of none; and a zero point of 1 those of codes that are one less."""
     codes, scale, _, _ = foreign(97, 256, 64, dtype)
     codes, x, zero = codes.clamp(max=6), random(5, 256), torch.zeros_like(scale, dtype=torch.int8)
-    want = Linear.of(Int4.pack(codes, scale))(x)
-    assert torch.equal(Linear.of(Int4.pack(codes, scale, zero))(x), want)
-    assert torch.equal(Linear.of(Int4.pack(codes + 1, scale, zero + 1))(x), want)
+    want = layer_of(Int4.pack(codes, scale))(x)
+    assert torch.equal(layer_of(Int4.pack(codes, scale, zero))(x), want)
+    assert torch.equal(layer_of(Int4.pack(codes + 1, scale, zero + 1))(x), want)
 
 
 @SCALES
 def test_experts_with_zero_points(products, dtype):
     parts = [foreign(40, 192, 64, dtype, seed) for seed in range(3)]
-    layer = Linear.of(stack((Int4.pack(*part[:3]) for part in parts), 3))
+    layer = layer_of(stack((Int4.pack(*part[:3]) for part in parts), 3))
     assert torch.equal(layer.dequantize(), torch.stack([weight for *_, weight in parts]))
     x, expert = random(9, 192), torch.tensor([2, 0, 2, 2, 0, 2, 2, 0, 0])
     y = layer(x, expert)
     for e in (0, 2):
-        alone = Linear.of(Int4.pack(*parts[e][:3]))
+        alone = layer_of(Int4.pack(*parts[e][:3]))
         assert torch.equal(y[expert == e], alone(x[expert == e]))
 
 

@@ -21,7 +21,9 @@ from hf.chat import CHAT_TEMPLATES, JinjaTemplate
 from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
+from hf.weights import load_model
 from ops.backends import TORCH, use_backend
+from ops.library import has_cpu_operators
 from options import DEMO
 from scripts.train import train_block, train_eagle, training
 from scripts.train.acceptance import Chains, evaluate
@@ -59,6 +61,23 @@ def test_official_loss_and_gradients():
     for ours, theirs in head_names(head.config).items():
         norm = sum(case["grad_l2_norms"][n] ** 2 for n in theirs) ** 0.5
         assert float(head.get_parameter(ours).grad.norm()) == pytest.approx(norm, rel=1e-3), ours
+
+
+@pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
+def test_what_learns_must_not_run_our_operators():
+    """The head itself, and the target's LM head in bf16, of which training takes a copy."""
+    head = golden_head().requires_grad_(True)
+    with pytest.raises(RuntimeError, match="has no gradients"):
+        official_losses(head)
+    use_backend(head, TORCH)
+    target = load_model(GOLDEN / "models/target_llama_mha", torch.bfloat16)
+    losses = train_eagle.losses_of(train_eagle.TrainConfig(device="cpu"), head, target, False)
+    tokens = torch.arange(7)[None]
+    features = target(tokens, tokens).float()
+    sum(losses((tokens, tokens >= 0, features, None), 0)).backward()
+    assert head.fc.weight.grad.isfinite().all() and head.fc.weight.grad.any()
+    with pytest.raises(RuntimeError, match="gpt_eagle::matmul has no gradients"):
+        target.lm_head(features.requires_grad_())
 
 
 def test_chains_from_every_start_agree_with_the_loop():
