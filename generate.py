@@ -387,14 +387,12 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     quiet = "-" in (config.json, config.trace, config.profile)
     live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
     separators = chain([""], repeat("\n"))  # a blank line between answers
-    named = len(streams) > 1 or any(map(has_turns, batch.conversations))
     status = StatusLine()
     count = Counter()  # of tokens and of finished conversations
 
     def print_texts(texts: list[str]) -> None:
         status.show("")
-        for text in texts:
-            print(next(separators) + text, flush=True)
+        print(next(separators) + "\n\n".join(texts), flush=True)
 
     show = in_order(streams, print_texts)
     show_piece = printer(sys.stdout)  # of a text that is printed as it is decoded
@@ -414,8 +412,8 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         if not quiet and not live:
             field = "text" if engine.tokenizer else "tokens"
             texts = [str(turn[field]) for turn in decoded]
-            if named:
-                conversation = prompts[turns[0].index[0]]
+            conversation = prompts[turns[0].index[0]]
+            if len(streams) > 1 or has_turns(conversation):
                 texts = with_titles(texts, turns, conversation, config.num_samples)
             show(turns[0].index[:2], texts)
 
