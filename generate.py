@@ -377,8 +377,6 @@ def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, 
 
 def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     """Decode all conversations, print each when it is finished, and write the files."""
-    from hf.chat import OnTerminal
-
     config = engine.config
     batch = Batch(engine, prompts)
     streams = batch.streams
@@ -391,26 +389,22 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     quiet = "-" in (config.json, config.trace, config.profile)
     live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
     separators = chain([""], repeat("\n"))  # a blank line between answers
-    named = len(streams) > 1 or any(map(has_turns, batch.conversations))
-    shown = OnTerminal(engine.template)
     status = StatusLine()
     count = Counter()  # of tokens and of finished conversations
 
     def print_texts(texts: list[str]) -> None:
         status.show("")
-        for text in texts:
-            print(next(separators) + text, flush=True)
+        print(next(separators) + "\n\n".join(texts), flush=True)
 
     show = in_order(streams, print_texts)
-    show_piece = printer(sys.stdout)  # of a text that is printed as it is decoded
+    show_piece = piece_printer(engine)
 
     def on_pieces(pieces: list[Piece]) -> None:
         count["tokens"] += sum(len(piece.tokens) for piece in pieces)
         done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
         status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
         for piece in pieces if live else ():
-            thought, answer, _ = shown.push(piece.text, piece.request.reason != "")
-            show_piece(thought + answer)
+            show_piece(piece)
 
     def on_finished(turns: list[Turn]) -> None:
         count["finished"] += 1
@@ -420,8 +414,8 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         if not quiet and not live:
             field = "text" if engine.tokenizer else "tokens"
             texts = [str(turn[field]) for turn in decoded]
-            if named:
-                conversation = prompts[turns[0].index[0]]
+            conversation = prompts[turns[0].index[0]]
+            if len(streams) > 1 or has_turns(conversation):
                 texts = with_titles(texts, turns, conversation, config.num_samples)
             show(turns[0].index[:2], texts)
 
@@ -439,6 +433,20 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     write_files(engine, result, profiler)
     for turn in batch.entries:
         require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
+
+
+def piece_printer(engine: Engine) -> Callable[[Piece], None]:
+    """Return a function that prints the text of a piece, as it is decoded."""
+    from hf.chat import OnTerminal
+
+    shown = OnTerminal(engine.template)
+    show = printer(sys.stdout)
+
+    def show_piece(piece: Piece) -> None:
+        thought, answer, _ = shown.push(piece.text, piece.request.reason != "")
+        show(thought + answer)
+
+    return show_piece
 
 
 def log_rate(engine: Engine, result: Result) -> None:
