@@ -176,7 +176,9 @@ class TypedAhead:
             if self.wake in ready:
                 os.read(self.wake, 1)
                 return
-            keys = os.read(self.file, 1 << 16)
+            keys = b""
+            with suppress(OSError):
+                keys = os.read(self.file, 1 << 16)
             if not keys:  # the terminal has gone
                 return
             with self.lock:
