@@ -9,6 +9,7 @@ Not here: reading a command line (base/parsing.py); reading prompts (cli/prompts
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -236,8 +237,14 @@ class GenerateConfig:
 
     # of single runs
     prompt_ids: str | None = setting(None, "token ids to continue, as 5,17,3; needs no tokenizer")
+    control_tokens: str = setting(
+        "programs",
+        "which texts may name control tokens, as <|im_end|>: programs, those that no chat template "
+        "is put around; all, the messages of a chat too; or none",
+        ("programs", "all", "none"),
+    )
     num_samples: int = setting(
-        1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6
+        1, "continuations per prompt", needs=(NOT_CHAT, SAMPLED), least=1, most=10**6
     )
     ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
     show_drafts: bool = setting(
@@ -324,6 +331,11 @@ class GenerateConfig:
     def sampling(self) -> Sampling:
         """The parameters of the target's distribution."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def has_schema(self) -> bool:
+        """Return whether every answer follows a JSON schema."""
+        return self.grammar.endswith(".json")
 
     @property
     def tree_shape(self) -> str:
@@ -419,6 +431,14 @@ class GenerateConfig:
             f"--set group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         )
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
+        cores = os.cpu_count() or self.threads
+        threads_fault = (
+            f"--set threads must be at most {cores}, the cores here; it is {self.threads}"
+        )
+        require(self.threads <= cores, threads_fault)
+        for flag, needed in (("--interactive", self.interactive), ("--grammar", self.grammar)):
+            fault = f"{flag} is in the folder extras/, which is not here; restore it"
+            require(not needed or has_extras(), fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from base.io import parse_json, parse_jsonl, read_named
+from base.io import LocalError, one_line, parse_json, parse_jsonl, read_named
 from base.parsing import by_names, check_kinds, require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
@@ -63,12 +63,24 @@ def read_grammar(config: GenerateConfig) -> str | dict | None:
     text = read_named(path, "--grammar")
     installed = importlib.util.find_spec("llguidance") is not None
     require(installed, "--grammar needs llguidance; run: pip install llguidance")
-    if not config.grammar.endswith(".json"):
+    if not config.has_schema:
+        _check_grammar(text)
         return text
     schema = parse_json(text, f"--grammar {config.grammar}")
     fault = f"--grammar {config.grammar} must hold a JSON schema, which is an object; correct it"
     require(isinstance(schema, dict), fault)
     return schema
+
+
+def _check_grammar(text: str) -> None:
+    """Check a grammar in Lark or GBNF. A schema is checked when it is compiled."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        fault = LLMatcher.validate_grammar(grammar_from("grammar", text))
+    except ValueError as error:
+        fault = str(error)
+    require(not fault, f"the grammar is refused: {one_line(fault)}; correct it")
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -132,6 +144,10 @@ def as_conversation(prompt: str | Conversation) -> Conversation:
     return items
 
 
+class ContextOverflow(LocalError):
+    """The error for a prompt that is longer than the context."""
+
+
 def check_ids(ids: list[int], model: Any, context: int) -> list[int]:
     """Read the token ids of a prompt.
 
@@ -149,11 +165,19 @@ def check_ids(ids: list[int], model: Any, context: int) -> list[int]:
         remedy = "shorten it"
         if context < model.max_context:
             remedy = f"shorten it or raise --context, up to {model.max_context}"
-        raise ValueError(
+        raise ContextOverflow(
             f"the prompt has {len(ids)} tokens, the context holds {context} "
-            f"with at least one new token; {remedy}"
+            f"with at least one new token; {remedy}",
+            # words by which langchain, litellm and others know to shorten a conversation
+            f"This model's maximum context length is {context} tokens with at least one new token, "
+            f"and the prompt has {len(ids)}; shorten it",
         )
     return ids
+
+
+def answer_room(most: int, context: int) -> int:
+    """Return the tokens that a chat's oldest turns make room for. most: tokens of an answer"""
+    return min(most, context // 2)
 
 
 def with_options(
@@ -181,6 +205,8 @@ def with_options(
     draws = []
     for number in range(count):
         own = replace(config, **{name: values[number] for name, values in several.items()})
+        fault = "num_samples has no effect at temperature 0; set temperature"
+        require(own.num_samples == 1 or own.temperature > 0, fault)
         own.check_numbers()
         check_sampled(own)
         draws.append((own.sampling, own.seed))

@@ -30,6 +30,7 @@ from hf.checkpoint import (
     scale_name,
 )
 from hf.gguf_blocks import keeps_blocks
+from hf.stacks import StackedFiles, has_stacks, plain_config
 from model import ModelConfig
 from models import registry
 from models.keys import all_ids
@@ -69,6 +70,8 @@ def open_source(path: Path) -> TensorSource:
 
         return GgufFile(path)
     files = open_files(path)
+    if has_stacks(files):
+        return StackedFiles(files)
     if foreign_quantization(files.config) is None:
         return files
     from hf.gptq_awq import QuantizedFiles
@@ -83,7 +86,9 @@ def open_files(path: Path) -> WeightFiles:
     only; two that differ are both used, as in transformers 5.
     """
     files = WeightFiles(path)
-    readers = split_experts(files.readers)
+    readers = files.readers
+    if str(files.config.get("model_type")).startswith("qwen3_5_moe"):
+        readers = split_experts(readers)
     is_head = "fc.weight" in readers  # a draft head's names have no prefix
     if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
@@ -103,12 +108,13 @@ def open_files(path: Path) -> WeightFiles:
     return files
 
 
-# a stack of all experts' matrices -> the matrices of an expert, one below the other
+# a stack of all experts' matrices -> the matrices of an expert, one below the other; those of
+# gpt-oss, in stacks.py, lie in another order
 STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 
 def split_experts(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Name the matrices of each expert in files that hold a layer's experts in one tensor."""
+    """Name the matrices of each expert of Qwen3.5, whose files may hold a layer's in one tensor."""
     split = {}
     for name, read in readers.items():
         matrices = next((STACKS[end] for end in STACKS if name.endswith(end)), None)
@@ -138,7 +144,7 @@ def read_raw(path: Path) -> dict:
     """
     if is_gguf(path):
         return open_source(path).config
-    raw = read_model_config(path)
+    raw = plain_config(read_model_config(path))
     if foreign_quantization(raw) is None:
         return raw
     from hf.quant_config import as_ours

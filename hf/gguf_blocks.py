@@ -21,7 +21,7 @@ from torch import Tensor
 
 from base.io import is_gguf
 from base.rank import this_rank
-from hf.checkpoint import Codes
+from hf.checkpoint import Codes, is_mxfp4, read_model_config
 from ops.library import has_cpu_operators
 from ops.weight import LAYOUTS, Part
 from options import GenerateConfig
@@ -29,19 +29,27 @@ from options import GenerateConfig
 NAMES = {layout.id: name for name, layout in LAYOUTS.items() if layout.format == "blocks"}
 Q4_0 = 2  # of GGUF
 Q4_0_BYTES = 18  # of a block
+MXFP4 = 39  # of GGUF
 
 
 def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
     """Return whether a checkpoint's weights stay in the file's own blocks, or their codes on CUDA.
 
     config: `dtype` as the user gave it
-    Returns: True for a GGUF file on one device, unless dtype is given.
+    Returns: True for a GGUF file or a directory in MXFP4 on one device, unless dtype is given.
     """
-    as_stored = is_gguf(path) and not config.dtype and not config.inflate
+    as_stored = not config.dtype and not config.inflate and _has_blocks(path)
     if not as_stored or this_rank().world_size > 1:
         return False
     on_cpu = config.device == "cpu" and has_cpu_operators("products")
     return on_cpu or config.device.startswith("cuda")
+
+
+def _has_blocks(path: Path) -> bool:
+    """Return whether a checkpoint is one whose weights may be in blocks."""
+    if is_gguf(path):
+        return True
+    return (path / "config.json").is_file() and is_mxfp4(read_model_config(path))
 
 
 class Blocks(NamedTuple):

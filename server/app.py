@@ -57,6 +57,7 @@ from server.batcher import Batcher, Delta, Job, Refusal
 from server.parameters import ABOUT, SHOWN, RequestParams, RequestReader, ServeConfig, no_model
 from server.replies import Reply, joined
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
+from server.turns import dropped_messages
 
 PAGE = Path(__file__).with_name("page.html")
 OF_THE_PAGE = {
@@ -97,6 +98,7 @@ class Server:
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
+            Route("/v1/fit", self.fit, methods=["POST"]),
             Route("/v1/completions", partial(self.answer, chat=False), methods=["POST"]),
             Route("/v1/chat/completions", partial(self.answer, chat=True), methods=["POST"]),
         ]
@@ -108,10 +110,10 @@ class Server:
         }
         config = self.config
         guards = []
-        if is_loopback(config.host):
-            # against a page of another site whose name is resolved to this machine
-            names = {"localhost", "127.0.0.1", "[::1]", config.host.lower()}
-            guards = [Middleware(KnownHosts, names=names)]
+        further = {name.strip() for name in config.allowed_hosts.lower().split(",")}
+        if is_loopback(config.host) and "*" not in further:
+            names = {"localhost", "127.0.0.1", "[::1]", config.host.lower()} | (further - {""})
+            guards = [Middleware(KnownHosts, names=names, key=config.api_key)]
         if config.cors:  # before the key, which a browser's question about origins does not bring
             origins = config.cors.split(",")
             allowed = {"allow_origins": origins, "allow_headers": ["*"], "allow_methods": ["*"]}
@@ -160,6 +162,14 @@ class Server:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "gpt-eagle"}
         return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
 
+    async def fit(self, request: Request) -> Response:
+        """Answer how many of the oldest messages the page leaves out of its next request."""
+        body = await json_body(request, self.config.max_body)
+        chat = self.engine.template is not None
+        async with self.reading:
+            dropped = await asyncio.to_thread(dropped_messages, self.reader, body, chat)
+        return JSONResponse({"dropped": dropped})
+
     async def answer(self, request: Request, chat: bool) -> Response:
         """Answer a completion or a chat."""
         body = await json_body(request, self.config.max_body)
@@ -196,14 +206,13 @@ class Server:
         jobs = []
         for number, prompt in enumerate(asked.prompts):
             for sample in range(asked.samples):
-                shown = asked.tools.syntax.controls if asked.tools else frozenset()
                 job = Job(
                     prompt,
                     asked.sampling,
                     asked.seed,
                     asked.most,
                     noise_id=(number, sample),
-                    decoder=engine.tokenizer.stream(not chat, shown),
+                    decoder=engine.tokenizer.stream(not chat, asked.shown),
                     stops=asked.stops,
                     guide=asked.guide,
                     drafts=asked.wants_drafts,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple
 
+from base.io import log_note
 from decode import Engine
 from extras.drafted import Drafted, DraftMarks, Nodes, Spans
 from extras.logprobs import Logprob, Logprobs
@@ -29,11 +30,14 @@ ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"
 class Refusal(Exception):
     """A request that is not served."""
 
-    def __init__(self, status: int, message: str, param: str | None = None):
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        """param, code: of OpenAI's errors"""
         super().__init__(message)
         self.status = status
         kind = ERROR_TYPES.get(status, "invalid_request_error")
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Scored(NamedTuple):
@@ -69,6 +73,7 @@ class Delta(NamedTuple):
     reason: str | None  # "stop" or "length" at the end of the answer
     scored: list[Scored]  # the tokens that begin in the text, where the request asks for them
     drafts: Drafts = Drafts()
+    cut_by: str = ""  # at the end of an answer that was cut: "max_tokens" or "context"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -109,8 +114,10 @@ class Job(Request):
     def delta(self, text: str) -> Delta:
         """Return the text that became certain, and everything of the tokens since the last one."""
         reason = None
+        cut_by = ""
         if self.reason:
             reason = "stop" if self.reason == "stop" else "length"
+            cut_by = {"length": "max_tokens", "context": "context"}.get(self.reason, "")
         scored = []
         while self.scored and self.scored[0].start < len(self.text):
             scored.append(self.scored.popleft())
@@ -118,7 +125,7 @@ class Job(Request):
         if text or reason:
             drafts = self.drafts_left._replace(spans=tuple(self.spans.take(len(text))))
             self.drafts_left = Drafts()
-        return Delta(self.choice, text, len(self.tokens), reason, scored, drafts)
+        return Delta(self.choice, text, len(self.tokens), reason, scored, drafts, cut_by)
 
 
 class Batcher(threading.Thread):
@@ -226,7 +233,11 @@ class Batcher(threading.Thread):
         if job.fault:
             with self.changed:
                 self._remove(job, "left")
-            job.tell(Refusal(500 if job.reason == "nan" else 400, job.fault))
+            refusal = Refusal(400, job.fault)
+            if job.reason == "nan":
+                log_note(job.fault)  # with a remedy, which is no client's
+                refusal = Refusal(500, f"{job.fault.partition(':')[0]}; see the terminal")
+            job.tell(refusal)
             return
         job.add(piece, self.logprobs.take(job.place), self.drafted.take(job.place))
         delta = job.delta(piece.text)

@@ -14,13 +14,23 @@ import torch
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
+from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
+
 import generate as program  # noqa: E402
 import sampling  # noqa: E402
 from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
 from extras.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
 from extras.grammar import MOST_BYTES, STYLE, Grammar, TextGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
-from helpers import InTurn, fresh, record, slow, trimmed_head  # noqa: E402
+from helpers import (  # noqa: E402
+    InTurn,
+    fresh,
+    record,
+    slow,
+    trimmed_head,
+    write_random_llama,
+)
+from hf.tokenizer import Tokenizer  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from session import Session  # noqa: E402
@@ -245,6 +255,33 @@ def test_outputs_of_schemas_parse_and_validate(first, count):
             assert json.loads(json.dumps(value)) == value
 
 
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("further", [1, 40])
+def test_a_tokenizer_with_more_tokens_than_the_model(draft, further, tmp_path):
+    """As Gemma's, or that of a fine-tune with a [PAD] of its own; one would spell a forced text."""
+    names = [*CONTROLS[1:], '"name"', *(f"<pad {n}>" for n in range(further))]
+    build_json(tmp_path, [CONTROLS[0]], bos=False)
+    tokenizer = Tokenizer.load(tmp_path)
+    vocab = tokenizer.vocab_size
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    added = content["added_tokens"]
+    added += [added[0] | {"id": vocab + n, "content": name, "special": name != '"name"'} for n, name in enumerate(names)]  # fmt: skip
+    write(tmp_path, "tokenizer.json", content)
+    model = tmp_path / "model"
+    model.mkdir()
+    write_random_llama(model, vocab_size=vocab)
+    (tmp_path / "tokenizer.json").rename(model / "tokenizer.json")
+    write(model, "generation_config.json", {"eos_token_id": tokenizer.id_of(CONTROLS[0])})
+    engine = load(checkpoint=str(model), device="cpu", draft=draft, max_new_tokens=200)
+    assert engine.tokenizer.vocab_size == vocab + len(names) > engine.target.config.vocab_size
+    (tokens,) = generate(engine, ["A person: "], grammar=PERSON).tokens
+    text = engine.tokenizer.decode(tokens)
+    assert max(tokens) < vocab and text.startswith('{"name": "')
+    jsonschema.validate(json.loads(text), PERSON)
+    (free,) = generate(engine, ["A person: "]).tokens
+    assert free != tokens
+
+
 def test_turns_and_streams_follow_the_grammar(tmp_path):
     """The grammar of --grammar is that of every answer: of turns, streams and samples."""
     file = tmp_path / "person.json"
@@ -325,8 +362,8 @@ def test_the_command_line(name, text, begin, tmp_path, capsys):
     file.write_text(text)
     argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file), "--prompt", PROMPT]
     program.main([*argv, "--compare", "--max_new_tokens", "60"])
-    shown = capsys.readouterr().out
-    assert shown.startswith(begin) and "100 % of sequences identical" in shown
+    shown, err = capsys.readouterr()
+    assert shown.startswith(begin) and "100 % of sequences identical" in err
 
 
 @pytest.mark.parametrize("text, missing, message", [
@@ -343,8 +380,9 @@ def test_mistakes_of_the_command_line(tmp_path, monkeypatch, capsys, text, missi
         monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(SystemExit) as stop:
         program.main(["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file)])
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and message in err and len(err.splitlines()) == 1, err
+    *rate, last = capsys.readouterr().err.splitlines()
+    decoded = text == DEAD and not missing
+    assert (stop.value.code, rate) == (2, ["1 token"] if decoded else []) and message in last, last
 
 
 def test_one_dead_end_among_prompts_loses_no_result(tmp_path, capsys):
@@ -358,7 +396,8 @@ def test_one_dead_end_among_prompts_loses_no_result(tmp_path, capsys):
     argv += ["--prompt_file", str(prompts), "--set", f"results={results}", "--json", str(out)]
     with pytest.raises(SystemExit) as stop:
         program.main(argv)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.startswith("generate.py: prompt 1: the grammar allows")
+    rate, last = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and rate == "2 tokens"
+    assert last.startswith("generate.py: prompt 1: the grammar allows")
     assert json.loads(out.read_text())["finish_reason"] == ["grammar", "grammar"]
     assert len(results.read_text().splitlines()) == 2

@@ -24,6 +24,7 @@ from kv_cache import KVCache, Window, with_slots
 from model import ModelConfig, Transformer, run_layers, windows_of
 from models import registry
 from models.gemma3 import Gemma3
+from models.gpt_oss import GptOss
 from models.qwen3_5 import Qwen35
 from ops.backends import TORCH, choose, use_backend
 from ops.cpu.layers import Program, fits, steps_of
@@ -48,6 +49,9 @@ MODELS = {
     "qwen3_5": Qwen35(
         *SIZES, qk_norm=True, rotary_dim=8, key_heads=2, value_heads=4, key_dim=16, value_dim=16,
         recurrent_layers=(0, 2),
+    ),
+    "gpt-oss": GptOss(
+        *SIZES, qkv_bias=True, o_bias=True, n_experts=5, experts_per_token=2, window=4, sliding_layers=(0, 2), limit=0.5,
     ),
 }  # fmt: skip
 EAGLE3 = Eagle3((0, 1), 64, 40)
@@ -207,13 +211,8 @@ def test_merged_steps_compute_what_their_parts_do(name):
 
 def test_segments_of_one_kind_are_equal():
     """A compiled call serves all layers of a kind, and no other."""
-    for name, kinds in {
-        "llama": 1,
-        "mixtral": 1,
-        "qwen3 moe": 2,
-        "gemma3": 2,
-        "qwen3_5": 2,
-    }.items():
+    kinds_of = {"llama": 1, "mixtral": 1, "qwen3 moe": 2, "gemma3": 2, "gpt-oss": 2, "qwen3_5": 2}
+    for name, kinds in kinds_of.items():
         model, _ = model_of(name)
         fused = FusedLayers(model.layers, model.last, model)
         assert len({segment.steps for segment in fused.segments}) == kinds, name
