@@ -148,8 +148,7 @@ def load_weights(
                 setattr(model, owner, Embedding(weight))
                 continue
             module = model.get_submodule(owner)
-            dtype = torch.float32 if isinstance(module, DecayGates) else storage.dtype
-            value = loading.parameter(theirs, params[ours].shape, dtype)
+            value = loading.parameter(theirs, params[ours].shape, isinstance(module, DecayGates))
             setattr(module, leaf, nn.Parameter(value, requires_grad=False))
     if loading.wide:
         log_note(
@@ -305,12 +304,13 @@ class _Loading:
     pages: HugePages | None
     wide: list[str] = field(default_factory=list)  # weights that the device's product cannot hold
 
-    def parameter(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a parameter that stays float.
+    def parameter(self, names: tuple[str, ...], shape: torch.Size, wide: bool) -> Tensor:
+        """Return a parameter that stays float. wide: in fp32, whatever the others are
 
         shape: [N] or [N, K], or of experts, each with its own names, [E, N] or [E, N, K]; any other
             where one tensor holds it
         """
+        dtype = torch.float32 if wide else self.storage.dtype
         is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))
         if not is_stack or len(names) < shape[0]:
             on_cpu = self.storage.device == "cpu"
