@@ -161,6 +161,9 @@ class Eagle3Head(EagleHead):
             self.embedding = nn.Embedding.from_pretrained(zeros)
         if eagle3.lm_head:
             self.lm_head = Linear(model.dim, eagle3.draft_vocab, bias=False, fp32_out=True)
+        if eagle3.mask_token is not None:
+            width = len(eagle3.aux_layers) or 1
+            self.mask_hidden = nn.Parameter(torch.zeros(width * eagle3.target_dim))
 
     def make_steps(self) -> None:
         """Make the lists of version 3. Writes: inputs, first, last."""
@@ -323,6 +326,46 @@ class EagleDrafter(TreeDrafter):
         return self.lm_head(self.head.output_norm(out))
 
 
+class ParallelEagleDrafter(EagleDrafter):
+    """Drafts all levels in one pass: mask tokens stand for the nodes behind the root.
+
+    They have a feature of their own, and see the confirmed tokens and the masks before them. The
+    nodes of a level share its scores.
+    Source: P-EAGLE, as in the package speculators 0.9.0, models/peagle.
+    """
+
+    def __init__(self, *inputs: Any, **options: Any):
+        """Attach a head, as `EagleDrafter`."""
+        super().__init__(*inputs, **options)
+        eagle3 = self.head.config.eagle3
+        before = eagle3.target_dim if eagle3.aux_layers else 0  # see Eagle3Head.make_steps
+        features = nn.functional.pad(self.head.mask_hidden.detach(), (before, 0))
+        self.masked = self.head.project(features[None, None]).to(self.head.dtype)  # [1, 1, F]
+
+    def root_output(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+        """Return the outputs of all levels, [B, D, F], and the first scratch slot.
+
+        Writes: slots length .. length + D - 2.
+        """
+        if self.tree.depth == 1:
+            return super().root_output(state, inputs)
+        window = causal_window(state.length, self.tree.depth - 1, backend=self.backend)
+        tokens = torch.full_like(window.slots, self.head.config.eagle3.mask_token)
+        first = torch.zeros_like(tokens)  # the same feature for all
+        masks = Frontier(first, tokens, first, first.float(), window.mask)
+        masked = self.masked.expand(len(tokens), -1, -1)
+        out = super().forward_nodes(state, masks, masked, window.slots, window)
+        return torch.cat((state.hidden, out), 1), state.length
+
+    def forward_nodes(
+        self, state: EagleState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
+    ) -> Tensor:
+        return out
+
+    def logits_of(self, out: Tensor, level: int) -> Tensor:
+        return self.logits(out[:, level, None])
+
+
 def load_drafter(
     target: Transformer, config: GenerateConfig, source: TensorSource | None = None, **options: Any
 ) -> EagleDrafter:
@@ -341,7 +384,9 @@ def load_drafter(
     else:
         lm_head = draft_lm_head(target, quant, head.vocab.ids if head.vocab else None)
     options["children"] = config.child_rule
-    return EagleDrafter(head, target, config.draft_tree, lm_head, **options)
+    parallel = head.config.eagle3 and head.config.eagle3.mask_token is not None
+    kind = ParallelEagleDrafter if parallel else EagleDrafter
+    return kind(head, target, config.draft_tree, lm_head, **options)
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:

@@ -132,7 +132,7 @@ def fuse(steps: Sequence[Step]) -> tuple[Step, ...]:
     """
     fused: list[Step] = []
     rest = list(steps)
-    first = NEXT_READER if any(map(_is_dense, steps)) else ""
+    first = NEXT_READER if _is_dense(steps[0]) else ""
 
     def reader(index: int) -> str:
         """Return the name of the projection that reads a norm: the step at this index."""
@@ -183,8 +183,8 @@ class Segment(nn.Module):
         if _reads_stream(next_step):
             self.add_module(NEXT_NORM, getattr(owner, next_step.name))
             steps.append(replace(next_step, name=NEXT_NORM))
-        reader = next(filter(_is_dense, next_layer.steps), None)
-        if reader is not None:
+        reader = next_layer.steps[1 if _reads_stream(next_layer.steps[0]) else 0]
+        if _is_dense(reader):
             self.add_module(NEXT_READER, getattr(next_layer, reader.name))
         self.steps = fuse(steps)
 

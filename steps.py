@@ -48,6 +48,7 @@ class Rows(NamedTuple):
     windows: dict[int, Window] | None = None
     routing: Tensor | None = None  # of a mixture, from `Backend.route`
     share: Tensor | None = None  # [B, T, J] fp32, routing weights of each token's experts
+    kernel: Tensor | None = None  # [B, T, K], dynamic weights of a convolution
 
     def put(self, register: str, value: Any) -> Rows:
         """Return these rows with another value in a register."""

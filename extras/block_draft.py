@@ -6,15 +6,18 @@
    position predicts a token of its own, from the prefix and the block's positions, not from the
    tokens of a path. In a causal block a position attends to those before it only.
 3. The tree grows from these scores without further passes (`LevelDrafter`). DSpark adds a bias of
-   low rank for the token before, and a confidence that a level's token is accepted at all.
+   low rank for the token before, and a confidence that a level's token is accepted at all. DFlash2
+   and DSpine score pairs of that token and the best tokens of a level.
 
-Sources: DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394), DSpark (arXiv 2607.05147).
+Sources: DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394), DSpark (arXiv 2607.05147), DFlash2
+(z-lab/dflash, dflash/model.py @10129599), DSpine (sgl-project/SpecForge @64ab5ca).
 Trade-off: a block whose positions see each other always has the size that it was trained with;
 a causal one has as many positions as the tree has levels. Not here: the files (hf/block_heads.py).
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +27,10 @@ from torch import Tensor, nn
 
 from base.io import is_gguf
 from draft_tree import DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod
+from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab
 from eagle_draft import is_same_embedding
 from extras.level_draft import LevelDrafter, head_options, tree_of
-from hf.block_heads import BlockConfig, block_names, read_block_head
+from hf.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.heads import draft_lm_head, head_files
 from hf.weights import Storage, load_weights
@@ -38,7 +41,14 @@ from ops.backends import TORCH, use_backend
 from ops.tree import Children, Frontier, Scores
 from options import GenerateConfig
 from runtime import replace_fields
-from steps import RMSNorm, Rotate, Rows, run_steps
+from steps import Project, RMSNorm, Rotate, Rows, run_steps
+
+# the score of tokens that a selector leaves out: finite, for a guide may forbid all others
+UNSELECTED = -1e30
+
+
+def _token_rows(tokens: int, width: int) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(torch.zeros(tokens, width), freeze=False)
 
 
 class BlockHead(Transformer):
@@ -51,17 +61,27 @@ class BlockHead(Transformer):
         model = config.model
         super().__init__(model)
         self.config = config
+        self.vocab: DraftVocab | None = None  # the tokens that it drafts; None: all
         self.aux_layers = config.aux_layers
         self.fc = Linear(len(config.aux_layers) * model.dim, model.dim, bias=False)
         self.hidden_norm = RMSNorm(model.dim, model.norm_eps)
         if not config.own_embedding:
             self.embedding = None
-        if not config.own_lm_head:
-            self.lm_head = None
+        drafted = config.draft_vocab or model.vocab_size
+        self.lm_head = None
+        if config.own_lm_head:
+            self.lm_head = Linear(model.dim, drafted, bias=False, fp32_out=True)
         if config.markov_rank:
-            rows = torch.zeros(model.vocab_size, config.markov_rank)
-            self.markov_w1 = nn.Embedding.from_pretrained(rows, freeze=False)
-            self.markov_w2 = Linear(config.markov_rank, model.vocab_size, bias=False)
+            self.markov_w1 = _token_rows(model.vocab_size, config.markov_rank)
+            self.markov_w2 = Linear(config.markov_rank, drafted, bias=False)
+        if config.markov_gated:
+            self.markov_gate = Linear(model.dim + config.markov_rank, config.markov_rank)
+        if config.selector_rank:
+            self.selector_before = _token_rows(model.vocab_size, config.selector_rank)
+            self.selector_after = _token_rows(model.vocab_size, config.selector_rank)
+            self.selector_hidden = Linear(model.dim, config.selector_rank, bias=False)
+        if config.transfer_rank:
+            self.codes = _token_rows(model.vocab_size, config.transfer_rank)
         if config.confidence:
             self.confidence_weight = nn.Parameter(torch.zeros(1, config.confidence))
             bias = nn.Parameter(torch.zeros(1)) if config.confidence_bias else None
@@ -77,16 +97,81 @@ class BlockHead(Transformer):
         windows = windows_of((), window, TORCH)  # no attention follows
         rows = Rows(h=h, ropes=self.ropes(window.slots), windows=windows)
         for layer, *kv in zip(self.layers, cache.k, cache.v):
-            _, *steps = layer.steps  # h is normed already
-            last = next(i for i, step in enumerate(steps) if isinstance(step, Rotate))
+            kinds = [type(step) for step in layer.steps]
+            rotate = kinds.index(Rotate)
+            first = max(i for i in range(rotate) if kinds[i] is Project)  # h is normed already
             begun = replace_fields(rows, kv=kv)
-            run_steps(steps[: last + 1], layer, begun)  # the queries are not used
+            run_steps(layer.steps[first : rotate + 1], layer, begun)  # the queries are not used
+
+    def fuse(self, enable: bool) -> None:
+        """Run the pass in one C++ call or in fewer launches; C++ knows other windows than these."""
+        super().fuse(enable and not self.config.model.windows)
+
+    def embed(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:
+        """Return the first layer's inputs. window: of the layers that see all, over a block"""
+        rows = super().embed(tokens, positions, None)
+        if window is not None:
+            windows = windows_of((), window, self.backend)
+            windows |= {size: slide(window, size, self.config) for size in self.windows}
+            rows = rows.put("windows", windows)
+        if self.config.transfer_rank:
+            rows = rows.put("embedded", self.token_rows(tokens[:, :1]))
+        return rows
+
+    def score(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
+        """Score tokens: [..., F] -> [..., Vd] fp32."""
+        z = lm_head(hidden)
+        if self.config.score_factor != 1:
+            z = z * self.config.score_factor
+        cap = self.config.score_cap
+        return cap * torch.tanh(z / cap) if cap else z
 
     def token_rows(self, tokens: Tensor) -> Tensor:
-        """Return the rows of the bias for the tokens before: [B, R] int64 -> [B, R, rank or 0]."""
-        if not self.config.markov_rank:
-            return self.norm.weight.new_zeros(*tokens.shape, 0)
-        return self.markov_w1(tokens)
+        """Return the rows of `score_pairs` for the tokens before: [B, R] int64 -> [B, R, rank]."""
+        if self.config.selector_rank:
+            return self.selector_before(tokens)
+        if self.config.markov_rank:
+            return self.markov_w1(tokens)
+        if self.config.transfer_rank:
+            return math.sqrt(self.config.transfer_rank) * self.codes(tokens)
+        return self.norm.weight.new_zeros(*tokens.shape, 0)
+
+    def score_pairs(
+        self, scores: Tensor, hidden: Tensor, before: Tensor, lm_head: nn.Module
+    ) -> Tensor:
+        """Score the tokens of a level behind each of the tokens before: [B, R or 1, Vd] fp32.
+
+        scores: [B, 1, Vd] fp32; hidden: [B, 1, F], of the level; before: [B, R, rank]
+        """
+        if self.config.markov_gated:
+            both = (hidden.expand(-1, before.shape[1], -1), before.to(hidden.dtype))
+            before = before * torch.sigmoid(self.markov_gate(torch.cat(both, -1)))
+        if self.config.markov_rank:
+            return scores + self.markov_w2(before.to(hidden.dtype))
+        if not self.config.selector_top:
+            return scores
+        best, ids = scores.topk(self.config.selector_top)  # [B, 1, K]
+        if self.config.transfer_rank:
+            pairs = self.refined(hidden, before, ids, lm_head)  # [B, R, K]
+        else:
+            tokens = self.vocab.tokens(ids[:, 0]) if self.vocab else ids[:, 0]
+            after = self.selector_after(tokens).float()  # [B, K, rank]
+            context = before.float() * self.selector_hidden(hidden).float()  # [B, R, rank]
+            pairs = best + context @ after.transpose(1, 2)
+        others = torch.full_like(scores, UNSELECTED).expand(-1, before.shape[1], -1)
+        return others.scatter(2, ids.expand_as(pairs), pairs)
+
+    def refined(self, hidden: Tensor, before: Tensor, ids: Tensor, lm_head: nn.Module) -> Tensor:
+        """Score some tokens from a level's state, told the token before: [B, R, K] fp32.
+
+        ids: [B, 1, K]; other operands as for `score_pairs`
+        """
+        hidden = hidden.expand(-1, before.shape[1], -1)
+        told = self.norm(self.injection(hidden, self.injection.code(hidden), before))  # [B, R, F]
+        if isinstance(lm_head, Linear) and not lm_head.packed:
+            rows = lm_head.weight[ids[:, 0]].float()  # [B, K, F]
+            return told.float() @ rows.transpose(1, 2)
+        return self.score(told, lm_head).gather(2, ids.expand(-1, told.shape[1], -1))
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Compute the logarithm of the probability that a level's token is accepted.
@@ -100,6 +185,24 @@ class BlockHead(Transformer):
         if self.confidence_bias is not None:
             odds = odds + self.confidence_bias.float()
         return F.logsigmoid(odds)
+
+
+def slide(window: Window, size: int, config: BlockConfig) -> Window:
+    """Return what the positions of a block see in a layer with a window of `size` tokens.
+
+    Those of speculators see as many tokens before the root, and of the block what it allows.
+    """
+    T = window.slots.shape[1]
+    place = torch.arange(T, device=window.slots.device)
+    distance = place[:, None] - place  # [T, T]
+    seen = distance >= 0 if config.sliding_causal else distance > -T
+    begin = place + 1 - size
+    if config.window_from_root:
+        begin = torch.full_like(place, -size)
+    else:
+        seen = seen & (distance.abs() < size)
+    first = (window.start[:, None] + begin).clamp(min=0)  # [B, T]
+    return Window(window.slots, window.start, seen.expand_as(window.mask), first)
 
 
 class BlockState(NamedTuple):
@@ -123,11 +226,13 @@ class BlockDrafter(LevelDrafter):
         """Attach a head to a target.
 
         lm_head: default: the head's own, else the target's
-        options: children and sharpness, as for `TreeDrafter`
+        options: children, sharpness and vocab, as for `TreeDrafter`
         """
-        super().__init__(target, tree, **{"sharpness": head.config.sharpness} | options)
+        defaults = {"sharpness": head.config.sharpness, "vocab": head.vocab}
+        super().__init__(target, tree, **defaults | options)
         assert self.tree.depth <= head.config.levels, (self.tree.depth, head.config)
         self.head = head
+        self.levels = head.config.levels
         self.layers = head.layers
         self.aux_layers = head.aux_layers
         self.lm_head = lm_head or head.lm_head or target.lm_head
@@ -158,25 +263,27 @@ class BlockDrafter(LevelDrafter):
     def run_block(self, state: BlockState, inputs: DraftInputs) -> Tensor:
         """Run the block: [B, D, F], the input of the LM head for each level.
 
+        Of DSpine, the last layer's outputs before `Inject` are behind it: [B, D, 2 F].
         Writes: slots length .. length + block_size - 1.
         """
         block = self.head.config
         first = 0 if block.predicts_next else 1
-        size = self.tree.depth + first if block.causal else block.block_size
+        size = self.tree.depth + first if block.looks_back else block.block_size
         window = causal_window(state.length, size, backend=self.backend)
         if not block.causal:
             window = Window(window.slots, window.start, torch.ones_like(window.mask))
         tokens = torch.full_like(window.slots, block.mask_token)  # [B, T]
         tokens = torch.cat((inputs.text.root[:, None], tokens[:, 1:]), 1)
-        hidden = self.head(tokens, window.slots, state.cache, window)  # [B, T, F]
+        aux_layers = (len(self.layers),) if block.transfer_rank else ()
+        hidden = self.head(tokens, window.slots, state.cache, window, aux_layers=aux_layers)
         return hidden[:, first : first + self.tree.depth]
 
     def level_scores(self, state: BlockState, inputs: DraftInputs) -> Tensor:
-        return self.lm_head(self.run_block(state, inputs))
+        return self.head.score(self.run_block(state, inputs), self.lm_head)
 
 
 class SparkLevels(NamedTuple):
-    """The levels of a block before their bias, and the tokens that it depends on."""
+    """The levels of a block, and the tokens before a level."""
 
     hidden: Tensor  # [B, D, F]
     scores: Tensor  # [B, D, Vd] fp32
@@ -184,20 +291,18 @@ class SparkLevels(NamedTuple):
 
 
 class SparkDrafter(BlockDrafter):
-    """Adds DSpark's bias to the scores, and its confidence to the values of paths.
+    """Scores pairs of tokens, and adds DSpark's confidence to the values of paths.
 
     A child's value is the logarithm of confidence times q: confidence is trained to be the share of
     drafts that are accepted, the sum of min(p, q) over the vocabulary.
     """
 
-    def __init__(self, *inputs: Any, **options: Any):
-        super().__init__(*inputs, **options)
-        self.bias_of = self.head.markov_w2 if self.head.config.markov_rank else None
-
     def root_output(self, state: BlockState, inputs: DraftInputs) -> tuple[SparkLevels, Tensor]:
         hidden = self.run_block(state, inputs)
         before = self.head.token_rows(inputs.text.root[:, None])
-        return SparkLevels(hidden, self.lm_head(hidden), before), inputs.text.pos
+        dim = self.head.config.model.dim
+        scores = self.head.score(hidden[..., :dim], self.lm_head)
+        return SparkLevels(hidden[..., -dim:], scores, before), inputs.text.pos
 
     def forward_nodes(
         self,
@@ -210,9 +315,9 @@ class SparkDrafter(BlockDrafter):
         return replace_fields(out, before=self.head.token_rows(frontier.tokens))
 
     def logits_of(self, out: SparkLevels, level: int) -> Tensor:
-        """Score the children of each node: [B, R, Vd], without a bias [B, 1, Vd]."""
-        scores = out.scores[:, level, None]
-        return scores if self.bias_of is None else scores + self.bias_of(out.before)
+        """Score the children of each node: [B, R, Vd]; [B, 1, Vd] where all have the same."""
+        scores, hidden = out.scores[:, level, None], out.hidden[:, level, None]
+        return self.head.score_pairs(scores, hidden, out.before, self.lm_head)
 
     def score_children(
         self, out: SparkLevels, level: int, inputs: DraftInputs
@@ -237,10 +342,9 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     config = read_block_head(files, target.config)
     with torch.device("meta"):
         head = BlockHead(config)
+    head.vocab = read_vocab(files, config, weight.device)
     storage = Storage(weight.dtype, str(weight.device), saved_quantization(files.config) or quant)
-    load_weights(
-        head, files, block_names(config), storage, lambda name: name.endswith("rotary_emb.inv_freq")
-    )
+    load_weights(head, files, block_names(config), storage, is_unused)
     head.ropes = RotaryEmbeddings(config.model.ropes, weight.device)
     if head.embedding is None or is_same_embedding(head.embedding, target):
         head.embedding = target.embedding  # one copy is enough
@@ -256,5 +360,5 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     tree = tree_of(config, head.config.levels, path)
     model = head if head.lm_head else target
     lm_head = draft_lm_head(model, quant)
-    kind = SparkDrafter if head.config.markov_rank or head.config.confidence else BlockDrafter
+    kind = SparkDrafter if head.config.scores_pairs else BlockDrafter
     return kind(head, target, tree, lm_head, **options).method()

@@ -43,6 +43,8 @@ RELEASED = 64 << 20  # bytes that are read between two releases of the file's pa
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, which yields `factor`
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# a router, and the confidence of a draft: they are small, and decide
+SMALL = (".gate.weight", "confidence_head.proj.weight")
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -125,7 +127,7 @@ class GgufFile(TensorSource):
         Writes: readers, quantized.
         """
         if names is None:
-            names = [n for n in self.readers if self.type_of(n) and not n.endswith(".gate.weight")]
+            names = [n for n in self.readers if self.type_of(n) and not n.endswith(SMALL)]
         for name in names:
             read = self.readers.pop(name)
             self.quantized[name] = partial(self._blocks, *read.args, **read.keywords)
@@ -179,7 +181,7 @@ class GgufFile(TensorSource):
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor, as the base class does. The C++ operator rounds to bfloat16."""
         read = self.readers.get(name)
-        if isinstance(read, partial):
+        if isinstance(read, partial) and read.func == self._tensor:
             return read(dtype=dtype)
         return super().read(name)
 

@@ -2,18 +2,20 @@
 
 `GgufHead` is a `TensorSource` of two of llama.cpp's architectures: `eagle3` gets the names and keys
 of SafeAILab's layout (hf/heads.py), `dflash` those of DFlash's (hf/block_heads.py). As in a model's
-file, matrices can stay in their blocks.
+file, matrices can stay in their blocks. A `dflash` file is DSpark's or DFlash2's by its tensors.
 
 llama.cpp's `d2t` lists token ids, where the layouts hold their distances to the index. Its
 `target_layers` name the layers of the target whose inputs fc takes, in both architectures.
-Sources: llama.cpp's models `eagle3` and `dflash`, and its conversion of LLaMA and Qwen.
-Not here: DSpark and DFlash2, sliding windows; writing such a file (scripts/export_head.py).
+Sources: llama.cpp's models `eagle3` and `dflash` (ggml-org/llama.cpp @01b78a1), and its conversion
+of LLaMA and Qwen. Not here: writing such a file (scripts/export_head.py).
 """
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from base.gguf_header import Header, read_header
 from hf.gguf import NAMES, GgufFile, config_of, embedding_shape
+from models.keys import FULL, SLIDING
 
 EAGLE3 = "eagle3"
 DFLASH = "dflash"
@@ -29,21 +32,32 @@ D2T = "d2t"
 I64 = 27  # the type of d2t, by its number in the file
 SHARPNESS = "gpt_eagle.draft_sharpness"  # ours: llama.cpp reads no such key
 # keys that change the function, and the values with which they do not
-NEUTRAL_VALUES = {
-    "attention.scale": 0.0,
+NEUTRAL_VALUES = {"attention.scale": 0.0, "attention.value_scale": 1.0}
+NEUTRAL_OF_EAGLE3 = {
     "attention.sliding_window": 0,
-    "attention.value_scale": 1.0,
     "embedding_scale": 1.0,
     "final_logit_softcapping": 0.0,
     "logit_scale": 1.0,
 }
+# llama.cpp's names of what is not in every block drafter -> those of the official layouts
+DFLASH_NAMES = {
+    "conf_proj": "confidence_head.proj",
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+    "selector_hidden": "candidate_selector.hidden_projection",
+    "selector_predecessor": "candidate_selector.predecessor_codebook",
+    "selector_successor": "candidate_selector.successor_codebook",
+}
+CONVOLUTIONS = {"attn": "attention_conv", "ffn": "mlp_conv"}
 
 
 class GgufHead(GgufFile):
     """The tensors of a head: as numbers, or after `keep_blocks` in their blocks."""
 
     architectures = (EAGLE3, DFLASH)
-    further_names = {"attn_norm_2": "hidden_norm"}
+    further_names = {"attn_norm_2": "hidden_norm"} | {
+        f"{theirs}_conv_proj": f"{ours}.kernel_projection" for theirs, ours in CONVOLUTIONS.items()
+    }
 
     def __init__(self, path: Path):
         """Read the header. Raises: ValueError as for a model, and for ids that are not whole."""
@@ -55,7 +69,8 @@ class GgufHead(GgufFile):
         """Read the header, and leave out `d2t`, which is no weight. Writes: d2t, names."""
         header = read_header(self.path)
         self.is_eagle3 = header.metadata.get("general.architecture") == EAGLE3
-        self.names = NAMES | {"enc.output_norm": "input_norm" if self.is_eagle3 else "hidden_norm"}
+        further = {"enc.output_norm": "hidden_norm"} | DFLASH_NAMES
+        self.names = NAMES | ({"enc.output_norm": "input_norm"} if self.is_eagle3 else further)
         self.d2t = header.tensors.get(D2T)
         weights = {name: info for name, info in header.tensors.items() if name != D2T}
         return header._replace(tensors=weights)
@@ -81,6 +96,11 @@ class GgufHead(GgufFile):
 
     def _readers(self, name: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """Yield the tensors as for a model; a head's names have no prefix."""
+        kernel = re.fullmatch(r"blk\.(\d+)\.(attn|ffn)_conv_base", name)
+        if kernel:
+            official = f"layers.{kernel[1]}.{CONVOLUTIONS[kernel[2]]}.base_kernel"
+            yield official, partial(self._tensor, name)
+            return
         for official, read in super()._readers(name):
             yield official.removeprefix("model."), read
 
@@ -93,7 +113,8 @@ class GgufHead(GgufFile):
         def key(name: str) -> str:
             return f"{architecture}.{name}"
 
-        for name, neutral in NEUTRAL_VALUES.items():
+        neutral_values = NEUTRAL_VALUES | (NEUTRAL_OF_EAGLE3 if self.is_eagle3 else {})
+        for name, neutral in neutral_values.items():
             value = metadata.get(key(name), neutral)
             if value != neutral:
                 raise ValueError(
@@ -127,18 +148,31 @@ class GgufHead(GgufFile):
     def _dflash_keys(self, key: Callable[[str], str]) -> dict:
         """Return the further keys of `hf.block_heads.HFBlockHead`."""
         metadata = self._header.metadata
-        if self.d2t:
-            raise ValueError(
-                f"{self.path}: a draft vocabulary (d2t) of a dflash head is not supported; "
-                "use another head"
-            )
-        return {
+        keys = {
             "architectures": ["Qwen3ForCausalLM"],  # its layers; their queries are not interleaved
             "block_size": metadata.size(key("block_size"), 16),
             "mask_token_id": metadata.read("tokenizer.ggml.mask_token_id", int),
             "target_layer_ids": [layer - 1 for layer in self._target_layers(key)],
             "is_causal": metadata.read(key("attention.causal"), bool, False),
+            "input_embedding_scale": metadata.positive(key("embedding_scale"), 1.0),
+            "output_multiplier": metadata.read(key("logit_scale"), float, 0.0) or 1.0,
+            "final_logit_softcapping": metadata.read(key("final_logit_softcapping"), float, 0.0),
         }
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+            if key(name) in metadata:
+                keys[name] = metadata.size(key(name))
+        if self.d2t:
+            keys["draft_vocab_size"] = self.d2t.shape[0]
+        markov = self._header.tensors.get("markov_w1.weight")
+        if markov:
+            keys["markov_rank"] = markov.shape[-1]
+            keys["sample_from_anchor"] = metadata.read(key("sample_from_anchor"), bool, True)
+        window = metadata.read(key("attention.sliding_window"), int, 0)
+        if window:
+            slides = metadata.read(key("attention.sliding_window_pattern"), list)
+            keys |= {"use_sliding_window": True, "sliding_window": window}
+            keys["layer_types"] = [SLIDING if each else FULL for each in slides]
+        return keys
 
     def _target_layers(self, key: Callable[[str], str]) -> list[int]:
         """Return the layers of the target whose inputs fc takes. Raises: ValueError."""

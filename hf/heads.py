@@ -10,8 +10,9 @@
 Layouts of version 3: SafeAILab, SpecForge and SGLang (`midlayer.`), vLLM and DeepSpec
 (`layers.0.`), speculators (the same, and a config of the layer inside the config), NeMo
 (`model.layers.0.`). A norm, a bias, an embedding or an LM head in the weights is used, even
-against config.json.
-Sources: the official code of EAGLE; the loaders of SGLang, vLLM and speculators.
+against config.json. With `mask_hidden` it is P-EAGLE's (speculators' `peagle`, SpecForge's).
+Sources: the official code of EAGLE; the loaders of SGLang, vLLM and speculators (P-EAGLE: the
+package speculators 0.9.0, models/peagle).
 Not here: modules (eagle_draft.py).
 """
 
@@ -29,6 +30,7 @@ from base.fields import (
     FLAG,
     OBJECT,
     TEXT,
+    TOKEN_ID,
     Rule,
     integer,
     key,
@@ -102,6 +104,9 @@ class HFEagle3Head(HFHead):
     target_layer_ids: list | None = key(LAYERS, None)  # layers whose outputs fc takes
     # the same in `eagle_config`; at the top, layers whose inputs fc takes
     eagle_aux_hidden_state_layer_ids: list | None = key(LAYERS, None)
+    mask_token_id: int | None = key(TOKEN_ID, None)  # P-EAGLE: the token of levels below the first
+    pard_token: int | None = key(TOKEN_ID, None)  # the same in vLLM's words
+    ptd_token_id: int | None = key(TOKEN_ID, None)
 
 
 # keys without a meaning for the function; a note names the keys that are neither here nor read
@@ -133,6 +138,7 @@ OFF = {  # keys that change nothing with this value
     "use_mtp_layernorm": False,
 }
 BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
+MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
 # vLLM's and NeMo's names, see `_last_norm`
 FEEDS_NORMED = ("Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")
 
@@ -153,6 +159,9 @@ class Eagle3:
     last_norm: str = "logits"
     embedding: str = ""  # the tensor of its own embedding; "": the target's
     lm_head: str = "lm_head.weight"  # of its own LM head; "": the target's
+    # P-EAGLE: the token of the positions that draft the levels below the first; None: it drafts
+    # level by level
+    mask_token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -250,6 +259,8 @@ class HeadFiles(TensorSource):
         self.quantized = {self._official(name): read for name, read in source.quantized.items()}
         # SafeAILab and SpecForge name the first layer so
         self.midlayer = any(name.startswith("midlayer.") for name in names)
+        if MASK in self.readers:  # [1, 1, aux F]
+            self.readers[MASK] = partial(_flat, self.readers[MASK])
         self._check_one_head(names)
 
     def _check_one_head(self, names: list[str]) -> None:
@@ -292,6 +303,10 @@ class HeadFiles(TensorSource):
         return name
 
 
+def _flat(read: Callable[[], Tensor]) -> Tensor:
+    return read().flatten()
+
+
 def _names_in(file: Path) -> list[str]:
     """Return the tensors' names in a .bin file that is not loaded; none if it cannot be read."""
     try:
@@ -331,6 +346,8 @@ def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
         names["embedding.weight"] = (eagle3.embedding,)
     if eagle3.lm_head:
         names["lm_head.weight"] = (eagle3.lm_head,)
+    if eagle3.mask_token is not None:
+        names[MASK] = (MASK,)
     return names
 
 
@@ -423,6 +440,7 @@ def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
     model = config.model
     expected = OFF | {
         "bias": config.fc_bias,
+        "layer_types": ["full_attention"] * model.n_layers,
         "attention_bias": model.qkv_bias,
         "mlp_bias": model.mlp_bias,
         "tie_word_embeddings": model.tie_embeddings,
@@ -479,9 +497,22 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
         last_norm=_last_norm(files, hf.norm_output, layer is not None or norms["fc_norm"]),
         embedding=embedding,
         lm_head=lm_head,
+        mask_token=_mask_token(path, hf, model.vocab_size) if MASK in tensors else None,
         **norms,
     )
     return EagleConfig(model, "fc.bias" in tensors, hf.draft_sharpness, eagle3)
+
+
+def _mask_token(path: Path, hf: HFEagle3Head, vocab_size: int) -> int:
+    """Return the mask token of P-EAGLE. Raises: ValueError for a missing or impossible one."""
+    ids = [hf.mask_token_id, hf.pard_token, hf.ptd_token_id]
+    token = next((token for token in ids if token is not None), None)
+    if token is None or token >= vocab_size:
+        raise ValueError(
+            f"{path}: {MASK} makes it a P-EAGLE head, which needs a mask_token_id below vocab_size "
+            f"({vocab_size}); it is {token}: use its own config.json"
+        )
+    return token
 
 
 def _d2t_size(files: HeadFiles, vocab_size: int) -> int:
@@ -571,17 +602,27 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     count = eagle3.draft_vocab if eagle3 else _d2t_size(files, size)
     if count == size:  # the official code drops d2t then
         return None
-    ids, order = _sorted_draft_ids(files, count, size)
-    if eagle3 and (order.diff() < 0).any():
-        for name in {eagle3.lm_head, scale_name(eagle3.lm_head)} & set(files.readers):
-            files.readers[name] = partial(_read_permuted, files.readers[name], order)
-        if eagle3.lm_head in files.quantized:  # in the blocks of a GGUF file
-            blocks = files.quantized[eagle3.lm_head]()._replace(order=order)
-            files.quantized[eagle3.lm_head] = lambda: blocks
+    ids, order = drafted_ids(files, count, size)
+    if eagle3:
+        order_rows(files, eagle3.lm_head, order)
     return DraftVocab(size, ids.to(device))
 
 
-def _sorted_draft_ids(files: HeadFiles, count: int, size: int) -> tuple[Tensor, Tensor]:
+def order_rows(files: TensorSource, name: str, order: Tensor) -> None:
+    """Put the rows of a weight, one for each drafted token, in another order.
+
+    Writes: the reader of the weight, if there is one.
+    """
+    if not (order.diff() < 0).any():
+        return
+    for part in {name, scale_name(name)} & set(files.readers):
+        files.readers[part] = partial(_read_permuted, files.readers[part], order)
+    if name in files.quantized:  # in the blocks of a GGUF file
+        blocks = files.quantized[name]()._replace(order=order)
+        files.quantized[name] = lambda: blocks
+
+
+def drafted_ids(files: TensorSource, count: int, size: int) -> tuple[Tensor, Tensor]:
     """Read the ids of the `count` tokens in `d2t`. size: of the target's vocabulary
 
     Returns: ([Vd] ids, ascending; [Vd] their places in the file), int64.

@@ -20,11 +20,9 @@ from base.fields import FLAG, Rule, integer, key, only, positive, read_fields
 from model import DTYPES, ModelConfig, Rope
 from model import NAMES as LLAMA_NAMES
 from models.gguf_names import LAYER, GgufLayout
-from models.keys import HFConfig, common_fields, rope_parameters
+from models.keys import FULL, SLIDING, HFConfig, common_fields, rope_parameters
 from steps import Add, Attend, Gate, HeadNorm, Norm, Project, Rotate, Step
 
-SLIDING = "sliding_attention"
-FULL = "full_attention"
 # what transformers takes where config.json leaves out a key; those of the 4B leave out most
 DEFAULTS = {
     "hidden_size": 2304,

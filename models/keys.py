@@ -30,6 +30,8 @@ ROPE_TYPES = {  # type of RoPE scaling -> the keys that it needs
     "yarn": ("factor",),  # `_yarn` fills in the others
 }
 LONGEST_CONTEXT = 2**31 - 1
+SLIDING = "sliding_attention"  # in layer_types: a layer with a window
+FULL = "full_attention"
 
 WIDTH = integer(1, 2**20)
 POSITIONS = integer(1, LONGEST_CONTEXT)

@@ -110,6 +110,7 @@ def check_fits_llama_cpp(head: Head) -> None:
         f"has {model.n_layers} layers, not 1": model.n_layers != 1,
         "has biases": head.config.fc_bias or model.qkv_bias or model.o_bias or model.mlp_bias,
         "has norms of queries and keys": model.qk_norm,
+        "drafts all levels at once (P-EAGLE)": eagle3.mask_token is not None,
         "has a norm of every hidden state (fc_norm)": eagle3.fc_norm,
         f"uses its last norm otherwise ({eagle3.last_norm})": eagle3.last_norm != "logits",
         f"has RoPE of the kind {rope}": rope not in ("none", "linear", "llama3"),

@@ -4,6 +4,7 @@ As interpreter_products.py, in fp32 and in a process of their own; compaction, w
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import ops.cuda.noise
 import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
+from extras.block_draft import slide
 from helpers import slow, with_head_norms
 from kv_cache import KVCache, sliding
 from model import ModelConfig
@@ -205,6 +207,23 @@ def test_sliding_windows(in_order, kind, starts, heads, E, size):
     for b, paths in enumerate(step.paths):
         for t in {0, len(paths) - 1}:
             assert torch.equal(attend(*step.alone(b, t, size), 0.1)[0, 0], y[b, t]), (b, t)
+
+
+@pytest.mark.parametrize("causal, from_root", [
+    (False, False), *slow([(False, True), (True, False), (True, True)]),
+])  # fmt: skip
+def test_windows_of_blocks(in_order, causal, from_root):
+    """Positions of a block that see each other; no slot before their windows is read."""
+    step = random_step("chain", [300, 5], HEADS["gqa"], 16)
+    config = SimpleNamespace(sliding_causal=causal, window_from_root=from_root)
+    for size in (280, 4):  # the slots before a window stay unread
+        window = slide(step.window, size, config)
+        operands = window.start, window.mask, window.first
+        want = torch_backend.attention(step.q, step.k.nan_to_num(), step.v.nan_to_num(), *operands)
+        hidden = int(window.first[0].min()) // TILE * TILE
+        step.k[0, :, :hidden] = step.v[0, :, :hidden] = float("nan")
+        y = attend(step.q, step.k, step.v, *operands)
+        torch.testing.assert_close(y, want, atol=2e-6, rtol=2e-6)
 
 
 # ------------------------------------------------------------------------------------------- rotary

@@ -417,10 +417,10 @@ WRONG = [
     ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [0, 1, 3, 4]}}, {}, "fc takes 320 inputs, and target_layer_ids names 4 layers of width 64"),
     ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [0, 1, 3, 4, 7]}}, {}, r"must ascend, up to.*\(6\); they are 0, 1, 3, 4, 7"),
     ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [1, 0, 3, 4, 6]}}, {}, "must ascend"),
-    ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "layer_types must all be full_attention"),
-    ("dflash", {"num_hidden_layers": 3}, {}, "missing weight"),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "layer_types has sliding_attention, and there is no window"),
+    ("dflash", {"num_hidden_layers": 3}, {}, "layer_types must name 3 layers; it names 2"),
     ("dspark", {"markov_rank": 4}, {}, "markov_rank is 4, and the weights have rank 8"),
-    ("dspark", {"markov_head_type": "gated"}, {}, "markov_head_type must be vanilla; it is 'gated'"),
+    ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla or gated; it is 'rnn'"),
     ("dspark", {}, {"confidence_head.proj.weight": torch.zeros(1, 60)}, "confidence_head takes 60 inputs"),
     ("dflash", {}, {"candidate_selector.x": torch.zeros(2)}, "unexpected weight"),
     ("dflash", {}, {"fc.weight": None}, "fc takes 0 inputs"),
@@ -452,8 +452,8 @@ def test_keys_without_effect_are_named(tmp_path, capsys):
     target = golden_target(TARGET)
     load_head(write_head(tmp_path / "head", "dspark", {"num_anchors": 512}), target)
     assert capsys.readouterr().err == ""
-    load_head(write_head(tmp_path / "head", "dflash", {"output_multiplier": 0.5}), target)
-    assert "keys of config.json without effect here: output_multiplier" in capsys.readouterr().err
+    load_head(write_head(tmp_path / "head", "dflash", {"domino_rank": 8}), target)
+    assert "keys of config.json without effect here: domino_rank" in capsys.readouterr().err
 
 
 def test_levels_of_each_layout():

@@ -496,7 +496,7 @@ def test_a_dflash_file_drafts_in_its_own_bits(tmp_path):
 
 
 @pytest.mark.parametrize("changes, says", [
-    ({"attention.sliding_window": 512}, "attention.sliding_window is 512, which is not supported"),
+    ({"attention.value_scale": 2.0}, "attention.value_scale is 2.0, which is not supported"),
     ({"mask": 999}, "mask_token_id must be below the target's vocab_size (128)"),
     ({"target_layers": [1, 9]}, "target_layer_ids must ascend"),
     ({"target_layers": []}, "the metadata dflash.target_layers is missing"),

@@ -457,7 +457,7 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
     ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
     ({"transformer_layer_config": {}}, {}, "the key 'hidden_size' is missing"),
-    ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "1 unexpected weight(s): mask_hidden"),
+    ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "needs a mask_token_id below vocab_size (128); it is None"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,895 @@
+"""Block drafters as the package speculators writes them: its own scores on the same weights, files, and vanilla's tokens.
+
+golden/block_heads/speculators.safetensors has the scores of the official code (golden/README.md) on the directories that
+`write_head` makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_block_draft import trained_dir
+
+import quantize
+from draft_tree import DecodedTokens, DynamicTree, StaticTree
+from drafters import DrafterUpdate, DraftInputs
+from eagle_draft import ParallelEagleDrafter
+from eagle_draft import load_head as load_eagle
+from extras.block_draft import BlockDrafter, SparkDrafter, load_head
+from fusions import AddNorm, FusedLayers
+from generate import generate, load
+from helpers import GOLDEN, PROMPTS, compiled_as_on_cuda, decode, engine_for, golden_target
+from hf.checkpoint import BLOCKS, Quantization
+from linear import Embedding
+from ops.library import has_cpu_operators
+
+TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
+LAYER = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None, "head_dim": 16,
+    "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 96,
+    "max_position_embeddings": 128, "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 4,
+    "num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": None, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False, "use_cache": True,
+    "vocab_size": 128,
+}  # fmt: skip
+WINDOW = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 4,
+    "use_sliding_window": True,
+}
+FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False}
+COMMON = {
+    "aux_hidden_state_layer_ids": [1, 2, 4, 5, 7], "block_size": 6, "dtype": "float32", "mask_token_id": 127,
+    "sample_from_anchor": False, "sliding_window_non_causal": False, "speculators_version": "0.9.0",
+    "target_hidden_size": None, "tie_word_embeddings": False, "draft_vocab_size": 128,
+}  # fmt: skip
+FURTHER = {  # kind -> its layers' keys, its own keys
+    "dflash": (WINDOW, {"draft_vocab_size": 40}),
+    "dflash2": (WINDOW, {
+        "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6,
+        "sliding_window_non_causal": True,
+    }),
+    "dspark": (FULL, {
+        "markov_rank": 32, "markov_head_type": "vanilla", "enable_confidence_head": True,
+        "confidence_head_with_markov": True, "draft_vocab_size": 40,
+    }),
+}  # fmt: skip
+DRAFTED = (torch.arange(40) * 7 + 3) % 128  # not in order
+STARTS = (7, 9, 13)  # roots of the recorded drafts
+LEVELS = 5
+
+
+def config_of(kind: str) -> dict:
+    """The content of config.json."""
+    layer, own = FURTHER[kind]
+    greedy = {
+        "accept_tolerance": 0.0,
+        "proposal_type": "greedy",
+        "speculative_tokens": 5,
+        "verifier_accept_k": 1,
+    }
+    verifier = {"architectures": ["LlamaForCausalLM"], "name_or_path": None}
+    method = {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [greedy],
+        "verifier": verifier,
+    }
+    return COMMON | own | {
+        "architectures": [{"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}[kind] + "DraftModel"],
+        "speculators_config": method, "speculators_model_type": kind, "transformer_layer_config": LAYER | layer,
+    }  # fmt: skip
+
+
+def shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    found = {"norm.weight": (64,), "hidden_norm.weight": (64,), "fc.weight": (64, 320)}
+    for i in range(2):
+        names = {
+            "input_layernorm": (64,), "post_attention_layernorm": (64,),
+            "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
+            "self_attn.o_proj": (64, 64), "self_attn.q_norm": (16,), "self_attn.k_norm": (16,),
+            "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
+        }  # fmt: skip
+        found |= {f"layers.{i}.{name}.weight": shape for name, shape in names.items()}
+        if kind == "dflash2":
+            for conv in ("attention_conv", "mlp_conv"):
+                found[f"layers.{i}.{conv}.base_kernel"] = (2, 3, 64)
+                found[f"layers.{i}.{conv}.kernel_projection.weight"] = (48, 64)
+    if kind == "dflash2":
+        found |= {
+            f"candidate_selector.{name}_codebook": (128, 8) for name in ("predecessor", "successor")
+        }
+        found["candidate_selector.hidden_projection.weight"] = (8, 64)
+    else:
+        found["lm_head.weight"] = (40, 64)
+    if kind == "dspark":
+        found |= {
+            "markov_head.markov_w1.weight": (128, 32), "markov_head.markov_w2.weight": (40, 32),
+            "confidence_head.proj.weight": (1, 96), "confidence_head.proj.bias": (1,),
+        }  # fmt: skip
+    return found
+
+
+def weights(kind: str) -> dict[str, torch.Tensor]:
+    """Random weights, the same everywhere."""
+    draw = numpy.random.RandomState(5).standard_normal
+    found = {}
+    for name, shape in sorted(shapes(kind).items()):
+        noise = torch.from_numpy(draw(shape)).float()
+        if name.endswith("norm.weight"):
+            found[name] = 1 + 0.2 * noise
+        elif "markov_w1" in name or "codebook" in name:
+            found[name] = noise
+        else:
+            found[name] = noise * shape[-1] ** -0.5 * 1.5
+    if kind != "dflash2":
+        found["d2t"] = DRAFTED - torch.arange(40)
+        found["t2d"] = torch.zeros(128, dtype=torch.bool).index_fill(0, DRAFTED, True)
+    return found
+
+
+def gate_of_dspark() -> dict[str, torch.Tensor]:
+    draw = numpy.random.RandomState(6).standard_normal
+    weight, bias = (torch.from_numpy(draw(shape)).float() for shape in ((32, 96), (32,)))
+    return {"markov_head.gate_proj.weight": weight * 0.3, "markov_head.gate_proj.bias": bias}
+
+
+def write_head(path: Path, kind: str, changes: dict | None = None, **tensors) -> Path:
+    """Write a head. changes: to config.json; tensors: to the weights, by name, None: left out"""
+    path.mkdir(exist_ok=True)
+    config = config_of(kind) | (changes or {})
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    held = {name: value for name, value in (weights(kind) | tensors).items() if value is not None}
+    save_file(held, path / "model.safetensors")
+    return path
+
+
+def taps() -> torch.Tensor:
+    """The hidden states of the target that the recorded drafts read, [1, 18, 5 F]."""
+    return torch.from_numpy(numpy.random.RandomState(7).standard_normal((1, 18, 5 * 64))).float()
+
+
+@functools.cache
+def recorded() -> dict[str, torch.Tensor]:
+    """The official code's scores, and the text, `ids`."""
+    folder = GOLDEN / "block_heads"
+    ids = load_file(folder / "trace.safetensors")["ids"]
+    return load_file(folder / "speculators.safetensors") | {"ids": ids}
+
+
+def drafter_of(path: Path, tree=None) -> BlockDrafter:
+    target = golden_target(TARGET)
+    head = load_head(path, target)
+    kind = SparkDrafter if head.config.scores_pairs else BlockDrafter
+    return kind(head, target, tree or StaticTree.chain(LEVELS))
+
+
+def drafts(drafter: BlockDrafter):
+    """The states and roots of the recorded drafts, one after the other, on one cache."""
+    ids = recorded()["ids"]
+    state = drafter.init(1, 64)
+    read = 0
+    for start in STARTS:
+        features = torch.cat((torch.zeros(1, start - read, 64), taps()[:, read:start]), -1)
+        count = torch.tensor([start - read])
+        state = drafter.extend(state, DrafterUpdate(ids[None, read : start + 1], features, count))
+        read = start
+        yield state, DraftInputs(None, DecodedTokens(ids[None], torch.tensor([start])))
+
+
+def level_scores(drafter: SparkDrafter, state, inputs: DraftInputs, chain: torch.Tensor):
+    """The scores and the confidence of each level behind the tokens of a chain."""
+    before = torch.cat((inputs.text.root, chain[:-1]))
+    out, _ = drafter.root_output(state, inputs)
+    for level in range(LEVELS):
+        frontier = SimpleNamespace(tokens=before[None, level : level + 1])
+        out = drafter.forward_nodes(state, frontier, out, None, None)
+        hidden = out.hidden[:, level, None]
+        sure = drafter.head.confidence(hidden, out.before) if drafter.head.config.confidence else 0
+        yield drafter.logits_of(out, level)[0, 0], sure
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+
+def test_dflash_with_a_window_and_some_tokens(tmp_path):
+    """Its first layer sees four tokens before the root; it drafts 40 tokens, which are not in order in the file."""
+    drafter = drafter_of(write_head(tmp_path / "head", "dflash"))
+    order = DRAFTED.argsort()
+    assert drafter.vocab.ids.tolist() == DRAFTED[order].tolist()
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        ours = drafter.level_scores(state, inputs)[0]
+        assert (ours - recorded()["dflash.logits"][number][:, order]).abs().max() < 1e-4
+        chain = drafter.propose(state, inputs).tokens[0, 1:]
+        assert chain.tolist() == DRAFTED[recorded()["dflash.logits"][number].argmax(-1)].tolist()
+
+
+def test_dsparks_bias_and_confidence_over_some_tokens(tmp_path):
+    """Its root is the bonus token: a position predicts its own token, as without the bias."""
+    drafter = drafter_of(write_head(tmp_path / "head", "dspark"))
+    order = DRAFTED.argsort()
+    trace = recorded()
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        chain = trace["dspark.tokens"][number]
+        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
+        for level, (z, sure) in enumerate(level_scores(drafter, state, inputs, chain)):
+            assert (z - trace["dspark.logits"][number, level, order]).abs().max() < 1e-4
+            official = trace["dspark.confidence"][number, level].sigmoid().log()
+            assert (sure - official).abs().max() < 1e-5
+
+
+def test_dsparks_gated_bias(tmp_path):
+    """A level's state gates the row of the token before; the confidence reads the row as it is."""
+    path = write_head(
+        tmp_path / "head", "dspark", {"markov_head_type": "gated"}, **gate_of_dspark()
+    )
+    drafter = drafter_of(path)
+    trace = recorded()
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        chain = trace["gated.tokens"][number]
+        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
+        for level, (z, _) in enumerate(level_scores(drafter, state, inputs, chain)):
+            official = trace["gated.logits"][number, level, DRAFTED.argsort()]
+            assert (z - official).abs().max() < 1e-4
+
+
+def test_dflash2_convolves_and_selects(tmp_path):
+    """A level's scores are those of its best six tokens behind the token before; other tokens are not drafted."""
+    drafter = drafter_of(write_head(tmp_path / "head", "dflash2"))
+    trace = recorded()
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        chain = trace["dflash2.tokens"][number]
+        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
+        for level, (z, _) in enumerate(level_scores(drafter, state, inputs, chain)):
+            best = trace["dflash2.candidates"][number, level]
+            assert (z[best] - trace["dflash2.logits"][number, level]).abs().max() < 1e-4
+            others = torch.ones(128, dtype=torch.bool).index_fill(0, best, False)
+            assert z[others].max() < -1e29
+
+
+def test_a_selector_over_some_tokens(tmp_path):
+    """As GGUF files may have it: the tables have rows for all tokens, the LM head for those that are drafted."""
+    rows = golden_target(TARGET).lm_head.weight.detach()[DRAFTED].clone()
+    tensors = {"lm_head.weight": rows, "d2t": DRAFTED - torch.arange(40)}
+    some = drafter_of(write_head(tmp_path / "a", "dflash2", {"draft_vocab_size": 40}, **tensors))
+    whole = drafter_of(write_head(tmp_path / "b", "dflash2", {"selector_top_k": 128}))
+
+    def scores(drafter: SparkDrafter, state, inputs: DraftInputs) -> torch.Tensor:
+        out, _ = drafter.root_output(state, inputs)
+        before = drafter.head.token_rows(torch.tensor([[5, 40]]))
+        return drafter.logits_of(out._replace(before=before), 1)[0]
+
+    for (state, inputs), (other, _) in zip(drafts(some), drafts(whole)):
+        z = scores(some, state, inputs)
+        every = scores(whole, other, inputs)[:, some.vocab.ids]
+        chosen = z > -1e29
+        assert (chosen.sum(1) == 6).all()
+        assert (z - every)[chosen].abs().max() < 1e-4
+
+
+ZLAB = {  # DFlash2's keys beside the layers', as z-lab has them
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {
+        "block_size": 6, "conv_group_size": 8, "conv_kernel_size": 3, "mask_token_id": 127, "selector_rank": 8,
+        "selector_top_k": 6, "target_layer_ids": [0, 1, 3, 4, 6],
+    },
+}  # fmt: skip
+
+
+def write_zlab(path: Path, changes: dict | None = None, **tensors) -> Path:
+    """Write DFlash2's weights with z-lab's keys. tensors: as for `write_head`"""
+    write_head(path, "dflash2", **tensors)
+    config = LAYER | WINDOW | ZLAB | (changes or {})
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind, changes", [("mixed", {}), ("free", {"is_causal": False})])
+def test_windows_as_z_lab_counts_them(kind, changes, tmp_path):
+    """From each position, and to both sides where the block is not causal."""
+    drafter = drafter_of(write_zlab(tmp_path / "head", changes))
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        ours = drafter.level_scores(state, inputs)[0]
+        assert (ours - recorded()[f"zlab.{kind}"][number]).abs().max() < 1e-4
+    assert (recorded()["zlab.mixed"] - recorded()["zlab.free"]).abs().max() > 0.1
+
+
+def test_a_cut_block_scores_as_a_whole_one(tmp_path):
+    """Where no position sees those behind it, a tree of few levels runs few positions."""
+    path = write_zlab(tmp_path / "head", {"is_causal": True})
+    deep, shallow = (drafter_of(path, StaticTree.chain(levels)) for levels in (LEVELS, 1))
+    for state, inputs in drafts(deep):
+        want = deep.level_scores(state, inputs)[:, :1]
+        assert (shallow.level_scores(state, inputs) - want).abs().max() < 1e-5
+
+
+def test_factor_cap_and_scale(tmp_path):
+    """Scores are multiplied, then capped; embeddings of the block are scaled."""
+    plain = drafter_of(write_zlab(tmp_path / "plain"))
+    factor = drafter_of(
+        write_zlab(tmp_path / "a", {"output_multiplier": 0.5, "final_logit_softcapping": 3.0})
+    )
+    scale = drafter_of(write_zlab(tmp_path / "b", {"input_embedding_scale": 8.0}))
+    for (state, inputs), (other, _) in zip(drafts(plain), drafts(factor)):
+        want = 3 * torch.tanh(plain.level_scores(state, inputs) * 0.5 / 3)
+        assert (factor.level_scores(other, inputs) - want).abs().max() < 1e-5
+    tokens = torch.tensor([[5, 127]])
+    ours, theirs = (drafter.head.embed(tokens, tokens, None).stream for drafter in (scale, plain))
+    assert torch.equal(ours, theirs * 8)
+
+
+# ------------------------------------------------------------------------------------------- DSpine
+
+DSPINE = {  # keys beside the layers', as SpecForge's converter and `save_pretrained` write them
+    "architectures": ["DSpineDraftModel"], "block_size": 6,
+    "dflash_config": {"block_size": 6, "mask_token_id": 127, "target_layer_ids": [0, 1, 3, 4, 6]},
+    "dspine_config": {
+        "alignment_warmup_steps": 146, "alignment_weight": 0.5, "candidate_mass_threshold": 1e-4, "ce_weight": 0.1,
+        "message_size": 32, "replacement_end_ratio": 1 / 3, "replacement_hold_ratio": 1 / 6, "replacement_layers": 3,
+        "replacement_probability": 0.5, "top_k": 6, "transfer_rank": 32,
+    },
+}  # fmt: skip
+
+
+def write_dspine(path: Path, changes: dict | None = None, **tensors) -> Path:
+    """Write a DSpine head. Arguments as for `write_head`."""
+    path.mkdir(exist_ok=True)
+    sizes = {name: shape for name, shape in shapes("dflash").items() if name != "lm_head.weight"}
+    sizes |= {
+        "injection.message.weight": (32, 32),
+        "injection.bias": (32,),
+        "transfer_codes": (128, 32),
+    }
+    sizes |= {f"injection.{name}_gate.weight": (32, 32) for name in ("receiver", "predecessor")}
+    for i in range(2):
+        sizes |= {
+            f"injection.readouts.{i}.weight": (32, 64),
+            f"injection.writes.{i}.weight": (64, 32),
+        }
+    draw = numpy.random.RandomState(5).standard_normal
+    held = {}
+    for name, shape in sorted(sizes.items()):
+        noise = torch.from_numpy(draw(shape)).float()
+        if name.endswith("norm.weight"):
+            held[name] = 1 + 0.2 * noise
+        else:
+            held[name] = noise * shape[-1] ** -0.5 * 1.5
+    held["transfer_codes"] /= held["transfer_codes"].norm(dim=-1, keepdim=True)
+    held |= {"transfer_ready": torch.tensor(True)} | tensors
+    config = LAYER | FULL | DSPINE | (changes or {})
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    held = {name: value for name, value in held.items() if value is not None}
+    save_file(held, path / "model.safetensors")
+    return path
+
+
+def test_dspine_hands_codes_on_and_refines(tmp_path):
+    """A level's scores are those of its best six tokens, once the last layer knows the token before."""
+    drafter = drafter_of(write_dspine(tmp_path / "head"))
+    trace = recorded()
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        unary = drafter.root_output(state, inputs)[0].scores[0]
+        assert (unary - trace["dspine.unary"][number]).abs().max() < 1e-4
+        chain = trace["dspine.tokens"][number]
+        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
+        for level, (z, _) in enumerate(level_scores(drafter, state, inputs, chain)):
+            best = trace["dspine.candidates"][number, level]
+            assert (z[best] - trace["dspine.logits"][number, level]).abs().max() < 1e-4
+
+
+def test_dspine_over_a_packed_lm_head_and_in_a_tree(tmp_path):
+    """Rows that are not read one by one give the same scores; so does a level of several nodes."""
+    drafter = drafter_of(write_dspine(tmp_path / "head"))
+    state, inputs = next(drafts(drafter))
+    out, _ = drafter.root_output(state, inputs)
+    frontier = SimpleNamespace(tokens=torch.tensor([[5, 17, 40]]))
+    out = drafter.forward_nodes(state, frontier, out, None, None)
+    together = drafter.logits_of(out, 2)
+    exact = drafter.lm_head.weight.detach()
+    drafter.lm_head = SimpleNamespace(packed=True)
+    drafter.head.score = lambda hidden, lm_head: hidden @ exact.T
+    assert (drafter.logits_of(out, 2) - together).abs().max() < 1e-4
+    for node, token in enumerate([5, 17, 40]):
+        alone = SimpleNamespace(tokens=torch.tensor([[token]]))
+        each = drafter.forward_nodes(state, alone, out, None, None)
+        assert (drafter.logits_of(each, 2)[0, 0] - together[0, node]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("changes, tensors, message", [
+    ({"dspine_config": None}, {}, "unexpected weight"),
+    ({"dspine_config": DSPINE["dspine_config"] | {"transfer_rank": 16}}, {}, "transfer_codes|injection"),
+    ({"dspine_config": DSPINE["dspine_config"] | {"top_k": 0}}, {}, "selector_top_k must be"),
+    ({}, {"injection.message.weight": None}, "missing weight.*injection.message"),
+])  # fmt: skip
+def test_wrong_files_of_dspine(changes, tensors, message, tmp_path):
+    path = write_dspine(tmp_path / "head", changes, **tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        load_head(path, golden_target(TARGET))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------ P-EAGLE
+
+PEAGLE = {
+    "architectures": ["PEagleDraftModel"], "draft_vocab_size": 40, "dtype": "float32",
+    "eagle_aux_hidden_state_layer_ids": [1, 4, 6], "embed_requires_grad": True, "fc_norm": False, "mask_token_id": 127,
+    "norm_before_fc": False, "norm_before_residual": False, "norm_output": False, "speculators_model_type": "peagle",
+    "speculators_version": "0.9.0", "target_hidden_size": None, "tie_word_embeddings": False,
+    "transformer_layer_config": LAYER | FULL,
+}  # fmt: skip
+
+
+def write_peagle(path: Path, changes: dict | None = None, **tensors) -> Path:
+    """Write a P-EAGLE head. Arguments as for `write_head`."""
+    path.mkdir(exist_ok=True)
+    sizes = {"embed_tokens.weight": (128, 64), "fc.weight": (64, 192), "mask_hidden": (1, 1, 192)}
+    sizes |= {"layers.0.hidden_norm.weight": (64,)}
+    for name, shape in shapes("dflash").items():
+        if name not in ("hidden_norm.weight", "fc.weight"):
+            doubled = name.startswith("layers.0.") and name[-13:-7] in (
+                "q_proj",
+                "k_proj",
+                "v_proj",
+            )
+            sizes[name] = (shape[0], 128) if doubled else shape
+    draw = numpy.random.RandomState(5).standard_normal
+    held = {}
+    for name, shape in sorted(sizes.items()):
+        noise = torch.from_numpy(draw(shape)).float()
+        if name.endswith("norm.weight"):
+            held[name] = 1 + 0.2 * noise
+        elif name in ("embed_tokens.weight", "mask_hidden"):
+            held[name] = noise
+        else:
+            held[name] = noise * shape[-1] ** -0.5 * 1.5
+    held |= {name: weights("dflash")[name] for name in ("d2t", "t2d")} | tensors
+    (path / "config.json").write_text(json.dumps(PEAGLE | (changes or {})), encoding="utf-8")
+    held = {name: value for name, value in held.items() if value is not None}
+    save_file(held, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("depth", [1, LEVELS])
+def test_peagle_drafts_all_levels_in_one_pass(depth, tmp_path):
+    """Its masks see the confirmed tokens and the masks before them."""
+    target = golden_target(TARGET)
+    head = load_eagle(write_peagle(tmp_path / "head"), target)
+    drafter = ParallelEagleDrafter(head, target, StaticTree.chain(depth))
+    trace = recorded()
+    order = DRAFTED.argsort()
+    ids = trace["ids"]
+    state = drafter.init(1, 64)
+    read = 0
+    for number, start in enumerate(STARTS):
+        features = torch.cat((torch.zeros(1, start - read, 64), taps()[:, read:start, :192]), -1)
+        count = torch.tensor([start - read])
+        state = drafter.extend(state, DrafterUpdate(ids[None, read : start + 1], features, count))
+        read = start
+        inputs = DraftInputs(None, DecodedTokens(ids[None], torch.tensor([start])))
+        out, _ = drafter.root_output(state, inputs)
+        for level in range(depth):
+            ours = drafter.logits_of(out, level)[0, 0]
+            assert (ours - trace["peagle.logits"][number, level, order]).abs().max() < 1e-4
+        chain = drafter.propose(state, inputs).tokens[0, 1:]
+        best = trace["peagle.logits"][number, :depth].argmax(-1)
+        assert chain.tolist() == DRAFTED[best].tolist()
+
+
+@pytest.mark.parametrize("changes, tensors, message", [
+    ({"mask_token_id": None}, {}, "mask_hidden makes it a P-EAGLE head, which needs a mask_token_id"),
+    ({"mask_token_id": 128}, {}, r"below vocab_size \(128\); it is 128"),
+    ({}, {"mask_hidden": torch.zeros(1, 1, 64)}, "mask_hidden"),
+    ({}, {"mask_hidden": None, "layers.1.mlp.up_proj.weight": None}, "missing weight"),
+])  # fmt: skip
+def test_wrong_files_of_peagle(changes, tensors, message, tmp_path):
+    path = write_peagle(tmp_path / "head", changes, **tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        load_eagle(path, golden_target(TARGET))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------- GGUF
+
+GGUF_NAMES = {  # ours -> llama.cpp's
+    "norm": "output_norm", "hidden_norm": "enc.output_norm", "lm_head": "output", "markov_head.": "",
+    "confidence_head.proj": "conf_proj", "candidate_selector.hidden_projection": "selector_hidden",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight", "attention_conv": "attn_conv",
+    "mlp_conv": "ffn_conv", ".kernel_projection": "_proj", ".base_kernel": "_base", "layers.": "blk.",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+GGUF_KEYS = {
+    "block_count": 2, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96, "vocab_size": 128,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16, "attention.value_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0, "block_size": 6,
+    "target_layers": [1, 2, 4, 5, 7],
+}  # fmt: skip
+GGUF_WINDOW = {"attention.sliding_window": 4, "attention.sliding_window_pattern": [True, False]}
+GGUF_FURTHER = {
+    "dflash": {"attention.causal": False, **GGUF_WINDOW},
+    "dflash2": {
+        "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6,
+        "attention.causal": False, "logit_scale": 0.5, "final_logit_softcapping": 3.0, **GGUF_WINDOW,
+    },
+    "dspark": {"sample_from_anchor": False},
+}  # fmt: skip
+
+
+def gguf_name(name: str) -> str:
+    for ours, theirs in GGUF_NAMES.items():
+        if ours not in ("norm", "hidden_norm") or name == f"{ours}.weight":
+            name = name.replace(ours, theirs)
+    return name
+
+
+def write_gguf(
+    path: Path, kind: str, changes: dict | None = None, packed: bool = False, **tensors
+) -> Path:
+    """Write a file as llama.cpp's converter does, with the package's own writer. packed: matrices in Q8_0"""
+    writer = gguf.GGUFWriter(path, "dflash")
+    writer.add_mask_token_id(127)
+    kinds = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for name, value in (GGUF_KEYS | GGUF_FURTHER[kind] | (changes or {})).items():
+        if value is not None:
+            kinds[type(value)](f"dflash.{name}", value)
+    held = {gguf_name(name): tensor for name, tensor in weights(kind).items() if name != "t2d"}
+    if "d2t" in held:
+        held["d2t"] = DRAFTED
+    for name, tensor in (held | tensors).items():
+        value = tensor.numpy()
+        if packed and tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            value = gguf.quantize(value, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, value, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def directory_of(path: Path, kind: str) -> Path:
+    """Write the directory that a GGUF file says the same as."""
+    if kind == "dflash2":
+        return write_zlab(
+            path, {"is_causal": False, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+        )
+    write_head(path, kind)
+    own = {
+        name: FURTHER[kind][1][name]
+        for name in ("draft_vocab_size", "markov_rank")
+        if name in FURTHER[kind][1]
+    }
+    flags = {
+        "block_size": 6,
+        "mask_token_id": 127,
+        "target_layer_ids": [0, 1, 3, 4, 6],
+        "sample_from_anchor": False,
+    }
+    keys = LAYER | FURTHER[kind][0] | own | {"dflash_config": flags, "is_causal": False}
+    (path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", GGUF_FURTHER)
+def test_a_gguf_file_is_a_directory(kind, tmp_path, capsys):
+    target = golden_target(TARGET)
+    ours = load_head(write_gguf(tmp_path / "head.gguf", kind), target)
+    theirs = load_head(directory_of(tmp_path / "head", kind), target)
+    assert capsys.readouterr().err == ""
+    assert ours.config.model.norm_eps == pytest.approx(1e-6)
+    model = replace(ours.config.model, norm_eps=1e-6)
+    assert model.max_context == 128, "a window is no bound"
+    assert replace(ours.config, model=model) == theirs.config
+    assert (ours.vocab is None) == (theirs.vocab is None)
+    if ours.vocab:
+        assert torch.equal(ours.vocab.ids, theirs.vocab.ids)
+    values = dict(theirs.named_parameters())
+    for name, value in ours.named_parameters():
+        assert torch.equal(value, values.pop(name)), name
+    assert not values
+
+
+@pytest.mark.parametrize("kind", GGUF_FURTHER)
+def test_a_gguf_file_drafts_in_its_own_bits(kind, tmp_path):
+    """Also tables of tokens, whose rows are read from their blocks."""
+    tables = {}
+    if kind == "dflash2":
+        tables = {
+            f"selector_{name}.weight": small(128, 32) for name in ("predecessor", "successor")
+        }
+        tables["selector_hidden.weight"] = small(32, 64)
+    changes = {"selector_rank": 32} if tables else {}
+    path = write_gguf(tmp_path / "head.gguf", kind, changes, packed=True, **tables)
+    settings = SETTINGS | {"compile": True, "temperature": 1.0}
+    engine = load(head=str(path), tree="dynamic", **settings)
+    head = engine.drafter.head
+    if has_cpu_operators("products"):
+        assert head.fc.format == BLOCKS
+        rows = {"dflash2": "selector_before", "dspark": "markov_w1"}.get(kind)
+        assert rows is None or isinstance(getattr(head, rows), Embedding)
+    plain = load(draft="none", **settings)
+    assert generate(engine, PROMPTS[:1]).tokens == generate(plain, PROMPTS[:1]).tokens
+
+
+def test_dspark_in_a_gguf_file_predicts_from_its_root(tmp_path):
+    """Where the key is missing, as in the files of DeepSpec's heads."""
+    path = write_gguf(tmp_path / "head.gguf", "dspark", {"sample_from_anchor": None})
+    assert load_head(path, golden_target(TARGET)).config.levels == 6
+
+
+@pytest.mark.parametrize("kind, changes, tensors, message", [
+    ("dflash", {"attention.sliding_window_pattern": None}, {}, "sliding_window_pattern is missing"),
+    ("dflash", {"attention.sliding_window_pattern": [True]}, {}, "layer_types must name 2 layers; it names 1"),
+    ("dflash2", {"selector_top_k": None}, {}, "selector_top_k must be 1 to"),
+    ("dflash2", {"conv_kernel_size": None}, {}, "unexpected weight"),
+    ("dflash2", {"conv_group_size": 0}, {}, "conv_group_size must be 1 to"),
+    ("dspark", {}, {"blk.0.attn_sinks.weight": torch.zeros(4)}, r"1 unexpected weight\(s\): blk.0.attn_sinks"),
+    ("dspark", {}, {"layer_fusion": torch.zeros(2, 5)}, r"1 unexpected weight\(s\)"),
+    ("dflash", {"attention.scale": 2.0}, {}, "attention.scale is 2.0, which is not supported"),
+])  # fmt: skip
+def test_gguf_files_that_are_refused(kind, changes, tensors, message, tmp_path):
+    path = write_gguf(tmp_path / "head.gguf", kind, changes, **tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        load_head(path, golden_target(TARGET))
+    assert "head.gguf" in str(error.value) and "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------- loops
+
+SETTINGS = {
+    "checkpoint": str(GOLDEN / TARGET),
+    "device": "cpu",
+    "max_new_tokens": 24,
+    "ignore_eos": True,
+    "seed": 7,
+}
+WRITERS = {kind: functools.partial(write_head, kind=kind) for kind in FURTHER} | {
+    "z-lab": write_zlab,
+    "dspine": write_dspine,
+    "peagle": write_peagle,
+}
+
+
+@functools.cache
+def vanilla(temperature: float, batch: int, dtype: str, quant: str) -> list[list[int]]:
+    options = {"temperature": temperature, "batch_size": batch, "dtype": dtype, "quant": quant}
+    return generate(load(draft="none", **SETTINGS, **options), PROMPTS[:batch]).tokens
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("temperature, batch, options", [
+    (0.0, 1, {"dtype": "float32"}), (1.0, 2, {"dtype": "float32"}),
+    (1.0, 1, {"dtype": "bfloat16", "quant_draft": "int4", "compile": True}),
+    (0.0, 2, {"dtype": "bfloat16", "quant_draft": "int8"}),
+    (1.0, 2, {"dtype": "bfloat16", "quant": "int8", "compile": True}),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", WRITERS)
+def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
+    head = str(WRITERS[kind](tmp_path / "head"))
+    engine = load(
+        head=head, tree=tree, temperature=temperature, batch_size=batch, **SETTINGS, **options
+    )
+    assert engine.option("draft") == ("eagle" if kind == "peagle" else "block")
+    found = generate(engine, PROMPTS[:batch])
+    assert found.tokens == vanilla(
+        temperature, batch, options["dtype"], options.get("quant", "none")
+    )
+    assert found.stats["accept_lengths"]
+
+
+def small(*shape: int) -> torch.Tensor:
+    """Weights that change little, the same everywhere."""
+    return torch.from_numpy(numpy.random.RandomState(8).standard_normal(shape)).float() * 0.02
+
+
+def write_trained(path: Path, kind: str) -> Path:
+    """Write a drafter that predicts: a trained one of the older kinds, with small weights of what the newer ones add."""
+    if kind == "peagle":
+        path.mkdir()
+        source = GOLDEN / "models/head_eagle3"
+        config = json.loads((source / "config.json").read_text()) | {"mask_token_id": 127}
+        held = load_file(source / "model.safetensors") | {"mask_hidden": small(1, 1, 192)}
+    else:
+        trained_dir(path, "jetspec" if kind == "dspine" else "dflash")
+        config = json.loads((path / "config.json").read_text())
+        config |= WINDOW | {"sliding_window": 12, "is_causal": kind == "dspine"}
+        held = load_file(path / "model.safetensors")
+    if kind == "dflash2":
+        config |= {
+            name: ZLAB["dflash_config"][name] for name in ("conv_kernel_size", "conv_group_size")
+        }
+        config |= {"selector_rank": 8, "selector_top_k": 6}
+        held |= {
+            f"candidate_selector.{name}_codebook": small(128, 8)
+            for name in ("predecessor", "successor")
+        }
+        held["candidate_selector.hidden_projection.weight"] = small(8, 64)
+        identity = torch.tensor([1.0, 0.0, 0.0])[None, :, None]
+        for name in (f"layers.{i}.{part}_conv" for i in range(2) for part in ("attention", "mlp")):
+            held[f"{name}.base_kernel"] = identity + small(2, 3, 64)
+            held[f"{name}.kernel_projection.weight"] = small(48, 64)
+    if kind == "dspine":
+        config["dspine_config"] = DSPINE["dspine_config"]
+        held |= {"injection.message.weight": small(32, 32), "injection.bias": small(32)}
+        held |= {
+            f"injection.{name}_gate.weight": small(32, 32) for name in ("receiver", "predecessor")
+        }
+        for i in range(2):
+            held |= {
+                f"injection.readouts.{i}.weight": small(32, 64),
+                f"injection.writes.{i}.weight": small(64, 32),
+            }
+        held |= {"transfer_codes": small(128, 32), "transfer_ready": torch.tensor(True)}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(held, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("temperature, options", [
+    (0.0, {"dtype": "float32"}), (1.0, {"dtype": "bfloat16", "compile": True}),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["window", "dflash2", "dspine", "peagle"])
+def test_accepted_drafts_are_vanillas_tokens(kind, temperature, options, tree, tmp_path):
+    """Where paths of several tokens are accepted."""
+    head = str(write_trained(tmp_path / "head", kind))
+    settings = SETTINGS | {"max_new_tokens": 50, "temperature": temperature, "batch_size": 2}
+    engine = load(head=head, tree=tree, **settings, **options)
+    found = generate(engine, PROMPTS)
+    assert found.tokens == generate(load(draft="none", **settings, **options), PROMPTS).tokens
+    assert found.stats["tau"] > 1.15
+
+
+@pytest.mark.parametrize("kind", [*FURTHER, "z-lab", "dspine"])
+def test_merged_steps_compute_the_same(kind, tmp_path):
+    """As CUDA merges them; a convolution takes rows that a norm has finished."""
+    drafter = drafter_of(WRITERS[kind](tmp_path / "head"))
+    head = drafter.head
+    for state, inputs in drafts(drafter):
+        want = drafter.run_block(state, inputs)
+        head.fused_layers = FusedLayers(head.layers, head.last, head)
+        steps = head.fused_layers.segments[0].steps
+        readers = {step.reader for step in steps if isinstance(step, AddNorm)}
+        assert readers <= ({""} if head.config.model.conv_taps else {"w13", "wqkv"})
+        assert (drafter.run_block(state, inputs) - want).abs().max() < 1e-5
+        head.fused_layers = None
+
+
+@pytest.mark.parametrize("kind", [*FURTHER, "z-lab", "dspine"])
+def test_quantized_copies_have_the_codes_of_loading(kind, tmp_path):
+    """As quantize.py writes them: convolutions and tables of tokens stay as they are."""
+    path = WRITERS[kind](tmp_path / "head")
+    quantize.quantize_directory(path, tmp_path / "int8", Quantization("int8"))
+    target = golden_target(TARGET)
+    ours = load_head(tmp_path / "int8", target)
+    theirs = load_head(path, target, Quantization("int8"))
+    for values in ("named_parameters", "named_buffers"):
+        held = dict(getattr(theirs, values)())
+        assert all(torch.equal(value, held.pop(name)) for name, value in getattr(ours, values)())
+        assert not held
+
+
+@pytest.mark.slow  # 15 s of tracing each
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspine", "peagle"])
+def test_compiled_as_on_cuda(traced, kind, tmp_path):
+    """Sampled, two sequences: the tokens of the eager steps."""
+    torch._dynamo.reset()
+    target = golden_target(TARGET)
+    tree = DynamicTree(depth=3, topk=3, size=8)
+    path = WRITERS[kind](tmp_path / "head")
+    drafter = (
+        ParallelEagleDrafter(load_eagle(path, target), target, tree)
+        if kind == "peagle"
+        else drafter_of(path, tree)
+    )
+    options = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 1.0, "batch_size": 2}
+    engine = engine_for(target, drafter, **options)
+    plain = decode(engine, *PROMPTS)
+    assert decode(compiled_as_on_cuda(engine), *PROMPTS).history == plain.history
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("changes, predicts_next", [
+    ({}, False), ({"sample_from_anchor": None}, False), ({"sample_from_anchor": True}, True),
+])  # fmt: skip
+def test_what_dsparks_root_predicts(changes, predicts_next, tmp_path):
+    """Older files have no sample_from_anchor, and drafted one token less than the block has positions."""
+    head = load_head(write_head(tmp_path / "head", "dspark", changes), golden_target(TARGET))
+    assert head.config.predicts_next == predicts_next and head.config.levels == 5 + predicts_next
+
+
+def test_specforges_dspark_has_a_bonus_root(tmp_path):
+    """Its keys are in dflash_config; DeepSpec's, with the same names, are at the top."""
+    flags = {
+        "block_size": 6,
+        "mask_token_id": 127,
+        "target_layer_ids": [0, 1, 3, 4, 6],
+        "markov_rank": 32,
+    }
+    training = {
+        "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
+        "markov_head_type": "vanilla",
+    }
+    keys = LAYER | FULL | {"dflash_config": flags | training | {"projector_type": "dspark"}}
+    path = write_head(tmp_path / "head", "dspark", d2t=None, t2d=None, **{
+        "lm_head.weight": None, "markov_head.markov_w2.weight": torch.zeros(128, 32),
+    })  # fmt: skip
+    (path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    assert load_head(path, golden_target(TARGET)).config.levels == 5
+    keys["dflash_config"] = flags
+    (path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    assert load_head(path, golden_target(TARGET)).config.levels == 6
+
+
+def test_codebooks_under_the_names_of_z_labs_class(tmp_path):
+    target = golden_target(TARGET)
+    books = {name: tensor for name, tensor in weights("dflash2").items() if "codebook" in name}
+    other = {f"{name}.weight": tensor for name, tensor in books.items()} | dict.fromkeys(books)
+    ours = load_head(write_zlab(tmp_path / "a"), target).selector_before.weight
+    assert torch.equal(
+        load_head(write_zlab(tmp_path / "b", **other), target).selector_before.weight, ours
+    )
+
+
+def test_files_of_speculators_have_no_notes(tmp_path, capsys):
+    for kind in (*FURTHER, "z-lab", "dspine"):
+        load_head(WRITERS[kind](tmp_path / kind), golden_target(TARGET))
+    load_eagle(write_peagle(tmp_path / "peagle", {"norm_output": None}), golden_target(TARGET))
+    assert capsys.readouterr().err == ""
+
+
+LAYER_OF = {kind: LAYER | layer for kind, (layer, _) in FURTHER.items()}
+WRONG = [
+    ("dflash", {"speculators_model_type": "xpress"}, {}, "speculators_model_type must be dflash or dspark or dflash2; it is 'xpress'"),
+    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"sliding_window": None}}, {}, "there is no window"),
+    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"layer_types": ["full_attention"]}}, {}, "layer_types must name 2 layers; it names 1"),
+    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"layer_types": ["linear_attention"] * 2}}, {}, "layer_types must be a list of full_attention and sliding_attention"),
+    ("dflash", {"aux_hidden_state_layer_ids": [1, 2, 4, 5, 8]}, {}, r"must ascend, up to.*\(6\); they are 0, 1, 3, 4, 7"),
+    ("dflash", {"mask_token_id": None}, {}, "the key 'mask_token_id' is missing"),
+    ("dflash", {"draft_vocab_size": 41}, {}, r"d2t must hold draft_vocab_size \(41\) whole numbers"),
+    ("dflash", {}, {"d2t": None}, "the weight d2t is missing"),
+    ("dflash", {}, {"lm_head.weight": None}, r"1 missing weight\(s\): lm_head.weight"),
+    ("dflash", {}, {"d2t": torch.zeros(40, dtype=torch.int64) - 1}, "d2t reaches the token -1"),
+    ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla or gated; it is 'rnn'"),
+    ("dspark", {"markov_head_type": "gated"}, {}, r"missing weight\(s\): markov_head.gate_proj"),
+    ("dflash2", {"conv_group_size": 7}, {}, r"conv_group_size must divide hidden_size \(64\); it is 7"),
+    ("dflash2", {"conv_kernel_size": 2}, {}, "attention_conv"),
+    ("dflash2", {"selector_top_k": 129}, {}, r"selector_top_k must be 1 to the number of drafted tokens \(128\); it is 129"),
+    ("dflash2", {"selector_rank": 9}, {}, "candidate_selector"),
+    ("dflash2", {"selector_rank": None}, {}, r"3 unexpected weight\(s\): candidate_selector"),
+    ("dflash2", {"projector_type": "domino"}, {}, "projector_type must be dspark or dflash2; it is 'domino'"),
+    ("dflash2", {"use_swa": True}, {}, "use_swa must be false"),
+    ("dflash2", {"is_neox_style": False}, {}, "is_neox_style must be true; it is False"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_wrong_files_are_named(number, tmp_path):
+    kind, changes, tensors, message = WRONG[number]
+    path = write_head(tmp_path / "head", kind, changes, **tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        load_head(path, golden_target(TARGET))
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
