@@ -99,12 +99,13 @@ def encode(engine: Engine, turns: list[str], answers: list[str]) -> list[int]:
     Raises: ValueError without a tokenizer.
     """
     need_tokenizer(engine)
+    controls = engine.config.control_tokens
     if engine.template is not None:
-        return engine.template.encode(engine.tokenizer, turns, answers)
+        return engine.template.encode(engine.tokenizer, turns, answers, controls == "all")
     text = ""
     for turn, answer in zip(turns, answers):
         text += turn + answer
-    return engine.tokenizer.encode(text + turns[-1], bos=True)
+    return engine.tokenizer.encode(text + turns[-1], bos=True, special=controls != "none")
 
 
 def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
@@ -132,7 +133,8 @@ def with_messages(engine: Engine, prompts: list) -> list:
         if of_messages and all(isinstance(each, dict) for each in prompt):
             fault = "messages need a chat template; load with chat=NAME, or give texts"
             require(engine.template is not None, fault)
-            prompt = engine.template.encode_messages(engine.tokenizer, list(prompt))
+            controls = engine.config.control_tokens == "all"
+            prompt = engine.template.encode_messages(engine.tokenizer, list(prompt), controls)
         conversations.append(prompt)
     return conversations
 
@@ -374,6 +376,8 @@ def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, 
 
 def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     """Decode all conversations, print each when it is finished, and write the files."""
+    from hf.chat import OnTerminal
+
     config = engine.config
     batch = Batch(engine, prompts)
     streams = batch.streams
@@ -387,6 +391,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
     separators = chain([""], repeat("\n"))  # a blank line between conversations
     titled = sys.stdout.isatty() and len(streams) > 1
+    shown = OnTerminal(engine.template)
     status = StatusLine()
     count = Counter()  # of tokens and of finished conversations
 
@@ -401,7 +406,8 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
         status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
         for piece in pieces if live else ():  # it is printed as it is decoded
-            print(piece.text, end="", flush=True)
+            thought, answer, _ = shown.push(piece.text, piece.request.reason != "")
+            print(thought + answer, end="", flush=True)
 
     def on_finished(turns: list[Turn]) -> None:
         count["finished"] += 1

@@ -118,8 +118,10 @@ class Linear(nn.Module):
         """
         if routing is not None:
             if self.packed:
-                return self.backend.experts_matmul(x, self.record, routing)
-            return self.backend.experts_linear(x, self.weight, routing)
+                y = self.backend.experts_matmul(x, self.record, routing)
+            else:
+                y = self.backend.experts_linear(x, self.weight, routing)
+            return y if self.bias is None else self.backend.experts_bias(y, self.bias, routing)
         if self.bias is not None and not self.fp32_out:
             lazy = self.backend.lazy_matmul(x, *self.operands()[:2])
             if lazy:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from base.io import log_note
+from base.io import log_note, model_file
 from base.methods import has_extras, spec_of
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
@@ -78,6 +78,7 @@ def load(
     if asked.threads:
         torch.set_num_threads(asked.threads)
     path = fetched(asked.checkpoint)
+    asked = _naming_files(asked)
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
     target = _load_target(replace(asked, device=device), path)
@@ -103,6 +104,17 @@ def load(
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
     return warm_up(build_cycles(engine))
+
+
+def _naming_files(config: GenerateConfig) -> GenerateConfig:
+    """Return options that name a GGUF file where they name a folder with this file alone."""
+    named = {}
+    for name in ("checkpoint", "head", "draft_checkpoint"):
+        given = getattr(config, name)
+        file = model_file(Path(given))
+        if given and file != Path(given):
+            named[name] = str(file)
+    return replace(config, **named)
 
 
 def _pick_device(config: GenerateConfig) -> str:
@@ -142,19 +154,19 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
 
 
 def skips_requantization(config: GenerateConfig, path: Path) -> bool:
-    """Return whether --quant leaves a GGUF file as it is: most weights have as few bits already.
+    """Return whether --quant leaves blocks as they are: most weights have as few bits already.
 
     A second rounding would cost answers and save nothing. Prints a line about it. On CUDA int4 in
     groups of 128 takes fewer instructions, so that they are rounded where that is asked for.
     """
     if config.quant == "none" or config.device != "cpu":
         return False
-    from hf.gguf import GgufFile
+    from hf.config import open_source
     from hf.gguf_blocks import keeps_blocks
 
     if not keeps_blocks(config, path):
         return False
-    if not GgufFile(path).mostly_has(int(config.quant.removeprefix("int"))):
+    if not open_source(path).mostly_has(int(config.quant.removeprefix("int"))):
         return False
     log_note(f"{path} has no more bits than --quant {config.quant}: it is not rounded again")
     return True

@@ -236,6 +236,12 @@ class GenerateConfig:
 
     # of single runs
     prompt_ids: str | None = setting(None, "token ids to continue, as 5,17,3; needs no tokenizer")
+    control_tokens: str = setting(
+        "programs",
+        "which texts may name control tokens, as <|im_end|>: programs, those that no chat template "
+        "is put around; all, the messages of a chat too; or none",
+        ("programs", "all", "none"),
+    )
     num_samples: int = setting(
         1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6
     )
@@ -329,6 +335,11 @@ class GenerateConfig:
     def sampling(self) -> Sampling:
         """The parameters of the target's distribution."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def has_schema(self) -> bool:
+        """Return whether every answer follows a JSON schema."""
+        return self.grammar.endswith(".json")
 
     @property
     def tree_shape(self) -> str:

@@ -48,6 +48,7 @@ from hf.checkpoint import (
     write_checkpoint,
 )
 from hf.config import read_raw
+from hf.stacks import StackedFiles, has_stacks
 from hf.tokenizer import has_tokenizer
 from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, single_torch_thread
@@ -63,7 +64,7 @@ TIED = "model.embed_tokens.weight"
 def is_quantized(name: str, tensor: Tensor) -> bool:
     """Return whether a tensor is a linear layer's weight; routers and confidences are not."""
     others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
-    others += ("markov_w1.weight", "confidence_head.proj.weight")
+    others += ("mlp.router.weight", "markov_w1.weight", "confidence_head.proj.weight")
     return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith(others)
 
 
@@ -147,7 +148,9 @@ def quantize_directory(
     if out.resolve() in (path.resolve(), *path.resolve().parents):
         raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
     check_out(out, overwrite)
-    files = WeightFiles(path)
+    files: TensorSource = WeightFiles(path)
+    if has_stacks(files):
+        files = StackedFiles(files)
     tensors = {name: files.read(name) for name in files.readers}  # memory-mapped
     shapes = {name: tensor.shape for name, tensor in tensors.items() if is_quantized(name, tensor)}
     inputs = {name: shape[1] for name, shape in shapes.items()}

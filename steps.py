@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from kv_cache import Window
 from linear import Linear
+from ops.attention import with_sinks
 from ops.backends import TORCH, Backend
 from ops.cpu.layers import REGISTERS, CppStep
 from runtime import replace_fields
@@ -270,27 +271,53 @@ class Rotate(Step):
         return CppStep("rotate", counts=counts)
 
 
+class Sinks(nn.Module):
+    """A learned score of every head, which takes a share of its attention and has no value.
+
+    Source: gpt-oss (arXiv 2508.10925).
+    """
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+
 @dataclass(frozen=True)
 class Attend(Step):
     """Attend from the queries in `h`, [B, T, H, E]: grouped-query attention, [B, T, H E]."""
 
     scale: float = 0.0  # of the scores; 0: E ** -0.5
     window: int = 0  # tokens that each one sees, itself included; 0: all before it
+    sinks: int = 0  # heads that have a sink: all of them, H, or 0
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"sinks": Sinks(self.sinks)} if self.sinks else {}
+
+    def parameters(self) -> tuple[str, ...]:
+        return ("sinks.weight",) if self.sinks else ()
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         if rows.windows is not None:
             window = rows.windows[self.window]
             seen = (window.start, window.mask, window.first)
+            sinks = layer.sinks.weight if self.sinks else None
             attend = layer.backend.attention
-            y = attend(rows.h, *rows.kv, *seen, self.scale, paths=window.paths)
+            y = attend(rows.h, *rows.kv, *seen, self.scale, paths=window.paths, sinks=sinks)
             return rows.put("h", y)
         T = rows.h.shape[1]
         distance = torch.arange(T, device=rows.h.device)
         distance = distance[:, None] - distance  # [T, T]
-        seen = (distance >= 0) & (distance < self.window) if self.window else None
+        k, v = rows.kv
+        seen = None
+        if self.window or self.sinks:
+            seen = (distance >= 0) & (distance < (self.window or T))
+        if self.sinks:
+            sinks = layer.sinks.weight.to(rows.h.dtype)
+            k, v, seen = with_sinks(k, v, seen, sinks[:, None].expand(-1, T))
         y = F.scaled_dot_product_attention(
             rows.h.transpose(1, 2),
-            *rows.kv,
+            k,
+            v,
             attn_mask=seen,
             is_causal=seen is None,
             scale=self.scale or None,
@@ -299,7 +326,8 @@ class Attend(Step):
         return rows.put("h", y.transpose(1, 2).flatten(2))
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("attend", counts=(self.window,), numbers=(self.scale,))
+        weights = (layer.sinks.weight,) if self.sinks else ()
+        return CppStep("attend", weights=weights, counts=(self.window,), numbers=(self.scale,))
 
 
 @dataclass(frozen=True)
@@ -331,16 +359,31 @@ class Gate(Step):
         return CppStep(self.activation)
 
 
+@dataclass(frozen=True)
+class ClampedGate(Step):
+    """Do as `Gate`, with bounded halves: `clamped_swiglu` of ops/torch_backend.py."""
+
+    alpha: float
+    limit: float
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        return rows.put("h", layer.backend.clamped_swiglu(rows.h, self.alpha, self.limit))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("clamped_swiglu", numbers=(self.alpha, self.limit))
+
+
 class Router(nn.Module):
     """The ranking of the experts of each token. Source: Mixtral (arXiv 2401.04088), section 2.1."""
 
     backend: Backend = TORCH
 
-    def __init__(self, dim: int, experts: int, chosen: int, norm_topk: bool):
+    def __init__(self, dim: int, experts: int, chosen: int, norm_topk: bool, bias: bool = False):
         super().__init__()
         self.chosen = chosen
         self.norm_topk = norm_topk
         self.weight = nn.Parameter(torch.zeros(experts, dim))
+        self.bias = nn.Parameter(torch.zeros(experts)) if bias else None
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
         return self.backend.router_logits(x, self.weight)
@@ -351,6 +394,8 @@ class Router(nn.Module):
         Returns: the experts, [..., J] int64; their routing weights, [..., J] fp32.
         """
         scores = self.logits(x)  # [..., E]
+        if self.bias is not None:
+            scores = scores + self.bias
         best, expert = scores.sort(dim=-1, descending=True, stable=True)
         expert = expert[..., : self.chosen]
         if self.norm_topk:
@@ -370,12 +415,15 @@ class Route(Step):
     chosen: int  # J
     norm_topk: bool = True  # the routing weights of the chosen add up to 1
     name: str = "router"
+    bias: bool = False
 
     def modules(self) -> dict[str, nn.Module]:
-        return {self.name: Router(self.dim, self.experts, self.chosen, self.norm_topk)}
+        sizes = (self.dim, self.experts, self.chosen)
+        return {self.name: Router(*sizes, self.norm_topk, self.bias)}
 
     def parameters(self) -> tuple[str, ...]:
-        return (f"{self.name}.weight",)
+        weight = (f"{self.name}.weight",)
+        return (*weight, f"{self.name}.bias") if self.bias else weight
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         expert, share = getattr(layer, self.name)(rows.h)  # [B, T, J]
@@ -384,8 +432,9 @@ class Route(Step):
         return replace_fields(rows, h=repeated, routing=routing, share=share)
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
-        weight = getattr(layer, self.name).weight
-        return CppStep("route", weights=(weight,), counts=(self.chosen, int(self.norm_topk)))
+        router = getattr(layer, self.name)
+        counts = (self.chosen, int(self.norm_topk))
+        return CppStep("route", weights=(router.weight, router.bias), counts=counts)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from base.io import lfs_fault
+
 MAX_COUNT = 2**24  # entries of a list, tensors, keys, positions; a broken count is above it
 MAX_SIZE = 2**20  # of a width or a number of layers
 FORMATS = {  # type of a scalar -> its code for `struct`
@@ -148,7 +150,7 @@ def _read_once(path: Path, changed: int, size: int) -> Header:
 def _read_header(path: Path, cursor: _Cursor) -> Header:
     magic, version = cursor.take("4sI")
     if magic != b"GGUF":
-        raise ValueError("it does not begin with GGUF")
+        raise ValueError(lfs_fault(path) or "it does not begin with GGUF")
     if version not in (2, 3):
         shown = version if version < 2**16 else "of a big-endian file"
         raise ValueError(f"version {shown} is not 2 or 3")
@@ -205,7 +207,7 @@ class _Cursor:
     def string(self) -> str:
         length = self.fits_bytes(*self.take("Q"))
         self.at += length
-        return str(self.file[self.at - length : self.at], "utf-8")
+        return _text(self.file[self.at - length : self.at])
 
     def strings(self, count: int) -> list[str]:
         """Read many strings: vocabularies and merges have 100,000."""
@@ -221,7 +223,7 @@ class _Cursor:
             if at > size:
                 self.at = begin
                 self.fits_bytes(length)
-            texts.append(str(file[begin:at], "utf-8"))
+            texts.append(_text(file[begin:at]))
         self.at = at
         return texts
 
@@ -249,6 +251,24 @@ class _Cursor:
         form = FORMATS[type_id]
         count = self.fits(count, struct.calcsize(form))
         return list(self.take(f"{count}{form}"))
+
+
+def _text(data: bytes) -> str:
+    """Return a text; bytes that are not UTF-8, as in a name of another code page, are escaped."""
+    return str(data, "utf-8", "backslashreplace")
+
+
+def check_is_whole(metadata: Metadata) -> None:
+    """Check that a file is no part of several. Raises: ValueError."""
+    count = metadata.read("split.count", int, 0)
+    if count > 1:
+        number = metadata.read("split.no", int, 0) + 1
+        name = metadata.path.name
+        first = name.replace(f"-{number:05d}-of-", "-00001-of-")
+        raise ValueError(
+            f"{metadata.path} is part {number} of {count}; join them first: "
+            f"llama-gguf-split --merge {first} OUT.gguf"
+        )
 
 
 def chat_template_text(path: Path, name: str = "") -> str | None:

@@ -26,10 +26,21 @@ try:
 except ImportError:  # Windows has no such locks
     fcntl = None
 
+LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
 TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
 
 
 NOTES = logging.getLogger("gpt_eagle")
+
+
+class LocalError(ValueError):
+    """An error whose message names a file or an option, for a person at this machine."""
+
+    def __init__(self, message: str, plain: str):
+        """plain: the message for clients of a server, who have neither"""
+        super().__init__(message)
+        self.plain = plain
+
 
 # ---------------------------------------------------------------------- notes
 
@@ -40,6 +51,12 @@ def log_note(text: str) -> None:
     A command prints the line (`base.parsing.show_notes`); a Python caller configures the logger.
     """
     NOTES.warning(text, stacklevel=2)
+
+
+def has_colours() -> bool:
+    """Return whether standard output shows colours. Source: no-color.org."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
 
 
 # ---------------------------------------------------------------------- text and JSON
@@ -94,10 +111,15 @@ def read_json(path: Path) -> dict:
     """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
     check_directory(path.parent)
     if not path.is_file():
-        raise ValueError(
-            f"{path.parent} has no {path.name}; a Hugging Face model directory is expected"
-        )
-    value = parse_json(read_text(path), path)
+        remedy = "a Hugging Face model directory is expected"
+        models = gguf_files(path.parent)
+        if models:
+            remedy = f"name one of its GGUF files: {', '.join(file.name for file in models)}"
+        raise ValueError(f"{path.parent} has no {path.name}; {remedy}")
+    text = read_text(path)
+    if lfs_fault(path):
+        raise ValueError(f"{path}: {lfs_fault(path)}")
+    value = parse_json(text, path)
     if not isinstance(value, dict):
         raise ValueError(
             f"{path} must hold a JSON object, not a {type(value).__name__}; correct it"
@@ -145,6 +167,30 @@ def parse_jsonl(
 def is_gguf(path: Path) -> bool:
     """Return whether a checkpoint is a GGUF file (hf/gguf.py), and not a model directory."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the GGUF files in a folder, without the parts of models that read pictures."""
+    files = sorted(folder.glob("*.[gG][gG][uU][fF]"))
+    return [file for file in files if file.is_file() and not file.name.startswith("mmproj")]
+
+
+def model_file(path: Path) -> Path:
+    """Return the one GGUF file of a folder without other weights; else the path as it is."""
+    files = gguf_files(path)
+    others = (file for ending in ("safetensors", "bin", "pt") for file in path.glob(f"*.{ending}"))
+    return files[0] if len(files) == 1 and not any(others) else path
+
+
+def lfs_fault(file: Path) -> str:
+    """Return the fault and remedy of a Git LFS pointer, which stands for a file; "" for others."""
+    try:
+        with file.open("rb") as content:
+            if content.read(len(LFS_BEGIN)) != LFS_BEGIN:
+                return ""
+    except OSError:
+        return ""
+    return "it is a Git LFS pointer and not the file itself; run git lfs pull in its folder"
 
 
 def check_directory(path: Path) -> None:

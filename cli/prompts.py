@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from base.io import parse_json, parse_jsonl, read_named
+from base.io import LocalError, parse_json, parse_jsonl, read_named
 from base.parsing import by_names, check_kinds, require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
@@ -63,7 +63,7 @@ def read_grammar(config: GenerateConfig) -> str | dict | None:
     text = read_named(path, "--grammar")
     installed = importlib.util.find_spec("llguidance") is not None
     require(installed, "--grammar needs llguidance; run: pip install llguidance")
-    if not config.grammar.endswith(".json"):
+    if not config.has_schema:
         return text
     schema = parse_json(text, f"--grammar {config.grammar}")
     fault = f"--grammar {config.grammar} must hold a JSON schema, which is an object; correct it"
@@ -132,6 +132,10 @@ def as_conversation(prompt: str | Conversation) -> Conversation:
     return items
 
 
+class ContextOverflow(LocalError):
+    """The error for a prompt that is longer than the context."""
+
+
 def check_ids(ids: list[int], model: Any, context: int) -> list[int]:
     """Read the token ids of a prompt.
 
@@ -149,9 +153,12 @@ def check_ids(ids: list[int], model: Any, context: int) -> list[int]:
         remedy = "shorten it"
         if context < model.max_context:
             remedy = f"shorten it or raise --context, up to {model.max_context}"
-        raise ValueError(
+        raise ContextOverflow(
             f"the prompt has {len(ids)} tokens, the context holds {context} "
-            f"with at least one new token; {remedy}"
+            f"with at least one new token; {remedy}",
+            # words by which langchain, litellm and others know to shorten a conversation
+            f"This model's maximum context length is {context} tokens with at least one new token, "
+            f"and the prompt has {len(ids)}; shorten it",
         )
     return ids
 

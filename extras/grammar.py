@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base.io import log_note, one_line
+from base.io import LocalError, log_note, one_line
 from base.parsing import require
 from decode import Engine, Guide
 from extras.guided_draft import Guided, masks
@@ -52,10 +52,14 @@ class Grammar:
         try:
             from llguidance import LLMatcher, grammar_from
         except ImportError:
-            raise ValueError("a grammar needs llguidance; run: pip install llguidance") from None
+            fault = "a grammar needs llguidance"
+            plain = f"{fault}, which is not installed here"
+            raise LocalError(f"{fault}; run: pip install llguidance", plain) from None
         config = engine.config
         exact = config.accept == "exact" and not config.ignore_eos
-        require(exact, "a grammar cannot go with ignore_eos or accept=residual; drop that")
+        if not exact:
+            fault = "a grammar cannot go with ignore_eos or accept=residual"
+            raise LocalError(f"{fault}; drop that", fault)
         fault = "a grammar needs a model with a tokenizer and an end of sequence; use another"
         require(engine.tokenizer is not None and engine.eos_ids != (), fault)
         text = source if isinstance(source, str) else json.dumps(without_formats(source))
@@ -99,7 +103,29 @@ def _vocabulary(tokenizer: Tokenizer, vocab: int, ends: tuple[int, ...]) -> Any:
         encode.eos_token_id = ends[0]
         encode.bos_token_id = tokenizer.bos_id
         source = llguidance.TokenizerWrapper(encode)
+    elif tokenizer.vocab_size > vocab:
+        source = json.dumps(_without_further_tokens(json.loads(source), vocab))
     return llguidance.LLTokenizer(source, n_vocab=vocab, eos_token=list(ends))
+
+
+def _without_further_tokens(content: dict, vocab: int) -> dict:
+    """Return the content of a tokenizer.json without the tokens that the model lacks.
+
+    The model never decides for them, and no forced text may be spelled with one.
+    """
+    model = content["model"]
+    tokens = model["vocab"]
+    if isinstance(tokens, dict):
+        tokens = {token: i for token, i in tokens.items() if i < vocab}
+    else:  # Unigram's list of pairs
+        tokens = tokens[:vocab]
+    model = model | {"vocab": tokens}
+    if "merges" in model:
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        kept = [pair for pair in pairs if {*pair, "".join(pair)} <= tokens.keys()]
+        model = model | {"merges": kept}
+    added = [token for token in content["added_tokens"] if token["id"] < vocab]
+    return content | {"model": model, "added_tokens": added, "post_processor": None}
 
 
 def without_formats(schema: Any) -> Any:

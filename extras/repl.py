@@ -4,7 +4,8 @@
 2. With readline a line has a history and keys to edit it, and pasted lines are one turn. Lines
    between two \"\"\" are one turn, too.
 3. An answer goes on to its end, unless --max_new_tokens is given; a cut is said. Tokens that were
-   drafted and accepted are coloured by their source, on a terminal, with `show_drafts`.
+   drafted and accepted are coloured by their source, on a terminal, with `show_drafts`; thinking
+   is dimmed there.
 4. When the history no longer fits the context, the oldest turns are dropped and a note is printed.
 
 Ctrl-C ends an answer and not the conversation; the cached part of the answer stays. At the prompt a
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 import sys
 import termios
@@ -24,11 +24,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from base.io import StatusLine, parse_json, read_named, write_text
+from base.io import StatusLine, has_colours, parse_json, read_named, write_text
 from cli.prompts import check_ids
 from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft
-from hf.chat import chat_template
+from hf.chat import OnTerminal, chat_template
 from hf.fetch import fetched
 from scheduler import Request, Scheduler, truncation_note
 from stats import stats_line, summary
@@ -47,12 +47,6 @@ COLOURS = {"lookup": "\033[36m"}  # cyan; other sources are green
 GREEN = "\033[32m"
 PLAIN = "\033[0m"
 QUOTES = '"""'
-
-
-def has_colours() -> bool:
-    """Return whether colours can be shown. Source: no-color.org."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
 
 
 def edit_lines() -> None:
@@ -149,13 +143,17 @@ class Chat:
     def _answer(self, request: Request) -> None:
         """Print an answer as it is decided, and the reason if it is cut."""
         spans = Spans()
+        shown = OnTerminal(self.engine.template)
         self.drafted.take(0)
         for pieces in self.scheduler.run([request]):
             self.status.show(self.scheduler.session.prefill_progress())
             for piece in pieces:
                 for source, text in zip(self.drafted.take(0).sources, piece.texts):
                     spans.add(source, len(text))
-                self._print(piece.text, spans)
+                thought, answer, passed = shown.push(piece.text, piece.request.reason != "")
+                spans.take(passed)
+                print(thought, end="", flush=True)
+                self._print(answer, spans)
         cut = request.fault or truncation_note(self.engine, request.reason)
         if cut:
             print(f" [{cut}]", end="")
@@ -219,7 +217,8 @@ class Chat:
         if engine.template is None or name is None:
             raise ValueError("without a chat template there is no system message")
         path = fetched(engine.config.checkpoint)
-        template = chat_template(path, engine.tokenizer, name, text or None)
+        has_schema = engine.config.has_schema
+        template = chat_template(path, engine.tokenizer, name, text or None, has_schema)
         template.stop_ids(engine.tokenizer)  # refuses a template that leaves the message out
         self.engine = replace(engine, template=template)
         self.system = text or None

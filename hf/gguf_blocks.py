@@ -25,6 +25,7 @@ from torch import Tensor
 
 from base.io import is_gguf
 from base.rank import this_rank
+from hf.checkpoint import is_mxfp4, read_model_config
 from ops.cuda.layout import (
     BLOCK_FORMS,
     Form,
@@ -40,6 +41,7 @@ from options import GenerateConfig
 
 OF_FILES = [name for name, layout in LAYOUTS.items() if layout.format == "blocks" and layout.id]
 NAMES = {LAYOUTS[name].id: name for name in OF_FILES}
+MXFP4 = 39  # of GGUF
 # Types of which a matmul of one row on CUDA cannot take longer than in 16 bits, by the count of
 # bytes and instructions; none was timed. For 64 outputs and 256 inputs a warp issues (sm_90) 352
 # instructions in int4 with groups of 128, which takes 55.6 us for the four matmuls of a 7B layer on
@@ -58,9 +60,9 @@ def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
     """Return whether a checkpoint's weights stay in the bits of the file's blocks.
 
     config: `dtype` as the user gave it
-    Returns: True for a GGUF file on one device, unless dtype is given.
+    Returns: True for a GGUF file or a directory in MXFP4 on one device, unless dtype is given.
     """
-    as_stored = is_gguf(path) and not config.dtype and not config.inflate
+    as_stored = not config.dtype and not config.inflate and _has_blocks(path)
     if not as_stored or this_rank().world_size > 1:
         return False
     on_cpu = config.device == "cpu" and has_cpu_operators("products")
@@ -71,6 +73,13 @@ def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
 def in_planes(device: str) -> bool:
     """Return whether a device's matmuls read `planes`."""
     return device != "cpu"
+
+
+def _has_blocks(path: Path) -> bool:
+    """Return whether a checkpoint is one whose weights may be in blocks."""
+    if is_gguf(path):
+        return True
+    return (path / "config.json").is_file() and is_mxfp4(read_model_config(path))
 
 
 class Blocks(NamedTuple):

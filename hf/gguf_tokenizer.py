@@ -36,6 +36,12 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + SUFFIX
+    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + SUFFIX
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # fmt: skip
 # several are applied one after the other, and digits split off behind them
 CJK = "[一-龥ࠀ-一가-퟿]+"
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK)
@@ -53,6 +59,7 @@ SPLITS: dict[str, str | tuple[str, ...]] = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
     "tekken": TEKKEN,
+    "gpt-4o": GPT4O,
     "deepseek-llm": DEEPSEEK_LLM,
     "deepseek-coder": DEEPSEEK_CODER,
 }

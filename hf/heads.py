@@ -9,8 +9,9 @@
 
 Layouts of version 3: SafeAILab, SpecForge and SGLang (`midlayer.`), vLLM and DeepSpec
 (`layers.0.`), speculators (the same, and a config of the layer inside the config), NeMo
-(`model.layers.0.`). A norm, a bias, an embedding or an LM head in the weights is used, even
-against config.json. With `mask_hidden` it is P-EAGLE's (speculators' `peagle`, SpecForge's).
+(`model.layers.0.`); of versions 1 and 2: the official one, and speculators' (`transformer.`). A
+norm, a bias, an embedding or an LM head in the weights is used, even against config.json. With
+`mask_hidden` it is P-EAGLE's (speculators' `peagle`, SpecForge's).
 Sources: the official code of EAGLE; the loaders of SGLang, vLLM and speculators (P-EAGLE: the
 package speculators 0.9.0, models/peagle).
 Not here: modules (eagle_draft.py).
@@ -18,6 +19,7 @@ Not here: modules (eagle_draft.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -57,6 +59,8 @@ from model import ModelConfig
 from models.keys import WIDTH, HFConfig, HFSwiGLU
 from ops.formats import FORMATS, Encoder
 
+# beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
+OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 DRAFT_INPUTS = "feature&shifted"
 LAYERS = Rule(
@@ -253,10 +257,12 @@ class HeadFiles(TensorSource):
         """
         names = [*source.readers, *source.quantized]
         self.path = path
-        self.config = source.config
+        self.config = _without_speculators_layout(path, source.config)
         self.version = version_of(names)
         self.readers = {self._official(name): reader for name, reader in source.readers.items()}
         self.quantized = {self._official(name): read for name, read in source.quantized.items()}
+        if self.config is not source.config:
+            self.readers.pop("lm_head.weight", None)  # the target's
         # SafeAILab and SpecForge name the first layer so
         self.midlayer = any(name.startswith("midlayer.") for name in names)
         if MASK in self.readers:  # [1, 1, aux F]
@@ -274,7 +280,7 @@ class HeadFiles(TensorSource):
             )
         first_layer = ("layers.0.", "model.layers.0.")
         both = self.midlayer and any(name.startswith(first_layer) for name in names)
-        if both or len(self.readers) + len(self.quantized) < len(names):
+        if both or len(set(map(self._official, names))) < len(names):
             raise ValueError(
                 f"{path} mixes versions: it has tensors of two layouts, as midlayer. and "
                 "layers.0.; keep those of one"
@@ -296,6 +302,9 @@ class HeadFiles(TensorSource):
 
     def _official(self, name: str) -> str:
         if self.version < 3:
+            for begin, own in OF_SPECULATORS.items():
+                if name.startswith(begin):
+                    return own + name.removeprefix(begin)
             return name
         name = name.removeprefix("model.")
         if name.startswith("layers.0."):
@@ -305,6 +314,23 @@ class HeadFiles(TensorSource):
 
 def _flat(read: Callable[[], Tensor]) -> Tensor:
     return read().flatten()
+
+
+def _without_speculators_layout(path: Path, raw: dict) -> dict:
+    """Return a config.json of an EAGLE-1 head in speculators' layout with the official keys.
+
+    Raises: ValueError for a head with norms that the official one lacks.
+    """
+    layer = raw.get("transformer_layer_config")
+    if raw.get("speculators_model_type") != "eagle" or not isinstance(layer, dict):
+        return raw
+    if raw.get("layernorms"):
+        raise ValueError(
+            f"{path}: a head in speculators' format with layernorms is not supported; "
+            "use a head of EAGLE-1, 2 or 3 for this model"
+        )
+    own = {name: raw[name] for name in ("draft_inputs", "draft_sharpness") if name in raw}
+    return layer | own | {"bias": raw.get("fusion_bias", False)}
 
 
 def _names_in(file: Path) -> list[str]:
@@ -376,6 +402,7 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
         config = EagleConfig.from_dir(path, files.config)
     else:
         config = _read_eagle3(files, target.n_layers)
+    config = replace(config, model=_with_own_layers(config.model, files, target.n_layers))
     check_layers(config.model, files)
     dim = config.model.dim
     eagle3 = config.eagle3
@@ -400,6 +427,19 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
             "embed_tokens, fc and lm_head: download it again"
         )
     return config
+
+
+def _with_own_layers(model: ModelConfig, files: HeadFiles, target_layers: int) -> ModelConfig:
+    """Return a head's shape with the layers in its files, where its config counts the target's.
+
+    The official code makes one layer and does not read num_hidden_layers.
+    """
+    names = [*files.readers, *files.quantized]
+    numbers = [re.match(r"layers\.(\d+)\.", name) for name in names]
+    count = 1 + max((int(number[1]) for number in numbers if number), default=0)
+    if model.n_layers > count and (files.midlayer or model.n_layers == target_layers):
+        return replace(model, n_layers=count)
+    return model
 
 
 def print_notes(files: HeadFiles, config: EagleConfig) -> None:

@@ -3,8 +3,9 @@
 1. `Tokenizer.load` reads `tokenizer.json` (BPE, byte-level or in sentencepiece's form; it needs the
    package `tokenizers`), or else `tokenizer.model` (sentencepiece). Tokens that only the other
    files name are added. Of a GGUF file it reads the metadata (hf/gguf_tokenizer.py).
-2. `encode` gives the same ids as Hugging Face. It parses control tokens in the text (`</s>`,
-   `<|eot_id|>`) only with `special=True`, which is for rendered chats: a prompt cannot inject one.
+2. `encode` gives the same ids as Hugging Face. With `special=True` it parses the names of control
+   tokens in the text (`</s>`, `<|eot_id|>`), but for those in a part that `as_text` has returned: a
+   user's words, which a chat template puts between its own tokens, cannot inject one.
 3. Every token is a fixed string of bytes. `decode` joins them and reads UTF-8. A `StreamDecoder`
    gives the same text piece by piece, at constant cost per token.
 
@@ -40,6 +41,8 @@ from hf.untrusted import errors_as_value_error, read_untrusted
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf
 # merges the two messages
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+# stands in the name of a control token that is text: a noncharacter of Unicode, which no text has
+MARK = "\ufdd0"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 WHITE = re.compile(r"\s*")
 # for a text, and 1 s more for every 10,000 characters; usual files take 1 s for a million
@@ -103,6 +106,7 @@ class Tokenizer:
         """
         self._added = added
         self._hidden = frozenset(token.id for token in added.values() if token.control)
+        self._controls = Finder(text for text, token in added.items() if token.control)
         # ids in all
         self.vocab_size = max([vocab_size, *(token.id + 1 for token in added.values())])
         texts = {name: _token_text(config, name) for name in SPECIAL}
@@ -150,7 +154,7 @@ class Tokenizer:
         """Tokenize `text`.
 
         bos: begin with the BOS token if the model uses one and the text has none at its start
-        special: parse control tokens in the text; for rendered chats only
+        special: parse the names of control tokens, but for those that `as_text` has marked
         """
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
             raise ValueError(
@@ -161,6 +165,18 @@ class Tokenizer:
         if bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
+
+    def as_text(self, text: str) -> str:
+        """Return a text in which `encode` reads the names of control tokens as text.
+
+        A chat template may put it anywhere, but in pieces.
+        """
+        parts = []
+        begin = 0
+        for start, _ in self._controls.find(text):
+            parts.append(text[begin : start + 1])
+            begin = start + 1
+        return MARK.join((*parts, text[begin:]))
 
     def decode(self, ids: Iterable[int], continuation: bool = False) -> str:
         """Return the text of `ids`, without control tokens.
@@ -437,7 +453,7 @@ class SentencePieceTokenizer(Tokenizer):
             if isinstance(part, Added):
                 ids.append(part.id)
             elif part:
-                ids += (self._sp_inside if ids else self._sp).encode(part)
+                ids += (self._sp_inside if ids else self._sp).encode(part.replace(MARK, ""))
         return ids
 
     def _parts(self, text: str, special: bool) -> Iterator[str | Added]:
@@ -493,11 +509,13 @@ class JsonTokenizer(Tokenizer):
         guard = read_untrusted if in_main else errors_as_value_error
         with guard(self._path, "use --set prompt_ids"):
             # a batch, since only its call lets other threads run
+            # a marked name is read in two parts, each of which is text
+            parts = text.split(MARK)
             batch = _within(
                 SPLIT_S + len(text) / 10_000,
-                lambda: self._tok.encode_batch([text], add_special_tokens=False),
+                lambda: self._tok.encode_batch(parts, add_special_tokens=False),
             )
-        return batch[0].ids
+        return [id for part in batch for id in part.ids]
 
     def json(self) -> str:
         return self._tok.to_str()

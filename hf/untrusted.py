@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from base.io import one_line
+from base.io import LocalError, lfs_fault, one_line
 
 PICKLE_BYTES = 250 * 10**6  # memory that reading a pickle may take besides the size of its file
 
@@ -56,9 +56,12 @@ def errors_as_value_error(
             raise ValueError(
                 f"{file} needs more memory than there is; free some, or use a smaller file"
             ) from None
+        if lfs_fault(file):
+            raise ValueError(f"{file}: {lfs_fault(file)}") from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = one_line(lines[0], 300)
-        raise ValueError(f"{file} {fault} ({reason}); {remedy}") from None
+        plain = f"{file.name} {fault} ({reason})"
+        raise LocalError(f"{file} {fault} ({reason}); {remedy}", plain) from None
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from base.io import StatusLine, is_gguf, log_note, one_line
 from hf import gguf_blocks
 from hf.checkpoint import (
     BLOCKS,
+    Codes,
     Quantization,
     TensorSource,
     fit_group,
@@ -115,6 +117,7 @@ def load_weights(
     """
     params = dict(model.named_parameters())
     assert set(names) == set(params), set(names) ^ set(params)
+    _add_zero_biases(files, names)
     linear: set[str] = set()
     if storage.quant is not None:
         linear = _linear_weights(model)
@@ -165,6 +168,35 @@ def _linear_weights(model: nn.Module) -> set[str]:
         if isinstance(module, Linear):
             names.add(f"{name}.weight")
     return names
+
+
+def _add_zero_biases(files: TensorSource, names: dict[str, tuple[str, ...]]) -> None:
+    """Add zeros for the biases that a model's file lacks beside others.
+
+    A LLaMA made of a Qwen has biases of q, k and v alone; transformers starts the missing ones at
+    zero, and llama.cpp takes each where it is there.
+    Writes: the readers of `files`.
+    """
+    held = {*files.readers, *files.quantized}
+    biases = [name for parts in names.values() for name in parts if name.endswith(".bias")]
+    missing = [name for name in biases if name not in held]
+    if EMBEDDING not in held or not missing or len(missing) == len(biases):
+        return
+    for name in missing:
+        weight = name.removesuffix("bias") + "weight"
+        if weight in held:
+            files.readers[name] = partial(_zeros, files, weight)
+    log_note(f"{files.path}: {len(missing)} missing bias(es) are zero: {_some(missing)}")
+
+
+def _zeros(files: TensorSource, weight: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a bias of zeros. weight: of the same layer"""
+    if weight not in files.quantized:
+        return torch.zeros(len(files.read(weight)), dtype=dtype)
+    packed = files.quantized[weight]()
+    return torch.zeros(
+        len(packed.codes if isinstance(packed, Codes) else packed.content), dtype=dtype
+    )
 
 
 def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str], bool]) -> None:
@@ -276,9 +308,13 @@ class _Loading:
     wide: list[str] = field(default_factory=list)  # weights that the device's product cannot hold
 
     def parameter(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
-        """Return a parameter that stays float. shape: [N], [N, K], or [experts, N, K]."""
+        """Return a parameter that stays float.
+
+        shape: [N] or [N, K], or of experts, each with its own names, [E, N] or [E, N, K]
+        """
         dtype = self.storage.dtype
-        if len(shape) < 3:
+        is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))
+        if not is_stack:
             on_cpu = self.storage.device == "cpu"
             value = self.pages.empty(shape, dtype) if self.pages and on_cpu else None
             return self._join(names, shape, dtype, value)
@@ -492,8 +528,8 @@ def export_weights(
     tensors = {}
     for ours, theirs in names.items():
         value = model.get_parameter(ours).detach().to("cpu", dtype)
-        if value.dim() == 3:
-            value = value.flatten(0, 1)  # [E N, K]
+        if value.dim() == 3 or (value.dim() == 2 and ours.endswith(".bias")):
+            value = value.flatten(0, 1)  # [E N, K], or biases, [E N]
         parts = value.split(qkv if "wqkv." in ours else len(value) // len(theirs))
         tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}
     return tensors

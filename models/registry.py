@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from base.fields import text_part
-from base.gguf_header import read_header
+from base.gguf_header import check_is_whole, read_header
 from base.head_kinds import ARCHITECTURES as HEADS
 from base.io import is_gguf, read_json
 
@@ -40,6 +40,7 @@ ROWS = (
     Row("qwen", "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"),
     Row("mixtral", "MixtralForCausalLM", "mixtral"),
     Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
+    Row("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),
 )
 NAMES = tuple(row.name for row in ROWS)
 GGUF_NAMES = tuple(row.gguf for row in ROWS if row.gguf)
@@ -76,7 +77,9 @@ def check_architecture(path: Path) -> None:
     Raises: ValueError for another one, or a missing or broken header.
     """
     if is_gguf(path):
-        name = read_header(path).metadata.get("general.architecture")
+        metadata = read_header(path).metadata
+        check_is_whole(metadata)
+        name = metadata.get("general.architecture")
         if name not in (*GGUF_NAMES, *HEADS):  # the loader names a head's own remedy
             raise ValueError(f"{path}: {gguf_refusal(name)}")
         return

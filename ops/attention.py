@@ -22,15 +22,22 @@ from ops.torch_backend import visible_slots
 
 lib.define(
     "tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask, Tensor? first=None, "
-    "float scale=0.0, Tensor? paths=None) -> Tensor"
+    "float scale=0.0, Tensor? paths=None, Tensor? sinks=None) -> Tensor"
 )
 lib.define("path_table(Tensor mask) -> Tensor")
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Run SDPA with the query heads of a group folded into rows, so that no key is copied per head.
 
-    visible: [B, T, S] bool, or None for all.
+    visible: [B, T, S] bool, or None for all, which sinks do not allow
     """
     B, T, H, E = q.shape
     kv_heads = k.shape[1]
@@ -38,8 +45,26 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: floa
     rows = q.transpose(1, 2).reshape(B, kv_heads, group * T, E)  # head-major within a group
     if visible is not None:
         visible = visible[:, None].repeat(1, 1, group, 1)  # [B, 1, group * T, S]
+    if sinks is not None:
+        of_rows = sinks.view(kv_heads, group).repeat_interleave(T, 1)  # [Hkv, group * T]
+        k, v, visible = with_sinks(k, v, visible, of_rows.to(q.dtype))
     y = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=scale or None)
     return y.reshape(B, H, T, E).transpose(1, 2).reshape(B, T, H * E)  # of [B, Hkv, group * T, E]
+
+
+def with_sinks(
+    k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add a slot whose score is a row's sink, and whose value is 0.
+
+    k, v: [B, Hkv, S, E]; visible: bool, broadcasts to [B, heads, rows, S]
+    sinks: [heads, rows] in the queries' dtype
+    Returns: k, v and SDPA's mask, which is added to the scores, [B, heads, rows, S + 1].
+    """
+    shape = (len(k), *sinks.shape)
+    mask = torch.zeros_like(visible, dtype=sinks.dtype).masked_fill(~visible, float("-inf"))
+    mask = torch.cat((mask.expand(*shape, -1), sinks[..., None].expand(*shape, 1)), -1)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), mask
 
 
 def _tree_attention_torch(
@@ -51,20 +76,23 @@ def _tree_attention_torch(
     first: Tensor | None = None,
     scale: float = 0.0,
     paths: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     if q.dtype != k.dtype:
-        return _tree_attention_torch(q.to(k.dtype), k, v, start, mask, first, scale).to(q.dtype)
+        narrow = q.to(k.dtype)
+        y = _tree_attention_torch(narrow, k, v, start, mask, first, scale, sinks=sinks)
+        return y.to(q.dtype)
     longest = int(start.max())
     used = longest + mask.shape[2]
     lowest = 0 if first is None else int(first.min())
     k = k[:, :, lowest:used]
     v = v[:, :, lowest:used]
-    if q.shape[0] == 1 and first is None:
+    if q.shape[0] == 1 and first is None and sinks is None:
         if mask.shape[1:] == (1, 1):  # one token that sees everything: no mask at all
             return _attend(q, k, v, None, scale)
         return _attend(q, k, v, F.pad(mask, (longest, 0), value=True), scale)
     visible = visible_slots(start, mask, first, used)[:, :, lowest:]
-    return _attend(q, k, v, visible, scale)
+    return _attend(q, k, v, visible, scale, sinks)
 
 
 def _tree_attention_masked(
@@ -76,8 +104,9 @@ def _tree_attention_masked(
     first: Tensor | None = None,
     scale: float = 0.0,
     paths: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    return _attend(q, k, v, visible_slots(start, mask, first, k.shape[2]), scale)
+    return _attend(q, k, v, visible_slots(start, mask, first, k.shape[2]), scale, sinks)
 
 
 def _tree_attention_cuda(
@@ -89,16 +118,17 @@ def _tree_attention_cuda(
     first: Tensor | None = None,
     scale: float = 0.0,
     paths: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     if not has_triton():
-        return _tree_attention_masked(q, k, v, start, mask, first, scale)
+        return _tree_attention_masked(q, k, v, start, mask, first, scale, sinks=sinks)
     import ops.cuda.attention
 
     with torch.cuda.device(q.device):
         device = cuda_products().device_of(q.device.index)
         done = ops.cuda.attention.counters(q.device.index)
         window = (start, mask, first, paths)
-        return ops.cuda.attention.tree_attention(q, k, v, window, scale, device, done)
+        return ops.cuda.attention.tree_attention(q, k, v, window, scale, device, done, sinks)
 
 
 def _path_table_torch(mask: Tensor) -> Tensor:
@@ -122,7 +152,7 @@ lib.impl("path_table", _path_table_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::tree_attention", lib=lib)
-def _(q, k, v, start, mask, first=None, scale=0.0, paths=None):
+def _(q, k, v, start, mask, first=None, scale=0.0, paths=None, sinks=None):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 

@@ -67,6 +67,7 @@ class Backend:
     add_norm: Callable = of("norm", cpp=BF16)
     swiglu: Callable = of("norm", cpp=WIDENED)
     geglu: Callable = of("norm", cpp=WIDENED)
+    clamped_swiglu: Callable = of("norm", cpp=WIDENED)
     rope_angles: Callable = of("rotary", cpp=(*WIDENED, torch.float16))
     rotary: Callable = of("rotary", cpp=WIDENED)
     rotary_cache: Callable = of("rotary", cpp=WIDENED)
@@ -80,6 +81,7 @@ class Backend:
     route: Callable = of("experts")
     experts_linear: Callable = of("experts", cpp=BF16)
     experts_matmul: Callable = of("experts")
+    experts_bias: Callable = of("experts")
     lazy_matmul: Callable = of("fused", "norm", "products", "rotary")
     # its layers
     merges_steps: bool = of("fused")

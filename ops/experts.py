@@ -39,6 +39,14 @@ def expert_lists_reference(expert: Tensor, experts: int) -> Tensor:
     return torch.cat((begin, expert.argsort(stable=True))).int()
 
 
+def expert_of(lists: Tensor, experts: int) -> Tensor:
+    """Return the expert of each row, from the result of `expert_lists`: [P] int64."""
+    end = lists[1 : experts + 1]
+    rows = lists[experts + 1 :].long()
+    place = torch.arange(len(rows), device=lists.device, dtype=torch.int32)
+    return torch.empty_like(rows).scatter(0, rows, torch.searchsorted(end, place, right=True))
+
+
 def rows_by_expert(expert: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the experts that are hit, in order, each with its rows.
 

@@ -541,6 +541,18 @@ def geglu(y: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def clamped_swiglu(y: Tensor, alpha: float, limit: float) -> Tensor:
+    """Multiply a SiLU of the first half of every row by one plus the second half, both bounded.
+
+    y: [..., 2 F]; alpha: of the sigmoid's argument
+    limit: the first half is at most so large, the second half's magnitudes are
+    Returns: [..., F]. Source: gpt-oss (arXiv 2508.10925).
+    """
+    gate, up = y.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+
+
 def rope_angles(freq: Tensor, positions: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines for `rotate`, times a factor.
 
@@ -629,6 +641,7 @@ def attention(
     first: Tensor | None = None,
     scale: float = 0.0,
     paths: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from T new tokens to a prefix and to a masked window behind it.
 
@@ -640,6 +653,7 @@ def attention(
         and, of a token that sees only a part of its path, the place of that part (kv_cache.sliding)
     scale: of the scores; 0: E ** -0.5
     paths: [B, T, 1 + W] int32, from a backend's `path_table`, or None; read by that backend only
+    sinks: [H], a further score of every row of a head, which takes its share and has no value
     Returns: [B, T, H * E] in q's dtype. Every slot is read, and the softmax is in fp32.
     """
     B, T, H, E = q.shape
@@ -648,7 +662,10 @@ def attention(
     v = v.repeat_interleave(group, dim=1).float()  # [B, H, S, E]
     scores = q.transpose(1, 2).float() @ k.transpose(2, 3) * (scale or E**-0.5)  # [B, H, T, S]
     hidden = ~visible_slots(start, mask, first, k.shape[2])[:, None]  # [B, 1, T, S]
-    y = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v  # [B, H, T, E]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(B, H, T, 1)), -1)
+    y = scores.softmax(-1)[..., : k.shape[2]] @ v  # [B, H, T, E]
     return y.transpose(1, 2).reshape(B, T, H * E).to(q.dtype)
 
 
@@ -711,6 +728,11 @@ def experts_linear(x: Tensor, weight: Tensor, routing: Tensor) -> Tensor:
     """
     every = torch.einsum("pk,enk->pen", x.to(weight.dtype), weight)  # [P, E, N]
     return every[torch.arange(len(x), device=x.device), routing].to(x.dtype)
+
+
+def experts_bias(y: Tensor, bias: Tensor, routing: Tensor) -> Tensor:
+    """Add the bias of each row's expert. y: [P, N]; bias: [E, N]; routing: from `route`"""
+    return (y + bias[routing]).to(y.dtype)
 
 
 def matmul(

@@ -641,6 +641,6 @@ for _name, _form in BLOCK_FORMS.items():
 # the types of GGUF, by their numbers in a file
 for _id, _name in {
     2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0",
-    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
+    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 39: "MXFP4",
 }.items():  # fmt: skip
     LAYOUTS[_name] = Layout("blocks", _id)

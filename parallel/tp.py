@@ -51,7 +51,7 @@ from ops.library import lib
 from parallel.ranks import collective_errors, refuse_torchrun
 from runtime import replace_fields
 from sampling import SamplingTensors
-from steps import Merge, Project, Rows, Step
+from steps import Attend, Merge, Project, Rows, Step
 
 # ------------------------------------------------------------------------------------------- shares
 
@@ -139,6 +139,8 @@ def split_dims(config: ModelConfig) -> dict[str, int]:
         if isinstance(step, Project):
             names = config.names[f"experts.{step.name}" if step.experts else step.name]
             dims |= {name.rpartition(".")[2]: int(step.row_parallel) for name in names}
+        elif isinstance(step, Attend) and step.sinks:
+            dims |= {name.rpartition(".")[2]: 0 for name in config.names["sinks"]}
     return dims
 
 
@@ -215,11 +217,13 @@ def load_model(
     for layer in model.layers:
         layer.steps = with_sums(layer.steps)
         for step in layer.steps:
+            if not isinstance(step, Project) or not step.row_parallel:
+                continue
+            part = getattr(layer, step.name)
             if _is_split(step):
-                part = getattr(layer, step.name)
                 part.fp32_out = device == "cpu"
-                if here.rank:  # rank 0 adds the bias
-                    part.bias = None
+            if here.rank:  # rank 0 adds the bias
+                part.bias = None
     return model
 
 

@@ -108,10 +108,10 @@ class Server:
         }
         config = self.config
         guards = []
-        if is_loopback(config.host):
-            # against a page of another site whose name is resolved to this machine
-            names = {"localhost", "127.0.0.1", "[::1]", config.host.lower()}
-            guards = [Middleware(KnownHosts, names=names)]
+        further = {name.strip() for name in config.allowed_hosts.lower().split(",")}
+        if is_loopback(config.host) and "*" not in further:
+            names = {"localhost", "127.0.0.1", "[::1]", config.host.lower()} | (further - {""})
+            guards = [Middleware(KnownHosts, names=names, key=config.api_key)]
         if config.cors:  # before the key, which a browser's question about origins does not bring
             origins = config.cors.split(",")
             allowed = {"allow_origins": origins, "allow_headers": ["*"], "allow_methods": ["*"]}
@@ -196,14 +196,13 @@ class Server:
         jobs = []
         for number, prompt in enumerate(asked.prompts):
             for sample in range(asked.samples):
-                shown = asked.tools.syntax.controls if asked.tools else frozenset()
                 job = Job(
                     prompt,
                     asked.sampling,
                     asked.seed,
                     asked.most,
                     noise_id=(number, sample),
-                    decoder=engine.tokenizer.stream(not chat, shown),
+                    decoder=engine.tokenizer.stream(not chat, asked.shown),
                     stops=asked.stops,
                     guide=asked.guide,
                     drafts=asked.wants_drafts,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple
 
+from base.io import log_note
 from decode import Engine
 from extras.drafted import Drafted, DraftMarks, Nodes, Spans
 from extras.logprobs import Logprob, Logprobs
@@ -29,11 +30,14 @@ ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"
 class Refusal(Exception):
     """A request that is not served."""
 
-    def __init__(self, status: int, message: str, param: str | None = None):
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        """param, code: of OpenAI's errors"""
         super().__init__(message)
         self.status = status
         kind = ERROR_TYPES.get(status, "invalid_request_error")
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Scored(NamedTuple):
@@ -226,7 +230,11 @@ class Batcher(threading.Thread):
         if job.fault:
             with self.changed:
                 self._remove(job, "left")
-            job.tell(Refusal(500 if job.reason == "nan" else 400, job.fault))
+            refusal = Refusal(400, job.fault)
+            if job.reason == "nan":
+                log_note(job.fault)  # with a remedy, which is no client's
+                refusal = Refusal(500, f"{job.fault.partition(':')[0]}; see the terminal")
+            job.tell(refusal)
             return
         job.add(piece, self.logprobs.take(job.place), self.drafted.take(job.place))
         delta = job.delta(piece.text)

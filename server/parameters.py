@@ -8,56 +8,98 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from base.io import LocalError
 from base.parsing import MOST, option
-from cli.prompts import check_ids, check_sampled
+from cli.prompts import ContextOverflow, check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
-from hf.chat import NO_TEMPLATE, chat_template
+from hf.chat import NO_TEMPLATE, chat_template, words_as_text
 from hf.fetch import fetched
+from hf.thinking import Tags, closed, hidden_tags, opened_by
 from options import GenerateConfig, Sampling
 from server.batcher import Refusal
-from server.tool_calls import Syntax, Tools, read_message, read_tools, syntax_of
+from server.tool_calls import (
+    Syntax,
+    Tools,
+    one_call_each,
+    read_message,
+    read_tools,
+    syntax_of,
+)
 
 ABOUT = "Serve a model to OpenAI clients."
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN = 100  # characters of a request that a message repeats, at most
 MOST_LIKELIEST = 20  # tokens beside each log-probability
 MOST_STOPS = 256
+DRAWN = -1  # a seed that is drawn, as in llama.cpp and vLLM
 # parameters that change no answer, whatever their value: of the client, of storing and scheduling
 WITHOUT_EFFECT = {
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction", "priority", "request_id", "cache_prompt", "cache_salt",
-    "id_slot", "keep_alive", "return_progress", "timings_per_token",
+    "id_slot", "keep_alive", "ttl", "extra_headers", "return_progress", "timings_per_token",
     # of samplers that are off as long as these are the only ones named
     "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dynatemp_exponent", "mirostat_eta",
     "mirostat_tau", "repeat_last_n", "xtc_threshold",
 }  # fmt: skip
-# parameters that are not served, with the values that change nothing; for every other one these
-# are false and values that hold nothing ("", [], {})
-NEUTRAL: dict[str, tuple] = {
+# parameters of other servers that are off where they are false or hold nothing
+SWITCHES = {
+    "allowed_token_ids", "audio", "bad_words", "ban_eos_token", "banned_tokens", "chat_template",
+    "continue_final_message", "custom_params", "custom_token_bans", "documents",
+    "dynamic_temperature", "early_stopping", "ebnf", "echo", "extra_body", "functions", "grammar",
+    "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
+    "guided_whitespace_pattern", "ignore_eos", "images", "include_stop_str_in_output",
+    "json_schema", "kv_transfer_params", "logit_bias", "logits_processors", "lora", "lora_path",
+    "mm_processor_kwargs", "negative_prompt", "no_stop_trim", "plugins", "post_sampling_probs",
+    "prompt_logprobs", "raw", "reasoning_in_content", "regex", "response_fields",
+    "return_hidden_states", "return_token_ids", "return_tokens", "return_tokens_as_token_ids",
+    "stop_regex", "stop_token_ids", "structural_tag", "structured_outputs", "suffix",
+    "temperature_last", "tools", "transforms", "use_beam_search", "vllm_xargs",
+    "web_search_options",
+}  # fmt: skip
+NOTHING = (False, "", [], {})
+# parameters of other servers that are not served, with the values that change nothing
+NEUTRAL: dict[str, tuple] = dict.fromkeys(sorted(SWITCHES), NOTHING) | {
+    "add_bos_token": (True,),  # of chats, whose templates write it
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),  # of chats: vLLM's default there
     "best_of": (1,),
     "detokenize": (True,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
     "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),  # without functions
+    "function_call": ("none", "auto", *NOTHING),  # without functions
+    "guidance_scale": (1,),
     "length_penalty": (1,),
     "min_tokens": (0,),
     "mirostat": (0,),
+    "mirostat_mode": (0,),
     "modalities": (["text"],),
-    "n_probs": (0,),
+    "n_indent": (0,),
+    "n_keep": (0,),
+    "n_probs": (0, False),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
     "parallel_tool_calls": (False, True),  # and the other parameters of tools, in a completion
+    "parse_tool_calls": (True,),
+    "penalty_alpha": (0,),
     "presence_penalty": (0,),
+    "reasoning_format": ("auto", "deepseek"),
     "repeat_penalty": (1,),
     "repetition_penalty": (1,),
+    "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
+    "smoothing_factor": (0,),
     "spaces_between_special_tokens": (False, True),
+    "stream_reasoning": (True,),
     "tfs_z": (1,),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none", "auto", *NOTHING),
     "top_a": (0,),
     "typical_p": (1,),
     "xtc_probability": (0,),
@@ -65,9 +107,13 @@ NEUTRAL: dict[str, tuple] = {
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
     "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
-    "draft", "trees",
+    "draft", "trees", "do_sample",
 }  # fmt: skip
-OF_TEMPLATES = {"chat_template_kwargs", "reasoning_effort"}  # of chats
+OF_PROMPTS = {"add_special_tokens", "add_bos_token"}  # of completions
+# of chats
+OF_TEMPLATES = {
+    "chat_template_kwargs", "reasoning_effort", "include_reasoning", "enable_thinking", "think",
+}  # fmt: skip
 # variables of a template that the server sets itself
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
@@ -93,6 +139,11 @@ class ServeConfig(GenerateConfig):
     cors: str = option(
         "", "origins whose pages may ask, comma-separated, as http://localhost:3000; *: all"
     )
+    allowed_hosts: str = option(
+        "",
+        "further names that the server answers to, comma-separated, as behind a proxy; *: any. A "
+        "request with the --api_key may use any, and so may all with another --host",
+    )
     max_body: int = option(1_000_000, "bytes of a request at most", least=1)
     prompt: str | None = option(None, "", flag=False)
     prompt_file: str = option("", "", flag=False)
@@ -113,6 +164,13 @@ def need(holds: bool, message: str, param: str | None = None) -> None:
     """Check a condition of a request. Raises: Refusal with status 400."""
     if not holds:
         raise Refusal(400, message, param)
+
+
+def refusal(error: ValueError, param: str) -> Refusal:
+    """Return the refusal for an error, without names of this machine's files and options."""
+    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
+    message = error.plain if isinstance(error, LocalError) else str(error)
+    return Refusal(400, message, param, code)
 
 
 def no_model(asked: Any, name: str) -> Refusal:
@@ -136,6 +194,9 @@ class RequestParams(NamedTuple):
     tools: Tools | None
     wants_drafts: bool
     wants_trees: bool
+    thinks: Tags | None  # of the thinking that the prompt opens
+    tells_thinking: bool  # a chat's answer has its thinking
+    shown: frozenset[int]  # control tokens that have a text: those of tags and calls
 
 
 class RequestReader:
@@ -150,7 +211,8 @@ class RequestReader:
     def _template(self, system: str | None) -> Any:
         engine = self.engine
         checkpoint = fetched(self.config.checkpoint)
-        return chat_template(checkpoint, engine.tokenizer, engine.config.chat, system)
+        options = engine.config
+        return chat_template(checkpoint, engine.tokenizer, options.chat, system, options.has_schema)
 
     @cached_property
     def _syntax(self) -> Syntax:
@@ -165,7 +227,7 @@ class RequestReader:
         if asked != self.name:
             raise no_model(asked, self.name)
         source = "messages" if chat else "prompt"
-        self._check_names(body, {source, *OF_TOOLS, *OF_TEMPLATES} if chat else {source})
+        self._check_names(body, {source} | (OF_TOOLS | OF_TEMPLATES if chat else OF_PROMPTS))
         sampling = self._sampling(body)
         options = body.get("stream_options", {})
         need(isinstance(options, dict), "stream_options must be an object", "stream_options")
@@ -186,28 +248,34 @@ class RequestReader:
             f"at most {capacity} answers may wait or run at once; lower n, or send fewer prompts",
             "n",
         )
-        encode = self._ids
-        if chat:
-            encode = partial(self._messages, tools=tools, variables=self._variables(body))
+        guide = self._grammar(body, tools)
+        bos = not chat and all(self._flag(body, name, True) for name in sorted(OF_PROMPTS))
+        thinks = None
         try:
-            ids = [encode(prompt) for prompt in prompts]
+            if chat:
+                text = self._rendered(body, tools, guide is not None)
+                thinks = opened_by(text)
+                prompts = [self.engine.tokenizer.encode(text, self.engine.template.bos, True)]
+            ids = [self._ids(prompt, bos) for prompt in prompts]
         except ValueError as error:
-            raise Refusal(400, str(error), source) from None
-        seed = self._integer(body, "seed", random.getrandbits(63), -(2**63), 2**64 - 1)
+            raise refusal(error, source) from None
         return RequestParams(
             ids,
             samples,
             sampling,
-            seed % 2**64,
+            self._seed(body),
             most,
             self._likeliest(body, chat),
             self._stops(body),
             self._flag(body, "stream"),
             self._flag(options, "include_usage"),
-            self._grammar(body, tools),
+            guide,
             tools,
             self._draft(body),
             self._flag(body, "trees"),
+            thinks,
+            self._flag(body, "include_reasoning", True),
+            self._shown(chat, tools),
         )
 
     def _check_names(self, body: dict, own: set[str]) -> None:
@@ -223,6 +291,8 @@ class RequestReader:
         """Read the parameters of the distribution; the server's own where they are missing."""
         own = self.config.sampling
         temperature = body.get("temperature", own.temperature)
+        if not self._flag(body, "do_sample", True):
+            temperature = 0
         need(
             _is_number(temperature) and (0 <= temperature <= 2 or temperature == own.temperature),
             f"temperature must be a number from 0 to 2; it is {json.dumps(temperature)[:SHOWN]}",
@@ -241,22 +311,31 @@ class RequestReader:
             f"min_p must be a number from 0 to 1; it is {json.dumps(min_p)[:SHOWN]}",
             "min_p",
         )
+        drawn = "do_sample" in body and body["do_sample"]
+        fault = "do_sample = true needs a temperature above 0; raise it, or leave do_sample out"
+        need(not drawn or temperature > 0, fault, "do_sample")
         sampling = Sampling(temperature, max(top_k, 0), top_p, min_p)
         try:
             check_sampled(replace(self.config, temperature=temperature))
         except ValueError as error:
-            raise Refusal(400, str(error), "temperature") from None
+            raise refusal(error, "temperature") from None
         return sampling
 
     def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
-        value = body.get(name, default)
-        shown = json.dumps(value)[:SHOWN]
+        value = _as_whole(body.get(name, default))
+        shown = json.dumps(body.get(name))[:SHOWN]
         need(
             type(value) is int and least <= value <= most,
             f"{name} must be a whole number from {least} to {most}; it is {shown}",
             name,
         )
         return value
+
+    def _seed(self, body: dict) -> int:
+        seed = self._integer(body, "seed", DRAWN, -(2**63), 2**64 - 1)
+        if seed == DRAWN:
+            return random.getrandbits(53)  # which every client of JSON can repeat
+        return seed % 2**64
 
     def _flag(self, body: dict, name: str, default: bool = False) -> bool:
         value = body.get(name, default)
@@ -268,8 +347,8 @@ class RequestReader:
         wanted = self._flag(body, "draft", True)
         need(
             wanted or self.engine.presets[0].size == 1,
-            "draft = false needs a way to draft that can rest, and --tree has one size here; "
-            "leave it out, or serve with --tree auto",
+            "draft = false needs a way to draft that can rest, and draft trees have one size here; "
+            "leave it out",
             "draft",
         )
         return wanted
@@ -313,6 +392,9 @@ class RequestReader:
             fault = "reasoning_effort must be a text"
             need(isinstance(effort, str), fault, "reasoning_effort")
             variables = {"reasoning_effort": effort} | variables
+        for name in ("think", "enable_thinking"):  # ollama's name, and that of the templates
+            if name in body:
+                variables = {"enable_thinking": self._flag(body, name)} | variables
         return variables
 
     def _tools(self, body: dict) -> Tools | None:
@@ -322,7 +404,7 @@ class RequestReader:
         try:
             return read_tools(body, lambda: self._syntax)
         except ValueError as error:
-            raise Refusal(400, str(error), "tools") from None
+            raise refusal(error, "tools") from None
 
     def _grammar(self, body: dict, tools: Tools | None) -> Any:
         """Compile the grammar that an answer must follow."""
@@ -337,28 +419,53 @@ class RequestReader:
                 source = tools.grammar()
             return None if source is None else self._compiled(json.dumps(source))
         except ValueError as error:
-            raise Refusal(400, str(error), name) from None
+            raise refusal(error, name) from None
 
     @lru_cache(maxsize=64)  # noqa: B019  (one reader a server)
     def _compiled(self, source: str) -> Any:
         """Compile a grammar. source: a text in Lark or a schema, as JSON"""
         return compile_grammars(self.engine, json.loads(source), 1)[0]
 
-    def _ids(self, prompt: Any) -> list[int]:
-        """Return the ids of a completion's prompt, a text or token ids."""
+    def _ids(self, prompt: Any, bos: bool) -> list[int]:
+        """Return the ids of a prompt, a text or token ids. bos: a text begins with that token"""
         engine = self.engine
-        ids = engine.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else prompt
+        ids = prompt
+        if isinstance(prompt, str):
+            special = self.config.control_tokens != "none"
+            ids = engine.tokenizer.encode(prompt, bos=bos, special=special)
+        elif isinstance(prompt, list):
+            ids = list(map(_as_whole, prompt))
         if not isinstance(ids, list) or not all(type(id) is int for id in ids):
             raise ValueError("prompt must be a text, a list of token ids, or a list of either")
         return check_ids(ids, engine.target.config, engine.context)
 
-    def _messages(self, messages: Any, tools: Tools | None, variables: dict) -> list[int]:
-        """Return the ids of a chat: a system message or none, then an order the template takes."""
+    @cached_property
+    def _tags(self) -> frozenset[int]:
+        """The control tokens that are tags of thinking."""
+        return hidden_tags(self.engine.tokenizer)
+
+    def _shown(self, chat: bool, tools: Tools | None) -> frozenset[int]:
+        """Return the control tokens that have a text in an answer."""
+        if not chat:
+            return frozenset()
+        return self._tags | tools.syntax.controls if tools else self._tags
+
+    def _rendered(self, body: dict, tools: Tools | None, guided: bool) -> str:
+        """Render a chat up to the answer. guided: a grammar begins with it"""
+        variables = self._variables(body)
+        text = self._text(body["messages"], tools, variables)
+        # a grammar leaves no room for thinking, and some templates do not know the variable
+        if guided or variables.get("enable_thinking") is False:
+            text = closed(text)
+        if tools and tools.forced:
+            text += tools.syntax.opening
+        return text
+
+    def _text(self, messages: Any, tools: Tools | None, variables: dict) -> str:
+        """Render a chat: a system message or none, then an order the template takes."""
         engine = self.engine
         if engine.config.chat in (None, NO_TEMPLATE):
-            raise ValueError(
-                "this model has no chat template; serve it with --chat NAME, or ask for completions"
-            )
+            raise ValueError("this model has no chat template here; ask for completions")
         if not isinstance(messages, list) or not messages:
             raise ValueError("messages must be a list of at least one")
         parsed: list[dict] = []
@@ -369,17 +476,22 @@ class RequestReader:
                 "the last message is the assistant's, and an answer is not continued here; "
                 "end with a message of the user"
             )
-        if any("tool_calls" in message for message in parsed):
-            _ = self._syntax  # a template without them is refused
+        # a template without calls is refused
+        if any("tool_calls" in message for message in parsed) and not self._syntax.several:
+            parsed = one_call_each(parsed)
+        if self.config.control_tokens != "all":
+            parsed = words_as_text(engine.tokenizer, parsed)
         system = self.config.system
         if parsed[0]["role"] == "system":
             system = parsed.pop(0)["content"]
-        template = self._template(system)
-        text = template.render_messages(parsed, tools and tools.given, variables)
-        if tools and tools.forced:
-            text += tools.syntax.opening
-        ids = engine.tokenizer.encode(text, bos=template.bos, special=True)
-        return check_ids(ids, engine.target.config, engine.context)
+        return self._template(system).render_messages(parsed, tools and tools.given, variables)
+
+
+def _as_whole(value: Any) -> Any:
+    """Return a number with a point as a whole one where it is: 5.0 is 5, as JSON Schema has it."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return value
 
 
 def _is_number(value: Any) -> bool:
@@ -390,11 +502,9 @@ def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a value of a parameter that is not served cannot change the answer."""
     if name in WITHOUT_EFFECT:
         return True
-    if isinstance(value, (str, list, dict)) and not value:
-        return True
     if name == "logit_bias" and isinstance(value, dict):
         return all(_is_number(bias) and bias == 0 for bias in value.values())
-    neutral = NEUTRAL.get(name, (False,))
+    neutral = NEUTRAL.get(name, ())
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
     )
@@ -408,7 +518,7 @@ def _is_list_of_prompts(prompt: Any) -> bool:
     """Return whether a list holds several prompts, and not the token ids of one."""
     if not isinstance(prompt, list) or not prompt:
         return False
-    return not any(type(part) is int for part in prompt)
+    return not any(type(_as_whole(part)) is int for part in prompt)
 
 
 def _message(message: Any, earlier: list[dict]) -> dict:

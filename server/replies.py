@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from extras.drafted import Spans
+from hf.thinking import Thinking
 from hf.tokenizer import Tokenizer
 from server.batcher import Delta, Drafts, Scored
 from server.parameters import RequestParams
@@ -26,11 +28,17 @@ class Reply:
         self.finders: list[Finder] = []  # one for each choice, where the request has tools
         if asked.tools:
             self.finders = [Finder(asked.tools) for _ in range(asked.samples)]
+        self.thinkings: list[Thinking] = []  # one for each choice of a chat
+        if chat:
+            self.thinkings = [Thinking(asked.thinks) for _ in range(asked.samples)]
+        self.spans = [Spans() for _ in self.thinkings]  # of the text that is held back
+        self.untold: dict[int, Drafts] = {}  # of pieces without an event of their own, by choice
         self.drafts = Drafts()  # of all pieces
         self.base = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
             "created": int(time.time()),
             "model": model,
+            "seed": asked.seed,
         }
 
     def usage(self, tokens: Iterable[int]) -> dict[str, Any]:
@@ -73,45 +81,65 @@ class Reply:
         """Return the event of a piece; "" where all its text is held back."""
         self.drafts = self.drafts.and_more(piece.drafts)
         text = {"text": piece.text}
+        drafts = piece.drafts
         if self.chat:
-            text = {"delta": self._delta(piece)}
-            if not text["delta"] and not piece.reason and not piece.scored:
+            delta, spans = self._delta(piece)
+            text = {"delta": delta}
+            drafts = self.untold.pop(piece.choice, Drafts()).and_more(drafts._replace(spans=()))
+            if not delta and not piece.reason and not piece.scored:
+                self.untold[piece.choice] = drafts
                 return ""
-        return self.event([self._choice(piece) | text | {"drafted": self._drafted(piece)}])
+            drafts = drafts._replace(spans=spans)
+        return self.event([self._choice(piece) | text | {"drafted": self._drafted(drafts)}])
 
-    def _drafted(self, piece: Delta) -> dict[str, Any]:
-        """Return how the tokens of a piece were drafted; spans where its text is complete."""
-        drafts = piece.drafts._asdict()
-        spans = drafts.pop("spans")
-        trees = drafts.pop("trees")
+    def _drafted(self, drafts: Drafts) -> dict[str, Any]:
+        """Return how the tokens of an event were drafted; spans where its text is complete."""
+        told = drafts._asdict()
+        spans = told.pop("spans")
+        trees = told.pop("trees")
         if self.asked.wants_trees:
-            drafts["trees"] = [[self._node(node) for node in tree] for tree in trees]
+            told["trees"] = [[self._node(node) for node in tree] for tree in trees]
         if not self.finders:
-            drafts["spans"] = spans if self.asked.wants_trees else [span[:2] for span in spans]
-        return drafts
+            told["spans"] = spans if self.asked.wants_trees else [span[:2] for span in spans]
+        return told
 
     def _node(self, node: tuple[int, int, bool]) -> list:
         """Return a node of a tree, its token as a text."""
         parent, token, accepted = node
         return [parent, _text(self.tokenizer.name(token)), accepted]
 
-    def _delta(self, piece: Delta) -> dict[str, Any]:
-        """Return a piece's content, and whole calls of tools."""
-        if not self.finders:
-            return {"content": piece.text}
-        finder = self.finders[piece.choice]
-        first = finder.count
-        content, calls = finder.push(piece.text, piece.reason is not None)
-        delta: dict[str, Any] = {"content": content} if content else {}
+    def _delta(self, piece: Delta) -> tuple[dict[str, Any], Iterable[tuple]]:
+        """Return a piece's thinking, content and whole calls of tools; the spans of the content."""
+        thinking = self.thinkings[piece.choice]
+        spans = self.spans[piece.choice]
+        for span in piece.drafts.spans:
+            spans.add(*span)
+        read = thinking.read
+        thought, content = thinking.push(piece.text, piece.reason is not None)
+        spans.take(thinking.read - read - len(content))
+        delta: dict[str, Any] = {}
+        if thought and self.asked.tells_thinking:
+            delta["reasoning_content"] = thought
+        calls: list[dict] = []
+        first = 0
+        if self.finders:
+            finder = self.finders[piece.choice]
+            first = finder.count
+            content, calls = finder.push(content, piece.reason is not None)
+        if content or (piece.reason and not self.finders):
+            delta["content"] = content
         if calls:
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
-        return delta
+        return delta, spans.take(len(content))
 
     def _message(self, answer: Delta) -> dict[str, Any]:
         """Return the message of a whole answer."""
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        thought, content = self.thinkings[answer.choice].push(answer.text, True)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if thought and self.asked.tells_thinking:
+            message["reasoning_content"] = thought
         if self.finders:
-            content, calls = self.finders[answer.choice].push(answer.text, True)
+            content, calls = self.finders[answer.choice].push(content, True)
             message["content"] = content or None
             if calls:
                 message["tool_calls"] = calls

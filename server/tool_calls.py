@@ -1,10 +1,11 @@
 """Tool calls of serve.py: `tools` and `tool_choice` in, `tool_calls` out.
 
 1. The model's chat template writes the tools, earlier calls and their results into the prompt. A
-   rendered probe shows the syntax of a call: JSON, behind a mark as <tool_call> or alone.
+   rendered probe shows the syntax of a call: JSON, behind a mark as <tool_call> or alone. Where
+   the template takes one call a message, an answer has one, and earlier ones are split.
 2. With tool_choice "auto", `Finder` takes the calls out of the text as it comes, those in a fenced
    block of JSON too, which models write instead. The rest of the text stays the content, as does a
-   call that is not whole or not of a given tool.
+   call that is not whole or not of a given tool. The thinking before it is none of its text.
 3. With "required" or a named tool the mark ends the prompt, and a grammar (extras/grammar.py)
    forces the JSON of one call, with arguments that follow the tool's schema.
 
@@ -17,18 +18,22 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from base.parsing import require
 from hf.chat import ChatTemplate
+from hf.thinking import behind_thinking, without_opening
 from hf.tokenizer import Tokenizer
 
 MOST_TOOLS = 128  # as OpenAI's
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PROBE = "probe_of_a_tool"
+ANOTHER_PROBE = "probe_of_another_tool"
 FENCE = "```"
 KEYS = ("arguments", "parameters")  # of a call that is not in the template's form
+OF_A_CALL = {"name", "type", "id"}  # the other keys of a call
 CHOICES = ("none", "auto", "required")
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -40,6 +45,7 @@ class Syntax(NamedTuple):
     key: str
     closing: str
     controls: frozenset[int]  # ids of the control tokens in opening and closing
+    several: bool = True  # a message may have several calls
 
     @property
     def mark(self) -> str:
@@ -63,13 +69,15 @@ def syntax_of(template: ChatTemplate, tokenizer: Tokenizer) -> Syntax:
     answered = {"role": "assistant", "content": "The answer"}
     called = {"role": "assistant", "content": "", "tool_calls": calls}
     result = {"role": "tool", "tool_call_id": id, "name": PROBE, "content": "A result."}
-    prompt = template.render_messages([asked], tools)
+    # earlier answers are written without the thinking that the prompt may open
+    prompt = without_opening(template.render_messages([asked], tools))
     require(PROBE in prompt, f"{template.title} knows no tools; leave them out")
     # behind the last message a template may write other things
     text = template.render_messages([asked, called, result], tools)
     fault = f"{template.title} writes tool calls in a form that is not known here; leave tools out"
     require(text.startswith(prompt), fault)
     opening, brace, _ = text.removeprefix(prompt).partition("{")
+    opening = behind_thinking(opening)
     text = template.render_messages([asked, called], tools).removeprefix(prompt)
     written, end = _decoded(text, text.find(opening + brace) + len(opening))
     require(isinstance(written, dict) and written.get("name") == PROBE, fault)
@@ -78,7 +86,24 @@ def syntax_of(template: ChatTemplate, tokenizer: Tokenizer) -> Syntax:
     turn_end = template.render_messages([asked, answered], tools).rpartition("The answer")[2]
     closing = text[end:].removesuffix(turn_end)
     ids = tokenizer.encode(opening + closing, bos=False, special=True)
-    return Syntax(opening, keys[0], closing, frozenset(id for id in ids if not tokenizer.piece(id)))
+    controls = frozenset(id for id in ids if not tokenizer.piece(id))
+    more = calls[0] | {"id": new_id(), "function": call | {"name": ANOTHER_PROBE}}
+    twice = called | {"tool_calls": [*calls, more]}
+    results = [result, result | {"tool_call_id": more["id"], "name": ANOTHER_PROBE}]
+    several = _writes_both(template, [asked, twice, *results], tools)
+    return Syntax(opening, keys[0], closing, controls, several)
+
+
+def _writes_both(template: ChatTemplate, messages: list[dict], tools: list[dict]) -> bool:
+    """Return whether a template writes both calls of a message, and neither raises nor drops one.
+
+    messages: with the calls of two tools in one message
+    """
+    try:
+        template.render_messages(messages, tools)
+        return ANOTHER_PROBE in template.render_messages(messages[:2], tools)
+    except ValueError:
+        return False
 
 
 def new_id() -> str:
@@ -135,7 +160,9 @@ def read_tools(body: dict, find_syntax: Callable[[], Syntax]) -> Tools | None:
         require(choice != "required" or tools, fault)
     if choice == "none" or not tools:
         return None
-    return Tools(tools, schemas, [] if choice == "auto" else forced, several, find_syntax())
+    syntax = find_syntax()
+    several = several and syntax.several
+    return Tools(tools, schemas, [] if choice == "auto" else forced, several, syntax)
 
 
 def _schema_of(tool: Any) -> tuple[str, dict]:
@@ -181,17 +208,52 @@ def _call(call: Any) -> dict:
     fits = isinstance(function, dict) and isinstance(call.get("id"), str)
     fault = "a call must have an id, and a function with its name and arguments, a JSON object"
     require(fits and isinstance(function.get("name"), str), fault)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments.strip() or "{}")
-        except (ValueError, RecursionError):
-            raise ValueError(fault) from None
-    if arguments in (None, []):  # an empty object of some languages
-        arguments = {}
-    require(isinstance(arguments, dict), fault)
+    arguments = _arguments(function.get("arguments"))
+    require(arguments is not None, fault)
     called = {"name": function["name"], "arguments": arguments}
     return {"id": call["id"], "type": "function", "function": called}
+
+
+def _arguments(value: Any) -> dict | None:
+    """Return arguments as an object, in the forms that models and clients write; None: not any.
+
+    A text is JSON, perhaps with line breaks as they are. Null, an empty text and an empty list, the
+    empty object of some languages, are no arguments.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value.strip() or "{}", strict=False)
+        except (ValueError, RecursionError):
+            return None
+    if value is None or value == []:
+        return {}
+    return value if isinstance(value, dict) else None
+
+
+def one_call_each(messages: list[dict]) -> list[dict]:
+    """Return a conversation with one call in a message, each before its result.
+
+    messages: as `read_message` returns them
+    """
+    split: list[dict] = []
+    left = deque(messages)
+    while left:
+        message = left.popleft()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results = {}  # of its calls, by their ids
+        while left and left[0]["role"] == "tool":
+            result = left.popleft()
+            results[result["tool_call_id"]] = result
+        for call in calls:
+            split.append(message | {"tool_calls": [call]})
+            if call["id"] in results:
+                split.append(results.pop(call["id"]))
+            message = message | {"content": ""}  # before the first call alone
+        split += results.values()
+    return split
 
 
 class Finder:
@@ -281,8 +343,10 @@ class Finder:
         if name not in list(self.tools.schemas):
             return None
         keys = [key for key in (self.tools.syntax.key, *KEYS) if key in value]
-        arguments = value[keys[0]] if keys else None
-        if not isinstance(arguments, dict):
+        if not keys and value.keys() - OF_A_CALL:
+            return None  # another object with a name
+        arguments = _arguments(value[keys[0]] if keys else None)
+        if arguments is None:
             return None
         try:
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -293,8 +357,11 @@ class Finder:
 
 
 def _decoded(text: str, begin: int) -> tuple[Any, int]:
-    """Return the JSON value at a place and its end; None and the place where it is not whole."""
+    """Return the JSON value at a place and its end; None and the place where it is not whole.
+
+    Line breaks within a text may be as they are: models that write files write them so.
+    """
     try:
-        return json.JSONDecoder().raw_decode(text, begin)
+        return json.JSONDecoder(strict=False).raw_decode(text, begin)
     except (ValueError, RecursionError):
         return None, begin

@@ -51,20 +51,32 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-class KnownHosts:
-    """Refuses requests that name another machine in their Host."""
+def brings_key(scope: Scope, key: str) -> bool:
+    """Return whether a request brings the key."""
+    brought = Headers(scope=scope).get("authorization", "").encode()
+    return hmac.compare_digest(brought, f"Bearer {key}".encode())
 
-    def __init__(self, app: ASGIApp, names: set[str]):
+
+class KnownHosts:
+    """Refuses requests that name another machine in their Host, but for those with the key.
+
+    A page of another site, whose name is resolved to this machine, does not have it.
+    """
+
+    def __init__(self, app: ASGIApp, names: set[str], key: str):
+        """key: "" for none"""
         self.app = app
         self.names = names
+        self.key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. The server calls this."""
         app = self.app
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host", "").lower()
-            if re.sub(r":\d+$", "", host) not in self.names:
-                body = Refusal(400, f"{host[:SHOWN]!r} is no name of this machine").body
+            known = re.sub(r":\d+$", "", host) in self.names
+            if not known and not (self.key and brings_key(scope, self.key)):
+                body = Refusal(400, f"{host[:SHOWN]!r} is no name of this server").body
                 app = JSONResponse(body, 400)
         await app(scope, receive, send)
 
@@ -74,15 +86,14 @@ class Keys:
 
     def __init__(self, app: ASGIApp, key: str):
         self.app = app
-        self.key = f"Bearer {key}".encode()
+        self.key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. The server calls this."""
         app = self.app
-        if scope["type"] == "http" and scope["path"].startswith(("/v1", "/metrics")):
-            brought = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(brought, self.key):
-                app = JSONResponse(Refusal(401, "the key is missing or wrong").body, 401)
+        guarded = scope["type"] == "http" and scope["path"].startswith(("/v1", "/metrics"))
+        if guarded and not brings_key(scope, self.key):
+            app = JSONResponse(Refusal(401, "the key is missing or wrong").body, 401)
         await app(scope, receive, send)
 
 

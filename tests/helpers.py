@@ -79,7 +79,7 @@ def trimmed_head(head: str | Path, out: Path, ids: Tensor) -> str:
 def write_random_llama(out: Path, **shape: int) -> Transformer:
     """Write a LLaMA of two layers with random weights for the demo's tokens, or with experts a Mixtral."""
     torch.manual_seed(0)
-    c = ModelConfig(64, 2, 2, 1, 32, 64, vocab_size=4096, max_context=2048, **shape)
+    c = ModelConfig(64, 2, 2, 1, 32, 64, **{"vocab_size": 4096, "max_context": 2048} | shape)
     model = Transformer(c)
     for p in model.parameters():
         if p.dim() > 1:
@@ -414,7 +414,7 @@ class BlockKind(NamedTuple):
     elements: int  # of a block
     size: int  # of a block (bytes)
     group: int  # elements that share a scale
-    scale_at: int  # byte of a block's float16 scale
+    scale_at: int | None  # byte of a block's float16 scale; None: its first byte is a power of two
     least_at: int | None  # byte of its float16 minimum
     least: float  # minimum over scale where random weights have a mean of 0
     spread: float  # their standard deviation where the scale is 1
@@ -431,6 +431,7 @@ BLOCK_KINDS = {
     "Q4_K": BlockKind(12, 256, 144, 32, 0, 2, 7.5, 259),
     "Q5_K": BlockKind(13, 256, 176, 32, 0, 2, 15.5, 527),
     "Q6_K": BlockKind(14, 256, 210, 16, 208, None, 0, 1364),
+    "MXFP4": BlockKind(39, 32, 17, 32, None, None, 0, 5.85),
 }
 
 
@@ -444,7 +445,10 @@ def gguf_blocks(name: str, N: int, K: int, spread: float = 1.0, seed: int = 0) -
     blocks = rng.integers(0, 256, (N, K // kind.elements, kind.size), dtype=numpy.uint8)
     scales = rng.uniform(0.5, 1.3, blocks.shape[:2]) * rng.choice((-1, 1), blocks.shape[:2])
     scales *= spread / kind.spread
-    set_halves(blocks, kind.scale_at, scales)
+    if kind.scale_at is None:
+        blocks[..., 0] = numpy.log2(abs(scales)).round() + 128
+    else:
+        set_halves(blocks, kind.scale_at, scales)
     if kind.least_at is not None:
         set_halves(blocks, kind.least_at, scales * kind.least)
     return blocks.reshape(N, -1)

@@ -5,7 +5,8 @@
 //    heads of its group). It reads the slots from the lowest `first` of its rows on.
 // 2. LANES keys at a time are widened, transposed and multiplied by all rows: scores, a register
 //    per row.
-// 3. Softmax in fp32: exact maximum, exponentials, sums.
+// 3. Softmax in fp32: exact maximum, exponentials, sums. A head's sink is a further score, which
+//    takes part in the maximum and, at the end, in the sum.
 // 4. The values are added up, a few columns and up to TILE rows in registers.
 //
 // Every sum runs in one order for any number of rows: a score over the head's elements, the others
@@ -31,6 +32,7 @@ constexpr int64_t TILE = 8;   // of them in registers at a time
 struct Shape {
   int64_t rows, heads, kv_heads, width;  // tokens, query heads, key-value heads, elements of a head
   float scale;                           // of the scores
+  const float* sinks;                    // [heads], or null
 };
 
 template <class T> struct Strided {  // [B, Hkv, S, E], elements of a slot side by side
@@ -169,17 +171,19 @@ Slots slots_of(const Visible& visible, int64_t first, int64_t last) {
 }
 
 // Replaces a token's scores [stride] of the slots from slots.begin on by exponentials; those of
-// hidden slots, and those behind slots.end, become 0.
-void softmax_row(float* scores, int64_t stride, const Slots& slots, const Visible& visible,
-                 int64_t token) {
+// hidden slots, and those behind slots.end, become 0. Returns: the sink's exponential; 0: no sink.
+float softmax_row(float* scores, int64_t stride, const Slots& slots, const Visible& visible,
+                  int64_t token, const float* sink) {
   const int64_t first = std::min(visible.first_of(token), slots.end);
   const bool* seen = visible.mask + token * visible.window;
   for (int64_t s = slots.begin; s < first; s++) scores[s - slots.begin] = -INFINITY;
   for (int64_t s = std::max(visible.start, slots.begin); s < slots.end; s++)
     if (!seen[s - visible.start]) scores[s - slots.begin] = -INFINITY;
   for (int64_t j = slots.end - slots.begin; j < stride; j++) scores[j] = -INFINITY;
-  const float most = largest(scores, stride);
+  float most = largest(scores, stride);
+  if (sink) most = std::max(most, *sink);
   for (int64_t j = 0; j < stride; j++) scores[j] = exponential(scores[j] - most);
+  return sink ? exponential(*sink - most) : 0.0f;
 }
 
 struct Buffers {
@@ -219,9 +223,12 @@ void attend(const Shape& shape, const Q* q, const T* keys, int64_t key_slot, con
     for (int64_t r = 0; r < n; r += TILE)
       each(n - r, Scores{rows + r * e, buffer.keys.data(), e, scores + r * stride + j, stride});
   }
-  for (int64_t r = 0; r < n; r++)
-    softmax_row(scores + r * stride, stride, slots, visible, (first + r) / group);
-  float sums[ROWS];
+  float sums[ROWS], of_sinks[ROWS];
+  for (int64_t r = 0; r < n; r++) {
+    const float* sink = shape.sinks ? shape.sinks + h * group + (first + r) % group : nullptr;
+    of_sinks[r] =
+        softmax_row(scores + r * stride, stride, slots, visible, (first + r) / group, sink);
+  }
   for (int64_t r = 0; r < n; r += TILE) {
     const float* p = scores + r * stride;
     float* to = out + r * e;
@@ -233,7 +240,7 @@ void attend(const Shape& shape, const Q* q, const T* keys, int64_t key_slot, con
       each(n - r, Mix<T, 1>{p, stride, count, values + i, value_slot, to + i, e});
   }
   for (int64_t r = 0; r < n; r++) {
-    const float scale = 1.0f / sums[r];
+    const float scale = 1.0f / (sums[r] + of_sinks[r]);
     for (int64_t i = 0; i < e; i++) put(y + offset(first + r) + i, out[r * e + i] * scale);
   }
 }
@@ -267,7 +274,8 @@ void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const 
 // cache in bfloat16.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& start, const at::Tensor& mask,
-                     const std::optional<at::Tensor>& first, double scale) {
+                     const std::optional<at::Tensor>& first, double scale,
+                     const std::optional<at::Tensor>& sinks) {
   const int64_t B = q.size(0), T = q.size(1), heads = q.size(2), width = q.size(3);
   const int64_t kv_heads = k.size(1), window = mask.size(2);
   TORCH_CHECK(width % LANES == 0, "heads must have multiples of ", LANES,
@@ -292,7 +300,11 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     visible.push_back({at, window, seen.const_data_ptr<bool>() + b * T * window, own});
   }
   const float unit = scale ? float(scale) : 1.0f / std::sqrt(float(width));
-  const Shape shape{T, heads, kv_heads, width, unit};
+  TORCH_CHECK(!sinks || sinks->numel() == heads, "there is a sink per head");
+  at::Tensor of_heads;  // in fp32
+  if (sinks) of_heads = sinks->to(at::kFloat).contiguous();
+  const float* sink = sinks ? of_heads.const_data_ptr<float>() : nullptr;
+  const Shape shape{T, heads, kv_heads, width, unit, sink};
   const at::Tensor y = at::empty({B, T, heads * width}, q.options());
   fill(y, [&](auto* to) {
     if (narrow) run<at::BFloat16>(shape, rows, k, v, visible, to);
@@ -311,14 +323,15 @@ namespace attention {
 // The result, empty, where steps are traced.
 at::Tensor empty_attention(const at::Tensor& q, const at::Tensor&, const at::Tensor&,
                            const at::Tensor&, const at::Tensor&,
-                           const std::optional<at::Tensor>&, double) {
+                           const std::optional<at::Tensor>&, double,
+                           const std::optional<at::Tensor>&) {
   return at::empty({q.size(0), q.size(1), q.size(2) * q.size(3)}, q.options());
 }
 
 OPERATORS(m) {
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask, Tensor? first=None, "
-      "float scale=0.0) -> Tensor");
+      "float scale=0.0, Tensor? sinks=None) -> Tensor");
   m.impl("attention", at::kCPU, attention);
   m.impl("attention", at::kMeta, empty_attention);
 }

@@ -33,6 +33,7 @@ add_chains = _ops.add_chains.default
 rms_norm = _ops.rms_norm.default
 swiglu = _ops.swiglu.default
 geglu = _ops.geglu.default
+clamped_swiglu = _ops.clamped_swiglu.default
 rope_angles = _ops.angles.default
 runs_passes = True
 
@@ -114,10 +115,10 @@ def rotary_cache(
     return torch_backend.rotate_into(k, v, slots, qkv, rope, rotary)
 
 
-def attention(q: Tensor, *operands: Any, paths: None = None) -> Tensor:
+def attention(q: Tensor, *operands: Any, paths: None = None, sinks: Tensor | None = None) -> Tensor:
     if q.shape[3] % 16:  # heads that vectors do not divide
-        return ops.attention.attention(q, *operands)
-    return _ops.attention.default(q, *operands)
+        return ops.attention.attention(q, *operands, sinks=sinks)
+    return _ops.attention.default(q, *operands, sinks=sinks)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:

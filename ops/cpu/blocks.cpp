@@ -24,7 +24,7 @@ constexpr int64_t GRAIN = 1 << 15;  // numbers that pay for a thread's wake-up
 
 struct Block {
   uint8_t codes[256];
-  uint16_t d, dmin;                // float16; of flat types the scale and the minimum
+  uint16_t d, dmin;                // float16; of flat types the scale and the minimum; MXFP4's byte
   uint8_t scales[16], minima[16];  // of groups, of K types only
 };
 
@@ -130,6 +130,7 @@ void unpack(int64_t type, const uint8_t* p, Block& to) {
       to.d = half_at(p);
       for (int i = 0; i < 32; i++) to.codes[i] = uint8_t(p[2 + i] + 128);
       return;
+    case 39: to.d = p[0]; return unpack_halves(p + 1, 32, to.codes);
     case 10: return unpack_q2_k(p, to);
     case 11: return unpack_q3_k(p, to);
     case 12: return unpack_q4_k(p, to);
@@ -142,9 +143,9 @@ void unpack(int64_t type, const uint8_t* p, Block& to) {
 struct Scale {
   float scale, least;
   Scale(const Layout& layout, uint16_t d, uint16_t dmin, uint8_t of_scale, uint8_t of_least) {
-    scale = widen_half(d);
+    scale = layout.header == Header::POWER ? half_power(uint8_t(d)) : widen_half(d);
     least = layout.has_least ? widen_half(dmin) : 0.0f;
-    if (layout.header == Header::HALF) return;
+    if (layout.header != Header::SUPER) return;
     scale *= layout.has_least ? float(of_scale) : float(int8_t(of_scale));
     least *= -float(of_least);
   }
@@ -152,7 +153,8 @@ struct Scale {
 
 template <class Out>
 inline void put_number(Out* y, const Layout& layout, const Scale& by, uint8_t code) {
-  const float product = float(int32_t(code) - layout.offset) * by.scale;
+  const int32_t stored = layout.header == Header::POWER ? FLOAT4_BYTES[code] : code;
+  const float product = float(stored - layout.offset) * by.scale;
   put(y, layout.has_least ? product + by.least : product);
 }
 
@@ -231,6 +233,10 @@ void pack_super(const Layout& layout, const Block (&of)[STRIP], uint8_t* to) {
   const int64_t groups = layout.header == Header::SUPER ? layout.super / layout.group : 0;
   const int64_t stride = (layout.has_least ? 2 : 1) * STRIP;
   for (int64_t i = 0; i < STRIP; i++) {
+    if (layout.header == Header::POWER) {
+      to[i] = uint8_t(of[i].d);
+      continue;
+    }
     halves[i] = of[i].d;
     if (layout.has_least) halves[STRIP + i] = of[i].dmin;
     for (int64_t g = 0; g < groups; g++) {
@@ -260,8 +266,8 @@ bool pack_blocks(const at::Tensor& content, int64_t type_id, const std::optional
   uint8_t* to = out.mutable_data_ptr<uint8_t>();
   std::atomic<bool> finite{true};
   parallel(strips, 1, [&](int64_t begin, int64_t end) {
-    const auto is_finite = [](uint16_t half) {
-      return (half & 0x7c00) != 0x7c00;
+    const auto is_finite = [&](uint16_t d) {
+      return layout.header == Header::POWER ? d != 255 : (d & 0x7c00) != 0x7c00;
     };
     Block of[STRIP] = {};
     bool all = true;
@@ -293,8 +299,9 @@ void read_output(const Layout& layout, const uint8_t* strips, int64_t output, in
     const uint8_t *bytes = super + 2 * stride + i, *codes = super + layout.header_bytes;
     for (int64_t j = 0; j < layout.super; j++, y++) {
       const int64_t g = j / layout.group;
-      const Scale by(layout, half_at(super + 2 * i),
-                     half_at(super + 2 * (STRIP * layout.has_least + i)), bytes[g * stride],
+      const uint16_t d = layout.header == Header::POWER ? super[i] : half_at(super + 2 * i);
+      const Scale by(layout, d, half_at(super + 2 * (STRIP * layout.has_least + i)),
+                     bytes[g * stride],
                      bytes[g * stride + STRIP * layout.has_least]);
       put_number(y, layout, by, code_at(layout, codes, i, j));
     }

@@ -6,8 +6,8 @@
 // out again, exactly. A minimum of a group of weights is multiplied by the sum of its activations,
 // in floating point.
 //
-// Parameters of templates: BITS of a code; M rows of a tile; V vectors of outputs; STEPS of a
-// group. dot_k_types.h: integer scales. dot_amx.h: tiles of the hardware.
+// Parameters of templates: BITS of a code, or FLOAT4; M rows of a tile; V vectors of outputs; STEPS
+// of a group. dot_k_types.h: integer scales. dot_amx.h: tiles of the hardware.
 #pragma once
 
 #include "activations.h"
@@ -88,6 +88,9 @@ void open_panel(const Layout& layout, Panel& panel) {
             store(panel.zero + g + j, mask(words, 511));
           }
           break;
+        case Header::POWER:
+          for (int64_t j = 0; j < STRIP; j++) scale[j] = half_power(header[j]);
+          break;
         default: open_halves(layout, header, scale, least);
       }
     }
@@ -138,6 +141,19 @@ template <> struct Codes<8> {
       const uint8_t* at = p + S * STEP_BYTES + 4 * output_of<V>(j);
       w[j] = FEW ? load_halves(at) : load(at);
     }
+  }
+};
+
+// In the place of BITS: codes of 4 bits that are MXFP4's numbers.
+constexpr int FLOAT4 = 0;
+template <> struct Codes<FLOAT4> {
+  static constexpr int STEP_BYTES = Codes<4>::STEP_BYTES;
+  static constexpr int FOLD = 4;  // 4 * 2 * 24 * 127 fits 16 bits
+  static constexpr bool SMALL = true, LINEAR = true;
+  template <int S, bool FEW = false, int V>
+  static inline void unpack(const uint8_t* p, Ints (&w)[V]) {
+    Codes<4>::unpack<S, FEW>(p, w);
+    for (Ints& codes : w) codes = look_up(FLOAT4_BYTES, codes);
   }
 };
 

@@ -126,9 +126,9 @@ inline float logit_of(Activation activation, float x) {
   return activation == Activation::SILU ? x : TWICE_ROOT * (x + 0.044715f * x * x * x);
 }
 
-// gate and up [..., 2 inner], of fp32 or bfloat16, side by side -> activation(gate) * up.
-template <Activation A>
-at::Tensor gate(const at::Tensor& both) {
+// gate and up [..., 2 inner], of fp32 or bfloat16, side by side -> f(gate, up)
+template <class F>
+at::Tensor gate_by(const at::Tensor& both, const F& f) {
   RECORD_FUNCTION("gpt_eagle::gate", std::vector<c10::IValue>{});
   constexpr int64_t CHUNK = 256;
   const int64_t inner = both.size(-1) / 2, chunks = (inner + CHUNK - 1) / CHUNK;
@@ -141,15 +141,35 @@ at::Tensor gate(const at::Tensor& both) {
       const int64_t n = std::min(CHUNK, inner - first);
       const T *gates = from + r * 2 * inner + first, *ups = gates + inner;
       T* out = to + r * inner + first;
-      for (int64_t i = 0; i < n; i++) {
-        const float g = widen(gates[i]), x = logit_of(A, g), e = exponential(x < 0 ? x : -x);
-        T activated;
-        put(&activated, g * ((x < 0 ? e : 1.0f) / (1.0f + e)));
-        put(out + i, widen(activated) * widen(ups[i]));
-      }
+      for (int64_t i = 0; i < n; i++) f(widen(gates[i]), widen(ups[i]), out + i);
     });
   });
   return y;
+}
+
+// Returns 1 / (1 + e^-x).
+inline float sigmoid(float x) {
+  const float e = exponential(x < 0 ? x : -x);
+  return (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+// activation(gate) * up
+template <Activation A>
+at::Tensor gate(const at::Tensor& both) {
+  return gate_by(both, []<class T>(float g, float up, T* to) {
+    T activated;
+    put(&activated, g * sigmoid(logit_of(A, g)));
+    put(to, widen(activated) * up);
+  });
+}
+
+// `clamped_swiglu` of ops/torch_backend.py
+at::Tensor clamped_gate(const at::Tensor& both, float alpha, float limit) {
+  return gate_by(both, [=]<class T>(float g, float up, T* to) {
+    const float least = std::min(g, limit);
+    const float within = std::max(std::min(up, limit), -limit);
+    put(to, least * sigmoid(alpha * least) * (within + 1));
+  });
 }
 
 // ------------------------------------------------------------------------------------ feed-forward
@@ -161,14 +181,16 @@ struct Routes {  // of the rows' experts, in the router's order: a row's first, 
 };
 
 // x [..., F] -> a router's scores of the experts, [..., E] fp32
-at::Tensor score(const at::Tensor& x, const at::Tensor& router) {
+at::Tensor score(const at::Tensor& x, const at::Tensor& router,
+                 const std::optional<at::Tensor>& bias) {
   RECORD_FUNCTION("gpt_eagle::linear", std::vector<c10::IValue>{});
-  return matmul::matmul(x, router, {}, {}, router.size(0), true, {});
+  return matmul::matmul(x, router, {}, bias, router.size(0), true, {});
 }
 
 // The best experts of every row of x [..., F]; of equal ones the first.
-Routes route(const at::Tensor& x, const at::Tensor& router, int64_t chosen, bool norm) {
-  const at::Tensor scores = score(x, router);  // [..., E]
+Routes route(const at::Tensor& x, const at::Tensor& router, const std::optional<at::Tensor>& bias,
+             int64_t chosen, bool norm) {
+  const at::Tensor scores = score(x, router, bias);  // [..., E]
   RECORD_FUNCTION("gpt_eagle::route", std::vector<c10::IValue>{});
   const int64_t experts = scores.size(-1), rows = scores.numel() / experts, width = x.size(-1);
   Routes to{at::empty({rows * chosen}, x.options().dtype(at::kLong)),
@@ -297,9 +319,9 @@ at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at
 }
 
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Cache& cache,
-                  const Window& window, double scale) {
+                  const Window& window, double scale, const std::optional<at::Tensor>& sinks) {
   RECORD_FUNCTION("gpt_eagle::attention", std::vector<c10::IValue>{});
-  return attention::attention(q, k, v, cache.start, window.mask, window.first, scale);
+  return attention::attention(q, k, v, cache.start, window.mask, window.first, scale, sinks);
 }
 
 // ----------------------------------------------------------------------------------------- columns
@@ -367,15 +389,15 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight,
 // ---------------------------------------------------------------------------------------- the list
 
 enum class Op {
-  NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, ROUTE, MERGE, COPY,
-  COLUMNS, BESIDE
+  NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, CLAMPED_SWIGLU, ROUTE,
+  MERGE, COPY, COLUMNS, BESIDE
 };
 constexpr std::pair<const char*, Op> OPS[] = {
     {"norm", Op::NORM},     {"part_norm", Op::PART_NORM}, {"project", Op::PROJECT},
     {"silu", Op::SILU},     {"head_norm", Op::HEAD_NORM}, {"gelu_tanh", Op::GELU_TANH},
     {"rotate", Op::ROTATE}, {"attend", Op::ATTEND},       {"add", Op::ADD},
     {"route", Op::ROUTE},   {"merge", Op::MERGE},         {"copy", Op::COPY},
-    {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},
+    {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},     {"clamped_swiglu", Op::CLAMPED_SWIGLU},
 };
 enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, REGISTERS };  // steps.REGISTERS
 
@@ -512,6 +534,7 @@ class Machine {
       case Op::ATTEND: return attend_by(x, step);
       case Op::SILU: return gate<Activation::SILU>(x);
       case Op::GELU_TANH: return gate<Activation::GELU_TANH>(x);
+      case Op::CLAMPED_SWIGLU: return clamped_gate(x, step.numbers[0], step.numbers[1]);
       case Op::ROUTE: return choose(x, step);
       case Op::MERGE: return merge(x, routes, at(STREAM));
       case Op::COPY: return x;
@@ -570,7 +593,7 @@ class Machine {
       at = windows.end() - 1;
     }
     const at::Tensor &k = cache->k[step.layer], &v = cache->v[step.layer];
-    return attend(q, k, v, *cache, *at, step.numbers[0]);
+    return attend(q, k, v, *cache, *at, step.numbers[0], step.weights[0]);
   }
 
   // Works in place.
@@ -580,7 +603,7 @@ class Machine {
   }
 
   at::Tensor choose(const at::Tensor& x, const Step& step) {
-    routes = route(x, step.weight(), step.counts[0], step.counts[1]);
+    routes = route(x, step.weight(), step.weights[1], step.counts[0], step.counts[1]);
     return routes.rows;
   }
 };
@@ -730,9 +753,13 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   return norm(x.contiguous(), weight.contiguous(), eps);
 }
 
-// `swiglu` and `geglu` of ops/torch_backend.py. both: [..., 2 F], fp32 or bfloat16
+// `swiglu`, `geglu` and `clamped_swiglu` of ops/torch_backend.py. both: [..., 2 F], fp32 or
+// bfloat16
 at::Tensor swiglu(const at::Tensor& both) { return gate<Activation::SILU>(both.contiguous()); }
 at::Tensor geglu(const at::Tensor& both) { return gate<Activation::GELU_TANH>(both.contiguous()); }
+at::Tensor clamped_swiglu(const at::Tensor& both, double alpha, double limit) {
+  return clamped_gate(both.contiguous(), alpha, limit);
+}
 
 }  // namespace layers
 
@@ -747,6 +774,9 @@ at::Tensor empty_norm(const at::Tensor& x, const at::Tensor&, double) {
 at::Tensor empty_swiglu(const at::Tensor& both) {
   return empty_rows(both, both.size(-1) / 2, both.scalar_type());
 }
+at::Tensor empty_clamped_swiglu(const at::Tensor& both, double, double) {
+  return empty_swiglu(both);
+}
 
 OPERATORS(m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
@@ -758,6 +788,9 @@ OPERATORS(m) {
   m.def("geglu(Tensor both) -> Tensor");
   m.impl("geglu", at::kCPU, geglu);
   m.impl("geglu", at::kMeta, empty_swiglu);
+  m.def("clamped_swiglu(Tensor both, float alpha, float limit) -> Tensor");
+  m.impl("clamped_swiglu", at::kCPU, clamped_swiglu);
+  m.impl("clamped_swiglu", at::kMeta, empty_clamped_swiglu);
   m.def(
       "prepare_steps(str[] ops, int[] counts, float[] numbers, Tensor?[] weights, Tensor "
       "embedding, "

@@ -83,11 +83,14 @@ Sums sums_of(const Layout& layout, int64_t k, bool on_amx) {
     return layout.group == 32 ? super_tile_sums<4, PartsOfScale, BLOCK / 64>
                               : super_tile_sums<4, PartsOfScale, BLOCK / 32>;
   }
+  const bool is_float = layout.header == Header::POWER;
+  if (on_amx && is_float) return tile_sums<FLOAT4>;
   if (on_amx)
     return layout.bits == 8 ? tile_sums<8> : layout.bits == 5 ? tile_sums<5> : tile_sums<4>;
   const int64_t steps = k % layout.group ? 0 : layout.group / 4;
   switch (layout.bits) {
     case 4:
+      if (is_float) return strip_sums<FLOAT4, 8>;
       if (super) return steps == 8 ? strip_sums<4, 8, true> : strip_sums<4, 4, true>;
       return steps == 8 ? strip_sums<4, 8> : strip_sums<4, 0>;
     case 5: return super ? strip_sums<5, 8, true> : strip_sums<5, 8>;

@@ -17,6 +17,17 @@ constexpr int32_t two_halves(int32_t low, int32_t high) {
 // Returns the number of a float16's bits.
 inline float widen_half(uint16_t bits) { return c10::Half(bits, c10::Half::from_bits()); }
 
+// The numbers of MXFP4's codes, doubled, with 12 added.
+constexpr uint8_t FLOAT4_BYTES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// Returns half the power of two that a byte of MXFP4 stands for, 2^(byte - 128); 255 is no number.
+inline float half_power(uint8_t byte) {
+  const uint32_t bits = byte < 2 ? 1u << 21 << byte : uint32_t(byte - 1) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return power;
+}
+
 // Returns the number in fp32.
 inline float widen(float v) { return v; }
 inline float widen(at::BFloat16 v) {

@@ -9,7 +9,7 @@
 //   that is not SMALL takes two numbers of 16 bits on either side: even_bytes or odd_bytes of the
 //   weights.
 // dot_pairs: acc[i] += two products of numbers of 16 bits.
-// low_nibbles, high_nibbles: of every byte.
+// low_nibbles, high_nibbles: of every byte. look_up: bytes of a table by their numbers, 0 to 15.
 // shifted: bits by LEFT places within words of 16 or 32 bits. raised: times 2^BITS.
 // multiply_halves, add_halves: of numbers of 16 bits.
 // choose: the bits of a that `bits` has, and the others of b. join: the same where b has none of

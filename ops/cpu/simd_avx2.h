@@ -19,6 +19,10 @@ inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 inline void store(int32_t* p, Ints v) { _mm256_storeu_si256((__m256i*)p, v); }
 inline Ints low_nibbles(Ints v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+inline Ints look_up(const uint8_t (&table)[16], Ints v) {
+  const __m128i once = _mm_loadu_si128((const __m128i*)table);
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(once), v);
+}
 template <int LEFT> inline Ints shifted(Ints v) {
   return LEFT > 0 ? _mm256_slli_epi16(v, LEFT > 0 ? LEFT : 0)
                   : _mm256_srli_epi16(v, LEFT < 0 ? -LEFT : 0);

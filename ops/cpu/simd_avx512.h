@@ -24,6 +24,9 @@ inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 inline void store(int32_t* p, Ints v) { _mm512_storeu_si512(p, v); }
 inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Ints high_nibbles(Ints v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+inline Ints look_up(const uint8_t (&table)[16], Ints v) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), v);
+}
 template <int LEFT> inline Ints shifted(Ints v) {
   return LEFT > 0 ? _mm512_slli_epi16(v, LEFT > 0 ? LEFT : 0)
                   : _mm512_srli_epi16(v, LEFT < 0 ? -LEFT : 0);

@@ -57,6 +57,13 @@ inline Ints low_nibbles(Ints v) { return mask(v, 0x0f0f0f0f); }
 inline Ints high_nibbles(Ints v) {
   return words([=](int i) { return (v.lane[i] >> 4) & 0x0f0f0f0f; });
 }
+inline Ints look_up(const uint8_t (&table)[16], Ints v) {
+  return words([&](int i) {
+    uint32_t four = 0;
+    for (int b = 0; b < 32; b += 8) four |= uint32_t(table[v.lane[i] >> b & 15]) << b;
+    return int32_t(four);
+  });
+}
 template <int LEFT> inline Ints shifted(Ints v) {
   constexpr int left = LEFT > 0 ? LEFT : 0;
   constexpr int right = LEFT < 0 ? -LEFT : 0;

@@ -18,6 +18,7 @@
 //   WORDS   words of join_zeros, ops/weight.py: scales, and zero points, which are the offsets
 //           (int4 and int8 of others)
 //   HALF    scales, and minima if there are any, in float16 (GGUF's Q4_0 to Q8_0)
+//   POWER   powers of two in a byte; codes are numbers of MXFP4 in FLOAT4_BYTES
 //   SUPER   d, and dmin if there are minima, in float16; then for every group a byte each: the
 //           scale is d times the first, the minimum -dmin times the second (GGUF's K types)
 //
@@ -37,7 +38,7 @@ namespace {
 constexpr int64_t STRIP = 32;   // outputs whose weights are interleaved
 constexpr int64_t BLOCK = 128;  // k per activation scale, at most
 
-enum class Header { ROWS, OUTPUT, BF16, WORDS, HALF, SUPER };  // ROWS: of no strip
+enum class Header { ROWS, OUTPUT, BF16, WORDS, HALF, POWER, SUPER };  // ROWS: of no strip
 
 struct Layout {
   int64_t id;
@@ -81,6 +82,7 @@ constexpr Layout LAYOUTS[] = {
     flat(6, 5, 16, false, 22),                                 // Q5_0
     flat(7, 5, 0, true, 24),                                   // Q5_1
     flat(8, 8, 128, false, 34),                                // Q8_0
+    {39, 4, Header::POWER, 32, 32, 12, STRIP, false, 17},      // MXFP4
     super(10, 4, 16, 0, true, 84),                             // Q2_K
     super(11, 4, 16, 4, false, 110),                           // Q3_K
     super(12, 4, 32, 0, true, 144),                            // Q4_K

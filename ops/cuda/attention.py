@@ -11,6 +11,7 @@
 4. The block that finishes last merges all that is there. The prefix length is read from device
    memory, so that one captured graph serves every length; blocks without work return.
 5. In a layer with a sliding window, no block reads tiles before the `first` of all its rows.
+6. A head's sink is the last part of a row's weight.
 
 `plan_attention` has the contract and the trade-offs. Not here: writes to the cache; many tokens, of
 a prompt (prompt_attention.py).
@@ -27,7 +28,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.launch import SPLIT_TOKENS, Device
-from ops.cuda.prompt_attention import constants_of, prompt_attention, rows_of
+from ops.cuda.prompt_attention import (
+    constants_of,
+    prompt_attention,
+    rows_of,
+    weight_of_sinks,
+)
 
 CHUNK = 256  # slots of a block; the fastest of 64, 128 and 256 on an H200
 SPLITS = 16  # chunks of `CHUNK` slots; behind them half as many of twice the slots, and so on
@@ -335,7 +341,7 @@ def _merge_paths(
     top, weight, total: of the chunks before chunk c, in which the tiles begin
     is_cut: whether it has slots in front of them, and those were read; tiles: the part of chunk 0
     end, low: [ROWS] int32, behind each row's path, and the first place that it sees, or None: 0
-    Returns: weight and total, as in `_reduce`.
+    Returns: maximum, weight and total, as in `_reduce`.
     """
     _, live, _, _, real = rows
     c_top, c_weight, c_total = _read(memory, tiles + c, rows, live & is_cut, E)
@@ -352,14 +358,18 @@ def _merge_paths(
         c_top, c_weight, c_total = _merge(
             c_top, c_weight, c_total, next_top, next_weight, next_total, SCALE
         )
-    top, weight, total = _merge(top, weight, total, c_top, c_weight, c_total, SCALE)
-    return weight, total
+    return _merge(top, weight, total, c_top, c_weight, c_total, SCALE)
 
 
 @triton.jit
-def _finish(y_ptr, rows, weight, total):
-    """Divide rows by their weights. Writes: y."""
-    _, _, _, cells, real = rows
+def _finish(y_ptr, rows, top, weight, total, sinks_ptr, SCALE: tl.constexpr, H: tl.constexpr):
+    """Divide rows by their weights, of which a sink is the last part. Writes: y.
+
+    sinks: of the heads, [H], or None
+    """
+    _, _, spots, cells, real = rows
+    if sinks_ptr is not None:
+        weight += weight_of_sinks(sinks_ptr, spots % H, top * SCALE)
     y = (total / weight[:, None]).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + cells, y, mask=real)
 
@@ -369,23 +379,24 @@ def _merge_all(
     memory, rows, paths_ptr, start, end, low, unread, used, tiles, W, SCALE: tl.constexpr,
     E: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge all parts of rows, in the order of their places. Returns: weight and total.
+    """Merge all parts of rows, in the order of their places.
 
+    Returns: maximum, weight and total.
     end, unread, used: of `_work`; low, tiles: as in `_merge_paths`
     """
     if paths_ptr is None:
-        _, weight, total = _merge_chunks(memory, rows, unread, used, SCALE, E)
+        top, weight, total = _merge_chunks(memory, rows, unread, used, SCALE, E)
     else:
         t, _, _, _, _ = rows
         c = _chunk_of(end, CHUNK, SPLITS)
         top, weight, total = _merge_chunks(memory, rows, tiles + unread, tiles + c, SCALE, E)
         is_cut = used > tl.maximum(c, unread)
         length = tl.load(paths_ptr + t * (1 + W))
-        weight, total = _merge_paths(
+        top, weight, total = _merge_paths(
             top, weight, total, memory, rows, c, is_cut, tiles, start, start + length, low, SCALE,
             E, TILE, CHUNK, SPLITS,
         )  # fmt: skip
-    return weight, total
+    return top, weight, total
 
 
 @triton.jit
@@ -412,16 +423,16 @@ def _work(
 
 @triton.jit(do_not_specialize=["T", "S", "W"])
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, start_ptr, paths_ptr, first_ptr, y_ptr, parts_ptr, stats_ptr, done_ptr,
-    T, S, W, H: tl.constexpr, KV_HEADS: tl.constexpr, SCALE: tl.constexpr, E: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, start_ptr, paths_ptr, first_ptr, sinks_ptr, y_ptr, parts_ptr, stats_ptr,
+    done_ptr, T, S, W, H: tl.constexpr, KV_HEADS: tl.constexpr, SCALE: tl.constexpr,
+    E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS rows of a key head to a chunk, or along the paths of TOKENS tokens.
 
     q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; first: [B, T] int64, or None
     paths: [B, T, 1 + W] int32, of `paths_kernel`; None: T and W are 1, and the row sees itself
-    done: [blocks of rows, B * KV_HEADS] int32, 0 before and after
+    done: [blocks of rows, B * KV_HEADS] int32, 0 before and after; sinks: [H], or None
     parts: [parts, B, T, H, E] fp32, not divided by their weights: tiles along paths, then chunks
     stats: [parts, 2, B, T, H] fp32, maximum and weight. Writes: y; used parts, stats
     """
@@ -455,7 +466,7 @@ def attention_kernel(
             q, k_ptr + base, v_ptr + base, column, low, first, last, SCALE, E, TILE, STAGES
         )
         if blocks == 1:  # so there are no paths
-            _finish(y_ptr, rows, weight, total)
+            _finish(y_ptr, rows, top, weight, total, sinks_ptr, SCALE, H)
         else:
             _write(memory, tiles + c, rows, live, top, weight, total, E)
     elif paths_ptr is not None:
@@ -466,11 +477,11 @@ def attention_kernel(
     if (blocks == 1) & (c < used):
         return
     if is_last(done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), blocks):
-        weight, total = _merge_all(
+        top, weight, total = _merge_all(
             memory, rows, paths_ptr, start, end, low, unread, used, tiles, W, SCALE, E, TILE,
             CHUNK, SPLITS,
         )  # fmt: skip
-        _finish(y_ptr, rows, weight, total)
+        _finish(y_ptr, rows, top, weight, total, sinks_ptr, SCALE, H)
 
 
 # ------------------------------------------------------------------------------------------- launch
@@ -512,6 +523,7 @@ def tree_attention(
     scale: float,
     device: Device,
     done: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `ops.attention.tree_attention`.
 
@@ -527,7 +539,7 @@ def tree_attention(
     # they are the cache's own buffers
     assert k.is_contiguous() and v.is_contiguous(), (k.stride(), v.stride())
     if T > SPLIT_TOKENS:
-        return prompt_attention(q, k, v, (start, mask, first), scale, device)
+        return prompt_attention(q, k, v, (start, mask, first), scale, device, sinks)
     if paths is None and T * W > 1:
         paths = path_table(mask, start, first)
     plan = plan_attention(E, q.dtype)
@@ -545,7 +557,7 @@ def tree_attention(
     stats = torch.empty(parts, 2, B, T, H, dtype=torch.float32, device=q.device)
     first = first if first is None else first.contiguous()
     attention_kernel[blocks, B * kv_heads, programs](
-        q.contiguous(), k, v, start, paths, first, y, sums, stats, done, T, S, W, H=H,
+        q.contiguous(), k, v, start, paths, first, sinks, y, sums, stats, done, T, S, W, H=H,
         KV_HEADS=kv_heads, **constants, **options,
     )  # fmt: skip
     return y

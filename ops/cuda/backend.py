@@ -205,6 +205,10 @@ def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
     return matmul(x, weight, routing=routing)
 
 
+def experts_bias(y: Tensor, bias: Tensor, routing: Tensor) -> Tensor:
+    return torch_backend.experts_bias(y, bias, ops.experts.expert_of(routing, len(bias)))
+
+
 def lazy_matmul(
     x: Tensor | UnnormalizedRows, packed: Tensor, scale: Tensor | None
 ) -> LazyMatmul | None:

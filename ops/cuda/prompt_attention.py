@@ -95,6 +95,13 @@ def rows_of(own, head, T, column, H: tl.constexpr, KV_HEADS: tl.constexpr, E: tl
 
 
 @triton.jit
+def weight_of_sinks(sinks_ptr, heads, top):
+    """Return the weights of the sinks of rows. heads: [R] int32; top: [R] fp32, scaled maxima"""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    return tl.exp2(tl.fma(tl.load(sinks_ptr + heads).to(tl.float32), LOG2_E, -top))
+
+
+@triton.jit
 def _visible(mask_ptr, t, w, W, mask_t, mask_w):
     """Return the slots of a block that each row sees: [ROWS, KEYS] bool.
 
@@ -133,7 +140,7 @@ def _attend(
     q: [ROWS, WIDTH]; k, v: pointers to slot 0 of the key head
     column: [WIDTH] bool, False for padding; t: [ROWS] int32, tokens
     first: of each token the first place that it sees, or None: 0
-    Returns: weight, [ROWS] fp32, and total, [ROWS, WIDTH] fp32, as in `_add`.
+    Returns: top and weight, [ROWS] fp32, and total, [ROWS, WIDTH] fp32, as in `_add`.
     """
     n = tl.arange(0, KEYS)
     e = tl.arange(0, q.shape[1])
@@ -164,19 +171,19 @@ def _attend(
             visible &= (at + n)[None, :] >= low[:, None]
         scores = tl.where(visible, tl.dot(q, k, input_precision="ieee"), float("-inf"))
         top, weight, total = _add(scores, v, top, weight, total, SCALE)
-    return weight, total
+    return top, weight, total
 
 
 @triton.jit(do_not_specialize=["T", "S", "W", "mask_b", "mask_t", "mask_w"])
 def prompt_kernel(
-    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, first_ptr, y_ptr, T, S, W, mask_b, mask_t, mask_w,
-    H: tl.constexpr, KV_HEADS: tl.constexpr, SCALE: tl.constexpr, E: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, start_ptr, mask_ptr, first_ptr, sinks_ptr, y_ptr, T, S, W, mask_b, mask_t,
+    mask_w, H: tl.constexpr, KV_HEADS: tl.constexpr, SCALE: tl.constexpr, E: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS rows of a key head to all slots that they see.
 
     q, y: [B, T, H, E]; k, v: [B, KV_HEADS, S, E]; start: [B] int64; mask: [B, T, W] bool, strided
-    first: [B, T] int64, or None
+    first: [B, T] int64, or None; sinks: [H], or None
     Writes: y.
     """
     b = tl.program_id(1) // KV_HEADS
@@ -186,14 +193,16 @@ def prompt_kernel(
     e = tl.arange(0, WIDTH)
     column = (e < E) | (WIDTH == E)
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t, _, _, cells, real = rows_of(own, tl.program_id(1) % KV_HEADS, T, column, H, KV_HEADS, E)
+    t, _, spots, cells, real = rows_of(own, tl.program_id(1) % KV_HEADS, T, column, H, KV_HEADS, E)
     if first_ptr is not None:
         first_ptr += b * T
     q = tl.load(q_ptr + before + cells, mask=real, other=0.0)
-    weight, total = _attend(
+    top, weight, total = _attend(
         q, k_ptr + base, v_ptr + base, column, mask_ptr + b.to(tl.int64) * mask_b, first_ptr, t,
         start, W, mask_t, mask_w, SCALE, E, KEYS, STAGES,
     )  # fmt: skip
+    if sinks_ptr is not None:
+        weight += weight_of_sinks(sinks_ptr, spots % H, top)
     y = total / weight[:, None]
     tl.store(y_ptr + before + cells, y.to(y_ptr.dtype.element_ty), mask=real)
 
@@ -208,6 +217,7 @@ def prompt_attention(
     window: tuple[Tensor, Tensor, Tensor | None],
     scale: float,
     device: Device,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `ops.attention.tree_attention` of many tokens. Allocates its result; never waits.
 
@@ -222,7 +232,7 @@ def prompt_attention(
     tile = {"ROWS": plan.rows, "KEYS": plan.keys, "STAGES": plan.stages, "num_warps": plan.warps}
     heads = {"H": H, "KV_HEADS": kv_heads}
     prompt_kernel[blocks, B * kv_heads](
-        q.contiguous(), k, v, start, mask, None if first is None else first.contiguous(), y, T, S,
-        mask.shape[2], *mask.stride(), **constants_of(E, scale), **heads, **tile,
+        q.contiguous(), k, v, start, mask, None if first is None else first.contiguous(), sinks, y,
+        T, S, mask.shape[2], *mask.stride(), **constants_of(E, scale), **heads, **tile,
     )  # fmt: skip
     return y

@@ -303,6 +303,8 @@ def marked_tokens(
         ids = tokenizer.encode(answers[0]) + end
         return ids, [True] * len(ids)
 
+    turns = list(map(tokenizer.as_text, turns))  # as in a chat
+
     # up to turn t and, with an answer, to its end
     def encode(t: int, answer: str = "") -> list[int]:
         text = template.render(turns[: t + 1], answers[:t])

@@ -58,7 +58,7 @@ class Case(NamedTuple):
 class CycleCase(NamedTuple):
     """One of the other kernels to compile (`CYCLE_SOURCES`).
 
-    sliding_attention has windows. normed_rotary has norms of queries and keys. block and row are top-k;
+    sliding_attention has windows, attention_with_sinks sinks. normed_rotary has norms of queries and keys. block and row are top-k;
     level, best_nodes and link_nodes grow and choose trees.
     """
 
@@ -180,8 +180,10 @@ def _epilogue(case: Case) -> tuple[triton.JITFunction, dict[str, object]]:
 def _attention(case: CycleCase) -> Source:
     """Return attention of a tree or a token, or of a prompt, with the plan of its launcher."""
     constants: dict[str, object] = {"H": case.heads, "KV_HEADS": case.kv_heads}
-    if case.kernel == "attention":
+    if case.kernel != "sliding_attention":
         constants["first_ptr"] = None
+    if case.kernel != "attention_with_sinks":
+        constants["sinks_ptr"] = None
     if case.T > SPLIT_TOKENS:
         plan = plan_prompt(case.E, DTYPES[case.dtype], TARGETS[case.target])
         tile = {"ROWS": plan.rows, "KEYS": plan.keys, "STAGES": plan.stages}
@@ -265,6 +267,7 @@ def _noise(case: CycleCase) -> Source:
 CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "attention": _attention,
     "sliding_attention": _attention,
+    "attention_with_sinks": _attention,
     "paths": _paths,
     "add_norm": _add_norm,
     "add_unscaled": _add_norm,

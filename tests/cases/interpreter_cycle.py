@@ -54,10 +54,10 @@ def inputs(heads, starts, rows, window, E=32, spare=5):
     return q, k, v, torch.tensor(starts), mask
 
 
-def attend(q, k, v, start, mask, first=None, scale=0.0, paths=None):
+def attend(q, k, v, start, mask, first=None, scale=0.0, paths=None, sinks=None):
     done = torch.zeros(128, dtype=torch.int32)
     window = (start, mask, first, paths)
-    y = ops.cuda.attention.tree_attention(q, k, v, window, scale, DEVICE, done)
+    y = ops.cuda.attention.tree_attention(q, k, v, window, scale, DEVICE, done, sinks)
     assert not done.any()  # as the next launch expects it
     return y
 
@@ -91,6 +91,25 @@ SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]  # rows, window
 ])  # fmt: skip
 def test_attention(heads, starts, rows, window, E):
     check(*inputs(heads, starts, rows, window, E))
+
+
+@pytest.mark.parametrize("heads,starts,rows,window", [
+    ("gqa", LENGTHS, 10, 50), ("mqa", [37, 300], 1, 1), ("wide", [37], 5, 7), ("gqa", [290], SPLIT_TOKENS + 1, SPLIT_TOKENS + 1),
+])  # fmt: skip
+def test_sinks(heads, starts, rows, window):
+    """A sink far above all scores, some among them, and one that counts for nothing."""
+    q, k, v, start, mask = inputs(heads, starts, rows, window)
+    sinks = torch.linspace(-3, 9, q.shape[2])
+    sinks[0] = -200
+    clean = [t.nan_to_num() for t in (k, v)]
+    want = torch_backend.attention(q, *clean, start, mask, sinks=sinks)
+    got = attend(q, k, v, start, mask, sinks=sinks)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+    E = q.shape[3]
+    without = attend(q, k, v, start, mask)
+    assert torch.equal(got[..., :E], without[..., :E]) and not torch.equal(
+        got[..., E:], without[..., E:]
+    )
 
 
 def test_a_chunk_that_a_row_does_not_see():

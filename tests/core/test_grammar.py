@@ -14,13 +14,23 @@ import torch
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
+from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
+
 import generate as program  # noqa: E402
 import sampling  # noqa: E402
 from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
 from extras.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
 from extras.grammar import MOST_BYTES, STYLE, Grammar, TextGuide, _vocabulary  # noqa: E402
 from generate import generate, load, stream  # noqa: E402
-from helpers import InTurn, fresh, record, slow, trimmed_head  # noqa: E402
+from helpers import (  # noqa: E402
+    InTurn,
+    fresh,
+    record,
+    slow,
+    trimmed_head,
+    write_random_llama,
+)
+from hf.tokenizer import Tokenizer  # noqa: E402
 from kv_cache import KVCache, causal_window  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from session import Session  # noqa: E402
@@ -243,6 +253,33 @@ def test_outputs_of_schemas_parse_and_validate(first, count):
             value = json.loads(text)
             jsonschema.validate(value, schema)
             assert json.loads(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("further", [1, 40])
+def test_a_tokenizer_with_more_tokens_than_the_model(draft, further, tmp_path):
+    """As Gemma's, or that of a fine-tune with a [PAD] of its own; one would spell a forced text."""
+    names = [*CONTROLS[1:], '"name"', *(f"<pad {n}>" for n in range(further))]
+    build_json(tmp_path, [CONTROLS[0]], bos=False)
+    tokenizer = Tokenizer.load(tmp_path)
+    vocab = tokenizer.vocab_size
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    added = content["added_tokens"]
+    added += [added[0] | {"id": vocab + n, "content": name, "special": name != '"name"'} for n, name in enumerate(names)]  # fmt: skip
+    write(tmp_path, "tokenizer.json", content)
+    model = tmp_path / "model"
+    model.mkdir()
+    write_random_llama(model, vocab_size=vocab)
+    (tmp_path / "tokenizer.json").rename(model / "tokenizer.json")
+    write(model, "generation_config.json", {"eos_token_id": tokenizer.id_of(CONTROLS[0])})
+    engine = load(checkpoint=str(model), device="cpu", draft=draft, max_new_tokens=200)
+    assert engine.tokenizer.vocab_size == vocab + len(names) > engine.target.config.vocab_size
+    (tokens,) = generate(engine, ["A person: "], grammar=PERSON).tokens
+    text = engine.tokenizer.decode(tokens)
+    assert max(tokens) < vocab and text.startswith('{"name": "')
+    jsonschema.validate(json.loads(text), PERSON)
+    (free,) = generate(engine, ["A person: "]).tokens
+    assert free != tokens
 
 
 def test_turns_and_streams_follow_the_grammar(tmp_path):

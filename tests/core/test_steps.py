@@ -24,6 +24,7 @@ from kv_cache import KVCache, Window
 from model import ModelConfig, Transformer, run_layers, windows_of
 from models import registry
 from models.gemma3 import Gemma3
+from models.gpt_oss import GptOss
 from ops.backends import TORCH, choose, use_backend
 from ops.cpu.layers import Program, fits, steps_of
 from parallel.tp import SumRanks, split_dims, with_sums
@@ -44,6 +45,9 @@ MODELS = {
         dense_layers=(1,), expert_names="qwen",
     ),
     "gemma3": Gemma3(*SIZES, qk_norm=True, window=4, query_scale=0.2, sliding_layers=(0, 2)),
+    "gpt-oss": GptOss(
+        *SIZES, qkv_bias=True, o_bias=True, n_experts=5, experts_per_token=2, window=4, sliding_layers=(0, 2), limit=0.5,
+    ),
 }  # fmt: skip
 EAGLE3 = Eagle3((0, 1), 64, 40)
 HEADS = {
@@ -195,7 +199,8 @@ def test_merged_steps_compute_what_their_parts_do(name):
 
 def test_segments_of_one_kind_are_equal():
     """A compiled call serves all layers of a kind, and no other."""
-    for name, kinds in {"llama": 1, "mixtral": 1, "qwen3 moe": 2, "gemma3": 2}.items():
+    kinds_of = {"llama": 1, "mixtral": 1, "qwen3 moe": 2, "gemma3": 2, "gpt-oss": 2}
+    for name, kinds in kinds_of.items():
         model, _ = model_of(name)
         fused = FusedLayers(model.layers, model.last, model)
         assert len({segment.steps for segment in fused.segments}) == kinds, name

@@ -58,6 +58,10 @@ MIXTURE = TINY | {
     "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
 
+GPT_OSS = TINY | {  # every bias, the experts' too, and sinks
+    "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+}  # fmt: skip
+
 
 def write_tiny(path: Path, raw: dict) -> str:
     """Returns: the directory of a model of random weights. Writes: it."""
@@ -132,6 +136,7 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
     """The cases that every run of the suite decodes. Writes: two models into the folder."""
     tiny, mixture = write_tiny(folder / "tiny", TINY), write_tiny(folder / "mixture", MIXTURE)
     fp32 = {"dtype": "float32", "temperature": 1.0}
+    sinks = write_tiny(folder / "sinks", GPT_OSS)
     int8 = {"dtype": "bfloat16", "quant": "int8", "prompts": PROMPTS[:1]}
     int4 = {"quant": "int4", "prompts": PROMPTS[:1]}
     small = {"tree": "dynamic", "tree_depth": 2, "tree_topk": 2, "tree_size": 4}
@@ -141,6 +146,7 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
         2: {
             "llama": options_of("llama", "eagle", dtype="float32"),
             "biases": options_of(tiny, "ngram", prompts=PROMPTS[:1], **fp32, top_p=0.9),
+            "sinks": options_of(sinks, "ngram", prompts=PROMPTS[:1], **fp32),
             "int8": options_of("llama", "eagle", **int8),
             "int8 vanilla": options_of("llama", "none", **int8),
             "int4": options_of(mixture, "model", draft_checkpoint=mixture, **int4),
@@ -178,7 +184,7 @@ def quick(tmp_path_factory) -> Quick:
 
 
 @pytest.mark.parametrize("world,name,least", [
-    (2, "llama", 1.5), (2, "biases", 0), (2, "compiled fp32", 1), (4, "mixtral", 1.5),
+    (2, "llama", 1.5), (2, "biases", 0), (2, "sinks", 0), (2, "compiled fp32", 1), (4, "mixtral", 1.5),
 ])  # fmt: skip
 def test_ranks_decode_what_one_device_does(quick, world, name, least):
     """With KV heads for each, with every bias, and with experts, two KV heads for four ranks, and rows that are sampled."""

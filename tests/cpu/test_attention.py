@@ -98,6 +98,39 @@ def test_operator(heads, batch, rows, dtype):
         close(OURS.attention(*args), torch_backend.attention(*args))
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("batch", STARTS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_sinks_are_a_further_key_without_a_value(heads, batch, rows, dtype):
+    """In the reference, in SDPA, in C++ and where the whole cache is masked, as on CUDA."""
+    args = inputs(HEADS[heads], STARTS[batch], rows, rows + 3, dtype=dtype)
+    q, k, v, start, mask = args
+    sinks = torch.linspace(-2, 9, q.shape[2]).to(dtype)  # above every score, and below most
+    scores = (
+        torch.einsum(
+            "bthe,bhse->bhts", q.float(), k.float().repeat_interleave(q.shape[2] // k.shape[1], 1)
+        )
+        / 4
+    )
+    seen = visible_slots(start, mask, None, k.shape[2])[:, None]
+    shares = scores.exp() * seen
+    shares = shares / (shares.sum(-1, keepdim=True) + sinks.float().exp()[:, None, None])
+    want = torch.einsum(
+        "bhts,bhse->bthe", shares, v.float().repeat_interleave(q.shape[2] // v.shape[1], 1)
+    )
+    want = want.flatten(2).to(dtype)
+    for attend in (
+        torch_backend.attention,
+        OURS.attention,
+        ops.attention.attention,
+        ops.attention._tree_attention_masked,
+    ):
+        close(attend(*args, sinks=sinks), want)
+    without = torch.full_like(sinks, -float("inf"))
+    assert torch.equal(OURS.attention(*args, sinks=without), OURS.attention(*args))
+
+
 @pytest.mark.parametrize("starts", [[0], [0, 0], [1], [64, 64]])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_first_rows_and_a_full_cache(starts, rows):

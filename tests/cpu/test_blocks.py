@@ -47,6 +47,7 @@ from helpers import (
     weight_of_blocks,
 )
 from hf.gguf_blocks import Blocks, Numbers
+from hf.stacks import decode
 from linear import Embedding
 from ops.library import tiles_in_use
 from ops.weight import blocks_reference, round_activations, rounding_of_blocks, stack
@@ -150,6 +151,22 @@ def test_scales_that_are_no_numbers_are_refused(name):
                 part.pack(out, FILE)
 
 
+def test_powers_of_two_that_are_no_numbers_are_refused():
+    """255 in the byte of a block; all others are exact, subnormal ones too."""
+    part = random_blocks("MXFP4", 256, 64)
+    blocks = part.content.view(256, 2, 17)
+    blocks[..., 0] = torch.arange(256).clamp(max=254)[:, None]
+    out = torch.empty(256, 64)
+    OPERATORS.widen_blocks(part.content.flatten(), part.type_id, out)
+    assert torch.equal(out, widened("MXFP4", part.content.numpy()))
+    assert torch.equal(decode(blocks), out)
+    strips = torch.empty(part.part.bytes(64), dtype=torch.uint8)
+    part.pack(strips, FILE)
+    blocks[37, 1, 0] = 255
+    with pytest.raises(ValueError, match="MXFP4 has a scale that is NaN or infinite; download"):
+        part.pack(strips, FILE)
+
+
 # ----------------------------------------------------------------------------------------- products
 
 
@@ -246,6 +263,8 @@ def test_the_largest_codes(name):
     for at in (case.kind.scale_at, case.kind.least_at):
         if at is not None:
             set_halves(raw, at, 2.0**-8)
+    if case.kind.scale_at is None:
+        raw[..., 0] = 120
     case.blocks = case.blocks._replace(content=torch.from_numpy(raw.reshape(33, -1)))
     case.weight = widened(name, raw.reshape(33, -1))
     case.packed, _ = packed_blocks(case.blocks)

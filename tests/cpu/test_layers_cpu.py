@@ -148,6 +148,21 @@ def test_a_row_alone_has_the_same_bits(config, quant):
     assert all(map(torch.equal, (*cache.k, *cache.v), (*whole.k, *whole.v)))
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_a_bounded_gate(dtype):
+    """Both halves reach their bounds; what is no number stays so."""
+    both = torch.linspace(-9, 9, 3 * 2 * 333).view(3, 666).to(dtype)
+    both[0, 5] = both[1, 340] = float("nan")
+    want = torch_backend.clamped_swiglu(both, 1.702, 7.0)
+    gate, up = both.double().chunk(2, -1)
+    exact = gate.clamp(max=7) / (1 + (-1.702 * gate.clamp(max=7)).exp()) * (up.clamp(-7, 7) + 1)
+    got = choose(torch.device("cpu"), dtype).clamped_swiglu(both, 1.702, 7.0)
+    for y in (want, got):
+        rtol = 2e-2 if dtype == BF16 else 1e-5
+        torch.testing.assert_close(y.double(), exact, atol=rtol / 10, rtol=rtol, equal_nan=True)
+    assert got.dtype == dtype
+
+
 def test_of_equal_experts_the_first_are_asked():
     target = model(MIXTURE)
     for layer in target.layers:

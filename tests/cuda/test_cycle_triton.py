@@ -49,6 +49,7 @@ def check(case: CycleCase) -> None:
 # one of each kernel; the slow ones are shapes that test_compiled_all has not
 @pytest.mark.parametrize("case", [
     CycleCase("90", "attention", kv_heads=8),
+    CycleCase("90", "attention_with_sinks", E=64, kv_heads=8),
     CycleCase("90", "paths"),
     CycleCase("90", "add_norm", "fp16"),
     CycleCase("90", "normed_rotary", "fp16", E=80),  # Qwen3's

@@ -259,6 +259,28 @@ def test_architectures(tmp_path, case):
         assert torch.equal(GgufFile(path).read(name), value), name
 
 
+@pytest.mark.parametrize("missing", ["attn_output", "attn_q", "ffn_(up|gate)", "attn_v.*1"])
+def test_biases_of_some_layers(tmp_path, capsys, missing):
+    """As in llama.cpp, each bias is taken where it is there: a LLaMA made of a Qwen has no bias of o."""
+    reference = hf_model(attention_bias=True, mlp_bias=True)
+    lacks = [
+        name for name in reference.state_dict()
+        if name.endswith(".bias") and re.search(missing, gguf_name(name))
+        or missing == "attn_v.*1" and name == "model.layers.1.self_attn.v_proj.bias"
+    ]  # fmt: skip
+    tensors = gguf_tensors(reference)
+    for name in lacks:
+        del tensors[gguf_name(name)]
+        reference.state_dict()[name].zero_()
+    path = write(tmp_path / "m.gguf", metadata_of(reference), tensors)
+    assert lacks and read_config(path).qkv_bias and read_config(path).o_bias
+    assert_same_logits(load_model(path), reference)
+    assert f"{len(lacks)} missing bias(es) are zero: {sorted(lacks)[0]}" in capsys.readouterr().err
+    coded = write(tmp_path / "q.gguf", metadata_of(reference), tensors, "Q8_0")
+    engine = load(checkpoint=str(coded), device="cpu", prompt_ids="5")  # in blocks
+    assert len(generate(engine, [[5, 17, 3]], max_new_tokens=4).tokens[0]) > 0
+
+
 OTHER_FAMILIES = [("Qwen2", "F16"), ("Qwen2", "Q8_0"), ("Mistral", "F16")]
 READ_BY_TRANSFORMERS = [*(("Llama", kind) for kind in WRITTEN), *OTHER_FAMILIES]
 
@@ -345,6 +367,8 @@ def split_by(*patterns, digits=False):
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # fmt: skip
+# the o200k vocabulary's own, in gpt-oss' tokenizer.json
+GPT4O = r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""  # fmt: skip
 CASED = "".join(  # the letters with two cases, which the file lists, but for Georgian ones
     re.escape(chr(i))
     for i in range(0x10000)
@@ -359,6 +383,7 @@ SPLITS = {
     "llama-bpe": split_by(LLAMA3),
     "qwen2": split_by(QWEN2),
     "tekken": split_by(TEKKEN),
+    "gpt-4o": split_by(GPT4O),
     "deepseek-llm": split_by(*DEEPSEEK, digits=True),
     "deepseek-coder": split_by(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK[-1], digits=True),
 }
@@ -525,6 +550,28 @@ def test_a_file_that_names_no_pre_tokenizer(capsys, tmp_path, pre):
     assert capsys.readouterr().err == ("" if pre == "gpt-2" else note)
 
 
+def test_texts_that_are_not_utf8(tmp_path):
+    """Of a description and of tokens: llama.cpp loads such files, and so do we."""
+    metadata = bpe_metadata(train_bpe("gpt-2"), "gpt-2")
+    strange = b"M\xfcller"
+    tokens = [*metadata["tokenizer.ggml.tokens"], strange.decode("latin-1")]
+    types = [*metadata["tokenizer.ggml.token_type"], 1]
+    further = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    described = {"general.description": strange.decode("latin-1")}
+    path = write(tmp_path / "t.gguf", NAME | metadata | further | described, {})
+    content = path.read_bytes()
+    encoded = strange.decode("latin-1").encode()
+    for count in (1, 1):  # the description and the token, with their lengths
+        content = content.replace(struct.pack("<Q", len(encoded)) + encoded, struct.pack("<Q", len(strange)) + strange, count)  # fmt: skip
+    assert encoded not in content
+    path.write_bytes(content)
+    plain = Tokenizer.load(write(tmp_path / "p.gguf", NAME | metadata, {}))
+    ours = Tokenizer.load(path)
+    assert ours.vocab_size == plain.vocab_size + 1
+    for text in TEXTS:
+        assert ours.encode(text) == plain.encode(text)
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece(tmp_path, prefix):
     train_sp(tmp_path, add_dummy_prefix=prefix, user_defined_symbols=["<tool>"])
@@ -647,7 +694,7 @@ FOREIGN = {
     "nested": (header(text("a"), struct.pack("<IIQ", 9, 9, 1), keys=1), "a list has the type 9"),
     "kind": (header(text("a"), struct.pack("<I", 77), keys=1), "a value has the type 77"),
     "twice": (header(*[text("a") + struct.pack("<II", 4, 1)] * 2, keys=2), "it has a twice"),
-    "utf-8": (header(struct.pack("<Q", 2) + b"\xff\xfe", struct.pack("<II", 4, 1), keys=1), "codec can't decode"),
+    "utf-8": (header(struct.pack("<Q", 2) + b"\xff\xfe", struct.pack("<II", 4, 1), keys=1), "the metadata general.architecture is missing"),
     "dimensions": (header(text("t"), struct.pack("<I", 2**31), tensors=1), "t has 2147483648 dimensions"),
     "alignment": (header(text("general.alignment"), struct.pack("<II", 4, 0), keys=1), "must be a power of two; it is 0"),
     "no architecture": (header(), "the metadata general.architecture is missing"),
@@ -742,7 +789,7 @@ METADATA = {
     "endless base": ({"llama.rope.freq_base": float("inf")}, "rope.freq_base must be a finite number above 0; it is inf"),
     "factor": ({"llama.rope.scaling.factor": -3.0}, "rope.scaling.factor must be a finite number above 0; it is -3.0"),
     "no factor": ({"llama.rope.scaling.factor": NAN}, "rope.scaling.factor must be a finite number above 0; it is nan"),
-    "parts": ({"split.count": 3}, "is one of several parts; join them first"),
+    "parts": ({"split.count": 3}, "is part 1 of 3; join them first: llama-gguf-split --merge "),
     "eos": ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be a whole number, not '2'"),
 }  # fmt: skip
 
@@ -839,6 +886,44 @@ def test_a_bundled_head_has_the_files_stem(whole, tmp_path):
     (head / "config.json").write_text("{}")
     config = resolve_draft(GenerateConfig(checkpoint=str(path)), path)
     assert (config.draft, config.head) == ("eagle", str(head))
+
+
+def test_a_folder_with_one_file_stands_for_it(whole, tmp_path, capsys):
+    """As hubs' programs make them; the part that reads pictures is no model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.Q8_0.gguf").write_bytes(whole[0].read_bytes())
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    (folder / "config.json").write_text('{"model_type": "llama"}')  # as some hubs' folders have it
+    options = {"device": "cpu", "dtype": "float32", "ignore_eos": True, "max_new_tokens": 8}
+    want = generate(load(checkpoint=str(whole[0]), **options), [[5, 17, 3]]).tokens
+    engine = load(checkpoint=str(folder), **options)
+    assert generate(engine, [[5, 17, 3]]).tokens == want
+    assert engine.config.checkpoint == str(folder / "model.Q8_0.gguf")
+    draft = {"draft": "model", "draft_checkpoint": str(folder)}
+    assert generate(load(checkpoint=str(folder), **draft, **options), [[5, 17, 3]]).tokens == want
+    capsys.readouterr()
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    said = refused(capsys, "--checkpoint", str(folder))
+    assert "; name one of model.Q8_0.gguf, other.gguf" in said
+    (folder / "config.json").unlink()
+    said = refused(capsys, "--checkpoint", str(folder))
+    assert "name one of its GGUF files: model.Q8_0.gguf, other.gguf" in said
+
+
+def test_the_second_part_of_a_file(tmp_path, capsys):
+    """It has no metadata of a model."""
+    path = tmp_path / "m-00002-of-00003.gguf"
+    write(path, {"general.architecture": "llama", "split.no": 1, "split.count": 3}, {})
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"general.architecture", b"general.architectura"))
+    said = refused(capsys, "--checkpoint", str(path))
+    want = (
+        "is part 2 of 3; join them first: llama-gguf-split --merge m-00001-of-00003.gguf OUT.gguf"
+    )
+    assert said.endswith(f"{want}\n")
+    with pytest.raises(ValueError, match="part 2 of 3"):
+        load(checkpoint=str(path), device="cpu")
 
 
 def test_generate(whole, tmp_path):

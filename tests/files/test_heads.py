@@ -130,6 +130,10 @@ def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
             config | {"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": 64, "norm_output": False}, nemo,
             False,
         ),
+        "of the target's layers": (config | {"num_hidden_layers": 40}, tensors, False),  # Vicuna's
+        "of its target's layers": (
+            config | {"num_hidden_layers": target().config.n_layers}, renamed(tensors, "layers.0"), False,
+        ),
         "DeepSpec": (  # names its layers by their outputs; d2t goes where the vocabulary is whole, see below
             config | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 4]}, renamed(tensors, "layers.0"),
             False,
@@ -148,6 +152,36 @@ def test_every_layout_is_the_same_function(name, tmp_path, capsys):
     assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
     note = f"note: {tmp_path / 'head'}: norm_output is false; here the output is normed before the LM head only"
     assert notes(capsys, tmp_path) == [note] * ("norm_output" in config)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_eagle_1_in_speculators_layout(tmp_path, bias):
+    """The same head as in the official layout; one with further norms is refused."""
+    official = GOLDEN / "models/head_eagle12_mha"
+    config = json.loads((official / "config.json").read_text())
+    tensors = load_file(official / "model.safetensors")
+    if not bias:
+        tensors.pop("fc.bias", None)
+    theirs = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): value
+        for name, value in tensors.items()
+    }
+    assert not set(theirs) & {name for name in tensors if name.startswith(("fc", "layers"))}
+    model = golden_target()
+    theirs["lm_head.weight"] = model.lm_head.weight.detach().clone()
+    has_bias = "fc.bias" in tensors
+    plain = load_head(write(tmp_path / "official", config | {"bias": has_bias}, tensors), model)
+    said = {
+        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False,
+        "fusion_bias": has_bias, "transformer_layer_config": config,
+    }  # fmt: skip
+    head = load_head(write(tmp_path / "speculators", said, theirs), model)
+    own, other = dict(head.named_parameters()), dict(plain.named_parameters())
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert head.config == plain.config
+    with pytest.raises(ValueError, match="in speculators' format with layernorms is not supported"):
+        load_head(write(tmp_path / "norms", said | {"layernorms": True}, theirs), model)
 
 
 def test_a_head_of_its_own_making_is_written_and_read_back(tmp_path):
@@ -437,7 +471,6 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of the target's layers 3, 5, 9, which"),
     ({IDS: [2, 2, 5]}, {}, "takes the inputs of the target's layers 2, 2, 5"),
     ({"fc_norm": True, "use_aux_hidden_state": False}, {}, "fc_norm norms what fc takes, and use_aux_hidden_state is"),
-    ({"num_hidden_layers": 6000}, {}, "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"),
     ({"draft_inputs": "token"}, {}, "the head was trained on token; only feature&shifted can draft here"),
     ({}, {"norm.weight": None}, "1 missing weight(s): norm.weight"),
     ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
@@ -466,6 +499,16 @@ def test_mistakes_are_one_line(changes, weights, message, tmp_path, capsys):
     config, tensors = official()
     tensors = {n: t for n, t in (tensors | weights).items() if t is not None}
     assert message in failure(capsys, write(tmp_path / "head", config | changes, tensors))
+
+
+def test_layers_that_the_files_lack(tmp_path, capsys):
+    """In a layout of several layers; the layout with a midlayer has one."""
+    config, tensors = official()
+    head = write(
+        tmp_path / "head", config | {"num_hidden_layers": 6000}, renamed(tensors, "layers.0")
+    )
+    said = "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"
+    assert said in failure(capsys, head)
 
 
 def test_a_model_is_no_head(capsys):

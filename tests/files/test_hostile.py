@@ -248,6 +248,13 @@ def saved_by_torch(_: Path) -> bytes:
     return pickled(load_file(DENSE / "model.safetensors"))
 
 
+def index_of_a_part(empty: Path) -> dict:
+    """Rename the one file of the folder: a whole file would go before its index."""
+    part = "model-00001-of-00001.safetensors"
+    (empty.parent / "model.safetensors").rename(empty.parent / part)
+    return {"weight_map": dict.fromkeys(load_file(empty.parent / part), part)}
+
+
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
         "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True}  # fmt: skip
 NESTED = {"transformer_layer_config": config_of(HEAD3), "eagle_config": {"fc_norm": False}}
@@ -260,7 +267,7 @@ KINDS = {
     "config with llama3's rope": Kind(TARGET3, "config.json", broken_json),
     "generation_config": Kind(DENSE, "generation_config.json", broken_json, content=lambda _: {"eos_token_id": [2], "bos_token_id": 1}),
     "safetensors": Kind(DENSE, "model.safetensors", broken_safetensors, without="*.index.json"),
-    "index": Kind(DENSE, "model.safetensors.index.json", broken_json),
+    "index": Kind(DENSE, "model.safetensors.index.json", broken_json, content=index_of_a_part),
     "bin": Kind(DENSE, "pytorch_model.bin", broken_pickle, content=saved_by_torch, without="model.*"),
     "head's config": Kind(HEAD, "config.json", broken_json, of_head(DENSE)),
     "head 3's config": Kind(HEAD3, "config.json", broken_json, of_head(TARGET3)),
@@ -503,6 +510,7 @@ def test_an_index_stays_in_its_folder(tmp_path, capfd):
     """The weights that it names are whole, so that nothing but their place is wrong."""
     path = linked(DENSE, tmp_path / "m")
     linked(DENSE, tmp_path / "other")
+    (path / "model.safetensors").unlink()
     names = json.loads((DENSE / "model.safetensors.index.json").read_text())["weight_map"]
     for outside in ("../other/model.safetensors", str(DENSE / "model.safetensors")):
         index = {"weight_map": dict.fromkeys(names, outside)}

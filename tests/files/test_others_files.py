@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_gguf import hf_model
 
 from hf.config import read_config
+from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from models import registry
 
@@ -118,6 +119,78 @@ def test_further_tensors(tmp_path, capsys):
     said = capsys.readouterr().err
     unused = "2 weight(s) of other parts are not used: score.weight, vision_tower.x.weight"
     assert f"note: {path}: {unused}\n" in said
+
+
+@pytest.mark.parametrize(
+    "missing", [".o_proj.bias", ".k_proj.bias", "mlp.down_proj.bias", "1.self_attn.q_proj.bias"]
+)
+def test_biases_of_some_layers(tmp_path, capsys, missing):
+    """Those of a LLaMA made of a Qwen: of q, k and v alone. transformers starts the others at zero."""
+
+    def without(tensors):
+        return {name: value for name, value in tensors.items() if not name.endswith(missing)}
+
+    model = hf_model(attention_bias=True, mlp_bias=True)
+    path = saved(model, tmp_path, tensors=without)
+    assert_as_in_transformers(path)
+    assert "missing bias(es) are zero: model.layers." in capsys.readouterr().err
+
+
+def test_a_model_without_any_bias_that_its_config_names(tmp_path):
+    path = saved(hf_model(), tmp_path, {"attention_bias": True})
+    with pytest.raises(
+        ValueError, match="8 missing weight.s.: model.layers.0.self_attn.k_proj.bias"
+    ):
+        load_model(path)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_index_beside_one_whole_file(tmp_path, old):
+    """Of the files it was made of, which are gone or lie there still: the whole file is the model."""
+    path = saved(hf_model(), tmp_path)
+    names = dict.fromkeys(load_file(path / "model.safetensors"), "model-00001-of-00001.safetensors")  # fmt: skip
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    if old:
+        others = {name: value + 1 for name, value in load_file(path / "model.safetensors").items()}
+        save_file(others, path / "model-00001-of-00001.safetensors", {"format": "pt"})
+    assert_as_in_transformers(path)
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_weights_quantized_by_mlx_are_named(tmp_path, key):
+    of_mlx = {"group_size": 32, "bits": 4, "model.embed_tokens": False}
+    path = saved(hf_model(), tmp_path, {key: of_mlx})
+    with pytest.raises(
+        ValueError, match="quantized by MLX are not supported here; use the original"
+    ):
+        load_model(path)
+    saved(hf_model(), tmp_path, {key: {}} if key == "quantization" else {key: ...})
+    assert_as_in_transformers(path, hf_model())
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "pytorch_model.bin", "m.gguf"]
+)
+def test_pointers_of_git_lfs_are_named(tmp_path, name):
+    """Of a clone without the files themselves."""
+    path = saved(hf_model(), tmp_path)
+    if name == "pytorch_model.bin":
+        (path / "model.safetensors").unlink()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (path / name).write_text(pointer)
+    where = path / name if name.endswith(".gguf") else path
+    said = (
+        f"{name}.*it is a Git LFS pointer and not the file itself; run git lfs pull in its folder"
+    )
+    with pytest.raises(ValueError, match=said):
+        load_model(where)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_pointers_of_tokenizers(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=f"{name}: it is a Git LFS pointer"):
+        Tokenizer.load(tmp_path)
 
 
 def test_a_bias_that_is_not_zero_is_refused(tmp_path):

@@ -98,6 +98,23 @@ def with_files(source, target, **files):
 # ------------------------------------------------------------------------------------- text and ids
 
 
+def test_a_users_words_name_no_control_token(tokenizer):
+    """Between the tokens of a template, whose names are parsed."""
+    names = [name for name in ("<s>", "</s>", *CONTROLS) if tokenizer.id_of(name) is not None]
+    words = "".join(f"a {name} b{name}" for name in names) + "<s"
+    end = names[-1]
+    ids = tokenizer.encode(f"{end}{tokenizer.as_text(words)}{end}", bos=False, special=True)
+    controls = [i for i in ids if not tokenizer.piece(i)]
+    assert controls == [ids[0], ids[-1]] == [tokenizer.id_of(end)] * 2
+    assert tokenizer.decode(ids, continuation=True).strip() == words
+    assert tokenizer.as_text("no < name > here") == "no < name > here"
+    if not isinstance(tokenizer, hf.tokenizer.JsonTokenizer):
+        own = tokenizer.encode(words, bos=False)
+        assert tokenizer.encode(tokenizer.as_text(words), bos=False, special=True) == own
+    parsed = tokenizer.encode(words, bos=False, special=True)
+    assert len([i for i in parsed if not tokenizer.piece(i)]) == 2 * len(names)
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(tokenizer, text):
     # U+2581 is sentencepiece's own space: the one character that it does not give back

@@ -6,9 +6,11 @@ Prompts are compared with transformers' own rendering of the same messages.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sentencepiece as spm
 
 pytest.importorskip("starlette")
 llguidance = pytest.importorskip("llguidance")
@@ -19,7 +21,7 @@ from tokenizers import Tokenizer as Backend  # noqa: E402
 from tokenizers import models  # noqa: E402
 
 from extras.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa: E402
-from generate import load  # noqa: E402
+from generate import encode, load  # noqa: E402
 from options import DEMO  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
 from server.parameters import NEUTRAL, SERVED, WITHOUT_EFFECT, RequestReader, ServeConfig  # noqa: E402
@@ -148,6 +150,93 @@ def test_a_list_of_no_calls(reader, rendered):
     assert prompt(reader, [USER, only, USER]) == rendered([USER, only | {"content": ""}, USER])
 
 
+# ---------------------------------------------------------------------------------- control tokens
+
+
+def test_a_program_names_control_tokens_and_a_user_does_not(reader, rendered):
+    tokenizer = reader.engine.tokenizer
+    text = "def f(</s>x"
+    completed = reader.read({"prompt": text}, chat=False).prompts[0]
+    own = spm.SentencePieceProcessor(model_file=str(Path(DEMO) / "tokenizer.model"))
+    assert completed == [own.bos_id(), *own.encode("def f("), own.eos_id(), *own.encode("x")]
+    many = reader.read({"prompt": [text, "a"]}, chat=False).prompts
+    assert many == [completed, tokenizer.encode("a")]
+    engine = reader.engine
+    plain = replace(engine, template=None)
+    assert encode(plain, [text], []) == completed  # of --chat none
+    said = [{"role": "system", "content": f"Be </s> {text}"}, {**USER, "content": text}]
+    assert own.eos_id() not in prompt(reader, said)
+    assert tokenizer.decode(prompt(reader, said)).count("</s>") == 3
+    config = replace(reader.config, control_tokens="all")
+    free = RequestReader(engine, config, "demo")
+    assert prompt(free, said) == rendered(said)
+    config = replace(reader.config, control_tokens="none")
+    none = RequestReader(engine, config, "demo")
+    assert none.read({"prompt": text}, chat=False).prompts[0] == tokenizer.encode(text)
+    assert encode(replace(plain, config=config), [text], []) == tokenizer.encode(text)
+    assert own.eos_id() not in prompt(none, said)
+
+
+def test_thinking_is_turned_off_at_the_top(reader, rendered):
+    """By the names of DashScope and of ollama; chat_template_kwargs has the last word."""
+    for name in ("enable_thinking", "think"):
+        for value in (True, False):
+            want = rendered([USER], enable_thinking=value)
+            assert prompt(reader, [USER], **{name: value}) == want
+        both = {name: True, "chat_template_kwargs": {"enable_thinking": False}}
+        assert prompt(reader, [USER], **both) == rendered([USER], enable_thinking=False)
+        assert f"{name} must be true or false" in refused(reader, **{name: "no"})
+        assert "is not served" in refused(reader, chat=False, **{name: False})
+
+
+def test_no_parameter_is_taken_and_ignored(reader):
+    """False is no default of what is on by default: it acts, or is refused."""
+    read = reader.read({"prompt": "a", "add_special_tokens": False}, False)
+    assert read.prompts[0] == reader.engine.tokenizer.encode("a", bos=False)
+    assert reader.read({"prompt": "a", "add_bos_token": False}, False).prompts == read.prompts
+    plain = reader.read({"prompt": "a"}, False).prompts
+    assert reader.read({"prompt": "a", "add_special_tokens": True}, False).prompts == plain
+    assert prompt(reader, [USER], add_special_tokens=False, add_bos_token=True) == prompt(reader, [USER])  # fmt: skip
+    assert "is not served" in refused(reader, add_special_tokens=True)
+    greedy = reader.read({"prompt": "a", "do_sample": False, "temperature": 0.7}, False)
+    assert greedy.sampling.temperature == 0
+    drawn = reader.read({"prompt": "a", "do_sample": True, "temperature": 0.7}, False)
+    assert drawn.sampling.temperature == 0.7
+    said = refused(reader, chat=False, do_sample=True, temperature=0)
+    assert said.startswith("do_sample = true needs a temperature above 0")
+    for value in (False, "", [], {}, 0):
+        said = refused(reader, some_new_name=value)
+        assert said == f"some_new_name = {json.dumps(value)} is not served; leave it out"
+    assert prompt(reader, [USER], some_new_name=None) == prompt(reader, [USER])
+
+
+def test_messages_to_a_client_name_no_file_and_no_option(folder, reader):
+    """They have neither: of a template that fails, a system message, tools, a schema, the context."""
+    text = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}{% if m.role == 'tool' or 'bad' in m.content %}{{ raise_exception('no such words') }}{% endif %}")  # fmt: skip
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text(text)
+    config = replace(reader.config, system=None)
+    strict = RequestReader(load(config), config, "demo")
+    plain = RequestReader(replace(reader.engine, config=replace(config, chat="none")), config, "d")
+    mistral = replace(config, chat="mistral")
+    fixed = RequestReader(load(mistral), mistral, "demo")
+    system = {"role": "system", "content": "bad"}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "banana"}}}
+    long = {**USER, "content": "a b " * 9000}
+    for own, body in (
+        (strict, {"messages": [{**USER, "content": "bad"}]}),
+        (strict, {"messages": [system, USER]}),
+        (strict, {"messages": [USER], "tools": [NOW]}),
+        (strict, {"messages": [USER], "response_format": schema}),
+        (strict, {"messages": [long]}),
+        (fixed, {"messages": [system, USER]}),
+        (fixed, {"messages": [USER], "tools": [NOW]}),
+        (plain, {"messages": [USER]}),
+    ):
+        said = refused(own, **body)
+        assert str(folder) not in said and "--" not in said, said
+
+
 # ------------------------------------------------------------------------- values that change nothing
 
 # neutral values of vLLM's, SGLang's, llama.cpp's and OpenAI's parameters, by their documentation
@@ -161,6 +250,8 @@ HARMLESS = {
     "guided_json": None, "guided_regex": "", "structured_outputs": {}, "mirostat": 0, "mirostat_tau": 5.0,
     "typical_p": 1.0, "tfs_z": 1.0, "xtc_probability": 0, "dry_multiplier": 0.0, "n_probs": 0, "modalities": ["text"],
     "functions": [], "function_call": "none", "return_tokens_as_token_ids": False, "repeat_last_n": 64, "audio": None,
+    "guidance_scale": 1.0, "ban_eos_token": False, "negative_prompt": "", "no_repeat_ngram_size": 0, "num_beams": 1,
+    "mirostat_mode": 0, "separate_reasoning": True, "n_keep": 0, "ttl": 300,
 }  # fmt: skip
 HARMFUL = {
     "min_tokens": 1, "skip_special_tokens": False, "frequency_penalty": 0.5, "presence_penalty": -1, "suffix": "a",

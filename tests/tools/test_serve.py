@@ -22,6 +22,8 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
+from starlette.testclient import TestClient  # noqa: E402
+
 from base.parsing import parse  # noqa: E402
 from generate import encode, generate, load  # noqa: E402
 from helpers import fresh  # noqa: E402
@@ -344,6 +346,50 @@ def test_who_leaves_frees_the_row(running):
     wait_for(lambda: not running.batcher.jobs)
 
 
+def test_a_prompt_beyond_the_context_is_told_as_others_tell_it(running):
+    """The code of OpenAI, by which langchain knows it, and vLLM's words, by which litellm does."""
+    long = "a b " * 2500
+    for ask in (
+        lambda: running.complete(long),
+        lambda: running.complete([3] * 5000),
+        lambda: running.client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": long}], stream=True
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as error:
+            ask()
+        assert error.value.code == "context_length_exceeded"
+        assert error.value.type == "invalid_request_error" and "--context" not in str(error.value)
+
+
+def test_a_seed_is_drawn_and_told(running):
+    """Without one, and with -1, as front ends send it; the seed of an answer gives its text again."""
+    drawn = [running.complete(**options) for options in ({}, {"seed": -1}, {"seed": -1})]
+    assert len({answer.choices[0].text for answer in drawn}) == 3
+    for answer in drawn:
+        assert 0 <= answer.seed < 2**53  # whole in every client's numbers
+        assert running.complete(seed=answer.seed).choices[0].text == answer.choices[0].text
+    assert running.complete(seed=2**40).seed == 2**40
+    events = list(running.complete(seed=-1, stream=True))
+    (seed,) = {event.seed for event in events}
+    text = "".join(event.choices[0].text for event in events)
+    assert running.complete(seed=seed).choices[0].text == text
+
+
+def test_whole_numbers_with_a_point(running):
+    """As clients send them whose numbers are floats."""
+    body = {"prompt": [3, 4, 5], "max_tokens": 5, "top_k": 40, "seed": 3, "n": 2, "logprobs": 1}
+    floats = {"prompt": [3.0, 4.0, 5.0]} | {
+        name: float(body[name]) for name in body.keys() - {"prompt"}
+    }
+    plain, pointed = (running.raw(json.dumps(each).encode()) for each in (body, floats))
+    assert plain[0] == pointed[0] == 200 and plain[1]["choices"] == pointed[1]["choices"]
+    for name in body.keys() - {"prompt"}:
+        status, found = running.raw(json.dumps(body | {name: 2.5}).encode())
+        assert status == 400 and found["error"]["message"].endswith("; it is 2.5"), name
+    assert running.raw(json.dumps(body | {"prompt": [3.5]}).encode())[0] == 400
+
+
 def test_too_many_are_refused(running):
     streams = [running.complete(max_tokens=400, stream=True, n=3) for _ in range(5)]
     try:
@@ -362,7 +408,7 @@ def test_too_many_are_refused(running):
     (b" " * 30000, 413, "more than 20000 bytes"), ({"prompt": []}, 400, "the prompt is empty"),
     ({"prompt": "a", "model": "gpt-4"}, 404, "there is no model 'gpt-4' here; this is demo"),
     ({"prompt": [1, "a"]}, 400, "prompt must be"), ({"prompt": {"a": 1}}, 400, "prompt must be"),
-    ({"prompt": [10**9]}, 400, "token ids must be in"), ({"prompt": "a b " * 2500}, 400, "the context holds"),
+    ({"prompt": [10**9]}, 400, "token ids must be in"), ({"prompt": "a b " * 2500}, 400, "This model's maximum context length is"),
     ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be a whole number from 1 to"),
     ({"prompt": "a", "max_tokens": 2**31, "max_completion_tokens": 4}, 400, "max_tokens must be a whole number from 1 to"),
     ({"prompt": "a", "draft": 0}, 400, "draft must be true or false"),
@@ -496,7 +542,7 @@ def test_without_a_template_a_chat_is_refused(running):
         running.server.config,
         "demo",
     )
-    with pytest.raises(serve.Refusal, match="no chat template; serve it with --chat NAME"):
+    with pytest.raises(serve.Refusal, match="no chat template here; ask for completions"):
         reader.read({"messages": [{"role": "user", "content": "a"}]}, True)
 
 
@@ -574,9 +620,37 @@ def test_names_of_other_machines_are_refused(running):
         response = connection.getresponse()
         assert response.status == status
         found = json.loads(response.read())
-        assert status == 200 or found["error"]["message"] == f"{host!r} is no name of this machine"
+        assert status == 200 or found["error"]["message"] == f"{host!r} is no name of this server"
         connection.close()
     assert transport.is_loopback("::1") and not transport.is_loopback("0.0.0.0")
+
+
+def status_of(server: serve.Server, path: str, **headers: str) -> int:
+    """The status of a request to a server's application, without a socket."""
+    return TestClient(server.app()).get(path, headers=headers).status_code
+
+
+def test_names_behind_a_proxy(running):
+    """A request with the key may name any host; a page has no key, and its name is an option."""
+    foreign = {"Host": "llm.example.org"}
+
+    for options, keyed, unkeyed, page in (
+        ({"api_key": "secret"}, 200, 400, 400),
+        ({"api_key": "secret", "allowed_hosts": "a.org, LLM.example.org"}, 200, 401, 200),
+        ({"allowed_hosts": "llm.example.org"}, 200, 200, 200),
+        ({"allowed_hosts": "*"}, 200, 200, 200),
+        ({"allowed_hosts": "example.org"}, 400, 400, 400),
+    ):
+        other = object.__new__(serve.Server)
+        vars(other).update(
+            vars(running.server) | {"config": replace(running.server.config, **options)}
+        )
+        key = {"Authorization": "Bearer secret"}
+        assert status_of(other, "/v1/models", **foreign, **key) == keyed, options
+        assert status_of(other, "/v1/models", **foreign) == unkeyed, options
+        wrong = {"Authorization": "Bearer secrets"}
+        assert status_of(other, "/v1/models", **foreign, **wrong) == unkeyed, options
+        assert status_of(other, "/", **foreign) == page, options
 
 
 @pytest.mark.parametrize("host, remedy", [

@@ -24,7 +24,14 @@ from hf.chat import CHAT_TEMPLATES, chat_template  # noqa: E402
 from hf.tokenizer import Tokenizer  # noqa: E402
 from options import DEMO  # noqa: E402
 from server import app as serve  # noqa: E402
-from server.tool_calls import NOTHING, Finder, Syntax, Tools, syntax_of  # noqa: E402
+from server.tool_calls import (  # noqa: E402
+    NOTHING,
+    Finder,
+    Syntax,
+    Tools,
+    one_call_each,
+    syntax_of,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,15 +80,81 @@ def test_a_template_shows_how_calls_are_written(name, syntax, tmp_path):
     tokenizer = Tokenizer.load(path)
     template = chat_template(path, tokenizer)
     if syntax is None:
-        with pytest.raises(ValueError, match="its chat template knows no tools; leave them out"):
+        with pytest.raises(
+            ValueError, match="the model's chat template knows no tools; leave them out"
+        ):
             syntax_of(template, tokenizer)
         return
     found = syntax_of(template, tokenizer)
     assert found[:3] == syntax
+    assert found.several == (name != "llama3.1")  # which raises for two
     control = {tokenizer.id_of("[TOOL_CALLS]")} if name.startswith("mistral") else set()
     assert found.controls == control
     ids = tokenizer.encode(found.opening + "{", bos=False, special=True)
     assert tokenizer.stream(True, found.controls).push(ids) == found.opening + "{"
+
+
+OPENS = template_of("qwen2.5").replace(
+    "assistant\\n' }}\n{%- endif %}", "assistant\\n<think>\\n' }}\n{%- endif %}"
+)
+# as Qwen3-Thinking's, which writes a thinking into the last answer alone
+CLOSES = OPENS.replace(
+    "{{- '<|im_start|>' + message.role }}",
+    "{{- '<|im_start|>' + message.role }}{% if loop.last %}{{ '\\n<think>\\n\\n</think>\\n' }}{% endif %}",
+)  # fmt: skip
+
+
+def folder_of(tmp_path, template: str) -> Path:
+    special, _ = CHECKPOINTS["qwen2.5"]
+    path = build_json(tmp_path, [*special.values(), "<|im_start|>"], bos=False)
+    write(path, "tokenizer_config.json", special)
+    return write(path, "chat_template.jinja", template)
+
+
+# as Qwen3's with enable_thinking = false: the prompt ends with an empty thinking
+EMPTY = OPENS.replace("<think>\\n'", "<think>\\n\\n</think>\\n\\n'")
+
+
+@pytest.mark.parametrize("text", [OPENS, CLOSES, EMPTY])
+def test_calls_of_a_template_that_opens_the_thinking(text, tmp_path):
+    """As QwQ's: earlier answers are written without the tag that ends the prompt."""
+    assert text.count("<think>") == (2 if text == CLOSES else 1)
+    path = folder_of(tmp_path, text)
+    tokenizer = Tokenizer.load(path)
+    template = chat_template(path, tokenizer)
+    prompt = template.render_messages(ASKED, TOOLS)
+    assert prompt.rpartition("<think>")[0].endswith("<|im_start|>assistant\n")
+    assert syntax_of(template, tokenizer) == QWEN
+
+
+def test_a_template_that_drops_the_second_call_takes_one(tmp_path):
+    text = template_of("qwen2.5").replace(
+        "in message.tool_calls %}", "in message.tool_calls[:1] %}"
+    )
+    path = folder_of(tmp_path, text)
+    tokenizer = Tokenizer.load(path)
+    found = syntax_of(chat_template(path, tokenizer), tokenizer)
+    assert found == QWEN._replace(several=False)
+
+
+def called(*ids: str, content: str = "") -> dict:
+    calls = [{"id": id, "type": "function", "function": {"name": "now", "arguments": {}}} for id in ids]  # fmt: skip
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def told(id: str) -> dict:
+    return {"role": "tool", "tool_call_id": id, "name": "now", "content": f"told {id}"}
+
+
+def test_one_call_in_a_message_before_its_result():
+    one = [*ASKED, called("a"), told("a"), *ASKED]
+    assert one_call_each(one) == one
+    both = [*ASKED, called("a", "b", content="Both."), told("b"), told("a"), *ASKED]
+    assert one_call_each(both) == [*ASKED, called("a", content="Both."), told("a"), called("b"), told("b"), *ASKED]  # fmt: skip
+    again = [*both, called("a", "b")]  # the ids of an earlier turn, and no results
+    assert one_call_each(again) == [*one_call_each(both), called("a"), called("b")]
+    other = [called("a"), called("b", "c"), told("a"), told("c")]
+    assert one_call_each(other) == [called("a"), called("b"), called("c"), told("c"), told("a")]
 
 
 def test_the_template_for_tools_is_used_where_there_is_one(tmp_path):
@@ -141,6 +214,14 @@ CASES = [
     (QWEN, "so:\n```python\nf({'a': 1})\n```\nend", "so:\n```python\nf({'a': 1})\n```\nend", []),
     (QWEN, '```json\n{"name": "other", "arguments": {}}\n```', '```json\n{"name": "other", "arguments": {}}\n```', []),
     (LLAMA, "a ``` b `` c", "a ``` b `` c", []), (MISTRAL, '```json\n{"name": "now"', '```json\n{"name": "now"', []),
+    # arguments in other forms than an object
+    *[(QWEN, f'<tool_call>\n{{"name": "now"{rest}}}\n</tool_call>', "", [("now", arguments)]) for rest, arguments in [
+        ("", "{}"), (', "arguments": null', "{}"), (', "arguments": ""', "{}"), (', "arguments": []', "{}"), (', "type": "function", "id": "x"', "{}"),
+        (', "arguments": "{\\"a\\": [1]}"', '{"a": [1]}'), (', "parameters": " "', "{}"), (', "arguments": {"a": "b\n\tc"}', '{"a": "b\\n\\tc"}'),
+        (', "arguments": "{\\"a\\": \\"b\nc\\"}"', '{"a": "b\\nc"}')]],
+    *[(QWEN, text, text, []) for rest in (', "arguments": "soon"', ', "arguments": 3', ', "arguments": "[1]"', ', "city": "Rome"', ', "arguments": [1]')
+      for text in [f'<tool_call>\n{{"name": "now"{rest}}}\n</tool_call>']],
+    (LLAMA, '{"name": "now"}', "", [("now", "{}")]), (LLAMA, '{"name": "now", "hour": 3}', '{"name": "now", "hour": 3}', []),
     (MISTRAL, f"[TOOL_CALLS] [{TWO}, {ONE}]", "", [("now", "{}"), FOUND]), (MISTRAL, "Yes [1]", "Yes [1]", []),
 ]  # fmt: skip
 

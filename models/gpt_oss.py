@@ -1,0 +1,150 @@
+"""gpt-oss: a mixture of experts with biases, sinks in attention, and windows on every other layer.
+
+The sliding layers see the last 128 tokens. A sink is a learned score of a head, which takes a share
+of its attention. The experts' SwiGLU is bounded. Files have the experts in MXFP4 (hf/stacks.py).
+
+Source: arXiv 2508.10925. Not here: the parts of an answer, which its chat template calls channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from base.fields import FLAG, Rule, integer, key, positive, read_fields
+from model import NAMES as LLAMA_NAMES
+from model import ModelConfig
+from models.gguf_names import LAYER, GgufLayout
+from models.keys import EXPERTS, common_fields, read_swiglu_keys
+from models.mixtral import counts
+from steps import Add, Attend, ClampedGate, Merge, Norm, Project, Rotate, Route, Step
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+
+@dataclass(frozen=True)
+class GptOss(ModelConfig):
+    """The settings of gpt-oss beside LLaMA's."""
+
+    window: int = 128  # sliding_window (tokens)
+    sliding_layers: tuple[int, ...] = ()  # layer_types
+    alpha: float = 1.702  # swiglu_alpha
+    limit: float = 7.0  # swiglu_limit
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        return LLAMA_NAMES | {
+            "sinks": ("self_attn.sinks",),
+            "router": ("mlp.router",),
+            "experts.w13": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+            "experts.w2": ("mlp.experts.{}.down_proj",),
+        }
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return (self.window,)
+
+    def layer(self, i: int) -> tuple[Step, ...]:
+        if not self.has_experts(i):  # of a draft head that is trained for it
+            return super().layer(i)
+        heads = (self.n_heads, self.n_kv_heads, self.head_dim)
+        width = self.n_heads * self.head_dim
+        both = 2 * self.n_kv_heads * self.head_dim
+        window = self.window if i in self.sliding_layers else 0
+        experts = self.n_experts
+        return (
+            Norm("attention_norm", self.dim, self.norm_eps),
+            Project("wqkv", self.dim, width + both, self.qkv_bias),
+            Rotate(*heads),
+            Attend(window=window, sinks=self.n_heads),
+            Project("wo", width, self.dim, self.o_bias, row_parallel=True),
+            Add(),
+            Norm("ffn_norm", self.dim, self.norm_eps),
+            Route(self.dim, experts, self.experts_per_token, bias=True),
+            Project("w13", self.dim, 2 * self.ffn_dim, bias=True, experts=experts),
+            ClampedGate(self.alpha, self.limit),
+            Project("w2", self.ffn_dim, self.dim, bias=True, experts=experts, row_parallel=True),
+            Merge(),
+            Add(),
+        )
+
+
+# ------------------------------------------------------------------------------------- config.json
+
+# of missing keys; the files of OpenAI name no dtype
+DEFAULTS = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
+KINDS = Rule(
+    f"a list of {SLIDING} and {FULL}",
+    lambda v: type(v) is list and all(kind in (SLIDING, FULL) for kind in v),
+)
+
+
+@dataclass(frozen=True)
+class HFGptOss:
+    """The further keys of config.json, with transformers' defaults."""
+
+    num_local_experts: int = key(EXPERTS)
+    num_experts_per_tok: int = key(EXPERTS, 4)
+    sliding_window: int = key(integer(1, 2**31 - 1), 128)
+    layer_types: list | None = key(KINDS, None)
+    attention_bias: bool = key(FLAG, True)
+    swiglu_alpha: float = key(positive(1e6), 1.702)
+    swiglu_limit: float = key(positive(1e6), 7.0)
+    rope_truncate: bool = key(FLAG, True)  # (ours) false of a GGUF file
+
+
+def read_config(raw: dict, architecture: str) -> GptOss:
+    """Translate config.json. Raises: ValueError for a missing key or a bad value."""
+    given = {name: value for name, value in raw.items() if value is not None}
+    hf = read_swiglu_keys(DEFAULTS | given)
+    own = read_fields(raw, HFGptOss)
+    kinds = own.layer_types
+    if kinds is None:
+        kinds = [FULL if i % 2 else SLIDING for i in range(hf.num_hidden_layers)]
+    if len(kinds) != hf.num_hidden_layers:
+        raise ValueError(
+            f"layer_types must name all {hf.num_hidden_layers} layers; it names {len(kinds)}"
+        )
+    fields = common_fields(hf)
+    if not own.rope_truncate and fields["rope_scaling"]:
+        fields["rope_scaling"] |= {"truncate": False}
+    return GptOss(
+        **fields,
+        **counts("num_local_experts", own.num_local_experts, own.num_experts_per_tok),
+        qkv_bias=own.attention_bias,
+        o_bias=own.attention_bias,
+        window=own.sliding_window,
+        sliding_layers=tuple(i for i, kind in enumerate(kinds) if kind == SLIDING),
+        alpha=own.swiglu_alpha,
+        limit=own.swiglu_limit,
+    )
+
+
+# -------------------------------------------------------------------------------------------- GGUF
+
+
+def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
+    """Return the further keys of config.json that a GGUF file holds. name: of a key in the file
+
+    Raises: ValueError for a missing key.
+    """
+    return {
+        "intermediate_size": metadata.size(name("expert_feed_forward_length")),
+        "sliding_window": metadata.size(name("attention.sliding_window")),
+        "rope_truncate": False,  # of YaRN, as in the original model; llama.cpp rounds the bounds
+    }
+
+
+GGUF = GgufLayout(
+    layer={name: theirs for name, theirs in LAYER.items() if name != "ffn_norm"}
+    | {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
+    mixture={
+        "ffn_gate_inp": "mlp.router",
+        "ffn_gate": "mlp.experts.{}.gate_proj",
+        "ffn_down": "mlp.experts.{}.down_proj",
+        "ffn_up": "mlp.experts.{}.up_proj",
+    },
+    keys=gguf_keys,
+)
