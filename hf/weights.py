@@ -146,10 +146,7 @@ def load_weights(
                 loading.set_weight(theirs, model.get_submodule(owner))
                 continue
             if theirs[0] in files.quantized:  # an embedding in blocks
-                weight = loading.packed(theirs, params[ours].shape)
-                in_planes = gguf_blocks.in_planes(storage.device)
-                dtype = storage.dtype if in_planes else torch.float32
-                setattr(model, owner, Embedding(weight, dtype))
+                setattr(model, owner, loading.embedding(theirs, params[ours].shape))
                 continue
             value = loading.parameter(theirs, params[ours].shape)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
@@ -341,6 +338,12 @@ class _Loading:
         if self.pages and not layer.experts:  # which are too much to be there twice
             self.pages.move(layer)
         _trim_heap()
+
+    def embedding(self, names: tuple[str, ...], shape: torch.Size) -> Embedding:
+        """Return an embedding that stays in blocks; its rows are of the residual stream's dtype."""
+        on_cuda = gguf_blocks.in_planes(self.storage.device)
+        dtype = self.storage.dtype if on_cuda else torch.float32
+        return Embedding(self.packed(names, shape), dtype)
 
     def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
         """Return a weight, or a stack of them, in the layout of its format and device."""

@@ -119,6 +119,7 @@ LAYERS = {"embedding", "lm_head", "w13", "w2", "wo", "wqkv"}
 WIDENED_ON_CUDA = {
     "Q2_K": LAYERS,
     "Q3_K": LAYERS,
+    "MXFP4": LAYERS,
     "many types": {"w13"},  # of which one half is in Q3_K
     "tied floats": {"embedding", "lm_head"},
     "floats": {"embedding", "lm_head", "w2"},
