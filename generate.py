@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 from base.io import StatusLine, log_note, write_text
 from base.parsing import one_line_errors, require
-from cli.prompts import Conversation, as_conversation, check_ids, with_options
+from cli.prompts import Conversation, PromptRow, as_conversation, check_ids, with_options
+from cli.terminal import printer
 
 if TYPE_CHECKING:
     from cli.start import Command
@@ -376,8 +377,6 @@ def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, 
 
 def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     """Decode all conversations, print each when it is finished, and write the files."""
-    from hf.chat import OnTerminal
-
     config = engine.config
     batch = Batch(engine, prompts)
     streams = batch.streams
@@ -389,9 +388,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         streams = [stream for stream in streams if stream not in results.done]
     quiet = "-" in (config.json, config.trace, config.profile)
     live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
-    separators = chain([""], repeat("\n"))  # a blank line between conversations
-    titled = sys.stdout.isatty() and len(streams) > 1
-    shown = OnTerminal(engine.template)
+    separators = chain([""], repeat("\n"))  # a blank line between answers
     status = StatusLine()
     count = Counter()  # of tokens and of finished conversations
 
@@ -400,14 +397,14 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         print(next(separators) + "\n\n".join(texts), flush=True)
 
     show = in_order(streams, print_texts)
+    show_piece = piece_printer(engine)
 
     def on_pieces(pieces: list[Piece]) -> None:
         count["tokens"] += sum(len(piece.tokens) for piece in pieces)
         done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
         status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
-        for piece in pieces if live else ():  # it is printed as it is decoded
-            thought, answer, _ = shown.push(piece.text, piece.request.reason != "")
-            print(thought + answer, end="", flush=True)
+        for piece in pieces if live else ():
+            show_piece(piece)
 
     def on_finished(turns: list[Turn]) -> None:
         count["finished"] += 1
@@ -416,8 +413,11 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             results.add(decoded)
         if not quiet and not live:
             field = "text" if engine.tokenizer else "tokens"
-            title = [f"[prompt {turns[0].index[0] + 1}]"] if titled else []
-            show(turns[0].index[:2], title + [str(turn[field]) for turn in decoded])
+            texts = [str(turn[field]) for turn in decoded]
+            conversation = prompts[turns[0].index[0]]
+            if len(streams) > 1 or has_turns(conversation):
+                texts = with_titles(texts, turns, conversation, config.num_samples)
+            show(turns[0].index[:2], texts)
 
     profile = torch.profiler.profile() if config.profile else nullcontext()
     with status, profile as profiler:
@@ -429,18 +429,64 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
             result = batch.result()
     if live:
         print()
-    line = stats_line(result.stats, config.verbose, truncation_notes(engine, result))
-    print(line, file=sys.stderr if quiet else sys.stdout)
+    log_rate(engine, result)
     write_files(engine, result, profiler)
     for turn in batch.entries:
         require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
 
 
+def piece_printer(engine: Engine) -> Callable[[Piece], None]:
+    """Return a function that prints the text of a piece, as it is decoded."""
+    from hf.chat import OnTerminal
+
+    shown = OnTerminal(engine.template)
+    show = printer(sys.stdout)
+
+    def show_piece(piece: Piece) -> None:
+        thought, answer, _ = shown.push(piece.text, piece.request.reason != "")
+        show(thought + answer)
+
+    return show_piece
+
+
+def log_rate(engine: Engine, result: Result) -> None:
+    """Print how fast a run was, on standard error."""
+    cut = truncation_notes(engine, result)
+    line = stats_line(result.stats, engine.config.verbose, cut, " (--compare measures it)")
+    print(line, file=sys.stderr)
+
+
 def is_one_turn(batch: Batch) -> bool:
     """Return whether a run is one answer to one turn, decoded once."""
-    if len(batch.streams) > 1 or batch.engine.config.compare:
-        return False
-    return isinstance(batch.conversations[0][0], int) or len(batch.conversations[0]) == 1
+    several = len(batch.streams) > 1 or has_turns(batch.conversations[0])
+    return not several and not batch.engine.config.compare
+
+
+def has_turns(conversation: Conversation) -> bool:
+    """Return whether a conversation has several turns; ids are one turn."""
+    return len(conversation) > 1 and isinstance(conversation[0], str)
+
+
+def with_titles(
+    texts: list[str], turns: list[Turn], conversation: Conversation, samples: int
+) -> list[str]:
+    """Put titles above the texts of a conversation.
+
+    A title has the id of the prompt's row, or its number, then the sample and the turn.
+    samples: of each prompt
+    """
+    titled = []
+    for text, turn in zip(texts, turns):
+        prompt, sample, number = turn.index
+        parts = [f"prompt {prompt + 1}"]
+        if isinstance(conversation, PromptRow) and conversation.keys:
+            parts = [str(next(iter(conversation.keys.values())))]
+        if samples > 1:
+            parts.append(f"sample {sample + 1}")
+        if has_turns(conversation):
+            parts.append(f"turn {number + 1}")
+        titled.append(f"== {', '.join(parts)} ==\n{text}")
+    return titled
 
 
 def truncation_notes(engine: Engine, result: Result) -> str:
@@ -475,16 +521,19 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """Run the command line. command: the result of `read_command`, where it is there already"""
     from cli.start import read_command
 
-    config, prompts, text, to_end = command or read_command(argv, ranks.check)
+    config, prompts, text, to_end, keys = command or read_command(argv, ranks.check)
     with one_line_errors("generate.py"):
         engine = load(ranks.init_ranks(config, prompts), text)
         if to_end and engine.template is not None:
             engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
-        if not config.interactive:
+        if keys is None:
             return main_loop(engine, prompts)
         from extras.repl import chat
 
-        chat(engine, encode)
+        try:
+            chat(engine, encode, keys)
+        finally:
+            keys.close()
 
 
 if __name__ == "__main__":

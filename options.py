@@ -9,6 +9,7 @@ Not here: reading a command line (base/parsing.py); reading prompts (cli/prompts
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -243,7 +244,7 @@ class GenerateConfig:
         ("programs", "all", "none"),
     )
     num_samples: int = setting(
-        1, "continuations per prompt", needs=(NOT_CHAT,), least=1, most=10**6
+        1, "continuations per prompt", needs=(NOT_CHAT, SAMPLED), least=1, most=10**6
     )
     ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
     show_drafts: bool = setting(
@@ -435,6 +436,14 @@ class GenerateConfig:
             f"--set group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         )
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
+        cores = os.cpu_count() or self.threads
+        threads_fault = (
+            f"--set threads must be at most {cores}, the cores here; it is {self.threads}"
+        )
+        require(self.threads <= cores, threads_fault)
+        for flag, needed in (("--interactive", self.interactive), ("--grammar", self.grammar)):
+            fault = f"{flag} is in the folder extras/, which is not here; restore it"
+            require(not needed or has_extras(), fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 

@@ -29,10 +29,63 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from base.io import (
+    bundled_head,
+    check_out,
+    folder_lock,
+    is_gguf,
+    log_note,
+    read_json,
+    show_progress,
+)
+from base.parsing import one_line_errors, option, parse
+from options import FORMAT_NAMES, pick_device
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Options of quantize.py. Units and effects are in the help texts."""
+
+    checkpoint: str = option("", "Hugging Face directory of a target model or a head", bare=True)
+    quant: str = option("int4", "format", FORMAT_NAMES)
+    group_size: int = option(
+        0, "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit"
+    )
+    out: str = option("", "directory to write")
+    device: str = option("cpu", "where to compute: cpu or cuda")
+    overwrite: bool = option(False, "replace the directory if it is there")
+
+
+def check_apart(path: Path, out: Path) -> None:
+    """Check that a directory to write does not hold the checkpoint. Raises: ValueError."""
+    if out.resolve() in (path.resolve(), *path.resolve().parents):
+        raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
+
+
+def read_command(argv: list[str] | None = None) -> QuantizeConfig:
+    """Read the command line. Exit with status 2 on a mistake."""
+    config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
+    with one_line_errors("quantize.py"):
+        if is_gguf(Path(config.checkpoint)):
+            raise ValueError(
+                f"{config.checkpoint} is a GGUF file, which runs in its own bits as it is: "
+                f"python generate.py --checkpoint {config.checkpoint}"
+            )
+        if not config.checkpoint or not config.out:
+            raise ValueError("--checkpoint and --out are needed: directories to read and to write")
+        if config.group_size and config.quant != "int4":
+            raise ValueError("--group_size belongs to int4; leave it out")
+        read_json(Path(config.checkpoint, "config.json"))
+        check_apart(Path(config.checkpoint), Path(config.out))
+        check_out(Path(config.out), config.overwrite)
+    return config
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = read_command() if __name__ == "__main__" else None
+
 from torch import Tensor
 
-from base.io import bundled_head, folder_lock, is_gguf, log_note, read_json, show_progress
-from base.parsing import one_line_errors, option, parse
 from base.rank import this_rank
 from hf.calibrate import Moments, moments_of
 from hf.checkpoint import (
@@ -40,7 +93,6 @@ from hf.checkpoint import (
     Quantization,
     TensorSource,
     WeightFiles,
-    check_out,
     fit_group,
     in_groups,
     saved_quantization,
@@ -52,7 +104,6 @@ from hf.stacks import StackedFiles, has_stacks
 from hf.tokenizer import has_tokenizer
 from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, single_torch_thread
-from options import FORMAT_NAMES, pick_device
 
 VERSION = 1  # of the rounding, for the cache
 TIED = "model.embed_tokens.weight"
@@ -145,8 +196,7 @@ def quantize_directory(
     if saved_quantization(raw, path) is not None:
         format = raw["quantization_config"]["format"]
         raise ValueError(f"{path} is quantized already ({format}); give the original")
-    if out.resolve() in (path.resolve(), *path.resolve().parents):
-        raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
+    check_apart(path, out)
     check_out(out, overwrite)
     files: TensorSource = WeightFiles(path)
     if has_stacks(files):
@@ -222,34 +272,10 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
 # ---------------------------------------------------------------------- main
 
 
-@dataclass(frozen=True)
-class QuantizeConfig:
-    """Options of quantize.py. Units and effects are in the help texts."""
-
-    checkpoint: str = option("", "Hugging Face directory of a target model or a head", bare=True)
-    quant: str = option("int4", "format", FORMAT_NAMES)
-    group_size: int = option(
-        0, "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit"
-    )
-    out: str = option("", "directory to write")
-    device: str = option("cpu", "where to compute: cpu or cuda")
-    overwrite: bool = option(False, "replace the directory if it is there")
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
-
+def main(argv: list[str] | None = None, command: QuantizeConfig | None = None) -> None:
+    """Run the command line. command: the result of `read_command`, where it is there already"""
+    config = command or read_command(argv)
     with one_line_errors("quantize.py"):
-        if is_gguf(Path(config.checkpoint)):
-            raise ValueError(
-                f"{config.checkpoint} is a GGUF file, which runs in its own bits as it is: "
-                f"python generate.py --checkpoint {config.checkpoint}"
-            )
-        if not config.checkpoint or not config.out:
-            raise ValueError("--checkpoint and --out are needed: directories to read and to write")
-        if config.group_size and config.quant != "int4":
-            raise ValueError("--group_size belongs to int4; leave it out")
         quant = Quantization(config.quant, config.group_size)
         out = Path(config.out)
         device = pick_device(config.device)
@@ -271,4 +297,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()
+    main(command=COMMAND)

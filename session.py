@@ -407,7 +407,7 @@ class Session:
         stats = self.stats
         stats.live_sequences.append(live)
         stats.accept_lengths += [result.length[seq] for seq in live]
-        stats.tokens += sum(result.count[seq] for seq in live)
+        stats.tokens += sum(map(len, result.taken.values()))
         stats.draft_s += (drafted - began + ended - verified) / 1e9
         stats.verify_s += (verified - drafted) / 1e9
         stats.presets.append((result.preset, result.seconds))
@@ -455,6 +455,7 @@ class Session:
                     self.live[seq] = not self.state.done[seq]
                     del self.prefilling[seq]
                     new[seq] = self._allowed(seq, [root])
+                    self.stats.first_tokens += len(new[seq])
 
     def _break(self, seq: int) -> None:
         """End a sequence whose numbers are not finite, and forget it.

@@ -15,7 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from base.methods import DRAFTERS
+
 CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
+LEAST_VERIFY = 0.95  # vanilla passes; a pass over more rows costs no less, but for noise
+LEAST_TOKENS = 50  # that an estimate of the speedup needs
 
 
 @dataclass
@@ -27,6 +31,7 @@ class Stats:
     # per cycle, the sequences that these lengths belong to
     live_sequences: list[list[int]] = field(default_factory=list)
     tokens: int = 0  # decoded after prefill
+    first_tokens: int = 0  # decided by prefill, one per answer
     prefill_s: float = 0.0
     decode_s: float = 0.0
     draft_s: float = 0.0  # drafting and extending
@@ -42,13 +47,15 @@ class Stats:
     def summary(self) -> dict[str, Any]:
         """Return the measured part of `--json`'s `stats`.
 
-        tau: emitted tokens per verification, bonus included
+        tokens: of the answers; the first of each is left out of all rates
+        tau: tokens per cycle and sequence, without those cut at the end
         """
-        lengths = self.accept_lengths
+        cycles = len(self.accept_lengths)
         return {
-            "tau": sum(lengths) / len(lengths) + 1 if lengths else 0.0,
-            "accept_lengths": lengths,
-            "cycles": len(lengths),
+            "tokens": self.tokens + self.first_tokens,
+            "tau": self.tokens / cycles if cycles else 0.0,
+            "accept_lengths": self.accept_lengths,
+            "cycles": cycles,
             "tokens_per_s": self.tokens / self.decode_s if self.decode_s else 0.0,
             "decode_s": self.decode_s,
             "prefill_s": self.prefill_s,
@@ -92,18 +99,20 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     return report
 
 
-def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "") -> str:
+def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "", doubt: str = "") -> str:
     """Return the last lines of a run: the rate, and with `--compare` the speedup explained.
 
     verbose: also seconds, memory and trees; cut: tells of answers that were cut, "" for none
+    doubt: stands behind a speedup that is an estimate
     """
-    tokens = round(stats["tokens_per_s"] * stats["decode_s"])
-    line = f"{tokens} tokens, {stats['tokens_per_s']:.1f} tokens/s"
-    if stats.get("estimate") and "speedup" not in stats:
-        line += f" ({stats['estimate']:.1f} times without drafting, by its own estimate)"
-    line += f"; {stats['tau']:.1f} tokens a pass"
-    if stats["drafted_by"]:
-        line += f", {' and '.join(stats['drafted_by'])}"
+    tokens = stats["tokens"]
+    line = f"{tokens} token{'' if tokens == 1 else 's'}"
+    if stats["tokens_per_s"]:  # else prefill decided them, or nothing did
+        line += f", {stats['tokens_per_s']:.1f} tokens/s"
+        has_estimate = stats["drafted_by"] and stats["estimate"] and tokens >= LEAST_TOKENS
+        if has_estimate and "speedup" not in stats:
+            line += f", about {stats['estimate']:.1f}x of vanilla{doubt}"
+        line += f"; tau {stats['tau']:.2f}{_drafted_by(stats)}"
     if cut:
         line += f" [{cut}]"
     if "speedup" in stats:
@@ -120,6 +129,15 @@ def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "") -> s
     if "stand_in" in stats:
         name = f"stand-in, {stats['stand_in']}: "
     return "\n".join(name + line for line in lines)
+
+
+def _drafted_by(stats: dict[str, Any]) -> str:
+    """Name the sources of drafts. Lookups beside a head are a choice of --tree auto."""
+    sources = stats["drafted_by"]
+    if not sources:
+        return ", no drafts"
+    chosen = " (--tree auto)" if len(sources) > 1 else ""
+    return f", drafts by {' and '.join(sources)}{chosen}"
 
 
 def _details(stats: dict[str, Any]) -> str:
@@ -142,10 +160,11 @@ def _details(stats: dict[str, Any]) -> str:
 def _sources(engine: Any, stats: Stats) -> list[str]:
     """Return the names of what drafted, the most used first."""
     rows = engine.policy.table(stats.presets)
+    own = DRAFTERS[engine.option("draft") or "eagle"].source
     counts: dict[str, int] = {}
     for preset, _ in stats.presets:
         if engine.presets[preset].size > 1:
-            source = rows[preset]["source"] if rows else engine.option("draft")
+            source = rows[preset]["source"] if rows else own
             counts[source] = counts.get(source, 0) + 1
     return sorted(counts, key=counts.__getitem__, reverse=True)
 
@@ -176,10 +195,15 @@ def explain(drafted: dict[str, Any], vanilla_s: float, vanilla_tokens: float = 1
     cycle = drafted["decode_s"] / one
     host = cycle - verify - draft
     rest = f" + host {host:.3f}" if host >= 0.0005 else ""
+    bound = _bound(verify, draft, host)
+    if verify + host < LEAST_VERIFY:
+        bound = "noisy: the machine's speed changed between the two runs"
+    elif drafted.get("drafted_by") == []:  # rows of benchmarks have no such key
+        bound = "nothing was drafted"
     # three digits, so that the printed parts make up the printed speedup
     return (
         f"{tau / cycle:.2f} = tau {tau:.3f} / (verify {verify:.3f} + draft {draft:.3f}{rest} of a "
-        f"vanilla pass); {_bound(verify, draft, host)}"
+        f"vanilla pass); {bound}"
     )
 
 

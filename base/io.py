@@ -264,6 +264,28 @@ def check_outputs(files: dict[str, str]) -> None:
             raise ValueError(f"{other} and {flag} both write {path}; name another file for one")
 
 
+def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:
+    """Check the directory to write.
+
+    Raises: ValueError when `out` may not be replaced, or the disk has too little space.
+    """
+    if out.exists() and not overwrite:
+        raise ValueError(
+            f"{out} exists; give --overwrite to replace it, or choose another directory"
+        )
+    if out.exists() and not (out / "config.json").is_file():
+        raise ValueError(
+            f"--overwrite replaces model directories, and {out} is none; choose another directory"
+        )
+    parent = next(folder for folder in out.resolve().parents if folder.is_dir())
+    free_bytes = shutil.disk_usage(parent).free
+    if need_bytes > free_bytes:
+        raise ValueError(
+            f"{out} needs {need_bytes / 1e9:.1f} GB, and {parent} has {free_bytes / 1e9:.1f} GB "
+            "free; make room"
+        )
+
+
 # ---------------------------------------------------------------------- writing
 
 
@@ -335,9 +357,13 @@ def show_progress(text: str, last: bool) -> None:
 
 
 class StatusLine:
-    """A line of standard error that says how far a work is, on a terminal, and passes."""
+    """A line of standard error that says how far a work is: on a terminal it passes.
+
+    In a file, a line that stays is written now and then.
+    """
 
     EVERY_S = 0.2  # a short work shows none
+    EVERY_IN_FILE_S = 10.0
 
     def __init__(self):
         self.shown = ""
@@ -353,11 +379,15 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Write a text over the one before, not too often; an empty one removes it at once."""
         now = time.perf_counter()
-        if text == self.shown or (text and now - self.at < self.EVERY_S):
+        passes = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        every = self.EVERY_S if passes else self.EVERY_IN_FILE_S
+        if text == self.shown or (text and now - self.at < every):
             return
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        if passes:
             width = shutil.get_terminal_size().columns
             print(f"\r\033[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
+        elif text:
+            print(text, file=sys.stderr, flush=True)
         self.shown = text
         self.at = now
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from base.io import LocalError, parse_json, parse_jsonl, read_named
+from base.io import LocalError, one_line, parse_json, parse_jsonl, read_named
 from base.parsing import by_names, check_kinds, require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
@@ -64,11 +64,23 @@ def read_grammar(config: GenerateConfig) -> str | dict | None:
     installed = importlib.util.find_spec("llguidance") is not None
     require(installed, "--grammar needs llguidance; run: pip install llguidance")
     if not config.has_schema:
+        _check_grammar(text)
         return text
     schema = parse_json(text, f"--grammar {config.grammar}")
     fault = f"--grammar {config.grammar} must hold a JSON schema, which is an object; correct it"
     require(isinstance(schema, dict), fault)
     return schema
+
+
+def _check_grammar(text: str) -> None:
+    """Check a grammar in Lark or GBNF. A schema is checked when it is compiled."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        fault = LLMatcher.validate_grammar(grammar_from("grammar", text))
+    except ValueError as error:
+        fault = str(error)
+    require(not fault, f"the grammar is refused: {one_line(fault)}; correct it")
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -163,6 +175,11 @@ def check_ids(ids: list[int], model: Any, context: int) -> list[int]:
     return ids
 
 
+def answer_room(most: int, context: int) -> int:
+    """Return the tokens that a chat's oldest turns make room for. most: tokens of an answer"""
+    return min(most, context // 2)
+
+
 def with_options(
     config: GenerateConfig, options: dict[str, Any], count: int
 ) -> tuple[GenerateConfig, list[tuple[Sampling, int]]]:
@@ -188,6 +205,8 @@ def with_options(
     draws = []
     for number in range(count):
         own = replace(config, **{name: values[number] for name, values in several.items()})
+        fault = "num_samples has no effect at temperature 0; set temperature"
+        require(own.num_samples == 1 or own.temperature > 0, fault)
         own.check_numbers()
         check_sampled(own)
         draws.append((own.sampling, own.seed))

@@ -12,13 +12,17 @@ import importlib.util
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from base.parsing import one_line_errors, parse_given
+from base.head_kinds import head_kind
+from base.io import is_gguf, read_json
+from base.parsing import one_line_errors, parse_given, require
 from cli.prompts import Conversation, read_grammar, read_prompts
 from options import GenerateConfig
 
 if TYPE_CHECKING:  # its imports take time that --help has not
+    from cli.terminal import TypedAhead
     from hf.chat import TextFiles
 
 
@@ -29,6 +33,7 @@ class Command(NamedTuple):
     prompts: list[Conversation]
     text: TextFiles | None = None
     to_end: bool = False  # no length was asked for: a chat's answers go on to their end
+    keys: TypedAhead | None = None  # of --interactive
 
 
 def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
@@ -37,17 +42,26 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
     config, given = parse_given(GenerateConfig, "generate.py", about, argv)
     with one_line_errors("generate.py"):
         check(config)
+        # not in Python, where a seed may wait for a call with a temperature
+        has_effect = config.temperature > 0 or "seed" not in given
+        require(has_effect, "--seed has no effect at temperature 0; set --temperature")
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
-    if config.interactive and "seed" not in given:
+    if config.interactive and config.temperature > 0 and "seed" not in given:
         config = replace(config, seed=random.getrandbits(31))
     to_end = not config.prompt_file and "max_new_tokens" not in given
-    return Command(config, prompts, to_end=to_end)
+    keys = None
+    if config.interactive:
+        from cli.terminal import TypedAhead
+
+        keys = TypedAhead()
+        keys.hold()
+    return Command(config, prompts, to_end=to_end, keys=keys)
 
 
 def with_text(command: Command) -> Command:
     """Read the text side of the checkpoint. Exit with status 2 on a mistake."""
-    config, prompts, _, to_end = command
+    config = command.config
     with one_line_errors("generate.py"):
         from hf.chat import read_text_files
         from hf.fetch import fetched
@@ -55,7 +69,27 @@ def with_text(command: Command) -> Command:
 
         path = fetched(config.checkpoint)
         check_architecture(path)
+        check_head_width(path, config)
         text = read_text_files(path, config)
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
-        return Command(config, prompts, text, to_end)
+        return Command(config, command.prompts, text, command.to_end, command.keys)
+
+
+def check_head_width(target: Path, config: GenerateConfig) -> None:
+    """Check that an EAGLE head is of the target's width, where both say theirs in config.json.
+
+    Raises: ValueError for another width, and for a broken config.json.
+    """
+    head = Path(config.head)
+    in_directories = config.head and not is_gguf(head) and not is_gguf(target)
+    if not in_directories or config.draft not in ("", "eagle", "eagle+ngram"):
+        return
+    if head_kind(head) != "eagle":
+        return
+    of_head = read_json(head / "config.json")
+    name = "target_hidden_size" if of_head.get("target_hidden_size") else "hidden_size"
+    own = of_head.get(name)
+    width = read_json(target / "config.json").get("hidden_size")
+    fault = f"{head}: {name} is {own}, the target's is {width}; use the head made for this target"
+    require(own == width or type(own) is not int or type(width) is not int, fault)

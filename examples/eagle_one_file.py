@@ -4,7 +4,11 @@ A small head drafts a tree of tokens. The target model reads the whole tree in o
 path on which every token is the target's own choice is accepted, and one more choice behind it.
 So the text is the target's own; the draft only decides how many tokens a pass brings.
 
+    python examples/eagle_one_file.py                  decodes with the demo and its head
     python examples/eagle_one_file.py --checkpoint DIR --head DIR --prompt "Once upon a time"
+
+It prints the text, on a terminal with accepted drafts in reverse video, then the tokens per pass
+(tau), and whether decoding without the head gives the same tokens.
 
 Start at `Engine.generate`, the loop; `draft` and `verify` are its steps. One sequence, hence no
 batch dimension. Letters in shapes: T tokens of a pass, N nodes of a tree, D drafted levels, K
@@ -15,9 +19,11 @@ Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840).
 import argparse
 import json
 import math
+import os
 import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,12 +33,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+DEMO = Path(__file__).resolve().parents[1] / "checkpoints" / "demo"
+PROMPT = "def read_lines(path):"
 OPTIONS = (
-    ("checkpoint", "checkpoints/demo", "directory of the target, as Hugging Face has it"),
-    ("head", "", "directory of an EAGLE-1, 2 or 3 head; without one, nothing is drafted"),
-    ("prompt", "", "text; it needs tokenizer.json and the package tokenizers"),
+    ("checkpoint", str(DEMO), "directory of the target, as Hugging Face has it"),
+    ("head", "", "directory of an EAGLE-1, 2 or 3 head, or none; default: CHECKPOINT-eagle"),
+    ("prompt", "", f"text to continue; default: {PROMPT}"),
     ("prompt_ids", "", "in its place: token ids, such as 1,17,35"),
-    ("max_new_tokens", 128, "tokens to decide"),
+    ("max_new_tokens", 64, "tokens to decide"),
     ("temperature", 0.0, "0: the likeliest token every time"),
     ("seed", 0, "of the noise"),
     ("depth", 6, "drafted levels"),
@@ -41,6 +49,7 @@ OPTIONS = (
     ("context", 2048, "tokens that the caches hold"),
     ("bits", 16, "8 or 4: quantize the weights"),
     ("dtype", "", "default: the checkpoint's"),
+    ("threads", 1, "of a CPU; a small model is slower with several"),
     ("device", "cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu"),
 )
 GROUP = 32  # inputs that share a scale in int4
@@ -65,6 +74,8 @@ class Model(nn.Module):
 
     def __init__(self, path: Path, options: argparse.Namespace):
         super().__init__()
+        if path.suffix == ".gguf":
+            raise ValueError(f"{path} is a GGUF file; name a directory, or run generate.py with it")
         self.config = config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         self.heads = config["num_attention_heads"]
         self.kv_heads = config.get("num_key_value_heads") or self.heads
@@ -293,6 +304,12 @@ class Engine(nn.Module):
             self.draft = torch.compile(self.draft, fullgraph=True, dynamic=False, mode=mode)
             self.verify = torch.compile(self.verify, fullgraph=True, dynamic=False, mode=mode)
 
+    def drop_head(self) -> None:
+        """Draft nothing from now on."""
+        self.head = None
+        self.D = 0
+        self.N = 1
+
     def causal(self, positions: Tensor) -> Place:  # consecutive tokens, each in its position's slot
         return Place(positions, positions, self.every <= positions[:, None])
 
@@ -412,38 +429,90 @@ class Engine(nn.Module):
             limit = 0 if stops else limit - len(new)
 
 
+def text_functions(path: Path) -> tuple[Callable, Callable]:
+    """Return the functions that turn a text into token ids, and ids into a text."""
+    if not (path / "tokenizer.json").exists() and (path / "tokenizer.model").exists():
+        from sentencepiece import SentencePieceProcessor
+
+        pieces = SentencePieceProcessor(str(path / "tokenizer.model"))
+        return lambda text: pieces.encode(text, add_bos=True), pieces.decode
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json"
+    tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    return lambda text: tokenizer.encode(text).ids, tokenizer.decode
+
+
+def shaded(prompt: list[int], paths: list[list[int]], decode: Callable) -> str:
+    """Return prompt and answer; on a terminal the accepted drafts are in reverse video.
+
+    paths: the tokens of each pass; the last of a path is the target's own, those before are drafts
+    """
+    ids = prompt + sum(paths, [])
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return decode(ids)
+    shown = decode(prompt)
+    length = len(shown)
+    end = len(prompt)
+    for path in paths:
+        # a token alone would lose the space before it, so the text is cut where the prefixes end
+        drafts_end = len(decode(ids[: end + len(path) - 1]))
+        end += len(path)
+        text = decode(ids[:end])
+        shown += f"\033[7m{text[length:drafts_end]}\033[0m{text[drafts_end:]}"
+        length = len(text)
+    return shown
+
+
+def timed(engine: Engine, prompt: list[int], options: argparse.Namespace) -> tuple[list, float]:
+    """Decode a prompt. Returns: the tokens of each pass; tokens per second."""
+    limit = min(options.max_new_tokens, options.context - len(prompt))
+    for _ in range(1 + options.compile):  # the first run compiles
+        start = time.perf_counter()
+        paths = list(engine.generate(prompt, limit, options.seed))
+        seconds = time.perf_counter() - start
+    return paths, len(sum(paths, [])) / seconds
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Decode a prompt; print the text, or ids without a tokenizer, then the speed."""
+    """Decode a prompt; print the text, or ids for ids, then the speed on standard error."""
     # without a usage line, a mistake is one line on standard error, with exit status 2
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.split("\n")[0])
     for name, default, text in OPTIONS:
         parser.add_argument(f"--{name}", default=default, type=type(default), help=text)
     parser.add_argument("--compile", action="store_true", help="compile draft and verify")
     options = parser.parse_args(argv)
+    torch.set_num_threads(max(options.threads, 1))
+    checkpoint = Path(options.checkpoint)
+    bundled = checkpoint.with_name(f"{checkpoint.name}-eagle")
+    if options.head == "none":
+        options.head = ""
+    elif not options.head and bundled.is_dir():
+        options.head = str(bundled)
     try:
         engine = Engine(options)
-        if options.prompt:
-            from tokenizers import Tokenizer
-
-            file = Path(options.checkpoint) / "tokenizer.json"
-            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-            prompt = tokenizer.encode(options.prompt).ids
-        else:
+        if options.prompt_ids and not options.prompt:
             prompt = [int(i) for i in options.prompt_ids.split(",") if i]
+        else:
+            encode, decode = text_functions(checkpoint)
+            prompt = encode(options.prompt or PROMPT)
         length = options.context - 1
         if not 2 <= len(prompt) <= length or not 0 <= min(prompt) <= max(prompt) < engine.vocab:
             rule = f"2 to {length} ids (--context - 1), each below {engine.vocab}"
             raise ValueError(f"a prompt needs {rule}; this one has {len(prompt)}")
     except (ValueError, OSError, ImportError, SafetensorError) as error:
         parser.error(" ".join(str(error).split()))
-    limit = min(options.max_new_tokens, options.context - len(prompt))
-    for _ in range(1 + options.compile):  # the first run compiles
-        start = time.perf_counter()
-        paths = list(engine.generate(prompt, limit, options.seed))
-        seconds = time.perf_counter() - start
+    paths, rate = timed(engine, prompt, options)
     new = sum(paths, [])
-    print(tokenizer.decode(new) if options.prompt else ",".join(map(str, new)))
-    print(f"{len(new)} tokens, {len(new) / seconds:.1f} tokens/s, tau {len(new) / len(paths):.2f}")
+    as_ids = options.prompt_ids and not options.prompt
+    print(",".join(map(str, new)) if as_ids else shaded(prompt, paths, decode))
+    told = f"{len(new)} tokens, {rate:.1f} tokens/s, tau {len(new) / len(paths):.2f}"
+    if options.head:
+        engine.drop_head()
+        plain, plain_rate = timed(engine, prompt, options)
+        same = "the same tokens" if sum(plain, []) == new else "other tokens: try --dtype float32"
+        told += f"; without the head {plain_rate:.1f} tokens/s, {same}"
+    print(told, file=sys.stderr)
 
 
 if __name__ == "__main__":

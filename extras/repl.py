@@ -1,15 +1,18 @@
 """`--interactive`: a conversation on the terminal.
 
 1. A line at the start names the model, the ways to draft and the commands (COMMANDS).
-2. With readline a line has a history and keys to edit it, and pasted lines are one turn. Lines
-   between two \"\"\" are one turn, too.
+2. With readline a line has a history and keys to edit it. A paste is one turn, whatever its lines,
+   also where it comes before the first prompt or during an answer. Lines between two \"\"\" are one
+   turn, too.
 3. An answer goes on to its end, unless --max_new_tokens is given; a cut is said. Tokens that were
    drafted and accepted are coloured by their source, on a terminal, with `show_drafts`; thinking
    is dimmed there.
 4. When the history no longer fits the context, the oldest turns are dropped and a note is printed.
 
-Ctrl-C ends an answer and not the conversation; the cached part of the answer stays. At the prompt a
-second Ctrl-C, or the end of input, ends the conversation.
+Turns and answers go to standard output, all else to standard error.
+
+Ctrl-C ends an answer and not the conversation, and drops the lines that wait; the cached part of
+the answer stays. At the prompt a second Ctrl-C, or the end of input, ends the conversation.
 """
 
 from __future__ import annotations
@@ -18,14 +21,14 @@ import difflib
 import json
 import re
 import sys
-import termios
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from base.io import StatusLine, has_colours, parse_json, read_named, write_text
-from cli.prompts import check_ids
+from cli.prompts import answer_room, check_ids
+from cli.terminal import TypedAhead, printer
 from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft
 from hf.chat import OnTerminal, chat_template
@@ -49,47 +52,62 @@ PLAIN = "\033[0m"
 QUOTES = '"""'
 
 
+def edits_lines() -> bool:
+    """Return whether `input` edits lines by readline."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return terminal and find_spec("readline") is not None
+
+
 def edit_lines() -> None:
     """Let `input` edit lines and keep a history, and take pasted lines as one text."""
-    if not sys.stdin.isatty() or not sys.stdout.isatty():
+    if not edits_lines():  # then lines are the terminal's own
         return
-    with suppress(ImportError):  # then lines are the terminal's own
+    import readline
+
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    # in the C locale readline would take the bytes of other letters for commands
+    for variable in ("input-meta on", "output-meta on", "convert-meta off"):
+        readline.parse_and_bind(f"set {variable}")
+
+
+def say(text: str) -> None:
+    """Print a note, which is no part of the conversation."""
+    printer(sys.stderr)(f"{text}\n")
+
+
+def read_line(keys: TypedAhead, prompt: str) -> str:
+    """Read a line, or pasted lines, of what was typed ahead first.
+
+    prompt: for a person; a pipe is not asked
+    Raises: EOFError.
+    """
+    with keys.released():
+        typed = keys.take()
+        if typed.end:
+            raise EOFError
+        if typed.entered:
+            print(prompt + typed.text, flush=True)
+            return typed.text
+        if not edits_lines():
+            return typed.text + input(prompt if sys.stdin.isatty() else "")
         import readline
 
-        readline.parse_and_bind("set enable-bracketed-paste on")
-        # in the C locale readline would take the bytes of other letters for commands
-        for variable in ("input-meta on", "output-meta on", "convert-meta off"):
-            readline.parse_and_bind(f"set {variable}")
+        readline.set_startup_hook(lambda: readline.insert_text(typed.text))
+        try:
+            return input(prompt)
+        finally:
+            readline.set_startup_hook(None)
 
 
-@contextmanager
-def keys_wait() -> Iterator[None]:
-    """Leave keys that are typed meanwhile to the next prompt, unseen, Ctrl-D among them.
-
-    A terminal that edits lines itself would lose a Ctrl-D, and cut a line at 4,095 characters.
-    """
-    if not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    raw = termios.tcgetattr(sys.stdin)
-    raw[3] &= ~(termios.ICANON | termios.ECHO)
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, raw)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
-
-
-def read_turn() -> str:
+def read_turn(keys: TypedAhead) -> str:
     """Read a turn: a line, pasted lines, or the lines between two \"\"\". Raises: EOFError."""
-    line = input("> ")
+    line = read_line(keys, "> ")
     if not line.startswith(QUOTES):
         return line
     text = line.removeprefix(QUOTES)
     while not text.endswith(QUOTES):
         try:
-            text += "\n" + input(". ")
+            text += "\n" + read_line(keys, ". ")
         except EOFError:
             return text
     return text.removesuffix(QUOTES).strip("\n")
@@ -98,9 +116,10 @@ def read_turn() -> str:
 class Chat:
     """A conversation and its session."""
 
-    def __init__(self, engine: Engine, encode: Callable[..., list[int]]):
-        """encode: token ids of (engine, turns, answers)"""
+    def __init__(self, engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead):
+        """encode: token ids of (engine, turns, answers); keys: those typed during an answer"""
         self.engine = engine
+        self.keys = keys
         self.encode = encode
         self.scheduler = Scheduler(engine)
         self.drafted = Drafted(engine)
@@ -114,8 +133,10 @@ class Chat:
     def title(self) -> str:
         """Describe the model and the way to draft."""
         name = Path(self.engine.config.checkpoint).name
-        kind = "" if self.engine.template else ", without a chat template: texts are continued"
-        return f"{name}{kind}, {told_draft(self.engine)}; /help for the commands, Ctrl-D to leave"
+        kind = "" if self.engine.template else ", no chat template: it continues your text"
+        return (
+            f"[{name}, {told_draft(self.engine)}{kind}]\n[/help for the commands, Ctrl-D to leave]"
+        )
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -124,25 +145,30 @@ class Chat:
         ids, dropped = self._history([*self.turns, turn])
         if dropped:
             full = f"the context of {self.engine.context} tokens is full"
-            print(f"[{full}: {dropped} oldest turn(s) dropped]")
+            say(f"[{full}: {dropped} oldest turn(s) dropped]")
         self.turns = [*self.turns, turn][dropped:]
         self.answers = self.answers[dropped:]
         # whatever the prompt is, the noise goes on
         request = Request.of(self.engine, ids, place=0, noise_id=None)
         try:
             self._answer(request)
+            cut = request.fault or truncation_note(self.engine, request.reason)
         except KeyboardInterrupt:
             self.scheduler.cancel(request)
             self.status.show("")
-            print(" [stopped]", end="")
+            dropped = self.keys.drop()
+            cut = f"stopped; {dropped} waiting line(s) dropped" if dropped else "stopped"
+        print(flush=True)
+        if cut:
+            say(f"[{cut}]")
         self.answers.append(request.text)
         stats = summary(self.engine, self.scheduler.take_stats())
-        line = stats_line(stats, self.engine.config.verbose)
-        print(f"\n[{line}]")
+        say(f"[{stats_line(stats, self.engine.config.verbose)}]")
 
     def _answer(self, request: Request) -> None:
-        """Print an answer as it is decided, and the reason if it is cut."""
+        """Print an answer as it is decided."""
         spans = Spans()
+        show = printer(sys.stdout)
         shown = OnTerminal(self.engine.template)
         self.drafted.take(0)
         for pieces in self.scheduler.run([request]):
@@ -152,14 +178,10 @@ class Chat:
                     spans.add(source, len(text))
                 thought, answer, passed = shown.push(piece.text, piece.request.reason != "")
                 spans.take(passed)
-                print(thought, end="", flush=True)
-                self._print(answer, spans)
-        cut = request.fault or truncation_note(self.engine, request.reason)
-        if cut:
-            print(f" [{cut}]", end="")
+                show(thought + self._coloured(answer, spans))
 
-    def _print(self, text: str, spans: Spans) -> None:
-        """Print some text. spans: of it and of text that comes later"""
+    def _coloured(self, text: str, spans: Spans) -> str:
+        """Return some text with colours. spans: of it and of text that comes later"""
         shown = ""
         for source, count, _ in spans.take(len(text)):
             part = text[:count]
@@ -167,7 +189,7 @@ class Chat:
             if self.shows_drafts and source:
                 part = f"{COLOURS.get(source, GREEN)}{part}{PLAIN}"
             shown += part
-        print(shown + text, end="", flush=True)
+        return shown + text
 
     def _history(self, turns: list[str]) -> tuple[list[int], int]:
         """Encode the latest turns that leave room for an answer.
@@ -176,10 +198,10 @@ class Chat:
         Raises: ValueError where even the last turn does not fit.
         """
         engine = self.engine
-        reserve = min(engine.config.max_new_tokens, engine.context // 2)
+        room = answer_room(engine.config.max_new_tokens, engine.context)
         dropped = 0
         ids = self.encode(engine, turns, self.answers)
-        while len(ids) + reserve > engine.context and len(turns) - dropped > 1:
+        while len(ids) + room > engine.context and len(turns) - dropped > 1:
             dropped += 1
             ids = self.encode(engine, turns[dropped:], self.answers[dropped:])
         check_ids(ids, engine.target.config, engine.context)
@@ -189,6 +211,8 @@ class Chat:
 
     def run(self, name: str, text: str) -> None:
         """Run a command. text: behind its name. Raises: ValueError for one that cannot be."""
+        if not name:
+            raise ValueError("/ begins a command; /help lists the commands")
         if name not in COMMANDS:
             close = difflib.get_close_matches(name, COMMANDS, 1)
             hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
@@ -197,8 +221,8 @@ class Chat:
 
     def _help(self, text: str) -> None:
         for name, meaning in COMMANDS.items():
-            print(f"/{name:8}{meaning}")
-        print(f"{QUOTES:9}begins and ends a turn of several lines")
+            say(f"/{name:8}{meaning}")
+        say(f"{QUOTES:9}begins and ends a turn of several lines")
 
     def _clear(self, text: str) -> None:
         self.turns = []
@@ -230,7 +254,7 @@ class Chat:
         lookup = f"{COLOURS['lookup']}by lookup{PLAIN}"
         others = f"{GREEN}by others{PLAIN}"
         colours = f"drafted and accepted: {lookup}, {others}" if self.shows_drafts else "no colours"
-        print(f"[{colours}]")
+        say(f"[{colours}]")
 
     def _save(self, text: str) -> None:
         if not text:
@@ -240,7 +264,7 @@ class Chat:
             messages.append({"role": "user", "content": turn})
             messages.append({"role": "assistant", "content": answer})
         write_text(text, json.dumps({"messages": messages}, ensure_ascii=False, indent=1))
-        print(f"[{len(self.turns)} turn(s) in {text}]")
+        say(f"[{len(self.turns)} turn(s) in {text}]")
 
     def _load(self, text: str) -> None:
         if not text:
@@ -253,7 +277,7 @@ class Chat:
             self._system(messages.pop(0)["content"])
         self.turns = [message["content"] for message in messages[0::2]]
         self.answers = [message["content"] for message in messages[1::2]]
-        print(f"[{len(self.turns)} turn(s) of {text}]")
+        say(f"[{len(self.turns)} turn(s) of {text}]")
 
 
 def _are_messages(value: object) -> bool:
@@ -267,33 +291,32 @@ def _are_messages(value: object) -> bool:
     return texts and roles == ["user", "assistant"] * (len(roles) // 2)
 
 
-def chat(engine: Engine, encode: Callable[..., list[int]]) -> None:
-    """Read turns and print answers until the end of input. encode: as for `Chat`"""
+def chat(engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead) -> None:
+    """Read turns and print answers until the end of input. encode, keys: as for `Chat`"""
     edit_lines()
-    talk = Chat(engine, encode)
-    print(f"[{talk.title()}]")
+    talk = Chat(engine, encode, keys)
+    say(talk.title())
     leaving = False  # the last key was Ctrl-C
     while True:
         try:
-            turn = read_turn()
+            turn = read_turn(keys)
         except (EOFError, KeyboardInterrupt) as error:
-            print()
+            say("")
             if leaving or isinstance(error, EOFError):
                 return
             leaving = True
-            print("[Ctrl-C again, or Ctrl-D, ends the conversation]")
+            say("[Ctrl-C again, or Ctrl-D, ends the conversation]")
             continue
         leaving = False
         if not turn.strip():
             continue
-        command = re.fullmatch(r"/(\w+)(?:[ \t]+(.*?))?[ \t]*", turn)
+        command = re.fullmatch(r"/(\w*)(?:[ \t]+(.*?))?[ \t]*", turn)
         if command and command[1] in ("bye", "exit", "quit"):
             return
         try:
-            with keys_wait():
-                if command:
-                    talk.run(command[1], command[2] or "")
-                else:
-                    talk.ask(turn)
+            if command:
+                talk.run(command[1], command[2] or "")
+            else:
+                talk.ask(turn)
         except ValueError as error:  # the conversation so far stays
-            print(f"[{error}]")
+            say(f"[{error}]")

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from base.fields import text_part
-from base.io import gguf_files, one_line, read_json, set_usual_mode
+from base.io import check_out, gguf_files, one_line, read_json, set_usual_mode
 from hf.untrusted import load_pickle, read_untrusted
 from options import FORMAT_NAMES, GROUP_SIZES
 
@@ -365,28 +365,6 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 # ---------------------------------------------------------------------- writing
-
-
-def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:
-    """Check the directory to write.
-
-    Raises: ValueError when `out` may not be replaced, or the disk has too little space.
-    """
-    if out.exists() and not overwrite:
-        raise ValueError(
-            f"{out} exists; give --overwrite to replace it, or choose another directory"
-        )
-    if out.exists() and not (out / "config.json").is_file():
-        raise ValueError(
-            f"--overwrite replaces model directories, and {out} is none; choose another directory"
-        )
-    parent = next(folder for folder in out.resolve().parents if folder.is_dir())
-    free_bytes = shutil.disk_usage(parent).free
-    if need_bytes > free_bytes:
-        raise ValueError(
-            f"{out} needs {need_bytes / 1e9:.1f} GB, and {parent} has {free_bytes / 1e9:.1f} GB "
-            "free; make room"
-        )
 
 
 def write_checkpoint(

@@ -36,17 +36,10 @@ from base.io import bundled_head, check_directory, is_gguf
 from base.parsing import SWITCHES, one_line_errors, option, parse
 from cli.prompts import prompts_of_file
 from hf.fetch import fetched
+from models.registry import check_architecture
 from options import DEFAULT, GenerateConfig
-from scripts.bench import papers
-from scripts.bench.report import explained
 
 WITHOUT_HEAD = ("none", "ngram", "recycling")
-OF_KIND = {  # of a head
-    "eagle": ("eagle:dynamic", "eagle+ngram", "eagle:auto"),
-    "medusa": (f"medusa:{papers.CHAIN}", "medusa:dynamic", "medusa:auto"),
-    "hydra": (f"hydra:{papers.CHAIN}", "hydra:dynamic", "hydra:auto"),
-    "block": (f"block:{papers.CHAIN}", "block:dynamic", "block:auto"),
-}
 
 
 @dataclass(frozen=True)
@@ -96,13 +89,36 @@ class CompareConfig:
         )
 
 
+def read_command(argv: list[str] | None = None) -> CompareConfig:
+    """Read the command line. Exit with status 2 on a mistake."""
+    config = parse(CompareConfig, "compare.py", __doc__, argv)
+    with one_line_errors("compare.py"):
+        if not config.prompts:
+            raise ValueError("--prompts is missing; name a file with your prompts")
+        prompts_of_file(Path(config.prompts), "--prompts")
+        check_architecture(fetched(config.checkpoint))
+    return config
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = read_command() if __name__ == "__main__" else None
+
+from scripts.bench import papers
+from scripts.bench.report import explained
+
+OF_KIND = {  # of a head
+    "eagle": ("eagle:dynamic", "eagle+ngram", "eagle:auto"),
+    "medusa": (f"medusa:{papers.CHAIN}", "medusa:dynamic", "medusa:auto"),
+    "hydra": (f"hydra:{papers.CHAIN}", "hydra:dynamic", "hydra:auto"),
+    "block": (f"block:{papers.CHAIN}", "block:dynamic", "block:auto"),
+}
+
+
 def measure(config: CompareConfig) -> tuple[papers.BenchConfig, list[dict[str, Any]]]:
     """Measure every drafter. Returns: the options of the measurement; a row of its log for each.
 
     Raises: ValueError.
     """
-    if not config.prompts:
-        raise ValueError("--prompts is missing; name a file with your prompts")
     prompts = prompts_of_file(Path(config.prompts), "--prompts")
     with tempfile.TemporaryDirectory() as folder:
         tasks = Path(folder, "prompts.jsonl")
@@ -151,11 +167,10 @@ def command(config: CompareConfig, bench: papers.BenchConfig, method: str) -> st
     return shlex.join([*words, "--prompt_file", config.prompts])
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    config = parse(CompareConfig, "compare.py", __doc__, argv)
+def main(argv: list[str] | None = None, config: CompareConfig | None = None) -> None:
+    """Run the command line. config: the result of `read_command`, where it is there already"""
+    config = config or read_command(argv)
     with one_line_errors("compare.py"):
-        fetched(config.checkpoint)
         bench, rows = measure(config)
         print()
         for row in rows:
@@ -166,4 +181,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()
+    main(config=COMMAND)

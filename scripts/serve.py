@@ -3,7 +3,7 @@
     pip install -r scripts/requirements-serve.txt
     python scripts/serve.py --batch_size 4 --port 8000
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
-        -d '{"prompt": "def f(", "seed": 3}'
+        -d '{"prompt": "def f(", "temperature": 0.8, "seed": 3}'
 
 The server itself is in server/app.py.
 """
@@ -20,12 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.parsing import parse
-from server.parameters import ABOUT, ServeConfig
+from base.parsing import one_line_errors, parse
 
 
 def main() -> None:
     """Run the command line."""
+    with one_line_errors("serve.py"):  # a package that is missing is named
+        from server.parameters import ABOUT, ServeConfig
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

@@ -38,54 +38,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from base.gguf_header import read_header
 from base.io import is_gguf, log_note, read_json, read_text, write_text
 from base.parsing import one_line_errors, option, parse
-from hf.chat import chat_template
-from hf.config import read_raw
 from hf.fetch import fetched
-from hf.tokenizer import Tokenizer
-from ops.cpu.build import folder_lock
-from options import DEFAULT, pick_device
-from scripts import export_head
-from scripts.bench import papers
-from scripts.bench.measure import shown_path
-from scripts.bench.report import BRIEF, tables
-from scripts.train import train_eagle
-from scripts.train.feature_cache import weights_hash
-from scripts.train.generate_answers import AnswerConfig, Run, answer, by_tokens, read_turns
-from scripts.train.plan import (
-    EPOCHS,
-    LEAST_TOKENS,
-    PROMPTS,
-    STAGES,
-    TEXT_PER_ANSWER,
-    make_plan,
-    measure,
-    plan_text,
-)
-
-COMMON = {
-    "unroll": 3, "draft_vocab": 8192, "seq_len": 512, "batch_size": 4, "optimizer": "muon",
-    "eval_prompts": 24, "patience": 2,
-}  # fmt: skip
-RECIPES = {  # by measurement (benchmarks/TRAINING.md)
-    "HASS": COMMON | {"init": "feature", "token_weight": 1.0, "lr": 3e-3, "muon_lr": 4e-3},
-    "EAGLE-3": COMMON | {"version": 3, "lr": 2e-3, "muon_lr": 2e-3},
-}
-EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
-TASKS = "gsm8k,humaneval,mt_bench"
-VERSION = 3  # of run.json
-# answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
-# answered, whatever the budget (an answer has about 200)
-BATCH_TOKENS = 2000
-LINE_S = 300.0  # between lines about a stage, where no terminal shows its bar
-STEPS = 1000  # units of the schedule of training, which goes by the clock
-METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
+from models.registry import check_architecture
+from options import DEFAULT, ROOT, pick_device
 
 
 @dataclass(frozen=True)
@@ -98,7 +58,7 @@ class HeadConfig:
     out: str = option("heads/mine", "directory to write; an unfinished run in it goes on")
     hours: float = option(2.0, "time for everything, on this machine", least=0)
     prompts: str = option(
-        AnswerConfig.prompts,
+        str(ROOT / "data/train/gsm8k_train_clean.jsonl"),
         "JSONL files of `turns`, comma-separated; the model's own and functions come besides",
     )
     given: float = option(
@@ -112,8 +72,10 @@ class HeadConfig:
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
-    def answers(self, tokens: float = AnswerConfig.tokens) -> AnswerConfig:
+    def answers(self, tokens: float | None = None) -> AnswerConfig:
         """Return the options of the answers; few are answered in small batches, of every kind."""
+        if tokens is None:
+            tokens = ANSWER_TOKENS
         return AnswerConfig(
             batch_size=min(48, math.ceil(tokens / BATCH_TOKENS)),
             checkpoint=self.checkpoint,
@@ -136,6 +98,76 @@ class HeadConfig:
             device=self.device,
             **RECIPES[recipe] | options,
         )
+
+
+def check_place(out: Path) -> None:
+    """Check that a directory holds a run, or nothing. Raises: ValueError."""
+    if out.is_file():
+        raise ValueError(f"--out: {out} is a file; name a directory")
+    if out.is_dir() and any(out.iterdir()) and not (out / "run.json").is_file():
+        raise ValueError(
+            f"--out: {out} holds something else than a run of train_head.py; name another directory"
+        )
+
+
+def read_command(argv: list[str] | None = None) -> HeadConfig:
+    """Read the command line. Exit with status 2 on a mistake, also of the checkpoint's header."""
+    config = parse(HeadConfig, "train_head.py", __doc__, argv)
+    with one_line_errors("train_head.py"):
+        from hf.chat import chat_template  # these need packages that --help does not
+        from hf.tokenizer import Tokenizer
+
+        path = fetched(config.checkpoint)
+        check_architecture(path)
+        tokenizer = Tokenizer.load(path)
+        chat_template(path, tokenizer, config.chat).stop_ids(tokenizer)
+        check_place(Path(config.out))
+    return config
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = read_command() if __name__ == "__main__" else None
+
+import torch
+
+from hf.config import read_raw
+from ops.cpu.build import folder_lock
+from scripts import export_head
+from scripts.bench import papers
+from scripts.bench.measure import shown_path
+from scripts.bench.report import BRIEF, tables
+from scripts.train import train_eagle
+from scripts.train.feature_cache import weights_hash
+from scripts.train.generate_answers import AnswerConfig, Run, answer, by_tokens, read_turns
+from scripts.train.plan import (
+    EPOCHS,
+    LEAST_TOKENS,
+    PROMPTS,
+    STAGES,
+    TEXT_PER_ANSWER,
+    make_plan,
+    measure,
+    plan_text,
+)
+
+ANSWER_TOKENS = AnswerConfig.tokens  # without a plan
+COMMON = {
+    "unroll": 3, "draft_vocab": 8192, "seq_len": 512, "batch_size": 4, "optimizer": "muon",
+    "eval_prompts": 24, "patience": 2,
+}  # fmt: skip
+RECIPES = {  # by measurement (benchmarks/TRAINING.md)
+    "HASS": COMMON | {"init": "feature", "token_weight": 1.0, "lr": 3e-3, "muon_lr": 4e-3},
+    "EAGLE-3": COMMON | {"version": 3, "lr": 2e-3, "muon_lr": 2e-3},
+}
+EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
+TASKS = "gsm8k,humaneval,mt_bench"
+VERSION = 3  # of run.json
+# answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
+# answered, whatever the budget (an answer has about 200)
+BATCH_TOKENS = 2000
+LINE_S = 300.0  # between lines about a stage, where no terminal shows its bar
+STEPS = 1000  # units of the schedule of training, which goes by the clock
+METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
 
 # ------------------------------------------------------------------------------- the run
@@ -168,11 +200,8 @@ class Job:
         if self.file.is_file():
             self.state = read_json(self.file)
             self._check(identity)
-        elif any(self.out.iterdir()):
-            raise ValueError(
-                f"--out: {self.out} holds something else than a run of train_head.py; "
-                "name another directory"
-            )
+        else:
+            check_place(self.out)
 
     def _check(self, identity: dict[str, Any]) -> None:
         for name, value in identity.items():
@@ -435,11 +464,7 @@ def run(config: HeadConfig) -> None:
     path = fetched(config.checkpoint)
     config = replace(config, checkpoint=str(path), device=pick_device(config.device))
     read_raw(path)  # refused if it is no checkpoint
-    tokenizer = Tokenizer.load(path)
-    chat_template(path, tokenizer, config.chat).stop_ids(tokenizer)  # refused before it takes time
     out = Path(config.out)
-    if out.is_file():
-        raise ValueError(f"--out: {out} is a file; name a directory")
     out.mkdir(parents=True, exist_ok=True)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -469,13 +494,13 @@ def run(config: HeadConfig) -> None:
     print(f"\n{speed(rows)}\n{use(config, rows)}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    config = parse(HeadConfig, "train_head.py", __doc__, argv)
+def main(argv: list[str] | None = None, config: HeadConfig | None = None) -> None:
+    """Run the command line. config: the result of `read_command`, where it is there already"""
+    config = config or read_command(argv)
     with one_line_errors("train_head.py"):
         run(config)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()
+    main(config=COMMAND)

@@ -57,6 +57,7 @@ from server.batcher import Batcher, Delta, Job, Refusal
 from server.parameters import ABOUT, SHOWN, RequestParams, RequestReader, ServeConfig, no_model
 from server.replies import Reply, joined
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
+from server.turns import dropped_messages
 
 PAGE = Path(__file__).with_name("page.html")
 OF_THE_PAGE = {
@@ -97,6 +98,7 @@ class Server:
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
+            Route("/v1/fit", self.fit, methods=["POST"]),
             Route("/v1/completions", partial(self.answer, chat=False), methods=["POST"]),
             Route("/v1/chat/completions", partial(self.answer, chat=True), methods=["POST"]),
         ]
@@ -159,6 +161,14 @@ class Server:
             raise no_model(asked, self.name)
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "gpt-eagle"}
         return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
+
+    async def fit(self, request: Request) -> Response:
+        """Answer how many of the oldest messages the page leaves out of its next request."""
+        body = await json_body(request, self.config.max_body)
+        chat = self.engine.template is not None
+        async with self.reading:
+            dropped = await asyncio.to_thread(dropped_messages, self.reader, body, chat)
+        return JSONResponse({"dropped": dropped})
 
     async def answer(self, request: Request, chat: bool) -> Response:
         """Answer a completion or a chat."""

@@ -73,6 +73,7 @@ class Delta(NamedTuple):
     reason: str | None  # "stop" or "length" at the end of the answer
     scored: list[Scored]  # the tokens that begin in the text, where the request asks for them
     drafts: Drafts = Drafts()
+    cut_by: str = ""  # at the end of an answer that was cut: "max_tokens" or "context"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -113,8 +114,10 @@ class Job(Request):
     def delta(self, text: str) -> Delta:
         """Return the text that became certain, and everything of the tokens since the last one."""
         reason = None
+        cut_by = ""
         if self.reason:
             reason = "stop" if self.reason == "stop" else "length"
+            cut_by = {"length": "max_tokens", "context": "context"}.get(self.reason, "")
         scored = []
         while self.scored and self.scored[0].start < len(self.text):
             scored.append(self.scored.popleft())
@@ -122,7 +125,7 @@ class Job(Request):
         if text or reason:
             drafts = self.drafts_left._replace(spans=tuple(self.spans.take(len(text))))
             self.drafts_left = Drafts()
-        return Delta(self.choice, text, len(self.tokens), reason, scored, drafts)
+        return Delta(self.choice, text, len(self.tokens), reason, scored, drafts, cut_by)
 
 
 class Batcher(threading.Thread):

@@ -157,7 +157,10 @@ class Reply:
         reason = piece.reason
         if reason == "stop" and self.finders and self.finders[piece.choice].count:
             reason = "tool_calls"
-        return {"index": piece.choice, "finish_reason": reason, "logprobs": logprobs}
+        choice = {"index": piece.choice, "finish_reason": reason, "logprobs": logprobs}
+        if piece.cut_by:
+            choice["cut_by"] = piece.cut_by
+        return choice
 
     def _of_chat(self, piece: Delta) -> dict[str, Any]:
         content = []

@@ -58,8 +58,8 @@ for part in model.create_chat_completion(messages, stream=True, **options):
             began = count
         print(text, end="", flush=True)
 seconds = time.perf_counter() - first
-tokens = count - began
-print(f"\\n{tokens} tokens, {tokens / seconds:.1f} tokens/s")
+print()
+print(f"{count} tokens, {(count - began) / seconds:.1f} tokens/s", file=sys.stderr)
 """
 
 
@@ -80,8 +80,8 @@ class Start(NamedTuple):
 
     first_s: float  # from the command to its first text
     end_s: float  # and to its end
-    text: str  # without the line of statistics
-    tokens: int  # behind the first
+    text: str
+    tokens: int
     tokens_per_s: float  # of decoding
 
 
@@ -103,17 +103,17 @@ def start(command: list[str], caches: str) -> Start:
                 output += data
         end = time.perf_counter() - began
         errors.seek(0)
-        if run.returncode:
-            reason = errors.read().decode(errors="replace").strip()[-200:]
-            raise ValueError(f"{shlex.join(command)[:80]} ended with {run.returncode}: {reason}")
-    text, _, line = output.decode().rstrip("\n").rpartition("\n")
+        notes = errors.read().decode(errors="replace").strip()
+    if run.returncode:
+        reason = notes[-200:]
+        raise ValueError(f"{shlex.join(command)[:80]} ended with {run.returncode}: {reason}")
     tokens = 0
     speed = 0.0
-    match = SPEED.search(line)
+    match = SPEED.search(notes)
     if match:
         tokens = int(match[1])
         speed = float(match[2])
-    return Start(first or end, end, text.rstrip("\n"), tokens, speed)
+    return Start(first or end, end, output.decode().rstrip("\n"), tokens, speed)
 
 
 def contestants(config: StartConfig) -> dict[str, list[str]]:

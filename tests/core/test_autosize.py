@@ -387,13 +387,13 @@ def test_a_later_engine_starts_where_the_last_one_left_off(trees):
 def test_the_end_of_a_process_saves_and_a_second_process_reads(trees, capsys):
     command = [sys.executable, "generate.py", "--checkpoint", DEMO, "--max_new_tokens", "30"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0 and ended.stderr == "", ended.stderr
+    assert ended.returncode == 0 and len(ended.stderr.splitlines()) == 1, ended.stderr
     (file,) = trees.iterdir()
     engine = demo()
     shapes = [shape_of(preset) for preset in engine.presets]
     known = CostModel.parse(recall(file), shapes, engine.policy.lookup.rates)
     main(command[2:])
-    assert capsys.readouterr().out.splitlines()[:-1] == ended.stdout.splitlines()[:-1]
+    assert capsys.readouterr().out == ended.stdout
     assert known and list(trees.iterdir()) == [file]
 
 

@@ -270,7 +270,9 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     main([*BASE, *again, "--json", str(tmp_path / "j")])
     out, err = capsys.readouterr()
     whole = json.loads((tmp_path / "j").read_text())
-    assert out.startswith("\n\n".join(whole["text"]) + "\n") and "sequences take" in err
+    names = [f"f/{i}" for i in range(8)] + ["81, turn 1", "81, turn 2"]
+    named = [f"== {name} ==\n{text}" for name, text in zip(names, whole["text"], strict=True)]
+    assert out == "\n\n".join(named) + "\n" and "sequences take" in err
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted((row["prompt"], row["sample"]) for row in rows) == [(i, 0) for i in range(9)]
     rows.sort(key=lambda row: row["prompt"])
@@ -282,7 +284,7 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     before = file.read_bytes()
     main([*BASE, *again])
     out, err = capsys.readouterr()
-    assert "9 of 9 results are in" in err and out.startswith("0 tokens, ")
+    assert "9 of 9 results are in" in err and (out, err[-9:]) == ("", "0 tokens\n")
     assert file.read_bytes() == before
     for name in ("json", "trace"):
         argv = [*again, "--set", f"{name}={tmp_path / 'k'}"]
@@ -318,7 +320,7 @@ def test_a_single_prompt_that_is_done_prints_the_summary_alone(capsys, tmp_path)
     assert "sequences take" in capsys.readouterr().err
     main(argv)
     out, err = capsys.readouterr()
-    assert "1 of 1 results are in" in err and out.startswith("0 tokens, ")
+    assert "1 of 1 results are in" in err and (out, err[-9:]) == ("", "0 tokens\n")
 
 
 def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):

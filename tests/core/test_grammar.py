@@ -362,8 +362,8 @@ def test_the_command_line(name, text, begin, tmp_path, capsys):
     file.write_text(text)
     argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file), "--prompt", PROMPT]
     program.main([*argv, "--compare", "--max_new_tokens", "60"])
-    shown = capsys.readouterr().out
-    assert shown.startswith(begin) and "100 % of sequences identical" in shown
+    shown, err = capsys.readouterr()
+    assert shown.startswith(begin) and "100 % of sequences identical" in err
 
 
 @pytest.mark.parametrize("text, missing, message", [
@@ -380,8 +380,9 @@ def test_mistakes_of_the_command_line(tmp_path, monkeypatch, capsys, text, missi
         monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(SystemExit) as stop:
         program.main(["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file)])
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and message in err and len(err.splitlines()) == 1, err
+    *rate, last = capsys.readouterr().err.splitlines()
+    decoded = text == DEAD and not missing
+    assert (stop.value.code, rate) == (2, ["1 token"] if decoded else []) and message in last, last
 
 
 def test_one_dead_end_among_prompts_loses_no_result(tmp_path, capsys):
@@ -395,7 +396,8 @@ def test_one_dead_end_among_prompts_loses_no_result(tmp_path, capsys):
     argv += ["--prompt_file", str(prompts), "--set", f"results={results}", "--json", str(out)]
     with pytest.raises(SystemExit) as stop:
         program.main(argv)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.startswith("generate.py: prompt 1: the grammar allows")
+    rate, last = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and rate == "2 tokens"
+    assert last.startswith("generate.py: prompt 1: the grammar allows")
     assert json.loads(out.read_text())["finish_reason"] == ["grammar", "grammar"]
     assert len(results.read_text().splitlines()) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import shutil
 import subprocess
@@ -331,7 +332,7 @@ def test_extras_can_be_deleted(tmp_path):
 
     common = [*EAGER[2:], "--checkpoint", "checkpoints/demo"]
     runs = [["--draft", "none"], ["--tree", "dynamic"], []]
-    refused = [["--draft", "ngram"], ["--tree", "auto"]]
+    refused = [["--draft", "ngram"], ["--tree", "auto"], ["--draft", "none", "--interactive"]]
     code = f"""
 import generate
 for argv in {runs + refused}:
@@ -343,12 +344,13 @@ for argv in {runs + refused}:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert lines[-2:] == ["status 2"] * 2
-    assert len(done.stderr.splitlines()) == done.stderr.count("restore the folder extras/") == 2, (
-        done.stderr
-    )
-    size = (len(lines) - 2) // len(runs)
-    vanilla, *drafted = (lines[i * size : (i + 1) * size - 1] for i in range(len(runs)))
+    assert lines[-3:] == ["status 2"] * 3
+    *rates, first, second, third = done.stderr.splitlines()
+    assert len(rates) == 3 and all("tokens/s" in rate for rate in rates), done.stderr
+    assert "restore the folder extras/" in first and "restore the folder extras/" in second
+    assert third.endswith("--interactive is in the folder extras/, which is not here; restore it")
+    size = (len(lines) - 3) // len(runs)
+    vanilla, *drafted = (lines[i * size : (i + 1) * size] for i in range(len(runs)))
     assert all(each == vanilla for each in drafted) and len("".join(vanilla)) > 30
 
 
@@ -362,11 +364,13 @@ def test_steps_change_records_as_every_torch_compiles_it():
     assert len(steps) > 20 and not [file for file in steps if "._replace(" in file.read_text()]
 
 
-def run_without(modules: tuple[str, ...], argv: list[str]) -> subprocess.CompletedProcess:
-    """Run generate.py where imports of some modules fail."""
+def run_without(
+    modules: tuple[str, ...], argv: list[str], program: str = "generate.py"
+) -> subprocess.CompletedProcess:
+    """Run a program where imports of some modules fail."""
     code = (
         f"import runpy, sys; sys.modules |= dict.fromkeys({modules});"
-        "sys.argv[0] = 'generate.py'; runpy.run_path('generate.py', run_name='__main__')"
+        f"sys.argv[0] = {program!r}; runpy.run_path({program!r}, run_name='__main__')"
     )
     command = [sys.executable, "-c", code, *argv]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -392,6 +396,57 @@ def test_mistakes_are_answered_before_torch_is_imported(argv, status, message):
     assert run.returncode == status, run.stderr
     assert ("Generate text, exactly" in run.stdout) == (status == 0)
     assert message in run.stderr and len(run.stderr.splitlines()) == (status != 0)
+
+
+SMOLLM2_HEAD = "checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle"
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("generate.py --checkpoint {odd} --prompt a", "architecture PhiForCausalLM is not supported"),
+        (f"generate.py --checkpoint {DEMO} --head {SMOLLM2_HEAD} --prompt a",
+         "hidden_size is 576, the target's is 256; use the head made for this target"),
+        (f"generate.py --checkpoint {DEMO} --grammar {{odd}}/bad.lark --prompt a",
+         "the grammar is refused: 1(10): lexer error"),
+        ("quantize.py --help", ""),
+        (f"quantize.py --checkpoint {DEMO} --out {{odd}}", "exists; give --overwrite"),
+        ("quantize.py --checkpoint nowhere --out {odd}/new", "no such directory: nowhere"),
+        ("scripts/compare.py --help", ""),
+        ("scripts/compare.py --checkpoint {odd} --prompts data/eval/demo.jsonl",
+         "architecture PhiForCausalLM is not supported"),
+        ("scripts/train_head.py --help", ""),
+        ("scripts/train_head.py --checkpoint {odd} --out {odd}/new",
+         "architecture PhiForCausalLM is not supported"),
+        (f"scripts/train_head.py --checkpoint {DEMO} --out {{odd}}/new", "has no chat template"),
+        (f"scripts/train_head.py --checkpoint {DEMO} --chat vicuna --out {{odd}}",
+         "holds something else than a run of train_head.py"),
+    ],
+)  # fmt: skip
+def test_a_refusal_that_needs_only_a_header_imports_no_torch(line, message, tmp_path):
+    """And leaves no folder behind. Help is printed as early."""
+    pytest.importorskip("llguidance")
+    for file in Path(DEMO).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    raw |= {"architectures": ["PhiForCausalLM"], "model_type": "phi"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "bad.lark").write_text('start: "a')
+    program, *argv = line.format(odd=tmp_path).split()
+    missing = ("torch", "safetensors")
+    if not message:  # as before pip has run
+        missing += ("numpy", "sentencepiece", "jinja2", "tokenizers")
+    run = run_without(missing, argv, program)
+    assert run.returncode == (2 if message else 0), run.stderr
+    assert message in run.stderr and len(run.stderr.splitlines()) == bool(message), run.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_server_without_torch_says_so_in_a_line():
+    run = run_without(("torch",), ["--help"], "scripts/serve.py")
+    assert run.returncode == 2
+    assert run.stderr == "serve.py: torch is not installed; run: pip install -r requirements.txt\n"
 
 
 def test_tokenizer_and_template_are_read_before_torch_is_imported():

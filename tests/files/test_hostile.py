@@ -318,7 +318,7 @@ class Outcome(NamedTuple):
             return "traceback"
         if self.status == 0:
             return "another text" if valid not in (None, self.out) else ""
-        line = re.sub("(?m)^note: .*\n", "", self.err)
+        line = re.sub(r"(?m)^(note: .*|\d+ tokens?\b.*)\n", "", self.err)
         if not re.fullmatch("generate.py: .{,3000}\n", line):
             return "not one line"
         return "" if "; " in line else "no remedy"
@@ -356,7 +356,7 @@ def attempt(capfd, argv: list[str], folder: Path | str) -> Outcome:
     seconds = time.process_time() - began
     grown_bytes = peak_bytes() - before
     out, err = capfd.readouterr()
-    return Outcome(status, re.sub(".*tokens/s.*", "", out), err, seconds, grown_bytes)
+    return Outcome(status, out, err, seconds, grown_bytes)
 
 
 def refused(capfd, argv: list[str], folder: Path) -> str:

@@ -655,12 +655,19 @@ def failure(capsys, main, *argv: str) -> str:
 
 
 def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):
-    """Of the commands that do not read their options before."""
+    """Whatever the command; some read their options before."""
+    some = ["--checkpoint", DEMO]
+    argv = {
+        "quantize": [*some, "--out", str(tmp_path / "out")],
+        "scripts/serve": [],
+        "scripts/compare": [*some, "--prompts", str(ROOT / "data/eval/demo.jsonl")],
+        "scripts/train_head": [*some, "--out", str(tmp_path / "out"), "--chat", "vicuna"],
+    }
     imported = tmp_path / "imported"
     (tmp_path / "torch.py").write_text(f"open({str(imported)!r}, 'w'); import time; time.sleep(60)")
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    for script in ("quantize.py", *(f"scripts/{s}.py" for s in ("serve", "compare", "train_head"))):
-        command = [sys.executable, str(ROOT / script)]
+    for script, options in argv.items():
+        command = [sys.executable, str(ROOT / f"{script}.py"), *options]
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
         while not imported.exists() and process.poll() is None:
             time.sleep(0.01)

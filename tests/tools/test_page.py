@@ -165,9 +165,57 @@ def test_a_chat_is_streamed_kept_and_retried(page):
     page.wait("!running && chat.messages.length === 2")
     assert page.run("chat.messages[1].content") == first, "greedy"
     page.open(page.run("location.href"))
-    page.wait("document.querySelector('nav .open')")
-    page.run("document.querySelector('nav .open').click()")
-    assert page.run("chat.messages[1].content") == first, "a reload keeps it"
+    page.wait("chat.messages.length === 2")
+    assert page.run("chat.messages[1].content") == first, "a reload shows it again"
+    page.run("show(fresh()); document.querySelector('nav .open').click()")
+    assert page.run("chat.messages[1].content") == first
+
+
+@in_a_browser
+def test_a_full_context_drops_the_oldest_turns(page, running):
+    """As on the terminal, and the page says so; the answer before says what cut it."""
+    context = running.engine.context
+    long = "x = 1\n" * 300
+    for number in (1, 2):
+        ask(page, f"{number} {long}", 2000)
+        page.wait(f"!running && chat.messages.length === {2 * number}")
+    lines = page.run("[...document.querySelectorAll('.message .line')].map(e => e.textContent)")
+    assert all(f"cut at the context of {context} tokens" in line for line in lines), lines
+    note = page.run("document.querySelector('.full').textContent")
+    assert page.run("chat.first") == 2 and "the oldest 2 messages are no longer read" in note
+    ask(page, "Hello", 5)
+    page.wait("!running && chat.messages.length === 6")
+    last = page.run("[...document.querySelectorAll('.message .line')].pop().textContent")
+    assert "cut at the most tokens (Options)" in last
+    page.run("show(stored()[0])")
+    assert page.run("document.querySelectorAll('.full').length") == 1, "a reload keeps it"
+
+
+def test_the_messages_that_fit(running):
+    """What a client may ask of it; a single turn that is too long is refused as elsewhere."""
+
+    def fit(**body) -> tuple[int, dict]:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/fit", json.dumps(body), headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    turn = {"role": "user", "content": "x = 1\n" * 60}
+    answer = {"role": "assistant", "content": "y = 2\n" * 60}
+    system = {"role": "system", "content": "Be brief."}
+    history = [turn, answer] * 8 + [turn]
+    assert fit(messages=[turn], max_tokens=2000) == (200, {"dropped": 0})
+    status, told = fit(messages=[system, *history], max_tokens=2000)
+    assert status == 200 and 0 < told["dropped"] < 16 and told["dropped"] % 2 == 0
+    more = fit(messages=[system, *history], max_tokens=10)[1]["dropped"]
+    assert more < told["dropped"], "a short answer needs less room"
+    kept = [system, *history[told["dropped"] :]]
+    assert fit(messages=kept, max_tokens=2000) == (200, {"dropped": 0})
+    for bad in ({"messages": 5}, {}, {"messages": [turn], "temperature": -1}):
+        assert fit(**bad)[0] == 400
+    too_long = {"role": "user", "content": "x = 1\n" * 1500}
+    assert fit(messages=[turn, answer, too_long])[0] == 400
 
 
 @in_a_browser
@@ -191,6 +239,53 @@ def test_a_click_shows_the_tree_of_a_cycle(page):
     page.run(click)
     assert page.run("document.querySelector('.tree')") is None
     assert "trees" not in page.run("localStorage.getItem(STORE)")
+
+
+@in_a_browser
+def test_the_tree_by_keyboard(page):
+    """Tab reaches one token of an answer, arrow keys the others, and Enter shows the tree."""
+    ask(page, "Hello")
+    page.wait("!running && chat.messages.length === 2")
+    press(page, "Drafts")
+    tokens = "[...document.querySelectorAll('.cycle')]"
+    assert page.run(f"{tokens}.map(e => e.tabIndex).filter(i => i === 0).length") == 1
+    page.run(f"{tokens}[0].focus()")
+    for key, code in (("ArrowRight", 39), ("ArrowRight", 39), ("ArrowLeft", 37), ("Enter", 13)):
+        for kind in ("keyDown", "keyUp"):
+            press_key = {"type": kind, "key": key, "windowsVirtualKeyCode": code}
+            page.call("Input.dispatchKeyEvent", **press_key)
+    assert page.run(f"{tokens}.indexOf(document.activeElement)") == 1
+    assert page.run("document.querySelector('.tree').cycle") == page.run(
+        "chat.messages[1].spans.filter(each => each[2] >= 0)[1][2]"
+    )
+
+
+@in_a_browser
+def test_markdown_while_it_streams(page):
+    """The answer is drawn as it will stay; Drafts shows the shaded tokens meanwhile."""
+    event = {
+        "tokens": 1,
+        "accepted": 1,
+        "rejected": 0,
+        "passes": 1,
+        "spans": [["head", 9, 0]],
+        "trees": [],
+    }
+    page.run("window.before = ask; window.go = null; true")
+    page.run(
+        "ask = async (said, more, signal, on) => { on('**bold** ', " + json.dumps(event) + ");"
+        " await new Promise(end => { go = end; }); return ''; }"
+    )
+    ask(page, "Hello")
+    page.wait("document.querySelector('.message.assistant .body strong')")
+    press(page, "Drafts")
+    assert (
+        page.run("document.querySelector('.message.assistant .by-head').textContent") == "**bold** "
+    )
+    page.run("go()")
+    page.wait("!running")
+    assert page.run("chat.messages[1].content") == "**bold** "
+    page.run("ask = before; true")
 
 
 @in_a_browser
@@ -268,6 +363,10 @@ def test_markdown_and_narrow_windows(page):
     for width in (320, 600, 1600):
         page.size(width, 700)
         assert page.run("document.documentElement.scrollWidth") <= width
+        if width == 320:
+            tops = "[...document.querySelectorAll('header > *')].map(e => e.offsetTop + e.offsetHeight / 2)"
+            middles = page.run(tops)
+            assert max(middles) - min(middles) < 4, "the header is one row"
     page.size(1000, 760)
 
 
@@ -277,9 +376,12 @@ def test_a_server_that_is_gone_and_comes_back(page):
     page.run("window.before = window.fetch")
     page.run("window.fetch = () => Promise.reject(new TypeError('gone'))")
     ask(page, "Hello")
-    page.wait("!running && $('fault').textContent.includes('does not answer')")
+    page.wait("!running && document.querySelector('.message .fault')")
+    told = page.run("document.querySelector('.message .fault').textContent")
+    assert "does not answer" in told, "beside the turn"
     assert page.run("chat.messages.length") == 1, "the turn stays for another try"
     page.run("window.fetch = before; props = { model: 'old', chat: !props.chat, rests: false }")
     press(page, "Retry")
     page.wait("!running && chat.messages.length === 2")
-    assert page.run("[$('fault').textContent, document.title, props.rests]") == ["", "demo", True]
+    assert page.run("document.querySelector('.fault')") is None
+    assert page.run("[document.title, props.rests]") == ["demo", True]

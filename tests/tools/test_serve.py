@@ -170,8 +170,12 @@ def test_an_answer_up_to_the_context(running):
     context = running.engine.context
     prompt = (ids * context)[: context - 5]
     found = running.complete(prompt, max_tokens=context, temperature=0)
+    cut = running.complete(prompt[:9], max_tokens=3, temperature=0).choices[0]
+    assert (cut.finish_reason, cut.cut_by) == ("length", "max_tokens")
     assert found.usage.total_tokens <= context
     assert found.choices[0].finish_reason == "stop" or found.usage.total_tokens == context
+    if found.choices[0].finish_reason == "length":
+        assert found.choices[0].cut_by == "context"
     assert running.complete(max_tokens=401).usage.completion_tokens > 0
 
 
