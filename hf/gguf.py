@@ -141,7 +141,8 @@ class GgufFile(TensorSource):
     def type_of(self, name: str) -> str:
         """Return the type of the blocks of a tensor that has a reader; "": it has none."""
         read = self.readers.get(name)
-        if not isinstance(read, partial) or not self._in_blocks(read.args[0]):
+        own = isinstance(read, partial) and read.func == self._tensor
+        if not own or not self._in_blocks(read.args[0]):
             return ""
         return TYPES[self._header.tensors[read.args[0]].type_id].name
 

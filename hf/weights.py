@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +57,8 @@ from steps import Project, Step
 SMALL = 2**29
 # the beginnings of the names of a model's tensors; others are parts that it may have beside
 PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+# biases that some models have in part; a mixture has all of its own, or its file is damaged
+OPTIONAL = re.compile(r"\.(self_attn|mlp)\.\w+_proj\.bias$")
 
 
 def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -175,7 +178,7 @@ def _add_zero_biases(files: TensorSource, names: dict[str, tuple[str, ...]]) -> 
     Writes: the readers of `files`.
     """
     held = {*files.readers, *files.quantized}
-    biases = [name for parts in names.values() for name in parts if name.endswith(".bias")]
+    biases = [name for parts in names.values() for name in parts if OPTIONAL.search(name)]
     missing = [name for name in biases if name not in held]
     if EMBEDDING not in held or not missing or len(missing) == len(biases):
         return
