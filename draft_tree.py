@@ -229,6 +229,6 @@ def usual_topk_and_size(on_cuda: bool, quant: str, dtype: str) -> tuple[int, int
             return 8, 32
         # matmuls are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
         return 4, 16
-    # an estimate: from 33 rows on, unpacking takes longer than reading int4 weights
-    size = 32 if quant == "int4" else 60
+    # an estimate: from 33 rows on, unpacking takes longer than reading int4 weights, or GGUF blocks
+    size = 32 if quant in ("int4", "blocks") else 60
     return 10, size

@@ -22,7 +22,9 @@ from ops.epilogues import LazyMatmul, UnnormalizedRows
 from runtime import replace_fields
 from steps import Add, Gate, HeadNorm, Norm, Project, Rotate, Rows, Step, run_steps
 
-NEXT_NORM = "next_norm"  # the name of the next layer's norm in a segment
+# the names of the next layer's norm and of the projection that reads it, in a segment
+NEXT_NORM = "next_norm"
+NEXT_READER = "next_reader"
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,11 @@ def _reads_stream(step: Step | None) -> bool:
 def fuse(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Merge the neighbours in a segment that one launch runs.
 
-    A segment may end with a norm; its own first projection, in the next layer, reads that.
+    A segment may end with a norm, which the next layer's first projection reads.
     """
     fused: list[Step] = []
     rest = list(steps)
-    first = steps[0].name if _is_dense(steps[0]) else ""
+    first = NEXT_READER if _is_dense(steps[0]) else ""
 
     def reader(index: int) -> str:
         """Return the name of the projection that reads a norm: the step at this index."""
@@ -165,8 +167,12 @@ class Segment(nn.Module):
     compiled call serves all of them.
     """
 
-    def __init__(self, layer: nn.Module, next_step: Step, owner: nn.Module):
-        """next_step: the first behind the layer; owner: holds its weight"""
+    def __init__(self, layer: nn.Module, next_step: Step, owner: nn.Module, next_layer: nn.Module):
+        """Merge the steps of a layer.
+
+        next_step: the first behind the layer; owner: holds its weight; next_layer: the last layer
+        has itself
+        """
         super().__init__()
         self.backend = layer.backend
         for name, module in layer.named_children():
@@ -177,6 +183,9 @@ class Segment(nn.Module):
         if _reads_stream(next_step):
             self.add_module(NEXT_NORM, getattr(owner, next_step.name))
             steps.append(replace(next_step, name=NEXT_NORM))
+        reader = next_layer.steps[1 if _reads_stream(next_layer.steps[0]) else 0]
+        if _is_dense(reader):
+            self.add_module(NEXT_READER, getattr(next_layer, reader.name))
         self.steps = fuse(steps)
 
     def forward(self, rows: Rows) -> Rows:
@@ -196,7 +205,9 @@ class FusedLayers:
         if _reads_stream(first):
             self.first = FirstNorm(first, second.name) if _is_dense(second) else first
         behind = [*((layer.steps[0], layer) for layer in layers[1:]), (last[0], owner)]
-        self.segments = [Segment(layer, *each) for layer, each in zip(layers, behind)]
+        following = [*layers[1:], layers[-1]]
+        each = zip(layers, behind, following)
+        self.segments = [Segment(layer, *step, next_layer) for layer, step, next_layer in each]
 
     def begin(self, rows: Rows) -> Rows:
         """Run the norm before the first segment."""

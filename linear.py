@@ -152,7 +152,7 @@ class Linear(nn.Module):
     def rows(self, ids: Tensor) -> Linear:
         """Return a layer with some of the outputs, in their codes and scales where they can be.
 
-        Rows of GGUF blocks become bfloat16, as their layout cannot be written.
+        Rows of GGUF blocks on a CPU become bfloat16, as their layout cannot be written.
         ids: [R] int64
         """
         bias = None if self.bias is None else self.bias.detach()[ids]
@@ -163,17 +163,20 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """An embedding that reads its rows from a packed weight, which a tied LM head shares."""
 
-    def __init__(self, weight: Weight):
+    def __init__(self, weight: Weight, dtype: torch.dtype = torch.float32):
+        """Make an embedding whose rows are of `dtype`."""
         super().__init__()
         self.packed = weight.parts
-        self.register_buffer("data", weight.data)
-        self.register_buffer("table", weight.table)
+        self.inputs = weight.inputs
+        self.dtype = dtype
+        for name in ("data", "table", "scale"):  # of `Weight`
+            self.register_buffer(name, getattr(weight, name))
 
     @property
     def record(self) -> Weight:
         """The packed weight."""
-        return Weight(self.data, self.packed, int(self.table[1]), self.table)
+        return Weight(self.data, self.packed, self.inputs, self.table, self.scale)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # [...] int64 -> [..., F] fp32
-        rows = weights.rows_of(self.record, tokens.flatten(), torch.float32)
+    def forward(self, tokens: Tensor) -> Tensor:  # [...] int64 -> [..., F]
+        rows = weights.rows_of(self.record, tokens.flatten(), self.dtype)
         return rows.view(*tokens.shape, rows.shape[-1])

@@ -273,6 +273,11 @@ class GenerateConfig:
         "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
         needs=(INT4,),
     )
+    keep_blocks: bool = setting(
+        False,
+        "keep every type of a GGUF file in its own bits on CUDA, in a third of the memory; "
+        "default: Q4_0 and Q8_0, as others were not timed",
+    )
     threads: int = setting(0, "CPU threads; 0: as many as cores", least=0, short="t")
     inflate: str = setting(
         "",

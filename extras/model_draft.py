@@ -221,7 +221,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
     if config.quant_draft == BLOCKS:
         if weight.device.type == "cpu":
             dtype = None  # of the file: products of blocks give bfloat16
-        quant = Quantization(BLOCKS, saved=True)
+        quant = Quantization(BLOCKS, saved=True, every_type=config.keep_blocks)
     elif not saved_quantization(read_raw(path)):
         quant = Quantization.of(config.quant_draft, config.group_size)
         if quant and config.quant_draft != config.quant:

@@ -215,7 +215,7 @@ def resolve_draft(
     asked = replace(resolved, quant_draft=config.quant_draft)
     in_blocks = keeps_blocks(config, draft_path) and open_source(draft_path).block_types != ""
     if head and config.device.startswith("cuda"):
-        in_blocks = False  # the products of blocks run on a CPU
+        in_blocks = False  # a head is rounded as one of a directory
     form = _draft_format(asked, draft_path, in_blocks)
     return replace(resolved, quant_draft=BLOCKS if form == "none" and in_blocks else form)
 

@@ -2,11 +2,10 @@
 
 1. `GgufFile` is a `TensorSource`. It writes the metadata (base/gguf_header.py) as a config.json and
    translates llama.cpp's names.
-2. `keep_blocks` leaves matrices in their blocks, for the layers of gguf_blocks.py; `keep_int4`
-   reads those that int4 holds exactly as codes, for CUDA. Otherwise blocks become numbers when a
-   tensor is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp) rounds them to
-   bfloat16 on the way. Where it is not loaded, the package `gguf` reads them as fp32, which gives
-   the same bits.
+2. `keep_blocks` leaves matrices in their blocks, for the layers of gguf_blocks.py. Otherwise blocks
+   become numbers when a tensor is read, one tensor at a time. A C++ operator (ops/cpu/blocks.cpp)
+   rounds them to bfloat16 on the way. Where it is not loaded, the package `gguf` reads them as
+   fp32, which gives the same bits.
 
 Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.
 Not here: the tokenizer (hf/gguf_tokenizer.py); files in several parts, big-endian files,
@@ -37,8 +36,8 @@ from base.gguf_header import (
     check_is_whole,
     read_header,
 )
-from hf.checkpoint import Codes, TensorSource
-from hf.gguf_blocks import Q4_0, Blocks, int4_codes
+from hf.checkpoint import TensorSource
+from hf.gguf_blocks import Blocks
 from hf.gguf_tokenizer import end_ids, special_id
 from model import Rope, rope_frequencies
 from models.registry import GGUF_NAMES, gguf_refusal, row_named, row_of_gguf
@@ -127,31 +126,25 @@ class GgufFile(TensorSource):
         """Return the content of a config.json. type_names: of every tensor"""
         return config_of(self._header, type_names, embedding_shape(self._header))
 
-    def keep_blocks(self) -> None:
+    def keep_blocks(self, names: Iterable[str] | None = None) -> None:
         """Leave the matrices that are stored in blocks to `quantized`, as `hf.gguf_blocks.Blocks`.
 
+        names: of tensors in blocks; None: all but routers, which are small, and decide
         Writes: readers, quantized.
         """
-        for name, read in list(self.readers.items()):
-            if not isinstance(read, partial) or not self._in_blocks(read.args[0]):
-                continue
-            if name.endswith(SMALL):
-                continue
-            del self.readers[name]
+        if names is None:
+            names = [n for n in self.readers if self.type_of(n) and not n.endswith(SMALL)]
+        for name in names:
+            read = self.readers.pop(name)
             self.quantized[name] = partial(self._blocks, *read.args, **read.keywords)
 
-    def keep_int4(self, layers: Iterable[tuple[str, ...]]) -> None:
-        """Leave layers that int4 holds exactly to `quantized`, as `Codes`: those in Q4_0.
-
-        layers: the names of their parts
-        Writes: readers, quantized.
-        """
-        for names in layers:
-            reads = [self.readers.get(name) for name in names]
-            if all(isinstance(read, partial) and self._is_q4_0(read.args[0]) for read in reads):
-                for name, read in zip(names, reads):
-                    del self.readers[name]
-                    self.quantized[name] = partial(self._int4, *read.args, **read.keywords)
+    def type_of(self, name: str) -> str:
+        """Return the type of the blocks of a tensor that has a reader; "": it has none."""
+        read = self.readers.get(name)
+        own = isinstance(read, partial) and read.func == self._tensor
+        if not own or not self._in_blocks(read.args[0]):
+            return ""
+        return TYPES[self._header.tensors[read.args[0]].type_id].name
 
     def mostly_has(self, bits: int) -> bool:
         """Return whether more than half of the weights of matrices have at most so many bits."""
@@ -165,12 +158,6 @@ class GgufFile(TensorSource):
             if self._in_blocks(name) and bits_of(TYPES[info.type_id].name) <= bits:
                 few += weights
         return 2 * few > every
-
-    def _is_q4_0(self, name: str) -> bool:
-        return self._in_blocks(name) and self._header.tensors[name].type_id == Q4_0
-
-    def _int4(self, name: str, part: int | None = None, heads: int = 0) -> Codes:
-        return int4_codes(self._blocks(name, part, heads), self.path)
 
     def _in_blocks(self, name: str) -> bool:
         """Return whether a tensor is a matrix, or a stack of them, in blocks."""

@@ -5,10 +5,14 @@ minima. `Blocks.pack` lays the blocks of a weight out in strips (ops/cpu/blocks.
 over the mapped file. Codes of 2 and 3 bits take 4. The parts of a layer, as query, key and value,
 may be of different types.
 
-Trade-off: activations are rounded, in blocks of 32 or 128, to 8 bits as in llama.cpp, outliers
-to 15 or 13.
-Not here: several ranks, machines without a C++ compiler. There, blocks are widened (hf/gguf.py),
-and on CUDA too, but for Q4_0, which int4 holds exactly (`int4_codes`).
+On CUDA `planes` unpacks the codes and scales once, for the layout of ops/cuda/layout.py, where they
+keep their bits too. Codes of 2 and 3 bits and layers with parts that are no blocks are widened, and
+without `keep_blocks` all but `NEVER_SLOWER`.
+
+Trade-off: on a CPU activations are rounded, in blocks of 32 or 128, to 8 bits as in llama.cpp,
+outliers to 15 or 13.
+Not here: several ranks, machines without a C++ compiler or Triton. There, blocks are widened
+(hf/gguf.py).
 """
 
 from __future__ import annotations
@@ -21,19 +25,39 @@ from torch import Tensor
 
 from base.io import is_gguf
 from base.rank import this_rank
-from hf.checkpoint import Codes, is_mxfp4, read_model_config
-from ops.library import has_cpu_operators
-from ops.weight import LAYOUTS, Part
+from hf.checkpoint import is_mxfp4, read_model_config
+from ops.cuda.layout import (
+    BLOCK_FORMS,
+    Form,
+    columns_of,
+    halves_of,
+    inputs_of_block,
+    pack_block_codes,
+    pack_block_scales,
+)
+from ops.library import has_cpu_operators, has_triton, is_plain
+from ops.weight import LAYOUTS, Part, Weight
 from options import GenerateConfig
 
-NAMES = {layout.id: name for name, layout in LAYOUTS.items() if layout.format == "blocks"}
-Q4_0 = 2  # of GGUF
-Q4_0_BYTES = 18  # of a block
+OF_FILES = [name for name, layout in LAYOUTS.items() if layout.format == "blocks" and layout.id]
+NAMES = {LAYOUTS[name].id: name for name in OF_FILES}
 MXFP4 = 39  # of GGUF
+# Types of which a matmul of one row on CUDA cannot take longer than in 16 bits, by the count of
+# bytes and instructions; none was timed. For 64 outputs and 256 inputs a warp issues (sm_90) 352
+# instructions in int4 with groups of 128, which takes 55.6 us for the four matmuls of a 7B layer on
+# an H200, where reading 16 bits takes 94; Q4_0 453, Q8_0 580; Q5_0 604, Q4_1 646, Q4_K 671, Q5_1
+# 809, Q6_K 819, Q5_K 834. In proportion these take 72, 92; 95 to 132 us. Memory of up to 2 TB/s
+# takes 200 us for 16 bits, so that there all of them gain.
+NEVER_SLOWER = ("Q4_0", "Q8_0")
+ROWS_AT_ONCE = 2**11  # that are unpacked together on CUDA: the steps take several times their bytes
+BLOCK_BYTES = {
+    "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176,
+    "Q6_K": 210,
+}  # fmt: skip
 
 
 def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
-    """Return whether a checkpoint's weights stay in the file's own blocks, or their codes on CUDA.
+    """Return whether a checkpoint's weights stay in the bits of the file's blocks.
 
     config: `dtype` as the user gave it
     Returns: True for a GGUF file or a directory in MXFP4 on one device, unless dtype is given.
@@ -42,7 +66,13 @@ def keeps_blocks(config: GenerateConfig, path: Path) -> bool:
     if not as_stored or this_rank().world_size > 1:
         return False
     on_cpu = config.device == "cpu" and has_cpu_operators("products")
-    return on_cpu or config.device.startswith("cuda")
+    on_cuda = config.device.startswith("cuda") and has_triton() and not is_plain("products")
+    return on_cpu or on_cuda
+
+
+def in_planes(device: str) -> bool:
+    """Return whether a device's matmuls read `planes`."""
+    return device != "cpu"
 
 
 def _has_blocks(path: Path) -> bool:
@@ -70,6 +100,14 @@ class Blocks(NamedTuple):
     def part(self) -> Part:
         """The outputs and the layout of the packed weight."""
         return Part(NAMES[self.type_id], len(self.content))
+
+    def bytes(self, device: str) -> int:
+        """Return the size of the packed weight on a device."""
+        if not in_planes(device):
+            return self.part.bytes(self.inputs)
+        form = BLOCK_FORMS[NAMES[self.type_id]]
+        rows = -(-self.inputs // inputs_of_block(form.bits)) * len(self.content)
+        return 2 * rows * (columns_of(form.bits) + halves_of(form))
 
     def pack(self, out: Tensor, path: Path) -> None:
         """Lay the blocks out in strips.
@@ -102,22 +140,94 @@ class Numbers(NamedTuple):
         rows.view(self.values.shape).copy_(self.values)
 
 
-def int4_codes(blocks: Blocks, path: Path) -> Codes:
-    """Return the codes and scales of a weight in Q4_0, which int4 holds exactly.
+def codes_of_blocks(name: str, content: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of blocks of a type, on any device.
+
+    Source: dequantize_row_* of ggml (ggml-quants.c)
+    name: of the type, a key of `BLOCK_FORMS`; content: [N, bytes of a row] uint8
+    Returns: codes, [N, K] uint8, of Q8_0 the bits of int8; scales, as for `pack_block_scales`.
+    """
+    form = BLOCK_FORMS[name]
+    each = content.unflatten(1, (-1, BLOCK_BYTES[name]))  # [N, blocks, bytes]
+    if name == "Q6_K":
+        low, high, integers, head = each.split((128, 64, 16, 2), -1)
+        codes = _halves(low.unflatten(-1, (2, 64))) | _bits(high.unflatten(-1, (2, 32)), 2) << 4
+        head = torch.cat((head, torch.zeros_like(head), integers), -1)
+    elif form.scales == "super-minima":
+        head, packed, fifth, halves = each.split((4, 12, 32 * (form.bits - 4), 128), -1)
+        codes = _halves(halves.unflatten(-1, (4, 32)))
+        if form.bits == 5:
+            codes = codes | (_bits(fifth, 1) << 4).view(codes.shape)
+        head = torch.cat((head, _integers(packed)), -1)
+    else:
+        of_scales = 4 if form.scales == "fp16-minima" else 2
+        codes_bytes = 4 * form.bits
+        head, codes = each.split((of_scales, codes_bytes), -1)
+        if form.bits == 5:
+            fifth, halves = codes.split((4, 16), -1)
+            shifts = torch.arange(8, dtype=torch.uint8, device=content.device)
+            codes = _halves(halves) | (fifth[..., None] >> shifts & 1).flatten(-2) << 4
+        elif form.bits == 4:
+            codes = _halves(codes)
+    return codes.flatten(1), head.contiguous().view(torch.float16)
+
+
+def _halves(bytes: Tensor) -> Tensor:
+    """Return the low halves of bytes, then the high ones: [..., B] -> [..., 2 B]."""
+    return torch.cat((bytes & 15, bytes >> 4), -1)
+
+
+def _bits(bytes: Tensor, width: int) -> Tensor:
+    """Return the fields of bytes, the lowest of all first: [..., B] -> [..., 8 B / width]."""
+    fields = [bytes >> shift & (2**width - 1) for shift in range(0, 8, width)]
+    return torch.cat(fields, -1)
+
+
+def _integers(packed: Tensor) -> Tensor:
+    """Return the 6-bit scales and minima of Q4_K and Q5_K in turn: [..., 12] -> [..., 16]."""
+    first, second, third = packed.split(4, -1)
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
+    minima = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
+    return torch.stack((scales, minima), -1).flatten(-2)
+
+
+def planes_of_blocks(name: str, content: Tensor) -> tuple[Tensor, Tensor]:
+    """Return blocks of a type as CUDA's matmuls read them: codes and scales.
+
+    name, content: as for `codes_of_blocks`
+    """
+    form = BLOCK_FORMS[name]
+    codes, scale = codes_of_blocks(name, content)
+    return pack_block_codes(codes, form.bits), pack_block_scales(scale, form)
+
+
+def are_finite(scales: Tensor, form: Form) -> bool:
+    """Return whether no scale or minimum of `pack_block_scales` is NaN or infinite."""
+    numbers = scales[..., :2] if form.scales.startswith("super") else scales
+    return bool(numbers.isfinite().all())
+
+
+def planes(blocks: Blocks, device: str, path: Path) -> Weight:
+    """Return a weight as CUDA's matmuls read it, some rows after the others.
 
     Raises: ValueError for a scale that is NaN or infinite.
     """
-    assert blocks.type_id == Q4_0, blocks.type_id
-    content = blocks.content
-    if blocks.order is not None:
-        content = content[blocks.order]
-    each = content.view(len(content), -1, Q4_0_BYTES)  # [N, K/32, scale and 16 bytes]
-    scale = each[..., :2].contiguous().view(torch.float16).squeeze(-1)
-    if not scale.isfinite().all():
-        raise ValueError(bad_scale(blocks, path))
-    halves = each[..., 2:]
-    codes = torch.cat((halves & 15, halves >> 4), -1).flatten(1)  # [N, K]
-    return Codes(codes.sub_(8).view(torch.int8), scale)
+    name = NAMES[blocks.type_id]
+    form = BLOCK_FORMS[name]
+    outputs, inputs = blocks.shape
+    rows = (-(-inputs // inputs_of_block(form.bits)), outputs)
+    data = torch.empty(*rows, columns_of(form.bits), dtype=torch.int16, device=device)
+    scale = torch.empty(*rows, halves_of(form), dtype=torch.float16, device=device)
+    order = torch.arange(outputs) if blocks.order is None else blocks.order
+    parts = zip(order.split(ROWS_AT_ONCE), *(x.split(ROWS_AT_ONCE, 1) for x in (data, scale)))
+    for rows, to_data, to_scale in parts:
+        some = blocks.content[rows].to(device)
+        packed, scales = planes_of_blocks(name, some)
+        if not are_finite(scales, form):
+            raise ValueError(bad_scale(blocks, path))
+        to_data.copy_(packed)
+        to_scale.copy_(scales)
+    return Weight(data, (Part(f"{name}_PLANES", outputs),), inputs, scale=scale)
 
 
 def bad_scale(blocks: Blocks, path: Path) -> str:

@@ -66,6 +66,10 @@ class Mxfp4(NamedTuple):
         """The outputs and the layout of the packed weight."""
         return Part("MXFP4", len(self.codes))
 
+    def bytes(self, device: str) -> int:
+        """Return the size of the packed weight. device: a CPU, as CUDA has no matmul for it"""
+        return self.part.bytes(self.inputs)
+
     def as_blocks(self) -> Blocks:
         """Return the weight in GGUF's order: a power of two, then codes i and i + 16 in a byte."""
         halves = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(2)  # [N, K / 32, 32]
@@ -107,8 +111,11 @@ class StackedFiles(TensorSource):
                 del self.readers[name]
                 self.quantized[name] = partial(self._mxfp4, *read.args)
 
-    def keep_int4(self, layers: object) -> None:
-        """Leave no layer in its codes: int4 holds no weight in MXFP4 exactly."""
+    def type_of(self, name: str) -> str:
+        """Return the type of the blocks of a tensor that has a reader; "": it has none."""
+        read = self.readers.get(name)
+        in_blocks = isinstance(read, partial) and read.func == self._numbers
+        return "MXFP4" if in_blocks else ""
 
     def mostly_has(self, bits: int) -> bool:
         """Return whether more than half of the weights have at most so many bits: the experts."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from base.io import StatusLine, is_gguf, log_note, one_line
+from hf import gguf_blocks
 from hf.checkpoint import (
     BLOCKS,
     Codes,
@@ -43,9 +45,10 @@ from linear import Embedding, Linear
 from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer
 from ops.backends import choose, use_backend
 from ops.cpu.pages import REGION, HugePages
+from ops.cuda.layout import BLOCK_FORMS
 from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
-from ops.weight import Weight, stack, table_of
+from ops.weight import Weight, planes, stack, table_of
 from stats import check_memory
 from steps import DecayGates, Project, Step
 
@@ -54,6 +57,8 @@ from steps import DecayGates, Project, Step
 SMALL = 2**29
 # the beginnings of the names of a model's tensors; others are parts that it may have beside
 PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+# biases that some models have in part; a mixture has all of its own, or its file is damaged
+OPTIONAL = re.compile(r"\.(self_attn|mlp)\.\w+_proj\.bias$")
 
 
 def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -144,15 +149,14 @@ def load_weights(
                 loading.set_weight(theirs, model.get_submodule(owner))
                 continue
             if theirs[0] in files.quantized:  # an embedding in blocks
-                weight = loading.packed(theirs, params[ours].shape)
-                setattr(model, owner, Embedding(weight))
+                setattr(model, owner, loading.embedding(theirs, params[ours].shape))
                 continue
             module = model.get_submodule(owner)
             value = loading.parameter(theirs, params[ours].shape, isinstance(module, DecayGates))
             setattr(module, leaf, nn.Parameter(value, requires_grad=False))
     if loading.wide:
         log_note(
-            f"{files.path}: int8 on CUDA has no groups of inputs and no code -128; "
+            f"{files.path}: int8 on CUDA has no groups of inputs; "
             f"converted to {str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}"
         )
     return storage.quant
@@ -175,7 +179,7 @@ def _add_zero_biases(files: TensorSource, names: dict[str, tuple[str, ...]]) -> 
     Writes: the readers of `files`.
     """
     held = {*files.readers, *files.quantized}
-    biases = [name for parts in names.values() for name in parts if name.endswith(".bias")]
+    biases = [name for parts in names.values() for name in parts if OPTIONAL.search(name)]
     missing = [name for name in biases if name not in held]
     if EMBEDDING not in held or not missing or len(missing) == len(biases):
         return
@@ -269,7 +273,7 @@ def _check_memory(
         blocks = [theirs for theirs in names[name] if theirs in files.quantized]
         if quant is not None and quant.is_blocks and blocks:
             weights = [files.quantized[theirs]() for theirs in blocks]
-            need += sum(weight.part.bytes(weight.inputs) for weight in weights)
+            need += sum(weight.bytes(storage.device) for weight in weights)
             rest = parameter.numel() - sum(math.prod(weight.shape) for weight in weights)
             need += max(rest, 0) * torch.bfloat16.itemsize  # of another shape it is refused later
             continue
@@ -340,6 +344,12 @@ class _Loading:
             self.pages.move(layer)
         _trim_heap()
 
+    def embedding(self, names: tuple[str, ...], shape: torch.Size) -> Embedding:
+        """Return an embedding that stays in blocks; its rows are of the residual stream's dtype."""
+        on_cuda = gguf_blocks.in_planes(self.storage.device)
+        dtype = self.storage.dtype if on_cuda else torch.float32
+        return Embedding(self.packed(names, shape), dtype)
+
     def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
         """Return a weight, or a stack of them, in the layout of its format and device."""
         if self.storage.quant.is_blocks:
@@ -357,7 +367,7 @@ class _Loading:
             return True
         for name in names:
             weight = self.files.quantized[name]()
-            if weight.scale.dim() > 1 or int(weight.codes.amin()) == -128:
+            if weight.scale.dim() > 1:
                 return False
         return True
 
@@ -384,6 +394,9 @@ class _Loading:
                 "use --set dtype=bfloat16"
             )
         (parts,) = kinds
+        if gguf_blocks.in_planes(self.storage.device):
+            weights = (self._planes(of_expert) for of_expert in sources)
+            return stack(weights, len(sources)) if len(shape) == 3 else next(weights)
         sizes = [part.bytes(shape[-1]) for part in parts]
         every = torch.Size((len(sources), sum(sizes)))
         data = (
@@ -398,6 +411,11 @@ class _Loading:
         if len(shape) == 3:
             return Weight(data, parts, shape[-1], table, experts=len(sources))
         return Weight(data[0], parts, shape[-1], table)
+
+    def _planes(self, sources: Sequence[Blocks]) -> Weight:
+        """Pack a weight for CUDA."""
+        device = self.storage.device
+        return planes([gguf_blocks.planes(each, device, self.files.path) for each in sources])
 
     def _block_source(self, name: str) -> Blocks | Numbers:
         if name in self.files.quantized:
@@ -567,7 +585,7 @@ def load_model(
         model = Transformer(config)
     check_experts(config, files)
     if quant is not None and quant.is_blocks:
-        quant = keep_blocks(files, model, device)
+        quant = keep_blocks(files, model, device, quant.every_type)
     storage = Storage(dtype, device, quant)
     quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
     if config.tie_embeddings:
@@ -597,19 +615,25 @@ def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
         HugePages().move(model.lm_head)
 
 
-def keep_blocks(files: TensorSource, model: Transformer, device: str) -> Quantization | None:
-    """Leave the weights of a GGUF file in its blocks; on CUDA in int4 where that is exact.
+def keep_blocks(
+    files: TensorSource, model: Transformer, device: str, every_type: bool
+) -> Quantization | None:
+    """Leave the weights of a GGUF file in its blocks.
 
-    model: on the meta device. Returns: their format, or None where there are none.
+    model: on the meta device; every_type: on CUDA not only `NEVER_SLOWER`
+    Returns: their format, or None where there are none.
     """
-    if device == "cpu":
+    if not gguf_blocks.in_planes(device):
         files.keep_blocks()
-        kept = Quantization(BLOCKS, saved=True)
-    else:
-        names = weight_names(model.config)
-        files.keep_int4([names[ours] for ours in _linear_weights(model) if ours in names])
-        kept = Quantization("int4", 32, saved=True)
-    return kept if files.quantized else None
+        return Quantization(BLOCKS, saved=True) if files.quantized else None
+    names = weight_names(model.config)
+    kept = BLOCK_FORMS.keys() if every_type else set(gguf_blocks.NEVER_SLOWER)
+    for ours in names.keys() & {*_linear_weights(model), "embedding.weight"}:
+        types = {files.type_of(name) for name in names[ours]}
+        is_stack = model.get_parameter(ours).dim() == 3  # whose weights are all of one type
+        if types <= kept and not (is_stack and len(types) > 1):
+            files.keep_blocks(names[ours])
+    return Quantization(BLOCKS, saved=True, every_type=every_type) if files.quantized else None
 
 
 def block_note(files: TensorSource, storage: Storage) -> str:
@@ -619,13 +643,14 @@ def block_note(files: TensorSource, storage: Storage) -> str:
     dtype = str(storage.dtype).removeprefix("torch.")
     if not kinds:
         return ""
-    if quant is None:
-        return f"the file's {kinds} weights are converted to {dtype}"
-    if quant.saved and not quant.is_blocks:
-        return (
-            f"layers in Q4_0 run as int4, with the same values; {kinds} weights are converted to "
-            f"{dtype}; --set dtype={dtype} converts all"
-        )
+    widened = sorted({files.type_of(name) for name in files.readers} - {""})
+    on_cuda = gguf_blocks.in_planes(storage.device)
+    if quant is None or (quant.is_blocks and on_cuda and widened):
+        note = f"the file's {', '.join(widened)} weights are converted to {dtype}"
+        asks = quant is not None and quant.every_type
+        if on_cuda and not asks and BLOCK_FORMS.keys() & set(widened):
+            note += "; --set keep_blocks=true, without dtype, keeps their bits"
+        return note
     if quant.is_blocks:
         return f"weights run as they are in the file ({kinds}); --set dtype={dtype} converts them"
     return (

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -26,10 +27,21 @@ from torch import Tensor
 
 from ops.cpu.layout import pack_strips, unpack_strips
 from ops.cuda.layout import (
+    BLOCK_FORMS,
     COLUMNS,
+    Form,
+    columns_of,
+    decode_blocks,
+    form_of,
+    halves_of,
+    inputs_of_block,
+    pack_block_codes,
+    pack_block_scales,
     pack_int4_planes,
     pack_int8_planes,
     pack_scales,
+    unpack_block_codes,
+    unpack_block_scales,
     unpack_int4_planes,
     unpack_int8_planes,
     unpack_scales,
@@ -44,9 +56,16 @@ FARTHEST_OF_SUPER = 32  # the same beside K types, so that integer sums of a blo
 BLOCK8 = 128
 GROUPS = (32, 64, 128)  # inputs that share a scale, where they are not all
 ZERO_BITS = 511  # of a word of `join_zeros`
+ROWS_AT_ONCE = 2**11  # whose numbers are decoded together
 
 lib.define("w4a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor")
 lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor")
+lib.define(
+    "read_planes(Tensor packed, Tensor scale, Tensor ids, int K, ScalarType dtype) -> Tensor"
+)
+lib.define(
+    "blocks_a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor"
+)
 
 
 class Layout(NamedTuple):
@@ -63,7 +82,8 @@ class Layout(NamedTuple):
     decode: Callable[[Tensor, Tensor], Tensor] | None = None  # (codes, scale) -> [N, K] fp32
     # (x [M, K], codes, scale) -> x W^T, [M, N] fp32, plainly; None: by the numbers of the weight
     multiply: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    kernel: Callable[..., Tensor] | None = None  # on CUDA: `w4a16` or `w8a16`
+    kernel: Callable[..., Tensor] | None = None  # on CUDA: `w4a16`, `w8a16` or `blocks_a16`
+    form: Form | None = None  # of GGUF's types on CUDA
 
 
 class Part(NamedTuple):
@@ -82,7 +102,9 @@ class Part(NamedTuple):
 class Weight(NamedTuple):
     """The packed weight of a linear layer, [N, K], or of a stack of experts, [E, N, K]."""
 
-    data: Tensor  # strips: [bytes] uint8; planes: as cuda/layout.py packs them; E in front
+    # strips: [bytes] uint8; planes: as cuda/layout.py packs them, E in front; planes of several
+    # parts, and their scales, follow each other, flat
+    data: Tensor
     parts: tuple[Part, ...]  # one below the other, the same for every expert
     inputs: int  # K
     table: Tensor | None = None  # of strips: the parts, as cpu/weight_layout.h reads them
@@ -210,6 +232,46 @@ def expert(weight: Weight, number: int) -> Weight:
     return Weight(weight.data[number], weight.parts, weight.inputs, weight.table, scale)
 
 
+def planes(weights: Sequence[Weight]) -> Weight:
+    """Put weights of GGUF's types on CUDA one below the other; equal types are one part."""
+    joined = []
+    for _, equal in groupby(weights, lambda weight: weight.parts[0].layout):
+        some = list(equal)
+        first = some[0]
+        if len(some) > 1:
+            part = Part(first.parts[0].layout, sum(weight.outputs for weight in some))
+            data = torch.cat([weight.data for weight in some], 1)
+            scale = torch.cat([weight.scale for weight in some], 1)
+            first = Weight(data, (part,), first.inputs, scale=scale)
+        joined.append(first)
+    if len(joined) == 1:
+        return joined[0]
+    data = torch.cat([weight.data.flatten() for weight in joined])
+    scale = torch.cat([weight.scale.flatten() for weight in joined])
+    parts = tuple(weight.parts[0] for weight in joined)
+    return Weight(data, parts, joined[0].inputs, scale=scale)
+
+
+def split_planes(weight: Weight) -> list[Weight]:
+    """Return the weights of the parts on CUDA."""
+    if len(weight.parts) == 1:
+        return [weight]
+    forms = [LAYOUTS[part.layout].form for part in weight.parts]
+    blocks = [-(-weight.inputs // inputs_of_block(form.bits)) for form in forms]
+    found = []
+    first_word = 0
+    first_scale = 0
+    for part, form, count in zip(weight.parts, forms, blocks):
+        rows = count * part.outputs
+        words = weight.data[first_word:][: rows * columns_of(form.bits)]
+        scales = weight.scale[first_scale:][: rows * halves_of(form)]
+        shape = (count, part.outputs, -1)
+        found.append(Weight(words.view(shape), (part,), weight.inputs, scale=scales.view(shape)))
+        first_word += len(words)
+        first_scale += len(scales)
+    return found
+
+
 def table_of(parts: Sequence[Part], inputs: int, sizes: Sequence[int]) -> Tensor:
     """Return the table of a weight in strips, [3 + 4 parts] int64 (cpu/weight_layout.h).
 
@@ -228,17 +290,31 @@ def numbers(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     if weight.experts:
         return torch.stack([numbers(expert(weight, e), dtype) for e in range(weight.experts)])
     layout = LAYOUTS[weight.parts[0].layout]
-    if layout.decode is None or len(weight.parts) > 1:
+    if layout.form is not None:
+        return torch.cat([_numbers_of_planes(part, dtype) for part in split_planes(weight)])
+    if layout.decode is None:
         return rows_of(weight, torch.arange(weight.outputs), dtype)
     return layout.decode(*unpack(weight)).to(dtype)
 
 
+def _numbers_of_planes(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Decode some rows at a time, as the steps take several times their memory."""
+    layout = LAYOUTS[weight.parts[0].layout]
+    out = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.data.device)
+    rows = torch.arange(weight.outputs, device=weight.data.device)
+    for some, to in zip(rows.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE)):
+        to.copy_(layout.decode(*unpack(take(weight, some))))
+    return out
+
+
 def rows_of(weight: Weight, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read rows of a weight of a GGUF file as numbers; only C++ knows their layout.
+    """Read rows of a weight of a GGUF file as numbers, of one part on CUDA.
 
     rows: [R] int64
     Returns: [R, K] of `dtype`.
     """
+    if LAYOUTS[weight.parts[0].layout].form is not None:
+        return read_rows(weight.data, weight.scale, rows, weight.inputs, dtype)
     out = torch.empty(len(rows), weight.inputs, dtype=dtype)
     torch.ops.gpt_eagle.read_rows(weight.data, weight.table, rows, out)
     return out
@@ -250,7 +326,11 @@ def take(weight: Weight, ids: Tensor) -> Weight | Tensor:
     ids: [R] int64
     """
     layout = LAYOUTS[weight.parts[0].layout]
-    if layout.decode is None or len(weight.parts) > 1:
+    if layout.form is not None:
+        (part,) = weight.parts
+        parts = (Part(part.layout, len(ids)),)
+        return Weight(weight.data[:, ids], parts, weight.inputs, scale=weight.scale[:, ids])
+    if layout.decode is None:
         return rows_of(weight, ids, torch.bfloat16)
     codes, scale = unpack(weight)
     return pack(layout.format, codes[ids], scale[ids])
@@ -374,6 +454,41 @@ def w8a16(
     return torch.ops.gpt_eagle.w8a16(x, packed, scale, lists, epilogue)
 
 
+def blocks_a16(
+    x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none"
+) -> Tensor:
+    """Multiply rows by weights of a GGUF file's type in their own codes and scales, x W^T.
+
+    Dot products of a group are taken over the codes, then scaled and added in fp32.
+
+    x: [..., K] bfloat16, float16 or float32
+    packed, scale: from `pack_block_codes` and `pack_block_scales`
+    lists, epilogue: as for `w4a16`
+    Returns: [..., N] in x's dtype, or as the epilogue defines it.
+    Raises: ValueError for weights of another width.
+    """
+    form = form_of(packed, scale)
+    blocks = -(-x.shape[-1] // inputs_of_block(form.bits))
+    if packed.shape[-3] != blocks:
+        raise ValueError(
+            f"x of {x.shape[-1]} inputs needs weights packed in {blocks} blocks of "
+            f"{inputs_of_block(form.bits)}; these have {packed.shape[-3]}: pack the weights of "
+            "this layer"
+        )
+    return torch.ops.gpt_eagle.blocks_a16(x, packed, scale, lists, epilogue)
+
+
+def blocks_a16_reference(
+    x: Tensor, packed: Tensor, scale: Tensor, fp32_out: bool = False
+) -> Tensor:
+    """Compute `blocks_a16` plainly, with the weights in fp32."""
+    form = form_of(packed, scale)
+    K = x.shape[-1]
+    codes = unpack_block_codes(packed, form.bits, K)
+    y = x.float() @ decode_blocks(codes, unpack_block_scales(scale, form, K), form).T
+    return y if fp32_out else y.to(x.dtype)
+
+
 def w4a16_reference(x: Tensor, packed: Tensor, scale: Tensor, fp32_out: bool = False) -> Tensor:
     """Compute `w4a16` plainly, with the weights in fp32."""
     K = x.shape[-1]
@@ -388,6 +503,39 @@ def w8a16_reference(x: Tensor, packed: Tensor, scale: Tensor, fp32_out: bool = F
     w = unpack_int8_planes(packed, packed.shape[1], x.shape[-1]) * scale[:, None]  # [N, K]
     y = x.float() @ w.T
     return y if fp32_out else y.to(x.dtype)
+
+
+def read_rows(packed: Tensor, scale: Tensor, ids: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    """Read rows of a weight of a GGUF file's type on CUDA as numbers.
+
+    packed, scale: as for `blocks_a16`; ids: [R] int64; K: inputs
+    Returns: [R, K] of `dtype`, rounded from fp32.
+    """
+    return torch.ops.gpt_eagle.read_planes(packed, scale, ids, K, dtype)
+
+
+def _read_planes_plain(
+    packed: Tensor, scale: Tensor, ids: Tensor, K: int, dtype: torch.dtype
+) -> Tensor:
+    form = form_of(packed, scale)
+    codes = unpack_block_codes(packed[:, ids], form.bits, K)
+    return decode_blocks(codes, unpack_block_scales(scale[:, ids], form, K), form).to(dtype)
+
+
+def _read_planes_cuda(
+    packed: Tensor, scale: Tensor, ids: Tensor, K: int, dtype: torch.dtype
+) -> Tensor:
+    with torch.cuda.device(packed.device):
+        return cuda_products().read_rows(packed, scale, ids, K, dtype)
+
+
+lib.impl("read_planes", _read_planes_plain, "CPU")
+lib.impl("read_planes", _read_planes_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::read_planes", lib=lib)
+def _(packed, scale, ids, K, dtype):
+    return packed.new_empty(len(ids), K, dtype=dtype)
 
 
 def _quantized_matmul_cuda(
@@ -409,7 +557,7 @@ def _quantized_matmul_fake(
     return empty_product(x, packed, epilogue)
 
 
-for _name in ("w4a16", "w8a16"):
+for _name in ("w4a16", "w8a16", "blocks_a16"):
     lib.impl(_name, _quantized_matmul_cuda, "CUDA")
     torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=lib)
 
@@ -473,6 +621,23 @@ LAYOUTS: dict[str, Layout] = {
         kernel=w8a16,
     ),
 }
+for _name, _form in BLOCK_FORMS.items():
+    LAYOUTS[f"{_name}_PLANES"] = Layout(
+        "blocks",
+        None,
+        "cuda",
+        pack=lambda codes, scale, form=_form: (
+            pack_block_codes(codes, form.bits),
+            pack_block_scales(scale, form),
+        ),
+        unpack=lambda data, scale, part, k, form=_form: (
+            unpack_block_codes(data, form.bits, k),
+            unpack_block_scales(scale, form, k),
+        ),
+        decode=partial(decode_blocks, form=_form),
+        kernel=blocks_a16,
+        form=_form,
+    )
 # the types of GGUF, by their numbers in a file
 for _id, _name in {
     2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0",

@@ -36,7 +36,7 @@ from drafters import Drafter, DraftMethod, TreeDrafter
 from eagle_draft import EagleHead, load_head
 from extras.autosize import AutoTrees
 from extras.residual import sample_children
-from hf.gguf_blocks import Blocks, Numbers
+from hf.gguf_blocks import Blocks, Numbers, planes_of_blocks
 from hf.weights import export_weights, load_model, weight_names
 from linear import Linear
 from load import accept_rule
@@ -313,7 +313,7 @@ def noisy_copy(model: Transformer, scale: float) -> Transformer:
 class Quantized(NamedTuple):
     """Random weights as a product of CUDA takes them."""
 
-    group: int  # of int4 scales; 0: int8 or floats
+    group: int  # of int4 scales; 0: the others
     packed: Tensor  # or [N, K] floats
     scale: Tensor | None  # None: floats
 
@@ -321,6 +321,8 @@ class Quantized(NamedTuple):
         """The product in the plainest way."""
         if self.scale is None:
             return x @ self.packed.to(x.dtype).T
+        if self.scale.dtype == torch.float16:
+            return ops.weight.blocks_a16_reference(x, self.packed, self.scale)
         product = ops.weight.w4a16_reference if self.group else ops.weight.w8a16_reference
         return product(x, self.packed, self.scale)
 
@@ -328,16 +330,21 @@ class Quantized(NamedTuple):
         """The product by the operator."""
         if self.scale is None:
             return ops.linear.halves_product(x, self.packed.to(x.dtype), "none")
+        if self.scale.dtype == torch.float16:
+            return ops.weight.blocks_a16(x, self.packed, self.scale)
         return (ops.weight.w4a16 if self.group else ops.weight.w8a16)(x, self.packed, self.scale)
 
 
 def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
     """Random weights of N outputs and K inputs. form: int8, or int4 and its group, as int4-128; with zero points and
-    fp16 scales, int4-128-zeros; or float, exact in 16 bits."""
+    fp16 scales, int4-128-zeros; or float, exact in 16 bits; or a type of GGUF, as Q4_K."""
     g = torch.Generator(device).manual_seed(seed)
     if form == "float":
         weight = torch.randn(N, K, generator=g, device=device).bfloat16().float()
         return Quantized(0, weight, None)
+    if form in ops.cuda.layout.BLOCK_FORMS:
+        content = torch.from_numpy(gguf_blocks(form, N, K, seed=seed)).to(device)
+        return Quantized(0, *planes_of_blocks(form, content))
     group = int(form.split("-")[1]) if form != "int8" else 0
     top = 7 if group else 127
     codes = torch.randint(
@@ -381,9 +388,10 @@ class QuantizedExperts(NamedTuple):
         """The product by the operator."""
         if not self.parts:
             return ops.experts.experts_linear(x, self.weight, routing)
-        return (ops.weight.w4a16 if self.parts[0].group else ops.weight.w8a16)(
-            x, self.weight, self.scale, routing
-        )
+        product = ops.weight.w4a16 if self.parts[0].group else ops.weight.w8a16
+        if self.scale.dtype == torch.float16:
+            product = ops.weight.blocks_a16
+        return product(x, self.weight, self.scale, routing)
 
 
 def quantized_experts(

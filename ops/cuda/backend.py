@@ -22,7 +22,7 @@ from ops.epilogues import LazyMatmul, UnnormalizedRows
 from ops.library import lib
 from ops.linear import halves_product
 from ops.tree import Candidates, Children, DraftTree, Frontier, Level, Scores
-from ops.weight import LAYOUTS, Weight
+from ops.weight import LAYOUTS, Weight, split_planes
 
 lib.define(
     "gumbel_noise(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, "
@@ -195,8 +195,11 @@ def matmul(
     fp32_out: bool = False,
     routing: Tensor | None = None,
 ) -> Tensor:
+    epilogue = "fp32" if fp32_out else "none"
     kernel = LAYOUTS[weight.parts[0].layout].kernel
-    y = kernel(x, weight.data, weight.scale, routing, "fp32" if fp32_out else "none")
+    parts = split_planes(weight) if len(weight.parts) > 1 else [weight]
+    outputs = [kernel(x, part.data, part.scale, routing, epilogue) for part in parts]
+    y = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
     return y if bias is None else y + bias
 
 
@@ -212,6 +215,8 @@ def lazy_matmul(
     x: Tensor | UnnormalizedRows, packed: Tensor, scale: Tensor | None
 ) -> LazyMatmul | None:
     values, squares = x if isinstance(x, UnnormalizedRows) else (x, None)
+    if packed.dim() == 1:  # parts of several types, a launch each
+        return None
     if scale is None and not _fits_kernel(values, packed):
         return None
     return LazyMatmul(values, squares, packed, scale)

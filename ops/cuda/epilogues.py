@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ops.cuda.attention import counters, is_last
 from ops.cuda.launch import Device, device_of
+from ops.cuda.layout import form_of
 from ops.cuda.norm import warps_of
 from ops.cuda.qmatmul import (
     ProductPlan,
-    bits_and_group,
     divided_by_rms,
     padded_to,
     pairwise_sum,
@@ -81,7 +81,8 @@ def sums_of_squares(x):
 def add_product_kernel(
     x_ptr, packed_ptr, scale_ptr, parts_ptr, done_ptr, stream_ptr, weight_ptr, sum_ptr, y_ptr,
     squares_ptr, M, N, K, stride, eps, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    SCALES: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of a product to the residual stream; begin the norm behind it.
 
@@ -95,7 +96,7 @@ def add_product_kernel(
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(n, N - 1)
     total = product_tile(
-        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES
+        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SCALES, SPLITS, STAGES
     )
     store_part(parts_ptr, total, t, n, split, M, N)
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -124,9 +125,9 @@ def add_product_kernel(
 def rotary_product_kernel(
     x_ptr, packed_ptr, scale_ptr, squares_ptr, parts_ptr, done_ptr, cos_ptr, sin_ptr, slots_ptr,
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, M, N, K, F, eps, T, S, BITS: tl.constexpr,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr, KV_HEADS: tl.constexpr,
-    E: tl.constexpr, HALF: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr,
+    KV_HEADS: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of a product; norm, rotate and store each head that it completes.
 
@@ -141,7 +142,7 @@ def rotary_product_kernel(
     n = begin + tl.arange(0, ROWS)
     row = tl.minimum(n, N - 1)
     total = product_tile(
-        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES
+        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SCALES, SPLITS, STAGES
     )
     if squares_ptr is not None:
         total = divided_by_rms(total, squares_ptr, t, M, F, PARTS)
@@ -226,8 +227,9 @@ def add_unscaled(
 
 def tile_of(product: Product, cut: ProductPlan) -> dict[str, int]:
     """Return the constants of a kernel that follow from the product and its plan."""
-    bits, group = bits_and_group(product[3])
-    tile = {"BITS": bits, "GROUP": group, "SPLITS": cut.splits, "TOKENS": cut.tokens}
+    form = form_of(product[2], product[3])
+    tile = {"BITS": form.bits, "GROUP": form.group, "SCALES": form.scales}
+    tile |= {"SPLITS": cut.splits, "TOKENS": cut.tokens}
     return tile | {"ROWS": cut.rows, "STAGES": cut.stages}
 
 
@@ -246,7 +248,7 @@ def add_product(
     """
     x, _, packed, scale = product
     cut = cut or plan_of(x, packed, scale, gpu.device, "add")
-    N, K = sizes_of(packed, bits_and_group(scale)[0])
+    N, K = sizes_of(packed, form_of(packed, scale).bits)
     M = x.numel() // x.shape[-1]
     tiles = (triton.cdiv(M, cut.tokens), triton.cdiv(N, cut.rows))
     assert tiles[0] * tiles[1] <= len(gpu.done), tiles
@@ -296,7 +298,7 @@ def rotary_product(
     """
     x, squares, packed, scale = product
     cut = cut or plan_of(x, packed, scale, gpu.device, "rotary")
-    N, K = sizes_of(packed, bits_and_group(scale)[0])
+    N, K = sizes_of(packed, form_of(packed, scale).bits)
     F = x.shape[-1]
     M = x.numel() // F
     _, kv_heads, S, E = k.shape

@@ -21,15 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.cuda.layout import COLUMNS
+from ops.cuda.layout import form_of, inputs_of_block
 from ops.cuda.qmatmul import (
     Device,
     ProductPlan,
-    bits_and_group,
+    busy_with,
     choose_splits,
     fit,
     float_product,
-    has_zeros,
+    inputs_of_k_block,
     padded_to,
     quantized_product,
     sizes_of,
@@ -51,7 +51,7 @@ def plan_experts(
     dtype: torch.dtype,
     device: Device,
     experts: int,
-    zeros: bool = False,
+    scales: str = "",
 ) -> ProductPlan:
     """Choose tiles, splits and stages for P rows.
 
@@ -64,13 +64,13 @@ def plan_experts(
     reads an expert's weight once per 64 of its rows, mostly from the cache, and unpacks it as
     often; beyond about 256 tokens with 8 experts a product over unpacked weights would be faster.
 
-    bits: 16 for float weights
-    zeros: int4 weights have zero points
+    bits, group, scales: as in `Form`
     """
-    blocks = triton.cdiv(K, 16 // bits * COLUMNS)
-    splits = choose_splits(max(2, experts // 16) * N, blocks, device.processors)
+    blocks = triton.cdiv(K, inputs_of_block(bits))
+    hit = max(2, experts // 16) * N
+    splits = choose_splits(hit, blocks, device.processors, busy=busy_with(scales))
     tokens = tile_height(triton.cdiv(P, experts), 4, 16)
-    return fit(tokens, splits, bits, group, dtype, device, zeros)
+    return fit(tokens, splits, bits, group, dtype, device, scales)
 
 
 def most_tiles(P: int, experts: int, tokens: int) -> int:
@@ -138,6 +138,7 @@ def experts_kernel(
     EXPERTS: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -151,7 +152,7 @@ def experts_kernel(
     lists: from `lists_kernel`
     Writes: y, [P, N], or [SPLITS, P, N] fp32.
     """
-    BLOCK: tl.constexpr = 16 // BITS * 64
+    BLOCK: tl.constexpr = inputs_of_k_block(BITS)
     expert, at, end = _tile(lists_ptr, tl.program_id(0), EXPERTS, TOKENS)
     if expert >= EXPERTS:
         return
@@ -169,12 +170,13 @@ def experts_kernel(
     if BITS == 16:
         total = float_product(x_rows, live, weight_ptr + before * K, row, K, first, last, STAGES)
     else:
-        weight_ptr += before * blocks * 64
-        scale_ptr += before * (
-            blocks * words_of(GROUP, scale_ptr.dtype.element_ty) if GROUP > 0 else 1
-        )
+        weight_ptr += before * blocks * (64 + 16 * (BITS % 4))
+        # numbers of 16 bits, or words
+        each: tl.constexpr = 32 // scale_ptr.dtype.element_ty.primitive_bitwidth
+        words: tl.constexpr = each * words_of(BITS, GROUP, SCALES)
+        scale_ptr += before * (blocks * words if GROUP > 0 else 1)
         total = quantized_product(
-            x_rows, live, weight_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES
+            x_rows, live, weight_ptr, scale_ptr, row, N, first, last, BITS, GROUP, SCALES, STAGES
         )
     out = (split.to(tl.int64) * P + t[None, :]) * N + n[:, None]
     tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=live[None, :] & (n[:, None] < N))
@@ -200,8 +202,8 @@ def run_experts(
     Allocates its result and partial sums, and nothing else; never waits.
     """
     experts = weight.shape[0]
-    bits, group = bits_and_group(None if scale is None else scale[0])
-    N, K = sizes_of(weight[0], bits)
+    form = form_of(weight[0], None if scale is None else scale[0])
+    N, K = sizes_of(weight[0], form.bits)
     x = padded_to(x, K)
     P = len(x)
     y = torch.empty(P, N, dtype=x.dtype, device=x.device)
@@ -218,8 +220,9 @@ def run_experts(
         N,
         K,
         EXPERTS=experts,
-        BITS=bits,
-        GROUP=group,
+        BITS=form.bits,
+        GROUP=form.group,
+        SCALES=form.scales,
         SPLITS=cut.splits,
         TOKENS=cut.tokens,
         ROWS=cut.rows,
@@ -237,8 +240,7 @@ def experts_product(
 ) -> Tensor:
     """Compute `ops.experts.experts_linear` (scale None), or `ops.weight.w4a16` and `w8a16`."""
     P, K = x.shape
-    of_one = None if scale is None else scale[0]
-    bits, group = bits_and_group(of_one)
-    zeros = has_zeros(of_one)
-    cut = plan_experts(P, weight.shape[-2], K, bits, group, x.dtype, device, len(weight), zeros)
+    form = form_of(weight[0], None if scale is None else scale[0])
+    sizes = (P, weight.shape[-2], K, form.bits, form.group)
+    cut = plan_experts(*sizes, x.dtype, device, len(weight), form.scales)
     return run_experts(x, weight, scale, lists, cut)

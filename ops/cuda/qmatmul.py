@@ -1,12 +1,14 @@
-"""CUDA kernels, in Triton: a few rows of activations times int4, int8 or 16-bit weights, y = x W^T.
+"""CUDA kernels, in Triton: a few rows of activations times quantized or 16-bit weights, y = x W^T.
 
 From one token to a tree of 64 the product is bound by reading weights, if unpacking keeps up.
 1. Operands are swapped, y^T = W x^T: weights are the long side of a tensor-core tile, unpacked in
    registers; tokens, padded to 16, 32 or 64, are the short side. More tokens are more tiles.
    16-bit weights lie as in the model, row by row.
 2. layout.py stores 4 or 2 weights per 16-bit word, one per plane: a plane of a tile is 64
-   neighbours in K. Two words are unpacked at once: a shift, a mask, an exact subtraction.
+   neighbours in K. Two words are unpacked at once: a shift, a mask, an exact subtraction. High bits
+   of GGUF's codes of 5 and 6 bits lie behind the words.
 3. Dot products of a scale group are taken over the codes, then scaled in fp32, without rounding.
+   Minima, times the sum of a group of x, which is a dot product with ones, are added to them.
 4. Narrow layers use split-K to occupy every multiprocessor. Splits write fp32 partial sums, added
    in a fixed order without atomics: equal runs give equal bits.
 5. A block with the gate and up rows of the same outputs applies SwiGLU. Products with other work
@@ -28,16 +30,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.cuda.launch import Device, device_of
-from ops.cuda.layout import COLUMNS, group_of
+from ops.cuda.layout import form_of, inputs_of_block
 from ops.cuda.plans import MAX_SPLITS, key_of, measured_on
 
 __all__ = ["Device", "device_of"]  # for callers that import this module only
 
+MEASURED = ("", "bf16")  # scales of the forms in plans.py
 FUSED = ("add", "rotary")  # epilogues of epilogues.py, which add their own partial sums
 EPILOGUES = ("none", "fp32", "swiglu", *FUSED)
 # blocks of 64 outputs for each processor that use the bandwidth; so the plans have the splits that
 # sweep.py chose on an H200, for all ten products in 4 and in 16 bits
 BUSY = 1.45
+BUSY_GGUF = 3.0  # of GGUF's types, which take twice the instructions: an estimate
 SUM = 7  # how many times these a second kernel costs, in K-blocks: an estimate
 
 
@@ -54,22 +58,24 @@ class ProductPlan(NamedTuple):
 # --------------------------------------------------------------------------------------------- plan
 
 
-def choose_splits(N: int, blocks: int, processors: int, summed: bool = True) -> int:
+def choose_splits(
+    N: int, blocks: int, processors: int, summed: bool = True, busy: float = BUSY
+) -> int:
     """Choose the number of splits of K, for N outputs and `blocks` blocks of K.
 
     A block of threads takes its K-blocks one after the other, at a pace of its own. All together
-    are no faster than memory, whose bandwidth is in use with `BUSY` blocks for each processor. More
+    are no faster than memory, whose bandwidth is in use with `busy` blocks for each processor. More
     splits than that take are only more partial sums.
 
     summed: a kernel of its own adds the partial sums
     """
     tiles = triton.cdiv(N, 64)
-    of_memory = tiles * blocks / (BUSY * processors)
+    of_memory = tiles * blocks / (busy * processors)
 
     def cost(splits: int) -> float:
         """Return the time in K-blocks of a block of threads."""
         own = max(triton.cdiv(blocks, splits), of_memory)
-        return own + SUM / BUSY if summed and splits > 1 else own
+        return own + SUM / busy if summed and splits > 1 else own
 
     return min(range(1, min(MAX_SPLITS, blocks) + 1), key=cost)  # the fewest among equals
 
@@ -84,7 +90,7 @@ def plan_product(
     dtype: torch.dtype,
     device: Device,
     epilogue: str = "none",
-    zeros: bool = False,
+    scales: str = "",
 ) -> ProductPlan:
     """Choose tiles, splits and stages for M rows.
 
@@ -98,10 +104,10 @@ def plan_product(
     hundred rows on, unpacking them for cuBLAS would be faster. fp32 has no tensor cores: for tests
     of identity.
 
-    zeros: int4 weights have zero points
+    bits, group, scales: as in `Form`
     """
     tokens = tile_height(M, 16, 32)
-    if dtype != torch.float32 and not zeros:
+    if dtype != torch.float32 and scales in MEASURED:
         measured = measured_on(device.name).get(key_of(N, K, bits, group, epilogue))
         if measured:
             tile = measured.tiles[tokens]
@@ -109,15 +115,23 @@ def plan_product(
     if epilogue == "swiglu":
         splits = 1  # partial sums cannot be gated
     else:
-        blocks = triton.cdiv(K, 16 // bits * COLUMNS)
-        splits = choose_splits(N, blocks, device.processors, epilogue not in FUSED)
+        blocks = triton.cdiv(K, inputs_of_block(bits))
+        summed = epilogue not in FUSED
+        splits = choose_splits(N, blocks, device.processors, summed, busy_with(scales))
     if N % 16:
         tokens = min(tokens, 32)  # places that are no multiples of 16 take more registers
-    cut = fit(tokens, splits, bits, group, dtype, device, zeros)
     many_scales = 0 < group < 64 and device.capability < 90
+    if epilogue == "rotary" and many_scales and scales.endswith("minima"):
+        return fit(16, splits, bits, group, dtype, device, scales)  # more spill
+    cut = fit(tokens, splits, bits, group, dtype, device, scales)
     if epilogue == "rotary" and many_scales and dtype != torch.float32:
         return ProductPlan(*cut[:4], warps=8)  # four spill
     return cut
+
+
+def busy_with(scales: str) -> float:
+    """Return the blocks for each processor that use the bandwidth. scales: as in `Form`"""
+    return BUSY if scales in ("", "bf16", "zeros") else BUSY_GGUF
 
 
 def tile_height(rows: int, low: int, middle: int) -> int:
@@ -130,7 +144,7 @@ def tile_height(rows: int, low: int, middle: int) -> int:
 
 
 def fit(
-    tokens: int, splits: int, bits: int, group: int, dtype: torch.dtype, device: Device, zeros: bool
+    tokens: int, splits: int, bits: int, group: int, dtype: torch.dtype, device: Device, scales: str
 ) -> ProductPlan:
     """Return the plan for `tokens` rows of x per block, or fewer where they would not fit.
 
@@ -142,7 +156,10 @@ def fit(
             return ProductPlan(16, 64, splits, 2, 4)
         return ProductPlan(16, 64, splits, 3, 8)
     older = device.capability < 90
-    if (0 < group < 128 and device.capability != 90) or (zeros and not older):
+    zeros = scales == "zeros"
+    minima = scales.endswith("minima")
+    many_registers = zeros or minima or bits in (5, 6)
+    if (0 < group < 128 and device.capability != 90) or (many_registers and not older):
         # more spill, or become a trap (groups of 32 on sm_100, Triton 3.6 and 3.7)
         tokens = min(tokens, 32)
     warps = 4
@@ -150,52 +167,55 @@ def fit(
         warps = 8  # four spill
     if zeros and group < 64 and older and (device.capability, tokens) != (80, 16):
         warps = 8  # four spill words; on sm_80, with 16 tokens, eight do
-    # 16-bit weights are more bytes for the same work: more of them must be on their way
-    return ProductPlan(tokens, 64, splits, 4 if bits == 16 else 3, warps)
+    # 16-bit weights are more bytes for the same work: more of them must be on their way. Minima of
+    # 16 tokens spill with three stages on sm_100 (Triton 3.6)
+    many_stages = bits == 16 or (minima and device.capability >= 100 and tokens == 16)
+    return ProductPlan(tokens, 64, splits, 4 if many_stages else 3, warps)
 
 
 # ---------------------------------------------------------------------------------------- unpacking
 
 
 @triton.constexpr_function
-def unpack_asm(bits: int, plane: int, half: bool, zeros: bool = False) -> str:
+def unpack_asm(bits: int, plane: int, half: bool, scales: str, shift: int = 0) -> str:
     """Return PTX that unpacks the weights of one plane from two words, exactly.
 
     The result is two halves (fp16) or bfloat16s. A field that is OR-ed into the mantissa of 2^m
-    (1024 in fp16, 128 in bf16) gives 2^m + field; the subtraction is exact. int4 fields are
-    code + 8. int8 fields are a sign and a magnitude, as a bf16 mantissa has 7 bits.
-    zeros: the second operand is the summand of an int4 field, `minus_zero`
+    (1024 in fp16, 128 in bf16) gives 2^m + field; the subtraction is exact. A code of 8 bits is
+    seven, less 128 if the eighth is set: that bit makes the subtrahend's 2^m 2^m + 128.
+    scales: as in `Form`; with "zeros" the second operand is the summand of a field, `minus_zero`
+    shift: of the high bits, the second operand, of codes of 5 and 6 bits
     """
-    # every constant is in both halves of a word; base: 2^m; bias: -(2^m + 8)
-    if half:
-        kind = "f16x2"
-        base = "0x64006400"
-        one = "0x3c003c00"
-        minus_one = "0xbc00bc00"
-        bias = "0xe408e408"
+    # every constant is in both halves of a word; base: 2^m
+    kind = "f16x2" if half else "bf16x2"
+    base = "0x64006400" if half else "0x43004300"
+    one = "0x3c003c00" if half else "0x3f803f80"
+    minus_base = 0xE400E400 if half else 0xC300C300
+    bias = f"mov.b32 b, {minus_base + 0x10001 * code_of_zero(bits, scales):#x};"
+    high = ""
+    if bits == 8:
+        field = f"shr.u32 s, $1, {8 * plane}; lop3.b32 w, s, 0x007f007f, {base}, 0xea;"
+        bias = f"lop3.b32 b, s, 0x00800080, {minus_base:#x}, 0xea;"
     else:
-        kind = "bf16x2"
-        base = "0x43004300"
-        one = "0x3f803f80"
-        minus_one = "0xbf80bf80"
-        bias = "0xc308c308"
-    if bits == 4:
         # (w & mask) | base
         field = f"shr.u32 w, $1, {4 * plane}; lop3.b32 w, w, 0x000f000f, {base}, 0xea;"
-        if zeros:
-            bias = "$2"
-        return (
-            f"{{ .reg .b32 w, a, b; {field} mov.b32 a, {one}; mov.b32 b, {bias}; "
-            f"fma.rn.{kind} $0, w, a, b; }}"
-        )
-    # +-2^m
-    sign = f"shl.b32 s, $1, {8 - 8 * plane}; lop3.b32 s, s, 0x80008000, {base}, 0xea;"
-    # +-(2^m + magnitude)
-    field = f"shr.u32 w, $1, {8 * plane}; lop3.b32 w, w, 0x007f007f, s, 0xea;"
+    if bits in (5, 6):
+        lowest = shift + (bits - 4) * plane  # of the high bits; they belong at 4
+        move = f"shl.b32 s, $2, {4 - lowest};" if lowest < 4 else f"shr.u32 s, $2, {lowest - 4};"
+        mask = 0x100010 if bits == 5 else 0x300030
+        high = f"{move} lop3.b32 w, s, {mask:#x}, w, 0xea;"
+    if scales == "zeros":
+        bias = "mov.b32 b, $2;"
     return (
-        f"{{ .reg .b32 s, w, a; {sign} {field} mov.b32 a, {minus_one}; "
-        f"fma.rn.{kind} $0, s, a, w; }}"
+        f"{{ .reg .b32 w, s, a, b; {field} {high} mov.b32 a, {one}; {bias} "
+        f"fma.rn.{kind} $0, w, a, b; }}"
     )
+
+
+@triton.constexpr_function
+def code_of_zero(bits: int, scales: str) -> int:
+    """Return the code, as stored, of the weight 0; of 8 bits and with minima 0."""
+    return 0 if bits == 8 or scales.endswith("minima") else 2 ** (bits - 1)
 
 
 @triton.constexpr_function
@@ -209,21 +229,36 @@ def minus_zero(half: bool) -> int:
 
 @triton.jit
 def _unpack(
-    words, zero, plane: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr
-):
+    words, high, zero, plane: tl.constexpr, start: tl.constexpr, BITS: tl.constexpr,
+    SCALES: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """Return the weights of one plane as `dtype`: [ROWS, WIDTH] int16 -> [ROWS, WIDTH].
 
-    zero: [ROWS] int32, 8 + zero point of int4; without ZEROS it is 8
+    high: [ROWS, WIDTH] int16, a byte each of high bits, of codes of 5 and 6 bits; with 5 those of
+    the columns from `start` on, and of the columns 32 before or behind
+    zero: [ROWS] int32, 8 + zero point of int4, with "zeros"
     """
+    shift: tl.constexpr = 4 * (start // 32) if BITS == 5 else 0
     if dtype == tl.float32:
-        field = (words.to(tl.int32) >> (BITS * plane)) & ((1 << BITS) - 1)
+        LOW: tl.constexpr = 8 if BITS == 8 else 4
+        field = (words.to(tl.int32) >> (LOW * plane)) & ((1 << LOW) - 1)
+        if BITS == 5 or BITS == 6:
+            above = high.to(tl.int32) >> (shift + (BITS - 4) * plane)
+            field |= (above & ((1 << (BITS - 4)) - 1)) << 4
         if BITS == 8:
-            return tl.where(field < 128, field, 128 - field).to(tl.float32)
+            field = (field ^ 128) - 128
+        if SCALES == "zeros":
+            field -= zero[:, None]
         else:
-            return (field - (zero[:, None] if ZEROS else 8)).to(tl.float32)
+            field -= code_of_zero(BITS, SCALES)
+        return field.to(tl.float32)
     else:
-        code: tl.constexpr = unpack_asm(BITS, plane, dtype == tl.float16, ZEROS)
-        if not ZEROS:
+        code: tl.constexpr = unpack_asm(BITS, plane, dtype == tl.float16, SCALES, shift)
+        if BITS == 5 or BITS == 6:
+            bits = tl.inline_asm_elementwise(
+                code, "=r,r,r", [words, high], dtype=tl.int16, is_pure=True, pack=2
+            )
+        elif SCALES != "zeros":
             bits = tl.inline_asm_elementwise(
                 code, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2
             )
@@ -240,45 +275,118 @@ def _unpack(
 
 
 @triton.constexpr_function
-def words_of(group: int, dtype: tl.dtype) -> int:
-    """Return the words of scales per row and K-block, as `pack_scales` makes them in this dtype.
+def words_of(bits: int, group: int, scales: str) -> int:
+    """Return the words of scales per row and K-block; 0: one scale for each output.
 
-    group: of int4; 0: int8, without such words
+    bits, group, scales: as in `Form`
     """
     if group == 0:
         return 0
-    if dtype == tl.float32:
-        return 256 // group
-    return 128 // group
+    if scales.startswith("super"):
+        return 5
+    groups = (128 if bits == 8 else 256) // group
+    return groups if scales in ("zeros", "fp16-minima") else groups // 2
+
+
+@triton.constexpr_function
+def inputs_of_k_block(bits: int) -> int:
+    """Return `inputs_of_block`."""
+    return 64 * (16 // bits if bits in (8, 16) else 4)
+
+
+@triton.constexpr_function
+def has_minima(scales: str) -> bool:
+    """Return whether groups have minima beside these scales."""
+    return scales.endswith("minima")
+
+
+@triton.constexpr_function
+def has_integers(scales: str) -> bool:
+    """Return whether groups have integers, which a superblock's scale multiplies."""
+    return scales.startswith("super")
+
+
+@triton.jit
+def _codes(packed_ptr, block, row, N, start: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Read the columns of a K-block from `start` on, as `_unpack` takes them.
+
+    Returns: words, [ROWS, WIDTH] int16; of codes of 5 and 6 bits high bits, else the words again.
+    """
+    HIGH: tl.constexpr = BITS % 4  # bits of a code that are not in its plane
+    EACH: tl.constexpr = 64 + 16 * HIGH  # words of a row
+    c = tl.arange(0, WIDTH)[None, :]
+    stride = tl.cast(N, tl.int64) * EACH  # between K-blocks
+    at = packed_ptr + row[:, None] * EACH + c + block * stride
+    words = tl.load(at + start, eviction_policy="evict_first")
+    if HIGH == 0:
+        return words, words
+    else:  # behind the words; with one bit, a byte has those of two columns, and is read twice
+        first: tl.constexpr = 128 + (start if HIGH == 2 else 0)
+        bytes_ptr = packed_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+        at = bytes_ptr + row[:, None] * (2 * EACH) + c + block * (2 * stride)
+        return words, tl.load(at + first, eviction_policy="evict_first").to(tl.int16)
 
 
 @triton.jit
 def _scale_words(scale_ptr, block, row, N, WORDS: tl.constexpr):
-    """Read the scales of a K-block, in words of `pack_scales`: a tuple of WORDS x [ROWS] int32."""
+    """Read the scales of a K-block: a tuple of WORDS x [ROWS] int32."""
     words = ()
+    words_ptr = scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     for i in tl.static_range(WORDS):
-        words = words + (
-            tl.load(scale_ptr + (block * N + row) * WORDS + i).to(tl.int32, bitcast=True),
-        )
+        words = words + (tl.load(words_ptr + (block * N + row) * WORDS + i),)
     return words
 
 
 @triton.jit
-def _scale(words, group: tl.constexpr, ZEROS: tl.constexpr):
-    """Return the scales of one group of the K-block: [ROWS] fp32."""
-    if ZEROS:
-        bits = words[group] & -32
-    else:
-        word = words[group // 2]
-        # a bf16 is the upper half of an fp32
-        bits = word << 16 if group % 2 == 0 else word & -65536
-    return bits.to(tl.float32, bitcast=True)
+def _half(words, i: tl.constexpr):
+    """Return a float16 number in words: [ROWS] fp32."""
+    bits = (words[i // 2] >> (16 * (i % 2))).to(tl.int16)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _zero(words, k: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr):
+def _integer(words, i: tl.constexpr, SIGNED: tl.constexpr):
+    """Return an integer of a superblock, behind the word of its float16 numbers: [ROWS] fp32."""
+    word = words[1 + i // 4]
+    if SIGNED:
+        return ((word << (24 - 8 * (i % 4))) >> 24).to(tl.float32)
+    else:
+        return ((word >> (8 * (i % 4))) & 255).to(tl.float32)
+
+
+@triton.jit
+def _scale(words, group: tl.constexpr, SCALES: tl.constexpr):
+    """Return the scales of one group of the K-block: [ROWS] fp32."""
+    if SCALES == "zeros":
+        scale = (words[group] & -32).to(tl.float32, bitcast=True)
+    elif SCALES == "bf16":
+        word = words[group // 2]
+        # a bf16 is the upper half of an fp32
+        bits = word << 16 if group % 2 == 0 else word & -65536
+        scale = bits.to(tl.float32, bitcast=True)
+    elif SCALES == "super":  # the products are exact
+        scale = _half(words, 0) * _integer(words, group, True)
+    elif SCALES == "super-minima":
+        scale = _half(words, 0) * _integer(words, 2 * group, False)
+    else:
+        scale = _half(words, 2 * group if has_minima(SCALES) else group)
+    return scale
+
+
+@triton.jit
+def _minimum(words, group: tl.constexpr, SCALES: tl.constexpr):
+    """Return the minima of one group of the K-block: [ROWS] fp32."""
+    if SCALES == "super-minima":
+        minimum = -_half(words, 1) * _integer(words, 2 * group + 1, False)
+    else:
+        minimum = _half(words, 2 * group + 1)
+    return minimum
+
+
+@triton.jit
+def _zero(words, k: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr):
     """Return 8 + the zero points of the group with weight k, [ROWS] int32, or 8 without any."""
-    if ZEROS:
+    if SCALES == "zeros":
         return words[k // GROUP] & 31
     else:
         return 8  # no None, which Triton 3.6 cannot return
@@ -307,7 +415,7 @@ def _dot(w, x, total):
 @triton.jit
 def quantized_product(
     x_rows, live, packed_ptr, scale_ptr, row, N, first, last,
-    BITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute (codes * scale) x^T over the K-blocks first .. last: [ROWS, TOKENS] fp32.
 
@@ -318,16 +426,14 @@ def quantized_product(
     dtype: tl.constexpr = x_rows.dtype.element_ty
     ROWS: tl.constexpr = row.shape[0]
     TOKENS: tl.constexpr = live.shape[0]
-    PLANES: tl.constexpr = 16 // BITS
+    PLANES: tl.constexpr = 2 if BITS == 8 else 4
     COLUMNS: tl.constexpr = 64  # of layout.py
-    WIDTH: tl.constexpr = 32 if GROUP == 32 else COLUMNS  # a dot product must not span two groups
+    # a dot product must not span two groups
+    WIDTH: tl.constexpr = GROUP if GROUP > 0 and GROUP < COLUMNS else COLUMNS
     BLOCK: tl.constexpr = PLANES * COLUMNS
-    WORDS: tl.constexpr = words_of(GROUP, scale_ptr.dtype.element_ty)
-    ZEROS: tl.constexpr = GROUP > 0 and WORDS * GROUP == BLOCK  # a group has a word
-    c = tl.arange(0, WIDTH)
-    stride = tl.cast(N, tl.int64) * COLUMNS  # between K-blocks of words
-    words_ptr = packed_ptr + row[:, None] * COLUMNS + c[None, :]  # [ROWS, WIDTH]
-    tokens_ptr = x_rows[None, :] + c[:, None]  # [WIDTH, TOKENS]
+    WORDS: tl.constexpr = words_of(BITS, GROUP, SCALES)
+    ZEROS: tl.constexpr = SCALES == "zeros"
+    tokens_ptr = x_rows[None, :] + tl.arange(0, WIDTH)[:, None]  # [WIDTH, TOKENS]
     total = tl.full((ROWS, TOKENS), 0.0, tl.float32)
     scales = _scale_words(scale_ptr, first, row, N, WORDS)
     for block in tl.range(first, last, num_stages=STAGES):
@@ -337,27 +443,56 @@ def quantized_product(
             following = _scale_words(scale_ptr, tl.minimum(block + 1, last - 1), row, N, WORDS)
         part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
         for start in tl.static_range(0, COLUMNS, WIDTH):
-            words = tl.load(words_ptr + block * stride + start, eviction_policy="evict_first")
+            words, high = _codes(packed_ptr, block, row, N, start, WIDTH, BITS)
             for plane in tl.static_range(PLANES):
                 k = block * BLOCK + plane * COLUMNS + start
                 x = tl.load(tokens_ptr + k, mask=live[None, :], other=0.0)
-                zero = _zero(scales, plane * COLUMNS + start, GROUP, ZEROS)
-                w = _unpack(words, zero, plane, BITS, ZEROS, dtype)
+                zero = _zero(scales, plane * COLUMNS + start, GROUP, SCALES)
+                w = _unpack(words, high, zero, plane, start, BITS, SCALES, dtype)
                 if GROUP == 0:
                     total = _dot(w, x, total)
                 else:
                     part = _dot(w, x, part)
                     if (plane + 1) * COLUMNS % GROUP == 0:
-                        total += (
-                            part
-                            * _scale(scales, (plane * COLUMNS + start) // GROUP, ZEROS)[:, None]
-                        )
+                        scale = _scale(scales, (plane * COLUMNS + start) // GROUP, SCALES)
+                        total += part * scale[:, None]
                         part = tl.full((ROWS, TOKENS), 0.0, tl.float32)
+                        if has_minima(SCALES):  # a group is as wide as the dot product
+                            least = _minimum(scales, (plane * COLUMNS + start) // GROUP, SCALES)
+                            sums = _dot(tl.full((ROWS, WIDTH), 1.0, dtype), x, part)
+                            total += sums * least[:, None]
         if not ZEROS:
             scales = following
     if GROUP == 0:
         total *= tl.load(scale_ptr + row)[:, None]
     return total
+
+
+@triton.jit
+def rows_kernel(
+    packed_ptr, scale_ptr, ids_ptr, y_ptr, N, K, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """Read the numbers of a row of a weight in a K-block.
+
+    packed, scale: as for `product_tile`, with groups of 16 or 32; ids: [R] int64
+    Writes: y, [R, K].
+    """
+    i = tl.program_id(0)
+    block = tl.program_id(1)
+    row = tl.load(ids_ptr + i + tl.arange(0, 1)).to(tl.int32)
+    scales = _scale_words(scale_ptr, block, row, N, words_of(BITS, GROUP, SCALES))
+    PLANES: tl.constexpr = 2 if BITS == 8 else 4
+    for start in tl.static_range(0, 64, GROUP):
+        words, high = _codes(packed_ptr, block, row, N, start, GROUP, BITS)
+        for plane in tl.static_range(PLANES):
+            w = _unpack(words, high, 0, plane, start, BITS, SCALES, tl.float32)
+            w *= _scale(scales, (plane * 64 + start) // GROUP, SCALES)[:, None]  # exact
+            if has_minima(SCALES):
+                w += _minimum(scales, (plane * 64 + start) // GROUP, SCALES)[:, None]
+            k = block * (64 * PLANES) + plane * 64 + start + tl.arange(0, GROUP)[None, :]
+            at = y_ptr + tl.cast(i, tl.int64) * K + k
+            tl.store(at, w.to(y_ptr.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
@@ -383,16 +518,17 @@ def float_product(x_rows, live, weight_ptr, row, K, first, last, STAGES: tl.cons
 @triton.jit
 def product_tile(
     x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SCALES: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of (codes * scale) x^T over a split of K: [ROWS, TOKENS] fp32.
 
-    x: [M, K], K a multiple of BLOCK; packed: [K / BLOCK, N, COLUMNS] int16
-    scale: [K / BLOCK, N, WORDS] int32 or fp32, from `pack_scales`; or [N] fp32 when GROUP is 0
+    BITS, GROUP, SCALES: of a `Form`; x: [M, K], K a multiple of BLOCK
+    packed: [K / BLOCK, N, EACH] int16; scale: [K / BLOCK, N, WORDS] words, as layout.py packs them,
+    or [N] fp32 when GROUP is 0
     With BITS 16 packed is the weight, [N, K] of x's dtype for any K, and scale is not read.
     t: [TOKENS] int32, rows of x; row: [ROWS] int32, of the weight
     """
-    blocks = tl.cdiv(K, 16 // BITS * 64)
+    blocks = tl.cdiv(K, inputs_of_k_block(BITS))
     first = split * blocks // SPLITS
     last = (split + 1) * blocks // SPLITS
     x_rows = x_ptr + t.to(tl.int64) * K
@@ -400,7 +536,7 @@ def product_tile(
         total = float_product(x_rows, t < M, packed_ptr, row, K, first, last, STAGES)
     else:
         total = quantized_product(
-            x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, STAGES
+            x_rows, t < M, packed_ptr, scale_ptr, row, N, first, last, BITS, GROUP, SCALES, STAGES
         )
     return total
 
@@ -439,8 +575,8 @@ def divided_by_rms(total, squares_ptr, t, M, F, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     x_ptr, packed_ptr, scale_ptr, squares_ptr, y_ptr, M, N, K, F, BITS: tl.constexpr,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of y^T = (codes * scale) x^T, or of its partial sums over a split of K.
 
@@ -456,7 +592,7 @@ def matmul_kernel(
     if GATED:  # a gate and its up row are neighbours
         row = row % 2 * (N // 2) + row // 2
     total = product_tile(
-        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SPLITS, STAGES
+        x_ptr, packed_ptr, scale_ptr, t, row, split, M, N, K, BITS, GROUP, SCALES, SPLITS, STAGES
     )
     if squares_ptr is not None:
         total = divided_by_rms(total, squares_ptr, t, M, F, PARTS)
@@ -485,29 +621,11 @@ def sum_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 # ------------------------------------------------------------------------------------------- launch
 
 
-def has_zeros(scale: Tensor | None) -> bool:
-    """Return whether these scales have zero points."""
-    return scale is not None and scale.dim() == 3 and scale.dtype == torch.float32
-
-
-def bits_and_group(scale: Tensor | None) -> tuple[int, int]:
-    """Return bits and group, from the shape of the scales.
-
-    int4 has scales per group, [blocks, N, words]; int8 has [N], and its group is 0; so is that of
-    floats, which have none.
-    """
-    if scale is None:
-        return 16, 0
-    if scale.dim() == 3:
-        return 4, group_of(scale)
-    return 8, 0
-
-
 def sizes_of(packed: Tensor, bits: int) -> tuple[int, int]:
     """Return the outputs and the inputs, padded to whole blocks, of a weight of `matmul_kernel`."""
     if bits == 16:
         return packed.shape[0], packed.shape[1]
-    return packed.shape[1], packed.shape[0] * COLUMNS * 16 // bits
+    return packed.shape[1], packed.shape[0] * inputs_of_block(bits)
 
 
 def parts_of(squares: Tensor | None) -> int:
@@ -531,8 +649,8 @@ def run_product(
     squares: of `ops.epilogues.UnnormalizedRows`, where x are its values; for "swiglu" only
     Returns: [..., N] in x's dtype or fp32; [..., N / 2] with SwiGLU.
     """
-    bits, group = bits_and_group(scale)
-    N, K = sizes_of(packed, bits)
+    form = form_of(packed, scale)
+    N, K = sizes_of(packed, form.bits)
     F = x.shape[-1]  # inputs before they are padded
     assert packed.is_contiguous(), packed.stride()
     x = padded_to(x, K)
@@ -556,8 +674,9 @@ def run_product(
         N,
         K,
         F,
-        BITS=bits,
-        GROUP=group,
+        BITS=form.bits,
+        GROUP=form.group,
+        SCALES=form.scales,
         SPLITS=cut.splits,
         GATED=gated,
         TOKENS=cut.tokens,
@@ -569,6 +688,26 @@ def run_product(
     if cut.splits > 1:
         grid = (triton.cdiv(M * N, 512),)
         sum_kernel[grid](out, y, M * N, SPLITS=cut.splits, BLOCK=512)
+    return y
+
+
+def read_rows(packed: Tensor, scale: Tensor, ids: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    """Compute `ops.weight.read_rows`. Allocates its result, and nothing else; never waits."""
+    form = form_of(packed, scale)
+    y = torch.empty(len(ids), K, dtype=dtype, device=ids.device)
+    if len(ids):
+        rows_kernel[len(ids), len(packed)](
+            packed,
+            scale,
+            ids.contiguous(),
+            y,
+            packed.shape[1],
+            K,
+            BITS=form.bits,
+            GROUP=form.group,
+            SCALES=form.scales,
+            num_warps=1,
+        )
     return y
 
 
@@ -586,9 +725,10 @@ def plan_of(
     """Return the plan for the product of these operands."""
     K = x.shape[-1]
     M = x.numel() // K
-    bits, group = bits_and_group(scale)
-    N, _ = sizes_of(packed, bits)
-    return plan_product(M, N, K, bits, group, x.dtype, device, epilogue, has_zeros(scale))
+    form = form_of(packed, scale)
+    N, _ = sizes_of(packed, form.bits)
+    sizes = (M, N, K, form.bits, form.group)
+    return plan_product(*sizes, x.dtype, device, epilogue, form.scales)
 
 
 def matmul(

@@ -46,10 +46,19 @@ from kv_cache import KVCache
 from model import ModelConfig
 from ops import torch_backend
 from ops.backends import choose
+from ops.cuda.layout import (
+    BLOCK_FORMS,
+    INTEGER_BYTES,
+    Form,
+    columns_of,
+    halves_of,
+    inputs_of_block,
+)
 from ops.linear import halves_product
 from scripts.bench.measure import read_bandwidth
 
 FORMATS = ("bf16", "int8", "int4")
+GGUF = {name.lower(): name for name in BLOCK_FORMS}  # types of a file, in their own bits
 LAYERS = {
     "wqkv": (12288, 4096),
     "wo": (4096, 4096),
@@ -60,6 +69,7 @@ LAYERS = {
 PRODUCTS = {
     "int4": (ops.weight.w4a16, ops.weight.w4a16_reference),
     "int8": (ops.weight.w8a16, ops.weight.w8a16_reference),
+    **dict.fromkeys(GGUF, (ops.weight.blocks_a16, ops.weight.blocks_a16_reference)),
 }
 CYCLE = ("attention", "compact", "topk", "experts")
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
@@ -78,7 +88,9 @@ TOLERANCE = 4e-3
 
 @dataclass
 class KernelsConfig:
-    format: str = option("int4", f"weights; or another kernel: {', '.join(CYCLE)}", FORMATS + CYCLE)
+    format: str = option(
+        "int4", f"weights; or another kernel: {', '.join(CYCLE)}", (*FORMATS, *GGUF, *CYCLE)
+    )
     group_size: int = option(128, "of int4 scales", None)
     rows: str = option("1,8,16,32,64", "rows of activations, or of trees, ascending")
     lengths: str = option("128,200,512,2048", "slots that attention reads in front of its rows")
@@ -103,13 +115,27 @@ def words(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor]:
-    """Return random words and scales, as the operators of int4 or int8 take them."""
+    """Return random words and scales, as the operator of a format takes them."""
+    if form in GGUF:
+        return random_blocks(BLOCK_FORMS[GGUF[form]], N, K)
     scale = torch.rand(N, K // group, device="cuda") * 0.01
     bits = 4 if form == "int4" else 8
     packed = words(-(-K * bits // 1024), N, ops.cuda.layout.COLUMNS, dtype=torch.int16)
     if form == "int4":
         return packed, ops.cuda.layout.pack_scales(scale.bfloat16(), group)
     return packed, scale[:, 0].contiguous()
+
+
+def random_blocks(form: Form, N: int, K: int) -> tuple[Tensor, Tensor]:
+    """Return random words and scales of a GGUF type; integers of groups are 6 bits."""
+    blocks = -(-K // inputs_of_block(form.bits))
+    packed = words(blocks, N, columns_of(form.bits), dtype=torch.int16)
+    scale = (torch.rand(blocks, N, halves_of(form), device="cuda") * 0.01).half()
+    if form.scales.startswith("super"):
+        scale[..., 2:] = (words(blocks, N, INTEGER_BYTES // 2, dtype=torch.int16) & 0x3F3F).view(
+            torch.float16
+        )
+    return packed, scale
 
 
 def make_layer(form: str, N: int, K: int, group: int) -> Layer:
@@ -403,7 +429,7 @@ def contests(config: KernelsConfig) -> list[tuple[str, int, Callable[[], Contest
         for form, layer, M in itertools.product(FORMATS, EXPERT_LAYERS, EXPERT_TOKENS):
             make = partial(experts_contest, form, layer, M, config.group_size, rotate_bytes)
             tasks.append((f"experts {form} {layer}", M, make))
-    elif config.format in FORMATS:
+    elif config.format in PRODUCTS or config.format in FORMATS:
         for layer, M in itertools.product(LAYERS, rows):
             make = partial(
                 product_contest, config.format, layer, M, config.group_size, rotate_bytes

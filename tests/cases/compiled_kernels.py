@@ -33,11 +33,12 @@ import ops.cuda.topk
 import ops.cuda.tree
 from ops.cuda.experts import plan_experts
 from ops.cuda.launch import SPLIT_TOKENS, TARGETS
+from ops.cuda.layout import BLOCK_FORMS, Form
 from ops.cuda.prompt_attention import plan_prompt
 from ops.cuda.qmatmul import ProductPlan, plan_product
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FORMATS = ("float", "int4-128", "int4-64", "int4-32", "int8")  # float: as x
+FORMATS = ("float", "int4-128", "int4-64", "int4-32", "int8", *BLOCK_FORMS)  # float: as x
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -121,27 +122,29 @@ def source(
     return Source(kernel, usual | known, constants, warps, multiples)
 
 
-def bits_and_group(form: str) -> tuple[int, int]:
-    """Return the bits of a stored weight, and the number of weights that share a scale or 0."""
-    if form == "float":
-        return 16, 0
-    if form == "int8":
-        return 8, 0
-    return 4, int(form.split("-")[1])
+def form_named(name: str) -> Form:
+    """Return a form by its name in `FORMATS`, or with zero points."""
+    if name in BLOCK_FORMS:
+        return BLOCK_FORMS[name]
+    if name == "float":
+        return Form(16)
+    if name == "int8":
+        return Form(8)
+    return Form(4, int(name.split("-")[1]), "zeros" if name.endswith("zeros") else "bf16")
 
 
 def product_source(case: Case) -> tuple[Source, ProductPlan]:
     """Return a product with the plan of its launcher for the target."""
-    bits, group = bits_and_group(case.form)
-    zeros = case.form.endswith("zeros")
+    bits, group, scales = form_named(case.form)
     shape = (case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
     if case.experts:
-        plan = plan_experts(*shape, case.experts, zeros)
+        plan = plan_experts(*shape, case.experts, scales)
     else:
-        plan = plan_product(*shape, case.epilogue, zeros)
+        plan = plan_product(*shape, case.epilogue, scales)
     constants = {
         "BITS": bits,
         "GROUP": group,
+        "SCALES": scales,
         "SPLITS": plan.splits,
         "TOKENS": plan.tokens,
         "ROWS": plan.rows,
@@ -149,7 +152,7 @@ def product_source(case: Case) -> tuple[Source, ProductPlan]:
     }
     types = {"packed_ptr": f"*{case.dtype}" if bits == 16 else "*i16"}
     types["weight_ptr"] = types["packed_ptr"] if case.experts else f"*{case.dtype}"
-    types["scale_ptr"] = "*fp32" if bits == 8 or zeros else "*i32"
+    types["scale_ptr"] = {"": "*fp32", "zeros": "*fp32", "bf16": "*i32"}.get(scales, "*fp16")
     if plan.splits > 1 and case.epilogue in ("none", "swiglu"):
         types["y_ptr"] = "*fp32"
     if bits == 16:
@@ -378,13 +381,17 @@ def fault_of(case: Case, found: Resources) -> str:
 
 
 def cases(N: int) -> list[Case]:
-    """List the products of every target, format, type and number of rows. N: outputs"""
+    """List the products of every target, format, type and number of rows. N: outputs
+
+    In fp32, which a GGUF file's blocks never meet on a device, their minima spill.
+    """
     epilogues = ("none", "swiglu", "add", "rotary") if N % 128 == 0 else ("none", "add")
     return [
         Case(target, form, dtype, M, N, epilogue=epilogue)
         for dtype, form, target, M, epilogue in product(
             DTYPES, FORMATS, TARGETS, (16, 32, 64), epilogues
         )
+        if dtype != "fp32" or form not in BLOCK_FORMS
     ]
 
 

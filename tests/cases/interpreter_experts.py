@@ -17,7 +17,18 @@ from ops.backends import choose, use_backend
 from ops.cuda.qmatmul import Device, ProductPlan
 from ops.library import lib
 
-FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
+FORMATS = [
+    "float",
+    "int4-128",
+    "int4-64",
+    "int4-32",
+    "int4-64-zeros",
+    "int8",
+    "Q4_K",
+    "Q6_K",
+    "Q5_1",
+    "Q8_0",
+]
 DEVICE = Device(8, 232448, 90)  # few processors, few splits
 ROUTINGS = {  # how rows may be spread over eight experts
     "one row": [5],
@@ -34,7 +45,7 @@ def product(x, weight, scale, lists=None, epilogue="none"):
     return ops.cuda.experts.experts_product(x, weight, scale, lists, DEVICE)
 
 
-for name in ("w4a16", "w8a16"):
+for name in ("w4a16", "w8a16", "blocks_a16"):
     lib.impl(name, product, "CPU")
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -70,8 +81,9 @@ def test_lists(expert, experts):
 
 @pytest.mark.parametrize("form,routing,K", [  # tiles are found in the same way for every format
     ("float", "one row", 384), ("float", "idle ends", 384), ("int8", "one token", 384), ("int4-64-zeros", "uneven", 384),
-    ("float", "tree", 65), ("int8", "tree", 200), ("int4-32", "tree", 96),
-    *slow((form, routing, 384) for form in FORMATS for routing in ROUTINGS),
+    ("float", "tree", 65), ("int8", "tree", 200), ("int4-32", "tree", 96), ("Q5_1", "one token", 96),
+    *((form, "uneven", 512) for form in ("Q4_K", "Q6_K", "Q8_0")),
+    *slow((form, routing, 512) for form in FORMATS for routing in ROUTINGS),
 ])  # fmt: skip
 def test_product(form, routing, K):
     """N and K are multiples of no tile, and tiles are part full."""

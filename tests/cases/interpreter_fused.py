@@ -41,8 +41,8 @@ def norm_of(rows: int, F: int) -> UnnormalizedRows:
 
 
 @pytest.mark.parametrize("form,rows,N,splits", [
-    ("float", 26, 70, 2), ("int4-128", 1, 135, 1), ("int8", 70, 64, 3),
-    *slow([("float", 1, 576, 2), ("int4-64", 5, 200, 2), ("int4-32-zeros", 60, 135, 2)]),
+    ("float", 26, 70, 2), ("int4-128", 1, 135, 1), ("int8", 70, 64, 3), ("Q5_0", 5, 70, 2),
+    *slow([("float", 1, 576, 2), ("int4-64", 5, 200, 2), ("int4-32-zeros", 60, 135, 2), ("Q4_1", 60, 135, 2)]),
 ])  # fmt: skip
 def test_a_product_is_added_in_front_of_a_norm(gpu, form, rows, N, splits):
     weights = quantized(form, N, 384)
@@ -71,7 +71,7 @@ def test_the_first_norm(F):
         assert torch.equal(total, want) if given is not None else not total.numel()
 
 
-@pytest.mark.parametrize("form,rows", [("float", 26), ("int4-128", 1)])
+@pytest.mark.parametrize("form,rows", [("float", 26), ("int4-128", 1), ("Q5_1", 5)])
 def test_swiglu_of_an_unscaled_norm(form, rows):
     weights = quantized(form, 2 * 67, 384)
     x = norm_of(rows, 384)
@@ -106,6 +106,7 @@ def rotated(gpu, weights, x, heads, E, norms, splits, rows=slice(None)):
     ("float", 26, (3, 1), 64, False, 2),  # two heads in a tile
     ("int4-128", 5, (2, 1), 128, True, 2),  # two tiles in a head
     ("int8", 40, (2, 1), 80, True, 1),  # tiles across heads
+    ("Q8_0", 5, (2, 1), 64, True, 2),
     *slow([("float", 1, (9, 3), 64, False, 2), ("float", 40, (2, 1), 16, True, 1)]),
 ])  # fmt: skip
 def test_a_product_is_rotated_and_cached(gpu, form, rows, heads, E, normed, splits):

@@ -13,10 +13,11 @@ import ops.cuda.norm
 import ops.cuda.qmatmul
 from helpers import quantized, slow
 from ops import torch_backend
+from ops.cuda.layout import BLOCK_FORMS
 from ops.cuda.qmatmul import Device, ProductPlan
 
 DEVICE = Device(132, 232448, 90)
-FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8"]
+FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8", *BLOCK_FORMS]
 
 
 def run(x, weights, splits=1, epilogue="none"):
@@ -32,20 +33,27 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("form,rows", [  # tiles are the same for every format, and for every group of int4
     *((form, rows) for form in ("int4-128", "int8") for rows in (1, 26, 70)),
     ("int4-64", 5), ("int4-32", 26), ("int4-64-zeros", 70), ("float", 5), ("float", 70),
-    *slow((form, rows) for form in ("float", "int4-128", "int8") for rows in (5, 16, 60, 64)),
+    ("Q4_K", 26), ("Q5_K", 1), ("Q5_1", 26), ("Q6_K", 70), ("Q8_0", 5), ("Q4_0", 5), ("Q4_1", 5), ("Q5_0", 5),
+    *slow((form, rows) for form in ("float", "int4-128", "int8", *BLOCK_FORMS) for rows in (5, 16, 60, 64)),
     *slow((form, rows) for form in ("int4-64", "int4-32", "int4-64-zeros") for rows in (5, 26, 70)),
 ])  # fmt: skip
 def test_product(form, rows):
-    """N and K are multiples of no tile: 135 outputs, and a last block of K that is part full."""
-    weights = quantized(form, 135, 640)
-    x = torch.randn(rows, 640)
+    """N and K are multiples of no tile: 135 outputs, and a last block of K that is part full.
+
+    K types have superblocks of 256.
+    """
+    K = 768 if form.endswith("_K") else 640
+    weights = quantized(form, 135, K)
+    x = torch.randn(rows, K)
     torch.testing.assert_close(
         run(x, weights, splits=2), weights.reference(x), atol=2e-4, rtol=2e-5
     )
 
 
 @pytest.mark.parametrize("form,N,K", [
-    *((form, *shape) for form in FORMATS for shape in ((1, 128), (200, 384))),
+    *((form, *shape) for form in FORMATS if not form.endswith("_K") for shape in ((1, 128), (200, 384))),
+    *((form, *shape) for form in ("Q4_K", "Q5_K", "Q6_K") for shape in ((1, 256), (199, 512))),
+    *((form, 70, 96) for form in ("Q4_1", "Q5_0", "Q8_0")),  # 3 blocks of the file
     *((form, 70, K) for form in ("float", "int8") for K in (65, 200)),  # widths of no whole group
 ])  # fmt: skip
 def test_shapes(form, N, K):
@@ -64,13 +72,15 @@ def test_splits_may_be_uneven(splits):
 
 
 @pytest.mark.parametrize("form,splits", [
-    ("float", 3), ("int4-128", 1), ("int8", 3), ("int4-64-zeros", 3), *slow([("int8", 1), ("int4-64", 3), ("int4-32", 3)]),
+    ("float", 3), ("int4-128", 1), ("int8", 3), ("int4-64-zeros", 3), ("Q4_K", 3), ("Q6_K", 1), ("Q8_0", 3),
+    *slow([("int8", 1), ("int4-64", 3), ("int4-32", 3), ("Q4_1", 1), ("Q5_0", 3), ("Q5_1", 3), ("Q5_K", 3)]),
 ])  # fmt: skip
 def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
-    weights = quantized(form, 70, 896)
-    x = torch.randn(64, 896)
+    K = 768 if form.endswith("_K") else 896
+    weights = quantized(form, 70, K)
+    x = torch.randn(64, K)
     whole = run(x, weights, splits)
-    torch.testing.assert_close(whole, weights.reference(x), atol=5e-4, rtol=2e-5)
+    torch.testing.assert_close(whole, weights.reference(x), atol=1e-3, rtol=2e-5)
     for rows in (1, 2, 15, 16, 17, 26, 33, 63):  # tiles of 16, of 32 and of 64 tokens
         assert torch.equal(run(x[-rows:].clone(), weights, splits), whole[-rows:]), rows
 
@@ -98,7 +108,7 @@ def test_a_norm_of_what_is_not_contiguous():
 
 
 @pytest.mark.parametrize("form,rows", [
-    ("float", 26), ("int4-32", 70), ("int8", 26), ("int4-128", 1),
+    ("float", 26), ("int4-32", 70), ("int8", 26), ("int4-128", 1), ("Q5_1", 26),
     *slow((form, rows) for form in ("int4-128", "int4-32", "int8") for rows in (26, 60)),
 ])  # fmt: skip
 def test_swiglu_behind_a_product(form, rows):
@@ -117,9 +127,25 @@ def test_the_whole_path():
         torch.testing.assert_close(y, weights.reference(x), atol=5e-4, rtol=2e-5)
 
 
-def test_negative_zero_is_zero():
-    """A sign without a magnitude, which `pack_int8_planes` never writes."""
-    packed = torch.full((1, 64, ops.cuda.layout.COLUMNS), -32640, dtype=torch.int16)  # 0x8080
+def test_the_lowest_code_of_eight_bits():
+    """-128, which our own int8 never has, and files of others may."""
+    codes = torch.full((64, 128), -128, dtype=torch.int8)
+    packed = ops.cuda.layout.pack_int8_planes(codes)
     cut = ProductPlan(16, 64, 1, 2, 4)
-    y = ops.cuda.qmatmul.run_product(torch.randn(2, 128), packed, torch.ones(64), cut)
-    assert (y == 0).all()
+    y = ops.cuda.qmatmul.run_product(torch.ones(2, 128), packed, torch.ones(64), cut)
+    assert (y == -128 * 128).all()
+
+
+@pytest.mark.parametrize("form", BLOCK_FORMS)
+def test_rows_of_an_embedding(form):
+    """As numbers, bit for bit; any of them, in any order, more than once."""
+    K = 512 if form.endswith("_K") else 416
+    weights = quantized(form, 70, K)
+    ids = torch.tensor([3, 69, 0, 3])
+    operator = torch.ops.gpt_eagle.read_planes  # plain on a CPU
+    want = operator(weights.packed, weights.scale, ids, K, torch.float32)
+    got = ops.cuda.qmatmul.read_rows(weights.packed, weights.scale, ids, K, torch.float32)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(got, weights.reference(torch.eye(K)).T[ids])
+    none = ops.cuda.qmatmul.read_rows(weights.packed, weights.scale, ids[:0], K, torch.float32)
+    assert none.shape == (0, K)

@@ -366,7 +366,22 @@ def test_the_layout_is_the_documented_one():
     assert word == 0x8588  # codes + 8 in nibbles: 8 for 0, 5 for -3
     codes[2, 4 * 128 + 64 + 7] = -3  # int8: block 4, plane 1, column 7
     word = int(ops.cuda.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF
-    assert word == 0x8300  # sign and magnitude
+    assert word == 0xFD00  # two's complement
+
+
+def test_high_bits_lie_behind_the_planes():
+    codes = torch.zeros(3, 512, dtype=torch.uint8)
+    k = 256 + 2 * 64 + 37  # block 1, plane 2, column 37
+    codes[2, k] = 0b11_0101
+    row = ops.cuda.layout.pack_block_codes(codes, 6)[1, 2]
+    assert row.shape == (64 + 32,) and row[37] == 0b0101 << 8
+    assert row[64:].view(torch.uint8).nonzero().tolist() == [[37]]
+    assert row[64:].view(torch.uint8)[37] == 0b11 << 4
+    codes[2, k] = 0b1_0101
+    row = ops.cuda.layout.pack_block_codes(codes, 5)[1, 2]
+    assert row.shape == (64 + 16,) and row[37] == 0b0101 << 8
+    assert row[64:].view(torch.uint8).nonzero().tolist() == [[37 - 32]]
+    assert row[64:].view(torch.uint8)[37 - 32] == 1 << (4 + 2)
 
 
 @pytest.mark.parametrize("form", ["int4-128", "int4-32", "int4-64-zeros", "int8"])
@@ -389,7 +404,7 @@ def test_the_references_are_products_with_the_weights(form):
     assert weights.reference(x.bfloat16()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("form", ["int4-64", "int4-64-zeros", "int8"])
+@pytest.mark.parametrize("form", ["int4-64", "int4-64-zeros", "int8", "Q4_K"])
 def test_shapes_under_tracing(form):
     weights = quantized(form, 70, 256)
     weights = weights._replace(packed=weights.packed.to("meta"), scale=weights.scale.to("meta"))

@@ -50,6 +50,7 @@ from load import warm_up
 from model import ModelConfig
 from ops import torch_backend
 from ops.backends import choose, use_backend
+from ops.cuda.layout import BLOCK_FORMS, SUPER
 from ops.epilogues import LazyMatmul, UnnormalizedRows
 from options import DEMO, GenerateConfig
 from runtime import WARM_UPS
@@ -98,6 +99,7 @@ test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-12288-409
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-11008]
 test_a_row_has_the_same_bits_beside_any_others[int8-torch.bfloat16-4096-4096]
 test_a_layers_kernels_one_after_the_other[int4-128-26]
+test_a_layers_kernels_one_after_the_other[Q4_K-26]
 test_rotary_cache[heads1-True]
 test_a_compiled_product[int4-128]
 test_eight_of_128_experts[int4-128]
@@ -389,7 +391,7 @@ def test_nodes_of_a_tree(poisoned, P, N):
     assert all(map(torch.equal, got, torch_backend.link_nodes(chosen, parents, N - 1)))
 
 
-FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8"]
+FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8", *BLOCK_FORMS]
 # relative error of a product's norm: rounding the result to bf16 or fp16 alone gives 1.7e-3 or 2e-4
 ERRORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
 
@@ -409,11 +411,17 @@ def captured(step):
     return graph, result
 
 
+def superblocks(form: str, K: int) -> int:
+    """The inputs, without those that are no whole superblock of a K type."""
+    return K - K % SUPER if form.endswith("_K") else K
+
+
 @pytest.mark.parametrize("N,K", [(70, 384), (4095, 1024), (4096, 11008)])
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_quantized_product(poisoned, form, dtype, N, K):
     torch.backends.cuda.matmul.allow_tf32 = False
+    K = superblocks(form, K)
     weights = quantized(form, N, K, "cuda")
     for rows in (1, 5, 16, 26, 32, 60, 64, 65, 200):
         x = torch.randn(rows, K, device="cuda").to(dtype)
@@ -433,7 +441,19 @@ def test_a_row_has_the_same_bits_beside_any_others(form, dtype, N, K):
         assert torch.equal(weights.operator(x[-rows:]), whole[-rows:]), rows
 
 
-@pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
+@pytest.mark.parametrize("form", BLOCK_FORMS)
+def test_rows_of_a_packed_embedding(poisoned, form):
+    weights = quantized(form, 4095, 1024, "cuda")
+    ids = torch.tensor([0, 4094, 7, 7, 33], device="cuda")
+    want = torch.ops.gpt_eagle.read_planes(
+        weights.packed.cpu(), weights.scale.cpu(), ids.cpu(), 1024, torch.float32
+    )
+    for dtype in ERRORS:
+        got = ops.weight.read_rows(weights.packed, weights.scale, ids, 1024, dtype)
+        assert torch.equal(got.cpu(), want.to(dtype)), dtype
+
+
+@pytest.mark.parametrize("form", ["float", "int4-128", "int8", "Q4_K"])
 def test_a_compiled_product(form):
     weights = quantized(form, 4096, 1024, "cuda")
     x = torch.randn(5, 1024, device="cuda").bfloat16()
@@ -442,7 +462,7 @@ def test_a_compiled_product(form):
 
 
 @pytest.mark.parametrize("rows", [1, 26, 60])
-@pytest.mark.parametrize("form", ["float", "int4-128", "int8"])
+@pytest.mark.parametrize("form", ["float", "int4-128", "int8", *BLOCK_FORMS])
 def test_a_layers_kernels_one_after_the_other(form, rows):
     """A product in front of a residual sum and an unscaled norm, one behind it with SwiGLU, one that is rotated and
     cached, scores in fp32: beside the references; each row of them alone; and a hundred replays with the same bits."""
@@ -471,6 +491,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
             scores = ops.linear.halves_product(*wide_x[:2], "fp32")
         else:
             w = ops.weight.w4a16 if form.startswith("int4") else ops.weight.w8a16
+            w = ops.weight.blocks_a16 if form in BLOCK_FORMS else w
             scores = w(*wide_x, epilogue="fp32")
         return total, norm[0], norm[1].T[None], gated, q, scores
 
@@ -542,6 +563,7 @@ def expert_weights(form, N, K, dtype, experts=8):
 @pytest.mark.parametrize("form", FORMATS)
 def test_product_with_experts(poisoned, form, dtype, N, K):
     torch.backends.cuda.matmul.allow_tf32 = False
+    K = superblocks(form, K)
     weights = expert_weights(form, N, K, dtype)
     for name, spread in ROUTINGS.items():
         expert = torch.tensor(spread, device="cuda")

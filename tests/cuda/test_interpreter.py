@@ -18,7 +18,7 @@ CASES = sorted((Path(__file__).parents[1] / "cases").glob("interpreter_*.py"))
 def test_in_the_interpreter():
     """All cases but the slow ones."""
     assert len(CASES) == 4
-    run_in_interpreter(CASES, r"1\d\d passed")
+    run_in_interpreter(CASES, r"[12]\d\d passed")
 
 
 @pytest.mark.slow

@@ -20,12 +20,14 @@ from compiled_kernels import (  # noqa: E402
     cases,
     compile_for,
     disorder_of,
+    form_named,
     product_source,
     resources,
     source,
 )
 from helpers import check_product_fits, slow  # noqa: E402
 from ops.cuda.launch import TARGETS  # noqa: E402
+from ops.cuda.layout import BLOCK_FORMS  # noqa: E402
 from ops.cuda.qmatmul import (  # noqa: E402
     MAX_SPLITS,
     choose_splits,
@@ -62,6 +64,10 @@ def test_no_kernel_returns_none():
     Case("100", "int4-128", "fp32", 16),  # the one that Triton rounded to TF32
     Case("86", "int4-32", "bf16", 32, epilogue="rotary"),  # spilled a word, as the next four
     Case("86", "int4-32-zeros", "bf16", 16, epilogue="add"),
+    Case("80", "Q4_K", "bf16", 64, epilogue="rotary"),  # spilled with 32 tokens to a block
+    Case("90", "Q5_K", "bf16", 64),  # spilled with 64
+    Case("90", "Q6_K", "bf16", 16, epilogue="swiglu"),
+    Case("100", "Q8_0", "bf16", 32),
     *slow([
         Case("80", "int4-128-zeros", "bf16", 64),  # the case with most shared memory
         Case("90", "int4-32-zeros", "fp16", 64),
@@ -122,11 +128,12 @@ def test_every_split_has_a_block():
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("bits,group", [(4, 128), (4, 64), (4, 32), (8, 0), (16, 0)])
-def test_splits_do_not_depend_on_the_number_of_rows(target, bits, group):
+@pytest.mark.parametrize("form", ["float", "int8", "int4-128", "int4-64", "int4-32", *BLOCK_FORMS])
+def test_splits_do_not_depend_on_the_number_of_rows(target, form):
+    bits, group, scales = form_named(form)
     for dtype in (torch.bfloat16, torch.float32):
         cuts = [
-            plan_product(M, 4096, 11008, bits, group, dtype, TARGETS[target])
+            plan_product(M, 4096, 11008, bits, group, dtype, TARGETS[target], "rotary", scales)
             for M in (1, 16, 17, 32, 33, 64, 65, 256)
         ]
         assert len({cut.splits for cut in cuts}) == 1
@@ -177,11 +184,29 @@ def test_the_assembly_subtracts_zero_points(dtype, zero):
     minus = minus_zero(half) & 0xFFFFFFFF | (8 + zero) * 0x10001
     for plane in range(4):
         result = emulate(
-            unpack_asm(4, plane, half, True), every | every << 16, torch.full_like(every, minus)
+            unpack_asm(4, plane, half, "zeros"), every | every << 16, torch.full_like(every, minus)
         )
         want = (every >> 4 * plane & 15).double() - 8 - zero
         for bits in (result & 0xFFFF, result >> 16):
             assert torch.equal(bits.to(torch.uint16).view(dtype).double(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scales", ["fp16", "fp16-minima"])
+@pytest.mark.parametrize("bits", [5, 6])
+def test_the_assembly_unpacks_high_bits(bits, scales, dtype):
+    """Every word beside random high bits, in both halves of a register."""
+    every = torch.arange(2**16)
+    high = torch.randint(256, (2**16,), generator=torch.Generator().manual_seed(0))
+    zero = 0 if scales == "fp16-minima" else 2 ** (bits - 1)
+    for plane in range(4):
+        for shift in (0, 4) if bits == 5 else (0,):
+            code = unpack_asm(bits, plane, dtype == torch.float16, scales, shift)
+            result = emulate(code, every | every.flip(0) << 16, high | high.flip(0) << 16)
+            above = high >> (shift + (bits - 4) * plane) & (2 ** (bits - 4) - 1)
+            want = ((every >> 4 * plane & 15) + 16 * above).double() - zero
+            for half, expected in ((result & 0xFFFF, want), (result >> 16, want.flip(0))):
+                assert torch.equal(half.to(torch.uint16).view(dtype).double(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -196,6 +221,7 @@ def test_the_assembly_unpacks_every_word(bits, dtype):
     )
     for plane in range(16 // bits):
         want = codes[:, plane].flatten().double()  # of word i
-        result = emulate(unpack_asm(bits, plane, dtype == torch.float16), every | other << 16)
+        code = unpack_asm(bits, plane, dtype == torch.float16, "bf16" if bits == 4 else "")
+        result = emulate(code, every | other << 16)
         for half, expected in ((result & 0xFFFF, want), (result >> 16, want[other])):
             assert torch.equal(half.to(torch.uint16).view(dtype).double(), expected)

@@ -74,7 +74,7 @@ def test_a_table_holds_for_devices_of_its_name(folder):
             assert other.splits != got.splits or shape.epilogue == "swiglu"
             wide = plan_product(M, *sizes, torch.float32, DEVICE, shape.epilogue)
             assert wide == plan_product(M, *sizes, torch.float32, TARGETS["90"], shape.epilogue)
-    zeros = plan_product(1, 4096, 4096, 4, 128, torch.bfloat16, DEVICE, "split_k", True)
+    zeros = plan_product(1, 4096, 4096, 4, 128, torch.bfloat16, DEVICE, "split_k", "zeros")
     assert zeros.splits == 4, "weights with zero points were not measured"
     small = plan_product(1, 960, 576, 16, 0, torch.bfloat16, DEVICE, "none")
     assert small == plan_product(1, 960, 576, 16, 0, torch.bfloat16, TARGETS["90"], "none")
