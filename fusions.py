@@ -125,19 +125,18 @@ def _reads_stream(step: Step | None) -> bool:
     return isinstance(step, Norm) and step.source == "stream" and step.to == "h"
 
 
-def fuse(steps: Sequence[Step]) -> tuple[Step, ...]:
+def fuse(steps: Sequence[Step], behind: str) -> tuple[Step, ...]:
     """Merge the neighbours in a segment that one launch runs.
 
-    A segment may end with a norm, which the next layer's first projection reads.
+    behind: the projection that reads a norm at the end of the segment; "": another step does
     """
     fused: list[Step] = []
     rest = list(steps)
-    first = NEXT_READER if _is_dense(steps[0]) else ""
 
     def reader(index: int) -> str:
         """Return the name of the projection that reads a norm: the step at this index."""
         if index == len(rest):
-            return first
+            return behind
         return rest[index].name if _is_dense(rest[index]) else ""
 
     while rest:
@@ -184,9 +183,10 @@ class Segment(nn.Module):
             self.add_module(NEXT_NORM, getattr(owner, next_step.name))
             steps.append(replace(next_step, name=NEXT_NORM))
         reader = next_layer.steps[1 if _reads_stream(next_layer.steps[0]) else 0]
-        if _is_dense(reader):
-            self.add_module(NEXT_READER, getattr(next_layer, reader.name))
-        self.steps = fuse(steps)
+        behind = NEXT_READER if _is_dense(reader) else ""
+        if behind:
+            self.add_module(behind, getattr(next_layer, reader.name))
+        self.steps = fuse(steps, behind)
 
     def forward(self, rows: Rows) -> Rows:
         return run_steps(self.steps, self, rows)

@@ -148,7 +148,8 @@ def rotary_cache(
     slots: Tensor,
     norms: torch_backend.HeadNorms | None = None,
 ) -> Tensor:
-    if rope[0].shape[-1] < qkv.shape[-1]:  # of a part of each head
+    if rope[0].shape[-1] < k.shape[-1]:  # of a part of each head, which no fused step has
+        assert isinstance(qkv, Tensor)
         return torch_backend.rotary_cache(qkv, rope, k, v, slots, norms)
     given = norms or (None, None, 0.0)
     if isinstance(qkv, LazyMatmul):

@@ -25,7 +25,7 @@ from drafters import DrafterUpdate, DraftInputs
 from eagle_draft import ParallelEagleDrafter
 from eagle_draft import load_head as load_eagle
 from extras.block_draft import BlockDrafter, SparkDrafter, load_head
-from fusions import AddNorm, FusedLayers
+from fusions import NEXT_READER, AddNorm, FusedLayers
 from generate import generate, load
 from helpers import GOLDEN, PROMPTS, compiled_as_on_cuda, decode, engine_for, golden_target
 from hf.checkpoint import BLOCKS, Quantization
@@ -769,7 +769,7 @@ def test_merged_steps_compute_the_same(kind, tmp_path):
         head.fused_layers = FusedLayers(head.layers, head.last, head)
         steps = head.fused_layers.segments[0].steps
         readers = {step.reader for step in steps if isinstance(step, AddNorm)}
-        assert readers <= ({""} if head.config.model.conv_taps else {"w13", "wqkv"})
+        assert readers <= ({""} if head.config.model.conv_taps else {"w13", NEXT_READER})
         assert (drafter.run_block(state, inputs) - want).abs().max() < 1e-5
         head.fused_layers = None
 

@@ -220,7 +220,7 @@ def test_segments_of_one_kind_are_equal():
 
 def test_a_list_that_nothing_merges_stays_as_it_is():
     steps = [Copy("stream", "h"), Copy("h", "stream")]
-    assert fuse(steps) == tuple(steps)
+    assert fuse(steps, "") == tuple(steps)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -305,8 +305,8 @@ def test_everything_printed_names_the_stand_in(pairs, capsys, tmp_path):
     argv = f"--checkpoint {pairs['demo'][0]} --max_new_tokens 8 --device cpu --tree dynamic".split()
     argv += ["--set", f"inflate={SMALL}", "--prompt", PROMPT]
     main([*argv, "--json", str(tmp_path / "out.json"), "--compare"])
-    out, _ = capsys.readouterr()
-    for line in out.splitlines()[-2:]:
+    _, err = capsys.readouterr()
+    for line in err.splitlines()[-2:]:
         assert line.startswith(f"stand-in, a {SMALL}-shaped function of demo: ")
     assert json.loads((tmp_path / "out.json").read_text())["stats"]["stand_in"].startswith(
         "a tiny-0.5b"
