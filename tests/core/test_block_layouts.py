@@ -27,7 +27,15 @@ from eagle_draft import load_head as load_eagle
 from extras.block_draft import BlockDrafter, SparkDrafter, load_head
 from fusions import NEXT_READER, AddNorm, FusedLayers
 from generate import generate, load
-from helpers import GOLDEN, PROMPTS, compiled_as_on_cuda, decode, engine_for, golden_target
+from helpers import (
+    GOLDEN,
+    PROMPTS,
+    compiled_as_on_cuda,
+    decode,
+    engine_for,
+    golden_target,
+    slow,
+)
 from hf.checkpoint import BLOCKS, Quantization
 from linear import Embedding
 from ops.library import has_cpu_operators
@@ -677,10 +685,11 @@ def vanilla(temperature: float, batch: int, dtype: str, quant: str) -> list[list
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 @pytest.mark.parametrize("temperature, batch, options", [
-    (0.0, 1, {"dtype": "float32"}), (1.0, 2, {"dtype": "float32"}),
-    (1.0, 1, {"dtype": "bfloat16", "quant_draft": "int4", "compile": True}),
-    (0.0, 2, {"dtype": "bfloat16", "quant_draft": "int8"}),
-    (1.0, 2, {"dtype": "bfloat16", "quant": "int8", "compile": True}),
+    (1.0, 2, {"dtype": "float32"}), (1.0, 1, {"dtype": "bfloat16", "quant_draft": "int4", "compile": True}),
+    *slow([
+        (0.0, 1, {"dtype": "float32"}), (0.0, 2, {"dtype": "bfloat16", "quant_draft": "int8"}),
+        (1.0, 2, {"dtype": "bfloat16", "quant": "int8", "compile": True}),
+    ]),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", WRITERS)
 def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):

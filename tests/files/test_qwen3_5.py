@@ -17,7 +17,7 @@ from draft_tree import build_tree
 from drafters import Drafter, RootOnly
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.places import recipes_of
-from helpers import decode, engine_for, in_turn
+from helpers import decode, engine_for, in_turn, slow
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import read_config
 from hf.weights import load_model
@@ -425,7 +425,7 @@ def compiles(request):
     set_plain(())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, *slow([0.0])])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_drafter_changes_a_token(target, compiles, name, temperature):
     options = OPTIONS | {"temperature": temperature, "compile": compiles}
