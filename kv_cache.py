@@ -41,7 +41,7 @@ class StateShape(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """What a recurrent layer keeps of B sequences. A step writes it in place."""
+    """The state of a recurrent layer for B sequences. A step writes it in place."""
 
     state: Tensor  # [B, H, Dk, Dv] fp32, behind the first `length` tokens
     # [B, TAPS - 1 + R, C] fp32: of the last tokens before `length`, which the convolution reads;

@@ -45,7 +45,7 @@ PASTE_S = 1.0  # without a key, after which a paste whose end is missing counts 
 
 
 class Typed(NamedTuple):
-    """What was typed ahead."""
+    """Keys that were typed ahead, as a text."""
 
     text: str
     entered: bool = False  # Enter ended it

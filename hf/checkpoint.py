@@ -80,7 +80,7 @@ class Quantization:
     # inputs that share a scale; 0: `fit_group` chooses it for int4, all inputs for int8
     group_size: int = 0
     saved: bool = False  # the files hold codes already
-    every_type: bool = False  # BLOCKS on CUDA: not only `hf.gguf_blocks.NEVER_SLOWER`
+    every_type: bool = False  # BLOCKS on CUDA: not only `hf.gguf_blocks.KEPT_BY_DEFAULT`
 
     @staticmethod
     def of(format: str, group_size: int) -> Quantization | None:

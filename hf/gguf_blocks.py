@@ -7,7 +7,7 @@ may be of different types.
 
 On CUDA `planes` unpacks the codes and scales once, for the layout of ops/cuda/layout.py, where they
 keep their bits too. Codes of 2 and 3 bits and layers with parts that are no blocks are widened, and
-without `keep_blocks` all but `NEVER_SLOWER`.
+without `keep_blocks` all but `KEPT_BY_DEFAULT`.
 
 Trade-off: on a CPU activations are rounded, in blocks of 32 or 128, to 8 bits as in llama.cpp,
 outliers to 15 or 13.
@@ -42,13 +42,13 @@ from options import GenerateConfig
 OF_FILES = [name for name, layout in LAYOUTS.items() if layout.format == "blocks" and layout.id]
 NAMES = {LAYOUTS[name].id: name for name in OF_FILES}
 MXFP4 = 39  # of GGUF
-# Types of which a matmul of one row on CUDA cannot take longer than in 16 bits, by the count of
-# bytes and instructions; none was timed. For 64 outputs and 256 inputs a warp issues (sm_90) 352
-# instructions in int4 with groups of 128, which takes 55.6 us for the four matmuls of a 7B layer on
-# an H200, where reading 16 bits takes 94; Q4_0 453, Q8_0 580; Q5_0 604, Q4_1 646, Q4_K 671, Q5_1
-# 809, Q6_K 819, Q5_K 834. In proportion these take 72, 92; 95 to 132 us. Memory of up to 2 TB/s
-# takes 200 us for 16 bits, so that there all of them gain.
-NEVER_SLOWER = ("Q4_0", "Q8_0")
+# Types that keep their bits on CUDA by default: one that did so before. The others wait for a
+# device that times them, as a matmul of one row may take longer than in 16 bits. For 64 outputs and
+# 256 inputs a warp issues (sm_90) 352 instructions in int4 with groups of 128, which takes 55.6 us
+# for the four matmuls of a 7B layer on an H200, where reading 16 bits takes 94; Q4_0 453, Q8_0 580;
+# Q5_0 604, Q4_1 646, Q4_K 671, Q5_1 809, Q6_K 819, Q5_K 834. In proportion these take 72, 92; 95 to
+# 132 us. Memory of up to 2 TB/s takes 200 us for 16 bits, so that there all of them gain.
+KEPT_BY_DEFAULT = ("Q4_0",)
 ROWS_AT_ONCE = 2**11  # that are unpacked together on CUDA: the steps take several times their bytes
 BLOCK_BYTES = {
     "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176,

@@ -620,14 +620,14 @@ def keep_blocks(
 ) -> Quantization | None:
     """Leave the weights of a GGUF file in its blocks.
 
-    model: on the meta device; every_type: on CUDA not only `NEVER_SLOWER`
+    model: on the meta device; every_type: on CUDA not only `KEPT_BY_DEFAULT`
     Returns: their format, or None where there are none.
     """
     if not gguf_blocks.in_planes(device):
         files.keep_blocks()
         return Quantization(BLOCKS, saved=True) if files.quantized else None
     names = weight_names(model.config)
-    kept = BLOCK_FORMS.keys() if every_type else set(gguf_blocks.NEVER_SLOWER)
+    kept = BLOCK_FORMS.keys() if every_type else set(gguf_blocks.KEPT_BY_DEFAULT)
     for ours in names.keys() & {*_linear_weights(model), "embedding.weight"}:
         types = {files.type_of(name) for name in names[ours]}
         is_stack = model.get_parameter(ours).dim() == 3  # whose weights are all of one type
