@@ -21,7 +21,7 @@ from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.presets import PresetPolicy
 from generate import Batch, compare, generate, load
-from helpers import decode, engine_for, noisy_copy, slow, with_children
+from helpers import decode, engine_for, noisy_copy, pairwise, slow, with_children
 from hf.config import read_config
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
@@ -270,15 +270,17 @@ def trees(target, tree):
     return with_children(ModelDrafter(noisy_copy(target, 0.02), target, tree), "noise")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+DTYPES = ["float32", "bfloat16"]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
 def target(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("gemma3")
     random_model().save_pretrained(path)
     return load_model(path, getattr(torch, request.param))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pairwise(fixtures=("target",), target=DTYPES, name=list(DRAFTERS), temperature=[0.0, 1.0])
 def test_no_drafter_changes_a_token(target, name, temperature):
     """Prompts and drafted paths cross the edges of the windows."""
     options = {

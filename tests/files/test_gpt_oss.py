@@ -18,7 +18,7 @@ from eagle_draft import EagleDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import load
-from helpers import decode, engine_for, noisy_copy, with_children
+from helpers import decode, engine_for, noisy_copy, pairwise, with_children
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import open_source, read_config
 from hf.weights import load_model
@@ -392,9 +392,10 @@ def trees(target, tree):
     return with_children(ModelDrafter(noisy_copy(target, 0.02), target, tree), "noise")
 
 
-@pytest.fixture(
-    scope="module", params=["float32", "bfloat16", pytest.param(BLOCKS, marks=OPERATORS)]
-)
+TARGETS = ["float32", "bfloat16", *([BLOCKS] if OPERATED else [])]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
 def target(request, tmp_path_factory, mxfp4):
     if request.param == BLOCKS:
         return load_model(mxfp4, torch.bfloat16, quant=IN_BLOCKS)
@@ -403,8 +404,7 @@ def target(request, tmp_path_factory, mxfp4):
     return load_model(path, getattr(torch, request.param))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pairwise(fixtures=("target",), target=TARGETS, name=list(DRAFTERS), temperature=[0.0, 1.0])
 def test_no_drafter_changes_a_token(target, name, temperature):
     """Prompts and drafted paths cross the edges of the windows; passes are C++ where it serves the dtype."""
     options = {

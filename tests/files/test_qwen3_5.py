@@ -16,7 +16,7 @@ from draft_tree import build_tree
 from drafters import Drafter, RootOnly
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.places import recipes_of
-from helpers import decode, engine_for, in_turn, slow
+from helpers import decode, engine_for, in_turn, pairwise, slow
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import read_config
 from hf.weights import load_model
@@ -258,7 +258,10 @@ def test_files_that_are_not_read_are_one_line(capsys, tmp_path):
 # ---------------------------------------------------------------------------------------- the state
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16 experts"])
+TARGETS = ["float32", "bfloat16", "bfloat16 experts"]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
 def target(request, tmp_path_factory):
     dtype, _, experts = request.param.partition(" ")
     path = tmp_path_factory.mktemp("qwen3_5")
@@ -380,7 +383,10 @@ OPTIONS = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True, "seed": 7}
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]
 
 
-@pytest.fixture(params=["whole passes", "C++", "plain"])
+COMPILES = ["whole passes", "C++", "plain"]
+
+
+@pytest.fixture
 def compiles(request):
     """Whether a pass over all layers is one call, where the dtype allows it."""
     set_plain(["all"] if request.param == "plain" else ())
@@ -388,8 +394,13 @@ def compiles(request):
     set_plain(())
 
 
-@pytest.mark.parametrize("temperature", [1.0, *slow([0.0])])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pairwise(
+    fixtures=("target", "compiles"),
+    target=TARGETS,
+    compiles=COMPILES,
+    name=list(DRAFTERS),
+    temperature=[1.0, 0.0],
+)
 def test_no_drafter_changes_a_token(target, compiles, name, temperature):
     options = OPTIONS | {"temperature": temperature, "compile": compiles}
     vanilla = decode(engine_for(target, RootOnly(), **options), *PROMPTS).history[:2]
@@ -546,6 +557,7 @@ def test_a_prompt_that_was_left_half_read(target):
         session.release(0)
 
 
+@pytest.mark.parametrize("compiles", ["whole passes", *slow(COMPILES[1:])], indirect=True)
 def test_a_sequence_that_waits_keeps_its_state(target, compiles):
     """Cycles of others run over it meanwhile."""
     options = {"batch_size": 2, "max_new_tokens": 12, "ignore_eos": True, "compile": compiles}
@@ -557,6 +569,7 @@ def test_a_sequence_that_waits_keeps_its_state(target, compiles):
     assert read(session, 0, prompt) == (answer(target, RootOnly(), prompt), 39)
 
 
+@pytest.mark.parametrize("compiles", ["whole passes", *slow(COMPILES[1:])], indirect=True)
 def test_sequences_copy_states(target, compiles):
     """From one that has ended, and from one that goes on."""
     options = {"batch_size": 3, "max_new_tokens": 12, "ignore_eos": True, "compile": compiles}
