@@ -469,7 +469,8 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     file = str(tmp_path / "out.json")
     monkeypatch.setattr(bench_peers, "WIDTHS", (1, 4))
-    argv = f"--limit 2 --rounds 2 --max_new_tokens 6 --dtype float32 --widths --json {file}".split()
+    monkeypatch.setattr(bench_peers, "LEAST_RUNS", 2)
+    argv = f"--limit 2 --rounds 1 --max_new_tokens 6 --dtype float32 --widths --json {file}".split()
     command(monkeypatch, bench_peers, *argv, "--device", "cpu")
     result = json.loads(Path(file).read_text())
     names = ["ours none", "ours eagle:chain:tree_depth=5", "transformers", "transformers:lookup"]
