@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import torch
 
 from base.io import log_note, model_file
 from base.methods import has_extras, spec_of
+from base.modules import load_module
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, build_cycles
@@ -299,7 +299,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
     require(count == 1 or spec.many_ranks, fault)
     extended = config.inflate and spec.extended
-    module = import_module(spec.extended if extended else spec.module)
+    module = load_module(spec.extended if extended else spec.module)
     method = module.load_method(target, config, tokenizer)
     if config.child_rule == "sampled" and spec.residual:
         from extras.residual import sample_children

@@ -15,8 +15,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from base.io import can_name_file, check_directory, check_outputs
+from base.io import cache_folder, can_name_file, check_directory, check_outputs
 from base.methods import DRAFTERS, has_extras, spec_of
+from base.modules import PREFIX
 from base.option_rules import (
     CHAT,
     DYNAMIC,
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
     from draft_tree import DynamicTree, StaticTree
 
 ROOT = Path(__file__).resolve().parent
-DEFAULT = str(ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
+# hf/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs
+FETCHED = cache_folder() / "checkpoints" if PREFIX else ROOT / "checkpoints"
+DEFAULT = str(FETCHED / "SmolLM2-135M-Instruct.Q4_1.gguf")
 DEMO = str(ROOT / "checkpoints" / "demo")
 
 FORMAT_NAMES = ("int8", "int4")  # of quantized weights (ops/formats.py)

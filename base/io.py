@@ -31,6 +31,7 @@ TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
 
 
 NOTES = logging.getLogger("gpt_eagle")
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"  # that come with this code
 
 
 class LocalError(ValueError):
@@ -341,11 +342,24 @@ def write_text(where: str, text: str) -> None:
 
 
 def bundled_head(checkpoint: Path, kind: str = "eagle") -> Path:
-    """Return the place of the draft head that belongs to a checkpoint: its name with -KIND."""
+    """Return the place of the draft head that belongs to a checkpoint: its name with -KIND.
+
+    It is beside the checkpoint, or among the heads that come with this code.
+    """
     if checkpoint.name in ("", ".."):
         checkpoint = checkpoint.resolve()
     name = checkpoint.stem if is_gguf(checkpoint) else checkpoint.name
-    return checkpoint.with_name(f"{name}-{kind}")
+    beside = checkpoint.with_name(f"{name}-{kind}")
+    ours = CHECKPOINTS / beside.name
+    return ours if ours.is_dir() and not beside.is_dir() else beside
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be made or fetched again. It may not exist.
+
+    Raises: RuntimeError without a home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
 
 
 def show_progress(text: str, last: bool) -> None:

@@ -6,7 +6,6 @@ torch is imported. docs/CONTRIBUTING.md, "A model", says how to add one.
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from base.fields import text_part
 from base.gguf_header import check_is_whole, read_header
 from base.head_kinds import ARCHITECTURES as HEADS
 from base.io import is_gguf, read_json
+from base.modules import load_module
 
 PAGE = 'docs/CONTRIBUTING.md, "A model", says how to add one'
 
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
     def load(self) -> ModuleType:
         """Import the file. It has `read_config` and `GGUF`."""
-        return import_module(f"models.{self.module}")
+        return load_module(f"models.{self.module}")
 
 
 ROWS = (

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 
 from base.io import one_line
 from base.parsing import one_line_errors, option, parse
-from options import ROOT
+from options import FETCHED
 
 # the weights of a model or of an EAGLE or block head, in the order of choice; Medusa's and Hydra's
 WEIGHTS = (
@@ -97,7 +97,7 @@ def download_smollm2(config: DownloadConfig) -> Path:
 
     if config.revision != "main":
         raise ValueError("--revision belongs to hub ids; smollm2 has one version: drop it")
-    return fetch(SMOLLM2, Path(config.out) if config.out else ROOT / "checkpoints")
+    return fetch(SMOLLM2, Path(config.out) if config.out else FETCHED)
 
 
 def main() -> None:
