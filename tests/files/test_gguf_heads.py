@@ -20,8 +20,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_gguf import Kind, refused
-from test_gguf import write as write_file
 
 from eagle_draft import load_head
 from extras.block_draft import load_head as load_block_head
@@ -39,6 +37,8 @@ from options import DEMO, GenerateConfig
 from scripts import compare, export_head, train_head
 from scripts.bench import papers, peers
 from scripts.bench.llama_peer import Eagle3, LlamaCpp, write_gguf
+from tiny_models import Kind, refused
+from tiny_models import write as write_file
 
 TARGET = Path(DEMO)
 DRAFTED = 512  # of 4096 tokens
