@@ -36,6 +36,7 @@ ROWS = (
     Row("llama", "LlamaForCausalLM", "llama", "llama"),
     Row("llama", "MistralForCausalLM", "mistral"),
     Row("qwen", "Qwen2ForCausalLM", "qwen2", "qwen2"),
+    Row("qwen", "Qwen2MoeForCausalLM", "qwen2_moe", "qwen2moe"),
     Row("qwen", "Qwen3ForCausalLM", "qwen3", "qwen3"),
     Row("qwen", "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"),
     Row("mixtral", "MixtralForCausalLM", "mixtral"),
