@@ -43,6 +43,7 @@ ROWS = (
     Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
     Row("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text", "qwen35"),
     Row("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    Row("glm4", "Glm4ForCausalLM", "glm4", "glm4"),
     Row("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),
 )
 NAMES = tuple(row.name for row in ROWS)

@@ -24,6 +24,7 @@ from kv_cache import KVCache, Window, with_slots
 from model import ModelConfig, Transformer, run_layers, windows_of
 from models import registry
 from models.gemma3 import Gemma3
+from models.glm4 import Glm4
 from models.gpt_oss import GptOss
 from models.qwen3_5 import Qwen35
 from ops.backends import TORCH, choose, use_backend
@@ -49,6 +50,7 @@ MODELS = {
         LLAMA, qkv_bias=True, n_experts=6, experts_per_token=3, expert_dim=32, shared_dim=48, norm_topk=False,
         expert_names="qwen",
     ),
+    "glm4": Glm4(*SIZES, qkv_bias=True, rotary_dim=8),
     "gemma3": Gemma3(*SIZES, qk_norm=True, window=4, query_scale=0.2, sliding_layers=(0, 2)),
     "qwen3_5": Qwen35(
         *SIZES, qk_norm=True, rotary_dim=8, key_heads=2, value_heads=4, key_dim=16, value_dim=16,
