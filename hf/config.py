@@ -87,8 +87,8 @@ def open_files(path: Path) -> WeightFiles:
     """
     files = WeightFiles(path)
     readers = files.readers
-    if str(files.config.get("model_type")).startswith("qwen3_5_moe"):
-        readers = split_experts(readers)
+    if str(files.config.get("model_type")).startswith(STACKED):
+        readers = split_stacks(readers)
     is_head = "fc.weight" in readers  # a draft head's names have no prefix
     if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
@@ -108,15 +108,22 @@ def open_files(path: Path) -> WeightFiles:
     return files
 
 
+STACKED = ("qwen3_5_moe", "glm4")  # the beginning of the types of models with such tensors
 # a stack of all experts' matrices -> the matrices of an expert, one below the other; those of
 # gpt-oss, in stacks.py, lie in another order
 STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+GATE_ABOVE_UP = ".mlp.gate_up_proj.weight"
 
 
-def split_experts(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Name the matrices of each expert of Qwen3.5, whose files may hold a layer's in one tensor."""
+def split_stacks(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
+    """Name each matrix of a feed-forward, or of each expert, that a file may hold in one tensor."""
     split = {}
     for name, read in readers.items():
+        if name.endswith(GATE_ABOVE_UP):
+            for half, matrix in enumerate(("gate_proj", "up_proj")):
+                both = partial(_half, read, half)
+                split[name.replace("gate_up_proj", matrix)] = both
+            continue
         matrices = next((STACKS[end] for end in STACKS if name.endswith(end)), None)
         if matrices is None or read().dim() != 3:
             split[name] = read
@@ -127,6 +134,10 @@ def split_experts(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callabl
                 of_one = partial(_matrix, read, expert, number, len(matrices))
                 split[f"{layer}.{expert}.{matrix}.weight"] = of_one
     return split
+
+
+def _half(read: Callable[[], Tensor], half: int) -> Tensor:
+    return read().chunk(2)[half]
 
 
 def _matrix(read: Callable[[], Tensor], expert: int, number: int, count: int) -> Tensor:

@@ -256,11 +256,17 @@ class GgufFile(TensorSource):
             yield f"{layer}{matrices[kind].format(suffix[1:])}.{leaf}", read
         elif not suffix and kind == "ffn_gate_inp":
             yield f"{layer}{matrices[kind]}.{leaf}", read
+        elif self._is_gate_above_up(name):
+            for half, matrix in enumerate(("mlp.gate_proj", "mlp.up_proj")):
+                yield f"{layer}{matrix}.{leaf}", partial(self._tensor, name, half)
         elif not suffix and kind in self.layout.layer | self.further_names:
             official = (self.layout.layer | self.further_names)[kind]
             yield f"{layer}{official}.{leaf}", self._layer_reader(name, kind)
         else:
             yield f"{stem}.{leaf}", read
+
+    def _is_gate_above_up(self, name: str) -> bool:
+        return self.layout.gate_above_up and name.endswith(".ffn_up.weight")
 
     def _layer_reader(self, name: str, kind: str) -> Callable[[], Tensor]:
         """Return the reader of a tensor of a layer in Hugging Face's form."""
@@ -291,6 +297,8 @@ class GgufFile(TensorSource):
         """Return a tensor's shape and its bytes, or those of one part along its first dimension."""
         info = self._header.tensors[name]
         shape = info.shape
+        if self._is_gate_above_up(name):
+            shape = (2, shape[0] // 2, *shape[1:])
         size = self._sizes[name]
         start = self._header.start + info.offset
         if part is not None:
