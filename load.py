@@ -263,11 +263,11 @@ def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> st
 
     Else it is a lookup on one CPU, where that was measured.
     """
-    from hf.config import find_mtp, open_source
+    from hf.config import find_mtp
 
     # most models have no such layer, and their files are not opened a second time
     may_draft = target.config.mtp and has_extras() and not config.inflate
-    if may_draft and find_mtp(path, open_source(path)):
+    if may_draft and find_mtp(path):
         return MTP
     one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
     return "ngram" if one_cpu and config.accept == "exact" and has_extras() else "none"

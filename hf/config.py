@@ -189,8 +189,12 @@ def config_from(
     return replace(config, eos_ids=all_ids([*config.eos_ids], extra_eos))
 
 
-def find_mtp(path: Path, files: TensorSource) -> Mtp | None:
-    """Return the MTP layer that a checkpoint holds, by the names of its tensors, if it does."""
+def find_mtp(path: Path, files: TensorSource | None = None) -> Mtp | None:
+    """Return the MTP layer that a checkpoint holds, by the names of its tensors, if it does.
+
+    files: of the checkpoint, where they are open already
+    """
+    files = files or open_source(path)
     mtp = read_config(path, files.config).mtp
     held = mtp and any(name.startswith(mtp.prefix) for name in (*files.readers, *files.quantized))
     return mtp if held else None

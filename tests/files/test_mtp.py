@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_qwen3_5 import EXPERTS, SIZES, randomize
+from test_gguf import Kind, refused, write
+from test_qwen3_5 import EXPERTS, GGUF_NAMES, SIZES, gguf_tensors, metadata_of, randomize
 from torch import nn
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen35
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35_moe
 
+from fusions import FusedLayers
 from generate import generate, load
+from helpers import InTurn, in_turn
+from hf.chat import TextFiles
+from kv_cache import KVCache, causal_window
+from options import DEMO
+from session import Session
 
 IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]
@@ -187,6 +196,160 @@ def test_every_tree_gives_vanillas_tokens(hitting, kind, tree, form, temperature
     assert engine.option("draft") == "mtp"
     drafter = getattr(engine.drafter, "drafter", engine.drafter)
     assert (drafter.head.fused is None) == (form == "none")
+    if tree == "auto":  # no clock counts
+        engine = replace(engine, policy=InTurn())
     found = generate(engine, PROMPTS[:batch])
     assert found.tokens == want
+    assert found.stats["tau"] > (1.5 if tree == "auto" else 2)
+
+
+def test_fused_segments_compute_what_the_layer_does(hitting):
+    """As on CUDA: the norm before the layer runs before the first segment."""
+    for kind in ("mimo", "qwen"):
+        head = load(str(hitting[kind]), tree="chain:2", device="cpu").drafter.head
+        x = torch.randn(2, 1, 7, 64, generator=torch.Generator().manual_seed(3))
+        window = causal_window(torch.zeros(1).long(), 7)
+        found = []
+        for fused in (None, FusedLayers(head.layers, head.last, head)):
+            head.fused_layers = fused
+            cache = KVCache.empty(head.config.model, 1, 7, torch.float32, "cpu")
+            found.append(head(*x, window.slots, cache, window))
+        torch.testing.assert_close(*found)
+
+
+def test_a_second_turn_and_a_cut_one(hitting):
+    """The layer's cache goes back with the target's state."""
+    options = {"max_new_tokens": 16, "ignore_eos": True, "device": "cpu", "dtype": "bfloat16"}
+    found = []
+    for draft in ("none", "mtp"):
+        session = Session(load(str(hitting["qwen"]), draft=draft, **options))
+        for prompt in (PROMPTS[1], [*PROMPTS[1], 5, 6], PROMPTS[1][:20] + [7]):
+            found.append(in_turn(session, prompt).history[0].copy())
+    assert found[:3] == found[3:]
+
+
+# --------------------------------------------------------------------------------------- GGUF files
+
+NO_TEXT = TextFiles(None, None)  # the files have no tokenizer
+NEXTN = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm",
+}  # fmt: skip
+
+
+def gguf_parts(model, mtp) -> tuple[dict, dict]:
+    """The tensors of a model and of its MTP layer, as the converter writes them: norms with one added."""
+    number = model.config.num_hidden_layers
+    layer = {}
+    for name, value in mtp.tensors().items():
+        stem = name.removeprefix("mtp.").removesuffix(".weight")
+        if stem in NEXTN:
+            theirs = f"nextn.{NEXTN[stem]}"
+        else:
+            theirs = GGUF_NAMES[stem.removeprefix("layers.0.")]
+        layer[f"blk.{number}.{theirs}.weight"] = (value + ("norm" in name)).numpy()
+    return gguf_tensors(model), layer
+
+
+def with_layer(model) -> dict:
+    layers = model.config.num_hidden_layers + 1
+    return metadata_of(model) | {"qwen35.block_count": layers, "qwen35.nextn_predict_layers": 1}
+
+
+@torch.no_grad()
+def test_files_of_llama_cpp(tmp_path):
+    """In one file with the model, and alone, beside a file without it."""
+    model, mtp = made("qwen")
+    own, layer = gguf_parts(model, mtp)
+    both = write(tmp_path / "both.gguf", with_layer(model), own | layer)
+    plain = write(tmp_path / "plain.gguf", metadata_of(model), own)
+    tables = {
+        name: own[name] for name in ("token_embd.weight", "output_norm.weight", "output.weight")
+    }
+    alone = write(tmp_path / "mtp.gguf", with_layer(model), tables | layer)
+    options = {"tree": "chain:4", "max_new_tokens": 8, "trace": "-", "device": "cpu"}
+    for path, head in ((both, ""), (plain, str(alone))):
+        engine = load(str(path), NO_TEXT, head=head, **options)
+        assert engine.option("draft") == "mtp"
+        first = generate(engine, PROMPTS[1:]).trace[0]
+        assert first["draft_tokens"] == drafted_by(mtp, model, PROMPTS[1], 4)
+
+
+@torch.no_grad()
+def test_a_file_in_blocks_drafts_in_its_own_bits(tmp_path):
+    model, mtp = made("qwen", hits=True)
+    own, layer = gguf_parts(model, mtp)
+    own = {name: (Kind.F32, value) if "conv1d" in name else value for name, value in own.items()}
+    path = str(write(tmp_path / "m.gguf", with_layer(model), own | layer, "Q8_0"))
+    options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2, "device": "cpu"}
+    engine = load(path, NO_TEXT, tree="dynamic:4,3,12", **options)
+    assert engine.option("quant_draft") == "blocks"
+    assert engine.drafter.head.fc.packed and engine.drafter.head.fused
+    found = generate(engine, PROMPTS)
+    assert found.tokens == generate(load(path, NO_TEXT, draft="none", **options), PROMPTS).tokens
     assert found.stats["tau"] > 2
+
+
+# ----------------------------------------------------------------------------------------- bad input
+
+
+def without(path: Path, *gone: str) -> None:
+    """Remove tensors from a directory, by the beginnings of their names."""
+    held = load_file(path / "model.safetensors")
+    kept = {name: value for name, value in held.items() if not name.startswith(gone)}
+    save_file(kept, path / "model.safetensors", {"format": "pt"})
+
+
+BAD = [  # what changes, what is said
+    (lambda path: without(path, "mtp."), "holds no MTP layer (no tensor mtp.*); drop --draft mtp"),
+    (lambda path: without(path, "mtp.fc", "mtp.layers.0.mlp.up"), "2 missing weight(s): mtp.fc.weight, mtp.layers.0"),
+    (lambda path: add(path, {"mtp.strange.weight": torch.zeros(4)}), "1 unexpected weight(s): mtp.strange.weight"),
+    (lambda path: add(path, {"mtp.fc.weight": torch.zeros(64, 64)}), "asks for [64, 128] in all"),
+    (lambda path: add(path, {"mtp.embed_tokens.weight": torch.zeros(96, 64)}),
+     "mtp.embed_tokens.weight differs from the model's model.embed_tokens.weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, says", BAD)
+def test_a_damaged_layer_is_one_line(hitting, tmp_path, capsys, change, says):
+    path = tmp_path / "m"
+    shutil.copytree(hitting["qwen"], path)
+    change(path)
+    assert says in refused(capsys, "--checkpoint", str(path), "--draft", "mtp")
+
+
+def test_what_has_no_such_layer_is_one_line(hitting, tmp_path, capsys):
+    demo = ["--checkpoint", DEMO, "--draft", "mtp"]
+    assert "holds no MTP layer (its architecture has none that is read)" in refused(capsys, *demo)
+    model, mtp = made("tied")
+    _, layer = gguf_parts(model, mtp)
+    tables = {"token_embd.weight": torch.zeros(97, 64).numpy()}
+    metadata = with_layer(model) | {"qwen35.vocab_size": 97}
+    alone = str(write(tmp_path / "mtp.gguf", metadata, tables | layer))
+    told = ["--checkpoint", str(hitting["qwen"]), "--head", alone]
+    assert "vocab_size is 97, the target's is 96; use its own MTP layer" in refused(capsys, *told)
+    shutil.copytree(hitting["qwen"], tmp_path / "stripped")
+    without(tmp_path / "stripped", "mtp.")  # as fine-tuning leaves it: the key stays
+    assert load(str(tmp_path / "stripped"), device="cpu").option("draft") == "ngram"
+
+
+def test_a_repeated_embedding_and_further_layers(hitting, tmp_path, capsys):
+    """The first are not read twice; the others are named, and the first layer drafts."""
+    path = tmp_path / "m"
+    shutil.copytree(hitting["mimo"], path)
+    held = load_file(path / "model.safetensors")
+    second = {
+        name.replace("mtp_layers.0.", "mtp_layers.1."): torch.zeros_like(value)
+        for name, value in held.items()
+        if "mtp_layers" in name
+    }
+    shared = {"model.mtp_layers.lm_head.weight": held["lm_head.weight"]}
+    add(path, second | shared)
+    options = {"tree": "chain:4", "max_new_tokens": 16, "device": "cpu"}
+    capsys.readouterr()
+    engine = load(str(path), **options)
+    assert "holds several MTP layers; the first one drafts all levels" in capsys.readouterr().err
+    found = generate(engine, PROMPTS[1:])
+    assert (
+        found.stats["tau"]
+        == generate(load(str(hitting["mimo"]), **options), PROMPTS[1:]).stats["tau"]
+    )
