@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from base.io import log_note, model_file
-from base.methods import has_extras, spec_of
+from base.methods import MTP, has_extras, spec_of
 from base.modules import load_module
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
@@ -61,6 +61,7 @@ def load(
     Raises: ValueError for anything wrong with options or files.
     """
     from hf.chat import NO_TEMPLATE, read_text_files, template_name
+    from hf.config import need_mtp, open_source
     from hf.fetch import fetched
     from hf.not_finite import check_small_weights
 
@@ -81,6 +82,8 @@ def load(
     asked = _naming_files(asked)
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
+    if asked.draft == MTP and not asked.head:
+        need_mtp(path, open_source(path))  # before the weights are read
     target = _load_target(replace(asked, device=device), path)
     check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)
@@ -210,7 +213,7 @@ def _resolved(
     if BLOCKS in formats:  # of a GGUF file, whatever --quant asked for
         config = replace(config, quant=BLOCKS, group_size=0)
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
-    return resolve_draft(config, path, dtype, _without_head(config))
+    return resolve_draft(config, path, dtype, _without_head(config, target, path))
 
 
 def how_to_run(config: GenerateConfig, device: str) -> bool | None:
@@ -255,8 +258,17 @@ def _note_attention(target: Transformer) -> None:
         log_note(f"attention in float16 {theirs}; use --set dtype=bfloat16")
 
 
-def _without_head(config: GenerateConfig) -> str:
-    """Return the draft of a model without a head: a lookup on one CPU, where it was measured."""
+def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> str:
+    """Return the draft of a model without a head: its MTP layer, if the checkpoint holds one.
+
+    Else it is a lookup on one CPU, where that was measured.
+    """
+    from hf.config import find_mtp
+
+    # most models have no such layer, and their files are not opened a second time
+    may_draft = target.config.mtp and has_extras() and not config.inflate
+    if may_draft and find_mtp(path):
+        return MTP
     one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
     return "ngram" if one_cpu and config.accept == "exact" and has_extras() else "none"
 

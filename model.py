@@ -144,6 +144,11 @@ class ModelConfig:
         """Return the sizes of the state of layer i, if that is recurrent."""
         return None
 
+    @property
+    def mtp(self) -> Mtp | None:
+        """The MTP layer that checkpoints of this kind may hold."""
+        return None
+
     def has_experts(self, layer: int) -> bool:
         """Return whether the feed-forward of a layer is a mixture of experts."""
         return self.n_experts > 0 and layer not in self.dense_layers
@@ -216,6 +221,20 @@ class ModelConfig:
     def last(self) -> tuple[Step, ...]:
         """Return the steps behind the layers."""
         return (Norm("norm", self.dim, self.norm_eps),)
+
+
+class Mtp(NamedTuple):
+    """A layer beside a model's own, which predicts the token after the next one.
+
+    A projection of two rows side by side, the embedding of the next token and the feature, each
+    behind a norm of its own; one layer of the model; a norm. Embedding and LM head are the model's.
+    """
+
+    model: ModelConfig  # whose only layer it is
+    prefix: str  # beginning of the names of all its tensors
+    layer: str  # that of the layer's; {}: the number of the MTP layer
+    names: dict[str, str]  # fc, embedding_norm, hidden_norm, norm -> their names
+    feature_first: bool = False  # the feature is left of the embedding
 
 
 class Rope(NamedTuple):

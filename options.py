@@ -124,7 +124,8 @@ class GenerateConfig:
     draft: str = option(
         "",
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
-        "ngram, a lookup in the text so far, on a CPU and none elsewhere",
+        "mtp, if the checkpoint holds such a layer, else ngram, a lookup in the text so far, on a "
+        "CPU and none elsewhere",
         tuple(DRAFTERS),
     )
     head: str = option(

@@ -19,7 +19,7 @@ from torch import Tensor
 from base.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
 from base.head_kinds import gguf_head_kind, head_kind
 from base.io import bundled_head, is_gguf, log_note, read_json
-from base.methods import HEAD_KINDS
+from base.methods import HEAD_KINDS, MTP
 from hf.checkpoint import (
     BLOCKS,
     TensorSource,
@@ -31,7 +31,7 @@ from hf.checkpoint import (
 )
 from hf.gguf_blocks import keeps_blocks
 from hf.stacks import StackedFiles, has_stacks, plain_config
-from model import ModelConfig
+from model import ModelConfig, Mtp
 from models import registry
 from models.keys import all_ids
 from ops.library import has_cpu_operators
@@ -62,7 +62,7 @@ def open_source(path: Path) -> TensorSource:
     Raises: ValueError when the checkpoint is missing, broken or not supported.
     """
     if is_gguf(path):
-        if gguf_head_kind(path):
+        if gguf_head_kind(path) not in ("", MTP):  # which has a model's names
             from hf.gguf_heads import GgufHead
 
             return GgufHead(path)
@@ -200,6 +200,29 @@ def config_from(
     return replace(config, eos_ids=all_ids([*config.eos_ids], extra_eos))
 
 
+def find_mtp(path: Path, files: TensorSource | None = None) -> Mtp | None:
+    """Return the MTP layer that a checkpoint holds, by the names of its tensors, if it does.
+
+    files: of the checkpoint, where they are open already
+    """
+    files = files or open_source(path)
+    mtp = read_config(path, files.config).mtp
+    held = mtp and any(name.startswith(mtp.prefix) for name in (*files.readers, *files.quantized))
+    return mtp if held else None
+
+
+def need_mtp(path: Path, files: TensorSource) -> Mtp:
+    """Return the MTP layer of a checkpoint. Raises: ValueError where it has none."""
+    mtp = find_mtp(path, files)
+    if mtp is None:
+        known = read_config(path, files.config).mtp
+        seen = f"no tensor {known.prefix}*" if known else "its architecture has none that is read"
+        raise ValueError(
+            f"{path} holds no MTP layer ({seen}); drop --draft mtp, or use a checkpoint with it"
+        )
+    return mtp
+
+
 # ------------------------------------------------------------------------------ beside a target
 
 
@@ -218,6 +241,8 @@ def resolve_draft(
         draft = head_kind(Path(head)) if head else without_head
         if not head:
             replace(config, draft=draft).check_needs()
+    if draft == MTP and not head:
+        head = str(path)  # which holds it
     config = replace(config, draft=draft, head=head)
     draft_path = Path(head or config.draft_checkpoint)
     resolved = replace(config, dtype=dtype or config.dtype, quant_draft="none")
@@ -243,7 +268,7 @@ def _head_of(config: GenerateConfig, path: Path) -> str:
     bundled = bundled_head(path, kind)
     if not head and bundled.is_dir():
         head = str(bundled)
-    if not config.draft:
+    if not config.draft or (kind == MTP and not head):
         return head
     if not head:
         raise ValueError(

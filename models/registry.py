@@ -39,6 +39,7 @@ ROWS = (
     Row("qwen", "Qwen2MoeForCausalLM", "qwen2_moe", "qwen2moe"),
     Row("qwen", "Qwen3ForCausalLM", "qwen3", "qwen3"),
     Row("qwen", "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"),
+    Row("mimo", "MiMoForCausalLM", "mimo"),
     Row("mixtral", "MixtralForCausalLM", "mixtral"),
     Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
     Row("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text", "qwen35"),
