@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 
 from base.gguf_header import read_header
 from base.io import is_gguf, log_note, read_json, read_text, write_text
-from base.parsing import one_line_errors, option, parse_given, require
+from base.parsing import one_line_errors, option, parse_given, processors, require
 from hf.fetch import fetched
 from models.registry import check_architecture
 from options import DEFAULT, ROOT, pick_device
@@ -83,7 +83,7 @@ class HeadConfig:
         most=1,
     )
     chat: str = option("", "chat template; empty: the checkpoint's own")
-    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0, most=processors())
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     @property
