@@ -26,7 +26,14 @@ from decode import Engine, build_cycles
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
-from ops.library import FAMILIES, has_cpu_operators, set_plain
+from ops.library import (
+    FAMILIES,
+    cpu_operators_are_loaded,
+    has_cpu_operators,
+    has_triton,
+    set_plain,
+)
+from ops.replaced import note_edits
 from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
@@ -106,7 +113,10 @@ def load(
         engine = replace(engine, guide=Grammar(engine, source))
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
-    return warm_up(build_cycles(engine))
+    engine = warm_up(build_cycles(engine))
+    passes = target.fused is not None or target.fused_layers is not None
+    note_edits(cpu_operators_are_loaded() if device == "cpu" else has_triton(), passes)
+    return engine
 
 
 def _naming_files(config: GenerateConfig) -> GenerateConfig:
