@@ -789,7 +789,7 @@ METADATA = {
     "endless base": ({"llama.rope.freq_base": float("inf")}, "rope.freq_base must be a finite number above 0; it is inf"),
     "factor": ({"llama.rope.scaling.factor": -3.0}, "rope.scaling.factor must be a finite number above 0; it is -3.0"),
     "no factor": ({"llama.rope.scaling.factor": NAN}, "rope.scaling.factor must be a finite number above 0; it is nan"),
-    "parts": ({"split.count": 3}, "is part 1 of 3; join them first: llama-gguf-split --merge "),
+    "parts": ({"split.count": 3}, "is part 1 of 3, and m-00002-of-00003.gguf is not beside it; download every part"),
     "eos": ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be a whole number, not '2'"),
 }  # fmt: skip
 
@@ -918,12 +918,32 @@ def test_the_second_part_of_a_file(tmp_path, capsys):
     content = path.read_bytes()
     path.write_bytes(content.replace(b"general.architecture", b"general.architectura"))
     said = refused(capsys, "--checkpoint", str(path))
-    want = (
-        "is part 2 of 3; join them first: llama-gguf-split --merge m-00001-of-00003.gguf OUT.gguf"
-    )
-    assert said.endswith(f"{want}\n")
+    assert said.endswith("is part 2 of 3; name the first one, m-00001-of-00003.gguf\n")
     with pytest.raises(ValueError, match="part 2 of 3"):
         load(checkpoint=str(path), device="cpu")
+
+
+def test_a_file_in_parts_is_named_by_its_first(whole, tmp_path, capsys):
+    """As llama-gguf-split writes it: the first part has the metadata, each has tensors of its own."""
+    tensors = list(gguf_tensors(whole[1]).items())
+    paths = [tmp_path / f"m-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    metadata = metadata_of(whole[1]) | BPE_METADATA | {"split.count": 3}
+    for number, path in enumerate(paths):
+        write(path, metadata | {"split.no": number}, dict(tensors[number::3]), "Q8_0")
+        metadata = {"general.architecture": "llama", "split.count": 3}
+    options = {"device": "cpu", "ignore_eos": True, "max_new_tokens": 24}
+    want = generate(load(checkpoint=str(whole[0]), **options), [[5, 17, 3]]).tokens
+    assert generate(load(checkpoint=str(paths[0]), **options), [[5, 17, 3]]).tokens == want
+    capsys.readouterr()
+    content = paths[2].read_bytes()
+    paths[2].write_bytes(content[:-5])
+    assert "is truncated" in refused(capsys, "--checkpoint", str(paths[0]))
+    paths[2].write_bytes(paths[1].read_bytes())
+    assert "as another part has" in refused(capsys, "--checkpoint", str(paths[0]))
+    paths[2].unlink()
+    assert "m-00003-of-00003.gguf is not beside it" in refused(
+        capsys, "--checkpoint", str(paths[0])
+    )
 
 
 def test_generate(whole, tmp_path):
