@@ -173,21 +173,23 @@ def _read_header(path: Path, cursor: _Cursor) -> Header:
         key = cursor.string()
         value = cursor.value(*cursor.take("I"))
         metadata[_new(key, metadata)] = value
-    tensors: dict[str, Info] = {}
+    places: dict[str, tuple] = {}  # of tensors; offsets count from the start of the data
     for _ in range(cursor.fits(tensor_count, 32)):
-        name = _new(cursor.string(), tensors)
+        name = _new(cursor.string(), places)
         (dims,) = cursor.take("I")
         if not 1 <= dims <= 4:
             raise ValueError(f"{name} has {dims} dimensions")
         shape = cursor.take(f"{dims}Q")
         type_id, offset = cursor.take("IQ")
-        tensors[name] = Info(type_id, shape[::-1], offset, cursor.file)
+        places[name] = (type_id, shape[::-1], offset)
     align = metadata.get("general.alignment", 32)
     if type(align) is not int or align < 1 or align & align - 1:
         raise ValueError(f"general.alignment must be a power of two; it is {reprlib.repr(align)}")
     start = -(-cursor.at // align) * align  # of the data: rounded up
-    for name, info in tensors.items():
-        tensors[name] = info._replace(offset=start + info.offset)
+    tensors = {
+        name: Info(type_id, shape, start + offset, cursor.file)
+        for name, (type_id, shape, offset) in places.items()
+    }
     return Header(metadata, tensors)
 
 

@@ -64,10 +64,11 @@ def with_text(command: Command) -> Command:
     config = command.config
     with one_line_errors("generate.py"):
         from hf.chat import read_text_files
-        from hf.fetch import fetched
+        from hf.fetch import with_files
         from models.registry import check_architecture
 
-        path = fetched(config.checkpoint)
+        config = with_files(config)
+        path = Path(config.checkpoint)
         check_architecture(path)
         check_head_width(path, config)
         text = read_text_files(path, config)

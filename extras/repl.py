@@ -32,7 +32,7 @@ from cli.terminal import TypedAhead, printer
 from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft
 from hf.chat import OnTerminal, chat_template
-from hf.fetch import fetched
+from hf.fetch import title_of
 from scheduler import Request, Scheduler, truncation_note
 from stats import stats_line, summary
 
@@ -132,7 +132,7 @@ class Chat:
 
     def title(self) -> str:
         """Describe the model and the way to draft."""
-        name = Path(self.engine.config.checkpoint).name
+        name = title_of(Path(self.engine.config.checkpoint))
         kind = "" if self.engine.template else ", no chat template: it continues your text"
         return (
             f"[{name}, {told_draft(self.engine)}{kind}]\n[/help for the commands, Ctrl-D to leave]"
@@ -240,7 +240,7 @@ class Chat:
         name = engine.config.chat
         if engine.template is None or name is None:
             raise ValueError("without a chat template there is no system message")
-        path = fetched(engine.config.checkpoint)
+        path = Path(engine.config.checkpoint)
         has_schema = engine.config.has_schema
         template = chat_template(path, engine.tokenizer, name, text or None, has_schema)
         template.stop_ids(engine.tokenizer)  # refuses a template that leaves the message out

@@ -19,6 +19,7 @@ import pytest
 import sentencepiece as spm
 import torch
 import transformers
+from test_hub import write_ollama
 from test_tokenizer import LINES, TEXTS, train_sp
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -30,6 +31,7 @@ from generate import generate, load
 from helpers import slow
 from hf.chat import template_text
 from hf.config import read_config, read_raw, resolve_draft
+from hf.fetch import title_of
 from hf.gguf import STORED, TYPES, GgufFile
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
@@ -840,10 +842,6 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
     path = str(tmp_path / "no.gguf")
     said = f"cannot read {path}: No such file or directory; check the path"
     assert said in refused(capsys, "--checkpoint", path)
-    path = tmp_path / "model.bin"
-    path.write_bytes(whole[0].read_bytes())
-    said = f"{path} is a GGUF file without its suffix; rename it to model.bin.gguf"
-    assert said in refused(capsys, "--checkpoint", str(path))
     monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
     with monkeypatch.context() as patch:
         patch.setattr(gguf.quants, "dequantize", not_implemented)
@@ -909,6 +907,24 @@ def test_a_folder_with_one_file_stands_for_it(whole, tmp_path, capsys):
     (folder / "config.json").unlink()
     said = refused(capsys, "--checkpoint", str(folder))
     assert "name one of its GGUF files: model.Q8_0.gguf, other.gguf" in said
+
+
+def test_ollamas_file_has_no_suffix(whole, tmp_path, monkeypatch):
+    """By its path and by the model's name; its title is the one within the file."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    metadata = metadata_of(whole[1]) | BPE_METADATA | {"general.name": "Tiny One"}
+    file = write(tmp_path / "t.gguf", metadata, gguf_tensors(whole[1]), "Q8_0")
+    blob = tmp_path / "blobs" / write_ollama(tmp_path, "library/tiny/latest", file)
+    options = {"device": "cpu", "ignore_eos": True, "max_new_tokens": 24}
+    want = generate(load(checkpoint=str(whole[0]), **options), [[5, 17, 3]]).tokens
+    for name in ("ollama:tiny", str(blob)):
+        engine = load(checkpoint=name, **options)
+        assert generate(engine, [[5, 17, 3]]).tokens == want
+        assert title_of(Path(engine.config.checkpoint)) == "Tiny One"
+    engine = load(
+        checkpoint=str(whole[0]), draft="model", draft_checkpoint="ollama:tiny", **options
+    )
+    assert generate(engine, [[5, 17, 3]]).tokens == want
 
 
 def test_the_second_part_of_a_file(tmp_path, capsys):
