@@ -47,7 +47,7 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
         require(has_effect, "--seed has no effect at temperature 0; set --temperature")
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
-    if config.interactive and config.temperature > 0 and "seed" not in given:
+    if config.interactive and "seed" not in given:  # a temperature may come in the chat
         config = replace(config, seed=random.getrandbits(31))
     to_end = not config.prompt_file and "max_new_tokens" not in given
     keys = None
