@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from base.io import log_note, model_file
+from base.io import log_note
 from base.methods import MTP, has_extras, spec_of
 from base.modules import load_module
 from base.parsing import by_names, require
@@ -69,7 +69,7 @@ def load(
     """
     from hf.chat import NO_TEMPLATE, read_text_files, template_name
     from hf.config import need_mtp, open_source
-    from hf.fetch import fetched
+    from hf.fetch import with_files
     from hf.not_finite import check_small_weights
 
     if isinstance(config, (str, Path)):
@@ -85,8 +85,8 @@ def load(
     device = _pick_device(asked)
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    path = fetched(asked.checkpoint)
-    asked = _naming_files(asked)
+    asked = with_files(asked)
+    path = Path(asked.checkpoint)
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
     if asked.draft == MTP and not asked.head:
@@ -119,17 +119,6 @@ def load(
     return engine
 
 
-def _naming_files(config: GenerateConfig) -> GenerateConfig:
-    """Return options that name a GGUF file where they name a folder with this file alone."""
-    named = {}
-    for name in ("checkpoint", "head", "draft_checkpoint"):
-        given = getattr(config, name)
-        file = model_file(Path(given))
-        if given and file != Path(given):
-            named[name] = str(file)
-    return replace(config, **named)
-
-
 def _pick_device(config: GenerateConfig) -> str:
     """Choose the device and its operators. Writes: the process's device; `ops.library.PLAIN`."""
     device = pick_device(config.device)
@@ -149,10 +138,11 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     The cycles are still to be made (`build_cycles`).
     Raises: ValueError for a draft that does not fit.
     """
-    from hf.fetch import fetched
+    from hf.fetch import with_files
 
     target = engine.target
-    config = _resolved(asked, target, fetched(asked.checkpoint), device)
+    asked = with_files(asked)
+    config = _resolved(asked, target, Path(asked.checkpoint), device)
     method = load_method(target, config, engine.tokenizer)
     if config.quant == "int4":  # for the record: the group that was asked for, or the file's own
         from hf.weights import int4_group

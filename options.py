@@ -14,7 +14,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from base.io import cache_folder, can_name_file, check_directory, check_outputs
+from base.io import (
+    cache_folder,
+    can_name_file,
+    check_directory,
+    check_outputs,
+    is_gguf,
+    is_model_name,
+)
 from base.methods import DRAFTERS, has_extras, spec_of
 from base.modules import PREFIX
 from base.option_rules import (
@@ -106,7 +113,8 @@ class GenerateConfig:
 
     checkpoint: str = option(
         DEFAULT,
-        "the target: a Hugging Face directory or a GGUF file; the default is fetched once (93 MB)",
+        "the target: a Hugging Face directory, a GGUF file, or a name, as OWNER/NAME or "
+        "hf:OWNER/NAME:Q4_K_M on a hub and ollama:NAME; the default is fetched once (93 MB)",
         short="m",
     )
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
@@ -458,7 +466,7 @@ class GenerateConfig:
     def _check_files(self) -> None:
         """Check files and folders before anything is computed, so that no result is lost."""
         for name in (self.checkpoint, self.head, self.draft_checkpoint):
-            if name and not name.lower().endswith(".gguf"):
+            if name and not is_gguf(Path(name)) and not is_model_name(name):
                 check_directory(Path(name))
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
         given = [flag for flag, value in self._flags(sources) if value not in (None, False, "")]

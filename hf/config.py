@@ -30,6 +30,7 @@ from hf.checkpoint import (
     scale_name,
 )
 from hf.gguf_blocks import keeps_blocks
+from hf.known_heads import own_head
 from hf.stacks import StackedFiles, has_stacks, plain_config
 from model import ModelConfig, Mtp
 from models import registry
@@ -257,23 +258,20 @@ def resolve_draft(
 
 
 def _head_of(config: GenerateConfig, path: Path) -> str:
-    """Return the files of the head that drafts: as given, or the bundled one; "": none.
+    """Return the files of the head that drafts: as given, or the checkpoint's own; "": none.
 
     Raises: ValueError for a kind of draft whose head is missing, or of another kind.
     """
     kind = config.draft.removesuffix("+ngram") or "eagle"
     if kind not in HEAD_KINDS:
         return ""
-    head = config.head
-    bundled = bundled_head(path, kind)
-    if not head and bundled.is_dir():
-        head = str(bundled)
+    head = config.head or own_head(path, config.draft and kind)
     if not config.draft or (kind == MTP and not head):
         return head
     if not head:
         raise ValueError(
             f"--draft {config.draft} needs a head; name its directory with --head "
-            f"(there is no {bundled})"
+            f"(there is no {bundled_head(path, kind)})"
         )
     own_kind = head_kind(Path(head))
     if own_kind != kind:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from base.fields import text_part
-from base.gguf_header import check_is_whole, read_header
+from base.gguf_header import read_header
 from base.head_kinds import ARCHITECTURES as HEADS
 from base.io import is_gguf, read_json
 from base.modules import load_module
@@ -82,9 +82,7 @@ def check_architecture(path: Path) -> None:
     Raises: ValueError for another one, or a missing or broken header.
     """
     if is_gguf(path):
-        metadata = read_header(path).metadata
-        check_is_whole(metadata)
-        name = metadata.get("general.architecture")
+        name = read_header(path).metadata.get("general.architecture")
         if name not in (*GGUF_NAMES, *HEADS):  # the loader names a head's own remedy
             raise ValueError(f"{path}: {gguf_refusal(name)}")
         return
