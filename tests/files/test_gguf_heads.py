@@ -589,7 +589,7 @@ def test_exports_that_are_refused(capsys, files, tmp_path):
         err = failure(capsys, head, tmp_path / f"{name}.gguf")
         assert says in err and not (tmp_path / f"{name}.gguf").exists(), err
     err = failure(capsys, Path(f"{DEMO}-eagle"), tmp_path / "eagle1.gguf")
-    assert "is a head of version 1 or 2, and llama.cpp runs version 3" in err
+    assert "is a head of version 1 or 2, and other runtimes are served version 3" in err
     assert "there is no directory" in failure(capsys, plain, tmp_path / "no" / "x.gguf")
 
 
