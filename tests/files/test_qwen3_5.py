@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -186,8 +185,8 @@ def tiled(x: torch.Tensor, keys: int, width: int, dim: int = 0) -> torch.Tensor:
     return parts.flatten(dim, dim + 2)
 
 
-def write_file(path: Path, model, kinds="F32", further: dict | None = None) -> Path:
-    """Write a model as the converter does: value heads in its order, norms with one added, -exp(A_log)."""
+def file_of(model, further: dict | None = None) -> tuple[dict, dict]:
+    """The metadata and the converter's tensors: value heads in its order, norms with one added, -exp(A_log)."""
     c = model.config
     keys, width = c.linear_num_key_heads, c.linear_value_head_dim
     both = 2 * keys * c.linear_key_head_dim
@@ -217,7 +216,7 @@ def write_file(path: Path, model, kinds="F32", further: dict | None = None) -> P
         "full_attention_interval": 4,
     }  # fmt: skip
     metadata = metadata_of(model, "qwen35", own | (further or {}))
-    return write(path, metadata, gguf_tensors(model, GGUF_NAMES, convert), kinds)
+    return metadata, gguf_tensors(model, GGUF_NAMES, convert)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def write_file(path: Path, model, kinds="F32", further: dict | None = None) -> P
 def test_files(tmp_path, case):
     """llama.cpp (llama-cpp-python 0.3.36) reads a file that is written so, too; its cache is in fp16."""
     reference = random_model(**CASES[case])
-    path = write_file(tmp_path / "m.gguf", reference)
+    path = write(tmp_path / "m.gguf", *file_of(reference))
     assert_same_logits(load_model(path, torch.float32), reference)
 
 
@@ -236,7 +235,7 @@ def test_a_file_in_blocks_decodes_trees_as_vanilla(tmp_path, kind):
     def kind_of(name: str) -> str:
         return "F32" if "conv1d" in name else kind
 
-    path = write_file(tmp_path / "m.gguf", random_model(), kind_of)
+    path = write(tmp_path / "m.gguf", *file_of(random_model()), kind_of)
     target = load_model(path, quant=Quantization(BLOCKS, saved=True))
     assert all(layer.w2.packed for layer in target.layers)
     vanilla = decode(engine_for(target, RootOnly(), compile=True, **OPTIONS), *PROMPTS).history[:2]
@@ -251,7 +250,7 @@ def test_files_that_are_not_read_are_one_line(capsys, tmp_path):
         ("ssm.time_step_rank", 3, "ssm.time_step_rank must divide ssm.inner_size"),
         ("ssm.conv_kernel", 3, "linear_conv_kernel_dim must be"),
     ):
-        path = write_file(tmp_path / "m.gguf", random_model(), further={key: value})
+        path = write(tmp_path / "m.gguf", *file_of(random_model(), {key: value}))
         assert says in refused(capsys, "--checkpoint", str(path)), key
 
 
