@@ -21,11 +21,16 @@ from torch import Tensor
 
 import generate
 from hf.config import read_config
+from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from model import Transformer
 
 Kind = gguf.GGMLQuantizationType
 IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
+SIZES = {  # of every architecture
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}  # of transformers
 NAMES = {  # Hugging Face's -> llama.cpp's; a whole name, or one without its ending
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -39,6 +44,30 @@ NAMES = {  # Hugging Face's -> llama.cpp's; a whole name, or one without its end
 
 
 # -------------------------------------------------------------------------------------- directories
+
+
+def of_norms(name: str) -> tuple[float, float]:
+    """The mean and the deviation of a parameter where norms multiply by their weights."""
+    return (1.0 if "norm" in name else 0.0), 0.15
+
+
+def random_model(
+    kind: str, options: dict, spread: Callable[[str], tuple[float, float]] = of_norms
+) -> transformers.PreTrainedModel:
+    """A model of transformers with random weights in fp32.
+
+    kind: as in the names of its classes
+    spread: the mean and the deviation of a parameter
+    """
+    torch.manual_seed(0)
+    of_text = getattr(transformers, f"{kind}TextConfig", None)
+    config = (of_text or getattr(transformers, f"{kind}Config"))(**options)
+    of_kind = getattr(transformers, f"{kind}ForCausalLM")
+    model = of_kind._from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(*spread(name))
+    return model.eval()
 
 
 def saved(
@@ -180,6 +209,14 @@ def assert_same_logits(
     torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
     for width in (len(ids), *widths):
         torch.testing.assert_close(by_passes(model, ids, width), want, atol=2e-4, rtol=1e-4)
+
+
+def assert_same_directory(path: Path, reference) -> Transformer:
+    """Write a model as a directory, and compare its logits. Returns: our model of it, in fp32."""
+    reference.save_pretrained(path)
+    model = load_model(path, torch.float32)
+    assert_same_logits(model, reference)
+    return model
 
 
 def assert_same_config(path: Path, reference, left_out: set[str]) -> None:

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import stats
+import tiny_models
 from draft_tree import build_tree
 from drafters import Drafter, RootOnly
 from extras.ngram_draft import Ngram, NgramDrafter
@@ -30,6 +31,7 @@ from tiny_models import (
     GREEDY,
     IDS,
     NAMES,
+    assert_same_directory,
     assert_same_logits,
     by_passes,
     gguf_tensors,
@@ -39,11 +41,9 @@ from tiny_models import (
     write,
 )
 
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "bos_token_id": 2,
-    "eos_token_id": 1,
+SIZES = tiny_models.SIZES | {
+    "num_hidden_layers": 4, "head_dim": 32, "max_position_embeddings": 512, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
 }  # fmt: skip
 KINDS = ["linear_attention", "full_attention"]
 EXPERTS = {
@@ -91,10 +91,7 @@ def randomize(model) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_directories(tmp_path, case):
-    reference = random_model(**CASES[case])
-    reference.save_pretrained(tmp_path)
-    model = load_model(tmp_path, torch.float32)
-    assert_same_logits(model, reference)
+    model = assert_same_directory(tmp_path, random_model(**CASES[case]))
     assert model.config.tie_embeddings == CASES[case].get("tie_word_embeddings", False)
 
 
