@@ -28,7 +28,7 @@ import quantize
 from base.io import read_json
 from eagle_draft import load_head
 from generate import generate, load, main
-from helpers import GOLDEN, layer_of, rounded
+from helpers import GOLDEN, layer_of, refused, rounded
 from hf import checkpoint
 from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from hf.heads import draft_lm_head
@@ -644,14 +644,7 @@ def run(capsys, main, *argv: str) -> tuple[str, str]:
 
 
 def failure(capsys, main, *argv: str) -> str:
-    """A user's mistake: status 2, one line on standard error, nothing on standard output."""
-    capsys.readouterr()  # discards the output of the preparation
-    with pytest.raises(SystemExit) as stop:
-        main(list(argv))
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == ""
-    assert err.count("\n") == 1 and err.startswith(("quantize.py: ", "generate.py: ")), err
-    return err
+    return refused(capsys, main, list(argv))
 
 
 def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from generate import generate, load
-from helpers import GOLDEN, golden_case
+from helpers import GOLDEN, golden_case, refused
 from hf.weights import load_model
 from options import DEMO, ROOT
 from scripts.bench import linear, passes, plot_speed
@@ -71,12 +71,7 @@ def command(monkeypatch, program, *argv: str) -> None:
 
 
 def failure(capsys, monkeypatch, program, *argv: str) -> str:
-    """Run a command line; it must end with status 2 and one line on standard error."""
-    with pytest.raises(SystemExit) as stop:
-        command(monkeypatch, program, *argv)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and "Traceback" not in err, err
-    return err
+    return refused(capsys, command, monkeypatch, program, *argv)
 
 
 @pytest.fixture(scope="module")
