@@ -669,21 +669,22 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):
         imported.unlink()
 
 
-def test_quantize_and_generate(capsys, tmp_path):
+def test_quantize_and_generate(capsys, short_demo, tmp_path):
+    demo = str(short_demo)
     for end in ("", "-eagle"):
-        argv = ("--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}"))
+        argv = ("--checkpoint", demo + end, "--out", str(tmp_path / f"demo{end}"))
         out, err = run(capsys, quantize.main, *argv)
         told = f"--checkpoint MODEL --head {tmp_path / 'demo-eagle'}"
         if not end:
-            told = f"--checkpoint {tmp_path / 'demo'} --head {DEMO}-eagle"
+            told = f"--checkpoint {tmp_path / 'demo'} --head {demo}-eagle"
             advised = shlex.split(out.partition("run: python generate.py ")[2])
         assert f"python generate.py {told} --prompt" in out
-        total = len(WeightFiles(Path(DEMO + end)).readers)
+        total = len(WeightFiles(Path(demo + end)).readers)
         assert err.endswith(f"int4: {total} of {total} tensors\n") and "\r" not in err
     ids = ["--max_new_tokens", "16", "--json", "-", "--device", "cpu", "--tree", "dynamic"]
     ids += ["--prompt", "def f(x):"]
     got, _ = run(capsys, main, "--checkpoint", str(tmp_path / "demo"), *ids)
-    want, _ = run(capsys, main, "--checkpoint", DEMO, "--quant", "int4", *ids)
+    want, _ = run(capsys, main, "--checkpoint", demo, "--quant", "int4", *ids)
     got, want = json.loads(got), json.loads(want)
     assert got["tokens"] == want["tokens"]
     want = {"quant": "int4", "quant_draft": "int4", "group_size": 64, "draft": "eagle"}
@@ -691,7 +692,7 @@ def test_quantize_and_generate(capsys, tmp_path):
     shutil.rmtree(tmp_path / "demo-eagle")
     out, _ = run(capsys, main, *advised, "--max_new_tokens", "2", "--json", "-", "--device", "cpu")
     config = json.loads(out)["config"]
-    assert (config["draft"], config["head"]) == ("eagle", f"{DEMO}-eagle"), "the source's head"
+    assert (config["draft"], config["head"]) == ("eagle", f"{demo}-eagle"), "the source's head"
 
 
 BASE = ("--checkpoint", str(TARGET))
