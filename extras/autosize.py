@@ -15,9 +15,9 @@
 4. The time that trees have won or lost against cycles without one is added up, with a small
    allowance. While the sum is negative, no tree is grown, whatever is expected of it.
 5. A process starts from the measurements of earlier ones (remembered.py). Where these say that no
-   tree pays, costs count as little as the rule of thumb, and a probe comes early: nothing else would
-   show that the machine was loaded. The first process has the rules of thumb and the acceptance
-   measured in the head's training; cycles without a tree set its pace.
+   tree pays, costs count as little as the rule of thumb, and a probe comes early: the machine may
+   have been loaded, which nothing else would show. The first process has the rules of thumb and the
+   acceptance measured in the head's training; cycles without a tree set its pace.
 
 Trade-off: one preset for the whole batch, chosen on the host. The choice never changes a token.
 Not here: the cycles of the presets (decode.py), and a drafter at rest (deferred.py).
