@@ -168,7 +168,11 @@ def listed(repo: str) -> Listing:
     Raises: ValueError for a repository that the hub does not know.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import (
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     try:
         info = HfApi().model_info(repo, files_metadata=True, timeout=10)
@@ -176,7 +180,8 @@ def listed(repo: str) -> Listing:
         raise refusal(repo, error) from None
     except Exception as error:  # the package's transport, and so its errors, differ by version
         folder = _cached_models().get(repo)
-        reason = one_line(error, 200)
+        offline = isinstance(error, OfflineModeIsEnabled)
+        reason = "HF_HUB_OFFLINE is set" if offline else one_line(error, 200)
         if folder is None:
             return Listing([], unreachable=reason)
         log_note(f"the hub cannot be reached ({reason}): {repo} is the copy in the cache")

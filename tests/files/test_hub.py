@@ -19,6 +19,7 @@ import pytest
 from huggingface_hub import constants
 from test_download import run
 
+import quantize
 from base.io import bundled_head, is_gguf, is_model_name
 from cli.start import read_command, with_text
 from generate import generate, load
@@ -317,7 +318,7 @@ def test_a_model_by_name_brings_its_head(server, table, capsys):
     assert with_files(replace(asked, head="tiny/demo-head")).head == engine.config.head
 
 
-def test_compare_takes_names(server, table, tmp_path, capsys):
+def test_compare_and_quantize_take_names(server, table, tmp_path, capsys):
     """The model and its published head, or the heads that are named, as files."""
     table.write_text(TABLE.replace("tiny/away", "tiny/demo-head"))
     server.repos["official/Demo-1M"] = files_of(DEMO)
@@ -331,6 +332,8 @@ def test_compare_takes_names(server, table, tmp_path, capsys):
     assert named.heads == f"{config.heads},{DEMO}-eagle"
     bench = named.bench(str(tmp_path / "prompt.txt"))
     assert f"eagle:dynamic:head={config.heads}" in bench.methods
+    rounded = quantize.read_command(["tiny/demo-head", "--out", str(tmp_path / "out")])
+    assert rounded.checkpoint == config.heads
 
 
 def test_heads_are_listed_by_a_models_name(table):
