@@ -70,7 +70,8 @@ def read_command(argv: list[str] | None = None) -> QuantizeConfig:
     with one_line_errors("quantize.py"):
         if not config.checkpoint or not config.out:
             raise ValueError("--checkpoint and --out are needed: directories to read and to write")
-        config = replace(config, checkpoint=str(fetched(config.checkpoint)))
+        # it may be a head; a model is checked when it is read
+        config = replace(config, checkpoint=str(fetched(config.checkpoint, is_head=True)))
         if is_gguf(Path(config.checkpoint)):
             raise ValueError(
                 f"{config.checkpoint} is a GGUF file, which runs in its own bits as it is: "

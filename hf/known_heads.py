@@ -79,7 +79,7 @@ def published_head(config: GenerateConfig) -> str:
     head = found[0]
     listed = f"{head.name}, which heads/README.md lists for {head.target}"
     try:
-        path = hub_model(f"hf:{head.name}").path
+        path = hub_model(f"hf:{head.name}", is_head=True).path
     except ValueError as error:
         log_note(f"drafting without {listed}: {error}")
         return ""

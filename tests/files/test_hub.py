@@ -205,7 +205,7 @@ def test_a_gguf_file_of_a_repository(server, capsys):
     assert path.name == "tiny-Q4_K_M.gguf" and path.read_bytes() == b"GGUF Q4_K_M" and is_gguf(path)
     choice, note = capsys.readouterr().err.splitlines()
     assert choice == (
-        "note: tiny/quants: tiny-Q4_K_M.gguf runs; name another as tiny/quants:QUANTIZATION of "
+        "note: tiny/quants: tiny-Q4_K_M.gguf runs; tiny/quants:QUANTIZATION names another, of "
         "BF16, IQ4_XS, Q4_K_M, q8_0"
     )
     assert note.startswith("note: fetching tiny/quants into the hub's cache: 1 file(s), ")
@@ -229,6 +229,12 @@ def test_repositories_that_are_refused(server):
     assert f"is gated: accept its terms on {server.url}/tiny/closed, then run: hf" in refusal(
         "tiny/closed"
     )
+    server.repos["tiny/strange"] = {
+        "config.json": b'{"architectures": ["Strange"]}',
+        "model.safetensors": b"1",
+    }
+    assert "architecture Strange is not supported" in refusal("tiny/strange")
+    assert server.sent == ["config.json"], "its weights do not come"
     assert "tiny/closed has no GGUF file; drop :Q4_K_M" in refusal("hf:tiny/closed:Q4_K_M")
     assert "is named hf:OWNER/NAME" in refusal("hf:tiny")
 
