@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from base.io import log_note
-from base.methods import has_extras, spec_of
+from base.methods import MTP, has_extras, spec_of
 from base.modules import load_module
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
@@ -26,7 +26,14 @@ from decode import Engine, build_cycles
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
-from ops.library import FAMILIES, has_cpu_operators, set_plain
+from ops.library import (
+    FAMILIES,
+    cpu_operators_are_loaded,
+    has_cpu_operators,
+    has_triton,
+    set_plain,
+)
+from ops.replaced import note_edits
 from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
@@ -61,6 +68,7 @@ def load(
     Raises: ValueError for anything wrong with options or files.
     """
     from hf.chat import NO_TEMPLATE, read_text_files, template_name
+    from hf.config import need_mtp, open_source
     from hf.fetch import with_files
     from hf.not_finite import check_small_weights
 
@@ -81,6 +89,8 @@ def load(
     path = Path(asked.checkpoint)
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
+    if asked.draft == MTP and not asked.head:
+        need_mtp(path, open_source(path))  # before the weights are read
     target = _load_target(replace(asked, device=device), path)
     check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)
@@ -103,7 +113,10 @@ def load(
         engine = replace(engine, guide=Grammar(engine, source))
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
-    return warm_up(build_cycles(engine))
+    engine = warm_up(build_cycles(engine))
+    passes = target.fused is not None or target.fused_layers is not None
+    note_edits(cpu_operators_are_loaded() if device == "cpu" else has_triton(), passes)
+    return engine
 
 
 def _pick_device(config: GenerateConfig) -> str:
@@ -200,7 +213,7 @@ def _resolved(
     if BLOCKS in formats:  # of a GGUF file, whatever --quant asked for
         config = replace(config, quant=BLOCKS, group_size=0)
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
-    return resolve_draft(config, path, dtype, _without_head(config))
+    return resolve_draft(config, path, dtype, _without_head(config, target, path))
 
 
 def how_to_run(config: GenerateConfig, device: str) -> bool | None:
@@ -245,8 +258,17 @@ def _note_attention(target: Transformer) -> None:
         log_note(f"attention in float16 {theirs}; use --set dtype=bfloat16")
 
 
-def _without_head(config: GenerateConfig) -> str:
-    """Return the draft of a model without a head: a lookup on one CPU, where it was measured."""
+def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> str:
+    """Return the draft of a model without a head: its MTP layer, if the checkpoint holds one.
+
+    Else it is a lookup on one CPU, where that was measured.
+    """
+    from hf.config import find_mtp
+
+    # most models have no such layer, and their files are not opened a second time
+    may_draft = target.config.mtp and has_extras() and not config.inflate
+    if may_draft and find_mtp(path):
+        return MTP
     one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
     return "ngram" if one_cpu and config.accept == "exact" and has_extras() else "none"
 

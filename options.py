@@ -9,7 +9,6 @@ Not here: reading a command line (base/parsing.py); reading prompts (cli/prompts
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -46,7 +45,15 @@ from base.option_rules import (
     TEXT,
     only_with,
 )
-from base.parsing import check_kinds, check_ranges, flag_of, option, require, setting
+from base.parsing import (
+    check_kinds,
+    check_ranges,
+    flag_of,
+    option,
+    processors,
+    require,
+    setting,
+)
 from base.tree_paths import (
     EAGLE1_PATHS,
     MAX_NODES,
@@ -132,7 +139,8 @@ class GenerateConfig:
     draft: str = option(
         "",
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
-        "ngram, a lookup in the text so far, on a CPU and none elsewhere",
+        "mtp, if the checkpoint holds such a layer, else ngram, a lookup in the text so far, on a "
+        "CPU and none elsewhere",
         tuple(DRAFTERS),
     )
     head: str = option(
@@ -289,7 +297,9 @@ class GenerateConfig:
         "keep every type of a GGUF file in its own bits on CUDA, in a third of the memory; "
         "default: Q4_0 and Q8_0, as others were not timed",
     )
-    threads: int = setting(0, "CPU threads; 0: as many as cores", least=0, short="t")
+    threads: int = setting(
+        0, "CPU threads; 0: as many as cores", least=0, most=processors(), short="t"
+    )
     inflate: str = setting(
         "",
         "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
@@ -447,11 +457,6 @@ class GenerateConfig:
             f"--set group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         )
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
-        cores = os.cpu_count() or self.threads
-        threads_fault = (
-            f"--set threads must be at most {cores}, the cores here; it is {self.threads}"
-        )
-        require(self.threads <= cores, threads_fault)
         for flag, needed in (("--interactive", self.interactive), ("--grammar", self.grammar)):
             fault = f"{flag} is in the folder extras/, which is not here; restore it"
             require(not needed or has_extras(), fault)

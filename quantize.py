@@ -109,7 +109,7 @@ from hf.tokenizer import has_tokenizer
 from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, single_torch_thread
 
-VERSION = 1  # of the rounding, for the cache
+VERSION = 2  # of the rounding and of its text, for the cache
 TIED = "model.embed_tokens.weight"
 
 

@@ -30,9 +30,9 @@ DATA = (
     "checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle/*",
     "data/eval/*.jsonl",
     "data/licenses/*",
-    "data/train/*.jsonl",
+    "data/train/*",
     "heads/README.md",  # its table of published heads
-    "README.md",  # int4 is calibrated with it
+    "heads/README.md",  # names published heads
 )
 ROOT_LINE = "sys.path.insert(0"  # by which a program of scripts/ finds the tree
 

@@ -36,12 +36,15 @@ ROWS = (
     Row("llama", "LlamaForCausalLM", "llama", "llama"),
     Row("llama", "MistralForCausalLM", "mistral"),
     Row("qwen", "Qwen2ForCausalLM", "qwen2", "qwen2"),
+    Row("qwen", "Qwen2MoeForCausalLM", "qwen2_moe", "qwen2moe"),
     Row("qwen", "Qwen3ForCausalLM", "qwen3", "qwen3"),
     Row("qwen", "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"),
+    Row("mimo", "MiMoForCausalLM", "mimo"),
     Row("mixtral", "MixtralForCausalLM", "mixtral"),
     Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
     Row("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text", "qwen35"),
     Row("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    Row("glm4", "Glm4ForCausalLM", "glm4", "glm4"),
     Row("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),
 )
 NAMES = tuple(row.name for row in ROWS)

@@ -36,7 +36,6 @@ from base.io import check_directory, is_gguf
 from base.parsing import SWITCHES, one_line_errors, option, parse
 from cli.prompts import prompts_of_file
 from hf.fetch import fetched, with_files
-from hf.known_heads import own_head
 from models.registry import check_architecture
 from options import DEFAULT, GenerateConfig
 
@@ -68,7 +67,7 @@ class CompareConfig:
         """Return the options of the measurement. tasks: the file of the prompts"""
         methods = [*WITHOUT_HEAD]
         for kind, of_kind in OF_KIND.items():
-            if not self.heads and own_head(Path(self.checkpoint), kind):
+            if not self.heads and papers.has_head(self.checkpoint, kind):
                 methods += of_kind
         for path in map(Path, self.heads.split(",") if self.heads else ()):
             if not is_gguf(path):
@@ -115,6 +114,7 @@ OF_KIND = {  # of a head
     "medusa": (f"medusa:{papers.CHAIN}", "medusa:dynamic", "medusa:auto"),
     "hydra": (f"hydra:{papers.CHAIN}", "hydra:dynamic", "hydra:auto"),
     "block": (f"block:{papers.CHAIN}", "block:dynamic", "block:auto"),
+    "mtp": (f"mtp:{papers.CHAIN}", "mtp:dynamic", "mtp:auto"),
 }
 
 
