@@ -11,7 +11,6 @@ Not here: the repositories that hold a head for a model (hf/known_heads.py).
 
 from __future__ import annotations
 
-import glob
 import re
 import sys
 from functools import cache
@@ -55,8 +54,8 @@ class Listing(NamedTuple):
     folder: Path | None = None  # of the files, where the hub cannot be reached
 
 
-@cache
-def hub_model(name: str, is_head: bool = False) -> HubModel:
+@cache  # the hub is asked once
+def hub_model(name: str, is_head: bool) -> HubModel:
     """Return the files of a model or a head, and fetch those that are missing, with a note.
 
     A model of an architecture that is not served is refused before its weights are fetched.
@@ -75,10 +74,10 @@ def hub_model(name: str, is_head: bool = False) -> HubModel:
     folder = listing.folder or _in_cache(repo, files, listing.commit)
     if folder is None:
         if not is_head and "config.json" in files:
-            check_architecture(_fetch(repo, ["config.json"]))
+            check_architecture(_fetch(repo, ["config.json"], listing.commit))
         size_gb = sum(listing.files[file] or 0 for file in files) / 1e9
         log_note(f"fetching {repo} into the hub's cache: {len(files)} file(s), {size_gb:.2f} GB")
-        folder = _fetch(repo, files)
+        folder = _fetch(repo, files, listing.commit)
     is_file = files[0].lower().endswith(".gguf")
     return HubModel(folder / files[0] if is_file else folder, (repo, *listing.names))
 
@@ -226,23 +225,24 @@ def _in_cache(repo: str, files: list[str], commit: str) -> Path | None:
     return Path(place.removesuffix(file))
 
 
-def _fetch(repo: str, files: list[str]) -> Path:
-    """Download files, with progress on a terminal. Returns: their folder.
+def _fetch(repo: str, files: list[str], commit: str) -> Path:
+    """Download files of a commit, with progress on a terminal. Returns: their folder.
 
     Raises: ValueError where that fails.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        folder = Path(snapshot_download(repo, allow_patterns=list(map(glob.escape, files))))
+        # one after the other: each has its line of progress
+        folders = {Path(hf_hub_download(repo, file).removesuffix(file)) for file in files}
     except Exception as error:
         raise refusal(repo, error) from None
-    missing = [file for file in files if not (folder / file).is_file()]
+    folder = folders.pop()
     fault = f"{repo} changed, or the network failed, while it was fetched; run it again"
-    require(not missing, fault)
+    require(not folders and folder.name == commit, fault)  # else a file is an earlier commit's
     return folder
 
 
