@@ -180,6 +180,23 @@ def test_the_first_answer_of_a_later_process_is_as_fast(name):
         assert later.next(4) > 0 and not later.rests_while_reading, "from the first cycle on"
 
 
+@pytest.mark.parametrize("name", ["verification is free", "every node costs"])
+def test_a_memory_of_a_loaded_machine_does_not_last(name, monkeypatch):
+    """Trees cost four times as much there, and none ran; the next process tries them, the one after has them."""
+    (plain, *trees), means = MACHINES[name]
+    monkeypatch.setitem(MACHINES, "loaded", ([plain, *(4 * cost for cost in trees)], means))
+    first, second, third = [], [], []
+    for seed in range(12):
+        sizer = first_sizer(name)
+        run_machine("loaded", 400, sizer, seed=seed)
+        assert sizer.best == 0
+        for shares in (first, second, third):
+            sizer = learned(sizer)
+            shares.append(min(run_machine(name, 100, sizer, seed=seed)))
+    found = [statistics.mean(shares) for shares in (first, second, third)]
+    assert found[0] > 0.6 and found[2] > 0.75, found
+
+
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("name", ["verification is free", "every node costs"])
 def test_without_memory_trees_run_within_the_first_answer(name, start):
