@@ -24,6 +24,8 @@ import quantize
 import sampling
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, RootOnly
+from extras.auto_trees import with_smaller_trees
+from extras.autosize import accepted_of, shape_of
 from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
 from extras.level_draft import tree_of
 from extras.residual import sample_children
@@ -442,6 +444,9 @@ def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
     with pytest.raises(ValueError, match="drafts 5 levels, and the tree has 6"):
         tree_of(config, 5, tmp_path)
     assert tree_of(replace(config, tree_depth=0), 5, tmp_path).depth == 5
+    auto = GenerateConfig(draft="block", tree="auto", device="cpu", tree_size=12)
+    assert tree_of(auto, 15, tmp_path) == DynamicTree(11, 4, 12), "all levels that 11 nodes reach"
+    assert tree_of(replace(auto, tree_depth=8), 15, tmp_path).depth == 8
     path = write_head(tmp_path / "head", "dflash")
     with pytest.raises(ValueError, match="--draft eagle needs a head of its own kind"):
         load(checkpoint=str(GOLDEN / TARGET), head=str(path), draft="eagle")
@@ -454,6 +459,18 @@ def test_keys_without_effect_are_named(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     load_head(write_head(tmp_path / "head", "dflash", {"domino_rank": 8}), target)
     assert "keys of config.json without effect here: domino_rank" in capsys.readouterr().err
+
+
+def test_trees_that_auto_chooses_from_are_as_deep_as_their_nodes_reach():
+    """Fewer nodes draft a shorter block; EAGLE's, whose levels each cost a pass, stay flat (test_autosize.py)."""
+    target = golden_target(TARGET)
+    config = BlockConfig(target.config, (2,), 16, 0, causal=True, predicts_next=False)
+    drafter = BlockDrafter(BlockHead(config), target, DynamicTree(15, 4, 16))
+    presets = with_smaller_trees(drafter, target).presets
+    shapes = [tuple(shape_of(preset)) for preset in presets]
+    assert shapes == [(0, 0, 1), (1, 1, 2), (3, 1, 4), (7, 3, 8), (15, 4, 16)]
+    # by exact counts over independent levels, a tree of 16 nodes keeps 3.0 of 15 drafted tokens
+    assert accepted_of(shape_of(presets[-1]), 0.25) == pytest.approx(3.0, rel=0.05)
 
 
 def test_levels_of_each_layout():
