@@ -26,7 +26,7 @@ from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, RootOnly
 from extras.auto_trees import with_smaller_trees
 from extras.autosize import accepted_of, shape_of
-from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
+from extras.block_draft import UNSELECTED, BlockDrafter, BlockHead, SparkDrafter, load_head
 from extras.level_draft import tree_of
 from extras.residual import sample_children
 from generate import generate, load
@@ -231,7 +231,11 @@ def trained(kind: str) -> tuple[BlockHead, list[float]]:
     texts = vanilla(0.0) + vanilla(1.0)
     tokens = torch.tensor([text[: len(texts[0])] for text in texts])
     config = BlockTrainConfig(
-        block_size=6, causal=kind == "jetspec", markov_rank=32 * (kind == "dspark"), ffn_dim=96
+        block_size=6,
+        causal=kind == "jetspec",
+        markov_rank=32 * (kind == "dspark"),
+        ffn_dim=96,
+        selector_rank=16 * (kind == "dflash2"),
     )
     examples = [SimpleNamespace(ids=text, mask=[True] * len(text)) for text in texts]
     head = make_head(config, target, examples)
@@ -269,13 +273,16 @@ def trained_dir(path: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", KEYS)
+TRAINED = (*KEYS, "dflash2")
+
+
+@pytest.mark.parametrize("kind", TRAINED)
 def test_training_learns_every_level(kind):
     _, (first, last) = trained(kind)
     assert (last < first - 0.2).all(), (first, last)
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
     """The scores of `draft_blocks` and the loss are what the drafter, read from its files, computes at each root."""
     head, _ = trained(kind)
@@ -283,7 +290,7 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
     text = torch.tensor([vanilla(1.0)[1][:20]])
     drafted = draft_blocks(head, target, text)
     levels = head.config.levels
-    made = SparkDrafter if kind == "dspark" else BlockDrafter
+    made = SparkDrafter if head.config.scores_pairs else BlockDrafter
     path = trained_dir(tmp_path / "head", kind)
     drafter = made(load_head(path, target), target, StaticTree.chain(levels))
     assert drafter.head.config == replace(head.config, model=drafter.head.config.model)
@@ -297,14 +304,18 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
         state = drafter.extend(state, DrafterUpdate(text[:, : root + 1], features[:, :root], count))
         out, _ = drafter.root_output(state, DraftInputs(None, DecodedTokens(text, count)))
         for level in range(levels):
-            if kind == "dspark":
+            if head.config.scores_pairs:
                 frontier = SimpleNamespace(tokens=text[:, root + level, None])
                 out = drafter.forward_nodes(state, frontier, out, None, None)
             z = drafter.logits_of(out, level)[0, 0]
             assert (z - drafted.logits[level][root - 1]).abs().max() < 1e-3
             truth = text[0, root + level + 1]
             assert drafted.ok[root - 1, level] == (z.argmax() == truth)
-            sums[level] += F.cross_entropy(z, truth)
+            if kind == "dflash2":
+                plain = out.scores[0, level]
+                sums[level] += F.cross_entropy(plain, truth)
+            if z[truth] > UNSELECTED:
+                sums[level] += F.cross_entropy(z, truth)
     batch = (text, torch.ones_like(text, dtype=torch.bool), features)
     losses = torch.stack(block_losses(head, target, batch, anchors))
     assert (losses - sums / 2).abs().max() < 1e-3
@@ -341,7 +352,7 @@ def test_new_drafters_tap_layers_that_the_target_has():
 DYNAMIC = DynamicTree(depth=5, topk=6, size=24)
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_a_trained_drafter_predicts(kind, tmp_path):
     """As it was written, loaded in 4 bits and in C++: more than one token in a pass, and vanilla's."""
     path = trained_dir(tmp_path / "head", kind)
