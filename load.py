@@ -12,21 +12,28 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from base.io import log_note, model_file
+from base.io import log_note
 from base.methods import MTP, has_extras, spec_of
+from base.modules import load_module
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, build_cycles
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
-from ops.library import FAMILIES, has_cpu_operators, set_plain
+from ops.library import (
+    FAMILIES,
+    cpu_operators_are_loaded,
+    has_cpu_operators,
+    has_triton,
+    set_plain,
+)
+from ops.replaced import note_edits
 from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
@@ -62,7 +69,7 @@ def load(
     """
     from hf.chat import NO_TEMPLATE, read_text_files, template_name
     from hf.config import need_mtp, open_source
-    from hf.fetch import fetched
+    from hf.fetch import with_files
     from hf.not_finite import check_small_weights
 
     if isinstance(config, (str, Path)):
@@ -78,8 +85,8 @@ def load(
     device = _pick_device(asked)
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    path = fetched(asked.checkpoint)
-    asked = _naming_files(asked)
+    asked = with_files(asked)
+    path = Path(asked.checkpoint)
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
     if asked.draft == MTP and not asked.head:
@@ -106,18 +113,10 @@ def load(
         engine = replace(engine, guide=Grammar(engine, source))
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
-    return warm_up(build_cycles(engine))
-
-
-def _naming_files(config: GenerateConfig) -> GenerateConfig:
-    """Return options that name a GGUF file where they name a folder with this file alone."""
-    named = {}
-    for name in ("checkpoint", "head", "draft_checkpoint"):
-        given = getattr(config, name)
-        file = model_file(Path(given))
-        if given and file != Path(given):
-            named[name] = str(file)
-    return replace(config, **named)
+    engine = warm_up(build_cycles(engine))
+    passes = target.fused is not None or target.fused_layers is not None
+    note_edits(cpu_operators_are_loaded() if device == "cpu" else has_triton(), passes)
+    return engine
 
 
 def _pick_device(config: GenerateConfig) -> str:
@@ -139,10 +138,11 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     The cycles are still to be made (`build_cycles`).
     Raises: ValueError for a draft that does not fit.
     """
-    from hf.fetch import fetched
+    from hf.fetch import with_files
 
     target = engine.target
-    config = _resolved(asked, target, fetched(asked.checkpoint), device)
+    asked = with_files(asked)
+    config = _resolved(asked, target, Path(asked.checkpoint), device)
     method = load_method(target, config, engine.tokenizer)
     if config.quant == "int4":  # for the record: the group that was asked for, or the file's own
         from hf.weights import int4_group
@@ -311,7 +311,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
     require(count == 1 or spec.many_ranks, fault)
     extended = config.inflate and spec.extended
-    module = import_module(spec.extended if extended else spec.module)
+    module = load_module(spec.extended if extended else spec.module)
     method = module.load_method(target, config, tokenizer)
     if config.child_rule == "sampled" and spec.residual:
         from extras.residual import sample_children

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from base.io import (
     bundled_head,
+    cache_folder,
     check_out,
     folder_lock,
     is_gguf,
@@ -105,7 +106,7 @@ from hf.tokenizer import has_tokenizer
 from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, single_torch_thread
 
-VERSION = 1  # of the rounding, for the cache
+VERSION = 2  # of the rounding and of its text, for the cache
 TIED = "model.embed_tokens.weight"
 
 
@@ -251,9 +252,8 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
     identity = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
     config = (path / "config.json").read_text(encoding="utf-8")
     key = json.dumps([VERSION, str(path.resolve()), sorted(identity), config, quant.group_size])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     named = os.environ.get("GPT_EAGLE_QUANTIZED")
-    parent = Path(named) if named else cache / "gpt-eagle" / "quantized"
+    parent = Path(named) if named else cache_folder() / "quantized"
     out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     try:
         parent.mkdir(parents=True, exist_ok=True)

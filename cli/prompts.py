@@ -10,11 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from base.io import LocalError, one_line, parse_json, parse_jsonl, read_named
+from base.option_rules import SAMPLED
 from base.parsing import by_names, check_kinds, require
 from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
@@ -210,7 +211,21 @@ def with_options(
         own.check_numbers()
         check_sampled(own)
         draws.append((own.sampling, own.seed))
+    if not any(sampling.temperature for sampling, _ in draws):
+        for f in fields(config):  # a seed of load() may wait for a call with a temperature
+            of_noise = SAMPLED in f.metadata["needs"] or f.name == "seed"
+            is_given = of_noise and options.get(f.name, f.default) != f.default
+            require(not is_given, f"{f.name} has no effect at temperature 0; set temperature")
     return config, draws
+
+
+def for_one_answer(engine: Any, options: dict[str, Any]) -> Any:
+    """Return an engine, a `decode.Engine`, with the options of a call for one prompt as its own.
+
+    Raises: as `with_options`.
+    """
+    config, [(sampling, seed)] = with_options(engine.config, options, 1)
+    return replace(engine, config=replace(config, **sampling._asdict(), seed=seed))
 
 
 def check_sampled(config: GenerateConfig) -> None:

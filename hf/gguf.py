@@ -8,8 +8,7 @@
    fp32, which gives the same bits.
 
 Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.
-Not here: the tokenizer (hf/gguf_tokenizer.py); files in several parts, big-endian files,
-importance-matrix types (IQ).
+Not here: the tokenizer (hf/gguf_tokenizer.py); big-endian files, importance-matrix types (IQ).
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from base.gguf_header import (
     Header,
     Info,
     Metadata,
-    check_is_whole,
     read_header,
 )
 from hf.checkpoint import TensorSource
@@ -110,7 +108,6 @@ class GgufFile(TensorSource):
         self.path = path
         self._mapped = 0  # bytes read since the last release
         self._header = header = self._read_header()
-        check_is_whole(header.metadata)
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in self.architectures:
             raise ValueError(f"{path}: {gguf_refusal(architecture)}")
@@ -219,8 +216,8 @@ class GgufFile(TensorSource):
                 f"whose last size is no multiple of {block}"
             )
         size = elements // block * block_size
-        end = self._header.start + info.offset + size
-        file_size = len(self._header.file)
+        end = info.offset + size
+        file_size = len(info.file)
         if end > file_size:
             raise ValueError(
                 f"{self.path} is truncated: {name} ends at byte {end} of {file_size}; "
@@ -270,11 +267,17 @@ class GgufFile(TensorSource):
             yield f"{layer}{matrices[kind].format(suffix[1:])}.{leaf}", read
         elif not suffix and kind == "ffn_gate_inp":
             yield f"{layer}{matrices[kind]}.{leaf}", read
+        elif self._is_gate_above_up(name):
+            for half, matrix in enumerate(("mlp.gate_proj", "mlp.up_proj")):
+                yield f"{layer}{matrix}.{leaf}", partial(self._tensor, name, half)
         elif not suffix and kind in self.layout.layer | self.further_names:
             official = (self.layout.layer | self.further_names)[kind]
             yield f"{layer}{official}.{leaf}", self._layer_reader(name, kind)
         else:
             yield f"{stem}.{leaf}", read
+
+    def _is_gate_above_up(self, name: str) -> bool:
+        return self.layout.gate_above_up and name.endswith(".ffn_up.weight")
 
     def _layer(self, number: str) -> str:
         """Return the beginning of the names of a layer's tensors."""
@@ -312,13 +315,15 @@ class GgufFile(TensorSource):
         """Return a tensor's shape and its bytes, or those of one part along its first dimension."""
         info = self._header.tensors[name]
         shape = info.shape
+        if self._is_gate_above_up(name):
+            shape = (2, shape[0] // 2, *shape[1:])
         size = self._sizes[name]
-        start = self._header.start + info.offset
+        start = info.offset
         if part is not None:
             size //= shape[0]
             start += part * size
             shape = shape[1:]
-        file = self._header.file
+        file = info.file
         held = file.size()
         if start + size > held:  # a page of the mapping that the file has lost ends the process
             raise ValueError(

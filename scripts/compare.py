@@ -25,7 +25,7 @@ import json
 import shlex
 import sys
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from base.head_kinds import head_kind
 from base.io import check_directory, is_gguf
 from base.parsing import SWITCHES, one_line_errors, option, parse
 from cli.prompts import prompts_of_file
-from hf.fetch import fetched
+from hf.fetch import fetched, with_files
 from models.registry import check_architecture
 from options import DEFAULT, GenerateConfig
 
@@ -96,8 +96,11 @@ def read_command(argv: list[str] | None = None) -> CompareConfig:
         if not config.prompts:
             raise ValueError("--prompts is missing; name a file with your prompts")
         prompts_of_file(Path(config.prompts), "--prompts")
-        check_architecture(fetched(config.checkpoint))
-    return config
+        draft = "none" if config.heads else ""
+        named = with_files(GenerateConfig(checkpoint=config.checkpoint, draft=draft))
+        check_architecture(Path(named.checkpoint))
+        heads = [str(fetched(head)) for head in config.heads.split(",") if head]
+    return replace(config, checkpoint=named.checkpoint, heads=",".join(heads) or named.head)
 
 
 # --help and mistakes are answered before the imports below, which take seconds

@@ -230,10 +230,11 @@ def slow(cases) -> list:
     ]
 
 
-def pairwise(every: tuple[str, ...] = (), **values):
+def pairwise(every: tuple[str, ...] = (), fixtures: tuple[str, ...] = (), **values):
     """Parametrize a test so that every pair of values of two arguments occurs; the other combinations are slow.
 
     every: arguments of which every combination occurs, not only every pair
+    fixtures: arguments that are parameters of the fixtures of these names
     """
     names = list(values)
     cases = list(product(*values.values()))
@@ -249,7 +250,7 @@ def pairwise(every: tuple[str, ...] = (), **values):
         chosen.append(best)
         missing -= covered(best)
     rest = [case for case in cases if case not in chosen]
-    return pytest.mark.parametrize(",".join(names), [*chosen, *slow(rest)])
+    return pytest.mark.parametrize(",".join(names), [*chosen, *slow(rest)], indirect=fixtures)
 
 
 def run_in_interpreter(cases: list[Path], passed: str) -> None:

@@ -44,7 +44,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.head_kinds import gguf_head_kind, head_kind
-from base.io import bundled_head, check_outputs, is_gguf, log_note
+from base.io import check_outputs, is_gguf, log_note
 from base.methods import HEAD_KINDS, MTP
 from base.parsing import SWITCHES, one_line_errors, option, parse
 from decode import Engine
@@ -53,6 +53,7 @@ from hf.chat import NO_TEMPLATE
 from hf.checkpoint import WeightFiles
 from hf.config import find_mtp
 from hf.fetch import fetched
+from hf.known_heads import own_head
 from options import DEMO, GenerateConfig, pick_device
 from scripts.bench.measure import (
     Series,
@@ -247,7 +248,7 @@ def has_head(checkpoint: str, kind: str) -> bool:
     path = fetched(checkpoint)
     if kind == MTP:
         return find_mtp(path) is not None
-    return bundled_head(path, kind).is_dir()
+    return bool(own_head(path, kind))
 
 
 @cache

@@ -572,7 +572,6 @@ def answer(config: AnswerConfig, over: Callable[[Run], float] = by_tokens) -> Ru
     """
     Path(config.out).mkdir(parents=True, exist_ok=True)
     run = open_run(config)
-    print(run.lines(), flush=True)
     share = over(run)
     with tqdm(initial=run.total(), unit="token", desc="answers", disable=None) as bar:
         while share < 1 and run.step():

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from base.head_kinds import head_kind
 from base.io import check_directory, check_output, read_jsonl, replace_file
-from base.parsing import one_line_errors, option, parse, require
+from base.parsing import one_line_errors, option, parse, processors, require
 from decode import Engine, build_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
@@ -110,7 +110,7 @@ class TrainOptions:
         "then the length of the schedule. With --resume: those left. 0: --steps end it",
         least=0,
     )
-    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0, most=processors())
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     version = 1  # features are kept as for EAGLE-1, without the target's best tokens

@@ -22,7 +22,7 @@ import runtime
 from base.parsing import parse
 from cli.prompts import read_prompts
 from extras.autosize import Autosizer
-from generate import generate, load, main, stream
+from generate import encode, generate, load, main, stream
 from helpers import GOLDEN, slow
 from hf.config import resolve_draft
 from ops.library import has_cpu_operators
@@ -249,6 +249,9 @@ def test_python_interface():
         (stream, PROMPT, {"num_samples": 2}, r"use generate\(\) for num_samples"),
         (stream, PROMPT, {"quant": "int8"}, "quant cannot change after load"),
         (stream, PROMPT, {"temperature": -1}, "--temperature must be"),
+        (stream, PROMPT, {"seed": 3}, "seed has no effect at temperature 0; set temperature"),
+        (generate, [PROMPT], {"top_p": [0.5]}, "top_p has no effect at temperature 0"),
+        (generate, [PROMPT], {"num_samples": 2}, "num_samples has no effect at temperature 0"),
     ):
         with pytest.raises(ValueError, match=message):
             list(call(engine, prompt, **options))
@@ -372,6 +375,35 @@ def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatc
     assert "the context holds 120" in err, "a turn that never fits is refused, and the chat goes on"
     assert err.count("tokens/s") >= 5
     assert "[" not in out.splitlines()[0] and "tokens/s" not in out and "> " not in out
+
+
+def test_set_changes_a_chat_that_goes_on(capsys, monkeypatch, tmp_path):
+    """Each option of a call is a command, too. The text is that of a call with these options."""
+    file = tmp_path / "c.json"
+    lines = [
+        "/temperature 0.8", "/set seed=7", "def a():", "/set top_k = 1", "/top_p 3", "/set top_l 1", "/tempratur 1",
+        "/set num_samples 3", "/stop def", "/set stop default", "/temperature default", "/top_k", "/set min_p x",
+        "x = 1", "/help me", f"/save {file}",
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    _, err = run(capsys, f"{ON_DEMO} --interactive --max_new_tokens 12")
+    said = [line for line in err.splitlines() if line.startswith("[") and "tokens" not in line]
+    assert said[2:] == [
+        "[temperature is 0.8]", "[seed is 7]", "[top_k is 1]", "[/top_p must be in (0, 1]; it is 3.0]",
+        "[there is no option top_l in a chat; did you mean top_p?; /set lists them]",
+        "[there is no /tempratur; did you mean /temperature?]",
+        "[there is no option num_samples in a chat; /set lists them]", "[stop is 'def']", "[stop is none]",
+        "[temperature is 0.0]", "[top_k is 1; it has no effect at temperature 0; set /temperature]",
+        "[/min_p must be a number; it is 'x']", f"[3 turn(s) in {file}]",
+    ]  # fmt: skip
+    turns = json.loads(file.read_text())["messages"][::2]
+    answers = [message["content"] for message in json.loads(file.read_text())["messages"][1::2]]
+    assert [turn["content"] for turn in turns] == ["def a():", "x = 1", "/help me"]
+    engine = load(checkpoint=DEMO, device="cpu", max_new_tokens=12)
+    sampled = generate(engine, ["def a():"], temperature=0.8, seed=7)
+    assert answers[0] == sampled.text[0] != generate(engine, ["def a():"]).text[0]
+    history = encode(engine, ["def a():", "x = 1"], answers[:1])
+    assert answers[1] == generate(engine, [history]).text[0]
 
 
 def test_ctrl_c_at_the_prompt_asks_once(capsys, monkeypatch):

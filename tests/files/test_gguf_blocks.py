@@ -26,13 +26,10 @@ from safetensors.torch import save_file
 from test_gguf import (
     BPE_METADATA,
     NAN,
-    Kind,
     gguf_tensors,
     hf_model,
     metadata_of,
-    refused,
     text,
-    write,
 )
 from test_tp import check_close, options_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -59,6 +56,7 @@ from ops.backends import choose, use_backend
 from ops.cuda.layout import BLOCK_FORMS
 from ops.library import has_cpu_operators
 from options import GenerateConfig
+from tiny_models import Kind, refused, write
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
 IN_BLOCKS = Quantization(BLOCKS, saved=True, every_type=True)
