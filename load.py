@@ -67,19 +67,12 @@ def load(
     options: fields of `GenerateConfig`, when no config is given; chat may be True or False, too
     Raises: ValueError for anything wrong with options or files.
     """
-    from hf.chat import NO_TEMPLATE, read_text_files, template_name
+    from hf.chat import read_text_files, template_name
     from hf.config import need_mtp, open_source
     from hf.fetch import with_files
     from hf.not_finite import check_small_weights
 
-    if isinstance(config, (str, Path)):
-        options = {"checkpoint": config, **options}
-        config = None
-    if isinstance(options.get("chat"), bool):
-        options["chat"] = "" if options["chat"] else NO_TEMPLATE
-    if config is not None and options:
-        raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
-    asked = config or GenerateConfig(**by_names(GenerateConfig, options))
+    asked = _asked(config, options)
     asked.check()
     began = time.perf_counter()
     device = _pick_device(asked)
@@ -117,6 +110,20 @@ def load(
     passes = target.fused is not None or target.fused_layers is not None
     note_edits(cpu_operators_are_loaded() if device == "cpu" else has_triton(), passes)
     return engine
+
+
+def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) -> GenerateConfig:
+    """Return the options of a call of `load`. Raises: ValueError for a name that is not there."""
+    from hf.chat import NO_TEMPLATE
+
+    if isinstance(config, (str, Path)):
+        options = {"checkpoint": config, **options}
+        config = None
+    if isinstance(options.get("chat"), bool):
+        options["chat"] = "" if options["chat"] else NO_TEMPLATE
+    if config is not None and options:
+        raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
+    return config or GenerateConfig(**by_names(GenerateConfig, options))
 
 
 def _pick_device(config: GenerateConfig) -> str:

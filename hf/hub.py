@@ -11,7 +11,6 @@ Not here: the repositories that hold a head for a model (hf/known_heads.py).
 
 from __future__ import annotations
 
-import glob
 import re
 import sys
 from functools import cache
@@ -22,6 +21,7 @@ from typing import NamedTuple
 from base.gguf_header import PART
 from base.io import HUB_NAME, log_note, one_line
 from base.parsing import require
+from models.registry import check_architecture
 
 # the weights of a model or of an EAGLE or block head, in the order of choice; Medusa's and Hydra's
 WEIGHTS = (
@@ -46,19 +46,19 @@ class HubModel(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What is known of a repository."""
+    """The files of a repository: those on the hub, or in its cache where it cannot be reached."""
 
-    files: list[str]
-    names: tuple[str, ...] = ()  # as in `HubModel`
+    files: dict[str, int | None]  # with their sizes, in bytes
+    names: tuple[str, ...] = ()  # of the models that it is made of
     commit: str = ""
-    sizes: dict[str, int | None] = {}  # bytes of a file
-    unreachable: str = ""  # why the hub cannot be asked; the files are then those of the cache
-    folder: Path | None = None  # of these files
+    folder: Path | None = None  # of the files, where the hub cannot be reached
 
 
-@cache
-def hub_model(name: str) -> HubModel:
-    """Return the files of a model, and fetch those that are missing, with a note.
+@cache  # the hub is asked once
+def hub_model(name: str, is_head: bool) -> HubModel:
+    """Return the files of a model or a head, and fetch those that are missing, with a note.
+
+    A model of an architecture that is not served is refused before its weights are fetched.
 
     name: OWNER/NAME, also with hf: before it and :QUANTIZATION behind it
     Raises: ValueError that names the cause and the remedy.
@@ -70,13 +70,14 @@ def hub_model(name: str) -> HubModel:
     require(find_spec("huggingface_hub") is not None, fault)
     repo = parts["repo"]
     listing = listed(repo)
-    if listing.unreachable and listing.folder is None:
-        raise ValueError(
-            f"{name} is not cached, and the hub cannot be reached ({listing.unreachable}); "
-            f"cached: {', '.join(_shown(_cached_models())) or 'nothing'}"
-        )
-    files = chosen(repo, listing.files, parts["kind"] or "")
-    folder = listing.folder or _in_cache(repo, files, listing) or _fetch(repo, files, listing)
+    files = chosen(repo, list(listing.files), parts["kind"] or "")
+    folder = listing.folder or _in_cache(repo, files, listing.commit)
+    if folder is None:
+        if not is_head and "config.json" in files:
+            check_architecture(_fetch(repo, ["config.json"], listing.commit))
+        size_gb = sum(listing.files[file] or 0 for file in files) / 1e9
+        log_note(f"fetching {repo} into the hub's cache: {len(files)} file(s), {size_gb:.2f} GB")
+        folder = _fetch(repo, files, listing.commit)
     is_file = files[0].lower().endswith(".gguf")
     return HubModel(folder / files[0] if is_file else folder, (repo, *listing.names))
 
@@ -120,28 +121,22 @@ def chosen(repo: str, files: list[str], quantization: str) -> list[str]:
     for file in sorted(files):
         if file.lower().endswith(".gguf") and not OF_OTHERS.search(file):
             models.setdefault(PART.sub("", file), []).append(file)
-    require(
-        bool(models),
-        f"{repo} has no GGUF file; drop :{quantization}, and use --quant int4"
-        if quantization
-        else f"{repo} has neither model*.safetensors nor pytorch_model*.bin nor GGUF files; "
-        "name another",
-    )
+    if not models and quantization:
+        raise ValueError(f"{repo} has no GGUF file; drop :{quantization}, and use --quant int4")
+    if not models:
+        kinds = "model*.safetensors nor pytorch_model*.bin nor GGUF files"
+        raise ValueError(f"{repo} has neither {kinds}; name another")
     there = ", ".join(dict.fromkeys(map(quantization_of, models)))
     fitting = [name for name in models if _ends_with(name, quantization or USUAL)]
     if not quantization and not fitting:
         fitting = [name for name in models if not REFUSED.match(quantization_of(name))]
-    fault = (
-        f"{repo} has no GGUF file of the quantization {quantization or 'that runs'}; it has {there}"
-    )
-    require(bool(fitting), fault)
-    picked = fitting[0]
-    _check_parts(repo, models[picked])
+    asked = f"of the quantization {quantization}" if quantization else "of a type that runs here"
+    require(bool(fitting), f"{repo} has no GGUF file {asked}; it has {there}")
+    parts = models[fitting[0]]
+    _check_parts(repo, parts)
     if len(fitting) > 1 or (not quantization and len(models) > 1):
-        log_note(
-            f"{repo}: {models[picked][0]} runs; name another as {repo}:QUANTIZATION of {there}"
-        )
-    return models[picked]
+        log_note(f"{repo}: {parts[0]} runs; {repo}:QUANTIZATION names another, of {there}")
+    return parts
 
 
 def _ends_with(stem: str, quantization: str) -> bool:
@@ -165,27 +160,36 @@ def _check_parts(repo: str, files: list[str]) -> None:
 def listed(repo: str) -> Listing:
     """List a repository's files: the hub's, or those in the cache where it cannot be reached.
 
-    Raises: ValueError for a repository that the hub does not know.
+    Raises: ValueError for a repository that the hub does not know, or the cache without the hub.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import (
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     try:
         info = HfApi().model_info(repo, files_metadata=True, timeout=10)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise refusal(repo, error) from None
     except Exception as error:  # the package's transport, and so its errors, differ by version
-        folder = _cached_models().get(repo)
-        reason = one_line(error, 200)
-        if folder is None:
-            return Listing([], unreachable=reason)
+        cached = _cached_models()
+        offline = isinstance(error, OfflineModeIsEnabled)
+        reason = "HF_HUB_OFFLINE is set" if offline else one_line(error, 200)
+        if repo not in cached:
+            there = ", ".join(_shown(cached)) or "nothing"
+            raise ValueError(
+                f"{repo} is not cached, and the hub cannot be reached ({reason}); cached: {there}"
+            ) from None
         log_note(f"the hub cannot be reached ({reason}): {repo} is the copy in the cache")
-        return Listing(_files_of(folder), unreachable=reason, folder=folder)
+        folder = cached[repo]
+        return Listing(dict.fromkeys(_files_of(folder)), folder=folder)
     sizes = {file.rfilename: file.size for file in info.siblings}
     card = getattr(info, "card_data", None)
     bases = card.get("base_model") if card else None
     bases = [bases] if isinstance(bases, str) else bases or []
-    return Listing(list(sizes), tuple(map(str, bases)), info.sha, sizes)
+    return Listing(sizes, tuple(map(str, bases)), info.sha)
 
 
 def refusal(repo: str, error: Exception) -> ValueError:
@@ -210,39 +214,35 @@ def refusal(repo: str, error: Exception) -> ValueError:
     )
 
 
-def _in_cache(repo: str, files: list[str], listing: Listing) -> Path | None:
+def _in_cache(repo: str, files: list[str], commit: str) -> Path | None:
     """Return the folder of a commit's files where the cache has them all."""
     from huggingface_hub import try_to_load_from_cache
 
     for file in files:
-        place = try_to_load_from_cache(repo, file, revision=listing.commit)
+        place = try_to_load_from_cache(repo, file, revision=commit)
         if not isinstance(place, str):
             return None
     return Path(place.removesuffix(file))
 
 
-def _fetch(repo: str, files: list[str], listing: Listing) -> Path:
-    """Download the files, with progress on a terminal. Returns: their folder.
+def _fetch(repo: str, files: list[str], commit: str) -> Path:
+    """Download files of a commit, with progress on a terminal. Returns: their folder.
 
     Raises: ValueError where that fails.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import disable_progress_bars
 
-    size_bytes = sum(listing.sizes.get(file) or 0 for file in files)
-    log_note(
-        f"fetching {repo} into the hub's cache: {len(files)} file(s), {size_bytes / 1e9:.2f} GB"
-    )
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        folder = Path(snapshot_download(repo, allow_patterns=list(map(glob.escape, files))))
+        # one after the other: each has its line of progress
+        folders = {Path(hf_hub_download(repo, file).removesuffix(file)) for file in files}
     except Exception as error:
         raise refusal(repo, error) from None
-    missing = [file for file in files if not (folder / file).is_file()]
-    require(
-        not missing, f"{repo} changed, or the network failed, while it was fetched: run it again"
-    )
+    folder = folders.pop()
+    fault = f"{repo} changed, or the network failed, while it was fetched; run it again"
+    require(not folders and folder.name == commit, fault)  # else a file is an earlier commit's
     return folder
 
 

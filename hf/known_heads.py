@@ -71,7 +71,7 @@ def published_head(config: GenerateConfig) -> str:
     Returns: its directory; "" where none is known, or wanted, or comes.
     """
     kind = config.draft.removesuffix("+ngram")
-    names = hub_model(config.checkpoint).names
+    names = hub_model(config.checkpoint, False).names
     found = [head for name in names for head in published_heads(name)]
     found = [head for head in found if kind in ("", head.kind)]
     if not found or config.inflate:
@@ -79,7 +79,7 @@ def published_head(config: GenerateConfig) -> str:
     head = found[0]
     listed = f"{head.name}, which heads/README.md lists for {head.target}"
     try:
-        path = hub_model(f"hf:{head.name}").path
+        path = hub_model(f"hf:{head.name}", True).path
     except ValueError as error:
         log_note(f"drafting without {listed}: {error}")
         return ""

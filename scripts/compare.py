@@ -99,7 +99,7 @@ def read_command(argv: list[str] | None = None) -> CompareConfig:
         draft = "none" if config.heads else ""
         named = with_files(GenerateConfig(checkpoint=config.checkpoint, draft=draft))
         check_architecture(Path(named.checkpoint))
-        heads = [str(fetched(head)) for head in config.heads.split(",") if head]
+        heads = [str(fetched(head, is_head=True)) for head in config.heads.split(",") if head]
     return replace(config, checkpoint=named.checkpoint, heads=",".join(heads) or named.head)
 
 

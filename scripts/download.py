@@ -48,14 +48,14 @@ def download(config: DownloadConfig) -> tuple[Path, list[str]]:
 
     Raises: ValueError for any failure.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download
 
     out = Path(config.out or f"checkpoints/{config.repo}")
     try:
         info = HfApi().model_info(config.repo, revision=config.revision)
         names = wanted([file.rfilename for file in info.siblings])
-        if names:
-            snapshot_download(config.repo, revision=info.sha, local_dir=out, allow_patterns=names)
+        for name in names:  # each has its line of progress
+            hf_hub_download(config.repo, name, revision=info.sha, local_dir=out)
     except Exception as error:  # the package's transport, and so its errors, differ by version
         raise refusal(config.repo, error) from None
     if not names:

@@ -19,6 +19,7 @@ import pytest
 from huggingface_hub import constants
 from test_download import run
 
+import quantize
 from base.io import bundled_head, is_gguf, is_model_name
 from cli.start import read_command, with_text
 from generate import generate, load
@@ -204,14 +205,15 @@ def test_a_gguf_file_of_a_repository(server, capsys):
     assert path.name == "tiny-Q4_K_M.gguf" and path.read_bytes() == b"GGUF Q4_K_M" and is_gguf(path)
     choice, note = capsys.readouterr().err.splitlines()
     assert choice == (
-        "note: tiny/quants: tiny-Q4_K_M.gguf runs; name another as tiny/quants:QUANTIZATION of "
+        "note: tiny/quants: tiny-Q4_K_M.gguf runs; tiny/quants:QUANTIZATION names another, of "
         "BF16, IQ4_XS, Q4_K_M, q8_0"
     )
     assert note.startswith("note: fetching tiny/quants into the hub's cache: 1 file(s), ")
     assert fetched("hf:tiny/quants:Q8_0").name == "tiny-q8_0.gguf"
     hub.hub_model.cache_clear()
-    assert fetched("hf:tiny/quants") == path
-    assert "fetching" not in capsys.readouterr().err.splitlines()[-1]
+    capsys.readouterr()
+    assert with_files(GenerateConfig(checkpoint="tiny/quants")).checkpoint == str(path)
+    assert capsys.readouterr().err == f"{choice}\n", "once"
     assert server.sent == ["tiny-Q4_K_M.gguf", "tiny-q8_0.gguf"]
     said = refusal("tiny/quants:Q5_K_M")
     assert "no GGUF file of the quantization Q5_K_M; it has BF16, IQ4_XS, Q4_K_M, q8_0" in said
@@ -228,6 +230,12 @@ def test_repositories_that_are_refused(server):
     assert f"is gated: accept its terms on {server.url}/tiny/closed, then run: hf" in refusal(
         "tiny/closed"
     )
+    server.repos["tiny/strange"] = {
+        "config.json": b'{"architectures": ["Strange"]}',
+        "model.safetensors": b"1",
+    }
+    assert "architecture Strange is not supported" in refusal("tiny/strange")
+    assert server.sent == ["config.json"], "its weights do not come"
     assert "tiny/closed has no GGUF file; drop :Q4_K_M" in refusal("hf:tiny/closed:Q4_K_M")
     assert "is named hf:OWNER/NAME" in refusal("hf:tiny")
 
@@ -317,7 +325,7 @@ def test_a_model_by_name_brings_its_head(server, table, capsys):
     assert with_files(replace(asked, head="tiny/demo-head")).head == engine.config.head
 
 
-def test_compare_takes_names(server, table, tmp_path, capsys):
+def test_compare_and_quantize_take_names(server, table, tmp_path, capsys):
     """The model and its published head, or the heads that are named, as files."""
     table.write_text(TABLE.replace("tiny/away", "tiny/demo-head"))
     server.repos["official/Demo-1M"] = files_of(DEMO)
@@ -331,6 +339,8 @@ def test_compare_takes_names(server, table, tmp_path, capsys):
     assert named.heads == f"{config.heads},{DEMO}-eagle"
     bench = named.bench(str(tmp_path / "prompt.txt"))
     assert f"eagle:dynamic:head={config.heads}" in bench.methods
+    rounded = quantize.read_command(["tiny/demo-head", "--out", str(tmp_path / "out")])
+    assert rounded.checkpoint == config.heads
 
 
 def test_heads_are_listed_by_a_models_name(table):
