@@ -22,7 +22,7 @@ from base.io import log_note, model_file
 from base.methods import has_extras, spec_of
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
-from decode import Engine, build_cycles
+from decode import Engine, build_cycles, cache_dtype
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
@@ -38,14 +38,14 @@ from runtime import (
     why_not_compiled,
 )
 from session import PREFILL_WIDTHS, Session
-from stats import sequence_memory
+from stats import free_bytes, sequence_memory, slot_bytes
 
 if TYPE_CHECKING:
     from hf.chat import TextFiles
 
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
-# tokens; models trained for 128k would otherwise fill the memory with cache
-MAX_DEFAULT_CONTEXT = 4096
+CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
+ROUND_TO = 256  # tokens
 
 
 def load(
@@ -127,6 +127,8 @@ def _pick_device(config: GenerateConfig) -> str:
     if unused:
         note = f"{unused}: only CUDA reads this, and the device is {device}; unset it"
         log_note(note)
+    on_cpu = f"--kv {config.kv} is for CPUs, and the device is {device}; drop it"
+    require(not config.kv or device == "cpu", on_cpu)
     return device
 
 
@@ -271,12 +273,29 @@ def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, .
 
 
 def _context(config: GenerateConfig, target: Transformer) -> int:
-    """Return the KV capacity in tokens. Raises: ValueError beyond the model's positions."""
+    """Return the KV capacity in tokens: what is asked for, or what the model was trained for.
+
+    By default a share of the free memory bounds it, and a note says so.
+    Raises: ValueError beyond the model's positions.
+    """
     most = target.config.max_context
-    context = config.context or min(most, MAX_DEFAULT_CONTEXT)
-    if context > most:
-        raise ValueError(f"--context {context} is beyond the model's {most} positions; lower it")
-    return context
+    if config.context > most:
+        fault = f"--context {config.context} is beyond the model's {most} positions; lower it"
+        raise ValueError(fault)
+    if config.context:
+        return config.context
+    weight = target.norm.weight
+    dtype = cache_dtype(config, weight.dtype)
+    caches = config.batch_size * (2 if config.compare else 1)
+    room = CACHE_SHARE * free_bytes(str(weight.device))
+    fits = int(room / (caches * max(slot_bytes(target.layers, dtype), 1)))
+    fits = ranks.smallest(max(fits // ROUND_TO * ROUND_TO, ROUND_TO))
+    if fits < most:
+        log_note(
+            f"the context is {fits} tokens, which take half of the free memory; the model has "
+            f"{most}: --context asks for more"
+        )
+    return min(most, fits)
 
 
 def accept_rule(config: GenerateConfig) -> Callable | None:
