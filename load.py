@@ -120,6 +120,8 @@ def _naming_files(config: GenerateConfig) -> GenerateConfig:
 def _pick_device(config: GenerateConfig) -> str:
     """Choose the device and its operators. Writes: the process's device; `ops.library.PLAIN`."""
     device = pick_device(config.device)
+    fault = f"--kv {config.kv} is for CPUs, and the device is {device}; drop it"
+    require(not config.kv or device == "cpu", fault)
     set_cuda_device(device)
     if config.plain:
         set_plain(FAMILIES)
@@ -127,8 +129,6 @@ def _pick_device(config: GenerateConfig) -> str:
     if unused:
         note = f"{unused}: only CUDA reads this, and the device is {device}; unset it"
         log_note(note)
-    on_cpu = f"--kv {config.kv} is for CPUs, and the device is {device}; drop it"
-    require(not config.kv or device == "cpu", on_cpu)
     return device
 
 
@@ -289,13 +289,14 @@ def _context(config: GenerateConfig, target: Transformer) -> int:
     caches = config.batch_size * (2 if config.compare else 1)
     room = CACHE_SHARE * free_bytes(str(weight.device))
     fits = int(room / (caches * max(slot_bytes(target.layers, dtype), 1)))
-    fits = ranks.smallest(max(fits // ROUND_TO * ROUND_TO, ROUND_TO))
-    if fits < most:
-        log_note(
-            f"the context is {fits} tokens, which take half of the free memory; the model has "
-            f"{most}: --context asks for more"
-        )
-    return min(most, fits)
+    fits = ranks.smallest(fits // ROUND_TO * ROUND_TO)
+    if fits >= most or not fits:  # where nothing fits, the session refuses, and says why
+        return most
+    log_note(
+        f"the context is {fits} tokens, whose cache takes half of the free memory; the model was "
+        f"trained for {most}: --context asks for more"
+    )
+    return fits
 
 
 def accept_rule(config: GenerateConfig) -> Callable | None:

@@ -373,8 +373,8 @@ def sequence_memory(engine: Any) -> str:
         slot += target_slot
     device = str(weight.device)
     sequences = engine.config.batch_size
-    missing = sum(plan.values()) - free_bytes(device) // sequences  # of each
-    fits = max(engine.context - missing // max(slot, 1) - 1, 0)
+    missing = sum(plan.values()) - free_bytes(device) // sequences  # bytes of each
+    fits = max(engine.context - -(-missing // max(slot, 1)), 0)
     remedy = f"lower --batch_size, --context ({fits} tokens would fit) or CHILDREN of --tree"
     return check_memory(plan, device, remedy, sequences)
 

@@ -661,11 +661,12 @@ def attention(
     scale: of the scores; 0: E ** -0.5
     paths: [B, T, 1 + W] int32, from a backend's `path_table`, or None; read by that backend only
     sinks: [H], a further score of every row of a head, which takes its share and has no value
-    Returns: [B, T, H * E] in q's dtype. The softmax is in fp32.
+    Returns: [B, T, H * E] in q's dtype. The softmax is in fp32. A traced or captured step reads
+        every slot; any other those before the end of the last window.
     """
     B, T, H, E = q.shape
     group = H // k.shape[1]
-    if q.device.type == "cpu":  # elsewhere, to read the length would stop the host
+    if not _is_recorded(start):
         used = int(start.max()) + mask.shape[2]
         k = k[:, :, :used]
         v = v[:, :, :used]
@@ -678,6 +679,12 @@ def attention(
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(B, H, T, 1)), -1)
     y = scores.softmax(-1)[..., : k.shape[2]] @ v  # [B, H, T, E]
     return y.transpose(1, 2).reshape(B, T, H * E).to(q.dtype)
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Return whether a step is traced or captured, so that no number of a tensor can be read."""
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return captured or torch.compiler.is_compiling()
 
 
 def visible_slots(start: Tensor, mask: Tensor, first: Tensor | None, slots: int) -> Tensor:
