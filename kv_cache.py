@@ -4,6 +4,7 @@ The cache is a plain tuple of tensors that the caller owns. A step writes its ke
 slots that it is given. It sees the prefix below `start`, and behind it the slots that `mask`
 allows. This is one rule for prefill (causal), decoding (one token), tree verification (ancestors)
 and the levels of a draft head. A layer with a sliding window sees the last of them (`sliding`).
+A cache in 8 bits has dtype int8; ops/kv_codes.py says what its rows hold.
 
 A recurrent layer has no slots. It keeps a state behind tokens that are sure to stay, and the inputs
 of the nodes behind them (`LayerState`): the next pass replays those that were accepted. So a node's
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ops.backends import TORCH, Backend
+from ops.kv_codes import row_width
 
 TAPS = 4  # tokens that the convolution of a recurrent layer reads, the token's own included
 MOST_NODES = 64  # of a tree, where the cache's owner knows no better
@@ -77,7 +79,8 @@ class LayerState(NamedTuple):
 class KVCache(NamedTuple):
     """Static key and value buffers, one pair per layer. A step writes them in place."""
 
-    k: tuple[Tensor, ...]  # n_layers x [B, Hkv, S, E]; S is 0 for recurrent layers
+    # n_layers x [B, Hkv, S, E], in 8 bits [B, Hkv, S, row_width]; S is 0 for recurrent layers
+    k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
     addresses: Tensor  # int64, addresses of the buffers with slots, for a kernel over all layers
     # by layer, None for attention; empty: no layer is recurrent
@@ -95,6 +98,7 @@ class KVCache(NamedTuple):
     ) -> KVCache:
         """Allocate zeroed buffers of `slots` slots for each of `batch` sequences.
 
+        dtype: int8 keeps keys and values in 8 bits
         nodes: the most nodes of a tree, for recurrent layers
         On a CPU, memory is taken as slots are used.
         """
@@ -103,7 +107,8 @@ class KVCache(NamedTuple):
         else:
             zeros = partial(torch.zeros, device=device)
         of_layers = [config.state_shape(i) for i in range(config.n_layers)]
-        shape = torch.Size((batch, config.n_kv_heads, slots, config.head_dim))
+        width = row_width(config.head_dim, dtype)
+        shape = torch.Size((batch, config.n_kv_heads, slots, width))
         no_slots = torch.zeros(batch, config.n_kv_heads, 0, config.head_dim, device=device)
         k = tuple(no_slots if x else zeros(shape, dtype=dtype) for x in of_layers)
         v = tuple(no_slots if x else zeros(shape, dtype=dtype) for x in of_layers)

@@ -30,6 +30,7 @@ from kv_cache import KVCache, StateShape, Window, sliding
 from linear import Linear
 from ops.backends import TORCH, Backend
 from ops.cpu.layers import FusedModel, fits, steps_of
+from ops.kv_codes import row_width
 from runtime import replace_fields
 from steps import (
     Add,
@@ -320,11 +321,11 @@ class Layer(nn.Module):
         self.steps = tuple(steps)
         add_modules(self, steps)
 
-    @property
-    def cache_width(self) -> int:
-        """The number of keys and values of a slot."""
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a slot's keys and values. dtype: of the cache"""
         rotations = [step for step in self.steps if isinstance(step, Rotate)]
-        return sum(2 * step.kv_heads * step.head_dim for step in rotations)
+        numbers = sum(2 * step.kv_heads * row_width(step.head_dim, dtype) for step in rotations)
+        return numbers * dtype.itemsize
 
     def forward(self, rows: Rows) -> Rows:
         """Run the layer. Writes: the cache, `rows.kv`, at the slots of the windows."""

@@ -45,6 +45,7 @@ from extras.drafted import source_of
 from extras.presets import PresetPolicy, lookup_of
 from extras.remembered import file_of, recall, remember
 from observer import CycleResult, View
+from options import DEPTH
 from parallel import ranks
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
@@ -212,7 +213,10 @@ def accepted_of(shape: TreeShape, miss: float) -> float:
 
 def _power(shape: TreeShape) -> float:
     """Return the power of a level's hits over those of a chain."""
-    return max(shape.topk, 1) ** -0.4
+    children = max(shape.topk, 1)
+    if shape.depth > DEPTH:  # a deep tree has as many on few levels
+        children = min(children, max((shape.size - 1) // shape.depth, 1))
+    return children**-0.4
 
 
 def cost_of(shape: TreeShape, node: float) -> float:

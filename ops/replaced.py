@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
-    "model.py": "943e7c1b",
-    "ops/torch_backend.py": "2e525a1e",
+    "model.py": "9a759b2d",
+    "ops/torch_backend.py": "600654a3",
     "steps.py": "cebbec2b",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"
