@@ -66,7 +66,7 @@ def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     names = {
         "embedding.weight": ("model.embed_tokens.weight",),
         "norm.weight": ("model.norm.weight",),
-    }
+    } | layer_names("", "model.", config.first(), config.names)
     if not config.tie_embeddings:
         names["lm_head.weight"] = ("lm_head.weight",)
     for i in range(config.n_layers):
@@ -710,4 +710,9 @@ def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
     def no_bias(name: str) -> bool:  # AutoGPTQ and others write zeros where a layer has none
         return name.endswith(".bias") and name in files.readers and not files.read(name).any()
 
-    return lambda name: name.endswith("rotary_emb.inv_freq") or name in repeated or no_bias(name)
+    return lambda name: (
+        name.endswith("rotary_emb.inv_freq")
+        or name.startswith(config.unused)
+        or name in repeated
+        or no_bias(name)
+    )
