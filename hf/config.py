@@ -109,21 +109,38 @@ def open_files(path: Path) -> WeightFiles:
     return files
 
 
-STACKED = ("qwen3_5_moe", "glm4")  # the beginning of the types of models with such tensors
+STACKED = (
+    "qwen3_5_moe",
+    "gemma4",
+    "glm4",
+)  # the beginning of the types of models with such tensors
 # a stack of all experts' matrices -> the matrices of an expert, one below the other; those of
 # gpt-oss, in stacks.py, lie in another order
 STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 GATE_ABOVE_UP = ".mlp.gate_up_proj.weight"
+# parameters of a layer without a module of their own -> names like the others'
+BARE = {
+    ".layer_scalar": ".layer_scalar.weight",
+    ".router.scale": ".router.scale.weight",
+    ".router.per_expert_scale": ".router.proj.expert_scale",
+}
 
 
 def split_stacks(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Name each matrix of a feed-forward, or of each expert, that a file may hold in one tensor."""
+    """Name each matrix of a feed-forward, or of each expert, that a file may hold in one tensor.
+
+    And name what has no module as the weight of one.
+    """
     split = {}
     for name, read in readers.items():
         if name.endswith(GATE_ABOVE_UP):
             for half, matrix in enumerate(("gate_proj", "up_proj")):
                 both = partial(_half, read, half)
                 split[name.replace("gate_up_proj", matrix)] = both
+            continue
+        bare = next((end for end in BARE if name.endswith(end)), None)
+        if bare:
+            split[name.removesuffix(bare) + BARE[bare]] = read
             continue
         matrices = next((STACKS[end] for end in STACKS if name.endswith(end)), None)
         if matrices is None or read().dim() != 3:
