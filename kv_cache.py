@@ -58,9 +58,9 @@ class LayerState(NamedTuple):
             torch.zeros(batch, dtype=torch.long, device=device),
         )
 
-    def sequence(self, seq: int) -> LayerState:
-        """Return the state of one sequence, as views."""
-        return LayerState(*(buffer[seq : seq + 1] for buffer in self))
+    def sequences(self, rows: range) -> LayerState:
+        """Return the states of some sequences, as views."""
+        return LayerState(*(buffer[rows.start : rows.stop] for buffer in self))
 
     def compact(self, start: Tensor, path: Tensor) -> None:
         """Move the inputs of accepted nodes next to each other, as `KVCache.compact` moves slots.
@@ -134,15 +134,15 @@ class KVCache(NamedTuple):
                 v[i] = state.state
         return k, v, lengths
 
-    def sequence(self, seq: int) -> KVCache:
-        """Return the cache of one sequence, as views.
+    def sequences(self, rows: range) -> KVCache:
+        """Return the caches of some sequences, as views.
 
-        No kernel knows their addresses: this cache cannot be compacted.
+        No kernel of CUDA knows their addresses: there they cannot be compacted.
         """
-        k = tuple(buffer[seq : seq + 1] for buffer in self.k)
-        v = tuple(buffer[seq : seq + 1] for buffer in self.v)
+        k = tuple(buffer[rows.start : rows.stop] for buffer in self.k)
+        v = tuple(buffer[rows.start : rows.stop] for buffer in self.v)
         states, snapshots = (
-            tuple(state and state.sequence(seq) for state in every)
+            tuple(state and state.sequences(rows) for state in every)
             for every in (self.states, self.snapshots)
         )
         return KVCache(k, v, self.addresses[:0], states, snapshots)

@@ -157,13 +157,18 @@ def is_finite(features: Tensor) -> bool:
     return bool(features.sum(dtype=torch.float32).isfinite())
 
 
+def sequences_of(record: Any, rows: range) -> Any:
+    """View some sequences of nested tuples of tensors and caches: [B, ...] -> [rows, ...]."""
+    if hasattr(record, "sequences"):
+        return record.sequences(rows)
+    if isinstance(record, Tensor):
+        return record[rows.start : rows.stop]
+    return type(record)(*(sequences_of(part, rows) for part in record))
+
+
 def sequence_of(record: Any, seq: int) -> Any:
     """View one sequence of nested tuples of tensors and caches: [B, ...] -> [1, ...]."""
-    if hasattr(record, "sequence"):
-        return record.sequence(seq)
-    if isinstance(record, Tensor):
-        return record[seq : seq + 1]
-    return type(record)(*(sequence_of(part, seq) for part in record))
+    return sequences_of(record, range(seq, seq + 1))
 
 
 def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:

@@ -129,9 +129,10 @@ class Drafted(Observer):
 def nodes_of(columns: list[list], seq: int, result: CycleResult) -> Nodes:
     """Return the nodes of a verified tree, and the target's own token behind the accepted ones.
 
-    columns: of all sequences, tokens, parents, whether a node is valid, and the accepted path
+    columns: of the cycle's sequences, tokens, parents, whether a node is valid, the accepted path
     """
-    tokens, parents, valid, path = (column[seq] for column in columns)
+    row = seq - result.rows.start
+    tokens, parents, valid, path = (column[row] for column in columns)
     length = result.length[seq]
     accepted = path[: length + 1]
     numbers: dict[int, int] = {}  # without the padding
