@@ -11,7 +11,8 @@ The text is a function of (weights, prompt, temperature, top_k, top_p, min_p, se
 choice), and of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance):
 that of generate.py for this prompt and these options, in a batch of any size and company, but for
 the bytes of a character that is cut at the end. Tool calls are taken out of it (tool_calls.py).
-Without a seed one is drawn; the other options are the server's where a request names none.
+Without a seed one is drawn; the other options are the server's where a request names none, and its
+sampling that of the model, as far as one recommends any.
 Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
 / is a page to chat with (page.html), /health says whether answers are decoded, /metrics gives
 counters in Prometheus' text form. `draft: false` in a request decodes without drafting.
@@ -44,7 +45,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from base.io import log_note
-from base.parsing import one_line_errors, parse
+from base.parsing import one_line_errors, parse_given
 from decode import Engine
 from extras.drafted import told_draft
 from generate import load
@@ -54,7 +55,15 @@ from options import Sampling
 from parallel import ranks
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
-from server.parameters import ABOUT, SHOWN, RequestParams, RequestReader, ServeConfig, no_model
+from server.parameters import (
+    ABOUT,
+    SHOWN,
+    RequestParams,
+    RequestReader,
+    ServeConfig,
+    no_model,
+    with_recommended_sampling,
+)
 from server.replies import Reply, joined
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
 from server.turns import dropped_messages
@@ -182,7 +191,7 @@ class Server:
         if asked.stream:
             events = _events(pieces, jobs, reply)
             return StreamingResponse(events, media_type="text/event-stream")
-        done = asyncio.create_task(_whole(pieces, jobs, reply))
+        done = asyncio.create_task(_whole(pieces, reply))
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -199,13 +208,19 @@ class Server:
         engine = self.engine
         loop = asyncio.get_running_loop()
 
+        copies = asked.samples if asked.sampling.temperature == 0 else 1  # equal answers
+
         def tell(piece: Delta | Refusal) -> None:
+            of_all = [piece]
+            if isinstance(piece, Delta):
+                of_all = [piece._replace(choice=piece.choice + i) for i in range(copies)]
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                for each in of_all:
+                    loop.call_soon_threadsafe(pieces.put_nowait, each)
 
         jobs = []
         for number, prompt in enumerate(asked.prompts):
-            for sample in range(asked.samples):
+            for sample in range(0, asked.samples, copies):
                 job = Job(
                     prompt,
                     asked.sampling,
@@ -217,7 +232,7 @@ class Server:
                     guide=asked.guide,
                     drafts=asked.wants_drafts,
                     shows_half=False,
-                    choice=len(jobs),
+                    choice=number * asked.samples + sample,
                     likeliest=asked.likeliest,
                     tell=tell,
                     wants_trees=asked.wants_trees and asked.stream,
@@ -254,12 +269,12 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _take(pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job]) -> AsyncIterator[Delta]:
-    """Yield the pieces of all answers until all are over.
+async def _take(pieces: asyncio.Queue[Delta | Refusal], choices: int) -> AsyncIterator[Delta]:
+    """Yield the pieces of all choices until all are over.
 
     Raises: Refusal when the server ends or fails.
     """
-    open = len(jobs)
+    open = choices
     while open:
         piece = await pieces.get()
         if isinstance(piece, Refusal):
@@ -268,11 +283,9 @@ async def _take(pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job]) -> Asyn
         yield piece
 
 
-async def _whole(
-    pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
-) -> dict[str, Any]:
-    answers: list[list[Delta]] = [[] for _ in jobs]
-    async for piece in _take(pieces, jobs):
+async def _whole(pieces: asyncio.Queue[Delta | Refusal], reply: Reply) -> dict[str, Any]:
+    answers: list[list[Delta]] = [[] for _ in range(reply.asked.choices)]
+    async for piece in _take(pieces, len(answers)):
         answers[piece.choice].append(piece)
     return reply.whole([joined(parts) for parts in answers])
 
@@ -280,11 +293,11 @@ async def _whole(
 async def _events(
     pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
 ) -> AsyncIterator[str]:
-    tokens = [0] * len(jobs)
+    tokens = [0] * reply.asked.choices
     try:
-        for job in jobs if reply.chat else ():
-            yield reply.begin(job.choice)
-        async for piece in _take(pieces, jobs):
+        for choice in range(len(tokens)) if reply.chat else ():
+            yield reply.begin(choice)
+        async for piece in _take(pieces, len(tokens)):
             tokens[piece.choice] = piece.tokens
             if piece.text or piece.reason:
                 yield reply.piece(piece)
@@ -323,11 +336,12 @@ def warm_other_modes(engine: Engine) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    config = parse(ServeConfig, "serve.py", ABOUT, argv)
+    config, given = parse_given(ServeConfig, "serve.py", ABOUT, argv)
     with one_line_errors("serve.py"):
         config.check()
         ranks.refuse_torchrun()
         with listen(config) as listener:  # before the model is loaded
+            config = with_recommended_sampling(config, given)
             server = Server(load_engine(config), config)
             host, port = listener.getsockname()[:2]
             if ":" in host:

@@ -17,6 +17,7 @@ from cli.prompts import ContextOverflow, check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
 from hf.chat import NO_TEMPLATE, chat_template, words_as_text
+from hf.config import recommended_sampling
 from hf.fetch import fetched
 from hf.thinking import Tags, closed, hidden_tags, opened_by
 from options import GenerateConfig, Sampling
@@ -132,6 +133,12 @@ class ServeConfig(GenerateConfig):
         least=1,
         short="n",
     )
+    temperature: float = option(
+        1.0,
+        "of requests that name none, as are the next three; default: the model's "
+        "generation_config, else 1",
+        least=0,
+    )
     max_waiting: int = option(
         64, "answers that may wait for their turn; more requests are refused", least=0
     )
@@ -158,6 +165,24 @@ class ServeConfig(GenerateConfig):
     results: str = option("", "", flag=False)
     trace: str = option("", "", flag=False)
     profile: str = option("", "", flag=False)
+
+
+def with_recommended_sampling(config: ServeConfig, given: set[str]) -> ServeConfig:
+    """Return the options with the sampling that the model names, where none was given.
+
+    given: names of options
+    Raises: ValueError for a value that cannot be used.
+    """
+    path = fetched(config.checkpoint)
+    found = recommended_sampling(path)
+    own = replace(config, **{name: value for name, value in found.items() if name not in given})
+    if own.temperature == 0:  # of a model or a user: no request has anything to sample by default
+        return replace(config, temperature=0)
+    try:
+        own.check()
+    except ValueError as error:
+        raise ValueError(f"{path} names a sampling that cannot be used: {error}") from None
+    return own
 
 
 def need(holds: bool, message: str, param: str | None = None) -> None:
@@ -197,6 +222,11 @@ class RequestParams(NamedTuple):
     thinks: Tags | None  # of the thinking that the prompt opens
     tells_thinking: bool  # a chat's answer has its thinking
     shown: frozenset[int]  # control tokens that have a text: those of tags and calls
+
+    @property
+    def choices(self) -> int:
+        """The number of answers."""
+        return len(self.prompts) * self.samples
 
 
 class RequestReader:

@@ -506,6 +506,21 @@ def test_health_and_counters():
     running.close()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_equal_answers_are_decoded_once(running, stream):
+    """At temperature 0 n answers are copies; each counts."""
+    before = running.batcher.counters.tokens
+    options = {"temperature": 0, "stream": stream, "max_tokens": 9, "n": 3}
+    found = running.complete([PROMPT, PROMPT[:9]], **options)
+    texts = [""] * 6
+    for event in found if stream else [found]:
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4] == texts[5]
+    assert running.batcher.counters.tokens - before <= 18
+    assert stream or found.usage.completion_tokens > 18
+
+
 def test_a_mistake_of_the_server_is_json(running, monkeypatch):
     monkeypatch.setattr(running.server.reader, "read", lambda *_: 1 / 0)
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda *said, **_: None)
