@@ -1,11 +1,12 @@
-"""Serve a model to OpenAI clients: completions and chat, streamed or whole.
+"""Serve a model to OpenAI clients: completions, chats and responses, streamed or whole.
 
 scripts/serve.py starts it, with every option of generate.py that says what is decoded and how.
 
 1. One thread decodes (batcher.py): one session serves requests side by side. A finished sequence,
    or one whose client has left, is evicted for the next request.
 2. The event loop reads requests (transport.py), refuses unserved options by name (parameters.py),
-   and answers (replies.py): whole, or in events as the text comes.
+   and answers (replies.py, responses.py): whole, or in events as the text comes. Texts that are
+   only read are answered by readings.py.
 
 The text is a function of (weights, prompt, temperature, top_k, top_p, min_p, seed, number of the
 choice), and of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance):
@@ -26,9 +27,8 @@ Not here: TLS. The default address is reached from this machine alone; with anot
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -64,7 +64,9 @@ from server.parameters import (
     no_model,
     with_recommended_sampling,
 )
+from server.readings import Readings
 from server.replies import Reply, joined
+from server.responses import ResponseReply, as_chat
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
 from server.turns import dropped_messages
 
@@ -87,6 +89,7 @@ class Server:
         self.name = Path(config.checkpoint).name
         self.batcher = Batcher(engine, config.max_waiting)
         self.reader = RequestReader(engine, config, self.name)
+        self.readings = Readings(self.reader)
         self.reading = asyncio.Lock()  # tokenizers are used by one thread at a time
 
     def app(self) -> Starlette:
@@ -107,9 +110,13 @@ class Server:
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
+            Route("/tokenize", partial(self.read, self.readings.tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self.read, self.readings.detokenize), methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/v1/fit", self.fit, methods=["POST"]),
-            Route("/v1/completions", partial(self.answer, chat=False), methods=["POST"]),
-            Route("/v1/chat/completions", partial(self.answer, chat=True), methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
         ]
         handlers = {
             Refusal: _refused,
@@ -179,19 +186,56 @@ class Server:
             dropped = await asyncio.to_thread(dropped_messages, self.reader, body, chat)
         return JSONResponse({"dropped": dropped})
 
-    async def answer(self, request: Request, chat: bool) -> Response:
-        """Answer a completion or a chat."""
+    async def read(self, work: Callable[[Any], dict], request: Request) -> Response:
+        """Answer with what a function makes of the body."""
         body = await json_body(request, self.config.max_body)
         async with self.reading:
-            asked = await asyncio.to_thread(self.reader.read, body, chat)
+            return JSONResponse(await asyncio.to_thread(work, body))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Answer with the vectors of texts."""
+        body = await json_body(request, self.config.max_body)
+        async with self.reading:
+            texts = await asyncio.to_thread(self.readings.texts, body)
+        work = partial(self.readings.embeddings, body, texts)
+        return JSONResponse(await asyncio.wrap_future(self.batcher.call(work)))
+
+    async def complete(self, request: Request) -> Response:
+        """Answer a completion."""
+        asked = await self._asked(await json_body(request, self.config.max_body), False)
+        reply = Reply(asked, False, self.name, self.engine.tokenizer)
+        return await self._answer(request, reply)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a chat."""
+        asked = await self._asked(await json_body(request, self.config.max_body), True)
+        reply = Reply(asked, True, self.name, self.engine.tokenizer)
+        return await self._answer(request, reply)
+
+    async def respond(self, request: Request) -> Response:
+        """Answer a chat in the form of Responses."""
+        body = await json_body(request, self.config.max_body)
+        asked = await self._asked(as_chat(body), True)
+        reply = ResponseReply(asked, body, self.name, self.engine.tokenizer)
+        return await self._answer(request, reply)
+
+    async def _asked(self, body: Any, chat: bool) -> RequestParams:
+        async with self.reading:
+            return await asyncio.to_thread(self.reader.read, body, chat)
+
+    async def _answer(self, request: Request, reply: Reply) -> Response:
+        asked = reply.asked
         pieces: asyncio.Queue[Delta | Refusal] = asyncio.Queue()
-        jobs = self._jobs(asked, chat, pieces)
-        reply = Reply(asked, chat, self.name, self.engine.tokenizer)
+        if asked.echoes:
+            echoes = self.batcher.call(partial(self.readings.echoes, asked))
+            for piece in await asyncio.wrap_future(echoes):
+                pieces.put_nowait(piece)
+        jobs = self._jobs(asked, reply.chat, pieces)
         self.batcher.submit(jobs)
         if asked.stream:
             events = _events(pieces, jobs, reply)
             return StreamingResponse(events, media_type="text/event-stream")
-        done = asyncio.create_task(_whole(pieces, reply))
+        done = asyncio.create_task(_whole(pieces, jobs, reply))
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -207,7 +251,6 @@ class Server:
     ) -> list[Job]:
         engine = self.engine
         loop = asyncio.get_running_loop()
-
         copies = asked.samples if asked.sampling.temperature == 0 else 1  # equal answers
 
         def tell(piece: Delta | Refusal) -> None:
@@ -220,6 +263,7 @@ class Server:
 
         jobs = []
         for number, prompt in enumerate(asked.prompts):
+            echoed = engine.tokenizer.decode(prompt, True) if asked.echoes else ""
             for sample in range(0, asked.samples, copies):
                 job = Job(
                     prompt,
@@ -234,6 +278,7 @@ class Server:
                     shows_half=False,
                     choice=number * asked.samples + sample,
                     likeliest=asked.likeliest,
+                    before=len(echoed),
                     tell=tell,
                     wants_trees=asked.wants_trees and asked.stream,
                 )
@@ -283,10 +328,18 @@ async def _take(pieces: asyncio.Queue[Delta | Refusal], choices: int) -> AsyncIt
         yield piece
 
 
-async def _whole(pieces: asyncio.Queue[Delta | Refusal], reply: Reply) -> dict[str, Any]:
+def _cached(jobs: list[Job], asked: RequestParams) -> int:
+    """Count the tokens of prompts that were not read again, once for each prompt."""
+    return sum(job.cached for job in jobs if job.choice % asked.samples == 0)
+
+
+async def _whole(
+    pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
+) -> dict[str, Any]:
     answers: list[list[Delta]] = [[] for _ in range(reply.asked.choices)]
     async for piece in _take(pieces, len(answers)):
         answers[piece.choice].append(piece)
+    reply.cached = _cached(jobs, reply.asked)
     return reply.whole([joined(parts) for parts in answers])
 
 
@@ -295,17 +348,15 @@ async def _events(
 ) -> AsyncIterator[str]:
     tokens = [0] * reply.asked.choices
     try:
-        for choice in range(len(tokens)) if reply.chat else ():
-            yield reply.begin(choice)
+        yield reply.begin()
         async for piece in _take(pieces, len(tokens)):
             tokens[piece.choice] = piece.tokens
             if piece.text or piece.reason:
                 yield reply.piece(piece)
-        if reply.asked.usage:
-            yield reply.event([], reply.usage(tokens))
-        yield "data: [DONE]\n\n"
+        reply.cached = _cached(jobs, reply.asked)
+        yield reply.end(tokens)
     except Refusal as error:
-        yield f"data: {json.dumps(error.body)}\n\n"
+        yield reply.fault(error)
     finally:  # also when the client has left
         for job in jobs:
             job.left = True

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from base.io import LocalError
-from base.parsing import MOST, option
+from base.parsing import MOST, option, require
 from cli.prompts import ContextOverflow, check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
@@ -110,11 +110,14 @@ SERVED = {
     "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
     "draft", "trees", "do_sample",
 }  # fmt: skip
-OF_PROMPTS = {"add_special_tokens", "add_bos_token"}  # of completions
+OF_PROMPTS = {"add_special_tokens", "add_bos_token", "echo"}  # of completions
 # of chats
 OF_TEMPLATES = {
     "chat_template_kwargs", "reasoning_effort", "include_reasoning", "enable_thinking", "think",
+    "continue_final_message", "add_generation_prompt",
 }  # fmt: skip
+# parts of a message
+UNSERVED = {"image": "images are", "audio": "audio is", "video": "videos are", "file": "files are"}
 # variables of a template that the server sets itself
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
@@ -222,6 +225,7 @@ class RequestParams(NamedTuple):
     thinks: Tags | None  # of the thinking that the prompt opens
     tells_thinking: bool  # a chat's answer has its thinking
     shown: frozenset[int]  # control tokens that have a text: those of tags and calls
+    echoes: bool  # a completion begins with its prompt
 
     @property
     def choices(self) -> int:
@@ -251,11 +255,7 @@ class RequestReader:
 
     def read(self, body: Any, chat: bool) -> RequestParams:
         """Check a request. Raises: Refusal."""
-        need(isinstance(body, dict), "the body must be a JSON object")
-        body = _without_nulls(body)
-        asked = body.get("model", self.name)
-        if asked != self.name:
-            raise no_model(asked, self.name)
+        body = self._checked(body)
         source = "messages" if chat else "prompt"
         self._check_names(body, {source} | (OF_TOOLS | OF_TEMPLATES if chat else OF_PROMPTS))
         sampling = self._sampling(body)
@@ -279,7 +279,7 @@ class RequestReader:
             "n",
         )
         guide = self._grammar(body, tools)
-        bos = not chat and all(self._flag(body, name, True) for name in sorted(OF_PROMPTS))
+        bos = not chat and self._adds_bos(body)
         thinks = None
         try:
             if chat:
@@ -306,7 +306,40 @@ class RequestReader:
             thinks,
             self._flag(body, "include_reasoning", True),
             self._shown(chat, tools),
+            not chat and self._flag(body, "echo"),
         )
+
+    def read_texts(self, body: Any, source: str, own: set[str]) -> list[list[int]]:
+        """Return the ids of one text or several that are only read.
+
+        source: the parameter that holds them; own: further parameters
+        Raises: Refusal.
+        """
+        body = self._checked(body)
+        for name in body:
+            known = {"model", source, *own} | WITHOUT_EFFECT
+            need(name in known, f"{name[:SHOWN]} is not served; leave it out", name[:SHOWN])
+        need(source in body, f"{source} is missing", source)
+        texts = body[source]
+        if not _is_list_of_prompts(texts):
+            texts = [texts]
+        try:
+            return [self._ids(text, self._adds_bos(body)) for text in texts]
+        except ValueError as error:
+            raise refusal(error, source) from None
+
+    def _adds_bos(self, body: dict) -> bool:
+        """Return whether a text begins with the model's BOS token, if it has one."""
+        return all(self._flag(body, name, True) for name in ("add_special_tokens", "add_bos_token"))
+
+    def _checked(self, body: Any) -> dict:
+        """Return a request without its nulls. Raises: Refusal where it is for another model."""
+        need(isinstance(body, dict), "the body must be a JSON object")
+        body = _without_nulls(body)
+        asked = body.get("model", self.name)
+        if asked != self.name:
+            raise no_model(asked, self.name)
+        return body
 
     def _check_names(self, body: dict, own: set[str]) -> None:
         """Refuse parameters that are not served. own: names that only one endpoint serves"""
@@ -483,38 +516,45 @@ class RequestReader:
     def _rendered(self, body: dict, tools: Tools | None, guided: bool) -> str:
         """Render a chat up to the answer. guided: a grammar begins with it"""
         variables = self._variables(body)
-        text = self._text(body["messages"], tools, variables)
+        messages = _messages(body["messages"])
+        begun = ""
+        if self._continues(body, messages):
+            begun = messages.pop()["content"]
+        text = self._text(messages, tools, variables)
         # a grammar leaves no room for thinking, and some templates do not know the variable
-        if guided or variables.get("enable_thinking") is False:
+        if guided or begun or variables.get("enable_thinking") is False:
             text = closed(text)
+        text += begun
         if tools and tools.forced:
             text += tools.syntax.opening
         return text
 
-    def _text(self, messages: Any, tools: Tools | None, variables: dict) -> str:
+    def _continues(self, body: dict, messages: list[dict]) -> bool:
+        """Return whether the answer goes on with the last message, which is the assistant's."""
+        name = "continue_final_message"
+        is_begun = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        continues = self._flag(body, name, is_begun)
+        fault = f"{name} must be true where the assistant's message is the last one, and only there"
+        need(continues == is_begun, fault, name)
+        name = "add_generation_prompt"
+        need(self._flag(body, name, True) or continues, f"{name} must be true here", name)
+        return continues
+
+    def _text(self, messages: list[dict], tools: Tools | None, variables: dict) -> str:
         """Render a chat: a system message or none, then an order the template takes."""
         engine = self.engine
         if engine.config.chat in (None, NO_TEMPLATE):
             raise ValueError("this model has no chat template here; ask for completions")
-        if not isinstance(messages, list) or not messages:
-            raise ValueError("messages must be a list of at least one")
-        parsed: list[dict] = []
-        for message in messages:
-            parsed.append(_message(message, parsed))
-        if parsed[-1]["role"] == "assistant":
-            raise ValueError(
-                "the last message is the assistant's, and an answer is not continued here; "
-                "end with a message of the user"
-            )
+        require(messages != [], "there is no message before the assistant's; send the user's, too")
         # a template without calls is refused
-        if any("tool_calls" in message for message in parsed) and not self._syntax.several:
-            parsed = one_call_each(parsed)
+        if any("tool_calls" in message for message in messages) and not self._syntax.several:
+            messages = one_call_each(messages)
         if self.config.control_tokens != "all":
-            parsed = words_as_text(engine.tokenizer, parsed)
+            messages = words_as_text(engine.tokenizer, messages)
         system = self.config.system
-        if parsed[0]["role"] == "system":
-            system = parsed.pop(0)["content"]
-        return self._template(system).render_messages(parsed, tools and tools.given, variables)
+        if messages[0]["role"] == "system":
+            system, messages = messages[0]["content"], messages[1:]
+        return self._template(system).render_messages(messages, tools and tools.given, variables)
 
 
 def _as_whole(value: Any) -> Any:
@@ -551,6 +591,15 @@ def _is_list_of_prompts(prompt: Any) -> bool:
     return not any(type(_as_whole(part)) is int for part in prompt)
 
 
+def _messages(messages: Any) -> list[dict]:
+    """Return messages as templates take them."""
+    require(isinstance(messages, list) and messages, "messages must be a list, with one at least")
+    parsed: list[dict] = []
+    for message in messages:
+        parsed.append(_message(message, parsed))
+    return parsed
+
+
 def _message(message: Any, earlier: list[dict]) -> dict:
     """Return a message as templates take it. earlier: the messages before it"""
     if not isinstance(message, dict):
@@ -578,7 +627,10 @@ def _message(message: Any, earlier: list[dict]) -> dict:
 def _joined_parts(parts: list) -> str | None:
     texts = []
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else None
+        other = next((told for name, told in UNSERVED.items() if name in str(kind)), "")
+        require(not other, f"{other} not served here; send text alone")
+        if kind != "text":
             return None
         if not isinstance(part.get("text"), str):
             return None

@@ -11,7 +11,7 @@ from typing import Any
 from extras.drafted import Spans
 from hf.thinking import Thinking
 from hf.tokenizer import Tokenizer
-from server.batcher import Delta, Drafts, Scored
+from server.batcher import Delta, Drafts, Refusal, Scored
 from server.parameters import RequestParams
 from server.tool_calls import Finder
 
@@ -34,6 +34,7 @@ class Reply:
         self.spans = [Spans() for _ in self.thinkings]  # of the text that is held back
         self.untold: dict[int, Drafts] = {}  # of pieces without an event of their own, by choice
         self.drafts = Drafts()  # of all pieces
+        self.cached = 0  # tokens of the prompts that were not read again
         self.base = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
             "created": int(time.time()),
@@ -53,6 +54,7 @@ class Reply:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": details,
         }
 
@@ -145,10 +147,21 @@ class Reply:
                 message["tool_calls"] = calls
         return message
 
-    def begin(self, choice: int) -> str:
-        """Return the first event of a chat's choice."""
-        role = {"delta": {"role": "assistant", "content": ""}}
-        return self.event([{"index": choice, "finish_reason": None, "logprobs": None} | role])
+    def begin(self) -> str:
+        """Return the first events of a stream: of a chat, one for each choice."""
+        role = {"finish_reason": None, "logprobs": None}
+        role |= {"delta": {"role": "assistant", "content": ""}}
+        choices = range(self.asked.choices) if self.chat else ()
+        return "".join(self.event([{"index": choice} | role]) for choice in choices)
+
+    def end(self, tokens: Iterable[int]) -> str:
+        """Return the last events of a stream. tokens: of each choice"""
+        usage = self.event([], self.usage(tokens)) if self.asked.usage else ""
+        return usage + "data: [DONE]\n\n"
+
+    def fault(self, error: Refusal) -> str:
+        """Return the event of an error, which ends a stream."""
+        return f"data: {json.dumps(error.body)}\n\n"
 
     def _choice(self, piece: Delta) -> dict[str, Any]:
         logprobs = None
@@ -177,13 +190,15 @@ class Reply:
         scored = piece.scored
         return {
             "tokens": [_text(self.tokenizer.name(token.id)) for token in scored],
-            "token_logprobs": [max(token.logprob.own, LEAST) for token in scored],
+            "token_logprobs": [token.logprob and max(token.logprob.own, LEAST) for token in scored],
             "top_logprobs": [self._likeliest(token) for token in scored],
             "text_offset": [token.start for token in scored],
         }
 
-    def _likeliest(self, token: Scored) -> dict[str, float]:
+    def _likeliest(self, token: Scored) -> dict[str, float] | None:
         """Return the likeliest tokens and the decided one, by their texts."""
+        if token.logprob is None:
+            return None
         pairs = [*token.logprob.top, (token.id, token.logprob.own)]
         return {_text(self.tokenizer.name(id)): max(logprob, LEAST) for id, logprob in pairs}
 

@@ -156,7 +156,7 @@ async def json_body(request: Request, most: int) -> Any:
     """Read the body of a request. most: bytes. Raises: Refusal."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page of another site may send other types unasked
-        raise Refusal(415, "the body must be application/json")
+        raise Refusal(415, "the body must be application/json, and its header Content-Type say so")
     try:
         data = await asyncio.wait_for(_at_most(request, most), READ_S)
     except asyncio.TimeoutError:

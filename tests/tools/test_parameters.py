@@ -263,10 +263,10 @@ HARMLESS = {
 }  # fmt: skip
 HARMFUL = {
     "min_tokens": 1, "skip_special_tokens": False, "frequency_penalty": 0.5, "presence_penalty": -1, "suffix": "a",
-    "repetition_penalty": 1.1, "repeat_penalty": 0, "logit_bias": {"5": 1}, "best_of": 2, "echo": True, "ignore_eos": True,
+    "repetition_penalty": 1.1, "repeat_penalty": 0, "logit_bias": {"5": 1}, "best_of": 2, "ignore_eos": True,
     "stop_token_ids": [5], "bad_words": ["a"], "guided_json": {"type": "object"}, "mirostat": 2, "typical_p": 0.9,
     "xtc_probability": 0.1, "n_probs": 5, "modalities": ["audio"], "functions": [1], "anything": 1, "grammar": "a",
-    "length_penalty": True, "add_generation_prompt": False, "detokenize": False, "use_beam_search": True,
+    "length_penalty": True, "detokenize": False, "use_beam_search": True,
 }  # fmt: skip
 
 

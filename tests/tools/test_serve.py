@@ -417,7 +417,7 @@ def test_too_many_are_refused(running):
     ({"prompt": "a", "max_tokens": 2**31, "max_completion_tokens": 4}, 400, "max_tokens must be a whole number from 1 to"),
     ({"prompt": "a", "draft": 0}, 400, "draft must be true or false"),
     ({"prompt": "a", "logprobs": 21}, 400, "from 0 to 20"), ({"prompt": "a", "logprobs": True}, 400, "logprobs must be a whole"),
-    ({"prompt": "a", "top_logprobs": 2}, 400, "top_logprobs is for chats"), ({"prompt": "a", "echo": 0}, 400, "echo = 0 is not"),
+    ({"prompt": "a", "top_logprobs": 2}, 400, "top_logprobs is for chats"), ({"prompt": "a", "echo": 0}, 400, "echo must be true or false"),
     ({"prompt": ["a"] * 16}, 400, "at most 15 answers"), ({"prompt": "a", "\ud800": 1}, 400, "half a character"),
     ({"prompt": "\udfff"}, 400, "half a character"), ({"model": "x" * 9000}, 404, f"model '{'x' * 99} here"),
     ({"prompt": "a", "max_tokens": "9"}, 400, "whole number"), ({"prompt": "a", "seed": 1.5}, 400, "seed must be"),
@@ -441,9 +441,9 @@ def test_garbage(running, body, status, message):
 
 
 @pytest.mark.parametrize("messages, more, message", [
-    ([], {}, "at least one"), ("hi", {}, "at least one"), ([{"role": "user"}], {}, "a role and a text"), ([1], {}, "a role and a text"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a role and a text"),
-    ([{"role": "system", "content": "a"}], {}, "must go user"), ([{"role": "assistant", "content": "a"}], {}, "an answer is not continued here"),
+    ([], {}, "one at least"), ("hi", {}, "one at least"), ([{"role": "user"}], {}, "a role and a text"), ([1], {}, "a role and a text"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "images are not served"),
+    ([{"role": "system", "content": "a"}], {}, "must go user"), ([{"role": "assistant", "content": "a"}], {}, "no message before the assistant's"),
     ([{"role": "user", "content": "a"}] * 2, {}, "must go user, assistant"),
     ([{"role": "user", "content": "a"}], {"logprobs": 1}, "logprobs must be true or false"),
     ([{"role": "user", "content": "a"}], {"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
