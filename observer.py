@@ -99,14 +99,15 @@ class View:
         engine: Any,
         history: list[list[int]],
         live: list[bool],
-        wants_drafts: list[bool],
+        draft_tokens: list[int | None],
         drafter_state: Callable[[], Any],
         run_step: Callable[[Hashable, Callable], Any],
     ):
         """engine: `decode.Engine`
 
         history: every token of each sequence; during prefill, the cached part
-        live: whether each sequence decodes; wants_drafts: whether its request wants drafts
+        live: whether each sequence decodes
+        draft_tokens: that each takes at most in a cycle; None: any number
         drafter_state: returns the state that the drafters share
         run_step: runs a function of the `DecodeState`, which it may write in place; the key tells
             steps apart
@@ -115,7 +116,7 @@ class View:
         self.has_parts = not engine.captured  # a cycle may run a part of the sequences
         self.history = history
         self.live = live
-        self.wants_drafts = wants_drafts
+        self.draft_tokens = draft_tokens
         self._drafter_state = drafter_state
         self.run_step = run_step
 
@@ -138,8 +139,12 @@ class View:
     @property
     def limit(self) -> int:
         """The largest preset that a cycle may run."""
-        wanted = any(wants for wants, live in zip(self.wants_drafts, self.live) if live)
-        return len(self.presets) - 1 if wanted else 0
+        wanted = [most for most, live in zip(self.draft_tokens, self.live) if live]
+        if None in wanted:
+            return len(self.presets) - 1
+        most = max(wanted, default=0)
+        fits = [i for i, preset in enumerate(self.presets) if preset.size - 1 <= most]
+        return max(fits, default=0)
 
 
 class Observer:

@@ -49,7 +49,7 @@ class Request:
     decoder: StreamDecoder | None = None  # makes the text; None: there is none
     stops: Sequence[str] = ()  # texts that end the answer before them
     guide: GuideSource | None = None  # masks the tokens of the answer; None: the engine's, if any
-    drafts: bool = True  # False: see `Session.configure`
+    draft_tokens: int | None = None  # most drafted tokens of a cycle: `Session.configure`
     shows_half: bool = True  # an incomplete character at the end is U+FFFD; False: it is left out
 
     tokens: list[int] = field(default_factory=list, init=False)
@@ -209,7 +209,7 @@ class Scheduler:
         request.place = place
         self.running[place] = request
         self.last[place] = request.prompt
-        session.configure(place, request.sampling, request.seed, request.drafts)
+        session.configure(place, request.sampling, request.seed, request.draft_tokens)
         own = (request.noise_id, request.limit, source, request.guide)
         session.admit(place, request.prompt, *own)
         request.cached = len(session.history[place])

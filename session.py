@@ -165,7 +165,7 @@ class Session:
         samples = torch.tensor([sample for _, sample in padded], device=device)
         self.buffers.reset(engine, replace_fields(tensors, prompt=prompts, sample=samples))
         self.sampling = params
-        self.drafts = [True] * batch
+        self.draft_tokens: list[int | None] = [None] * batch
         self.policy = engine.policy.for_session()
         self.observers = [self.policy]
         self.guides: list[Guide | None] = [None] * batch  # mask the tokens of each sequence
@@ -198,7 +198,7 @@ class Session:
         def run(key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
             return run_step(engine, buffers, key, lambda: body(buffers.state))
 
-        return View(engine, self.history, self.live, self.drafts, drafter_state, run)
+        return View(engine, self.history, self.live, self.draft_tokens, drafter_state, run)
 
     @property
     def state(self) -> DecodeState:
@@ -242,14 +242,16 @@ class Session:
             for fault in (*self.guide_errors.values(), *self.nan_sequences.values()):
                 raise ValueError(fault)
 
-    def configure(self, seq: int, params: Sampling, seed: int, drafts: bool = True) -> None:
+    def configure(
+        self, seq: int, params: Sampling, seed: int, draft_tokens: int | None = None
+    ) -> None:
         """Set the parameters and the seed of an idle sequence; before, they are the engine's.
 
-        drafts: False: cycles draft nothing while all live sequences ask for that, where the
-            smallest preset is the root alone
+        draft_tokens: drafted tokens of a cycle at most; None: as many as the engine has. A cycle
+            drafts as the live sequence that takes most, or its smallest preset
         """
         self.sampling[seq] = params
-        self.drafts[seq] = drafts
+        self.draft_tokens[seq] = draft_tokens
         row = sequence_of(self.state.sampling, seq)
         own = SamplingTensors.from_params([params], self.state.pos.device, seed)
         copy_into(row, replace_fields(own, prompt=row.prompt, sample=row.sample))

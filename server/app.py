@@ -274,7 +274,7 @@ class Server:
                     decoder=engine.tokenizer.stream(not chat, asked.shown),
                     stops=asked.stops,
                     guide=asked.guide,
-                    drafts=asked.wants_drafts,
+                    draft_tokens=asked.draft_tokens,
                     shows_half=False,
                     choice=number * asked.samples + sample,
                     likeliest=asked.likeliest,

@@ -57,6 +57,7 @@ class Drafts(NamedTuple):
     accepted: int = 0  # of these, tokens that were drafted
     rejected: int = 0  # rows of draft trees that were verified and not accepted
     passes: int = 0  # of the target, those of the prompt left out
+    lengths: tuple[int, ...] = ()  # accepted tokens of each pass that had any drafted
     # the piece's text in parts: the source of the draft, "" for none, its characters, its cycle
     spans: tuple[tuple[str, int, int], ...] = ()
     trees: tuple[Nodes, ...] = ()  # of cycles, where the request asks for them
@@ -111,7 +112,14 @@ class Job(Request):
         count = len(piece.tokens)
         accepted = count - marks.sources[:count].count("")
         self.drafts_left = self.drafts_left.and_more(
-            Drafts(count, accepted, marks.rejected, marks.passes, trees=tuple(marks.trees))
+            Drafts(
+                count,
+                accepted,
+                marks.rejected,
+                marks.passes,
+                tuple(marks.lengths),
+                trees=tuple(marks.trees),
+            )
         )
 
     def delta(self, text: str) -> Delta:

@@ -108,7 +108,7 @@ NEUTRAL: dict[str, tuple] = dict.fromkeys(sorted(SWITCHES), NOTHING) | {
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
     "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
-    "draft", "trees", "do_sample",
+    "draft", "draft_tokens", "trees", "do_sample",
 }  # fmt: skip
 OF_PROMPTS = {"add_special_tokens", "add_bos_token", "echo"}  # of completions
 # of chats
@@ -220,7 +220,7 @@ class RequestParams(NamedTuple):
     usage: bool  # a stream ends with the usage
     guide: Any  # extras.grammar.Grammar that the answers follow, or None
     tools: Tools | None
-    wants_drafts: bool
+    draft_tokens: int | None  # of a cycle, at most; None: any number
     wants_trees: bool
     thinks: Tags | None  # of the thinking that the prompt opens
     tells_thinking: bool  # a chat's answer has its thinking
@@ -405,16 +405,19 @@ class RequestReader:
         need(type(value) is bool, f"{name} must be true or false", name)
         return value
 
-    def _draft(self, body: dict) -> bool:
-        """Read whether an answer is drafted. Not drafted, its text is the same."""
-        wanted = self._flag(body, "draft", True)
-        need(
-            wanted or self.engine.presets[0].size == 1,
-            "draft = false needs a way to draft that can rest, and draft trees have one size here; "
-            "leave it out",
-            "draft",
-        )
-        return wanted
+    def _draft(self, body: dict) -> int | None:
+        """Read how many tokens a cycle may draft; None: any number. The text is the same."""
+        most = body.get("draft_tokens")
+        wanted = self._flag(body, "draft", most is None or most != 0)
+        need(wanted or not most, "draft = false drafts no tokens; leave draft_tokens out", "draft")
+        if not wanted:
+            most = 0
+        try:
+            self.engine.check_draft_tokens(_as_whole(most))
+        except ValueError as error:
+            name = "draft_tokens" if "draft_tokens" in body else "draft"
+            raise refusal(error, name) from None
+        return most
 
     def _likeliest(self, body: dict, chat: bool) -> int | None:
         """Read how many tokens come beside each log-probability; None: no log-probabilities.

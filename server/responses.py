@@ -208,6 +208,7 @@ class ResponseReply(Reply):
             "output_tokens_details": counts["completion_tokens_details"] | {"reasoning_tokens": 0},
             "total_tokens": counts["total_tokens"],
         }
+        self.response["metrics"] = self.metrics
         return events + self._told(status, response=self.response)
 
     def fault(self, error: Refusal) -> str:

@@ -24,6 +24,7 @@ from server.batcher import Batcher, Refusal
 from server.parameters import SHOWN, ServeConfig
 
 READ_S = 30  # seconds for the head of a request, and for its body
+GUARDED = ("/v1", "/metrics", "/tokenize", "/detokenize")  # begins of paths that need the key
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -82,7 +83,7 @@ class KnownHosts:
 
 
 class Keys:
-    """Refuses requests to /v1 and /metrics that do not bring the key."""
+    """Refuses requests to `GUARDED` that do not bring the key."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app = app
@@ -91,7 +92,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. The server calls this."""
         app = self.app
-        guarded = scope["type"] == "http" and scope["path"].startswith(("/v1", "/metrics"))
+        guarded = scope["type"] == "http" and scope["path"].startswith(GUARDED)
         if guarded and not brings_key(scope, self.key):
             app = JSONResponse(Refusal(401, "the key is missing or wrong").body, 401)
         await app(scope, receive, send)
