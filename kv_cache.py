@@ -147,15 +147,13 @@ class KVCache(NamedTuple):
         )
         return KVCache(k, v, self.addresses[:0], states, snapshots)
 
-    def copy_prefix(self, source: int, seq: int, length: int) -> None:
-        """Copy the first `length` slots of one sequence to another. Writes: its buffers.
+    def prefix(self, seq: int, length: int) -> list[Tensor]:
+        """Return the first `length` slots of a sequence, and its states, as views.
 
-        States are copied as they are; `resume` knows which of them serve.
+        Where they are copied, `resume` knows which of the states serve.
         """
-        for buffer in (*self.k, *self.v):
-            buffer[seq, :, :length] = buffer[source, :, :length]
-        for buffer in self._buffers_of_states():
-            buffer[seq] = buffer[source]
+        slots = [buffer[seq, :, :length] for buffer in (*self.k, *self.v)]
+        return slots + [buffer[seq] for buffer in self._buffers_of_states()]
 
     def clear(self, seq: int, length: int) -> None:
         """Overwrite the first `length` slots of a sequence, and its states, with zeros."""

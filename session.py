@@ -43,6 +43,7 @@ from runtime import (
     copy_into,
     copy_sequence,
     is_finite,
+    prefix_of,
     replace_fields,
     sequence_of,
     sequences_of,
@@ -224,6 +225,10 @@ class Session:
     def cached(self, seq: int, prompt: list[int]) -> int:
         """Count the tokens of a prompt that a sequence has cached, from the first on."""
         return common_prefix(self.history[seq][:-1], prompt)  # its last token may be the root
+
+    def prefix(self, seq: int, count: int) -> list[Tensor]:
+        """Return everything that is cached of a sequence's first tokens, as views."""
+        return prefix_of((self.buffers.cache, self.state.drafter_state), seq, count)
 
     def decode_turn(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
         """Decode one turn. Yields the new tokens of every sequence, step by step, roots first.

@@ -48,6 +48,7 @@ from base.io import log_note
 from base.parsing import one_line_errors, parse_given
 from decode import Engine
 from extras.drafted import told_draft
+from extras.kv_store import KVStore
 from generate import load
 from load import warm_up
 from observer import Observer
@@ -87,7 +88,8 @@ class Server:
         self.engine = engine
         self.config = config
         self.name = Path(config.checkpoint).name
-        self.batcher = Batcher(engine, config.max_waiting)
+        store = KVStore(engine, Path(config.kv_store)) if config.kv_store else None
+        self.batcher = Batcher(engine, config.max_waiting, store)
         self.reader = RequestReader(engine, config, self.name)
         self.readings = Readings(self.reader)
         self.reading = asyncio.Lock()  # tokenizers are used by one thread at a time

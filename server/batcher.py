@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from base.io import log_note
 from decode import Engine
 from extras.drafted import Drafted, DraftMarks, Nodes, Spans
+from extras.kv_store import KVStore
 from extras.logprobs import Logprob, Logprobs
 from scheduler import Piece, Request, Scheduler
 from server.counters import Counters
@@ -143,10 +144,10 @@ class Job(Request):
 class Batcher(threading.Thread):
     """The thread that decodes."""
 
-    def __init__(self, engine: Engine, most: int):
-        """most: jobs that may wait"""
+    def __init__(self, engine: Engine, most: int, store: KVStore | None = None):
+        """most: jobs that may wait; store: of texts that have no place any more"""
         super().__init__(daemon=True)
-        self.scheduler = Scheduler(engine, self._on_admitted)
+        self.scheduler = Scheduler(engine, self._on_admitted, store)
         self.logprobs = Logprobs(engine.target)
         self.drafted = Drafted(engine)
         self.scheduler.session.observers += [self.logprobs, self.drafted]
@@ -213,6 +214,15 @@ class Batcher(threading.Thread):
                 job.tell(self._ended())
             for _, future in self.calls:
                 future.set_exception(self._ended())
+        self._keep_all()
+
+    def _keep_all(self) -> None:
+        """Give the texts of all places to the store, as far as they are read."""
+        scheduler = self.scheduler
+        if scheduler.store is not None and not self.failed:
+            for place in range(len(scheduler.running)):
+                scheduler.session.release(place)
+                scheduler.store.put(scheduler.session, place)
 
     def _counts(self) -> tuple[int, int]:
         """Count the answers that are decoded, and those that wait and whose clients are there."""
