@@ -156,7 +156,7 @@ class Server:
                 "rests": engine.presets[0].size == 1,
                 "chat": engine.template is not None,
                 "context": engine.context,
-                "temperature": engine.config.temperature,
+                **engine.config.sampling._asdict(),
                 "max_tokens": min(self.config.max_new_tokens, engine.context),
             }
         )

@@ -213,6 +213,36 @@ def test_a_chat_is_streamed_kept_and_retried(page):
 
 
 @in_a_browser
+def test_options_belong_to_a_conversation(page):
+    """A new one begins with those of the last; an empty field is the server's own."""
+    assert page.run("['temperature', 'top_p', 'top_k', 'min_p'].map(id => $(id).placeholder)") == ["0", "1", "0", "0"]  # fmt: skip
+
+    def choose(**values) -> None:
+        for name, value in values.items():
+            page.run(f"$('{name}').value = {json.dumps(value)}; $('{name}').onchange()")
+
+    page.run("window.bodies = []; window.before = window.fetch; true")
+    page.run("window.fetch = (path, more) => { if (more && more.body) bodies.push(JSON.parse(more.body)); return before(path, more); }")  # fmt: skip
+    choose(system="Be brief.", temperature="0.7", top_k="20")
+    ask(page, "Hello", 5)
+    page.wait("!running && chat.messages.length === 2")
+    body = page.run("bodies.pop()")
+    assert (body["temperature"], body["top_k"]) == (0.7, 20) and "min_p" not in body
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    press(page, "New chat")
+    assert page.run("[$('temperature').value, $('system').value]") == ["0.7", "Be brief."]
+    choose(temperature="", min_p="0.1")
+    ask(page, "Bye", 5)
+    page.wait("!running && chat.messages.length === 2")
+    assert "temperature" not in page.run("bodies.pop()")
+    page.open(page.run("location.href"))
+    page.wait("chat.messages.length === 2 && $('most').value")
+    assert page.run("[$('temperature').value, $('min_p').value]") == ["", "0.1"]
+    page.run("show(stored()[1])")
+    assert page.run("[$('temperature').value, $('top_k').value, $('min_p').value]") == ["0.7", "20", ""]  # fmt: skip
+
+
+@in_a_browser
 def test_a_full_context_drops_the_oldest_turns(page, running):
     """As on the terminal, and the page says so; the answer before says what cut it."""
     context = running.engine.context
