@@ -45,7 +45,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from base.io import log_note
-from base.parsing import one_line_errors, parse_given
+from base.parsing import one_line_errors
 from decode import Engine
 from extras.drafted import told_draft
 from extras.kv_store import KVStore
@@ -56,12 +56,11 @@ from options import Sampling
 from parallel import ranks
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
+from server.options import ServeConfig
 from server.parameters import (
-    ABOUT,
     SHOWN,
     RequestParams,
     RequestReader,
-    ServeConfig,
     no_model,
     with_recommended_sampling,
 )
@@ -199,8 +198,11 @@ class Server:
         body = await json_body(request, self.config.max_body)
         async with self.reading:
             texts = await asyncio.to_thread(self.readings.texts, body)
-        work = partial(self.readings.embeddings, body, texts)
-        return JSONResponse(await asyncio.wrap_future(self.batcher.call(work)))
+        vectors = []
+        for text in texts:  # one at a time, so that answers go on between them
+            work = partial(self.readings.vector, text)
+            vectors.append(await asyncio.wrap_future(self.batcher.call(work)))
+        return JSONResponse(self.readings.embeddings(body, sum(map(len, texts)), vectors))
 
     async def complete(self, request: Request) -> Response:
         """Answer a completion."""
@@ -387,11 +389,9 @@ def warm_other_modes(engine: Engine) -> None:
             warm_up(replace(engine, config=other, policy=Observer()))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    config, given = parse_given(ServeConfig, "serve.py", ABOUT, argv)
+def main(config: ServeConfig, given: set[str]) -> None:
+    """Run the server. given: names of the options that were given"""
     with one_line_errors("serve.py"):
-        config.check()
         ranks.refuse_torchrun()
         with listen(config) as listener:  # before the model is loaded
             config = with_recommended_sampling(config, given)

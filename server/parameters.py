@@ -1,4 +1,4 @@
-"""The options of serve.py, and the parameters of its requests, read and checked.
+"""The parameters of serve.py's requests, read and checked.
 
 A parameter that is not served is refused by name, unless its value cannot change the answer.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from base.io import LocalError
-from base.parsing import MOST, option, require
+from base.parsing import MOST, require
 from cli.prompts import ContextOverflow, check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
@@ -20,8 +20,9 @@ from hf.chat import NO_TEMPLATE, chat_template, words_as_text
 from hf.config import recommended_sampling
 from hf.fetch import fetched
 from hf.thinking import Tags, closed, hidden_tags, opened_by
-from options import GenerateConfig, Sampling
+from options import Sampling
 from server.batcher import Refusal
+from server.options import ServeConfig
 from server.tool_calls import (
     Syntax,
     Tools,
@@ -31,7 +32,6 @@ from server.tool_calls import (
     syntax_of,
 )
 
-ABOUT = "Serve a model to OpenAI clients."
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN = 100  # characters of a request that a message repeats, at most
 MOST_LIKELIEST = 20  # tokens beside each log-probability
@@ -121,56 +121,6 @@ UNSERVED = {"image": "images are", "audio": "audio is", "video": "videos are", "
 # variables of a template that the server sets itself
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
-
-
-@dataclass(frozen=True)
-class ServeConfig(GenerateConfig):
-    """Options of a server. Those of generate.py that belong to a single run are left out."""
-
-    host: str = option("127.0.0.1", "address to listen at")
-    port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
-    batch_size: int = option(4, "requests decoded side by side", least=1)
-    max_new_tokens: int = option(
-        512,
-        "tokens of an answer at most, where a request names no other number",
-        least=1,
-        short="n",
-    )
-    temperature: float = option(
-        1.0,
-        "of requests that name none, as are the next three; default: the model's "
-        "generation_config, else 1",
-        least=0,
-    )
-    max_waiting: int = option(
-        64, "answers that may wait for their turn; more requests are refused", least=0
-    )
-    kv_store: str = option(
-        "", "folder that keeps what was read of texts, so that it need not be read again"
-    )
-    api_key: str = option("", "key that requests to /v1 must bring, as OpenAI clients send it")
-    cors: str = option(
-        "", "origins whose pages may ask, comma-separated, as http://localhost:3000; *: all"
-    )
-    allowed_hosts: str = option(
-        "",
-        "further names that the server answers to, comma-separated, as behind a proxy; *: any. A "
-        "request with the --api_key may use any, and so may all with another --host",
-    )
-    max_body: int = option(1_000_000, "bytes of a request at most", least=1)
-    prompt: str | None = option(None, "", flag=False)
-    prompt_file: str = option("", "", flag=False)
-    prompt_ids: str | None = option(None, "", flag=False)
-    interactive: bool = option(False, "", flag=False)
-    show_drafts: bool = option(False, "", flag=False)
-    verbose: bool = option(False, "", flag=False)
-    num_samples: int = option(1, "", flag=False)
-    seed: int = option(0, "", flag=False, least=0, most=2**64 - 1)
-    compare: bool = option(False, "", flag=False)
-    json: str = option("", "", flag=False)
-    results: str = option("", "", flag=False)
-    trace: str = option("", "", flag=False)
-    profile: str = option("", "", flag=False)
 
 
 def with_recommended_sampling(config: ServeConfig, given: set[str]) -> ServeConfig:
@@ -312,24 +262,22 @@ class RequestReader:
             not chat and self._flag(body, "echo"),
         )
 
-    def read_texts(self, body: Any, source: str, own: set[str]) -> list[list[int]]:
-        """Return the ids of one text or several that are only read.
-
-        source: the parameter that holds them; own: further parameters
-        Raises: Refusal.
-        """
+    def read_texts(self, body: Any) -> list[list[int]]:
+        """Return the ids of the texts of a request for embeddings. Raises: Refusal."""
         body = self._checked(body)
         for name in body:
-            known = {"model", source, *own} | WITHOUT_EFFECT
+            known = (
+                {"model", "input", "encoding_format", "dimensions"} | OF_PROMPTS | WITHOUT_EFFECT
+            )
             need(name in known, f"{name[:SHOWN]} is not served; leave it out", name[:SHOWN])
-        need(source in body, f"{source} is missing", source)
-        texts = body[source]
+        need("input" in body, "input is missing", "input")
+        texts = body["input"]
         if not _is_list_of_prompts(texts):
             texts = [texts]
         try:
             return [self._ids(text, self._adds_bos(body)) for text in texts]
         except ValueError as error:
-            raise refusal(error, source) from None
+            raise refusal(error, "input") from None
 
     def _adds_bos(self, body: dict) -> bool:
         """Return whether a text begins with the model's BOS token, if it has one."""

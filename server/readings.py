@@ -11,11 +11,12 @@ import struct
 from functools import cached_property
 from typing import Any
 
+from base.io import log_note
 from extras.logprobs import Logprob
 from extras.prompt_pass import Pooling, embedding, pooling_of, prompt_logprobs
 from hf.fetch import fetched
-from server.batcher import Delta, Drafts, Scored
-from server.parameters import RequestParams, RequestReader, need, refusal
+from server.batcher import Delta, Drafts, Refusal, Scored
+from server.parameters import RequestParams, RequestReader, need
 
 
 class Readings:
@@ -27,55 +28,58 @@ class Readings:
 
     @cached_property
     def _pooling(self) -> Pooling:
-        return pooling_of(fetched(self.reader.config.checkpoint))
+        """The model's pooling. Raises: Refusal where it is not known."""
+        try:
+            return pooling_of(fetched(self.reader.config.checkpoint))
+        except ValueError as error:
+            log_note(f"embeddings are refused: {error}")  # with a path, which is no client's
+            raise Refusal(400, "this model's pooling is not known here; see the terminal") from None
 
     def texts(self, body: Any) -> list[list[int]]:
         """Return the ids of the texts of a request for embeddings. Raises: Refusal."""
-        ids = self.reader.read_texts(body, "input", {"encoding_format", "dimensions"})
+        ids = self.reader.read_texts(body)
         form = body.get("encoding_format") or "float"
         need(form in ("float", "base64"), "encoding_format must be float or base64")
         size = self.engine.target.config.dim
         fault = f"dimensions must be {size} here; leave it out"
         need(body.get("dimensions") in (None, size), fault, "dimensions")
-        try:
-            adds_eos = self._pooling.adds_eos
-        except ValueError as error:
-            raise refusal(error, "model") from None
+        adds_eos = self._pooling.adds_eos
         return [text + list(self.engine.eos_ids[:1]) * adds_eos for text in ids]
 
-    def embeddings(self, body: dict, texts: list[list[int]]) -> dict[str, Any]:
-        """Return the answer to a request for embeddings. The decoding thread calls this."""
+    def vector(self, ids: list[int]) -> list[float]:
+        """Return the embedding of a text. The decoding thread calls this."""
+        return embedding(self.engine, ids, self._pooling.kind)
+
+    def embeddings(self, body: dict, count: int, vectors: list[list[float]]) -> dict[str, Any]:
+        """Return the answer to a request for embeddings. count: tokens of all texts"""
+        in_base64 = body.get("encoding_format") == "base64"
         data = []
-        for index, ids in enumerate(texts):
-            vector: Any = embedding(self.engine, ids, self._pooling.kind)
-            if body.get("encoding_format") == "base64":
-                vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-            data.append({"object": "embedding", "index": index, "embedding": vector})
-        count = sum(map(len, texts))
+        for index, vector in enumerate(vectors):
+            packed = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+            told = packed if in_base64 else vector
+            data.append({"object": "embedding", "index": index, "embedding": told})
         usage = {"prompt_tokens": count, "total_tokens": count}
         return {"object": "list", "data": data, "model": self.reader.name, "usage": usage}
 
     def tokenize(self, body: Any) -> dict[str, Any]:
-        """Return the tokens of a text or a chat. Raises: Refusal."""
-        reader = self.reader
-        given = body if isinstance(body, dict) else {}
-        if "content" in given:
-            text = given["content"]
-            need(isinstance(text, str), "content must be a text", "content")
-            bos, special, names = (
-                given.get(name, name == "parse_special") is True
-                for name in ("add_special", "parse_special", "with_pieces")
-            )
-            ids = self.engine.tokenizer.encode(text, bos, special)
-            pieces = [{"id": id, "piece": self._name(id)} for id in ids]
-            return {"tokens": pieces if names else ids}
+        """Return the tokens of a text of any length, or of a chat. Raises: Refusal."""
+        given = dict(body) if isinstance(body, dict) else {}
         strings = given.pop("return_token_strs", False)
         if "messages" in given:
-            (ids,) = reader.read(body, True).prompts
+            (ids,) = self.reader.read(given, True).prompts
         else:
-            (ids,) = reader.read_texts(body, "prompt", {"add_special_tokens"})
-        told = {"count": len(ids), "max_model_len": self.engine.context, "tokens": ids}
-        return told | {"token_strs": [self._name(id) for id in ids] if strings else None}
+            name = "content" if "content" in given else "prompt"
+            text = given.get(name)
+            need(isinstance(text, str), f"{name} must be a text", name)
+            bos = given.get("add_special_tokens", given.get("add_special", name == "prompt"))
+            special = given.get("parse_special", True)
+            ids = self.engine.tokenizer.encode(text, bos is True, special is True)
+        if "content" in given:
+            pieces = [{"id": id, "piece": self._name(id)} for id in ids]
+            return {"tokens": pieces if given.get("with_pieces") is True else ids}
+        names = [self._name(id) for id in ids] if strings is True else None
+        counts = {"count": len(ids), "max_model_len": self.engine.context}
+        return counts | {"tokens": ids, "token_strs": names}
 
     def detokenize(self, body: Any) -> dict[str, Any]:
         """Return the text of tokens, under llama.cpp's name and vLLM's. Raises: Refusal."""

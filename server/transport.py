@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.batcher import Batcher, Refusal
-from server.parameters import SHOWN, ServeConfig
+from server.options import ServeConfig
+from server.parameters import SHOWN
 
 READ_S = 30  # seconds for the head of a request, and for its body
 GUARDED = ("/v1", "/metrics", "/tokenize", "/detokenize")  # begins of paths that need the key

@@ -24,7 +24,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from starlette.testclient import TestClient  # noqa: E402
 
-from base.parsing import parse  # noqa: E402
+from base.parsing import parse, parse_given  # noqa: E402
 from generate import encode, generate, load  # noqa: E402
 from helpers import fresh  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
@@ -680,7 +680,8 @@ def test_an_address_that_cannot_be_had_is_one_line(host, remedy, capsys):
     """Of another machine, or a port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as stop:
         port = taken.getsockname()[1] if remedy.endswith("--port") else 0
-        serve.main([*ARGV, "--host", host, "--port", str(port)])
+        argv = [*ARGV, "--host", host, "--port", str(port)]
+        serve.main(*parse_given(serve.ServeConfig, "serve.py", "", argv))
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and remedy in err
 
