@@ -60,9 +60,9 @@ class LayerState(NamedTuple):
             torch.zeros(batch, dtype=torch.long, device=device),
         )
 
-    def sequence(self, seq: int) -> LayerState:
-        """Return the state of one sequence, as views."""
-        return LayerState(*(buffer[seq : seq + 1] for buffer in self))
+    def sequences(self, rows: range) -> LayerState:
+        """Return the states of some sequences, as views."""
+        return LayerState(*(buffer[rows.start : rows.stop] for buffer in self))
 
     def compact(self, start: Tensor, path: Tensor) -> None:
         """Move the inputs of accepted nodes next to each other, as `KVCache.compact` moves slots.
@@ -153,28 +153,26 @@ class KVCache(NamedTuple):
                 v[i] = state.state
         return k, v, lengths
 
-    def sequence(self, seq: int) -> KVCache:
-        """Return the cache of one sequence, as views.
+    def sequences(self, rows: range) -> KVCache:
+        """Return the caches of some sequences, as views.
 
-        No kernel knows their addresses: this cache cannot be compacted.
+        No kernel of CUDA knows their addresses: there they cannot be compacted.
         """
-        k = tuple(buffer[seq : seq + 1] for buffer in self.k)
-        v = tuple(buffer[seq : seq + 1] for buffer in self.v)
+        k = tuple(buffer[rows.start : rows.stop] for buffer in self.k)
+        v = tuple(buffer[rows.start : rows.stop] for buffer in self.v)
         states, snapshots = (
-            tuple(state and state.sequence(seq) for state in every)
+            tuple(state and state.sequences(rows) for state in every)
             for every in (self.states, self.snapshots)
         )
         return KVCache(k, v, self.addresses[:0], self.sources, states, snapshots)
 
-    def copy_prefix(self, source: int, seq: int, length: int) -> None:
-        """Copy the first `length` slots of one sequence to another. Writes: its buffers.
+    def prefix(self, seq: int, length: int) -> list[Tensor]:
+        """Return the first `length` slots of a sequence, and its states, as views.
 
-        States are copied as they are; `resume` knows which of them serve.
+        Where they are copied, `resume` knows which of the states serve.
         """
-        for buffer in (*self.k, *self.v):
-            buffer[seq, :, :length] = buffer[source, :, :length]
-        for buffer in self._buffers_of_states():
-            buffer[seq] = buffer[source]
+        slots = [buffer[seq, :, :length] for buffer in (*self.k, *self.v)]
+        return slots + [buffer[seq] for buffer in self._buffers_of_states()]
 
     def clear(self, seq: int, length: int) -> None:
         """Overwrite the first `length` slots of a sequence, and its states, with zeros."""
