@@ -36,7 +36,14 @@ from typing import TYPE_CHECKING, Any
 
 from base.io import StatusLine, log_note, write_text
 from base.parsing import one_line_errors, require
-from cli.prompts import Conversation, PromptRow, as_conversation, check_ids, with_options
+from cli.prompts import (
+    Conversation,
+    PromptRow,
+    as_conversation,
+    check_ids,
+    for_one_answer,
+    with_options,
+)
 from cli.terminal import printer
 
 if TYPE_CHECKING:
@@ -345,11 +352,10 @@ def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
         )
     if "num_samples" in options:
         raise ValueError("stream() decodes one answer; use generate() for num_samples")
-    config, [(sampling, seed)] = with_options(engine.config, options, 1)
-    engine = replace(engine, config=config)
+    engine = for_one_answer(engine, options)
     need_tokenizer(engine)
     ids = first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
-    request = Request.of(engine, ids, sampling=sampling, seed=seed)
+    request = Request.of(engine, ids)
     for pieces in Scheduler(engine).run([request]):
         for piece in pieces:
             yield piece.text

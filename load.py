@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from base.io import log_note, model_file
-from base.methods import has_extras, spec_of
+from base.io import log_note
+from base.methods import MTP, has_extras, spec_of
+from base.modules import load_module
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
 from decode import Engine, build_cycles
@@ -67,27 +67,23 @@ def load(
     options: fields of `GenerateConfig`, when no config is given; chat may be True or False, too
     Raises: ValueError for anything wrong with options or files.
     """
-    from hf.chat import NO_TEMPLATE, read_text_files, template_name
-    from hf.fetch import fetched
+    from hf.chat import read_text_files, template_name
+    from hf.config import need_mtp, open_source
+    from hf.fetch import with_files
     from hf.not_finite import check_small_weights
 
-    if isinstance(config, (str, Path)):
-        options = {"checkpoint": config, **options}
-        config = None
-    if isinstance(options.get("chat"), bool):
-        options["chat"] = "" if options["chat"] else NO_TEMPLATE
-    if config is not None and options:
-        raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
-    asked = config or GenerateConfig(**by_names(GenerateConfig, options))
+    asked = _asked(config, options)
     asked.check()
     began = time.perf_counter()
     device = _pick_device(asked)
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    path = fetched(asked.checkpoint)
-    asked = _naming_files(asked)
+    asked = with_files(asked)
+    path = Path(asked.checkpoint)
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
+    if asked.draft == MTP and not asked.head:
+        need_mtp(path, open_source(path))  # before the weights are read
     target = _load_target(replace(asked, device=device), path)
     check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)
@@ -116,15 +112,18 @@ def load(
     return engine
 
 
-def _naming_files(config: GenerateConfig) -> GenerateConfig:
-    """Return options that name a GGUF file where they name a folder with this file alone."""
-    named = {}
-    for name in ("checkpoint", "head", "draft_checkpoint"):
-        given = getattr(config, name)
-        file = model_file(Path(given))
-        if given and file != Path(given):
-            named[name] = str(file)
-    return replace(config, **named)
+def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) -> GenerateConfig:
+    """Return the options of a call of `load`. Raises: ValueError for a name that is not there."""
+    from hf.chat import NO_TEMPLATE
+
+    if isinstance(config, (str, Path)):
+        options = {"checkpoint": config, **options}
+        config = None
+    if isinstance(options.get("chat"), bool):
+        options["chat"] = "" if options["chat"] else NO_TEMPLATE
+    if config is not None and options:
+        raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
+    return config or GenerateConfig(**by_names(GenerateConfig, options))
 
 
 def _pick_device(config: GenerateConfig) -> str:
@@ -146,10 +145,11 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     The cycles are still to be made (`build_cycles`).
     Raises: ValueError for a draft that does not fit.
     """
-    from hf.fetch import fetched
+    from hf.fetch import with_files
 
     target = engine.target
-    config = _resolved(asked, target, fetched(asked.checkpoint), device)
+    asked = with_files(asked)
+    config = _resolved(asked, target, Path(asked.checkpoint), device)
     method = load_method(target, config, engine.tokenizer)
     if config.quant == "int4":  # for the record: the group that was asked for, or the file's own
         from hf.weights import int4_group
@@ -220,7 +220,7 @@ def _resolved(
     if BLOCKS in formats:  # of a GGUF file, whatever --quant asked for
         config = replace(config, quant=BLOCKS, group_size=0)
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
-    return resolve_draft(config, path, dtype, _without_head(config))
+    return resolve_draft(config, path, dtype, _without_head(config, target, path))
 
 
 def how_to_run(config: GenerateConfig, device: str) -> bool | None:
@@ -265,8 +265,17 @@ def _note_attention(target: Transformer) -> None:
         log_note(f"attention in float16 {theirs}; use --set dtype=bfloat16")
 
 
-def _without_head(config: GenerateConfig) -> str:
-    """Return the draft of a model without a head: a lookup on one CPU, where it was measured."""
+def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> str:
+    """Return the draft of a model without a head: its MTP layer, if the checkpoint holds one.
+
+    Else it is a lookup on one CPU, where that was measured.
+    """
+    from hf.config import find_mtp
+
+    # most models have no such layer, and their files are not opened a second time
+    may_draft = target.config.mtp and has_extras() and not config.inflate
+    if may_draft and find_mtp(path):
+        return MTP
     one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
     return "ngram" if one_cpu and config.accept == "exact" and has_extras() else "none"
 
@@ -309,7 +318,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
     require(count == 1 or spec.many_ranks, fault)
     extended = config.inflate and spec.extended
-    module = import_module(spec.extended if extended else spec.module)
+    module = load_module(spec.extended if extended else spec.module)
     method = module.load_method(target, config, tokenizer)
     if config.child_rule == "sampled" and spec.residual:
         from extras.residual import sample_children

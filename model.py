@@ -33,8 +33,11 @@ from ops.cpu.layers import FusedModel, fits, steps_of
 from runtime import replace_fields
 from steps import (
     Add,
+    AddShared,
     Attend,
+    Copy,
     Gate,
+    GateOutput,
     HeadNorm,
     Merge,
     Norm,
@@ -68,6 +71,9 @@ MIXTURES = {
     },
     "qwen": {
         "router": ("mlp.gate",),
+        "shared_w13": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        "shared_w2": ("mlp.shared_expert.down_proj",),
+        "shared_gate": ("mlp.shared_expert_gate",),
         "experts.w13": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
         "experts.w2": ("mlp.experts.{}.down_proj",),
     },
@@ -100,6 +106,8 @@ class ModelConfig:
     n_experts: int = 0  # num_local_experts or num_experts; 0: a dense model
     experts_per_token: int = 0  # num_experts_per_tok
     expert_dim: int = 0  # moe_intermediate_size; 0: ffn_dim
+    # shared_expert_intermediate_size, of an expert that all tokens share; 0: there is none
+    shared_dim: int = 0
     norm_topk: bool = True  # norm_topk_prob: the chosen experts' routing weights add up to 1
     # mlp_only_layers, decoder_sparse_step: layers without experts
     dense_layers: tuple[int, ...] = ()
@@ -134,6 +142,11 @@ class ModelConfig:
 
     def state_shape(self, i: int) -> StateShape | None:
         """Return the sizes of the state of layer i, if that is recurrent."""
+        return None
+
+    @property
+    def mtp(self) -> Mtp | None:
+        """The MTP layer that checkpoints of this kind may hold."""
         return None
 
     def has_experts(self, layer: int) -> bool:
@@ -174,20 +187,54 @@ class ModelConfig:
         )
 
     def mixture(self) -> tuple[Step, ...]:
-        """Return the steps of SwiGLU by the best experts of each token."""
+        """Return the steps of SwiGLU by the best experts of each token, and by the shared one."""
         width = self.expert_dim or self.ffn_dim
         count = self.n_experts
+        before: tuple[Step, ...] = ()
+        behind: tuple[Step, ...] = ()
+        if self.shared_dim:
+            before = self.shared_expert()
+            behind = (AddShared(),)
         return (
+            *before,
             Route(self.dim, count, self.experts_per_token, self.norm_topk),
             Project("w13", self.dim, 2 * width, experts=count),
             Gate("silu"),
             Project("w2", width, self.dim, experts=count, row_parallel=True),
             Merge(),
+            *behind,
+        )
+
+    def shared_expert(self) -> tuple[Step, ...]:
+        """Return the steps of the expert that all tokens share; its result waits for the others."""
+        return (
+            Copy("h", "normed"),
+            Project("shared_w13", self.dim, 2 * self.shared_dim),
+            Gate("silu"),
+            Project("shared_w2", self.shared_dim, self.dim, row_parallel=True),
+            Project("shared_gate", self.dim, 1, source="normed", to="gate"),
+            GateOutput(),
+            Copy("h", "shared"),
+            Copy("normed", "h"),
         )
 
     def last(self) -> tuple[Step, ...]:
         """Return the steps behind the layers."""
         return (Norm("norm", self.dim, self.norm_eps),)
+
+
+class Mtp(NamedTuple):
+    """A layer beside a model's own, which predicts the token after the next one.
+
+    A projection of two rows side by side, the embedding of the next token and the feature, each
+    behind a norm of its own; one layer of the model; a norm. Embedding and LM head are the model's.
+    """
+
+    model: ModelConfig  # whose only layer it is
+    prefix: str  # beginning of the names of all its tensors
+    layer: str  # that of the layer's; {}: the number of the MTP layer
+    names: dict[str, str]  # fc, embedding_norm, hidden_norm, norm -> their names
+    feature_first: bool = False  # the feature is left of the embedding
 
 
 class Rope(NamedTuple):

@@ -14,8 +14,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from base.io import can_name_file, check_directory, check_outputs
+from base.io import (
+    cache_folder,
+    can_name_file,
+    check_directory,
+    check_outputs,
+    is_gguf,
+    is_model_name,
+)
 from base.methods import DRAFTERS, has_extras, spec_of
+from base.modules import PREFIX
 from base.option_rules import (
     CHAT,
     DYNAMIC,
@@ -63,7 +71,9 @@ if TYPE_CHECKING:
     from draft_tree import DynamicTree, StaticTree
 
 ROOT = Path(__file__).resolve().parent
-DEFAULT = str(ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
+# hf/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs
+FETCHED = cache_folder() / "checkpoints" if PREFIX else ROOT / "checkpoints"
+DEFAULT = str(FETCHED / "SmolLM2-135M-Instruct.Q4_1.gguf")
 DEMO = str(ROOT / "checkpoints" / "demo")
 
 FORMAT_NAMES = ("int8", "int4")  # of quantized weights (ops/formats.py)
@@ -103,7 +113,8 @@ class GenerateConfig:
 
     checkpoint: str = option(
         DEFAULT,
-        "the target: a Hugging Face directory or a GGUF file; the default is fetched once (93 MB)",
+        "the target: a Hugging Face directory, a GGUF file, or a name, as OWNER/NAME or "
+        "hf:OWNER/NAME:Q4_K_M on a hub and ollama:NAME; the default is fetched once (93 MB)",
         short="m",
     )
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
@@ -128,7 +139,8 @@ class GenerateConfig:
     draft: str = option(
         "",
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
-        "ngram, a lookup in the text so far, on a CPU and none elsewhere",
+        "mtp, if the checkpoint holds such a layer, else ngram, a lookup in the text so far, on a "
+        "CPU and none elsewhere",
         tuple(DRAFTERS),
     )
     head: str = option(
@@ -460,7 +472,7 @@ class GenerateConfig:
     def _check_files(self) -> None:
         """Check files and folders before anything is computed, so that no result is lost."""
         for name in (self.checkpoint, self.head, self.draft_checkpoint):
-            if name and not name.lower().endswith(".gguf"):
+            if name and not is_gguf(Path(name)) and not is_model_name(name):
                 check_directory(Path(name))
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
         given = [flag for flag, value in self._flags(sources) if value not in (None, False, "")]

@@ -245,6 +245,31 @@ class HeadNorm(Step):
 
 
 @dataclass(frozen=True)
+class SplitPairs(Step):
+    """Put the even ones of the elements that RoPE turns before the odd ones, of each query and key.
+
+    Some models turn neighbours; `Rotate` turns an element with the one half of them further.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    turned: int  # elements of a head, the first ones
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        heads = rows.h.unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
+        qk, v = heads.tensor_split((self.heads + self.kv_heads,), 2)
+        pairs, rest = qk.tensor_split((self.turned,), -1)
+        halves = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        qk = torch.cat((halves, rest), -1)
+        return rows.put("h", torch.cat((qk, v), 2).flatten(2))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        counts = (self.heads, self.kv_heads, self.head_dim, self.turned)
+        return CppStep("split_pairs", counts=counts)
+
+
+@dataclass(frozen=True)
 class SplitGate(Step):
     """Take the gate of the output, which stands behind each query in `h`, to `gate`."""
 

@@ -228,6 +228,15 @@ def with_options(
     return config, draws
 
 
+def for_one_answer(engine: Any, options: dict[str, Any]) -> Any:
+    """Return an engine, a `decode.Engine`, with the options of a call for one prompt as its own.
+
+    Raises: as `with_options`.
+    """
+    config, [(sampling, seed)] = with_options(engine.config, options, 1)
+    return replace(engine, config=replace(config, **sampling._asdict(), seed=seed))
+
+
 def check_sampled(config: GenerateConfig) -> None:
     """Check that a prompt is sampled where that is needed. Raises: ValueError."""
     sampled = config.accept == "exact" or config.temperature > 0

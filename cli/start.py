@@ -48,7 +48,7 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
         require(has_effect, "--seed has no effect at temperature 0; set --temperature")
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
-    if config.interactive and config.temperature > 0 and "seed" not in given:
+    if config.interactive and "seed" not in given:  # a temperature may come in the chat
         config = replace(config, seed=random.getrandbits(31))
     to_end = not config.prompt_file and "max_new_tokens" not in given
     keys = None
@@ -65,10 +65,11 @@ def with_text(command: Command) -> Command:
     config = command.config
     with one_line_errors("generate.py"):
         from hf.chat import read_text_files
-        from hf.fetch import fetched
+        from hf.fetch import with_files
         from models.registry import check_architecture
 
-        path = fetched(config.checkpoint)
+        config = with_files(config)
+        path = Path(config.checkpoint)
         check_architecture(path)
         check_head_width(path, config)
         text = read_text_files(path, config)

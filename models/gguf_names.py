@@ -42,6 +42,7 @@ class GgufLayout:
     interleaved: bool = False  # rows of queries and keys are in the order of llama.cpp's rotation
     norms_plus_one: bool = False  # one was added to the weights of norms
     partial_rope: bool = False  # RoPE may turn a part of each head
+    gate_above_up: bool = False  # one tensor, ffn_up, holds the rows of the gate, then those of up
     # a tensor of a layer, with its ending -> Hugging Face's, and the function that makes it; no one
     # is taken from it, whatever it is
     changed: dict[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)

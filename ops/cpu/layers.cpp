@@ -344,6 +344,24 @@ std::array<at::Tensor, 2> split_gate(const at::Tensor& qkv, int64_t heads, int64
   return {rest, gates};
 }
 
+// qkv [B, T, H + 2 Hkv, E] -> the same, with the even ones of the first `turned` elements of each of
+// the first `heads` before the odd ones.
+at::Tensor split_pairs(const at::Tensor& qkv, int64_t heads, int64_t turned) {
+  const int64_t all = qkv.size(2), e = qkv.size(3), half = turned / 2;
+  TORCH_CHECK(heads <= all && turned <= e, "RoPE turns ", turned, " elements of heads of ", e);
+  const at::Tensor y = qkv.clone();
+  const float* from = rows_of(qkv);
+  float* to = y.mutable_data_ptr<float>();
+  each_row(qkv.numel() / (all * e), all * e, [&](int64_t r) {
+    for (int64_t h = r * all; h < r * all + heads; h++)
+      for (int64_t i = 0; i < half; i++) {
+        to[h * e + i] = from[h * e + 2 * i];
+        to[h * e + half + i] = from[h * e + 2 * i + 1];
+      }
+  });
+  return y;
+}
+
 // x [..., F] times the sigmoid of the gate, [..., F] or [..., 1].
 at::Tensor gate_output(const at::Tensor& x, const at::Tensor& gate) {
   const int64_t width = x.size(-1), each = gate.size(-1);
@@ -433,7 +451,8 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight,
 
 enum class Op {
   NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, CLAMPED_SWIGLU, ROUTE,
-  MERGE, COPY, COLUMNS, BESIDE, SPLIT_GATE, GATE_OUTPUT, DELTA_RULE
+  MERGE, COPY, COLUMNS, BESIDE, SPLIT_GATE, SPLIT_PAIRS, GATE_OUTPUT,
+  DELTA_RULE
 };
 constexpr std::pair<const char*, Op> OPS[] = {
     {"norm", Op::NORM},     {"part_norm", Op::PART_NORM}, {"project", Op::PROJECT},
@@ -442,7 +461,7 @@ constexpr std::pair<const char*, Op> OPS[] = {
     {"route", Op::ROUTE},   {"merge", Op::MERGE},         {"copy", Op::COPY},
     {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},     {"clamped_swiglu", Op::CLAMPED_SWIGLU},
     {"split_gate", Op::SPLIT_GATE}, {"gate_output", Op::GATE_OUTPUT},
-    {"delta_rule", Op::DELTA_RULE},
+    {"delta_rule", Op::DELTA_RULE}, {"split_pairs", Op::SPLIT_PAIRS},
 };
 enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, SHARED, REGISTERS };  // steps.REGISTERS
 
@@ -587,6 +606,8 @@ class Machine {
       case Op::COLUMNS: return columns_of(x, step.counts[0], x.size(-1) - step.counts[0]);
       case Op::GATE_OUTPUT: return gate_output(x, at(GATE));
       case Op::SPLIT_GATE: return split(x, step);
+      case Op::SPLIT_PAIRS:
+        return split_pairs(as_heads(x, step), step.counts[0] + step.counts[1], step.counts[3]);
       case Op::DELTA_RULE: return recur(x, step);
       case Op::BESIDE: return side_by_side(x, at(Register(step.counts[0])));
       default: break;

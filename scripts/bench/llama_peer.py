@@ -34,7 +34,7 @@ FORMATS = ("bf16", "f16", "q8_0", "q4_0")
 EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)
 # architectures of ours that hand out the inputs of their layers in it; beside others it aborts
 EAGLE3_TARGETS = ("llama", "qwen3", "qwen3moe")
-LOOKUPS = {"lookup": 10, "lookup2": 2}  # tokens drafted: the package's default, its CPU advice
+LOOKUP = "lookup2"  # two tokens, the package's advice for CPUs
 NEAR_TIE = 0.5  # of logits: 4 times the rms of its own rounding (fidelity.py)
 Drafter = Callable[[np.ndarray], np.ndarray]  # the text so far, [T] int32 -> drafted tokens
 NAMES = {  # of Hugging Face -> of GGUF
@@ -341,15 +341,14 @@ class Eagle3:
         self.head.close()
 
 
-def lookup(tokens: int) -> Drafter:
+def lookup() -> Drafter:
     """Return llama-cpp-python's prompt lookup.
 
-    It drafts the continuation of the first occurrence of the last two tokens, or of the last one.
-    tokens: at most
+    It drafts two tokens: the continuation of the first occurrence of the last two, or of the last.
     """
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    return LlamaPromptLookupDecoding(num_pred_tokens=tokens)
+    return LlamaPromptLookupDecoding(num_pred_tokens=2)
 
 
 def decode(

@@ -41,8 +41,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.head_kinds import gguf_head_kind, head_kind
-from base.io import bundled_head, check_outputs, is_gguf, log_note
-from base.methods import HEAD_KINDS
+from base.io import check_outputs, is_gguf, log_note
+from base.methods import HEAD_KINDS, MTP
 from base.parsing import SWITCHES, one_line_errors, option, parse
 from options import DEMO, GenerateConfig, pick_device
 
@@ -124,6 +124,9 @@ from decode import Engine
 from generate import Batch, Turn, encode, first_ids, load
 from hf.chat import NO_TEMPLATE
 from hf.checkpoint import WeightFiles
+from hf.config import find_mtp
+from hf.fetch import fetched
+from hf.known_heads import own_head
 from scripts.bench.measure import (
     Series,
     draft_options,
@@ -210,6 +213,7 @@ OF_KIND = {
     "medusa": (CHAIN, "static", "dynamic"),
     "hydra": (CHAIN, "static", "dynamic"),
     "block": (CHAIN, "dynamic"),
+    "mtp": (CHAIN, "static", "dynamic"),
 }
 OF_MODEL = f"model:{CHAIN}"
 
@@ -225,8 +229,9 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
     of_files = (*HEAD_KINDS, "model", "eagle+ngram", "rest")
     draft = next(f for f in fields(GenerateConfig) if f.name == "draft")
     methods = [one for one in draft.metadata["choices"] if one and one not in of_files]
-    if bundled_head(Path(config.checkpoint)).is_dir():
-        methods += [f"eagle:{tree}" for tree in OF_KIND["eagle"]]
+    for kind in ("eagle", MTP):
+        if has_head(config.checkpoint, kind):
+            methods += [f"{kind}:{tree}" for tree in OF_KIND[kind]]
     if not config.heads:
         return methods
     of_heads = []
@@ -238,6 +243,17 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
     if not of_heads:
         raise ValueError(f"--heads {config.heads} has no head, draft model or datastore to measure")
     return methods + of_heads
+
+
+def has_head(checkpoint: str, kind: str) -> bool:
+    """Return whether a head of a kind is beside a checkpoint, or an MTP layer in it.
+
+    Raises: ValueError for a checkpoint that cannot be read.
+    """
+    path = fetched(checkpoint)
+    if kind == MTP:
+        return find_mtp(path) is not None
+    return bool(own_head(path, kind))
 
 
 @cache

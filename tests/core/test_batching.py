@@ -26,7 +26,17 @@ from cli.results import Results
 from decode import Engine, build_cycles
 from drafters import RootOnly
 from generate import Result, generate, in_order, load, main
-from helpers import Scripted, decode, engine_for, fresh, golden_run, golden_target, record, slow
+from helpers import (
+    Scripted,
+    decode,
+    engine_for,
+    fresh,
+    golden_run,
+    golden_target,
+    record,
+    refused,
+    slow,
+)
 from load import time_cycles
 from options import DEMO, GenerateConfig
 from runtime import tensors_of
@@ -288,21 +298,21 @@ def test_results_are_printed_and_written_as_they_end(capsys, tmp_path, prompts):
     assert file.read_bytes() == before
     for name in ("json", "trace"):
         argv = [*again, "--set", f"{name}={tmp_path / 'k'}"]
-        refused(capsys, f"{name} would hold only what this run decodes", *BASE, *argv)
+        assert_refused(capsys, f"{name} would hold only what this run decodes", *BASE, *argv)
     with file.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        refused(capsys, "another run writes", *BASE, *again)
+        assert_refused(capsys, "another run writes", *BASE, *again)
     (tmp_path / "q.jsonl").write_text('{"turns": ["other"]}')
     others = {"--seed": "1", "--max_new_tokens": "13", "--prompt_file": str(tmp_path / "q.jsonl")}
     for argv in others.items():
-        refused(capsys, "is no result of these prompts and options", *BASE, *again, *argv)
+        assert_refused(capsys, "is no result of these prompts and options", *BASE, *again, *argv)
     file.write_text(file.read_text() + "notes")
-    refused(capsys, "ends with what no run has written", *BASE, *again)
+    assert_refused(capsys, "ends with what no run has written", *BASE, *again)
     file.write_text("some\nnotes")
-    refused(capsys, "line 1", *BASE, *again)
+    assert_refused(capsys, "line 1", *BASE, *again)
     assert file.read_text() == "some\nnotes"
-    refused(capsys, "cannot go with --compare", *BASE, *again, "--compare")
-    refused(capsys, "name a file instead of -", *BASE, *again[:2], "--set", "results=-")
+    assert_refused(capsys, "cannot go with --compare", *BASE, *again, "--compare")
+    assert_refused(capsys, "name a file instead of -", *BASE, *again[:2], "--set", "results=-")
 
 
 def test_a_single_prompt_that_is_done_prints_the_summary_alone(capsys, tmp_path):
@@ -343,12 +353,8 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
     assert results(device="cuda:0") == results(device="cuda:1") != plain
 
 
-def refused(capsys, message: str, *argv: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(list(argv))
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and message in err
-    assert err.count("\n") == 1 + err.count("note:"), err
+def assert_refused(capsys, message: str, *argv: str) -> None:
+    assert message in refused(capsys, main, list(argv))
 
 
 def test_a_killed_run_goes_on(tmp_path, prompts, capsys):
@@ -401,4 +407,4 @@ def test_a_comparison_needs_caches_of_its_own(monkeypatch):
 
 def test_rows_that_do_not_fit_are_refused(capsys):
     argv = [*BASE, "--batch_size", str(10**9), "--prompt", "x"]
-    refused(capsys, "sequences; lower --batch_size", *argv)
+    assert_refused(capsys, "sequences; lower --batch_size", *argv)

@@ -9,48 +9,51 @@ from __future__ import annotations
 
 import functools
 import heapq
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
-import quantize
 import sampling
+from block_files import (
+    LEVELS,
+    MASK,
+    SHAPE,
+    TAPS,
+    TARGET,
+    assert_refused,
+    drafter_of,
+    drafts,
+    level_scores,
+    random_weights,
+    recorded,
+    shapes_of_layers,
+    write_files,
+)
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, RootOnly
-from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
+from extras.block_draft import BlockHead, load_head
 from extras.level_draft import tree_of
 from extras.residual import sample_children
 from generate import generate, load
 from helpers import (
     GOLDEN,
     PROMPTS,
-    compiled_as_on_cuda,
     decode,
     engine_for,
     golden_target,
     token_paths,
 )
 from hf.block_heads import BlockConfig
-from hf.checkpoint import Quantization
 from options import GenerateConfig
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
-from scripts.train.train_block import BlockTrainConfig, make_head, tapped_layers, write_files
+from scripts.train.train_block import BlockTrainConfig, make_head, tapped_layers
+from scripts.train.train_block import write_files as write_trained
 
-TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
-TAPS = [0, 1, 3, 4, 6]
-MASK = 127
-SHAPE = {
-    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "layer_types": ["full_attention"] * 2,
-}  # fmt: skip
+LAYERS = SHAPE | {"rope_theta": 10000.0, "layer_types": ["full_attention"] * 2}
 FLAGS = {"mask_token_id": MASK, "target_layer_ids": TAPS}
 SPARK = FLAGS | {"block_size": 5, "markov_rank": 8, "markov_head_type": "vanilla"}
 KEYS = {  # kind -> further keys of config.json
@@ -60,80 +63,23 @@ KEYS = {  # kind -> further keys of config.json
 }
 STEPS = 32  # of training
 SETTINGS = {"max_new_tokens": 50, "ignore_eos": True, "seed": 7}
-STARTS = (7, 9, 13)  # roots of the recorded drafts
-LEVELS = 5
 
 
-def shapes(kind: str) -> dict[str, tuple[int, ...]]:
-    found = {"norm.weight": (64,), "hidden_norm.weight": (64,), "fc.weight": (64, 320)}
-    for i in range(2):
-        names = {
-            "input_layernorm": (64,), "post_attention_layernorm": (64,),
-            "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
-            "self_attn.o_proj": (64, 64), "self_attn.q_norm": (16,), "self_attn.k_norm": (16,),
-            "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
-        }  # fmt: skip
-        found |= {f"layers.{i}.{name}.weight": shape for name, shape in names.items()}
+def weights(kind: str) -> dict[str, torch.Tensor]:
+    """Random weights, the same everywhere."""
+    found = shapes_of_layers()
     if kind == "dspark":
         found |= {
             "embed_tokens.weight": (128, 64), "lm_head.weight": (128, 64),
             "markov_head.markov_w1.weight": (128, 8), "markov_head.markov_w2.weight": (128, 8),
             "confidence_head.proj.weight": (1, 72), "confidence_head.proj.bias": (1,),
         }  # fmt: skip
-    return found
-
-
-def weights(kind: str) -> dict[str, torch.Tensor]:
-    """Random weights, the same everywhere."""
-    draw = numpy.random.RandomState(5).standard_normal
-    found = {}
-    for name, shape in sorted(shapes(kind).items()):
-        noise = torch.from_numpy(draw(shape)).float()
-        if name.endswith("norm.weight"):
-            found[name] = 1 + 0.2 * noise
-        elif name == "embed_tokens.weight" or "markov_w1" in name:
-            found[name] = noise
-        else:
-            found[name] = noise * shape[-1] ** -0.5 * 1.5
-    return found
+    return random_weights(found)
 
 
 def write_head(path: Path, kind: str, changes: dict | None = None, **tensors) -> Path:
     """Write a head. changes: to config.json; tensors: to the weights, by name, None: left out"""
-    path.mkdir(exist_ok=True)
-    config = SHAPE | KEYS[kind] | (changes or {})
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    held = {name: value for name, value in (weights(kind) | tensors).items() if value is not None}
-    save_file(held, path / "model.safetensors")
-    return path
-
-
-def drafter_of(path: Path, kind: str, tree=None, **options) -> BlockDrafter:
-    target = golden_target(TARGET)
-    made = SparkDrafter if kind == "dspark" else BlockDrafter
-    return made(load_head(path, target), target, tree or StaticTree.chain(LEVELS), **options)
-
-
-@functools.cache
-def recorded() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The official code's scores, and the hidden states that it read, [1, 18, 5 F]."""
-    trace = load_file(GOLDEN / "block_heads" / "trace.safetensors")
-    taps = numpy.random.RandomState(7).standard_normal((1, 18, 5 * 64))
-    return trace, torch.from_numpy(taps).float()
-
-
-def drafts(drafter: BlockDrafter):
-    """The states and roots of the recorded drafts, one after the other, on one cache."""
-    trace, taps = recorded()
-    ids = trace["ids"]
-    state = drafter.init(1, 64)
-    read = 0
-    for start in STARTS:
-        features = torch.cat((torch.zeros(1, start - read, 64), taps[:, read:start]), -1)
-        count = torch.tensor([start - read])
-        state = drafter.extend(state, DrafterUpdate(ids[None, read : start + 1], features, count))
-        read = start
-        yield state, DraftInputs(None, DecodedTokens(ids[None], torch.tensor([start])))
+    return write_files(path, LAYERS | KEYS[kind] | (changes or {}), weights(kind) | tensors)
 
 
 # ------------------------------------------------------------------------------------------ scores
@@ -141,8 +87,8 @@ def drafts(drafter: BlockDrafter):
 
 @pytest.mark.parametrize("kind", ["dflash", "jetspec"])
 def test_scores_are_the_official_ones(kind, tmp_path):
-    drafter = drafter_of(write_head(tmp_path / "head", kind), kind)
-    trace, _ = recorded()
+    drafter = drafter_of(write_head(tmp_path / "head", kind))
+    trace = recorded()
     for number, (state, inputs) in enumerate(drafts(drafter)):
         ours = drafter.level_scores(state, inputs)[0]
         assert (ours - trace[f"{kind}.logits"][number]).abs().max() < 1e-4
@@ -150,19 +96,13 @@ def test_scores_are_the_official_ones(kind, tmp_path):
 
 def test_dsparks_chain_bias_and_confidence_are_the_official_ones(tmp_path):
     """Its position predicts the token after its own; the embedding and the LM head are its own."""
-    drafter = drafter_of(write_head(tmp_path / "head", "dspark"), "dspark")
-    trace, _ = recorded()
+    drafter = drafter_of(write_head(tmp_path / "head", "dspark"))
+    trace = recorded()
     for number, (state, inputs) in enumerate(drafts(drafter)):
         chain = trace["dspark.tokens"][number]
         assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
-        before = torch.cat((inputs.text.root, chain[:-1]))
-        out, _ = drafter.root_output(state, inputs)
-        for level in range(LEVELS):
-            frontier = SimpleNamespace(tokens=before[None, level : level + 1])
-            out = drafter.forward_nodes(state, frontier, out, None, None)
-            ours = drafter.logits_of(out, level)[0, 0]
-            assert (ours - trace["dspark.logits"][number, level]).abs().max() < 1e-4
-            sure = drafter.head.confidence(out.hidden[:, level, None], out.before)
+        for level, (z, sure) in enumerate(level_scores(drafter, state, inputs, chain)):
+            assert (z - trace["dspark.logits"][number, level]).abs().max() < 1e-4
             official = F.logsigmoid(trace["dspark.confidence"][number, level])
             assert (sure - official).abs().max() < 1e-5
 
@@ -170,7 +110,7 @@ def test_dsparks_chain_bias_and_confidence_are_the_official_ones(tmp_path):
 def test_a_causal_block_needs_no_positions_behind_the_tree(tmp_path):
     """Of a shallow tree it runs fewer, and the scores stay the same."""
     path = write_head(tmp_path / "head", "jetspec")
-    deep, shallow = (drafter_of(path, "jetspec", StaticTree.chain(n)) for n in (5, 2))
+    deep, shallow = (drafter_of(path, StaticTree.chain(n)) for n in (5, 2))
     for state, root in drafts(deep):
         scores = deep.level_scores(state, root)
         assert (shallow.level_scores(state, root) - scores[:, :2]).abs().max() < 1e-5
@@ -199,8 +139,8 @@ def best_prefixes(log_q: torch.Tensor, count: int) -> dict[tuple[int, ...], floa
 def test_trees_are_the_best_prefixes(temperature, tmp_path):
     """As DDTree's heap finds them; when sampling, of the scores with the noise of the target's own draws."""
     tree = DynamicTree(depth=LEVELS, topk=24, size=25)
-    drafter = drafter_of(write_head(tmp_path / "head", "dflash"), "dflash", tree)
-    trace, _ = recorded()
+    drafter = drafter_of(write_head(tmp_path / "head", "dflash"), tree)
+    trace = recorded()
     rule = None
     noise = None
     if temperature:
@@ -263,7 +203,7 @@ def vanilla(temperature: float) -> list[list[int]]:
 def trained_dir(path: Path, kind: str) -> Path:
     """Write a trained drafter as train_block.py does."""
     path.mkdir(exist_ok=True)
-    write_files(trained(kind)[0], path, "float32", {})
+    write_trained(trained(kind)[0], path, "float32", {})
     return path
 
 
@@ -281,9 +221,8 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
     text = torch.tensor([vanilla(1.0)[1][:20]])
     drafted = draft_blocks(head, target, text)
     levels = head.config.levels
-    made = SparkDrafter if kind == "dspark" else BlockDrafter
     path = trained_dir(tmp_path / "head", kind)
-    drafter = made(load_head(path, target), target, StaticTree.chain(levels))
+    drafter = drafter_of(path, StaticTree.chain(levels))
     assert drafter.head.config == replace(head.config, model=drafter.head.config.model)
     steps = torch.arange(text.shape[1])[None]
     features = target(text, steps, aux_layers=head.aux_layers)
@@ -361,7 +300,7 @@ def test_children_drawn_from_q_are_exact(kind, tmp_path):
     options = {"temperature": 1.0, "batch_size": 2, **SETTINGS, "max_new_tokens": 8}
     static = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
     path = write_head(tmp_path / kind, kind)
-    drafter = sample_children(drafter_of(path, kind, static))
+    drafter = sample_children(drafter_of(path, static))
     found = decode(engine_for(target, drafter, **options), *PROMPTS)
     want = [text[: len(prompt) + 8] for text, prompt in zip(vanilla(1.0), PROMPTS)]
     assert found.history == want
@@ -369,33 +308,7 @@ def test_children_drawn_from_q_are_exact(kind, tmp_path):
     assert [*map(len, found.history)] == [*map(len, want)]
 
 
-@pytest.mark.slow  # 15 s of tracing; of its steps only the block's pass is not in test_lossless.py
-def test_compiled_as_on_cuda(traced, tmp_path):
-    """With DSpark's bias and confidence, sampled, two sequences: the tokens of the eager steps."""
-    torch._dynamo.reset()
-    drafter = drafter_of(write_head(tmp_path / "head", "dspark"), "dspark", DynamicTree(2, 3, 6))
-    options = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 1.0, "batch_size": 2}
-    engine = engine_for(golden_target(TARGET), drafter, **options)
-    plain = decode(engine, *PROMPTS)
-    assert decode(compiled_as_on_cuda(engine), *PROMPTS).history == plain.history
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
 # ------------------------------------------------------------------------------------------- files
-
-
-def test_a_quantized_copy_drafts_as_a_head_quantized_while_loading(tmp_path):
-    """As quantize.py writes it; the bias's rows and the confidence stay as they are."""
-    path = write_head(tmp_path / "head", "dspark", {"intermediate_size": 96})
-    saved = tmp_path / "int8"
-    quantize.quantize_directory(path, saved, Quantization("int8"))
-    target = golden_target(TARGET)
-    ours, theirs = load_head(saved, target), load_head(path, target, Quantization("int8"))
-    drafters = [SparkDrafter(head, target, DYNAMIC) for head in (ours, theirs)]
-    for one, other in zip(*map(drafts, drafters)):
-        trees = [d.propose(*inputs) for d, inputs in zip(drafters, (one, other))]
-        assert torch.equal(trees[0].tokens, trees[1].tokens)
-        assert torch.equal(trees[0].values, trees[1].values)
 
 
 def test_copies_of_the_targets_tables_are_dropped(tmp_path):
@@ -432,9 +345,7 @@ WRONG = [
 def test_wrong_files_are_named(number, tmp_path):
     kind, changes, tensors, message = WRONG[number]
     path = write_head(tmp_path / "head", kind, changes, **tensors)
-    with pytest.raises(ValueError, match=message) as error:
-        load_head(path, golden_target(TARGET))
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert_refused(path, message)
 
 
 def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):

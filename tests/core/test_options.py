@@ -187,7 +187,7 @@ def test_every_flag_of_the_last_release_is_there(capsys):
     "line, message",
     [
         ("--checkpoint no/such/dir --prompt a", "no such directory: no/such/dir"),
-        ("--checkpoint meta-llama/Llama-2-7b-hf --prompt a", "python scripts/download.py meta-llama/Llama-2-7b-hf"),
+        ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:"),
         (f"--checkpoint {TARGET} --prompt a", "--set prompt_ids"),  # no tokenizer
         (f"{OF_IDS} --prompt a", "prompts come from one place; --prompt and --set prompt_ids were given"),
         ("--prompt ''", "--prompt is empty"),

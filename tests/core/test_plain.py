@@ -23,18 +23,14 @@ import model
 import ops.attention
 import ops.weight
 from decode import build_cycles
-from draft_tree import DynamicTree
 from drafters import RootOnly
-from eagle_draft import EagleDrafter
+from helpers import decode as decoded
 from helpers import (
-    compiled_as_on_cuda,
     engine_for,
-    golden_head,
     golden_target,
     quantized,
     quantized_experts,
 )
-from helpers import decode as decoded
 from load import load
 from ops import replaced, switches, torch_backend
 from ops.backends import TORCH, choose
@@ -80,9 +76,8 @@ FORMATS = {
     "bf16": {}, "fp32": {"dtype": "float32"}, "int8": {"quant": "int8"}, "int4": {"quant": "int4"},
 }  # fmt: skip
 EVERY = [
-    ("vanilla", "bf16", 0.0), ("vanilla", "int8", 1.0), ("chain", "fp32", 0.0),
-    ("chain", "bf16", 1.0), ("tree", "bf16", 0.0), ("tree", "fp32", 1.0), ("tree", "int8", 0.0),
-    ("tree", "int4", 1.0), ("auto", "bf16", 0.0), ("lookup", "int4", 1.0),
+    ("vanilla", "int8", 1.0), ("chain", "fp32", 0.0), ("tree", "bf16", 0.0), ("tree", "int4", 1.0),
+    ("auto", "bf16", 0.0), ("lookup", "bf16", 1.0),
 ]  # fmt: skip
 
 
@@ -230,16 +225,6 @@ def test_plain_matmuls_unpack_the_weights_of_cuda(form):
     record = ops.weight.Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
     got = TORCH.experts_matmul(x, record, expert)
     torch.testing.assert_close(got, stack.reference(x, expert))
-
-
-@pytest.mark.usefixtures("traced")
-def test_plain_steps_are_traced_whole():
-    """As for CUDA, where whole steps of PyTorch are compiled."""
-    set_plain(["all"])
-    target = golden_target()
-    drafter = EagleDrafter(golden_head(target=target), target, DynamicTree(2, 3, 8))
-    engine = engine_for(target, drafter, max_new_tokens=8, ignore_eos=True, temperature=1.0)
-    assert decoded(compiled_as_on_cuda(engine), PROMPT).history == decoded(engine, PROMPT).history
 
 
 # ----------------------------------------------------------------------------------------- switches

@@ -24,6 +24,7 @@ from kv_cache import KVCache, Window, with_slots
 from model import ModelConfig, Transformer, run_layers, windows_of
 from models import registry
 from models.gemma3 import Gemma3
+from models.glm4 import Glm4
 from models.gpt_oss import GptOss
 from models.qwen3_5 import Qwen35
 from ops.backends import TORCH, choose, use_backend
@@ -45,6 +46,11 @@ MODELS = {
         LLAMA, qk_norm=True, n_experts=6, experts_per_token=3, expert_dim=32, norm_topk=False,
         dense_layers=(1,), expert_names="qwen",
     ),
+    "qwen2 moe": replace(
+        LLAMA, qkv_bias=True, n_experts=6, experts_per_token=3, expert_dim=32, shared_dim=48, norm_topk=False,
+        expert_names="qwen",
+    ),
+    "glm4": Glm4(*SIZES, qkv_bias=True, rotary_dim=8),
     "gemma3": Gemma3(*SIZES, qk_norm=True, window=4, query_scale=0.2, sliding_layers=(0, 2)),
     "qwen3_5": Qwen35(
         *SIZES, qk_norm=True, rotary_dim=8, key_heads=2, value_heads=4, key_dim=16, value_dim=16,
@@ -231,12 +237,12 @@ def test_names_are_those_of_the_weights(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_add_up_what_they_share(name):
-    """Two sums a layer, each in front of what reads the stream; and each weight is split one way."""
+    """A sum for each sublayer and for a shared expert, each in front of what reads the stream; and each weight is split one way."""
     config = MODELS[name]
     for i in range(config.n_layers):
         steps = with_sums(config.layer(i))
         sums = [i for i, step in enumerate(steps) if isinstance(step, SumRanks)]
-        assert len(sums) == 2
+        assert len(sums) == 2 + (config.shared_dim > 0)
         rest = [step for step in steps if not isinstance(step, SumRanks)]
         assert rest == [*config.layer(i)]
     projections = [

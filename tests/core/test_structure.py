@@ -42,7 +42,7 @@ FLOORS = (
     ("load",),
     ("generate",),
     ("server",),
-    ("scripts", "examples"),
+    ("scripts", "examples", "setup"),
 )
 # their __init__ files import nothing
 PACKAGES = {
@@ -102,7 +102,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.Module, known: set[str]) -> set[str]:
-    """The project's modules that a module imports, in functions too, and by `import_module`.
+    """The project's modules that a module imports, in functions too, and by a name in a text.
 
     What only the program at its end needs (`if __name__ == "__main__"`) is not imported by a module.
     """
@@ -113,7 +113,7 @@ def imports(tree: ast.Module, known: set[str]) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Call) and "import_module" in ast.dump(node.func):
+        elif isinstance(node, ast.Call) and re.search(r"(import|load)_module", ast.dump(node.func)):
             found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     return found & known
 
@@ -169,10 +169,11 @@ def f():
     from b import c
     import_module("d.e")
     importlib.import_module("g")
+    load_module("i")
 if __name__ == "__main__":
     import h
 """
-    known = {"a", "b", "b.c", "d.e", "g", "h"}
+    known = {"a", "b", "b.c", "d.e", "g", "h", "i"}
     assert imports(ast.parse(text), known) == known - {"h"}
 
 
