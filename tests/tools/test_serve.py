@@ -77,7 +77,7 @@ class Running:
         """The result of `generate` for the same prompts."""
         config = replace(self.engine.config, batch_size=1)
         engine = replace(fresh(self.engine), template=None, config=config)
-        return generate(engine, prompts, **{"max_new_tokens": 24} | seeded(seed, options))
+        return generate(engine, prompts, seed=seed, **{"max_new_tokens": 24, **options})
 
     def raw(self, body: bytes, path="/v1/completions", method="POST", kind="application/json"):
         """Status and JSON of a request by hand."""
@@ -136,11 +136,6 @@ RULES = [
 ]
 
 
-def seeded(seed: int, rule: dict) -> dict:
-    """The options of a call in Python, which refuses a seed at temperature 0."""
-    return rule if rule.get("temperature") == 0 else {"seed": seed} | rule
-
-
 def as_sent(rule: dict) -> dict:
     """The options of a request; the client sends those that it does not know as they are."""
     own = {name: value for name, value in rule.items() if name in ("top_k", "min_p")}
@@ -159,7 +154,7 @@ def test_a_request_has_its_own_parameters(running, rule):
         model="demo", messages=messages, seed=4, max_tokens=12, **as_sent(rule)
     )
     ids = encode(running.engine, ["Hello"], [])
-    chat = generate(fresh(running.engine), [ids], max_new_tokens=12, **seeded(4, rule))
+    chat = generate(fresh(running.engine), [ids], seed=4, max_new_tokens=12, **rule)
     assert found.choices[0].message.content == chat.text[0]
 
 
