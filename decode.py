@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import sampling
+from base.parsing import require
 from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
 from kv_cache import KVCache, Window, causal_window
@@ -146,6 +147,14 @@ class Engine:
     def drafter(self) -> Drafter:
         """The largest preset."""
         return self.presets[-1]
+
+    def check_draft_tokens(self, most: int | None) -> None:
+        """Check how many tokens a cycle may draft; None: any number. Raises: ValueError."""
+        least = self.presets[0].size - 1
+        fits = most is None or (type(most) is int and most >= least)
+        why = ", as draft trees have one size here" if least else ""
+        fault = f"draft_tokens must be a whole number from {least} on{why}; it is {most!r}"
+        require(fits, f"{fault}; leave it out")
 
     @property
     def device(self) -> torch.device:

@@ -464,8 +464,14 @@ class GenerateConfig:
             f"--set group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         )
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
-        for flag, needed in (("--interactive", self.interactive), ("--grammar", self.grammar)):
-            fault = f"{flag} is in the folder extras/, which is not here; restore it"
+        in_extras = {
+            "--interactive": self.interactive,
+            "--grammar": self.grammar,
+            f"--draft {self.draft}": spec_of(self).module.startswith("extras."),
+            "--tree auto": self.tree == "auto",
+        }
+        for flag, needed in in_extras.items():
+            fault = f"{flag} is in the folder extras/, which is not here; restore it, or drop that"
             require(not needed or has_extras(), fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")

@@ -235,11 +235,12 @@ def _most_used(table: list[dict[str, Any]]) -> str:
 def trace_row(tree_trace: list[list], seq: int, result: Any) -> dict[str, Any]:
     """Return one line of `trace`.
 
-    tree_trace: of all sequences, the tree's tokens, parents and depths, the accepted path, and the
-    nodes' values if there are any (a padded node's is null)
+    tree_trace: of the cycle's sequences, the tree's tokens, parents and depths, the accepted path,
+    and the nodes' values if there are any (a padded node's is null)
     result: `observer.CycleResult`
     """
-    tokens, parents, depths, path, *values = (column[seq] for column in tree_trace)
+    row = seq - result.rows.start
+    tokens, parents, depths, path, *values = (column[row] for column in tree_trace)
     length = result.length[seq]
     line = {
         "row": seq,

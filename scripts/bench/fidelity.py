@@ -27,29 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.io import check_outputs, is_gguf, write_text
 from base.parsing import one_line_errors, option, parse
-from generate import generate
-from hf.config import read_config
-from hf.fetch import fetched
-from hf.tokenizer import Tokenizer
-from hf.weights import load_model
-from kv_cache import KVCache, causal_window
-from load import load
-from model import Transformer
 from options import DEFAULT, ROOT, GenerateConfig
-from scripts.bench.measure import environment, shown_path
-
-TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
-TOKENS = 200  # of a prompt, at most
-QUESTIONS = ROOT / "data/eval/questions.jsonl"
-ANSWER_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -67,6 +49,29 @@ class FidelityConfig:
     )
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     json: str = option("", "write the results to this file")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(FidelityConfig, "fidelity.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from generate import generate
+from hf.config import read_config
+from hf.fetch import fetched
+from hf.tokenizer import Tokenizer
+from hf.weights import load_model
+from kv_cache import KVCache, causal_window
+from load import load
+from model import Transformer
+from scripts.bench.measure import environment, shown_path
+
+TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
+TOKENS = 200  # of a prompt, at most
+QUESTIONS = ROOT / "data/eval/questions.jsonl"
+ANSWER_TOKENS = 40
 
 
 class Found(NamedTuple):
@@ -252,7 +257,7 @@ def run(config: FidelityConfig) -> None:
 
 def main() -> None:
     """Run the command line."""
-    config = parse(FidelityConfig, "fidelity.py", __doc__)
+    config = COMMAND or parse(FidelityConfig, "fidelity.py", __doc__)
     with one_line_errors("fidelity.py"):
         check_outputs({"--json": config.json})
         run(config)

@@ -232,14 +232,18 @@ def test_long_prompts_let_the_others_decode(monkeypatch):
     assert lengths == [[1, 0, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]
 
 
-def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
-    session = golden_run(RootOnly(), *IDS[:2], max_new_tokens=3)
-    session.admit(0, IDS[2])
+@pytest.mark.parametrize("busy, ran", [([0, 2], [0, 1, 2]), ([1], [1]), ([1, 2], [1, 2])])
+def test_a_cycle_runs_from_the_first_busy_row_to_the_last(busy, ran, monkeypatch):
+    """A row between them that is done reads none of its text."""
+    session = golden_run(RootOnly(), *IDS[:3], max_new_tokens=3)
+    for row in busy:
+        session.admit(row, IDS[3 + row])
     session.step()
     calls = record(monkeypatch, Attend, "run")
     session.step()
     _, _, rows = calls[0].args
-    assert rows.windows[0].start.tolist() == [len(IDS[2]), 0]
+    starts = [len(IDS[3 + row]) if row in busy else 0 for row in ran]
+    assert rows.windows[0].start.tolist() == starts
 
 
 def test_cycles_are_timed_with_all_rows_and_they_decode():

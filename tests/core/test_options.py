@@ -20,7 +20,7 @@ from base.parsing import OLD, parse, processors
 from base.tree_paths import parse_tree
 from generate import generate, load, main
 from options import DEMO, ROOT, GenerateConfig
-from server.parameters import ServeConfig
+from server.options import ServeConfig
 
 FLAGS = [f for f in fields(GenerateConfig) if not f.metadata["rare"]]
 RARE = [f for f in fields(GenerateConfig) if f.metadata["rare"]]
