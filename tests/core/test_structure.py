@@ -18,6 +18,7 @@ import pytest
 import generate
 import model
 from base.methods import DRAFTERS
+from helpers import FOLDERS
 from models.registry import ROWS
 from options import DEMO, GenerateConfig
 
@@ -71,21 +72,9 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 def sources() -> list[Path]:
     """The project's code but the tests; an environment beside it (.venv) is not the project's."""
-    folders = (
-        "base",
-        "cli",
-        "parallel",
-        "hf",
-        "models",
-        "ops",
-        "extras",
-        "server",
-        "scripts",
-        "examples",
-    )
     files = [
         *ROOT.glob("*.py"),
-        *(f for folder in folders for f in sorted((ROOT / folder).rglob("*"))),
+        *(f for folder in FOLDERS for f in sorted((ROOT / folder).rglob("*"))),
     ]
     return [f for f in files if f.suffix in (".py", ".cpp", ".h")]
 
