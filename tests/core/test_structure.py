@@ -426,6 +426,8 @@ SMOLLM2_HEAD = "checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle"
         ("scripts/build_datastore.py --help", ""),
         ("scripts/bench/papers.py --help", ""),
         ("scripts/bench/linear.py --help", ""),
+        ("scripts/bench/peers.py --help", ""),
+        ("scripts/train/train_eagle.py --help", ""),
         ("scripts/train_head.py --checkpoint {odd} --out {odd}/new",
          "architecture PhiForCausalLM is not supported"),
         (f"scripts/train_head.py --checkpoint {DEMO} --out {{odd}}/new", "has no chat template"),
