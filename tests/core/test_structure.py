@@ -424,6 +424,7 @@ SMOLLM2_HEAD = "checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle"
          "architecture PhiForCausalLM is not supported"),
         ("scripts/train_head.py --help", ""),
         ("scripts/build_datastore.py --help", ""),
+        ("scripts/export_head.py --help", ""),
         ("scripts/bench/papers.py --help", ""),
         ("scripts/bench/linear.py --help", ""),
         ("scripts/bench/peers.py --help", ""),
