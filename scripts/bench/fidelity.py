@@ -107,11 +107,10 @@ def read_prompts(tokenizer: Tokenizer, each: int, text: str) -> list[list[int]]:
     return prompts
 
 
-def logits_of(model: Transformer, prompts: list[list[int]]) -> list[Tensor]:
-    """Return the logits of every prompt, [T, V] fp32 each, by one pass over a cache."""
+def logits_of(model: Transformer, prompts: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Return the logits of every prompt, [T, V] fp32 each, by one pass over a cache of a dtype."""
     logits = []
     for prompt in prompts:
-        dtype = model.norm.weight.dtype
         cache = KVCache.empty(model.config, 1, len(prompt), dtype, "cpu")
         window = causal_window(torch.zeros(1, dtype=torch.long), len(prompt))
         features = model(torch.tensor([prompt]), window.slots, cache, window)
@@ -119,11 +118,11 @@ def logits_of(model: Transformer, prompts: list[list[int]]) -> list[Tensor]:
     return logits
 
 
-def llama_logits(file: Path, prompts: list[list[int]]) -> list[Tensor]:
-    """Return llama.cpp's logits of every prompt, [T, V] fp32 each."""
+def llama_logits(file: Path, prompts: list[list[int]], kv: str = "") -> list[Tensor]:
+    """Return llama.cpp's logits of every prompt, [T, V] fp32 each. kv: of `LlamaCpp`"""
     from scripts.bench.llama_peer import LlamaCpp
 
-    peer = LlamaCpp(file, TOKENS, torch.get_num_threads(), TOKENS)
+    peer = LlamaCpp(file, TOKENS, torch.get_num_threads(), TOKENS, kv=kv)
     logits = [torch.from_numpy(peer.feed(prompt, 0, every=True).copy()) for prompt in prompts]
     peer.close()
     return logits
@@ -158,7 +157,9 @@ def formats(path: Path, also: str) -> Iterator[tuple[str, dict[str, str]]]:
     own = {"checkpoint": str(path)}
     if is_gguf(path):
         yield "the file's own bits", own
+        yield "the file's own bits, --kv int8", own | {"kv": "int8"}
     yield "bfloat16", own | {"dtype": "bfloat16"}
+    yield "bfloat16, --kv int8", own | {"dtype": "bfloat16", "kv": "int8"}
     for quant in ("int8", "int4"):
         yield f"--quant {quant}", own | {"quant": quant}
     for each in filter(None, also.split(",")):
@@ -175,19 +176,19 @@ def fidelity(path: Path, config: FidelityConfig) -> list[dict]:
     prompts = read_prompts(Tokenizer.load(path), config.prompts, config.text)
     rows_to_load = list(formats(path, config.also))
     model = load_model(path, torch.float32)
-    reference = logits_of(model, prompts)
+    reference = logits_of(model, prompts, torch.float32)
     rows: dict[str, Found] = {}
     del model
     for name, options in tqdm(rows_to_load, unit="format"):
         engine = load(draft="none", **options)
-        rows[name] = compare_logits(reference, logits_of(engine.target, prompts), prompts)
+        logits = logits_of(engine.target, prompts, engine.kv_dtype)
+        rows[name] = compare_logits(reference, logits, prompts)
     if is_gguf(path):
         try:
-            logits = llama_logits(path, prompts)
+            for name, kv in (("llama.cpp", ""), ("llama.cpp, -ctk q8_0 -ctv q8_0", "q8_0")):
+                rows[name] = compare_logits(reference, llama_logits(path, prompts, kv), prompts)
         except ImportError:
             print("note: llama-cpp-python is not installed; no row of llama.cpp")
-        else:
-            rows["llama.cpp"] = compare_logits(reference, logits, prompts)
     return [{"row": name} | row._asdict() for name, row in rows.items()]
 
 
