@@ -17,10 +17,10 @@ from base.io import log_note
 ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
-    "eagle_draft.py": "245564b5",
-    "model.py": "ffaa0c51",
-    "ops/torch_backend.py": "2e525a1e",
-    "steps.py": "3806b3d3",
+    "eagle_draft.py": "adb06432",
+    "model.py": "d237a54f",
+    "ops/torch_backend.py": "600654a3",
+    "steps.py": "670d6941",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"
 WITHOUT_EFFECT = re.compile(rf'"""[\s\S]*?"""|#.*|{IMPORT}', re.MULTILINE)

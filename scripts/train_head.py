@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 
 from base.gguf_header import read_header
 from base.io import is_gguf, log_note, read_json, read_text, write_text
-from base.parsing import one_line_errors, option, parse_given, processors, require
+from base.parsing import one_line_errors, option, parse, processors, require
 from hf.fetch import fetched
 from models.registry import check_architecture
 from options import DEFAULT, ROOT, pick_device
@@ -133,10 +133,10 @@ def check_place(out: Path) -> None:
 
 def read_command(argv: list[str] | None = None) -> HeadConfig:
     """Read the command line. Exit with status 2 on a mistake, also of the checkpoint's header."""
-    config, given = parse_given(HeadConfig, "train_head.py", __doc__, argv)
+    config = parse(HeadConfig, "train_head.py", __doc__, argv)
     with one_line_errors("train_head.py"):
-        both = {"hours", "tokens"} <= given
-        require(not both, "--tokens: the hours follow from the tokens; drop --hours")
+        has_one = not config.tokens or config.hours == HeadConfig.hours
+        require(has_one, "--tokens: the hours follow from the tokens; drop --hours")
         from hf.chat import chat_template  # these need packages that --help does not
         from hf.tokenizer import Tokenizer
 

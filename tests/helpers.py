@@ -512,6 +512,23 @@ def rounded(
 # -------------------------------------------------------------------------------------------- tools
 
 
+def refused(capsys, command: Callable[..., Any], *operands: Any, prints: bool = False) -> str:
+    """Run a command that a user's mistake ends: status 2 and, behind its notes, one line on standard error.
+
+    prints: whether it may have printed something before
+    Returns: the line.
+    """
+    capsys.readouterr()  # of what came before
+    with pytest.raises(SystemExit) as stop:
+        command(*operands)
+    out, err = capsys.readouterr()
+    *notes, error = err.splitlines()
+    assert stop.value.code == 2 and (prints or out == ""), (out, err)
+    assert all(line.startswith("note: ") for line in notes), err
+    assert re.match(r"\w+\.py: ", error), err
+    return error
+
+
 def order_of(tree: StaticTree) -> list[tuple[int, ...]]:
     """Paths by node number."""
     return [path for level in tree.levels for path in level]

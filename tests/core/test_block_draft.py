@@ -35,7 +35,9 @@ from block_files import (
 )
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, RootOnly
-from extras.block_draft import BlockHead, load_head
+from extras.auto_trees import with_smaller_trees
+from extras.autosize import accepted_of, shape_of
+from extras.block_draft import UNSELECTED, BlockDrafter, BlockHead, load_head
 from extras.level_draft import tree_of
 from extras.residual import sample_children
 from generate import generate, load
@@ -169,7 +171,11 @@ def trained(kind: str) -> tuple[BlockHead, list[float]]:
     texts = vanilla(0.0) + vanilla(1.0)
     tokens = torch.tensor([text[: len(texts[0])] for text in texts])
     config = BlockTrainConfig(
-        block_size=6, causal=kind == "jetspec", markov_rank=32 * (kind == "dspark"), ffn_dim=96
+        block_size=6,
+        causal=kind == "jetspec",
+        markov_rank=32 * (kind == "dspark"),
+        ffn_dim=96,
+        selector_rank=16 * (kind == "dflash2"),
     )
     examples = [SimpleNamespace(ids=text, mask=[True] * len(text)) for text in texts]
     head = make_head(config, target, examples)
@@ -207,13 +213,16 @@ def trained_dir(path: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", KEYS)
+TRAINED = (*KEYS, "dflash2")
+
+
+@pytest.mark.parametrize("kind", TRAINED)
 def test_training_learns_every_level(kind):
     _, (first, last) = trained(kind)
     assert (last < first - 0.2).all(), (first, last)
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
     """The scores of `draft_blocks` and the loss are what the drafter, read from its files, computes at each root."""
     head, _ = trained(kind)
@@ -234,14 +243,18 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
         state = drafter.extend(state, DrafterUpdate(text[:, : root + 1], features[:, :root], count))
         out, _ = drafter.root_output(state, DraftInputs(None, DecodedTokens(text, count)))
         for level in range(levels):
-            if kind == "dspark":
+            if head.config.scores_pairs:
                 frontier = SimpleNamespace(tokens=text[:, root + level, None])
                 out = drafter.forward_nodes(state, frontier, out, None, None)
             z = drafter.logits_of(out, level)[0, 0]
             assert (z - drafted.logits[level][root - 1]).abs().max() < 1e-3
             truth = text[0, root + level + 1]
             assert drafted.ok[root - 1, level] == (z.argmax() == truth)
-            sums[level] += F.cross_entropy(z, truth)
+            if kind == "dflash2":
+                plain = out.scores[0, level]
+                sums[level] += F.cross_entropy(plain, truth)
+            if z[truth] > UNSELECTED:
+                sums[level] += F.cross_entropy(z, truth)
     batch = (text, torch.ones_like(text, dtype=torch.bool), features)
     losses = torch.stack(block_losses(head, target, batch, anchors))
     assert (losses - sums / 2).abs().max() < 1e-3
@@ -278,15 +291,15 @@ def test_new_drafters_tap_layers_that_the_target_has():
 DYNAMIC = DynamicTree(depth=5, topk=6, size=24)
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_a_trained_drafter_predicts(kind, tmp_path):
-    """As it was written, loaded in 4 bits and in C++: more than one token in a pass, and vanilla's."""
+    """As written, loaded in 4 bits, and in C++ but for convolutions: more than a token in a pass, and vanilla's."""
     path = trained_dir(tmp_path / "head", kind)
     options = {"dtype": "bfloat16", "compile": True, "device": "cpu", "quant_draft": "int4"}
     options |= {"checkpoint": str(GOLDEN / TARGET), **SETTINGS}
     engine = load(head=str(path), tree="dynamic", **options)
     assert engine.option("draft") == "block" and engine.option("quant_draft") == "int4"
-    assert engine.drafter.head.fused is not None
+    assert (engine.drafter.head.fused is None) == (kind == "dflash2")
     found = generate(engine, PROMPTS)
     assert found.stats["tau"] > 1.2
     plain = load(draft="none", **options | {"quant_draft": ""})
@@ -353,6 +366,9 @@ def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
     with pytest.raises(ValueError, match="drafts 5 levels, and the tree has 6"):
         tree_of(config, 5, tmp_path)
     assert tree_of(replace(config, tree_depth=0), 5, tmp_path).depth == 5
+    auto = GenerateConfig(draft="block", tree="auto", device="cpu", tree_size=12)
+    assert tree_of(auto, 15, tmp_path) == DynamicTree(11, 4, 12), "all levels that 11 nodes reach"
+    assert tree_of(replace(auto, tree_depth=8), 15, tmp_path).depth == 8
     path = write_head(tmp_path / "head", "dflash")
     with pytest.raises(ValueError, match="--draft eagle needs a head of its own kind"):
         load(checkpoint=str(GOLDEN / TARGET), head=str(path), draft="eagle")
@@ -365,6 +381,18 @@ def test_keys_without_effect_are_named(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     load_head(write_head(tmp_path / "head", "dflash", {"domino_rank": 8}), target)
     assert "keys of config.json without effect here: domino_rank" in capsys.readouterr().err
+
+
+def test_trees_that_auto_chooses_from_are_as_deep_as_their_nodes_reach():
+    """Fewer nodes draft a shorter block; EAGLE's, whose levels each cost a pass, stay flat (test_autosize.py)."""
+    target = golden_target(TARGET)
+    config = BlockConfig(target.config, (2,), 16, 0, causal=True, predicts_next=False)
+    drafter = BlockDrafter(BlockHead(config), target, DynamicTree(15, 4, 16))
+    presets = with_smaller_trees(drafter, target).presets
+    shapes = [tuple(shape_of(preset)) for preset in presets]
+    assert shapes == [(0, 0, 1), (1, 1, 2), (3, 1, 4), (7, 3, 8), (15, 4, 16)]
+    # by exact counts over independent levels, a tree of 16 nodes keeps 3.0 of 15 drafted tokens
+    assert accepted_of(shape_of(presets[-1]), 0.25) == pytest.approx(3.0, rel=0.05)
 
 
 def test_levels_of_each_layout():

@@ -564,12 +564,12 @@ def vanilla(temperature: float, batch: int, dtype: str, quant: str) -> list[list
     return generate(load(draft="none", **SETTINGS, **options), PROMPTS[:batch]).tokens
 
 
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-@pytest.mark.parametrize("temperature, batch, options", [
-    (1.0, 2, {"dtype": "float32"}), (1.0, 1, {"dtype": "bfloat16", "quant_draft": "int4", "compile": True}),
+@pytest.mark.parametrize("tree, temperature, batch, options", [
+    ("chain", 1.0, 2, {"dtype": "float32"}),
+    ("dynamic", 1.0, 1, {"dtype": "bfloat16", "quant_draft": "int4", "compile": True}),
     *slow([
-        (0.0, 1, {"dtype": "float32"}), (0.0, 2, {"dtype": "bfloat16", "quant_draft": "int8"}),
-        (1.0, 2, {"dtype": "bfloat16", "quant": "int8", "compile": True}),
+        ("dynamic", 0.0, 1, {"dtype": "float32"}), ("chain", 0.0, 2, {"dtype": "bfloat16", "quant_draft": "int8"}),
+        ("dynamic", 1.0, 2, {"dtype": "bfloat16", "quant": "int8", "compile": True}),
     ]),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", WRITERS)
@@ -627,9 +627,9 @@ def write_trained(path: Path, kind: str) -> Path:
     return write_files(path, config, held)
 
 
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-@pytest.mark.parametrize("temperature, options", [
-    (0.0, {"dtype": "float32"}), (1.0, {"dtype": "bfloat16", "compile": True}),
+@pytest.mark.parametrize("tree, temperature, options", [
+    ("chain", 0.0, {"dtype": "float32"}), ("dynamic", 1.0, {"dtype": "bfloat16", "compile": True}),
+    *slow([("dynamic", 0.0, {"dtype": "float32"}), ("chain", 1.0, {"dtype": "bfloat16", "compile": True})]),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["window", "dflash2", "dspine", "peagle"])
 def test_accepted_drafts_are_vanillas_tokens(kind, temperature, options, tree, tmp_path):

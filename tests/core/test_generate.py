@@ -23,7 +23,7 @@ from base.parsing import parse
 from cli.prompts import read_prompts
 from extras.autosize import Autosizer
 from generate import encode, generate, load, main, stream
-from helpers import GOLDEN, slow
+from helpers import GOLDEN, refused, slow
 from hf.config import resolve_draft
 from ops.library import has_cpu_operators
 from options import DEMO, ROOT, GenerateConfig
@@ -51,14 +51,7 @@ def as_json(capsys, line: str) -> dict:
 
 
 def failure(capsys, line: str) -> str:
-    """Run a command line; it must end with status 2 and one line on standard error."""
-    with pytest.raises(SystemExit) as stop:
-        main(shlex.split(line))
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2
-    assert err.count("\n") == 1 and err.startswith("generate.py: "), err
-    assert "Traceback" not in err and out == ""
-    return err
+    return refused(capsys, main, shlex.split(line))
 
 
 def program(line: str, **options) -> subprocess.CompletedProcess:
@@ -628,21 +621,6 @@ def test_a_missing_package_is_one_line(tmp_path, package):
     found = program(f"--checkpoint {DEMO}", env=env, capture_output=True, text=True, timeout=60)
     told = f"generate.py: {package} is not installed; run: pip install -r requirements.txt\n"
     assert (found.returncode, found.stdout, found.stderr) == (2, "", told)
-
-
-@pytest.mark.parametrize("hook", ["build_wheel", "build_editable", "build_sdist"])
-def test_an_install_is_refused_in_one_line(hook):
-    """By the backend that pyproject.toml names, which pip asks."""
-    text = (ROOT / "pyproject.toml").read_text()
-    folder, module = (
-        re.search(rf'^{name} = \[?"(.*)"', text, re.MULTILINE)[1]
-        for name in ("backend-path", "build-backend")
-    )
-    code = f"import {module}; {module}.{hook}('somewhere')"
-    options = {"cwd": ROOT / folder, "capture_output": True, "text": True, "timeout": 60}
-    found = subprocess.run([sys.executable, "-c", code], **options)
-    assert found.returncode and found.stdout == ""
-    assert found.stderr.count("\n") == 1 and "pip install -r requirements.txt" in found.stderr
 
 
 def test_messages(tmp_path):

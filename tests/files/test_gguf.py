@@ -24,9 +24,10 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 import generate as program
+import helpers
 import quantize
 import tiny_models
-from base.gguf_header import chat_template_text
+from base.gguf_header import chat_template_text, read_header
 from generate import generate, load
 from helpers import slow
 from hf.chat import template_text
@@ -657,7 +658,7 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
 
 NAN = float("nan")
 METADATA = {
-    "architecture": ({"general.architecture": "gemma2"}, "the architecture gemma2 is not supported; supported are llama, qwen2, qwen3, qwen3moe"),
+    "architecture": ({"general.architecture": "gemma2"}, "the architecture gemma2 is not supported; supported are llama, qwen2, qwen2moe, qwen3"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
     "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),
     "list": ({"llama.embedding_length": [64, 64]}, r"llama.embedding_length must be a whole number, not \[64, 64\]"),
@@ -770,15 +771,11 @@ def not_implemented(*_):
 
 def test_a_model_is_no_head_and_no_source_of_codes(capsys, whole, tmp_path):
     path = str(whole[0])
-    err = refused(capsys, "--checkpoint", path, "--eagle", path, notes=1)
-    assert err.startswith("note: weights run as they are in the file (Q8_0); --set dtype=bfloat16")
+    err = refused(capsys, "--checkpoint", path, "--eagle", path)
     assert f"{path} holds a model, and no head; use --draft model --draft_checkpoint" in err
     for argv in ([path], ["--checkpoint", path, "--out", str(tmp_path / "out")]):
-        with pytest.raises(SystemExit):
-            quantize.main(argv)
-        err = capsys.readouterr().err
         said = f"{path} is a GGUF file, which runs in its own bits as it is: python generate.py"
-        assert said in err and err.count("\n") == 1
+        assert said in helpers.refused(capsys, quantize.main, argv)
 
 
 # --------------------------------------------------------------------------------------- end to end
@@ -843,7 +840,7 @@ def test_the_second_part_of_a_file(tmp_path, capsys):
     content = path.read_bytes()
     path.write_bytes(content.replace(b"general.architecture", b"general.architectura"))
     said = refused(capsys, "--checkpoint", str(path))
-    assert said.endswith("is part 2 of 3; name the first one, m-00001-of-00003.gguf\n")
+    assert said.endswith("is part 2 of 3; name the first one, m-00001-of-00003.gguf")
     with pytest.raises(ValueError, match="part 2 of 3"):
         load(checkpoint=str(path), device="cpu")
 
@@ -935,8 +932,8 @@ def test_a_real_files_logits(smollm2):
 @pytest.fixture(scope="module")
 def real_truth(smollm2):
     """SmolLM2's tokenizer.json in words of the tokenizers library: single digits, then GPT-2's words."""
-    fields = gguf.GGUFReader(smollm2).fields
-    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    metadata = read_header(smollm2).metadata
+    tokens, merges = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges"))
     vocab = {token: i for i, token in enumerate(tokens)}
     truth = Backend(models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
     truth.pre_tokenizer, truth.decoder = SPLITS["smollm"], decoders.ByteLevel()

@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_gguf import Kind, refused, write
-from test_qwen3_5 import EXPERTS, GGUF_NAMES, SIZES, gguf_tensors, metadata_of, randomize
+from test_qwen3_5 import EXPERTS, GGUF_NAMES, SIZES, file_of, randomize
 from torch import nn
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen35
@@ -26,8 +25,8 @@ from hf.chat import TextFiles
 from kv_cache import KVCache, causal_window
 from options import DEMO
 from session import Session
+from tiny_models import IDS, refused, write
 
-IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]
 MIMO = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -247,12 +246,12 @@ def gguf_parts(model, mtp) -> tuple[dict, dict]:
         else:
             theirs = GGUF_NAMES[stem.removeprefix("layers.0.")]
         layer[f"blk.{number}.{theirs}.weight"] = (value + ("norm" in name)).numpy()
-    return gguf_tensors(model), layer
+    return file_of(model)[1], layer
 
 
 def with_layer(model) -> dict:
     layers = model.config.num_hidden_layers + 1
-    return metadata_of(model) | {"qwen35.block_count": layers, "qwen35.nextn_predict_layers": 1}
+    return file_of(model, {"block_count": layers, "nextn_predict_layers": 1})[0]
 
 
 @torch.no_grad()
@@ -261,7 +260,7 @@ def test_files_of_llama_cpp(tmp_path):
     model, mtp = made("qwen")
     own, layer = gguf_parts(model, mtp)
     both = write(tmp_path / "both.gguf", with_layer(model), own | layer)
-    plain = write(tmp_path / "plain.gguf", metadata_of(model), own)
+    plain = write(tmp_path / "plain.gguf", *file_of(model))
     tables = {
         name: own[name] for name in ("token_embd.weight", "output_norm.weight", "output.weight")
     }
@@ -278,8 +277,11 @@ def test_files_of_llama_cpp(tmp_path):
 def test_a_file_in_blocks_drafts_in_its_own_bits(tmp_path):
     model, mtp = made("qwen", hits=True)
     own, layer = gguf_parts(model, mtp)
-    own = {name: (Kind.F32, value) if "conv1d" in name else value for name, value in own.items()}
-    path = str(write(tmp_path / "m.gguf", with_layer(model), own | layer, "Q8_0"))
+
+    def kind_of(name: str) -> str:
+        return "F32" if "conv1d" in name else "Q8_0"
+
+    path = str(write(tmp_path / "m.gguf", with_layer(model), own | layer, kind_of))
     options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2, "device": "cpu"}
     engine = load(path, NO_TEXT, tree="dynamic:4,3,12", **options)
     assert engine.option("quant_draft") == "blocks"

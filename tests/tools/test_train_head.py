@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from generate import generate, load
-from helpers import write_random_llama
+from helpers import refused, write_random_llama
 from hf.checkpoint import Quantization
 from options import DEMO
 from quantize import quantize_directory
@@ -364,33 +364,28 @@ def measured_costs(*words) -> Known:
     return known
 
 
-def refused(capsys, argv: list[str]) -> str:
-    with pytest.raises(SystemExit) as stop:
-        train_head.main(argv)
-    err = capsys.readouterr().err
-    lines = [line for line in err.splitlines() if not line.startswith("note: ")]
-    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("train_head.py: "), err
-    return lines[0]
+def refused_run(capsys, argv: list[str]) -> str:
+    return refused(capsys, train_head.main, argv, prints=True)
 
 
 def test_mistakes_are_one_line(small, monkeypatch, capsys):
     checkpoint = tiny_model(small, "bfloat16")
     argv = partial(arguments, small, checkpoint)
-    assert "no such directory: nowhere" in refused(capsys, arguments(small, Path("nowhere")))
-    assert "has no chat template; use --chat NAME" in refused(capsys, argv(chat=""))
-    assert "cannot read none.jsonl" in refused(capsys, argv(prompts="none.jsonl"))
-    assert "--given must be" in refused(capsys, argv(given=1.5))
+    assert "no such directory: nowhere" in refused_run(capsys, arguments(small, Path("nowhere")))
+    assert "has no chat template; use --chat NAME" in refused_run(capsys, argv(chat=""))
+    assert "cannot read none.jsonl" in refused_run(capsys, argv(prompts="none.jsonl"))
+    assert "--given must be" in refused_run(capsys, argv(given=1.5))
     (small / "other").mkdir()
     (small / "other" / "config.json").touch()
-    assert "holds something else than a run" in refused(capsys, argv("other"))
-    assert "is a file; name a directory" in refused(capsys, argv("given.jsonl"))
-    assert "drop --hours" in refused(capsys, [*argv(), "--tokens=9000"])
+    assert "holds something else than a run" in refused_run(capsys, argv("other"))
+    assert "is a file; name a directory" in refused_run(capsys, argv("given.jsonl"))
+    assert "drop --hours" in refused_run(capsys, [*argv(), "--tokens=9000"])
     monkeypatch.setattr(train_head, "make_plan", make_plan)
     monkeypatch.setattr(train_head, "Measurement", measured_costs)
     usage = plan.shutil.disk_usage(small)
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage._replace(free=2 * 10**9))
-    assert "give fewer --hours" in refused(capsys, argv(hours=20))
-    assert "free" in refused(capsys, argv("new/folder", hours=20))
+    assert "give fewer --hours" in refused_run(capsys, argv(hours=20))
+    assert "free" in refused_run(capsys, argv("new/folder", hours=20))
     assert not (small / "head").exists(), "a run that cannot be planned leaves nothing"
 
 
@@ -398,7 +393,7 @@ def test_no_prompt_that_can_be_used(small, monkeypatch, capsys):
     """It is said before anything is answered."""
     monkeypatch.setattr(Known, "answers", lambda _, answers: generate_answers.open_run(answers))
     (small / "given.jsonl").write_text(json.dumps({"turns": ["Say 1."]}))
-    message = refused(capsys, arguments(small, tiny_model(small, "bfloat16")))
+    message = refused_run(capsys, arguments(small, tiny_model(small, "bfloat16")))
     assert "can be used (given: 1 prompts, 0 used; dropped: 1 like an evaluation" in message
 
 
@@ -408,14 +403,14 @@ def test_a_run_is_of_one_target_and_its_options(small, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train_head.main(arguments(small, checkpoint))
     capsys.readouterr()
-    lowered = refused(capsys, arguments(small, checkpoint, hours=0.5))
+    lowered = refused_run(capsys, arguments(small, checkpoint, hours=0.5))
     assert "begun with 1, which can be raised, not lowered; give --hours 1 or more" in lowered
     (small / "given.jsonl").write_text(json.dumps({"turns": ["Another?"]}))
-    assert "holds another run (prompts was" in refused(capsys, arguments(small, checkpoint))
+    assert "holds another run (prompts was" in refused_run(capsys, arguments(small, checkpoint))
     with open(checkpoint / "model.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    assert "changed since" in refused(capsys, arguments(small, checkpoint))
+    assert "changed since" in refused_run(capsys, arguments(small, checkpoint))
 
 
 def test_hours_can_be_raised_until_the_head_is_trained(small):
