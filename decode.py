@@ -73,6 +73,11 @@ def pick_tokens(
     return sampling.choose(scores, rule, noise, draw, allowed, target.backend), None
 
 
+def cache_dtype(config: GenerateConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the target's cache. dtype: of its weights"""
+    return torch.int8 if config.kv == "int8" else dtype
+
+
 class Guide(Protocol):
     """Masks the tokens that may follow the text of one sequence, as a grammar does."""
 
@@ -155,6 +160,11 @@ class Engine:
     def device(self) -> torch.device:
         """The device of everything."""
         return self.target.norm.weight.device
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of the target's cache; drafters' caches have that of the weights."""
+        return cache_dtype(self.config, self.target.norm.weight.dtype)
 
     def option(self, name: str) -> Any:
         """Return the value of an option: as loading chose it, else as the user asked."""

@@ -121,6 +121,16 @@ def _is_dense(step: Step | None) -> bool:
     return isinstance(step, Project) and not step.experts and step.source == step.to == "h"
 
 
+def _stores(step: Step | None) -> bool:
+    """Return whether a step rotates queries and keys, and keeps keys and values."""
+    return isinstance(step, Rotate) and step.kv_heads > 0
+
+
+def _norms_two(step: Step | None) -> bool:
+    """Return whether a step norms queries and keys, and no values."""
+    return isinstance(step, HeadNorm) and not step.values
+
+
 def _reads_stream(step: Step | None) -> bool:
     return isinstance(step, Norm) and step.source == "stream" and step.to == "h"
 
@@ -142,9 +152,9 @@ def fuse(steps: Sequence[Step], behind: str) -> tuple[Step, ...]:
     while rest:
         step, second, third = (*rest[:3], None, None)[:3]
         merged: tuple[Step, int] = (step, 1)
-        if _is_dense(step) and isinstance(second, Rotate):
+        if _is_dense(step) and _stores(second):
             merged = (ProjectRotate(step, None, second), 2)
-        elif _is_dense(step) and isinstance(second, HeadNorm) and isinstance(third, Rotate):
+        elif _is_dense(step) and _norms_two(second) and _stores(third):
             merged = (ProjectRotate(step, second, third), 3)
         elif _is_dense(step) and second == Gate("silu"):
             merged = (ProjectGate(step), 2)

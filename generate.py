@@ -36,7 +36,14 @@ from typing import TYPE_CHECKING, Any
 
 from base.io import StatusLine, log_note, write_text
 from base.parsing import one_line_errors, require
-from cli.prompts import Conversation, PromptRow, as_conversation, check_ids, with_options
+from cli.prompts import (
+    Conversation,
+    PromptRow,
+    as_conversation,
+    check_ids,
+    for_one_answer,
+    with_options,
+)
 from cli.terminal import printer
 
 if TYPE_CHECKING:
@@ -358,12 +365,10 @@ def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
         raise ValueError("stream() decodes one answer; use generate() for num_samples")
     draft_tokens = options.pop("draft_tokens", None)
     engine.check_draft_tokens(draft_tokens)
-    config, [(sampling, seed)] = with_options(engine.config, options, 1)
-    engine = replace(engine, config=config)
+    engine = for_one_answer(engine, options)
     need_tokenizer(engine)
     ids = first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
-    own = {"sampling": sampling, "seed": seed, "draft_tokens": draft_tokens}
-    request = Request.of(engine, ids, **own)
+    request = Request.of(engine, ids, draft_tokens=draft_tokens)
     for pieces in Scheduler(engine).run([request]):
         for piece in pieces:
             yield piece.text

@@ -128,9 +128,11 @@ def first_line(error: BaseException) -> str:
 
 
 def tensors_of(record: Any) -> list[Tensor]:
-    """List the tensors of nested tuples, in order; None has none."""
+    """List the tensors of nested tuples, in order; None and numbers have none."""
     if isinstance(record, Tensor):
         return [record]
+    if isinstance(record, int):
+        return []
     return [leaf for part in record or () for leaf in tensors_of(part)]
 
 

@@ -79,7 +79,7 @@ class Buffers:
         weight = engine.target.norm.weight
         device = weight.device
         config = engine.target.config
-        room = (batch, engine.slots, weight.dtype, str(device))
+        room = (batch, engine.slots, engine.kv_dtype, str(device))
         self.cache = KVCache.empty(config, *room, engine.nodes)
         number = torch.zeros(batch, dtype=torch.long, device=device)
         self.state = DecodeState(

@@ -14,8 +14,10 @@
    time at the average rate.
 4. The time that trees have won or lost against cycles without one is added up, with a small
    allowance. While the sum is negative, no tree is grown, whatever is expected of it.
-5. A process starts from the measurements of earlier ones (remembered.py). The first has the rules
-   of thumb and the acceptance measured in the head's training; cycles without a tree set its pace.
+5. A process starts from the measurements of earlier ones (remembered.py). Where these say that no
+   tree pays, costs count as little as the rule of thumb, and a probe comes early: the machine may
+   have been loaded, which nothing else would show. The first process has the rules of thumb and the
+   acceptance measured in the head's training; cycles without a tree set its pace.
 
 Trade-off: one preset for the whole batch, chosen on the host. The choice never changes a token.
 Cycles of other numbers of sequences have other costs, and are learnt apart.
@@ -45,6 +47,7 @@ from extras.drafted import source_of
 from extras.presets import PresetPolicy, lookup_of
 from extras.remembered import file_of, recall, remember
 from observer import CycleResult, View
+from options import DEPTH
 from parallel import ranks
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
@@ -76,7 +79,7 @@ AVERAGE_WEIGHT = 3.0
 # since a pass over all weights leaves a CPU's caches without the policy's code and data
 HOLD = 3
 IDLE_HOLD = 12
-# budget for the first probe of a new process (cycles without a tree)
+# budget for the first probe of a process that begins without a tree (cycles without one)
 FIRST_BUDGET = 3.0
 # share of the time that probes may lose
 SHARE = 0.007
@@ -229,7 +232,10 @@ def accepted_of(shape: TreeShape, miss: float) -> float:
 
 def _power(shape: TreeShape) -> float:
     """Return the power of a level's hits over those of a chain."""
-    return max(shape.topk, 1) ** -0.4
+    children = max(shape.topk, 1)
+    if shape.depth > DEPTH:  # a deep tree has as many on few levels
+        children = min(children, max((shape.size - 1) // shape.depth, 1))
+    return children**-0.4
 
 
 def cost_of(shape: TreeShape, node: float) -> float:
@@ -388,8 +394,10 @@ class Autosizer:
         self.left = 0  # cycles until the next decision
         self.noted: list[tuple[int, float, float, int]] = []  # cycles, not learnt from yet
         self._decide()
+        if self.best == 0:
+            known.seen = [min(weight, COST_WEIGHT) for weight in known.seen]
+            self.budget = FIRST_BUDGET
         if known.seen[0] == 0:  # the pace is set without a tree
-            self.budget = FIRST_BUDGET if self.best == 0 else 0.0
             self.running = 0
             self.left = HOLD
         self._price()

@@ -21,7 +21,7 @@ from base.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
 from base.gguf_header import read_header
 from base.head_kinds import gguf_head_kind, head_kind
 from base.io import bundled_head, is_gguf, log_note, read_json
-from base.methods import HEAD_KINDS
+from base.methods import HEAD_KINDS, MTP
 from hf.checkpoint import (
     BLOCKS,
     TensorSource,
@@ -32,8 +32,9 @@ from hf.checkpoint import (
     scale_name,
 )
 from hf.gguf_blocks import keeps_blocks
+from hf.known_heads import own_head
 from hf.stacks import StackedFiles, has_stacks, plain_config
-from model import ModelConfig
+from model import ModelConfig, Mtp
 from models import registry
 from models.keys import all_ids
 from ops.library import has_cpu_operators
@@ -64,7 +65,7 @@ def open_source(path: Path) -> TensorSource:
     Raises: ValueError when the checkpoint is missing, broken or not supported.
     """
     if is_gguf(path):
-        if gguf_head_kind(path):
+        if gguf_head_kind(path) not in ("", MTP):  # which has a model's names
             from hf.gguf_heads import GgufHead
 
             return GgufHead(path)
@@ -89,8 +90,8 @@ def open_files(path: Path) -> WeightFiles:
     """
     files = WeightFiles(path)
     readers = files.readers
-    if str(files.config.get("model_type")).startswith("qwen3_5_moe"):
-        readers = split_experts(readers)
+    if str(files.config.get("model_type")).startswith(STACKED):
+        readers = split_stacks(readers)
     is_head = "fc.weight" in readers  # a draft head's names have no prefix
     if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
@@ -110,15 +111,39 @@ def open_files(path: Path) -> WeightFiles:
     return files
 
 
+STACKED = (
+    "qwen3_5_moe",
+    "gemma4",
+    "glm4",
+)  # the beginning of the types of models with such tensors
 # a stack of all experts' matrices -> the matrices of an expert, one below the other; those of
 # gpt-oss, in stacks.py, lie in another order
 STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+GATE_ABOVE_UP = ".mlp.gate_up_proj.weight"
+# parameters of a layer without a module of their own -> names like the others'
+BARE = {
+    ".layer_scalar": ".layer_scalar.weight",
+    ".router.scale": ".router.scale.weight",
+    ".router.per_expert_scale": ".router.proj.expert_scale",
+}
 
 
-def split_experts(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Name the matrices of each expert of Qwen3.5, whose files may hold a layer's in one tensor."""
+def split_stacks(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
+    """Name each matrix of a feed-forward, or of each expert, that a file may hold in one tensor.
+
+    And name what has no module as the weight of one.
+    """
     split = {}
     for name, read in readers.items():
+        if name.endswith(GATE_ABOVE_UP):
+            for half, matrix in enumerate(("gate_proj", "up_proj")):
+                both = partial(_half, read, half)
+                split[name.replace("gate_up_proj", matrix)] = both
+            continue
+        bare = next((end for end in BARE if name.endswith(end)), None)
+        if bare:
+            split[name.removesuffix(bare) + BARE[bare]] = read
+            continue
         matrices = next((STACKS[end] for end in STACKS if name.endswith(end)), None)
         if matrices is None or read().dim() != 3:
             split[name] = read
@@ -129,6 +154,10 @@ def split_experts(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callabl
                 of_one = partial(_matrix, read, expert, number, len(matrices))
                 split[f"{layer}.{expert}.{matrix}.weight"] = of_one
     return split
+
+
+def _half(read: Callable[[], Tensor], half: int) -> Tensor:
+    return read().chunk(2)[half]
 
 
 def _matrix(read: Callable[[], Tensor], expert: int, number: int, count: int) -> Tensor:
@@ -208,6 +237,29 @@ def config_from(
     return replace(config, eos_ids=all_ids([*config.eos_ids], extra_eos))
 
 
+def find_mtp(path: Path, files: TensorSource | None = None) -> Mtp | None:
+    """Return the MTP layer that a checkpoint holds, by the names of its tensors, if it does.
+
+    files: of the checkpoint, where they are open already
+    """
+    files = files or open_source(path)
+    mtp = read_config(path, files.config).mtp
+    held = mtp and any(name.startswith(mtp.prefix) for name in (*files.readers, *files.quantized))
+    return mtp if held else None
+
+
+def need_mtp(path: Path, files: TensorSource) -> Mtp:
+    """Return the MTP layer of a checkpoint. Raises: ValueError where it has none."""
+    mtp = find_mtp(path, files)
+    if mtp is None:
+        known = read_config(path, files.config).mtp
+        seen = f"no tensor {known.prefix}*" if known else "its architecture has none that is read"
+        raise ValueError(
+            f"{path} holds no MTP layer ({seen}); drop --draft mtp, or use a checkpoint with it"
+        )
+    return mtp
+
+
 # ------------------------------------------------------------------------------ beside a target
 
 
@@ -226,6 +278,8 @@ def resolve_draft(
         draft = head_kind(Path(head)) if head else without_head
         if not head:
             replace(config, draft=draft).check_needs()
+    if draft == MTP and not head:
+        head = str(path)  # which holds it
     config = replace(config, draft=draft, head=head)
     draft_path = Path(head or config.draft_checkpoint)
     resolved = replace(config, dtype=dtype or config.dtype, quant_draft="none")
@@ -240,23 +294,20 @@ def resolve_draft(
 
 
 def _head_of(config: GenerateConfig, path: Path) -> str:
-    """Return the files of the head that drafts: as given, or the bundled one; "": none.
+    """Return the files of the head that drafts: as given, or the checkpoint's own; "": none.
 
     Raises: ValueError for a kind of draft whose head is missing, or of another kind.
     """
     kind = config.draft.removesuffix("+ngram") or "eagle"
     if kind not in HEAD_KINDS:
         return ""
-    head = config.head
-    bundled = bundled_head(path, kind)
-    if not head and bundled.is_dir():
-        head = str(bundled)
-    if not config.draft:
+    head = config.head or own_head(path, config.draft and kind)
+    if not config.draft or (kind == MTP and not head):
         return head
     if not head:
         raise ValueError(
             f"--draft {config.draft} needs a head; name its directory with --head "
-            f"(there is no {bundled})"
+            f"(there is no {bundled_head(path, kind)})"
         )
     own_kind = head_kind(Path(head))
     if own_kind != kind:

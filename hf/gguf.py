@@ -8,8 +8,7 @@
    fp32, which gives the same bits.
 
 Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.
-Not here: the tokenizer (hf/gguf_tokenizer.py); files in several parts, big-endian files,
-importance-matrix types (IQ).
+Not here: the tokenizer (hf/gguf_tokenizer.py); big-endian files, importance-matrix types (IQ).
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from base.gguf_header import (
     Header,
     Info,
     Metadata,
-    check_is_whole,
     read_header,
 )
 from hf.checkpoint import TensorSource
@@ -52,7 +50,17 @@ PIECE = 2**18  # values that are made of blocks at a time: they fit in the secon
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, which yields `factor`
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # routers, and the confidence of a draft: they are small, and decide
-SMALL = (".gate.weight", ".router.weight", "confidence_head.proj.weight")
+SMALL = (".gate.weight", ".router.weight", ".router.proj.weight", "confidence_head.proj.weight")
+GATE_UP = "ffn_gate_up"  # a gate's rows, then those of up, of each expert in a stack
+# of an MTP layer, which follows the model's own layers -> those of Qwen3.5's directories
+NEXTN_NAMES = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm",
+    "shared_head_head": "lm_head",
+    "embed_tokens": "embed_tokens",
+}
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -101,7 +109,6 @@ class GgufFile(TensorSource):
         self.path = path
         self._mapped = 0  # bytes read since the last release
         self._header = header = self._read_header()
-        check_is_whole(header.metadata)
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in self.architectures:
             raise ValueError(f"{path}: {gguf_refusal(architecture)}")
@@ -210,8 +217,8 @@ class GgufFile(TensorSource):
                 f"whose last size is no multiple of {block}"
             )
         size = elements // block * block_size
-        end = self._header.start + info.offset + size
-        file_size = len(self._header.file)
+        end = info.offset + size
+        file_size = len(info.file)
         if end > file_size:
             raise ValueError(
                 f"{self.path} is truncated: {name} ends at byte {end} of {file_size}; "
@@ -228,19 +235,24 @@ class GgufFile(TensorSource):
         changed = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if changed and changed[2] in self.layout.changed:
             official, change = self.layout.changed[changed[2]]
-            yield f"model.layers.{changed[1]}.{official}", lambda: change(read())
+            yield f"{self._layer(changed[1])}.{official}", lambda: change(read())
+            return
+        nextn = re.fullmatch(r"blk\.(\d+)\.nextn\.(\w+)\.weight", name)
+        if nextn and nextn[2] in NEXTN_NAMES:
+            owner = self._layer(nextn[1]).removesuffix(".layers.0")  # the first one's are for all
+            yield f"{owner}.{NEXTN_NAMES[nextn[2]]}.weight", read
             return
         stem, _, leaf = name.rpartition(".")
         part = re.fullmatch(r"blk\.(\d+)\.(\w+?)(_exps|\.\d+)?", stem)
         if part is None:
             if name != "rope_freqs.weight":
-                yield f"{self.names.get(stem, stem)}.{leaf}", read
+                yield f"{(self.names | self.layout.beside).get(stem, stem)}.{leaf}", read
             return
-        layer = f"model.layers.{part[1]}."
+        layer = f"{self._layer(part[1])}."
         kind = part[2]
         suffix = part[3]
         matrices = self.layout.mixture
-        if suffix == "_exps" and kind in matrices:  # all experts of a layer
+        if suffix == "_exps" and kind in (*matrices, GATE_UP):  # all experts of a layer
             shape = self._header.tensors[name].shape
             of_bias = leaf == "bias"
             if len(shape) != 3 - of_bias or shape[0] > MOST_EXPERTS:
@@ -249,18 +261,34 @@ class GgufFile(TensorSource):
                 raise ValueError(
                     f"{self.path}: {name} has the shape {list(shape)}; experts are {stack}"
                 )
-            for expert in range(shape[0]):
-                official = f"{layer}{matrices[kind].format(expert)}.{leaf}"
-                yield official, partial(self._tensor, name, expert)
+            kinds = ("ffn_gate", "ffn_up") if kind == GATE_UP else (kind,)
+            for part_number in range(shape[0] * len(kinds)):
+                expert, matrix = divmod(part_number, len(kinds))
+                official = f"{layer}{matrices[kinds[matrix]].format(expert)}.{leaf}"
+                yield official, partial(self._tensor, name, part_number)
         elif suffix and kind in matrices:  # one expert, in older files
             yield f"{layer}{matrices[kind].format(suffix[1:])}.{leaf}", read
         elif not suffix and kind == "ffn_gate_inp":
             yield f"{layer}{matrices[kind]}.{leaf}", read
+        elif self._is_gate_above_up(name):
+            for half, matrix in enumerate(("mlp.gate_proj", "mlp.up_proj")):
+                yield f"{layer}{matrix}.{leaf}", partial(self._tensor, name, half)
         elif not suffix and kind in self.layout.layer | self.further_names:
             official = (self.layout.layer | self.further_names)[kind]
             yield f"{layer}{official}.{leaf}", self._layer_reader(name, kind)
         else:
             yield f"{stem}.{leaf}", read
+
+    def _is_gate_above_up(self, name: str) -> bool:
+        of_experts = name.endswith(f".{GATE_UP}_exps.weight")
+        return of_experts or (self.layout.gate_above_up and name.endswith(".ffn_up.weight"))
+
+    def _layer(self, number: str) -> str:
+        """Return the beginning of the names of a layer's tensors."""
+        own = self.config["num_hidden_layers"]
+        if int(number) < own:
+            return f"model.layers.{number}"
+        return f"mtp.layers.{int(number) - own}"
 
     def _layer_reader(self, name: str, kind: str) -> Callable[[], Tensor]:
         """Return the reader of a tensor of a layer in Hugging Face's form."""
@@ -282,7 +310,7 @@ class GgufFile(TensorSource):
         info = self._header.tensors[name]
         value = self._values(blocks, info.type_id, dtype).view(shape)
         is_changed = name.split(".", 2)[-1] in self.layout.changed
-        if self.layout.norms_plus_one and name.endswith("_norm.weight") and not is_changed:
+        if self.layout.norms_plus_one and name.endswith("norm.weight") and not is_changed:
             value = value.float() - 1
         order = row_order(shape[0], heads)
         return value if order is None else value[order]
@@ -291,13 +319,15 @@ class GgufFile(TensorSource):
         """Return a tensor's shape and its bytes, or those of one part along its first dimension."""
         info = self._header.tensors[name]
         shape = info.shape
+        if self._is_gate_above_up(name):
+            shape = (2 * math.prod(shape[:-2]), shape[-2] // 2, shape[-1])
         size = self._sizes[name]
-        start = self._header.start + info.offset
+        start = info.offset
         if part is not None:
             size //= shape[0]
             start += part * size
             shape = shape[1:]
-        file = self._header.file
+        file = info.file
         held = file.size()
         if start + size > held:  # a page of the mapping that the file has lost ends the process
             raise ValueError(
@@ -356,6 +386,12 @@ class GgufFile(TensorSource):
         if "rope_freqs.weight" not in self._header.tensors:
             return
         divisors = self._tensor("rope_freqs.weight").float()  # [E/2]
+        if self.layout.rope_keys:
+            try:
+                self.config |= self.layout.rope_keys(divisors)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {error}; use the original model") from None
+            return
         if bool((divisors == 1).all()):
             return
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
@@ -424,14 +460,14 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
+    row = row_of_gguf(architecture, bool(metadata.get(key("expert_count"))))
+    further = row.load().GGUF.keys(metadata, key)
     sizes = _sizes(header, key, embedding)
     max_positions = metadata.size(key("context_length"), most=MAX_COUNT)
     has_window = metadata.get(key("attention.sliding_window")) != 0  # 0: none
     window = None
     if has_window:
         window = metadata.size(key("attention.sliding_window"), None, MAX_COUNT)
-    row = row_of_gguf(architecture, "num_local_experts" in sizes)
-    further = row.load().GGUF.keys(metadata, key)
     return sizes | {
         "architectures": [row.name],
         "max_position_embeddings": max_positions,
@@ -442,6 +478,7 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
         "rope_scaling": _rope_scaling(metadata, key),
         "attention_bias": _has(tensors, r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
         "mlp_bias": _has(tensors, r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
+        "attention_k_eq_v": _lacks_values(tensors),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": end_ids(metadata),
@@ -453,6 +490,14 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
 def _has(names: Iterable[str], pattern: str) -> bool:
     """Return whether any name is of a pattern."""
     return any(re.fullmatch(pattern, name) for name in names)
+
+
+def _lacks_values(names: Iterable[str]) -> bool:
+    """Return whether a layer has keys and no values, as keys are both there."""
+    return any(
+        name.endswith(".attn_k.weight") and name.replace("attn_k", "attn_v") not in names
+        for name in names
+    )
 
 
 def _dtype_name(header: Header, type_names: dict[str, str]) -> str:
@@ -474,30 +519,38 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
     metadata = header.metadata
     tensors = header.tensors
 
+    layout = row_of_gguf(metadata["general.architecture"], False).load().GGUF
     for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        metadata.of_every_layer(key(name))
+        if layout.by_layer:
+            metadata = metadata.with_first(key(name))
+        else:
+            metadata.of_every_layer(key(name))
 
     def size(name: str, *default: Any) -> Any:
         return metadata.size(key(name), *default)
 
     width = size("embedding_length")
     heads = size("attention.head_count")
-    layers = size("block_count")
+    blocks = size("block_count")
+    of_mtp = metadata.read(key("nextn_predict_layers"), int, 0)
+    layers = blocks - of_mtp
     head_dim = size("attention.key_length", width // heads)
     kv_heads = size("attention.head_count_kv", heads)
     experts = size("expert_count") if metadata.get(key("expert_count")) else 0
     rotated = size("rope.dimension_count", head_dim)
-    turns_parts = row_of_gguf(metadata["general.architecture"], False).load().GGUF.partial_rope
     value_dim = size("attention.value_length", head_dim)
     fits_embedding = len(embedding) == 2 and embedding[-1] == width
     rules = {
         "token_embd.weight must be [tokens, embedding_length]": fits_embedding,
-        "the file has fewer layers than block_count": layers <= len(tensors),
+        # an MTP layer may have a file of its own
+        "the file has fewer layers than block_count": of_mtp > 0 or blocks <= len(tensors),
+        "nextn_predict_layers must be from 0 to below block_count": 0 < layers <= blocks,
         f"expert_count must be at most {MOST_EXPERTS}": experts <= MOST_EXPERTS,
         "head_count_kv must divide head_count": heads % kv_heads == 0,
         "key_length must be even": head_dim > 0 and head_dim % 2 == 0,
         f"head_count times key_length must be at most {MAX_SIZE}": heads * head_dim <= MAX_SIZE,
-        "the rotation of a part of a head is not supported": rotated == head_dim or turns_parts,
+        "the rotation of a part of a head is not supported": rotated == head_dim
+        or layout.partial_rope,
         "values must be as wide as keys": value_dim == head_dim,
     }
     for rule, holds in rules.items():

@@ -16,6 +16,7 @@ from base.fields import (
     TEXT,
     TOKEN_IDS,
     NotSupported,
+    Rule,
     integer,
     key,
     only,
@@ -36,6 +37,7 @@ FULL = "full_attention"
 WIDTH = integer(1, 2**20)
 POSITIONS = integer(1, LONGEST_CONTEXT)
 EXPERTS = integer(1, 2**12)
+SHARE = Rule("a number above 0, at most 1", lambda v: type(v) in (int, float) and 0 < v <= 1)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ class HFSwiGLU:
     """The key of a feed-forward that is SwiGLU."""
 
     hidden_act: str = key(only("silu", "swish"), "silu")  # one function
+
+
+@dataclass(frozen=True)
+class HFPartialRope:
+    """The key that says how much of a head is turned: in `rope_parameters`, or beside them."""
+
+    partial_rotary_factor: float | None = key(SHARE, None)
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,23 @@ def rope_parameters(hf: HFConfig) -> tuple[float, dict | None]:
     if not scaling:
         return theta, None
     return theta, {"rope_type": kind, **scaling}
+
+
+def rotary_dim(raw: dict, head_dim: int, default: float) -> int:
+    """Return the number of elements of a head that RoPE turns.
+
+    raw: config.json; default: the share of a head that they are, where it is not named
+    Raises: ValueError for a share that is none, or leaves an odd number.
+    """
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    factors = [read_fields(keys, HFPartialRope).partial_rotary_factor for keys in (rope, raw)]
+    turned = int(head_dim * (factors[0] or factors[1] or default))
+    if turned < 2 or turned % 2:
+        raise ValueError(
+            f"partial_rotary_factor must leave an even number of a head's elements to RoPE; of "
+            f"head_dim {head_dim} it leaves {turned}"
+        )
+    return turned
 
 
 def _yarn(rope: HFRope, theta: float, longest: int) -> dict:

@@ -1,22 +1,25 @@
-"""Qwen2, Qwen3 and Qwen3-MoE: LLaMA's layer with biases, norms of queries and keys, experts.
+"""Qwen2 and Qwen3, dense or with experts: LLaMA's layer with biases, norms of queries and keys.
 
-Their list of steps is `ModelConfig`'s own (model.py). Sources: arXiv 2407.10671, 2505.09388.
+Their list of steps is `ModelConfig`'s own (model.py); all tokens share an expert of Qwen2-MoE.
+Sources: arXiv 2407.10671, 2505.09388.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from base.fields import FLAG, Rule, integer, key, read_fields
 from model import ModelConfig
-from models.gguf_names import GgufLayout
+from models.gguf_names import LAYER, GgufLayout
 from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, within_window
 from models.mixtral import counts
 
 # architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
 BIASES = {
     "Qwen2ForCausalLM": (True, False),
+    "Qwen2MoeForCausalLM": (True, False),
     "Qwen3ForCausalLM": (None, None),
     "Qwen3MoeForCausalLM": (None, None),
 }
@@ -24,12 +27,11 @@ LAYERS = Rule(
     "a list of layers, whole numbers from 0 on",
     lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v)),
 )
-GGUF = GgufLayout()
 
 
 @dataclass(frozen=True)
 class HFQwenExperts:
-    """The further keys of a Qwen3-MoE's config.json."""
+    """The further keys of the config.json of one with experts."""
 
     moe_intermediate_size: int = key(WIDTH)
     num_experts_per_tok: int = key(EXPERTS)
@@ -45,15 +47,27 @@ def read_config(raw: dict, architecture: str) -> ModelConfig:
     hf = read_swiglu_keys(raw)
     fields = common_fields(hf)
     qkv_bias, o_bias = BIASES[architecture]
-    if architecture == "Qwen3MoeForCausalLM":
+    if "Moe" in architecture:
         fields |= mixture_fields(raw)
+    if architecture == "Qwen2MoeForCausalLM":
+        keys = read_fields(raw, HFSharedExpert)
+        fields |= {"shared_dim": keys.shared_expert_intermediate_size}
+        qkv_bias = keys.qkv_bias
     return ModelConfig(
         # missing, the key for windows means none, as in transformers
         **fields | {"max_context": within_window(hf, fields["max_context"], by_default=False)},
         qkv_bias=hf.attention_bias if qkv_bias is None else qkv_bias,
         o_bias=hf.attention_bias if o_bias is None else o_bias,
-        qk_norm=architecture != "Qwen2ForCausalLM",
+        qk_norm=architecture.startswith("Qwen3"),
     )
+
+
+@dataclass(frozen=True)
+class HFSharedExpert:
+    """The further keys of a Qwen2-MoE's config.json."""
+
+    shared_expert_intermediate_size: int = key(WIDTH)
+    qkv_bias: bool = key(FLAG, True)
 
 
 def mixture_fields(raw: dict) -> dict[str, Any]:
@@ -88,3 +102,30 @@ def mixture_fields(raw: dict) -> dict[str, Any]:
         "dense_layers": dense,
         "expert_names": "qwen",
     }
+
+
+# -------------------------------------------------------------------------------------------- GGUF
+
+
+def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
+    """Return the further keys of config.json that a Qwen2-MoE's GGUF file holds.
+
+    As in llama.cpp, the shares of the chosen experts need not add up to 1.
+    name: of a key in the file. Raises: ValueError for a missing key.
+    """
+    if metadata["general.architecture"] != "qwen2moe":
+        return {}
+    width = metadata.size(name("expert_shared_feed_forward_length"))
+    return {"norm_topk_prob": False, "shared_expert_intermediate_size": width}
+
+
+GGUF = GgufLayout(
+    layer=LAYER
+    | {
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    changed={"ffn_gate_inp_shexp.weight": ("mlp.shared_expert_gate.weight", lambda x: x[None])},
+    keys=gguf_keys,
+)

@@ -5,7 +5,7 @@ gate, and whose RoPE turns a quarter of each head. Weights of norms count from o
 of the recurrence.
 
 Sources: arXiv 2412.06464 (Gated DeltaNet), 2505.06708 (the gate of attention).
-Not here: pictures; the MTP layer, whose tensors are noted as another part and not read.
+Not here: pictures.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from torch import Tensor
 
 from base.fields import FLAG, Rule, integer, key, read_fields
 from kv_cache import TAPS, StateShape
-from model import ModelConfig, Rope
+from model import ModelConfig, Mtp, Rope
 from models.gguf_names import LAYER, GgufLayout
-from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys
+from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, rotary_dim
 from models.mixtral import counts
 from steps import (
     Add,
-    AddShared,
     Attend,
-    Copy,
     DeltaRule,
-    Gate,
     GateOutput,
     HeadNorm,
     Norm,
@@ -41,6 +38,12 @@ from steps import (
 LINEAR = "linear_attention"
 FULL = "full_attention"
 WITH_EXPERTS = "Qwen3_5MoeForCausalLM"
+MTP_NAMES = {
+    "fc": "mtp.fc",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "norm": "mtp.norm",
+}
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,12 @@ class Qwen35(ModelConfig):
     recurrent_layers: tuple[int, ...] = ()  # layer_types, full_attention_interval
     # (ours) head h of values reads head h mod H_k of keys, and no neighbour does: as in GGUF files
     tiled_heads: bool = False
-    shared_dim: int = 0  # shared_expert_intermediate_size, of the expert that all tokens share
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
         # of a row what the state depends on comes first
         projections = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
         return super().names | {
-            "shared_w13": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-            "shared_w2": ("mlp.shared_expert.down_proj",),
-            "shared_gate": ("mlp.shared_expert_gate",),
             "w_in": tuple(f"linear_attn.{name}" for name in projections),
             "conv": ("linear_attn.conv1d",),
             "decay": ("linear_attn",),
@@ -84,6 +83,11 @@ class Qwen35(ModelConfig):
             self.value_heads, self.key_dim, self.value_dim, convolved + 2 * self.value_heads
         )
 
+    @property
+    def mtp(self) -> Mtp:
+        model = replace(self, n_layers=1, recurrent_layers=())
+        return Mtp(model, "mtp.", "mtp.layers.{}.", MTP_NAMES)
+
     def layer(self, i: int) -> tuple[Step, ...]:
         return (
             Norm("attention_norm", self.dim, self.norm_eps, plus_one=True),
@@ -92,21 +96,6 @@ class Qwen35(ModelConfig):
             Norm("ffn_norm", self.dim, self.norm_eps, plus_one=True),
             *(self.mixture() if self.n_experts else self.feed_forward()),
             Add(),
-        )
-
-    def mixture(self) -> tuple[Step, ...]:
-        """Return the steps of the experts: the shared one first, whose result waits."""
-        return (
-            Copy("h", "normed"),
-            Project("shared_w13", self.dim, 2 * self.shared_dim),
-            Gate("silu"),
-            Project("shared_w2", self.shared_dim, self.dim, row_parallel=True),
-            Project("shared_gate", self.dim, 1, source="normed", to="gate"),
-            GateOutput(),
-            Copy("h", "shared"),
-            Copy("normed", "h"),
-            *super().mixture(),
-            AddShared(),
         )
 
     def attention(self) -> tuple[Step, ...]:
@@ -144,7 +133,6 @@ KINDS = Rule(
     lambda v: type(v) is list and all(kind in (LINEAR, FULL) for kind in v),
 )
 YES = Rule("true", lambda v: v is True)
-SHARE = Rule("a number above 0, at most 1", lambda v: type(v) in (int, float) and 0 < v <= 1)
 
 
 @dataclass(frozen=True)
@@ -160,7 +148,6 @@ class HFQwen35:
     layer_types: list | None = key(KINDS, None)
     full_attention_interval: int = key(integer(1, 2**20), 4)  # every so many layers one is full
     attn_output_gate: bool = key(YES, True)
-    partial_rotary_factor: float = key(SHARE, 0.25)
     attention_bias: bool = key(FLAG, False)
     tiled_heads: bool = key(FLAG, False)  # (ours) true of a GGUF file
 
@@ -175,13 +162,6 @@ class HFExperts:
     num_experts_per_tok: int = key(EXPERTS)
 
 
-@dataclass(frozen=True)
-class HFPartialRope:
-    """The key of `rope_parameters` that says how much of a head is turned."""
-
-    partial_rotary_factor: float | None = key(SHARE, None)
-
-
 def read_config(raw: dict, architecture: str) -> Qwen35:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
     experts = {}
@@ -191,13 +171,6 @@ def read_config(raw: dict, architecture: str) -> Qwen35:
         raw = {"intermediate_size": of_experts.moe_intermediate_size} | raw
     own = read_fields(raw, HFQwen35)
     hf = replace(read_swiglu_keys(raw), head_dim=own.head_dim)
-    rope = read_fields(hf.rope_parameters or hf.rope_scaling or {}, HFPartialRope)
-    turned = int(own.head_dim * (rope.partial_rotary_factor or own.partial_rotary_factor))
-    if turned < 2 or turned % 2:
-        raise ValueError(
-            f"partial_rotary_factor must leave an even number of a head's elements to RoPE; of "
-            f"head_dim {own.head_dim} it leaves {turned}"
-        )
     if own.linear_num_value_heads % own.linear_num_key_heads:
         raise ValueError(
             f"linear_num_key_heads ({own.linear_num_key_heads}) must divide "
@@ -209,7 +182,7 @@ def read_config(raw: dict, architecture: str) -> Qwen35:
         qkv_bias=own.attention_bias,
         o_bias=own.attention_bias,
         qk_norm=True,
-        rotary_dim=turned,
+        rotary_dim=rotary_dim(raw, own.head_dim, 0.25),
         key_heads=own.linear_num_key_heads,
         value_heads=own.linear_num_value_heads,
         key_dim=own.linear_key_head_dim,
@@ -248,12 +221,8 @@ def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
 def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
     """Return the further keys of config.json that a GGUF file holds. name: of a key in the file
 
-    Raises: ValueError for a missing key, or a file that holds an MTP layer.
+    Raises: ValueError for a missing key.
     """
-    if metadata.get(name("nextn_predict_layers")):
-        raise ValueError(
-            f"{metadata.path} holds an MTP layer, which is not read; convert the model without it"
-        )
     values = metadata.size(name("ssm.time_step_rank"))
     inner = metadata.size(name("ssm.inner_size"))
     if inner % values:

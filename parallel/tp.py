@@ -83,6 +83,8 @@ class ShardedFiles(TensorSource):
         }
         if config.expert_dim:
             self.config["moe_intermediate_size"] = config.expert_dim // here.world_size
+        if config.shared_dim:
+            self.config["shared_expert_intermediate_size"] = config.shared_dim // here.world_size
         self.readers = {
             name: partial(self._read_part, name, read) for name, read in files.readers.items()
         }
@@ -149,6 +151,8 @@ def split_inputs(config: ModelConfig) -> list[int]:
     inputs = [config.n_heads * config.head_dim]
     if config.n_experts:
         inputs.append(config.expert_dim or config.ffn_dim)
+    if config.shared_dim:
+        inputs.append(config.shared_dim)
     if not config.n_experts or config.dense_layers:
         inputs.append(config.ffn_dim)
     return inputs
@@ -164,6 +168,8 @@ def check_parts(
     """
     if any(map(config.state_shape, range(config.n_layers))):
         raise ValueError(f"{path}: a model with recurrent layers runs on one rank; start one")
+    if len(set(map(config.kv_shape, range(config.n_layers)))) > 1:
+        raise ValueError(f"{path}: a model with heads of two widths runs on one rank; start one")
     inputs = split_inputs(config)
     kv_heads = config.n_kv_heads
 

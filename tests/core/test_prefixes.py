@@ -23,7 +23,13 @@ SECOND = [*SHARED, 9, 33]
 RULES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
 LONG = 40  # new tokens of the sequence that goes on while others copy from it
 OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "batch_size": 3}
-IN_INT8 = OPTIONS | {"checkpoint": DEMO, "device": "cpu", "compile": True, "quant": "int8"}
+IN_INT8 = OPTIONS | {
+    "checkpoint": DEMO,
+    "device": "cpu",
+    "compile": True,
+    "quant": "int8",
+    "kv": "int8",
+}
 
 
 def decode(session: Session, seq: int, prompt: list[int], rule: Sampling, **options) -> list[int]:
@@ -95,6 +101,7 @@ def test_a_copied_prefix_changes_no_token(drafter, rule):
     "draft", [{"draft": "none"}, {"tree": "dynamic"}, {"tree": "auto"}], ids=str
 )
 def test_in_int8_without_exception(draft):
+    """Weights and cache."""
     engine = load(**IN_INT8, **draft)
     for rule in RULES:
         assert copied(engine, RULES[rule]) == in_int8(rule), rule

@@ -92,7 +92,7 @@ def test_kernels_of_a_pass(config, form, dtype, rows, merged, kernels):
         if not merged:
             model.fused_layers = None
         kv = [torch.empty(1, 2, 128, 16, dtype=dtype, **CUDA) for _ in range(2)]
-        cache = KVCache(kv[:1], kv[1:], None)
+        cache = KVCache(kv[:1], kv[1:], None, (0,))
         slots = torch.zeros(1, rows, dtype=torch.long, **CUDA)
         mask = torch.ones(1, rows, rows, dtype=torch.bool, **CUDA)
         window = Window(slots, torch.zeros(1, dtype=torch.long, **CUDA), mask)

@@ -10,32 +10,42 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_gguf import read_by_transformers, refused, write
 
+import tiny_models
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.presets import PresetPolicy
 from generate import Batch, compare, generate, load
-from helpers import decode, engine_for, noisy_copy, slow, with_children
+from helpers import decode, engine_for, noisy_copy, pairwise, slow, with_children
 from hf.config import read_config
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
-from kv_cache import KVCache, causal_window
 from steps import Attend
+from tiny_models import (
+    IDS,
+    NAMES,
+    assert_same_config,
+    assert_same_directory,
+    assert_same_logits,
+    by_passes,
+    gguf_tensors,
+    metadata_of,
+    read_by_transformers,
+    refused,
+    refused_keys,
+    write,
+)
 
 WINDOW = 8  # tokens; prompts are longer
-IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "sliding_window": WINDOW,
-    "query_pre_attn_scalar": 32, "bos_token_id": 2, "eos_token_id": 1,
+SIZES = tiny_models.SIZES | {
+    "num_hidden_layers": 7, "head_dim": 32, "max_position_embeddings": 128, "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 32,
 }  # fmt: skip
 
 
@@ -69,37 +79,10 @@ CASES = {
 
 
 def random_model(**options):
-    """A Gemma 3 of transformers with random weights; its norms' weights count from one."""
-    torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(**SIZES | options)
-    model = transformers.Gemma3ForCausalLM._from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, p in model.float().named_parameters():
-            p.normal_(0.0, 0.4 if "norm" in name else 0.15)
-    return model.eval()
-
-
-@torch.no_grad()
-def assert_same_logits(model, reference, ids=IDS):
-    """Compare every position, without a cache, and over one with passes of several widths."""
-    want = reference(ids[None]).logits[0]
-    assert want.std() > 0.3  # else the bound would hold for anything
-    got = model.logits(model(ids[None], torch.arange(len(ids))[None]))[0]
-    torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
-    for width in (len(ids), 1, 5):
-        got = by_passes(model, ids, width)
-        torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
-
-
-def by_passes(model, ids, width: int):
-    """The logits of a text that is read in passes of `width` tokens: [T, V]."""
-    cache = KVCache.empty(model.config, 1, len(ids), model.norm.weight.dtype, "cpu")
-    found = []
-    for start in range(0, len(ids), width):
-        part = ids[start : start + width][None]
-        window = causal_window(torch.tensor([start]), part.shape[1])
-        found.append(model.logits(model(part, window.slots, cache, window))[0])
-    return torch.cat(found)
+    """A Gemma 3; its norms' weights count from one."""
+    return tiny_models.random_model(
+        "Gemma3", SIZES | options, lambda name: (0.0, 0.4 if "norm" in name else 0.15)
+    )
 
 
 # --------------------------------------------------------------------------------------- directories
@@ -107,10 +90,7 @@ def by_passes(model, ids, width: int):
 
 @pytest.mark.parametrize("case", CASES)
 def test_directories(tmp_path, case):
-    reference = random_model(**CASES[case])
-    reference.save_pretrained(tmp_path)
-    model = load_model(tmp_path, torch.float32)
-    assert_same_logits(model, reference)
+    model = assert_same_directory(tmp_path, random_model(**CASES[case]))
     assert model.config.tie_embeddings == (case != "untied")
     assert model.config.max_context == 128  # a window is a layer's, and no shorter context
 
@@ -214,55 +194,23 @@ def test_bfloat16_rounds_the_embeddings_scale_as_transformers_does(tmp_path):
 
 # --------------------------------------------------------------------------------------- GGUF files
 
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+GGUF_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 
 
-def gguf_tensors(model) -> dict[str, np.ndarray]:
-    """The converter's tensors: norms with one added, rows of queries and keys in their own order."""
-    tensors = {}
-    for name, value in model.state_dict().items():
-        stem, _, leaf = name.rpartition(".")
-        if stem == "lm_head" and model.config.tie_word_embeddings:
-            continue
-        parts = stem.split(".", 3)
-        block = f"blk.{parts[2]}.{GGUF_NAMES[parts[3]]}" if len(parts) == 4 else GGUF_NAMES[stem]
-        tensors[f"{block}.{leaf}"] = (value + 1 if "norm" in stem else value).numpy()
-    return tensors
-
-
-def metadata_of(model) -> dict:
-    c = model.config
-    far = c.rope_parameters["full_attention"]
-    keys = {
-        "vocab_size": c.vocab_size, "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
-        "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
-        "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": c.rms_norm_eps, "attention.key_length": c.head_dim,
-        "attention.value_length": c.head_dim, "attention.sliding_window": c.sliding_window,
-        "rope.freq_base": far["rope_theta"],
-    }  # fmt: skip
-    if far["rope_type"] == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": far["factor"]}
-    keys = {f"gemma3.{key}": value for key, value in keys.items()}
-    ids = {"tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1}
-    return {"general.architecture": "gemma3"} | keys | ids
+def from_one(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The converter adds one to the weights of norms."""
+    return {name: value + 1 if "norm" in name else value}
 
 
 def write_file(
-    path: Path, model, kinds: str = "F32", extra: dict | None = None, without=()
+    path: Path, model, kinds: str = "F32", further: dict | None = None, without=()
 ) -> Path:
-    """Write a model; extra: further metadata; without: keys and tensors that are left out."""
-    keys = metadata_of(model) | {f"gemma3.{name}": value for name, value in (extra or {}).items()}
-    keys = {name: value for name, value in keys.items() if name not in without}
-    tensors = {name: v for name, v in gguf_tensors(model).items() if name not in without}
-    return write(path, keys, tensors, kinds)
+    """Write a model as a GGUF file. Arguments as for `metadata_of` and `write`."""
+    metadata = metadata_of(model, "gemma3", further)
+    return write(path, metadata, gguf_tensors(model, GGUF_NAMES, from_one), kinds, without)
 
 
 IN_FILES = ("as it is", "one key head", "scaled rope", "a window beyond the prompt", "untied")
@@ -273,10 +221,8 @@ def test_files(tmp_path, case):
     reference = random_model(**CASES[case])
     model = load_model(write_file(tmp_path / "m.gguf", reference))
     assert_same_logits(model, reference)
-    reference.save_pretrained(tmp_path / "hf")
-    ours, theirs = vars(model.config), vars(read_config(tmp_path / "hf"))
-    for name in ours.keys() - {"norm_eps", "rounds_scale"}:  # fp32 in the file; as llama.cpp
-        assert ours[name] == theirs[name], name
+    # fp32 in the file; as llama.cpp
+    assert_same_config(tmp_path / "m.gguf", reference, {"norm_eps", "rounds_scale"})
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
@@ -318,15 +264,17 @@ def trees(target, tree):
     return with_children(ModelDrafter(noisy_copy(target, 0.02), target, tree), "noise")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+DTYPES = ["float32", "bfloat16"]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
 def target(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("gemma3")
     random_model().save_pretrained(path)
     return load_model(path, getattr(torch, request.param))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pairwise(fixtures=("target",), target=DTYPES, name=list(DRAFTERS), temperature=[0.0, 1.0])
 def test_no_drafter_changes_a_token(target, name, temperature):
     """Prompts and drafted paths cross the edges of the windows."""
     options = {
@@ -383,11 +331,7 @@ BAD_KEYS = [
 
 @pytest.mark.parametrize("key, value, says", BAD_KEYS)
 def test_a_key_with_an_unknown_value_is_one_line(capsys, tmp_path, key, value, says):
-    random_model().save_pretrained(tmp_path)
-    capsys.readouterr()
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    assert says in refused(capsys, "--checkpoint", str(tmp_path))
+    assert says in refused_keys(capsys, tmp_path, random_model(), **{key: value})
 
 
 @pytest.mark.parametrize("pattern", [0, -1, "six"])
@@ -420,7 +364,7 @@ BAD_METADATA = [
 
 @pytest.mark.parametrize("extra, says", BAD_METADATA)
 def test_a_file_with_an_unknown_value_is_one_line(capsys, tmp_path, extra, says):
-    path = write_file(tmp_path / "m.gguf", random_model(), extra=extra)
+    path = write_file(tmp_path / "m.gguf", random_model(), further=extra)
     assert says in refused(capsys, "--checkpoint", str(path))
 
 

@@ -9,7 +9,6 @@ import random
 import re
 import struct
 import sys
-import time
 import unicodedata
 from pathlib import Path
 
@@ -19,25 +18,29 @@ import pytest
 import sentencepiece as spm
 import torch
 import transformers
+from test_hub import write_ollama
 from test_tokenizer import LINES, TEXTS, train_sp
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 import generate as program
+import helpers
 import quantize
-from base.gguf_header import chat_template_text
+import tiny_models
+from base.gguf_header import chat_template_text, read_header
 from generate import generate, load
 from helpers import slow
 from hf.chat import template_text
 from hf.config import read_config, read_raw, resolve_draft
+from hf.fetch import title_of
 from hf.gguf import STORED, TYPES, GgufFile
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
 from linear import Linear
 from ops.library import has_cpu_operators
 from options import GenerateConfig
+from tiny_models import Kind, assert_same_logits, gguf_name, read_by_transformers, refused, write
 
-Kind = gguf.GGMLQuantizationType
 ROOT = Path(program.__file__).parent
 OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
 WRITTEN = (
@@ -86,12 +89,6 @@ CASES = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3moe": ("Qwen3Moe", {"head_dim": 32, **QWEN3_MOE}),
 }  # fmt: skip
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -111,13 +108,6 @@ def hf_model(family="Llama", **options):
     return model
 
 
-def gguf_name(name: str) -> str:
-    """The converter's name of a weight of Hugging Face's, experts and routers excepted."""
-    stem, _, kind = name.rpartition(".")
-    layer = re.match(r"model\.layers\.(\d+)\.(.*)", stem)
-    return f"blk.{layer[1]}.{NAMES[layer[2]]}.{kind}" if layer else f"{NAMES[stem]}.{kind}"
-
-
 def permuted(weight, heads):
     """The permutation of q and k by llama.cpp's converter."""
     halves = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
@@ -126,85 +116,39 @@ def permuted(weight, heads):
 
 def gguf_tensors(model, older=False) -> dict[str, np.ndarray]:
     """older: of a mixture, a tensor per expert."""
-    config, tensors = model.config, {}
+    config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, value in model.state_dict().items():
-        value = value.numpy()
-        block = name.replace("model.layers.", "blk.").partition(".mlp.")[0]
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if "experts" in name:  # [E, 2 F, D] gate and up, or [E, D, F] down
-            parts = {"ffn_down": value}
-            if "down" not in name:
-                parts = dict(zip(("ffn_gate", "ffn_up"), np.split(value, 2, 1)))
-            for part, stack in parts.items():
-                each = {f"{block}.{part}.{e}.weight": one for e, one in enumerate(stack)}
-                tensors |= each if older else {f"{block}.{part}_exps.weight": stack}
-        elif name.endswith(".gate.weight"):
-            tensors[f"{block}.ffn_gate_inp.weight"] = value
+    llama = not config.model_type.startswith("qwen")
+
+    def convert(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        part = name.split(".")[-2]
+        if part != "experts":
+            return {name: permuted(value, heads[part]) if llama and part in heads else value}
+        names = [name]  # [E, 2 F, D] gate and up, or [E, D, F] down
+        if "down" not in name:
+            names = [name.replace("gate_up", kind) for kind in ("gate", "up")]
+        stacks = value.chunk(len(names), 1)
+        return {f"{part}.weight": stack for part, stack in zip(names, stacks)}
+
+    tensors = tiny_models.gguf_tensors(model, convert=convert)
+    if not older:
+        return tensors
+    each = {}
+    for name, value in tensors.items():
+        if "_exps" in name:
+            each |= {name.replace("_exps", f".{e}"): matrix for e, matrix in enumerate(value)}
         else:
-            turned = heads.get(name.split(".")[-2])
-            llama = not config.model_type.startswith("qwen")
-            tensors[gguf_name(name)] = permuted(value, turned) if llama and turned else value
-    return tensors
+            each[name] = value
+    return each
 
 
 def metadata_of(model) -> dict:
-    c = model.config
-    name = c.model_type.replace("_", "") if c.model_type.startswith("qwen") else "llama"
-    rope = c.rope_parameters
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    keys = {
-        "vocab_size": c.vocab_size, "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
-        "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
-        "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": c.rms_norm_eps, "rope.freq_base": float(rope["rope_theta"]),
-        "attention.key_length": head_dim, "attention.value_length": head_dim, "rope.dimension_count": head_dim,
-    }  # fmt: skip
-    if rope["rope_type"] == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
-    if rope["rope_type"] == "yarn":
-        keys |= {
-            "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
-            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        }  # fmt: skip
-        betas = {f"rope.scaling.yarn_{name}": rope.get(name) for name in ("beta_fast", "beta_slow")}
-        keys |= {name: value for name, value in betas.items() if value}
-    if c.model_type in ("mixtral", "qwen3_moe"):
-        keys |= {"expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok}
-    if c.model_type == "qwen3_moe":
-        keys["expert_feed_forward_length"] = c.moe_intermediate_size
-    if getattr(c, "sliding_window", None):
-        keys["attention.sliding_window"] = c.sliding_window
-    keys = {f"{name}.{key}": value for key, value in keys.items()}
-    ids = {
-        f"tokenizer.ggml.{end}_token_id": getattr(c, f"{end}_token_id") for end in ("bos", "eos")
-    }
-    return {"general.architecture": name} | keys | ids
-
-
-def write(path, metadata: dict, tensors: dict, kinds="F32") -> Path:
-    """kinds: the type of matrices whose rows fit its blocks, or {name: (type, bytes)}."""
-    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
-    add = {
-        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
-        str: writer.add_string, np.int32: writer.add_int32,
-    }  # fmt: skip
-    for key, value in metadata.items():
-        if key != "general.architecture":
-            add.get(type(value), writer.add_array)(key, value)
-    for name, value in tensors.items():
-        kind, data = value if isinstance(value, tuple) else (Kind.F32, value)
-        if data is value and value.ndim > 1:
-            kind = Kind[kinds]
-            data = gguf.quantize(np.ascontiguousarray(value), kind)
-        raw = None if kind == Kind.F32 else kind
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    kind = model.config.model_type
+    name = kind.replace("_", "") if kind.startswith("qwen") else "llama"
+    further = {}
+    if kind == "qwen3_moe":
+        further["expert_feed_forward_length"] = model.config.moe_intermediate_size
+    return tiny_models.metadata_of(model, name, further)
 
 
 def write_model(path, model, kinds="F32", extra=None, **options) -> Path:
@@ -227,17 +171,6 @@ def widened(model, kind):
     return model
 
 
-IDS = torch.randint(0, 96, (24,), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def assert_same_logits(model, reference):
-    want = reference(IDS[None]).logits[0]
-    got = model.logits(model(IDS[None], torch.arange(len(IDS))[None]))[0]
-    assert want.std() > 0.3  # else the bound would hold for anything
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
-
-
 # ------------------------------------------------------------------------------------------ tensors
 
 
@@ -249,10 +182,7 @@ def test_architectures(tmp_path, case):
     model = load_model(path)
     assert_same_logits(model, reference)
     assert model.config.tie_embeddings == (case == "tied") and model.config.dtype == "float32"
-    reference.save_pretrained(tmp_path / "hf")
-    ours, theirs = vars(read_config(path)), vars(read_config(tmp_path / "hf"))
-    for name in ours.keys() - {"norm_eps", "rope_theta", "rope_scaling"}:
-        assert ours[name] == theirs[name], name
+    tiny_models.assert_same_config(path, reference, {"norm_eps", "rope_theta", "rope_scaling"})
     names = weight_names(model.config)
     weights = export_weights(load_model(tmp_path / "hf"), names, model.config, torch.float32)
     for name, value in weights.items():
@@ -283,11 +213,6 @@ def test_biases_of_some_layers(tmp_path, capsys, missing):
 
 OTHER_FAMILIES = [("Qwen2", "F16"), ("Qwen2", "Q8_0"), ("Mistral", "F16")]
 READ_BY_TRANSFORMERS = [*(("Llama", kind) for kind in WRITTEN), *OTHER_FAMILIES]
-
-
-def read_by_transformers(path: Path):
-    read = transformers.AutoModelForCausalLM.from_pretrained
-    return read(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("family, kind", READ_BY_TRANSFORMERS)
@@ -701,19 +626,6 @@ FOREIGN = {
 }  # fmt: skip
 
 
-def refused(capsys, *argv: str, notes: int = 0) -> str:
-    """The error of the command line: one line behind the notes, with status 2, within seconds."""
-    began = time.perf_counter()
-    with pytest.raises(SystemExit) as stop:
-        program.main([*argv, "--set", "prompt_ids=5,17", "--device", "cpu"])
-    out, err = capsys.readouterr()
-    *before, error = err.splitlines()
-    assert stop.value.code == 2 and out == "" and len(before) == notes, err
-    assert all(line.startswith("note: ") for line in before) and not error.startswith("note: ")
-    assert time.perf_counter() - began < 5
-    return err
-
-
 @pytest.mark.parametrize("how", FOREIGN)
 def test_foreign_files(capsys, tmp_path, how):
     content, says = FOREIGN[how]
@@ -746,7 +658,7 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
 
 NAN = float("nan")
 METADATA = {
-    "architecture": ({"general.architecture": "gemma2"}, "the architecture gemma2 is not supported; supported are llama, qwen2, qwen3, qwen3moe"),
+    "architecture": ({"general.architecture": "gemma2"}, "the architecture gemma2 is not supported; supported are llama, qwen2, qwen2moe, qwen3"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
     "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),
     "list": ({"llama.embedding_length": [64, 64]}, r"llama.embedding_length must be a whole number, not \[64, 64\]"),
@@ -789,7 +701,7 @@ METADATA = {
     "endless base": ({"llama.rope.freq_base": float("inf")}, "rope.freq_base must be a finite number above 0; it is inf"),
     "factor": ({"llama.rope.scaling.factor": -3.0}, "rope.scaling.factor must be a finite number above 0; it is -3.0"),
     "no factor": ({"llama.rope.scaling.factor": NAN}, "rope.scaling.factor must be a finite number above 0; it is nan"),
-    "parts": ({"split.count": 3}, "is part 1 of 3; join them first: llama-gguf-split --merge "),
+    "parts": ({"split.count": 3}, "is part 1 of 3, and m-00002-of-00003.gguf is not beside it; download every part"),
     "eos": ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be a whole number, not '2'"),
 }  # fmt: skip
 
@@ -840,10 +752,6 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
     path = str(tmp_path / "no.gguf")
     said = f"cannot read {path}: No such file or directory; check the path"
     assert said in refused(capsys, "--checkpoint", path)
-    path = tmp_path / "model.bin"
-    path.write_bytes(whole[0].read_bytes())
-    said = f"{path} is a GGUF file without its suffix; rename it to model.bin.gguf"
-    assert said in refused(capsys, "--checkpoint", str(path))
     monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
     with monkeypatch.context() as patch:
         patch.setattr(gguf.quants, "dequantize", not_implemented)
@@ -863,15 +771,11 @@ def not_implemented(*_):
 
 def test_a_model_is_no_head_and_no_source_of_codes(capsys, whole, tmp_path):
     path = str(whole[0])
-    err = refused(capsys, "--checkpoint", path, "--eagle", path, notes=1)
-    assert err.startswith("note: weights run as they are in the file (Q8_0); --set dtype=bfloat16")
+    err = refused(capsys, "--checkpoint", path, "--eagle", path)
     assert f"{path} holds a model, and no head; use --draft model --draft_checkpoint" in err
     for argv in ([path], ["--checkpoint", path, "--out", str(tmp_path / "out")]):
-        with pytest.raises(SystemExit):
-            quantize.main(argv)
-        err = capsys.readouterr().err
         said = f"{path} is a GGUF file, which runs in its own bits as it is: python generate.py"
-        assert said in err and err.count("\n") == 1
+        assert said in helpers.refused(capsys, quantize.main, argv)
 
 
 # --------------------------------------------------------------------------------------- end to end
@@ -911,6 +815,24 @@ def test_a_folder_with_one_file_stands_for_it(whole, tmp_path, capsys):
     assert "name one of its GGUF files: model.Q8_0.gguf, other.gguf" in said
 
 
+def test_ollamas_file_has_no_suffix(whole, tmp_path, monkeypatch):
+    """By its path and by the model's name; its title is the one within the file."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    metadata = metadata_of(whole[1]) | BPE_METADATA | {"general.name": "Tiny One"}
+    file = write(tmp_path / "t.gguf", metadata, gguf_tensors(whole[1]), "Q8_0")
+    blob = tmp_path / "blobs" / write_ollama(tmp_path, "library/tiny/latest", file)
+    options = {"device": "cpu", "ignore_eos": True, "max_new_tokens": 24}
+    want = generate(load(checkpoint=str(whole[0]), **options), [[5, 17, 3]]).tokens
+    for name in ("ollama:tiny", str(blob)):
+        engine = load(checkpoint=name, **options)
+        assert generate(engine, [[5, 17, 3]]).tokens == want
+        assert title_of(Path(engine.config.checkpoint)) == "Tiny One"
+    engine = load(
+        checkpoint=str(whole[0]), draft="model", draft_checkpoint="ollama:tiny", **options
+    )
+    assert generate(engine, [[5, 17, 3]]).tokens == want
+
+
 def test_the_second_part_of_a_file(tmp_path, capsys):
     """It has no metadata of a model."""
     path = tmp_path / "m-00002-of-00003.gguf"
@@ -918,12 +840,32 @@ def test_the_second_part_of_a_file(tmp_path, capsys):
     content = path.read_bytes()
     path.write_bytes(content.replace(b"general.architecture", b"general.architectura"))
     said = refused(capsys, "--checkpoint", str(path))
-    want = (
-        "is part 2 of 3; join them first: llama-gguf-split --merge m-00001-of-00003.gguf OUT.gguf"
-    )
-    assert said.endswith(f"{want}\n")
+    assert said.endswith("is part 2 of 3; name the first one, m-00001-of-00003.gguf")
     with pytest.raises(ValueError, match="part 2 of 3"):
         load(checkpoint=str(path), device="cpu")
+
+
+def test_a_file_in_parts_is_named_by_its_first(whole, tmp_path, capsys):
+    """As llama-gguf-split writes it: the first part has the metadata, each has tensors of its own."""
+    tensors = list(gguf_tensors(whole[1]).items())
+    paths = [tmp_path / f"m-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    metadata = metadata_of(whole[1]) | BPE_METADATA | {"split.count": 3}
+    for number, path in enumerate(paths):
+        write(path, metadata | {"split.no": number}, dict(tensors[number::3]), "Q8_0")
+        metadata = {"general.architecture": "llama", "split.count": 3}
+    options = {"device": "cpu", "ignore_eos": True, "max_new_tokens": 24}
+    want = generate(load(checkpoint=str(whole[0]), **options), [[5, 17, 3]]).tokens
+    assert generate(load(checkpoint=str(paths[0]), **options), [[5, 17, 3]]).tokens == want
+    capsys.readouterr()
+    content = paths[2].read_bytes()
+    paths[2].write_bytes(content[:-5])
+    assert "is truncated" in refused(capsys, "--checkpoint", str(paths[0]))
+    paths[2].write_bytes(paths[1].read_bytes())
+    assert "as another part has" in refused(capsys, "--checkpoint", str(paths[0]))
+    paths[2].unlink()
+    assert "m-00003-of-00003.gguf is not beside it" in refused(
+        capsys, "--checkpoint", str(paths[0])
+    )
 
 
 def test_generate(whole, tmp_path):
@@ -984,14 +926,14 @@ def test_a_real_files_logits(smollm2):
     names = weight_names(model.config)
     for name, value in export_weights(model, names, model.config, torch.float32).items():
         assert torch.equal(value, state[name]), name
-    assert_same_logits(model, reference)
+    assert_same_logits(model, reference, widths=())
 
 
 @pytest.fixture(scope="module")
 def real_truth(smollm2):
     """SmolLM2's tokenizer.json in words of the tokenizers library: single digits, then GPT-2's words."""
-    fields = gguf.GGUFReader(smollm2).fields
-    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    metadata = read_header(smollm2).metadata
+    tokens, merges = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges"))
     vocab = {token: i for i, token in enumerate(tokens)}
     truth = Backend(models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
     truth.pre_tokenizer, truth.decoder = SPLITS["smollm"], decoders.ByteLevel()

@@ -26,13 +26,10 @@ from safetensors.torch import save_file
 from test_gguf import (
     BPE_METADATA,
     NAN,
-    Kind,
     gguf_tensors,
     hf_model,
     metadata_of,
-    refused,
     text,
-    write,
 )
 from test_tp import check_close, options_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -59,6 +56,7 @@ from ops.backends import choose, use_backend
 from ops.cuda.layout import BLOCK_FORMS
 from ops.library import has_cpu_operators
 from options import GenerateConfig
+from tiny_models import Kind, refused, write
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
 IN_BLOCKS = Quantization(BLOCKS, saved=True, every_type=True)
@@ -540,7 +538,7 @@ def test_scales_that_are_no_numbers(capsys, tmp_path, case, value):
     metadata, tensors = block_tensors(case)
     spoil(tensors, name, value)
     path = write(tmp_path / "m.gguf", metadata, tensors)
-    said = f"{path}: {name} has a scale that is NaN or infinite; download it again\n"
+    said = f"{path}: {name} has a scale that is NaN or infinite; download it again"
     assert refused(capsys, "--checkpoint", str(path)).endswith(said)
 
 
@@ -552,10 +550,10 @@ def test_wrong_files_of_a_draft_model(capsys, block_file, tmp_path):
     name = "blk.1.ffn_up.weight"
     spoil(tensors, name, NAN)
     write(path, metadata, tensors)
-    said = f"{path}: {name} has a scale that is NaN or infinite; download it again\n"
-    assert refused(capsys, *options, notes=1).endswith(said)
+    said = f"{path}: {name} has a scale that is NaN or infinite; download it again"
+    assert refused(capsys, *options).endswith(said)
     path.write_bytes(target.read_bytes()[:-1])
-    assert re.search(r"m.gguf is truncated: \S+ ends at byte", refused(capsys, *options, notes=1))
+    assert re.search(r"m.gguf is truncated: \S+ ends at byte", refused(capsys, *options))
 
 
 @pytest.mark.parametrize(

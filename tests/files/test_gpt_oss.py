@@ -6,21 +6,20 @@ import json
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_gemma3 import by_passes
-from test_gguf import OPERATORS, refused, write
+from test_gguf import OPERATORS
 
+import tiny_models
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import load
-from helpers import decode, engine_for, noisy_copy, with_children
+from helpers import decode, engine_for, noisy_copy, pairwise, with_children
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import open_source, read_config
 from hf.weights import load_model
@@ -28,18 +27,31 @@ from model import RotaryEmbeddings
 from ops.library import has_cpu_operators
 from quantize import quantize_directory
 from scripts.train import train_eagle
+from tiny_models import (
+    GREEDY,
+    IDS,
+    NAMES,
+    Kind,
+    assert_same_config,
+    assert_same_directory,
+    assert_same_logits,
+    by_passes,
+    gguf_tensors,
+    metadata_of,
+    refused,
+    refused_keys,
+    write,
+)
 
 OPERATED = has_cpu_operators()  # whether there is a C++ compiler
 WINDOW = 8  # tokens; prompts are longer
-IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 32, "rope_theta": 150000.0,
 }  # fmt: skip
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW,
-    "max_position_embeddings": 128, "rope_parameters": YARN, "bos_token_id": 2, "eos_token_id": 1,
+SIZES = tiny_models.SIZES | {
+    "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+    "max_position_embeddings": 128, "rope_parameters": YARN,
 }  # fmt: skip
 KINDS = ["sliding_attention", "full_attention"]
 CASES = {
@@ -61,25 +73,10 @@ CASES = {
 
 
 def random_model(**options):
-    """A gpt-oss of transformers with random weights: its bound is reached, and sinks take a share."""
-    torch.manual_seed(0)
-    config = transformers.GptOssConfig(**SIZES | options)
-    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, p in model.float().named_parameters():
-            p.normal_(1.0 if "norm" in name or "sinks" in name else 0.0, 0.25)
-    return model.eval()
-
-
-@torch.no_grad()
-def assert_same_logits(model, reference, ids=IDS, widths=(1, 5)):
-    """Compare every position, without a cache, and over one with passes of several widths."""
-    want = reference(ids[None]).logits[0]
-    assert want.std() > 0.3  # else the bound would hold for anything
-    got = model.logits(model(ids[None], torch.arange(len(ids))[None]))[0]
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-    for width in (len(ids), *widths):
-        torch.testing.assert_close(by_passes(model, ids, width), want, atol=1e-4, rtol=1e-4)
+    """A gpt-oss: its bound is reached, and sinks take a share."""
+    return tiny_models.random_model(
+        "GptOss", SIZES | options, lambda name: (float("norm" in name or "sinks" in name), 0.25)
+    )
 
 
 # --------------------------------------------------------------------------------------- directories
@@ -87,10 +84,7 @@ def assert_same_logits(model, reference, ids=IDS, widths=(1, 5)):
 
 @pytest.mark.parametrize("case", CASES)
 def test_directories(tmp_path, case):
-    reference = random_model(**CASES[case])
-    reference.save_pretrained(tmp_path)
-    model = load_model(tmp_path, torch.float32)
-    assert_same_logits(model, reference)
+    model = assert_same_directory(tmp_path, random_model(**CASES[case]))
     assert model.config.tie_embeddings == (case == "tied")
     assert model.config.max_context == 128  # a window is a layer's, and no shorter context
 
@@ -104,8 +98,8 @@ def test_64_greedy_tokens(tmp_path):
     options = {"max_new_tokens": 64, "ignore_eos": True, "batch_size": 3}
     session = decode(engine_for(target, RootOnly(), **options), *prompts)
     for row, prompt in enumerate(prompts):
-        given = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        want = reference.generate(torch.tensor([prompt]), **given)[0].tolist()
+        given = torch.tensor([prompt])
+        want = reference.generate(given, max_new_tokens=64, **GREEDY)[0].tolist()
         assert len(want) == len(prompt) + 64 and session.history[row] == want
 
 
@@ -279,67 +273,37 @@ def test_broken_mxfp4_is_one_line(capsys, tmp_path, change, says, dtype):
 
 # --------------------------------------------------------------------------------------- GGUF files
 
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn": "attn_sinks", "mlp.router": "ffn_gate_inp",
+GGUF_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks.weight",
+    "mlp.router": "ffn_gate_inp",
 }  # fmt: skip
 
 
-def gguf_tensors(model) -> dict[str, np.ndarray]:
-    """The converter's tensors: gate and up apart, each as outputs by inputs."""
-    tensors = {}
-    for name, value in model.state_dict().items():
-        stem, _, leaf = name.rpartition(".")
-        parts = stem.split(".", 3)
-        begin = f"blk.{parts[2]}." if len(parts) == 4 else ""
-        if leaf.startswith(("gate_up_proj", "down_proj")):
-            kind = "bias" if leaf.endswith("_bias") else "weight"
-            rows = value if kind == "bias" else value.transpose(1, 2)
-            of = {"down": rows}
-            if leaf.startswith("gate_up"):
-                of = {"gate": rows[:, ::2], "up": rows[:, 1::2]}
-            tensors |= {f"{begin}ffn_{part}_exps.{kind}": v.numpy() for part, v in of.items()}
-            continue
-        leaf = "weight" if leaf == "sinks" else leaf
-        tensors[f"{begin}{GGUF_NAMES[parts[3] if begin else stem]}.{leaf}"] = value.numpy()
-    return tensors
+def apart(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The converter's stacks: gate and up apart, each as outputs by inputs."""
+    experts, _, ending = name.rpartition(".")
+    if not experts.endswith("experts"):
+        return {name: value}
+    bias = ending.endswith("_bias")
+    kind = "bias" if bias else "weight"
+    rows = value if bias else value.transpose(1, 2)
+    if ending.startswith("down"):
+        return {f"{experts}.down_proj.{kind}": rows}
+    gate, up = rows[:, ::2], rows[:, 1::2]
+    return {f"{experts}.gate_proj.{kind}": gate, f"{experts}.up_proj.{kind}": up}
 
 
-def metadata_of(model) -> dict:
-    c = model.config
-    keys = {
-        "vocab_size": c.vocab_size, "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
-        "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
-        "expert_feed_forward_length": c.intermediate_size, "expert_count": c.num_local_experts,
-        "expert_used_count": c.num_experts_per_tok, "attention.head_count": c.num_attention_heads,
-        "attention.head_count_kv": c.num_key_value_heads, "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
-        "attention.key_length": c.head_dim, "attention.value_length": c.head_dim,
-        "attention.sliding_window": c.sliding_window, "rope.freq_base": c.rope_parameters["rope_theta"],
-    }  # fmt: skip
-    rope = c.rope_parameters
-    if rope["rope_type"] == "yarn":
-        keys |= {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": rope["factor"],
-            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        }
-    keys = {f"gpt-oss.{name}": value for name, value in keys.items()}
-    ids = {"tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1}
-    return {"general.architecture": "gpt-oss"} | keys | ids
-
-
-def write_file(path: Path, model, kind: str = "F32", without=(), extra: dict | None = None) -> Path:
+def write_file(path: Path, model, kind: str = "F32", without=()) -> Path:
     """Write a model, with its experts in blocks of a kind; without: keys and tensors left out."""
-    tensors = gguf_tensors(model)
-    for name, value in tensors.items():
-        if name.endswith("_exps.weight"):
-            of = gguf.GGMLQuantizationType[kind]
-            tensors[name] = (of, gguf.quantize(np.ascontiguousarray(value), of))
-    keys = metadata_of(model) | {f"gpt-oss.{name}": v for name, v in (extra or {}).items()}
-    kept = [{n: v for n, v in each.items() if n not in without} for each in (keys, tensors)]
-    return write(path, *kept)
+    metadata = metadata_of(
+        model, "gpt-oss", {"expert_feed_forward_length": model.config.intermediate_size}
+    )
+    tensors = gguf_tensors(model, GGUF_NAMES, apart)
+
+    def kind_of(name: str) -> str:
+        return kind if name.endswith("_exps.weight") else "F32"
+
+    return write(path, metadata, tensors, kind_of, without)
 
 
 IN_FILES = (
@@ -356,10 +320,7 @@ def test_files(tmp_path, case):
     reference = random_model(**CASES[case])
     model = load_model(write_file(tmp_path / "m.gguf", reference))
     assert_same_logits(model, reference)
-    reference.save_pretrained(tmp_path / "hf")
-    ours, theirs = vars(model.config), vars(read_config(tmp_path / "hf"))
-    for name in ours.keys() - {"norm_eps", "alpha"}:  # fp32 in the file
-        assert ours[name] == theirs[name], name
+    assert_same_config(tmp_path / "m.gguf", reference, {"norm_eps", "alpha"})  # fp32 in the file
 
 
 @OPERATORS
@@ -374,8 +335,7 @@ def test_mxfp4_in_a_file_is_mxfp4_in_a_directory(tmp_path):
             held[name] = value
             continue
         rows = value.transpose(1, 2).contiguous().numpy()
-        kind = gguf.GGMLQuantizationType.MXFP4
-        each = torch.from_numpy(gguf.quantize(rows, kind).reshape(*rows.shape[:2], -1, 17))
+        each = torch.from_numpy(gguf.quantize(rows, Kind.MXFP4).reshape(*rows.shape[:2], -1, 17))
         codes = torch.cat((each[..., 1:] & 15, each[..., 1:] >> 4), -1)  # 32 codes in order
         held[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
         held[f"{name}_scales"] = each[..., 0].contiguous()
@@ -426,9 +386,10 @@ def trees(target, tree):
     return with_children(ModelDrafter(noisy_copy(target, 0.02), target, tree), "noise")
 
 
-@pytest.fixture(
-    scope="module", params=["float32", "bfloat16", pytest.param(BLOCKS, marks=OPERATORS)]
-)
+TARGETS = ["float32", "bfloat16", *([BLOCKS] if OPERATED else [])]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
 def target(request, tmp_path_factory, mxfp4):
     if request.param == BLOCKS:
         return load_model(mxfp4, torch.bfloat16, quant=IN_BLOCKS)
@@ -437,8 +398,7 @@ def target(request, tmp_path_factory, mxfp4):
     return load_model(path, getattr(torch, request.param))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pairwise(fixtures=("target",), target=TARGETS, name=list(DRAFTERS), temperature=[0.0, 1.0])
 def test_no_drafter_changes_a_token(target, name, temperature):
     """Prompts and drafted paths cross the edges of the windows; passes are C++ where it serves the dtype."""
     options = {
@@ -493,8 +453,4 @@ BAD_KEYS = [
 
 @pytest.mark.parametrize("key, value, says", BAD_KEYS)
 def test_a_key_with_an_unknown_value_is_one_line(capsys, tmp_path, key, value, says):
-    random_model().save_pretrained(tmp_path)
-    capsys.readouterr()
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    assert says in refused(capsys, "--checkpoint", str(tmp_path))
+    assert says in refused_keys(capsys, tmp_path, random_model(), **{key: value})

@@ -15,24 +15,12 @@ from hf.config import read_config
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from models import registry
+from tiny_models import saved
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral"]
 MIXTURES = {"Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}}
 MIXTURES["Mixtral"] = {"num_local_experts": 4}
 TOKENS = torch.arange(3, 19)[None]
-
-
-def saved(model, path: Path, config=None, tensors=None) -> Path:
-    """Save a model; config: changes of its keys, ... removes one; tensors: a function of its tensors."""
-    model.save_pretrained(path)
-    file = path / "config.json"
-    raw = json.loads(file.read_text()) | (config or {})
-    file.write_text(json.dumps({name: v for name, v in raw.items() if v is not ...}))
-    if tensors:
-        held = load_file(path / "model.safetensors")
-        changed = {name: v.contiguous() for name, v in tensors(held).items()}
-        save_file(changed, path / "model.safetensors", {"format": "pt"})
-    return path
 
 
 def assert_as_in_transformers(path: Path, reference=None):

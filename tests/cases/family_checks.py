@@ -1,0 +1,52 @@
+"""What every architecture must hold: the texts of transformers, and of vanilla decoding whatever drafts.
+
+A test of an architecture gives a directory, and a GGUF file in blocks beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from test_qwen3_5 import DRAFTERS, OPTIONS, PROMPTS
+
+from drafters import RootOnly
+from helpers import decode, engine_for
+from hf.checkpoint import BLOCKS, Quantization
+from hf.weights import load_model
+from model import Transformer
+from tiny_models import GREEDY, IDS
+
+FORMS = {
+    "float32": lambda path: load_model(path, torch.float32),
+    "bfloat16": lambda path: load_model(path, torch.bfloat16),
+    "int8": lambda path: load_model(path, torch.bfloat16, quant=Quantization("int8")),
+    "int4": lambda path: load_model(path, torch.bfloat16, quant=Quantization("int4", 32)),
+    "blocks": lambda path: load_model(path / "m.gguf", quant=Quantization(BLOCKS, saved=True)),
+}
+
+
+def assert_same_greedy_text(path: Path, reference) -> None:
+    """Compare 64 tokens of the model in a directory with those of transformers."""
+    target = load_model(path, torch.float32)
+    ours = decode(engine_for(target, RootOnly(), max_new_tokens=64, ignore_eos=True), IDS.tolist())
+    theirs = reference.generate(IDS[None], max_new_tokens=64, **GREEDY)
+    assert ours.history[0] == theirs[0].tolist()
+
+
+def assert_drafts_as_vanilla(target: Transformer, in_cpp: bool, temperature: float) -> None:
+    """Compare the texts of two prompts: of every drafter, and at temperature 0 of each prompt alone.
+
+    in_cpp: whether passes over a cache must run in C++
+    """
+    options = OPTIONS | {"temperature": temperature, "compile": True}
+    vanilla = decode(engine_for(target, RootOnly(), **options), *PROMPTS).history[:2]
+    assert (target.fused is not None) == in_cpp
+    for name, drafter in DRAFTERS.items():
+        drafted = decode(engine_for(target, drafter(vanilla), **options), *PROMPTS)
+        assert drafted.history[:2] == vanilla, name
+        assert name == "lookup" or max(drafted.stats.accept_lengths) > 1
+    if temperature == 0:
+        for prompt, text in zip(PROMPTS, vanilla):
+            alone = options | {"batch_size": 1}
+            assert decode(engine_for(target, RootOnly(), **alone), prompt).history[0] == text
