@@ -111,6 +111,7 @@ SERVED = {
     "draft", "draft_tokens", "trees", "do_sample",
 }  # fmt: skip
 OF_PROMPTS = {"add_special_tokens", "add_bos_token", "echo"}  # of completions
+OF_EMBEDDINGS = {"model", "input", "encoding_format", "dimensions", "add_special_tokens"}
 # of chats
 OF_TEMPLATES = {
     "chat_template_kwargs", "reasoning_effort", "include_reasoning", "enable_thinking", "think",
@@ -266,9 +267,7 @@ class RequestReader:
         """Return the ids of the texts of a request for embeddings. Raises: Refusal."""
         body = self._checked(body)
         for name in body:
-            known = (
-                {"model", "input", "encoding_format", "dimensions"} | OF_PROMPTS | WITHOUT_EFFECT
-            )
+            known = OF_EMBEDDINGS | WITHOUT_EFFECT
             need(name in known, f"{name[:SHOWN]} is not served; leave it out", name[:SHOWN])
         need("input" in body, "input is missing", "input")
         texts = body["input"]
