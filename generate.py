@@ -287,15 +287,16 @@ def generate(
     on_tokens: called after every step with the new tokens of each sequence, a list of lists
     on_finished: called with the turns of every finished conversation, a list of `Turn`
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
-    options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `temperature`, `top_k`,
-        `top_p`, `min_p` or `seed`, where they differ from the engine's; of the last five, a list
-        gives each prompt its own
+    options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `seed`, and the fields of
+        `options.Sampling`, where they differ from the engine's; of the last two, a list gives each
+        prompt its own
     Raises: ValueError for a prompt, a value or a grammar that cannot be used.
     """
     if isinstance(prompts, str):
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
     prompts = with_messages(engine, prompts)
-    config, draws = with_options(engine.config, options, len(prompts))
+    vocab = engine.target.config.vocab_size
+    config, draws = with_options(engine.config, options, len(prompts), vocab)
     guides = []
     if grammar is not None:
         from extras.grammar import compile_grammars
