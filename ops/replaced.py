@@ -19,7 +19,7 @@ FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
     "model.py": "9a759b2d",
-    "ops/torch_backend.py": "600654a3",
+    "ops/torch_backend.py": "cdaf467e",
     "steps.py": "cebbec2b",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"
