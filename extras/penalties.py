@@ -188,18 +188,16 @@ def penalise_prolonged(scores: Tensor, ids: Tensor, rows: Rows) -> Tensor:
     readable = inside & ~breaks
     earlier = ids.masked_fill(~readable, -1)
     last = ids.masked_fill(~readable, -2)  # no match
-    # the tokens before each place that equal the last ones
-    length = torch.zeros_like(ids)
+    # the longest repeat that each token prolongs; the last column is of no token
+    longest = scores.new_zeros(*scores.shape[:2], scores.shape[2] + 1, dtype=torch.int32)
     matches = inside
     for back in range(1, min(MOST_REPEATED, width - 1) + 1):
         before = pad(earlier[..., :-back], (back, 0), value=-1)
         matches = matches & (before == last[..., width - back : width - back + 1])
         if on_host(ids) and not bool(matches.any()):
             break
-        length = length + matches
-    longest = torch.zeros(scores.shape, dtype=ids.dtype, device=ids.device)
-    longest = longest.scatter_reduce(2, tokens, length, "amax").gather(2, tokens)
-    beyond = longest - rows.allowed_length[:, None, None]
+        longest = longest.scatter(2, tokens.masked_fill(~matches, scores.shape[2]), back)
+    beyond = longest.gather(2, tokens) - rows.allowed_length[:, None, None]
     penalty = rows.multiplier[:, None, None] * rows.base[:, None, None] ** beyond.clamp(min=0)
     own = scores.gather(2, tokens)
     changed = own - penalty.clamp(max=MOST_PENALTY)

@@ -222,9 +222,11 @@ struct Cuts {
 
 // Finds the tokens that all cuts keep of scores z [n], in any order.
 void keep_shaped(const float* z, int64_t n, const Cuts& cuts, std::vector<Scored>& kept) {
+  static thread_local std::vector<float> maxima;  // its memory is kept from row to row
   const float most = largest(z, n);
-  const float floor = least_of_sigmas(z, n, cuts.sigmas);
-  const auto weight = [&](const Scored& each) { return std::exp(double(each.score) - most); };
+  float floor = least_of_sigmas(z, n, cuts.sigmas);
+  if (cuts.top_k > 0) floor = std::max(floor, least_of_best(z, n, cuts.top_k, maxima));
+  const auto weight = [&](const Scored& each) { return exponential(each.score - most); };
   const auto mass = [&] {
     double sum = 0;
     for (const Scored& each : kept) sum += weight(each);
@@ -255,8 +257,8 @@ void keep_shaped(const float* z, int64_t n, const Cuts& cuts, std::vector<Scored
   };
   drop([&](const Scored& each) { return each.score < best + cuts.margin; });
   if (std::isinf(cuts.xtc)) return;
-  const double least = cuts.xtc * mass();
-  const auto likely = [&](const Scored& each) { return weight(each) >= least; };
+  const float least = most + float(std::log(cuts.xtc * mass()));
+  const auto likely = [&](const Scored& each) { return each.score >= least; };
   Scored last{INFINITY, -1};  // the least likely of these
   for (const Scored& each : kept)
     if (likely(each) && before(last, each)) last = each;
