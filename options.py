@@ -256,7 +256,7 @@ class GenerateConfig:
     )
     repetition_penalty: float = option(
         1.0,
-        "divide the scores of tokens that the text has already by this; 1.1 ends most loops",
+        "divide the scores of tokens that the text has already by this; 1.1 to 1.2 end most loops",
         least=0.01,
         most=100,
         alias="repeat_penalty",

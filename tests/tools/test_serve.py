@@ -132,6 +132,8 @@ RULES = [
     {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.3, "top_k": 20},
     {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
+    {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 0.8, "logit_bias": {"10": 4}, "typical_p": 0.9, "dry_multiplier": 0.8},
     {},
 ]
 
@@ -143,7 +145,8 @@ def seeded(seed: int, rule: dict) -> dict:
 
 def as_sent(rule: dict) -> dict:
     """The options of a request; the client sends those that it does not know as they are."""
-    own = {name: value for name, value in rule.items() if name in ("top_k", "min_p")}
+    known = ("temperature", "top_p", "frequency_penalty", "logit_bias")
+    own = {name: value for name, value in rule.items() if name not in known}
     return {name: rule[name] for name in rule.keys() - own.keys()} | {"extra_body": own}
 
 
