@@ -61,6 +61,7 @@ PACKAGES = {
 EXTRAS_NAMED = {
     ("load", "extras.auto_trees"),
     ("load", "extras.grammar"),
+    ("load", "extras.penalties"),
     ("load", "extras.residual"),
     ("load", "extras.stand_in"),
     ("generate", "extras.grammar"),
