@@ -153,9 +153,9 @@ def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
             read_command(argv, stop)
     else:
         module = module_of(program)
-        for owner in (base.parsing, module):  # which may have imported it by name
-            if hasattr(owner, "parse_given"):
-                patch.setattr(owner, "parse_given", lambda *values: stop(read(*values)[0]))
+        for reader in (base.parsing, module):  # some programs have the function by its own name
+            if hasattr(reader, "parse_given"):
+                patch.setattr(reader, "parse_given", lambda *values: stop(read(*values)[0]))
         patch.setattr(sys, "argv", [program, *argv])
         with pytest.raises(Parsed) as parsed:
             module.main()
