@@ -19,7 +19,7 @@ FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
     "model.py": "d237a54f",
-    "ops/torch_backend.py": "600654a3",
+    "ops/torch_backend.py": "cdaf467e",
     "steps.py": "670d6941",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"
