@@ -47,7 +47,7 @@ def test_the_help_has_every_flag_and_the_page_every_setting(capsys):
         assert there != f.metadata["rare"], f.name
     assert "--set NAME=VALUE" in shown
     grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
-    assert len(FLAGS) == 27 and sorted(grouped) == sorted(f.name for f in FLAGS)
+    assert len(FLAGS) == 28 and sorted(grouped) == sorted(f.name for f in FLAGS)
     places = [text.index(part) for part in ("--checkpoint ", "\nsampling:", "\nfor measurements:")]
     assert places == sorted(places)
     page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")

@@ -310,10 +310,11 @@ def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
     own["dry_sequence_breakers"], own["logit_bias"] = (":",), '{"5": 1}'
     own["repetition_penalty"] = own.pop("repeat_penalty")
     assert got == Sampling()._replace(**own)
+    plain = Sampling(temperature=1)  # the server's default
     config = replace(reader.config, repetition_penalty=1.3)
     other = RequestReader(reader.engine, config, "demo")
     assert other.read({"prompt": "a"}, False).sampling.repetition_penalty == 1.3
-    assert other.read({"prompt": "a", "repetition_penalty": 1}, False).sampling == Sampling()
+    assert other.read({"prompt": "a", "repetition_penalty": 1}, False).sampling == plain
 
 
 @pytest.mark.parametrize("body, message", [
@@ -427,11 +428,11 @@ def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
 
     recommend(temperature=0.6, top_p=0.95)
     own = with_recommended_sampling(config, set())
-    assert own.sampling == (0.6, 0, 0.95, 0) and own.num_samples == 1
+    assert own.sampling == Sampling(temperature=0.6, top_p=0.95) and own.num_samples == 1
     typed = with_recommended_sampling(replace(config, temperature=0.8), {"temperature"})
-    assert typed.sampling == (0.8, 0, 0.95, 0)
+    assert typed.sampling == Sampling(temperature=0.8, top_p=0.95)
     greedy = with_recommended_sampling(replace(config, temperature=0.0), {"temperature"})
-    assert greedy.sampling == (0, 0, 1, 0)
+    assert greedy.sampling == Sampling(temperature=0, top_p=1)
     recommend(top_p=7)
     with pytest.raises(ValueError, match="names a sampling that cannot be used: --top_p must be"):
         with_recommended_sampling(config, set())
