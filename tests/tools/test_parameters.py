@@ -439,4 +439,4 @@ def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
     metadata = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
     monkeypatch.setattr("hf.config.is_gguf", lambda path: True)
     monkeypatch.setattr("hf.config.read_header", lambda path: SimpleNamespace(metadata=metadata))
-    assert with_recommended_sampling(config, set()).sampling == (0.7, 20, 1, 0)
+    assert with_recommended_sampling(config, set()).sampling == Sampling(temperature=0.7, top_k=20)
