@@ -108,20 +108,18 @@ def open_files(path: Path) -> WeightFiles:
     return files
 
 
-STACKED = (
-    "qwen3_5_moe",
-    "gemma4",
-    "glm4",
-)  # the beginning of the types of models with such tensors
+# the beginning of the types of models with such tensors or names
+STACKED = ("qwen3_5_moe", "gemma4", "glm4", "lfm2")
 # a stack of all experts' matrices -> the matrices of an expert, one below the other; those of
 # gpt-oss, in stacks.py, lie in another order
 STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 GATE_ABOVE_UP = ".mlp.gate_up_proj.weight"
-# parameters of a layer without a module of their own -> names like the others'
+# names that are not as in other models -> such as others have
 BARE = {
     ".layer_scalar": ".layer_scalar.weight",
     ".router.scale": ".router.scale.weight",
     ".router.per_expert_scale": ".router.proj.expert_scale",
+    ".embedding_norm.weight": ".norm.weight",
 }
 
 
