@@ -152,6 +152,7 @@ class TreeDrafter(Drafter):
     """
 
     levels: int = MAX_NODES  # that it can draft
+    one_pass: bool = False  # a draft is one pass, whatever the number of levels
     keeps_nodes: bool = False  # nodes that ran while drafting stay in its cache when accepted
     reach: int | None = None  # positions that it can read; None: all
 

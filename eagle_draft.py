@@ -14,6 +14,7 @@ Not here: the files of a head (hf/heads.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +134,7 @@ class EagleHead(nn.Module):
         rows = self.start(embedded, features, positions)
         rows = replace_fields(rows, windows=windows_of((), window, self.backend))
         if self.fused_layers is not None and cache is not None:
+            rows = self.fused_layers.begin(rows)
             rows, _ = run_layers(self.fused_layers.segments, rows, cache)
             rows = self.fused_layers.end(rows)
         else:
@@ -210,21 +212,37 @@ def load_head(
     source: tensors that replace the files
     Raises: ValueError for a head of another target, or broken files.
     """
-    weight = target.norm.weight
     files = HeadFiles(path, source or WeightFiles(path))
     config = read_head(files, target.config)
     with torch.device("meta"):
         head = Eagle3Head(config) if config.eagle3 else EagleHead(config)
-    head.vocab = draft_vocab(files, config, weight.device)
-    saved = saved_quantization(files.config, path)
-    storage = Storage(weight.dtype, str(weight.device), saved or quant)
-    load_weights(head, files, head_names(config), storage, lambda name: is_unused(name, config))
-    head.ropes = RotaryEmbeddings(config.model.ropes, weight.device)
+    head.vocab = draft_vocab(files, config, target.norm.weight.device)
+    fill(head, target, files, head_names(config), quant, lambda name: is_unused(name, config))
     if head.embedding is not None and is_same_embedding(head.embedding, target):
         head.embedding = None  # one copy is enough
     print_notes(files, config)
-    use_backend(head, target.backend)
-    return head.eval()
+    return head
+
+
+def fill(
+    head: EagleHead,
+    target: Transformer,
+    files: TensorSource,
+    names: dict[str, tuple[str, ...]],
+    quant: Quantization | None,
+    unused: Callable[[str], bool],
+) -> None:
+    """Load the weights of a head on the meta device, in the target's dtype and on its device.
+
+    names, unused: `names` and `ignored` of `load_weights`; quant: as for `load_head`
+    Raises: ValueError for broken files. Writes: the head.
+    """
+    weight = target.norm.weight
+    quant = saved_quantization(files.config, files.path) or quant
+    storage = Storage(weight.dtype, str(weight.device), quant)
+    load_weights(head, files, names, storage, unused)
+    head.ropes = RotaryEmbeddings(head.config.model.ropes, weight.device)
+    use_backend(head.eval(), target.backend)
 
 
 def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:

@@ -4,6 +4,7 @@ The cache is a plain tuple of tensors that the caller owns. A step writes its ke
 slots that it is given. It sees the prefix below `start`, and behind it the slots that `mask`
 allows. This is one rule for prefill (causal), decoding (one token), tree verification (ancestors)
 and the levels of a draft head. A layer with a sliding window sees the last of them (`sliding`).
+A cache in 8 bits has dtype int8; ops/kv_codes.py says what its rows hold.
 
 A recurrent layer has no slots. It keeps a state behind tokens that are sure to stay, and the inputs
 of the nodes behind them (`LayerState`): the next pass replays those that were accepted. So a node's
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ops.backends import TORCH, Backend
+from ops.kv_codes import row_width
 
 TAPS = 4  # tokens that the convolution of a recurrent layer reads, the token's own included
 MOST_NODES = 64  # of a tree, where the cache's owner knows no better
@@ -58,9 +60,9 @@ class LayerState(NamedTuple):
             torch.zeros(batch, dtype=torch.long, device=device),
         )
 
-    def sequence(self, seq: int) -> LayerState:
-        """Return the state of one sequence, as views."""
-        return LayerState(*(buffer[seq : seq + 1] for buffer in self))
+    def sequences(self, rows: range) -> LayerState:
+        """Return the states of some sequences, as views."""
+        return LayerState(*(buffer[rows.start : rows.stop] for buffer in self))
 
     def compact(self, start: Tensor, path: Tensor) -> None:
         """Move the inputs of accepted nodes next to each other, as `KVCache.compact` moves slots.
@@ -77,7 +79,8 @@ class LayerState(NamedTuple):
 class KVCache(NamedTuple):
     """Static key and value buffers, one pair per layer. A step writes them in place."""
 
-    # n_layers x [B, Hkv, S, E]; S is 0 for layers that are recurrent or read another's
+    # n_layers x [B, Hkv, S, E], in 8 bits [B, Hkv, S, row_width]; S is 0 for layers that are
+    # recurrent or read another's
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
     addresses: Tensor  # int64, of the buffers with slots, in the order of `by_shape`, for kernels
@@ -97,6 +100,7 @@ class KVCache(NamedTuple):
     ) -> KVCache:
         """Allocate zeroed buffers of `slots` slots for each of `batch` sequences.
 
+        dtype: int8 keeps keys and values in 8 bits
         nodes: the most nodes of a tree, for recurrent layers
         On a CPU, memory is taken as slots are used.
         """
@@ -112,7 +116,8 @@ class KVCache(NamedTuple):
             for i, source in enumerate(sources):
                 heads, width = config.kv_shape(i)
                 own = slots if source == i and of_layers[i] is None else 0
-                found.append(zeros(torch.Size((batch, heads, own, width)), dtype=dtype))
+                shape = torch.Size((batch, heads, own, row_width(width, dtype)))
+                found.append(zeros(shape, dtype=dtype))
             return tuple(found)
 
         k = buffers()
@@ -148,28 +153,26 @@ class KVCache(NamedTuple):
                 v[i] = state.state
         return k, v, lengths
 
-    def sequence(self, seq: int) -> KVCache:
-        """Return the cache of one sequence, as views.
+    def sequences(self, rows: range) -> KVCache:
+        """Return the caches of some sequences, as views.
 
-        No kernel knows their addresses: this cache cannot be compacted.
+        No kernel of CUDA knows their addresses: there they cannot be compacted.
         """
-        k = tuple(buffer[seq : seq + 1] for buffer in self.k)
-        v = tuple(buffer[seq : seq + 1] for buffer in self.v)
+        k = tuple(buffer[rows.start : rows.stop] for buffer in self.k)
+        v = tuple(buffer[rows.start : rows.stop] for buffer in self.v)
         states, snapshots = (
-            tuple(state and state.sequence(seq) for state in every)
+            tuple(state and state.sequences(rows) for state in every)
             for every in (self.states, self.snapshots)
         )
         return KVCache(k, v, self.addresses[:0], self.sources, states, snapshots)
 
-    def copy_prefix(self, source: int, seq: int, length: int) -> None:
-        """Copy the first `length` slots of one sequence to another. Writes: its buffers.
+    def prefix(self, seq: int, length: int) -> list[Tensor]:
+        """Return the first `length` slots of a sequence, and its states, as views.
 
-        States are copied as they are; `resume` knows which of them serve.
+        Where they are copied, `resume` knows which of the states serve.
         """
-        for buffer in (*self.k, *self.v):
-            buffer[seq, :, :length] = buffer[source, :, :length]
-        for buffer in self._buffers_of_states():
-            buffer[seq] = buffer[source]
+        slots = [buffer[seq, :, :length] for buffer in (*self.k, *self.v)]
+        return slots + [buffer[seq] for buffer in self._buffers_of_states()]
 
     def clear(self, seq: int, length: int) -> None:
         """Overwrite the first `length` slots of a sequence, and its states, with zeros."""

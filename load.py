@@ -12,21 +12,28 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from base.io import log_note, model_file
-from base.methods import has_extras, spec_of
+from base.io import log_note
+from base.methods import MTP, has_extras, spec_of
+from base.modules import load_module
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
-from decode import Engine, build_cycles
+from decode import Engine, build_cycles, cache_dtype
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
-from ops.library import FAMILIES, has_cpu_operators, set_plain
+from ops.library import (
+    FAMILIES,
+    cpu_operators_are_loaded,
+    has_cpu_operators,
+    has_triton,
+    set_plain,
+)
+from ops.replaced import note_edits
 from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
@@ -38,14 +45,14 @@ from runtime import (
     why_not_compiled,
 )
 from session import PREFILL_WIDTHS, Session
-from stats import sequence_memory
+from stats import free_bytes, sequence_memory, slot_bytes
 
 if TYPE_CHECKING:
     from hf.chat import TextFiles
 
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
-# tokens; models trained for 128k would otherwise fill the memory with cache
-MAX_DEFAULT_CONTEXT = 4096
+CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
+ROUND_TO = 256  # tokens
 
 
 def load(
@@ -60,27 +67,23 @@ def load(
     options: fields of `GenerateConfig`, when no config is given; chat may be True or False, too
     Raises: ValueError for anything wrong with options or files.
     """
-    from hf.chat import NO_TEMPLATE, read_text_files, template_name
-    from hf.fetch import fetched
+    from hf.chat import read_text_files, template_name
+    from hf.config import need_mtp, open_source
+    from hf.fetch import with_files
     from hf.not_finite import check_small_weights
 
-    if isinstance(config, (str, Path)):
-        options = {"checkpoint": config, **options}
-        config = None
-    if isinstance(options.get("chat"), bool):
-        options["chat"] = "" if options["chat"] else NO_TEMPLATE
-    if config is not None and options:
-        raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
-    asked = config or GenerateConfig(**by_names(GenerateConfig, options))
+    asked = _asked(config, options)
     asked.check()
     began = time.perf_counter()
     device = _pick_device(asked)
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    path = fetched(asked.checkpoint)
-    asked = _naming_files(asked)
+    asked = with_files(asked)
+    path = Path(asked.checkpoint)
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
+    if asked.draft == MTP and not asked.head:
+        need_mtp(path, open_source(path))  # before the weights are read
     target = _load_target(replace(asked, device=device), path)
     check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)
@@ -103,23 +106,31 @@ def load(
         engine = replace(engine, guide=Grammar(engine, source))
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
-    return warm_up(build_cycles(engine))
+    engine = warm_up(build_cycles(engine))
+    passes = target.fused is not None or target.fused_layers is not None
+    note_edits(cpu_operators_are_loaded() if device == "cpu" else has_triton(), passes)
+    return engine
 
 
-def _naming_files(config: GenerateConfig) -> GenerateConfig:
-    """Return options that name a GGUF file where they name a folder with this file alone."""
-    named = {}
-    for name in ("checkpoint", "head", "draft_checkpoint"):
-        given = getattr(config, name)
-        file = model_file(Path(given))
-        if given and file != Path(given):
-            named[name] = str(file)
-    return replace(config, **named)
+def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) -> GenerateConfig:
+    """Return the options of a call of `load`. Raises: ValueError for a name that is not there."""
+    from hf.chat import NO_TEMPLATE
+
+    if isinstance(config, (str, Path)):
+        options = {"checkpoint": config, **options}
+        config = None
+    if isinstance(options.get("chat"), bool):
+        options["chat"] = "" if options["chat"] else NO_TEMPLATE
+    if config is not None and options:
+        raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
+    return config or GenerateConfig(**by_names(GenerateConfig, options))
 
 
 def _pick_device(config: GenerateConfig) -> str:
     """Choose the device and its operators. Writes: the process's device; `ops.library.PLAIN`."""
     device = pick_device(config.device)
+    fault = f"--kv {config.kv} is for CPUs, and the device is {device}; drop it"
+    require(not config.kv or device == "cpu", fault)
     set_cuda_device(device)
     if config.plain:
         set_plain(FAMILIES)
@@ -136,10 +147,11 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     The cycles are still to be made (`build_cycles`).
     Raises: ValueError for a draft that does not fit.
     """
-    from hf.fetch import fetched
+    from hf.fetch import with_files
 
     target = engine.target
-    config = _resolved(asked, target, fetched(asked.checkpoint), device)
+    asked = with_files(asked)
+    config = _resolved(asked, target, Path(asked.checkpoint), device)
     method = load_method(target, config, engine.tokenizer)
     if config.quant == "int4":  # for the record: the group that was asked for, or the file's own
         from hf.weights import int4_group
@@ -210,7 +222,7 @@ def _resolved(
     if BLOCKS in formats:  # of a GGUF file, whatever --quant asked for
         config = replace(config, quant=BLOCKS, group_size=0)
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
-    return resolve_draft(config, path, dtype, _without_head(config))
+    return resolve_draft(config, path, dtype, _without_head(config, target, path))
 
 
 def how_to_run(config: GenerateConfig, device: str) -> bool | None:
@@ -255,8 +267,17 @@ def _note_attention(target: Transformer) -> None:
         log_note(f"attention in float16 {theirs}; use --set dtype=bfloat16")
 
 
-def _without_head(config: GenerateConfig) -> str:
-    """Return the draft of a model without a head: a lookup on one CPU, where it was measured."""
+def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> str:
+    """Return the draft of a model without a head: its MTP layer, if the checkpoint holds one.
+
+    Else it is a lookup on one CPU, where that was measured.
+    """
+    from hf.config import find_mtp
+
+    # most models have no such layer, and their files are not opened a second time
+    may_draft = target.config.mtp and has_extras() and not config.inflate
+    if may_draft and find_mtp(path):
+        return MTP
     one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
     return "ngram" if one_cpu and config.accept == "exact" and has_extras() else "none"
 
@@ -271,12 +292,30 @@ def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, .
 
 
 def _context(config: GenerateConfig, target: Transformer) -> int:
-    """Return the KV capacity in tokens. Raises: ValueError beyond the model's positions."""
+    """Return the KV capacity in tokens: what is asked for, or what the model was trained for.
+
+    By default a share of the free memory bounds it, and a note says so.
+    Raises: ValueError beyond the model's positions.
+    """
     most = target.config.max_context
-    context = config.context or min(most, MAX_DEFAULT_CONTEXT)
-    if context > most:
-        raise ValueError(f"--context {context} is beyond the model's {most} positions; lower it")
-    return context
+    if config.context > most:
+        fault = f"--context {config.context} is beyond the model's {most} positions; lower it"
+        raise ValueError(fault)
+    if config.context:
+        return config.context
+    weight = target.norm.weight
+    dtype = cache_dtype(config, weight.dtype)
+    caches = config.batch_size * (2 if config.compare else 1)
+    room = CACHE_SHARE * free_bytes(str(weight.device))
+    fits = int(room / (caches * max(slot_bytes(target.layers, dtype), 1)))
+    fits = ranks.smallest(fits // ROUND_TO * ROUND_TO)
+    if fits >= most or not fits:  # where nothing fits, the session refuses, and says why
+        return most
+    log_note(
+        f"the context is {fits} tokens, whose cache takes half of the free memory; the model was "
+        f"trained for {most}: --context asks for more"
+    )
+    return fits
 
 
 def accept_rule(config: GenerateConfig) -> Callable | None:
@@ -299,7 +338,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
     require(count == 1 or spec.many_ranks, fault)
     extended = config.inflate and spec.extended
-    module = import_module(spec.extended if extended else spec.module)
+    module = load_module(spec.extended if extended else spec.module)
     method = module.load_method(target, config, tokenizer)
     if config.child_rule == "sampled" and spec.residual:
         from extras.residual import sample_children

@@ -30,6 +30,7 @@ from kv_cache import KVCache, StateShape, Window, sliding
 from linear import Linear
 from ops.backends import TORCH, Backend
 from ops.cpu.layers import FusedModel, fits, steps_of
+from ops.kv_codes import row_width
 from runtime import replace_fields
 from steps import (
     Add,
@@ -162,6 +163,11 @@ class ModelConfig:
         """Return the sizes of the state of layer i, if that is recurrent."""
         return None
 
+    @property
+    def mtp(self) -> Mtp | None:
+        """The MTP layer that checkpoints of this kind may hold."""
+        return None
+
     def has_experts(self, layer: int) -> bool:
         """Return whether the feed-forward of a layer is a mixture of experts."""
         return self.n_experts > 0 and layer not in self.dense_layers
@@ -238,6 +244,20 @@ class ModelConfig:
     def last(self) -> tuple[Step, ...]:
         """Return the steps behind the layers."""
         return (Norm("norm", self.dim, self.norm_eps),)
+
+
+class Mtp(NamedTuple):
+    """A layer beside a model's own, which predicts the token after the next one.
+
+    A projection of two rows side by side, the embedding of the next token and the feature, each
+    behind a norm of its own; one layer of the model; a norm. Embedding and LM head are the model's.
+    """
+
+    model: ModelConfig  # whose only layer it is
+    prefix: str  # beginning of the names of all its tensors
+    layer: str  # that of the layer's; {}: the number of the MTP layer
+    names: dict[str, str]  # fc, embedding_norm, hidden_norm, norm -> their names
+    feature_first: bool = False  # the feature is left of the embedding
 
 
 class Rope(NamedTuple):
@@ -326,11 +346,11 @@ class Layer(nn.Module):
         self.steps = tuple(steps)
         add_modules(self, steps)
 
-    @property
-    def cache_width(self) -> int:
-        """The number of keys and values of a slot."""
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a slot's keys and values. dtype: of the cache"""
         rotations = [step for step in self.steps if isinstance(step, Rotate)]
-        return sum(2 * step.kv_heads * step.head_dim for step in rotations)
+        numbers = sum(2 * step.kv_heads * row_width(step.head_dim, dtype) for step in rotations)
+        return numbers * dtype.itemsize
 
     def forward(self, rows: Rows) -> Rows:
         """Run the layer. Writes: the cache, `rows.kv`, at the slots of the windows."""

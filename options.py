@@ -9,14 +9,21 @@ Not here: reading a command line (base/parsing.py); reading prompts (cli/prompts
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from base.io import can_name_file, check_directory, check_outputs
+from base.io import (
+    cache_folder,
+    can_name_file,
+    check_directory,
+    check_outputs,
+    is_gguf,
+    is_model_name,
+)
 from base.methods import DRAFTERS, has_extras, spec_of
+from base.modules import PREFIX
 from base.option_rules import (
     CHAT,
     DYNAMIC,
@@ -38,7 +45,15 @@ from base.option_rules import (
     TEXT,
     only_with,
 )
-from base.parsing import check_kinds, check_ranges, flag_of, option, require, setting
+from base.parsing import (
+    check_kinds,
+    check_ranges,
+    flag_of,
+    option,
+    processors,
+    require,
+    setting,
+)
 from base.tree_paths import (
     EAGLE1_PATHS,
     MAX_NODES,
@@ -56,7 +71,9 @@ if TYPE_CHECKING:
     from draft_tree import DynamicTree, StaticTree
 
 ROOT = Path(__file__).resolve().parent
-DEFAULT = str(ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1.gguf")  # fetched by hf/fetch.py
+# hf/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs
+FETCHED = cache_folder() / "checkpoints" if PREFIX else ROOT / "checkpoints"
+DEFAULT = str(FETCHED / "SmolLM2-135M-Instruct.Q4_1.gguf")
 DEMO = str(ROOT / "checkpoints" / "demo")
 
 FORMAT_NAMES = ("int8", "int4")  # of quantized weights (ops/formats.py)
@@ -75,7 +92,7 @@ class Sampling(NamedTuple):
 
 # titles of the help and their options
 GROUPS = {
-    "the model": ("checkpoint", "quant", "context", "device", "compile", "plain"),
+    "the model": ("checkpoint", "quant", "context", "kv", "device", "compile", "plain"),
     "the text": (
         "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "stop",
         "grammar", "batch_size",
@@ -96,15 +113,23 @@ class GenerateConfig:
 
     checkpoint: str = option(
         DEFAULT,
-        "the target: a Hugging Face directory or a GGUF file; the default is fetched once (93 MB)",
+        "the target: a Hugging Face directory, a GGUF file, or a name, as OWNER/NAME or "
+        "hf:OWNER/NAME:Q4_K_M on a hub and ollama:NAME; the default is fetched once (93 MB)",
         short="m",
     )
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     context: int = option(
         0,
-        "KV capacity in tokens; 0: what the model was trained for, at most 4096",
+        "KV capacity in tokens; 0: what the model was trained for, if half of the free memory "
+        "holds it",
         least=0,
         short="c",
+    )
+    kv: str = option(
+        "",
+        "on a CPU, round the cache's keys and values to 8 bits: int8 takes 53 % of the memory of "
+        "16 bits; default: the weights' dtype",
+        ("int8",),
     )
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     compile: bool | None = option(
@@ -121,7 +146,8 @@ class GenerateConfig:
     draft: str = option(
         "",
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
-        "ngram, a lookup in the text so far, on a CPU and none elsewhere",
+        "mtp, if the checkpoint holds such a layer, else ngram, a lookup in the text so far, on a "
+        "CPU and none elsewhere",
         tuple(DRAFTERS),
     )
     head: str = option(
@@ -278,7 +304,9 @@ class GenerateConfig:
         "keep every type of a GGUF file in its own bits on CUDA, in a third of the memory; "
         "default: Q4_0 and Q8_0, as others were not timed",
     )
-    threads: int = setting(0, "CPU threads; 0: as many as cores", least=0, short="t")
+    threads: int = setting(
+        0, "CPU threads; 0: as many as cores", least=0, most=processors(), short="t"
+    )
     inflate: str = setting(
         "",
         "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
@@ -436,13 +464,14 @@ class GenerateConfig:
             f"--set group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         )
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
-        cores = os.cpu_count() or self.threads
-        threads_fault = (
-            f"--set threads must be at most {cores}, the cores here; it is {self.threads}"
-        )
-        require(self.threads <= cores, threads_fault)
-        for flag, needed in (("--interactive", self.interactive), ("--grammar", self.grammar)):
-            fault = f"{flag} is in the folder extras/, which is not here; restore it"
+        in_extras = {
+            "--interactive": self.interactive,
+            "--grammar": self.grammar,
+            f"--draft {self.draft}": spec_of(self).module.startswith("extras."),
+            "--tree auto": self.tree == "auto",
+        }
+        for flag, needed in in_extras.items():
+            fault = f"{flag} is in the folder extras/, which is not here; restore it, or drop that"
             require(not needed or has_extras(), fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
@@ -450,7 +479,7 @@ class GenerateConfig:
     def _check_files(self) -> None:
         """Check files and folders before anything is computed, so that no result is lost."""
         for name in (self.checkpoint, self.head, self.draft_checkpoint):
-            if name and not name.lower().endswith(".gguf"):
+            if name and not is_gguf(Path(name)) and not is_model_name(name):
                 check_directory(Path(name))
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
         given = [flag for flag, value in self._flags(sources) if value not in (None, False, "")]

@@ -25,12 +25,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from base.io import (
     bundled_head,
+    cache_folder,
     check_out,
     folder_lock,
     is_gguf,
@@ -39,6 +40,7 @@ from base.io import (
     show_progress,
 )
 from base.parsing import one_line_errors, option, parse
+from hf.fetch import fetched
 from options import FORMAT_NAMES, pick_device
 
 
@@ -66,13 +68,15 @@ def read_command(argv: list[str] | None = None) -> QuantizeConfig:
     """Read the command line. Exit with status 2 on a mistake."""
     config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
     with one_line_errors("quantize.py"):
+        if not config.checkpoint or not config.out:
+            raise ValueError("--checkpoint and --out are needed: directories to read and to write")
+        # it may be a head; a model is checked when it is read
+        config = replace(config, checkpoint=str(fetched(config.checkpoint, is_head=True)))
         if is_gguf(Path(config.checkpoint)):
             raise ValueError(
                 f"{config.checkpoint} is a GGUF file, which runs in its own bits as it is: "
                 f"python generate.py --checkpoint {config.checkpoint}"
             )
-        if not config.checkpoint or not config.out:
-            raise ValueError("--checkpoint and --out are needed: directories to read and to write")
         if config.group_size and config.quant != "int4":
             raise ValueError("--group_size belongs to int4; leave it out")
         read_json(Path(config.checkpoint, "config.json"))
@@ -105,7 +109,7 @@ from hf.tokenizer import has_tokenizer
 from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, single_torch_thread
 
-VERSION = 1  # of the rounding, for the cache
+VERSION = 2  # of the rounding and of its text, for the cache
 TIED = "model.embed_tokens.weight"
 
 
@@ -251,9 +255,8 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
     identity = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
     config = (path / "config.json").read_text(encoding="utf-8")
     key = json.dumps([VERSION, str(path.resolve()), sorted(identity), config, quant.group_size])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     named = os.environ.get("GPT_EAGLE_QUANTIZED")
-    parent = Path(named) if named else cache / "gpt-eagle" / "quantized"
+    parent = Path(named) if named else cache_folder() / "quantized"
     out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     try:
         parent.mkdir(parents=True, exist_ok=True)

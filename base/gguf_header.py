@@ -1,7 +1,8 @@
 """Read the header of a GGUF file: its metadata and the list of its tensors.
 
 `read_header` maps the file into memory. Every count and length is checked against the size of the
-file first, so a broken file ends in one line of error, and soon.
+file first, so a broken file ends in one line of error, and soon. A file in several parts, as
+llama-gguf-split writes them, is named by its first part, which has the metadata.
 
 Source: the GGUF specification (ggml/docs/gguf.md).
 Trade-off: the package `gguf` has a reader too. It takes 2 s for 49,152 tokens, and does not end
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import reprlib
 import struct
 from functools import lru_cache
@@ -23,6 +25,7 @@ from base.io import lfs_fault
 
 MAX_COUNT = 2**24  # entries of a list, tensors, keys, positions; a broken count is above it
 MAX_SIZE = 2**20  # of a width or a number of layers
+PART = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)  # the end of a file's name
 FORMATS = {  # type of a scalar -> its code for `struct`
     0: "B",
     1: "b",
@@ -52,7 +55,8 @@ class Info(NamedTuple):
 
     type_id: int
     shape: tuple[int, ...]  # rows first
-    offset: int  # from the start of the data (bytes)
+    offset: int  # from the start of the file (bytes)
+    file: mmap.mmap  # all of the part that holds it
 
 
 class Metadata(dict):
@@ -122,16 +126,25 @@ class Header(NamedTuple):
     """The parts of a file before its data."""
 
     metadata: Metadata
-    tensors: dict[str, Info]
-    file: mmap.mmap  # all of it
-    start: int  # of the tensors' data (bytes)
+    tensors: dict[str, Info]  # those of all parts
 
 
 def read_header(path: Path) -> Header:
-    """Read a file's metadata and the list of its tensors.
+    """Read a file's metadata and the list of its tensors, with those of its other parts.
 
-    Raises: ValueError for a file that is not whole.
+    Raises: ValueError for a file that is not whole, or that lacks a part.
     """
+    first = _read_part(path)
+    tensors = dict(first.tensors)
+    for part in _other_parts(path, first.metadata):
+        for name, info in _read_part(part).tensors.items():
+            if name in tensors:
+                raise ValueError(f"{part} has {name}, as another part has; download it again")
+            tensors[name] = info
+    return Header(first.metadata, tensors)
+
+
+def _read_part(path: Path) -> Header:
     try:
         status = path.stat()
     except OSError as error:
@@ -139,7 +152,7 @@ def read_header(path: Path) -> Header:
     return _read_once(path, status.st_mtime_ns, status.st_size)
 
 
-@lru_cache(maxsize=2)  # loading reads the weights, the tokenizer and the chat template
+@lru_cache(maxsize=8)  # loading reads the weights, the tokenizer and the chat template
 def _read_once(path: Path, changed: int, size: int) -> Header:
     try:
         with path.open("rb") as file:
@@ -169,20 +182,24 @@ def _read_header(path: Path, cursor: _Cursor) -> Header:
         key = cursor.string()
         value = cursor.value(*cursor.take("I"))
         metadata[_new(key, metadata)] = value
-    tensors: dict[str, Info] = {}
+    places: dict[str, tuple] = {}  # of tensors; offsets count from the start of the data
     for _ in range(cursor.fits(tensor_count, 32)):
-        name = _new(cursor.string(), tensors)
+        name = _new(cursor.string(), places)
         (dims,) = cursor.take("I")
         if not 1 <= dims <= 4:
             raise ValueError(f"{name} has {dims} dimensions")
         shape = cursor.take(f"{dims}Q")
         type_id, offset = cursor.take("IQ")
-        tensors[name] = Info(type_id, shape[::-1], offset)
+        places[name] = (type_id, shape[::-1], offset)
     align = metadata.get("general.alignment", 32)
     if type(align) is not int or align < 1 or align & align - 1:
         raise ValueError(f"general.alignment must be a power of two; it is {reprlib.repr(align)}")
-    start = -(-cursor.at // align) * align  # rounded up
-    return Header(metadata, tensors, cursor.file, start)
+    start = -(-cursor.at // align) * align  # of the data: rounded up
+    tensors = {
+        name: Info(type_id, shape, start + offset, cursor.file)
+        for name, (type_id, shape, offset) in places.items()
+    }
+    return Header(metadata, tensors)
 
 
 def _new(name: str, seen: dict) -> str:
@@ -267,17 +284,30 @@ def _text(data: bytes) -> str:
     return str(data, "utf-8", "backslashreplace")
 
 
-def check_is_whole(metadata: Metadata) -> None:
-    """Check that a file is no part of several. Raises: ValueError."""
+def _other_parts(path: Path, metadata: Metadata) -> list[Path]:
+    """Return the later parts of a file in several parts, which lie beside the first.
+
+    Raises: ValueError for a later part in the place of the first, and where a part is missing.
+    """
     count = metadata.read("split.count", int, 0)
-    if count > 1:
-        number = metadata.read("split.no", int, 0) + 1
-        name = metadata.path.name
-        first = name.replace(f"-{number:05d}-of-", "-00001-of-")
-        raise ValueError(
-            f"{metadata.path} is part {number} of {count}; join them first: "
-            f"llama-gguf-split --merge {first} OUT.gguf"
-        )
+    if count < 2:
+        return []
+    stem = PART.sub("", path.name)
+
+    def name_of(number: int) -> str:
+        return f"{stem}-{number:05d}-of-{count:05d}.gguf"
+
+    number = metadata.read("split.no", int, 0) + 1
+    if number > 1:
+        raise ValueError(f"{path} is part {number} of {count}; name the first one, {name_of(1)}")
+    parts = []
+    for number in range(2, count + 1):
+        part = path.with_name(name_of(number))
+        if not part.is_file():
+            fault = f"is part 1 of {count}, and {part.name} is not beside it"
+            raise ValueError(f"{path} {fault}; download every part")
+        parts.append(part)
+    return parts
 
 
 def chat_template_text(path: Path, name: str = "") -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from base.io import is_gguf, read_json
+from base.methods import MTP
 
 # kind -> keys of config.json, beginnings of files' names or nothing
 MARKS = {
@@ -19,6 +20,7 @@ MARKS = {
     "block": (("dflash_config", "block_size"), ""),
 }
 ARCHITECTURES = {"eagle3": "eagle", "dflash": "block"}  # of GGUF files
+FIRST_NORM = "blk.0.attn_norm.weight"  # of a model; llama.cpp's files of an MTP layer alone lack it
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of a block drafter
 
 
@@ -26,11 +28,16 @@ def gguf_head_kind(path: Path) -> str:
     """Return the kind of the head in a GGUF file; "" where it holds a model."""
     from base.gguf_header import read_header
 
-    return ARCHITECTURES.get(str(read_header(path).metadata.get("general.architecture")), "")
+    header = read_header(path)
+    architecture = str(header.metadata.get("general.architecture"))
+    layers = header.metadata.get(f"{architecture}.nextn_predict_layers")
+    if layers and FIRST_NORM not in header.tensors:
+        return MTP
+    return ARCHITECTURES.get(architecture, "")
 
 
 def head_kind(path: Path) -> str:
-    """Return the kind of the head in a directory or a GGUF file: eagle, medusa, hydra or block.
+    """Return the kind of the head in a directory or a GGUF file: eagle, medusa, hydra, block, mtp.
 
     Raises: ValueError for a missing or broken config.json, for files of several kinds, and for a
     GGUF file that holds a model.

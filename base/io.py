@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import sys
@@ -28,9 +29,13 @@ except ImportError:  # Windows has no such locks
 
 LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
 TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
+# of a model on a hub, and of one of its GGUF files
+HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<kind>\w[\w.-]*))?", re.ASCII)
+PREFIXES = ("hf:", "ollama:")  # of names
 
 
 NOTES = logging.getLogger("gpt_eagle")
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"  # that come with this code
 
 
 class LocalError(ValueError):
@@ -164,9 +169,31 @@ def parse_jsonl(
 # ---------------------------------------------------------------------- paths
 
 
+def is_model_name(text: str) -> bool:
+    """Return whether a checkpoint is named, as hf:OWNER/NAME or ollama:NAME, and is no path.
+
+    OWNER/NAME alone is a name where there is no folder OWNER here.
+    """
+    if text.startswith(PREFIXES):
+        return True
+    is_path = text.lower().endswith(".gguf") or Path(text.partition("/")[0]).exists()
+    return not is_path and HUB_NAME.fullmatch(text) is not None
+
+
 def is_gguf(path: Path) -> bool:
-    """Return whether a checkpoint is a GGUF file (hf/gguf.py), and not a model directory."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
+    """Return whether a checkpoint is a GGUF file (hf/gguf.py), and not a model directory.
+
+    ollama's files have no suffix.
+    """
+    if path.suffix.lower() == ".gguf":
+        return not path.is_dir()
+    if not path.is_file():  # a queue would be read empty
+        return False
+    try:
+        with path.open("rb") as content:
+            return content.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def gguf_files(folder: Path) -> list[Path]:
@@ -196,23 +223,9 @@ def lfs_fault(file: Path) -> str:
 def check_directory(path: Path) -> None:
     """Check that a model directory exists. Raises: ValueError when it does not, or is a file."""
     if path.is_file():
-        if path.suffix.lower() != ".gguf" and _begins_as_gguf(path):
-            raise ValueError(
-                f"{path} is a GGUF file without its suffix; rename it to {path.name}.gguf"
-            )
         raise ValueError(f"{path} is a file; a Hugging Face model directory is expected here")
     if not path.is_dir():
-        raise ValueError(
-            f"no such directory: {path}; for a hub model run: python scripts/download.py {path}"
-        )
-
-
-def _begins_as_gguf(file: Path) -> bool:
-    try:
-        with file.open("rb") as content:
-            return content.read(4) == b"GGUF"
-    except OSError:
-        return False
+        raise ValueError(f"no such directory: {path}; a model of a hub is named hf:OWNER/NAME")
 
 
 def can_name_file(text: str) -> bool:
@@ -341,11 +354,25 @@ def write_text(where: str, text: str) -> None:
 
 
 def bundled_head(checkpoint: Path, kind: str = "eagle") -> Path:
-    """Return the place of the draft head that belongs to a checkpoint: its name with -KIND."""
+    """Return the place of the draft head that belongs to a checkpoint: its name with -KIND.
+
+    It is beside the checkpoint, or among the heads that come with this code.
+    """
     if checkpoint.name in ("", ".."):
         checkpoint = checkpoint.resolve()
-    name = checkpoint.stem if is_gguf(checkpoint) else checkpoint.name
-    return checkpoint.with_name(f"{name}-{kind}")
+    has_suffix = is_gguf(checkpoint) and checkpoint.suffix.lower() == ".gguf"
+    name = checkpoint.stem if has_suffix else checkpoint.name
+    beside = checkpoint.with_name(f"{name}-{kind}")
+    ours = CHECKPOINTS / beside.name
+    return ours if ours.is_dir() and not beside.is_dir() else beside
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be made or fetched again. It may not exist.
+
+    Raises: RuntimeError without a home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
 
 
 def show_progress(text: str, last: bool) -> None:

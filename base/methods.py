@@ -28,12 +28,14 @@ class DraftMethodSpec(NamedTuple):
     source: str = "head"  # of drafts, for a person
 
 
+MTP = "mtp"  # its head is a layer of the checkpoint
 DRAFTERS = {
     "none": DraftMethodSpec("drafters", trees=(), scores_children=False, residual=False),
     "eagle": DraftMethodSpec("eagle_draft", extended="extras.heads", head=True),
     "medusa": DraftMethodSpec("extras.medusa_draft", head=True),
     "hydra": DraftMethodSpec("extras.hydra_draft", head=True),
     "block": DraftMethodSpec("extras.block_draft", head=True),
+    MTP: DraftMethodSpec("extras.mtp_draft", head=True, source="MTP layer"),
     "ngram": DraftMethodSpec(
         "extras.ngram_draft",
         trees=(),

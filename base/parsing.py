@@ -88,6 +88,13 @@ def option(
 setting = partial(option, rare=True)  # for `--set`
 
 
+def processors() -> int:
+    """Return the number of processors that this process may use, at most as many threads help."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or MOST
+
+
 def flag_of(f: Field) -> str:
     """Return an option's name as messages have it: what a user writes."""
     usual = f"--set {f.name}" if f.metadata["rare"] else f"--{f.name}"

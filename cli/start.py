@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from base.gguf_header import read_header
 from base.head_kinds import head_kind
 from base.io import is_gguf, read_json
 from base.parsing import one_line_errors, parse_given, require
@@ -47,7 +48,7 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
         require(has_effect, "--seed has no effect at temperature 0; set --temperature")
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
-    if config.interactive and config.temperature > 0 and "seed" not in given:
+    if config.interactive and "seed" not in given:  # a temperature may come in the chat
         config = replace(config, seed=random.getrandbits(31))
     to_end = not config.prompt_file and "max_new_tokens" not in given
     keys = None
@@ -64,10 +65,11 @@ def with_text(command: Command) -> Command:
     config = command.config
     with one_line_errors("generate.py"):
         from hf.chat import read_text_files
-        from hf.fetch import fetched
+        from hf.fetch import with_files
         from models.registry import check_architecture
 
-        path = fetched(config.checkpoint)
+        config = with_files(config)
+        path = Path(config.checkpoint)
         check_architecture(path)
         check_head_width(path, config)
         text = read_text_files(path, config)
@@ -77,19 +79,23 @@ def with_text(command: Command) -> Command:
 
 
 def check_head_width(target: Path, config: GenerateConfig) -> None:
-    """Check that an EAGLE head is of the target's width, where both say theirs in config.json.
+    """Check that an EAGLE head in a directory is of the target's width, where both say theirs.
 
-    Raises: ValueError for another width, and for a broken config.json.
+    Raises: ValueError for another width, and for a broken header.
     """
     head = Path(config.head)
-    in_directories = config.head and not is_gguf(head) and not is_gguf(target)
-    if not in_directories or config.draft not in ("", "eagle", "eagle+ngram"):
+    in_directory = config.head and not is_gguf(head)
+    if not in_directory or config.draft not in ("", "eagle", "eagle+ngram"):
         return
     if head_kind(head) != "eagle":
         return
     of_head = read_json(head / "config.json")
     name = "target_hidden_size" if of_head.get("target_hidden_size") else "hidden_size"
     own = of_head.get(name)
-    width = read_json(target / "config.json").get("hidden_size")
+    if is_gguf(target):
+        keys = read_header(target).metadata
+        width = keys.get(f"{keys.get('general.architecture')}.embedding_length")
+    else:
+        width = read_json(target / "config.json").get("hidden_size")
     fault = f"{head}: {name} is {own}, the target's is {width}; use the head made for this target"
     require(own == width or type(own) is not int or type(width) is not int, fault)

@@ -200,7 +200,9 @@ class Wrapped:
 
     PARTS = re.compile(r"(?P<colour>\033\[[\d;]*m)|(?P<line>\n)|(?P<space>\s)|.")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1 << 30):
+        """most: columns of a line, also where the terminal is wider"""
+        self.most = most
         self.column = 0
         self.word = ""  # the part of the last word that is shown, colours included
         self.word_columns = 0
@@ -210,7 +212,7 @@ class Wrapped:
     def push(self, text: str) -> str:
         """Return what to print for a piece of the text."""
         # the last column is left free: behind it a cursor does not move back as elsewhere
-        width = max(shutil.get_terminal_size().columns - 1, 1)
+        width = max(min(shutil.get_terminal_size().columns, self.most) - 1, 1)
         shown = ""
         earlier = self.word_columns  # of the word, that are shown already
         start = None  # place in `shown` where the word begins; None: it began earlier
@@ -249,9 +251,12 @@ class Wrapped:
         return shown
 
 
-def printer(file: IO[str]) -> Callable[[str], None]:
-    """Return a function that prints a text piece by piece; on a terminal lines break at words."""
-    wrapped = Wrapped()
+def printer(file: IO[str], most: int = 1 << 30) -> Callable[[str], None]:
+    """Return a function that prints a text piece by piece; on a terminal lines break at words.
+
+    most: columns of a line
+    """
+    wrapped = Wrapped(most)
     breaks = file.isatty() and os.environ.get("TERM") != "dumb"
 
     def show(text: str) -> None:

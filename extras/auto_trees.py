@@ -52,6 +52,8 @@ def with_smaller_trees(
             RestingDrafter(drafter, target, lookup, 1 + size) for size in range(len(lookup.sizes))
         ]
     for shape in SHAPES if target.norm.weight.device.type == "cpu" else SHAPES[1:]:
+        if drafter.one_pass and shape.topk > 1:
+            shape = TreeShape(min(largest.depth, shape.size - 1), shape.topk, shape.size)
         shape = cut(shape, drafter.levels)
         fits = shape.depth <= largest.depth and shape.topk <= largest.width
         if not fits or shape.size >= largest.size or shape in shapes:

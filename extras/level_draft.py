@@ -33,6 +33,8 @@ from options import DEPTH, MEDUSA_PATHS, GenerateConfig
 class LevelDrafter(TreeDrafter):
     """Grows trees from the scores of all levels. Subclasses give `level_scores`."""
 
+    one_pass = True
+
     def level_scores(self, state: Any, inputs: DraftInputs) -> Tensor:
         """Score the tokens of every level: [B, D, Vd] fp32, level 0 that of the root's children.
 
@@ -77,11 +79,16 @@ def tree_of(config: GenerateConfig, levels: int, path: Path) -> DynamicTree | St
     """Return the tree of the options for a head that drafts so many levels.
 
     path: of the head, for the message
+    With `--tree auto` it has all levels that its nodes can reach: they cost one pass together, and
+    presets of fewer nodes are less deep.
     Raises: ValueError for a tree that is deeper.
     """
-    if not config.tree_depth and config.tree_shape != "static":
+    by_default = not config.tree_depth and config.tree_shape != "static"
+    if by_default:
         config = replace(config, tree_depth=min(DEPTH, levels))
     tree = config.draft_tree
+    if by_default and config.tree_shape == "auto":
+        tree = replace(tree, depth=max(tree.depth, min(levels, tree.size - 1)))
     if config.tree_shape == "static" and not config.tree_file:
         tree = StaticTree(tuple(path for path in MEDUSA_PATHS if len(path) <= levels))
     fault = f"{path} drafts {levels} levels, and the tree has {tree.depth}"

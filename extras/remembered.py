@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from base.io import folder_lock, log_note, replace_file
+from base.io import cache_folder, folder_lock, log_note, replace_file
 from decode import Engine
 from ops.cpu.build import check_own, loaded, processor
 from ops.library import tiles_in_use
@@ -48,8 +48,7 @@ def folder() -> Path | None:
         return None
     if named is not None:
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "gpt-eagle" / "trees"
+    return cache_folder() / "trees"
 
 
 def file_of(engine: Engine) -> Path | None:

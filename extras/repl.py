@@ -1,13 +1,14 @@
 """`--interactive`: a conversation on the terminal.
 
 1. A line at the start names the model, the ways to draft and the commands (COMMANDS).
-2. With readline a line has a history and keys to edit it. A paste is one turn, whatever its lines,
-   also where it comes before the first prompt or during an answer. Lines between two \"\"\" are one
-   turn, too.
+2. With readline a line has keys to edit it, and a history, which is kept (extras/history.py). A
+   paste is one turn, whatever its lines, also where it comes before the first prompt or during an
+   answer. Lines between two \"\"\" are one turn, too.
 3. An answer goes on to its end, unless --max_new_tokens is given; a cut is said. Tokens that were
    drafted and accepted are coloured by their source, on a terminal, with `show_drafts`; thinking
    is dimmed there.
-4. When the history no longer fits the context, the oldest turns are dropped and a note is printed.
+4. /set changes the options that a call of `generate` takes, and the conversation goes on.
+5. When the turns so far no longer fit the context, the oldest are dropped and a note is printed.
 
 Turns and answers go to standard output, all else to standard error.
 
@@ -22,30 +23,45 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from base.io import StatusLine, has_colours, parse_json, read_named, write_text
-from cli.prompts import answer_room, check_ids
+from base.option_rules import NOT_CHAT
+from base.parsing import did_you_mean, read_settings
+from cli.prompts import OF_A_CALL, answer_room, check_ids, for_one_answer
 from cli.terminal import TypedAhead, printer
 from decode import Engine
 from extras.drafted import Drafted, Spans, told_draft
+from extras.history import History
 from hf.chat import OnTerminal, chat_template
-from hf.fetch import fetched
+from hf.fetch import title_of
+from options import GenerateConfig
 from scheduler import Request, Scheduler, truncation_note
 from stats import stats_line, summary
 
 COMMANDS = {
     "help": "list the commands",
     "clear": "begin a new conversation",
-    "retry": "answer the last turn again; with --temperature another answer",
+    "retry": "answer the last turn again; above temperature 0 another answer",
+    "set": "/set NAME VALUE, as /set temperature 0.7 or /temperature 0.7, changes how the model "
+    "answers; the VALUE default undoes that; /set lists the names",
     "system": "/system TEXT sets the system message; without a text the template has its own",
     "drafts": "colour the tokens that were drafted and accepted, or no longer",
     "save": "/save FILE writes the conversation",
     "load": "/load FILE goes on with it",
     "bye": "end the conversation, as Ctrl-D",
 }
+OTHER_NAMES = {"exit": "bye", "quit": "bye"}
+WITH_TEXT = ("set", "system", "save", "load")  # the others are turns where a text is behind them
+# the options that /set takes, each also a command
+OPTIONS: dict[str, Field] = {
+    f.name: f
+    for f in fields(GenerateConfig)
+    if f.name in OF_A_CALL and NOT_CHAT not in f.metadata["needs"]
+}
+NOTES_COLUMNS = 80  # at most
 COLOURS = {"lookup": "\033[36m"}  # cyan; other sources are green
 GREEN = "\033[32m"
 PLAIN = "\033[0m"
@@ -72,10 +88,10 @@ def edit_lines() -> None:
 
 def say(text: str) -> None:
     """Print a note, which is no part of the conversation."""
-    printer(sys.stderr)(f"{text}\n")
+    printer(sys.stderr, NOTES_COLUMNS)(f"{text}\n")
 
 
-def read_line(keys: TypedAhead, prompt: str) -> str:
+def read_line(keys: TypedAhead, prompt: str, history: History | None) -> str:
     """Read a line, or pasted lines, of what was typed ahead first.
 
     prompt: for a person; a pipe is not asked
@@ -87,27 +103,47 @@ def read_line(keys: TypedAhead, prompt: str) -> str:
             raise EOFError
         if typed.entered:
             print(prompt + typed.text, flush=True)
+            if history is not None:
+                history.add(typed.text, recall=True)
             return typed.text
-        if not edits_lines():
+        if history is None:
             return typed.text + input(prompt if sys.stdin.isatty() else "")
-        import readline
-
-        readline.set_startup_hook(lambda: readline.insert_text(typed.text))
-        try:
-            return input(prompt)
-        finally:
-            readline.set_startup_hook(None)
+        line = edit_line(prompt, typed.text)
+        history.add(line)
+        return line
 
 
-def read_turn(keys: TypedAhead) -> str:
+def edit_line(prompt: str, text: str) -> str:
+    """Read a line that begins with a text, by readline."""
+    import readline
+
+    readline.set_startup_hook(lambda: readline.insert_text(text))
+    try:
+        return input(prompt)
+    finally:
+        readline.set_startup_hook(None)
+
+
+def command_of(turn: str) -> tuple[str, str] | None:
+    """Return the name of a command and the text behind it; None: the turn is the model's."""
+    found = re.fullmatch(r"/(\w*)(?:[ \t=]+(.*?))?[ \t]*", turn)
+    if found is None:
+        return None
+    name = OTHER_NAMES.get(found[1], found[1])
+    if found[2] and name in COMMANDS and name not in WITH_TEXT:
+        return None
+    return name, found[2] or ""
+
+
+def read_turn(keys: TypedAhead, history: History | None) -> str:
     """Read a turn: a line, pasted lines, or the lines between two \"\"\". Raises: EOFError."""
-    line = read_line(keys, "> ")
+    line = read_line(keys, "> ", history)
     if not line.startswith(QUOTES):
         return line
     text = line.removeprefix(QUOTES)
     while not text.endswith(QUOTES):
         try:
-            text += "\n" + read_line(keys, ". ")
+            text += "\n" + read_line(keys, ". ", history)
         except EOFError:
             return text
     return text.removesuffix(QUOTES).strip("\n")
@@ -119,6 +155,7 @@ class Chat:
     def __init__(self, engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead):
         """encode: token ids of (engine, turns, answers); keys: those typed during an answer"""
         self.engine = engine
+        self.given = engine.config  # at the start
         self.keys = keys
         self.encode = encode
         self.scheduler = Scheduler(engine)
@@ -132,7 +169,7 @@ class Chat:
 
     def title(self) -> str:
         """Describe the model and the way to draft."""
-        name = Path(self.engine.config.checkpoint).name
+        name = title_of(Path(self.engine.config.checkpoint))
         kind = "" if self.engine.template else ", no chat template: it continues your text"
         return (
             f"[{name}, {told_draft(self.engine)}{kind}]\n[/help for the commands, Ctrl-D to leave]"
@@ -213,8 +250,10 @@ class Chat:
         """Run a command. text: behind its name. Raises: ValueError for one that cannot be."""
         if not name:
             raise ValueError("/ begins a command; /help lists the commands")
+        if name in OPTIONS:
+            name, text = "set", f"{name} {text}"
         if name not in COMMANDS:
-            close = difflib.get_close_matches(name, COMMANDS, 1)
+            close = difflib.get_close_matches(name, (*COMMANDS, *OPTIONS), 1)
             hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
             raise ValueError(f"there is no /{name}; {hint}")
         getattr(self, f"_{name}")(text)
@@ -235,12 +274,39 @@ class Chat:
         self.answers.pop()
         self.ask(turn)
 
+    def _set(self, text: str) -> None:
+        config = self.engine.config
+        name, value = [*re.split(r"[\s=]+", text, maxsplit=1), ""][:2]
+        if not name:
+            values = {each: getattr(config, each) for each in OPTIONS}
+            listed = [f"{each} {_shown(v)}" for each, v in values.items() if _is_listed(each, v)]
+            say(f"[{', '.join(listed)}]")
+            return
+        name = next((each for each, f in OPTIONS.items() if f.metadata["alias"] == name), name)
+        if name not in OPTIONS:
+            hint = did_you_mean(name, OPTIONS)
+            raise ValueError(f"there is no option {name} in a chat{hint}; /set lists them")
+        if value:
+            given = {name: getattr(self.given, name)}
+            if value != "default":
+                given = read_settings(GenerateConfig, [f"{name}={value}"])
+            try:
+                self.engine = for_one_answer(self.engine, given)
+            except ValueError as error:
+                raise ValueError(str(error).replace("--set ", "/").replace("--", "/")) from None
+            config = self.engine.config
+        said = f"{name} is {_shown(getattr(config, name))}"
+        for need in OPTIONS[name].metadata["needs"]:
+            if not need.met(config):
+                said += f"; it {need.text.format(config).replace('--', '/')}"
+        say(f"[{said}]")
+
     def _system(self, text: str) -> None:
         engine = self.engine
         name = engine.config.chat
         if engine.template is None or name is None:
             raise ValueError("without a chat template there is no system message")
-        path = fetched(engine.config.checkpoint)
+        path = Path(engine.config.checkpoint)
         has_schema = engine.config.has_schema
         template = chat_template(path, engine.tokenizer, name, text or None, has_schema)
         template.stop_ids(engine.tokenizer)  # refuses a template that leaves the message out
@@ -280,6 +346,18 @@ class Chat:
         say(f"[{len(self.turns)} turn(s) of {text}]")
 
 
+def _is_listed(name: str, value: object) -> bool:
+    """Return whether /set lists an option: those with a flag, and those that are changed."""
+    return not OPTIONS[name].metadata["rare"] or value != OPTIONS[name].default
+
+
+def _shown(value: object) -> str:
+    """Return an option's value for a person."""
+    if isinstance(value, tuple):
+        return ", ".join(map(repr, value)) or "none"
+    return str(value)
+
+
 def _are_messages(value: object) -> bool:
     """Return whether a value is a list of messages: perhaps a system's, then turns and answers."""
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -294,12 +372,15 @@ def _are_messages(value: object) -> bool:
 def chat(engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead) -> None:
     """Read turns and print answers until the end of input. encode, keys: as for `Chat`"""
     edit_lines()
+    history = History() if edits_lines() else None
     talk = Chat(engine, encode, keys)
     say(talk.title())
+    if history and history.fault:
+        say(f"[lines are not kept for the next chat: {history.fault}]")
     leaving = False  # the last key was Ctrl-C
     while True:
         try:
-            turn = read_turn(keys)
+            turn = read_turn(keys, history)
         except (EOFError, KeyboardInterrupt) as error:
             say("")
             if leaving or isinstance(error, EOFError):
@@ -310,12 +391,12 @@ def chat(engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead) -> 
         leaving = False
         if not turn.strip():
             continue
-        command = re.fullmatch(r"/(\w*)(?:[ \t]+(.*?))?[ \t]*", turn)
-        if command and command[1] in ("bye", "exit", "quit"):
+        command = command_of(turn)
+        if command and command[0] == "bye":
             return
         try:
             if command:
-                talk.run(command[1], command[2] or "")
+                talk.run(*command)
             else:
                 talk.ask(turn)
         except ValueError as error:  # the conversation so far stays

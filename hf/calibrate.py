@@ -1,7 +1,7 @@
 """Run a model over a short text for the second moments of its layers' inputs, for quantize.py.
 
-1. The text is bundled: arithmetic problems with their answers, and this project's own code and
-   pages. `calibration_text` cuts it into sequences.
+1. The text is bundled and does not change, since weights in a cache are made of it: arithmetic
+   problems with their answers, code and prose. `calibration_text` cuts it into sequences.
 2. `second_moments` runs one block after the other, and yields each linear layer's moments.
 3. Every token counts the same: its inputs are divided by their root mean square. Otherwise a few
    tokens with outlying activations, as the first of a text, would be all that is preserved.
@@ -34,6 +34,7 @@ SEQUENCES = 32
 LENGTH = 256  # tokens of a sequence
 AT_ONCE = 4  # sequences that a block reads together
 PROBLEMS = ROOT / "data/train/gsm8k_train_clean.jsonl"
+CODE_AND_PROSE = ROOT / "data/train/calibration.txt"
 
 
 class Moments(NamedTuple):
@@ -73,13 +74,11 @@ def calibration_text(path: Path) -> Tensor:
     problems = []
     for row in read_jsonl(PROBLEMS, "calibration")[: 4 * SEQUENCES]:
         problems += [text for pair in zip(row["turns"], row["answers"]) for text in pair]
-    code = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "ops").glob("*.py"))]
-    pages = (ROOT / "README.md").read_text(encoding="utf-8")
     sequences = []
-    for text, share in (("\n".join(problems), 0.5), ("\n".join(code), 0.25), (pages, 0.25)):
+    for text in ("\n".join(problems), CODE_AND_PROSE.read_text(encoding="utf-8")):
         ids = torch.tensor(tokenizer.encode(text, bos=True))
         rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
-        wanted = min(len(rows), int(SEQUENCES * share))
+        wanted = min(len(rows), SEQUENCES // 2)
         sequences.append(rows[:: max(1, len(rows) // wanted)][:wanted])
     return torch.cat(sequences)
 

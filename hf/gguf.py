@@ -8,8 +8,7 @@
    fp32, which gives the same bits.
 
 Sources: the GGUF specification (ggml/docs/gguf.md), llama.cpp's convert_hf_to_gguf.
-Not here: the tokenizer (hf/gguf_tokenizer.py); files in several parts, big-endian files,
-importance-matrix types (IQ).
+Not here: the tokenizer (hf/gguf_tokenizer.py); big-endian files, importance-matrix types (IQ).
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from base.gguf_header import (
     Header,
     Info,
     Metadata,
-    check_is_whole,
     read_header,
 )
 from hf.checkpoint import TensorSource
@@ -54,6 +52,15 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 # routers, and the confidence of a draft: they are small, and decide
 SMALL = (".gate.weight", ".router.weight", ".router.proj.weight", "confidence_head.proj.weight")
 GATE_UP = "ffn_gate_up"  # a gate's rows, then those of up, of each expert in a stack
+# of an MTP layer, which follows the model's own layers -> those of Qwen3.5's directories
+NEXTN_NAMES = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm",
+    "shared_head_head": "lm_head",
+    "embed_tokens": "embed_tokens",
+}
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -102,7 +109,6 @@ class GgufFile(TensorSource):
         self.path = path
         self._mapped = 0  # bytes read since the last release
         self._header = header = self._read_header()
-        check_is_whole(header.metadata)
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in self.architectures:
             raise ValueError(f"{path}: {gguf_refusal(architecture)}")
@@ -211,8 +217,8 @@ class GgufFile(TensorSource):
                 f"whose last size is no multiple of {block}"
             )
         size = elements // block * block_size
-        end = self._header.start + info.offset + size
-        file_size = len(self._header.file)
+        end = info.offset + size
+        file_size = len(info.file)
         if end > file_size:
             raise ValueError(
                 f"{self.path} is truncated: {name} ends at byte {end} of {file_size}; "
@@ -229,7 +235,12 @@ class GgufFile(TensorSource):
         changed = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if changed and changed[2] in self.layout.changed:
             official, change = self.layout.changed[changed[2]]
-            yield f"model.layers.{changed[1]}.{official}", lambda: change(read())
+            yield f"{self._layer(changed[1])}.{official}", lambda: change(read())
+            return
+        nextn = re.fullmatch(r"blk\.(\d+)\.nextn\.(\w+)\.weight", name)
+        if nextn and nextn[2] in NEXTN_NAMES:
+            owner = self._layer(nextn[1]).removesuffix(".layers.0")  # the first one's are for all
+            yield f"{owner}.{NEXTN_NAMES[nextn[2]]}.weight", read
             return
         stem, _, leaf = name.rpartition(".")
         part = re.fullmatch(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(_exps|\.\d+)?", stem)
@@ -237,7 +248,7 @@ class GgufFile(TensorSource):
             if name != "rope_freqs.weight":
                 yield f"{(self.names | self.layout.beside).get(stem, stem)}.{leaf}", read
             return
-        layer = f"model.layers.{part[1]}."
+        layer = f"{self._layer(part[1])}."
         kind = part[2]
         suffix = part[3]
         matrices = self.layout.mixture
@@ -272,6 +283,13 @@ class GgufFile(TensorSource):
         of_experts = name.endswith(f".{GATE_UP}_exps.weight")
         return of_experts or (self.layout.gate_above_up and name.endswith(".ffn_up.weight"))
 
+    def _layer(self, number: str) -> str:
+        """Return the beginning of the names of a layer's tensors."""
+        own = self.config["num_hidden_layers"]
+        if int(number) < own:
+            return f"model.layers.{number}"
+        return f"mtp.layers.{int(number) - own}"
+
     def _layer_reader(self, name: str, kind: str) -> Callable[[], Tensor]:
         """Return the reader of a tensor of a layer in Hugging Face's form."""
         heads = 0
@@ -292,7 +310,7 @@ class GgufFile(TensorSource):
         info = self._header.tensors[name]
         value = self._values(blocks, info.type_id, dtype).view(shape)
         is_changed = name.split(".", 2)[-1] in self.layout.changed
-        if self.layout.norms_plus_one and name.endswith("_norm.weight") and not is_changed:
+        if self.layout.norms_plus_one and name.endswith("norm.weight") and not is_changed:
             value = value.float() - 1
         order = row_order(shape[0], heads)
         return value if order is None else value[order]
@@ -304,12 +322,12 @@ class GgufFile(TensorSource):
         if self._is_gate_above_up(name):
             shape = (2 * math.prod(shape[:-2]), shape[-2] // 2, shape[-1])
         size = self._sizes[name]
-        start = self._header.start + info.offset
+        start = info.offset
         if part is not None:
             size //= shape[0]
             start += part * size
             shape = shape[1:]
-        file = self._header.file
+        file = info.file
         held = file.size()
         if start + size > held:  # a page of the mapping that the file has lost ends the process
             raise ValueError(
@@ -513,7 +531,9 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
 
     width = size("embedding_length")
     heads = size("attention.head_count")
-    layers = size("block_count")
+    blocks = size("block_count")
+    of_mtp = metadata.read(key("nextn_predict_layers"), int, 0)
+    layers = blocks - of_mtp
     head_dim = size("attention.key_length", width // heads)
     kv_heads = size("attention.head_count_kv", heads)
     experts = size("expert_count") if metadata.get(key("expert_count")) else 0
@@ -522,7 +542,9 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
     fits_embedding = len(embedding) == 2 and embedding[-1] == width
     rules = {
         "token_embd.weight must be [tokens, embedding_length]": fits_embedding,
-        "the file has fewer layers than block_count": layers <= len(tensors),
+        # an MTP layer may have a file of its own
+        "the file has fewer layers than block_count": of_mtp > 0 or blocks <= len(tensors),
+        "nextn_predict_layers must be from 0 to below block_count": 0 < layers <= blocks,
         f"expert_count must be at most {MOST_EXPERTS}": experts <= MOST_EXPERTS,
         "head_count_kv must divide head_count": heads % kv_heads == 0,
         "key_length must be even": head_dim > 0 and head_dim % 2 == 0,

@@ -78,8 +78,8 @@ class GgufHead(GgufFile):
     def _distances(self) -> Tensor:
         """Read `d2t` as the layouts hold it, [Vd] int64. Raises: ValueError."""
         info = self.d2t
-        file = self._header.file
-        start = self._header.start + info.offset
+        file = info.file
+        start = info.offset
         if info.type_id != I64 or len(info.shape) != 1:
             raise ValueError(
                 f"{self.path}: d2t must be a list of token ids, of the type I64; it has the shape "

@@ -701,7 +701,7 @@ def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
     """Return the test for tensors that may stay unused.
 
     Old LLaMA files hold RoPE tables. Files of a tied model may hold the embedding a second time, as
-    the LM head.
+    the LM head. An MTP layer is read as a draft head.
     """
     repeated: tuple[str, ...] = ()
     if config.tie_embeddings:
@@ -710,9 +710,10 @@ def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
     def no_bias(name: str) -> bool:  # AutoGPTQ and others write zeros where a layer has none
         return name.endswith(".bias") and name in files.readers and not files.read(name).any()
 
-    return lambda name: (
-        name.endswith("rotary_emb.inv_freq")
-        or name.startswith(config.unused)
-        or name in repeated
-        or no_bias(name)
-    )
+    def is_ignored(name: str) -> bool:
+        of_mtp = config.mtp is not None and name.startswith(config.mtp.prefix)
+        is_table = name.endswith("rotary_emb.inv_freq")
+        is_unused = of_mtp or is_table or name.startswith(config.unused)
+        return is_unused or name in repeated or no_bias(name)
+
+    return is_ignored

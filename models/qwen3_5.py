@@ -5,7 +5,7 @@ gate, and whose RoPE turns a quarter of each head. Weights of norms count from o
 of the recurrence.
 
 Sources: arXiv 2412.06464 (Gated DeltaNet), 2505.06708 (the gate of attention).
-Not here: pictures; the MTP layer, whose tensors are noted as another part and not read.
+Not here: pictures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from base.fields import FLAG, Rule, integer, key, read_fields
 from kv_cache import TAPS, StateShape
-from model import ModelConfig, Rope
+from model import ModelConfig, Mtp, Rope
 from models.gguf_names import LAYER, GgufLayout
 from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, rotary_dim
 from models.mixtral import counts
@@ -38,6 +38,12 @@ from steps import (
 LINEAR = "linear_attention"
 FULL = "full_attention"
 WITH_EXPERTS = "Qwen3_5MoeForCausalLM"
+MTP_NAMES = {
+    "fc": "mtp.fc",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "norm": "mtp.norm",
+}
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,11 @@ class Qwen35(ModelConfig):
         return StateShape(
             self.value_heads, self.key_dim, self.value_dim, convolved + 2 * self.value_heads
         )
+
+    @property
+    def mtp(self) -> Mtp:
+        model = replace(self, n_layers=1, recurrent_layers=())
+        return Mtp(model, "mtp.", "mtp.layers.{}.", MTP_NAMES)
 
     def layer(self, i: int) -> tuple[Step, ...]:
         return (
@@ -210,12 +221,8 @@ def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
 def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
     """Return the further keys of config.json that a GGUF file holds. name: of a key in the file
 
-    Raises: ValueError for a missing key, or a file that holds an MTP layer.
+    Raises: ValueError for a missing key.
     """
-    if metadata.get(name("nextn_predict_layers")):
-        raise ValueError(
-            f"{metadata.path} holds an MTP layer, which is not read; convert the model without it"
-        )
     values = metadata.size(name("ssm.time_step_rank"))
     inner = metadata.size(name("ssm.inner_size"))
     if inner % values:

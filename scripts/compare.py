@@ -25,17 +25,17 @@ import json
 import shlex
 import sys
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from base.head_kinds import head_kind
-from base.io import bundled_head, check_directory, is_gguf
+from base.io import check_directory, is_gguf
 from base.parsing import SWITCHES, one_line_errors, option, parse
 from cli.prompts import prompts_of_file
-from hf.fetch import fetched
+from hf.fetch import fetched, with_files
 from models.registry import check_architecture
 from options import DEFAULT, GenerateConfig
 
@@ -60,14 +60,14 @@ class CompareConfig:
     max_new_tokens: int = option(128, "tokens per turn", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
     quant: str = option("none", "round the target's weights", ("none", "int8", "int4"))
-    context: int = option(0, "KV capacity in tokens; 0: the model's, at most 4096", least=0)
+    context: int = option(0, "KV capacity in tokens; 0: as of generate.py", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     def bench(self, tasks: str) -> papers.BenchConfig:
         """Return the options of the measurement. tasks: the file of the prompts"""
         methods = [*WITHOUT_HEAD]
         for kind, of_kind in OF_KIND.items():
-            if not self.heads and bundled_head(Path(self.checkpoint), kind).is_dir():
+            if not self.heads and papers.has_head(self.checkpoint, kind):
                 methods += of_kind
         for path in map(Path, self.heads.split(",") if self.heads else ()):
             if not is_gguf(path):
@@ -96,8 +96,11 @@ def read_command(argv: list[str] | None = None) -> CompareConfig:
         if not config.prompts:
             raise ValueError("--prompts is missing; name a file with your prompts")
         prompts_of_file(Path(config.prompts), "--prompts")
-        check_architecture(fetched(config.checkpoint))
-    return config
+        draft = "none" if config.heads else ""
+        named = with_files(GenerateConfig(checkpoint=config.checkpoint, draft=draft))
+        check_architecture(Path(named.checkpoint))
+        heads = [str(fetched(head, is_head=True)) for head in config.heads.split(",") if head]
+    return replace(config, checkpoint=named.checkpoint, heads=",".join(heads) or named.head)
 
 
 # --help and mistakes are answered before the imports below, which take seconds
@@ -111,6 +114,7 @@ OF_KIND = {  # of a head
     "medusa": (f"medusa:{papers.CHAIN}", "medusa:dynamic", "medusa:auto"),
     "hydra": (f"hydra:{papers.CHAIN}", "hydra:dynamic", "hydra:auto"),
     "block": (f"block:{papers.CHAIN}", "block:dynamic", "block:auto"),
+    "mtp": (f"mtp:{papers.CHAIN}", "mtp:dynamic", "mtp:auto"),
 }
 
 

@@ -4,34 +4,28 @@
     python scripts/download.py HuggingFaceTB/SmolLM2-135M-Instruct    # the same model unquantized
     python scripts/download.py meta-llama/Llama-2-7b-chat-hf
     python scripts/download.py yuhuili/EAGLE-llama2-chat-7B --out heads/llama2
+    python scripts/download.py --heads Qwen3-8B                       # lists its published heads
+    python scripts/download.py --heads Qwen3-8B --pick 1              # fetches the first
 
-huggingface_hub fetches from a Hugging Face repository, at one commit, what `wanted` picks. Files
-that are there are not fetched again. A gated repository needs an access token: `hf auth login`, or
-the environment variable HF_TOKEN.
-Not here: downloads with pip (hf/fetch.py); conversion.
+huggingface_hub fetches from a Hugging Face repository, at one commit, what `wanted` picks, into a
+directory; without one, `--checkpoint OWNER/NAME` fetches it into the hub's cache. Files that are
+there are not fetched again. A gated repository needs an access token: `hf auth login`, or the
+environment variable HF_TOKEN.
+Not here: downloads with pip (hf/fetch.py); GGUF files (hf/hub.py); conversion.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.io import one_line
-from base.parsing import one_line_errors, option, parse
-from options import ROOT
-
-# the weights of a model or of an EAGLE or block head, in the order of choice; Medusa's and Hydra's
-WEIGHTS = (
-    r"model.*\.safetensors",
-    r"pytorch_model.*\.bin",
-    r"(medusa|hydra)_lm_head\.safetensors",
-    r"(medusa|hydra)_lm_head\.pt",
-)
-TEXTS = r"[^/]*\.(json|jinja)|tokenizer\.model|additional_chat_templates/.*"
+from base.parsing import did_you_mean, one_line_errors, option, parse, require
+from hf.hub import refusal, wanted
+from hf.known_heads import PublishedHead, published_heads
+from options import FETCHED
 
 
 @dataclass
@@ -39,26 +33,14 @@ class DownloadConfig:
     """Options."""
 
     repo: str = option("", "hub id, OWNER/NAME, or smollm2", positional=True)
+    heads: str = option("", "list the published heads of this model, as heads/README.md has them")
+    pick: int = option(0, "fetch this one of --heads", least=1)
     out: str = option(
         "",
-        "directory; default: checkpoints/OWNER/NAME, for smollm2 the checkpoints beside the code",
+        "directory; default: checkpoints/OWNER/NAME, for smollm2 the checkpoints beside the code, "
+        "for a head of --heads checkpoints/TARGET-KIND, where it is found",
     )
     revision: str = option("main", "branch, tag or commit on the hub")
-
-
-def wanted(names: list[str]) -> list[str]:
-    """Return the paths to fetch of a repository's list: texts, and one format of the weights.
-
-    Without weights in Hugging Face layout there are none.
-    """
-    # top-level ones: original/ and onnx/ hold the same weights again
-    kinds = [[name for name in names if re.fullmatch(kind, name)] for kind in WEIGHTS]
-    weights = next(filter(None, kinds), [])
-    if not weights:
-        return []
-    unused = "pytorch_model.bin.index.json" if kinds[0] else "model.safetensors.index.json"
-    texts = [name for name in names if re.fullmatch(TEXTS, name) and name != unused]
-    return [*texts, *weights]
 
 
 def download(config: DownloadConfig) -> tuple[Path, list[str]]:
@@ -66,26 +48,44 @@ def download(config: DownloadConfig) -> tuple[Path, list[str]]:
 
     Raises: ValueError for any failure.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download
 
     out = Path(config.out or f"checkpoints/{config.repo}")
     try:
         info = HfApi().model_info(config.repo, revision=config.revision)
         names = wanted([file.rfilename for file in info.siblings])
-        if names:
-            snapshot_download(config.repo, revision=info.sha, local_dir=out, allow_patterns=names)
+        for name in names:  # each has its line of progress
+            hf_hub_download(config.repo, name, revision=info.sha, local_dir=out)
     except Exception as error:  # the package's transport, and so its errors, differ by version
-        raise ValueError(
-            f"could not download {config.repo} ({type(error).__name__}: {one_line(error, 500)}); "
-            "check the name, the network and the free disk space, or, for a gated or private "
-            "repository, run: hf auth login; finished files are kept"
-        ) from None
+        raise refusal(config.repo, error) from None
     if not names:
         raise ValueError(
-            f"{config.repo} has neither model*.safetensors nor pytorch_model*.bin; "
-            "choose one in Hugging Face layout"
+            f"{config.repo} has neither model*.safetensors nor pytorch_model*.bin; GGUF files come "
+            f"by generate.py --checkpoint hf:{config.repo}"
         )
     return out, names
+
+
+def heads_of(config: DownloadConfig) -> list[PublishedHead]:
+    """Return the published heads of a model. Raises: ValueError where none is known."""
+    require(not config.repo, "--heads names a model; drop the hub id, or --heads")
+    found = published_heads(config.heads)
+    if not found:
+        targets = {row.target.rpartition("/")[2]: row.target for row in published_heads()}
+        hint = did_you_mean(config.heads.rpartition("/")[2], targets)
+        raise ValueError(f"heads/README.md knows no head for {config.heads}{hint}")
+    fault = f"--pick must be at most {len(found)}, the heads of {config.heads}; it is {config.pick}"
+    require(config.pick <= len(found), fault)
+    return found
+
+
+def listed(heads: list[PublishedHead]) -> str:
+    """Return the lines that list heads."""
+    lines = [f"heads of {heads[0].target}, by heads/README.md:"]
+    for number, head in enumerate(heads, 1):
+        licence = "not seen" if head.licence == "?" else head.licence
+        lines.append(f"{number:3}  {head.name}: {head.layout}; licence: {licence}")
+    return "\n".join(lines)
 
 
 def download_smollm2(config: DownloadConfig) -> Path:
@@ -97,7 +97,7 @@ def download_smollm2(config: DownloadConfig) -> Path:
 
     if config.revision != "main":
         raise ValueError("--revision belongs to hub ids; smollm2 has one version: drop it")
-    return fetch(SMOLLM2, Path(config.out) if config.out else ROOT / "checkpoints")
+    return fetch(SMOLLM2, Path(config.out) if config.out else FETCHED)
 
 
 def main() -> None:
@@ -109,10 +109,24 @@ def main() -> None:
             print(f"{file} is there")
             print(f'next: python generate.py --checkpoint {file} --chat --prompt "..."')
             return
+        require(config.heads != "" or not config.pick, "--pick belongs to --heads MODEL; add that")
+        heads = heads_of(config) if config.heads else []
+        if heads and not config.pick:
+            print(listed(heads))
+            print(f"fetch one: python scripts/download.py --heads {config.heads} --pick NUMBER")
+            return
+        target = "TARGET"
+        if heads:
+            head = heads[config.pick - 1]
+            target = head.target
+            beside = f"checkpoints/{target}-{head.kind}"
+            config = replace(config, repo=head.name, out=config.out or beside)
         out, names = download(config)
     use = f"--checkpoint {out}"
     if not {"tokenizer.model", "tokenizer.json"} & set(names):
-        use = f"--checkpoint TARGET --head {out}"  # a draft head
+        if Path("checkpoints", target).is_dir():
+            target = f"checkpoints/{target}"
+        use = f"--checkpoint {target} --head {out}"  # a draft head
     print(f'wrote {len(names)} files to {out}\nnext: python generate.py {use} --prompt "..."')
 
 

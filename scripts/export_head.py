@@ -1,13 +1,18 @@
-"""Write a trained EAGLE-3 head as GGUF for llama.cpp.
+"""Write a trained head for another runtime: llama.cpp, vLLM or SGLang.
 
     python scripts/export_head.py --checkpoint MODEL --head HEAD --out head.gguf --type q8_0
+    python scripts/export_head.py --checkpoint MODEL --head HEAD --out DIR --layout speculators \\
+        --verifier OWNER/NAME    # vLLM's
+    python scripts/export_head.py --checkpoint MODEL --head HEAD --out DIR --layout sglang
 
 1. The head is read as `--head` of generate.py reads it, and checked against its target.
-2. `write_gguf` writes llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that blocks
+2. The directories are described in head_layouts.py.
+3. `write_gguf` writes llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that blocks
    do not divide are F16, as in llama.cpp's own tool. The tokenizer is the target's, from its GGUF
    file; of a directory none is written, and llama.cpp runs the head all the same.
 
-llama.cpp runs heads with three layers' hidden states, one layer, and no bias; others are refused.
+llama.cpp runs EAGLE-3 heads with three layers' hidden states, one layer, and no bias; others are
+refused.
 Package: gguf. Not here: reading such a file (hf/gguf_heads.py).
 """
 
@@ -19,7 +24,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,15 +37,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 from base.gguf_header import read_header
 from base.io import check_output, is_gguf, log_note, replace_file
 from base.parsing import one_line_errors, option, parse, require
-from hf.checkpoint import TensorSource
-from hf.config import read_config
 from hf.fetch import fetched
 from hf.gguf import NAMES, row_order
 from hf.gguf_heads import D2T, EAGLE3, SHARPNESS
-from hf.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names, read_head
+from hf.heads import EagleConfig
 from model import rope_frequencies
 from models.gguf_names import LAYER
 from options import DEFAULT
+from scripts.head_layouts import LAYOUTS, Head, read, write_directory
 
 FORMATS = ("f16", "q8_0")
 # names of the official layout -> of GGUF
@@ -56,42 +59,13 @@ class ExportConfig:
 
     head: str = option("", "the head: a directory, or a GGUF file")
     checkpoint: str = option(DEFAULT, "its target: a Hugging Face directory or a GGUF file")
-    out: str = option("", "the file to write, which ends in .gguf")
-    type: str = option("q8_0", "of the weights", FORMATS)
+    out: str = option("", "what to write: a file that ends in .gguf, or a directory")
+    layout: str = option("gguf", "whose: llama.cpp's, vLLM's or SGLang's", ("gguf", *LAYOUTS))
+    type: str = option("q8_0", "of the weights in GGUF; directories have 16 bits", FORMATS)
+    verifier: str = option(
+        "", "in the layout speculators: the target's name on a hub; default: --checkpoint"
+    )
     overwrite: bool = option(False, "replace what is there")
-
-
-@dataclass(frozen=True)
-class Head:
-    """A head to write."""
-
-    files: TensorSource  # official names; an LM head's rows are in the order of `ids`
-    config: EagleConfig
-    target: Path
-    ids: Tensor | None  # [Vd] int64, the tokens that it drafts; None: all
-
-    def tensors(self) -> dict[str, Callable[[], Tensor]]:
-        """Return the official tensors that the head uses, each with its reader."""
-        names = [theirs for parts in head_names(self.config).values() for theirs in parts]
-        return {name: self.files.readers[name] for name in names}
-
-
-def read(head: Path, target: Path) -> Head:
-    """Read a head of version 3. Raises: ValueError for another one, or one of another target."""
-    files = HeadFiles(head, head_files(head, "none"))
-    config = read_head(files, read_config(target))
-    if config.eagle3 is None:
-        raise ValueError(
-            f"{head} is a head of version 1 or 2, and llama.cpp runs version 3; "
-            "train one with --version 3"
-        )
-    vocab = draft_vocab(files, config, torch.device("cpu"))
-    missing = [
-        name for parts in head_names(config).values() for name in parts if name not in files.readers
-    ]
-    if missing:
-        raise ValueError(f"{head}: the weights {', '.join(missing)} are missing")
-    return Head(files, config, target, vocab.ids if vocab else None)
 
 
 # ------------------------------------------------------------------------------------------- GGUF
@@ -102,6 +76,8 @@ def check_fits_llama_cpp(head: Head) -> None:
 
     Source: its model `eagle3`.
     """
+    fault = f"{head.files.path}: DFlash is not written as GGUF; name another --layout"
+    require(isinstance(head.config, EagleConfig), fault)
     model = head.config.model
     eagle3 = head.config.eagle3
     rope = (model.rope_scaling or {}).get("rope_type", "none")
@@ -250,12 +226,19 @@ def run(config: ExportConfig) -> None:
     if not config.head or not config.out:
         raise ValueError("--head and --out are needed: the head to read, the file to write")
     out = Path(config.out)
-    require(out.suffix.lower() == ".gguf", f"--out: {out} must end in .gguf")
-    check_output(out, "--out")
+    if config.layout == "gguf":
+        require(out.suffix.lower() == ".gguf", f"--out: {out} must end in .gguf")
+        check_output(out, "--out")
     fault = f"--out: {out} exists; give --overwrite to replace it, or name another"
-    require(config.overwrite or not out.is_file(), fault)
-    write_gguf(read(Path(config.head), fetched(config.checkpoint)), out, config.type)
-    print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
+    require(config.overwrite or not out.exists(), fault)
+    head = read(Path(config.head), fetched(config.checkpoint))
+    if config.layout == "gguf":
+        write_gguf(head, out, config.type)
+        print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
+        return
+    write_directory(head, out, config.layout, config.verifier or str(head.target))
+    size_mb = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    print(f"wrote {out}, {size_mb:.1f} MB")
 
 
 def main(argv: list[str] | None = None) -> None:

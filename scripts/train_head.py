@@ -3,7 +3,8 @@
     python scripts/train_head.py --checkpoint MODEL --out heads/mine --hours 2
     python generate.py --checkpoint MODEL --head heads/mine --chat
 
-1. A short measurement gives the plan: the hours, disk and memory of every stage.
+1. A measurement of a tenth of the hours at most gives the plan: the hours, disk and memory of
+   every stage. Hours that cannot suffice are refused as soon as that is known.
 2. Answers: the target answers prompts, also its own (train/generate_answers.py).
 3. Features: its hidden states over these texts go to a file (train/feature_cache.py).
 4. Training, over three steps of a chain: HASS, which has the layout of EAGLE-1, or EAGLE-3 where
@@ -13,8 +14,11 @@
    llama.cpp (export_head.py).
 
 Every stage ends by the clock, when its share of the hours is used, before a kill or after.
-OUT/run.json holds the plan and the state. After a kill the same command goes on: with the next
-batch of answers or features, the last saved step, the next round of a task.
+With `--tokens` in place of `--hours` no clock ends a stage. Where a stage brings far less than
+planned, the program says so, and asks on a terminal whether to go on.
+OUT/run.json holds the plan and the state, OUT/log.txt what was printed. After a kill the same
+command goes on, also with more hours: with the next batch of answers or features, the last saved
+step, the next round of a task.
 Trade-off: the stages of a run have fixed shares of the time. HASS reuses the target's last feature
 and learns from few tokens; EAGLE-3 overtakes it with many (benchmarks/TRAINING.md).
 """
@@ -27,22 +31,25 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
 import hashlib
+import io
 import json
 import math
 import re
+import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from base.gguf_header import read_header
 from base.io import is_gguf, log_note, read_json, read_text, write_text
-from base.parsing import one_line_errors, option, parse
+from base.parsing import one_line_errors, option, parse, processors, require
 from hf.fetch import fetched
 from models.registry import check_architecture
 from options import DEFAULT, ROOT, pick_device
@@ -56,7 +63,14 @@ class HeadConfig:
         DEFAULT, "the target: a Hugging Face directory, quantized or not, or a GGUF file"
     )
     out: str = option("heads/mine", "directory to write; an unfinished run in it goes on")
-    hours: float = option(2.0, "time for everything, on this machine", least=0)
+    hours: float = option(
+        2.0, "time for everything, on this machine; it can be raised when a run goes on", least=0
+    )
+    tokens: int = option(
+        0,
+        "answer tokens to train on, however long that takes; 0: as many as --hours allow",
+        least=8000,  # plan.LEAST_TOKENS
+    )
     prompts: str = option(
         str(ROOT / "data/train/gsm8k_train_clean.jsonl"),
         "JSONL files of `turns`, comma-separated; the model's own and functions come besides",
@@ -69,8 +83,13 @@ class HeadConfig:
         most=1,
     )
     chat: str = option("", "chat template; empty: the checkpoint's own")
-    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0, most=processors())
     device: str = option("", "cpu or cuda; default: cuda if there is one")
+
+    @property
+    def most_hours(self) -> float:
+        """The hours that end the stages."""
+        return math.inf if self.tokens else self.hours
 
     def answers(self, tokens: float | None = None) -> AnswerConfig:
         """Return the options of the answers; few are answered in small batches, of every kind."""
@@ -104,7 +123,9 @@ def check_place(out: Path) -> None:
     """Check that a directory holds a run, or nothing. Raises: ValueError."""
     if out.is_file():
         raise ValueError(f"--out: {out} is a file; name a directory")
-    if out.is_dir() and any(out.iterdir()) and not (out / "run.json").is_file():
+    known = {"run.json", "log.txt"}  # the second alone: of a run that was killed before its plan
+    names = {file.name for file in out.iterdir()} if out.is_dir() else known
+    if names and names.isdisjoint(known):
         raise ValueError(
             f"--out: {out} holds something else than a run of train_head.py; name another directory"
         )
@@ -114,6 +135,8 @@ def read_command(argv: list[str] | None = None) -> HeadConfig:
     """Read the command line. Exit with status 2 on a mistake, also of the checkpoint's header."""
     config = parse(HeadConfig, "train_head.py", __doc__, argv)
     with one_line_errors("train_head.py"):
+        has_one = not config.tokens or config.hours == HeadConfig.hours
+        require(has_one, "--tokens: the hours follow from the tokens; drop --hours")
         from hf.chat import chat_template  # these need packages that --help does not
         from hf.tokenizer import Tokenizer
 
@@ -129,6 +152,7 @@ def read_command(argv: list[str] | None = None) -> HeadConfig:
 COMMAND = read_command() if __name__ == "__main__" else None
 
 import torch
+from tqdm import tqdm
 
 from hf.config import read_raw
 from ops.cpu.build import folder_lock
@@ -145,8 +169,9 @@ from scripts.train.plan import (
     PROMPTS,
     STAGES,
     TEXT_PER_ANSWER,
+    Measurement,
+    in_words,
     make_plan,
-    measure,
     plan_text,
 )
 
@@ -161,11 +186,13 @@ RECIPES = {  # by measurement (benchmarks/TRAINING.md)
 }
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
-VERSION = 3  # of run.json
+VERSION = 4  # of run.json
 # answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
 # answered, whatever the budget (an answer has about 200)
 BATCH_TOKENS = 2000
-LINE_S = 300.0  # between lines about a stage, where no terminal shows its bar
+LINE_S = 60.0  # between lines about a stage
+MISSED = 0.8  # of what was planned for a stage; less is said
+ASK_S = 60.0  # to answer whether the run goes on; it does after that
 STEPS = 1000  # units of the schedule of training, which goes by the clock
 METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
 
@@ -187,21 +214,22 @@ class Job:
         identity = {
             "version": VERSION,
             "weights": weights_hash(Path(config.checkpoint)),
-            "hours": config.hours,
+            "tokens": config.tokens,
             "chat": config.chat,
             "given": config.given,
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         }
         self.state = {
             "identity": identity,
+            "hours": config.hours,
             "done": [],
             "seconds": dict.fromkeys(("plan", *STAGES), 0.0),
         }
         if self.file.is_file():
             self.state = read_json(self.file)
             self._check(identity)
-        else:
-            check_place(self.out)
+            if config.hours != self.state["hours"]:
+                self._extend()
 
     def _check(self, identity: dict[str, Any]) -> None:
         for name, value in identity.items():
@@ -219,6 +247,23 @@ class Job:
                 "use its options, or name another directory"
             )
 
+    def _extend(self) -> None:
+        """Take the hours of this command, which are more. Writes: the state, not its file."""
+        hours = self.state["hours"]
+        if self.config.hours < hours:
+            raise ValueError(
+                f"--hours: {self.out} was begun with {hours:g}, which can be raised, not lowered; "
+                f"give --hours {hours:g} or more, or name another --out"
+            )
+        if "training" in self.state["done"]:
+            raise ValueError(
+                f"--hours: the head in {self.out} is trained, with --hours {hours:g}; give these, "
+                "or name another --out"
+            )
+        if "answers" not in self.state["done"]:
+            self.state.pop("plan", None)  # the tokens follow from the hours
+        self.state["hours"] = self.config.hours
+
     def save(self) -> None:
         """Write the state."""
         write_text(str(self.file), json.dumps(self.state, indent=1))
@@ -228,18 +273,23 @@ class Job:
         taken_s = {stage: self.state["seconds"][stage] for stage in self.state["done"]}
         return plan_text(self.state["plan"], taken_s)
 
-    def tick(self, stage: str, done: bool = False) -> float:
-        """Count the time since the last tick to a stage. Returns: it (s). Writes: run.json."""
+    def tick(self, stage: str, done: bool = False, so_far: str = "") -> float:
+        """Count the time since the last tick to a stage, and say it now and then.
+
+        so_far: what the stage has brought
+        Returns: the time (s). Writes: run.json.
+        """
         now = time.perf_counter()
         part_s = now - self.mark
         self.state["seconds"][stage] += part_s
         self.mark = now
         if done:
             self.state["done"].append(stage)
-        elif stage in STAGES and now - self.line_mark >= LINE_S and not sys.stderr.isatty():
+        elif stage in STAGES and now - self.line_mark >= LINE_S:
             self.line_mark = now
-            hours = [s / 3600 for s in (self.state["seconds"][stage], self.allowed_s(stage))]
-            print(f"{stage}: {hours[0]:.2f} of {hours[1]:.2f} hours", flush=True)
+            spent = in_words(self.state["seconds"][stage])
+            planned = in_words(self.state["plan"]["seconds"][stage])
+            tqdm.write(f"{stage}: {spent} of about {planned}{so_far}")
         self.save()
         return part_s
 
@@ -249,43 +299,68 @@ class Job:
         used_s = sum(self.state["seconds"][name] for name in done)
         planned = self.state["plan"]["seconds"]
         share = planned[stage] / sum(planned[name] for name in STAGES if name not in done)
-        return max(self.config.hours * 3600 - used_s, 0.0) * share
+        return max(self.config.most_hours * 3600 - used_s, 0.0) * share
 
     def left_s(self, stage: str) -> float:
         """Count the time to a stage. Returns: the seconds left of it. Writes: run.json."""
         self.tick(stage)
         return self.allowed_s(stage) - self.state["seconds"][stage]
 
-    def over(self, stage: str, share: float = 1.0) -> bool:
+    def over(self, stage: str, share: float = 1.0, so_far: str = "") -> bool:
         """Count a part of a stage, and tell whether less than half of the next one fits.
 
-        share: of the time of the stage
+        share: of the time of the stage; so_far: as for `tick`
         Writes: run.json.
         """
-        part_s = self.tick(stage)
+        part_s = self.tick(stage, so_far=so_far)
         return self.state["seconds"][stage] + part_s / 2 >= share * self.allowed_s(stage)
 
+    def check_brought(self, stage: str, made: int, planned: int, unit: str) -> None:
+        """Say where a stage brought far less than planned; on a terminal, offer to stop there.
 
-def plan_of(config: HeadConfig) -> dict[str, Any]:
+        unit: of `made` and `planned`
+        Raises: ValueError to stop.
+        """
+        if made >= MISSED * planned:
+            return
+        spent = in_words(self.state["seconds"][stage])
+        print(f"note: {made} of the {planned} planned {unit} of {stage} are there after {spent}")
+        if self.config.tokens or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return
+        print("Enter: go on with these, as after a minute; n: stop, for more --hours", flush=True)
+        ready = select.select([sys.stdin], [], [], ASK_S)[0]
+        if ready and sys.stdin.readline().strip().lower().startswith("n"):
+            raise ValueError(
+                f"stopped; the same command with more than --hours {self.config.hours:g} goes on"
+            )
+
+
+def plan_of(config: HeadConfig, measured: Measurement) -> dict[str, Any]:
     """Measure the stages. Returns: the plan of the recipe that the hours suffice for."""
+    measured.answers(config.answers())
     for recipe in RECIPES:
-        costs = measure(config.answers(), config.training(recipe))
-        plan = make_plan(costs, config.hours, config.out) | {"recipe": recipe}
+        measured.training(config.training(recipe))
+        plan = make_plan(measured.costs, config.hours, config.out, config.tokens)
         if plan["tokens"] * TEXT_PER_ANSWER * EPOCHS < EAGLE_3_TOKENS:
             break
-    return plan
+    return plan | {"recipe": recipe}
 
 
 def write_answers(job: Job) -> None:
     """Stage 1. Writes: OUT/answers."""
 
     def over(run: Run) -> float:
-        is_over = job.over("answers")
-        if run.total() < LEAST_TOKENS:
+        tokens = run.total()
+        is_over = job.over("answers", so_far=f", {tokens} of about {planned} tokens")
+        if job.config.tokens:
+            return by_tokens(run)
+        if tokens < LEAST_TOKENS:
             return min(by_tokens(run), 0.99)
         return 1.0 if is_over else job.state["seconds"]["answers"] / job.allowed_s("answers")
 
-    run = answer(job.config.answers(job.state["plan"]["tokens"]), over)
+    planned = job.state["plan"]["tokens"]
+    run = answer(job.config.answers(planned), over)
+    job.check_brought("answers", run.total(), planned, "tokens")
     job.state["tokens"] = run.total()
     job.state["data"] = run.lines()
     job.tick("answers", done=True)
@@ -300,16 +375,21 @@ def train(job: Job) -> None:
     if "features" not in job.state["done"]:
         over = partial(job.over, "features")
         job.state["batches"] = train_eagle.fill_features(config, made, over)
+        planned = len(made.features.kept)
+        job.check_brought("features", job.state["batches"], planned, "batches")
         job.tick("features", done=True)
+    by_clock = not job.config.tokens
+    steps = STEPS if by_clock else EPOCHS * job.state["batches"]
     config = replace(
         config,
-        steps=STEPS,
-        warmup=STEPS // 40,
-        eval_every=STEPS // 5,
+        steps=steps,
+        warmup=steps // 40,
+        eval_every=max(steps // 5, 1),
         epoch_batches=job.state["batches"],
         resume=(job.out / "resume.pt").is_file(),
     )
-    train_eagle.train(config, made, partial(job.left_s, "training"))
+    left_s = partial(job.left_s, "training")
+    train_eagle.train(config, made, left_s if by_clock else None)
     job.tick("training", done=True)
 
 
@@ -416,6 +496,7 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     hours = ", ".join(f"{stage} {state['seconds'][stage] / 3600:.2f}" for stage in STAGES)
     alphas = " ".join(f"{alpha:.3f}" for alpha in best["alpha"])
     table = "\n".join(tables(rows))
+    asked = f"--tokens {config.tokens}" if config.tokens else f"--hours {config.hours:g}"
     batch = COMMON["batch_size"] * COMMON["seq_len"]
     epochs = last["step"] / state["batches"]
     parameters = f"{info['parameters'] / 1e6:.1f} million parameters"
@@ -423,7 +504,7 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
 
     {use(config, rows)}
 
-Made by `scripts/train_head.py --hours {config.hours:g}` of gpt-eagle.
+Made by `scripts/train_head.py {asked}` of gpt-eagle.
 
 - Target: {name}; SHA-256 of its config and weights: {state["identity"]["weights"]}.
 - The target's licence: {licence(Path(config.checkpoint))}. The head is made of the
@@ -459,22 +540,64 @@ parts of Python's language reference, with a question. Own: written by the targe
 # ------------------------------------------------------------------------------- main
 
 
+class Log(io.TextIOBase):
+    """Standard output that is also written to a file."""
+
+    def __init__(self, file: TextIO):
+        self.file = file
+        self.screen = sys.stdout
+
+    def write(self, text: str) -> int:
+        self.file.write(text)
+        return self.screen.write(text)
+
+    def flush(self) -> None:
+        self.file.flush()
+        self.screen.flush()
+
+
+@contextmanager
+def folder_of(out: Path) -> Iterator[None]:
+    """Make the directory of a run, and log what is printed. Writes: OUT/log.txt.
+
+    A run that ends before it has a plan leaves nothing.
+    """
+    check_place(out)
+    is_new = not out.is_dir()
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "log.txt"
+    try:
+        with open(log, "a", encoding="utf-8") as file, redirect_stdout(Log(file)):
+            yield
+    finally:
+        if not (out / "run.json").is_file():
+            log.unlink(missing_ok=True)
+            if is_new:
+                with suppress(OSError):  # it is not empty
+                    out.rmdir()
+
+
 def run(config: HeadConfig) -> None:
     """Make the plan, and do the stages that are left. Writes: `config.out`."""
     path = fetched(config.checkpoint)
     config = replace(config, checkpoint=str(path), device=pick_device(config.device))
     read_raw(path)  # refused if it is no checkpoint
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
     if config.threads:
         torch.set_num_threads(config.threads)
-    with folder_lock(out, f"waiting for another process that writes to {out}"):
+    with (
+        folder_of(out),
+        folder_lock(out, f"waiting for another process that writes to {out}"),
+    ):
+        begin = partial(Measurement, path, config.device, config.most_hours, config.tokens)
+        measured = None
+        if not (out / "run.json").is_file():
+            measured = begin()  # refused before the weights are hashed, which may take a minute
         job = Job(config)
         if "plan" not in job.state:
-            print("measuring for the plan", flush=True)
-            job.state["plan"] = plan_of(config)
+            job.state["plan"] = plan_of(config, measured or begin())
             job.tick("plan")
-        print(f"{job.state['plan']['recipe']}, by the number of tokens that the hours allow")
+        print(f"{job.state['plan']['recipe']}, by the number of tokens")
         print(job.table(), flush=True)
         stages: dict[str, Callable[[Job], None]] = {
             "answers": write_answers,
@@ -483,15 +606,15 @@ def run(config: HeadConfig) -> None:
         }
         left = [stage for stage in stages if stage not in job.state["done"]]
         for stage in left:
-            spent = sum(job.state["seconds"].values()) / 3600
-            print(f"\n{stage}; {spent:.3f} of {config.hours:g} hours are spent", flush=True)
+            spent = in_words(sum(job.state["seconds"].values()))
+            print(f"\n{stage}; {spent} are spent", flush=True)
             stages[stage](job)
         for file in out.glob("features.bin*"):
             file.unlink()
-    if left:
-        print(f"\n{job.table()}")
-    rows = read_json(out / "training.json")["evaluation"]
-    print(f"\n{speed(rows)}\n{use(config, rows)}")
+        if left:
+            print(f"\n{job.table()}")
+        rows = read_json(out / "training.json")["evaluation"]
+        print(f"\n{speed(rows)}\n{use(config, rows)}")
 
 
 def main(argv: list[str] | None = None, config: HeadConfig | None = None) -> None:

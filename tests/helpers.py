@@ -230,10 +230,11 @@ def slow(cases) -> list:
     ]
 
 
-def pairwise(every: tuple[str, ...] = (), **values):
+def pairwise(every: tuple[str, ...] = (), fixtures: tuple[str, ...] = (), **values):
     """Parametrize a test so that every pair of values of two arguments occurs; the other combinations are slow.
 
     every: arguments of which every combination occurs, not only every pair
+    fixtures: arguments that are parameters of the fixtures of these names
     """
     names = list(values)
     cases = list(product(*values.values()))
@@ -249,7 +250,7 @@ def pairwise(every: tuple[str, ...] = (), **values):
         chosen.append(best)
         missing -= covered(best)
     rest = [case for case in cases if case not in chosen]
-    return pytest.mark.parametrize(",".join(names), [*chosen, *slow(rest)])
+    return pytest.mark.parametrize(",".join(names), [*chosen, *slow(rest)], indirect=fixtures)
 
 
 def run_in_interpreter(cases: list[Path], passed: str) -> None:
@@ -509,6 +510,23 @@ def rounded(
 
 
 # -------------------------------------------------------------------------------------------- tools
+
+
+def refused(capsys, command: Callable[..., Any], *operands: Any, prints: bool = False) -> str:
+    """Run a command that a user's mistake ends: status 2 and, behind its notes, one line on standard error.
+
+    prints: whether it may have printed something before
+    Returns: the line.
+    """
+    capsys.readouterr()  # of what came before
+    with pytest.raises(SystemExit) as stop:
+        command(*operands)
+    out, err = capsys.readouterr()
+    *notes, error = err.splitlines()
+    assert stop.value.code == 2 and (prints or out == ""), (out, err)
+    assert all(line.startswith("note: ") for line in notes), err
+    assert re.match(r"\w+\.py: ", error), err
+    return error
 
 
 def order_of(tree: StaticTree) -> list[tuple[int, ...]]:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from base.io import folder_lock, log_note
+from base.io import cache_folder, folder_lock, log_note
 from ops.cpu import tiles
 
 HERE = Path(__file__).parent
@@ -106,7 +106,7 @@ def build(march: str = "") -> Path:
     target = processor() if march == "native" else ""
     parts = [torch.__version__, target, *sources.values(), str(UNITS), *command, *link]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
+    folder = cache_folder()
     library = folder / f"{march}-{key}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

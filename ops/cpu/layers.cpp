@@ -15,6 +15,7 @@
 #include "blocks.h"
 #include "delta.h"
 #include "exponential.h"
+#include "kv_codes.h"
 #include "matmul.h"
 #include "numbers.h"
 #include "operands.h"
@@ -311,31 +312,41 @@ void norm_heads(at::Tensor& qkv, int64_t heads, int64_t kv_heads,
   });
 }
 
-// Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values at their slots.
-// Returns: the queries. kv_heads: 0 leaves the cache alone
+// x [e] -> its row of the cache, a key or a value
+inline void keep(const float* x, int64_t e, Value* row) {
+  for (int64_t i = 0; i < e; i++) put(row + i, x[i]);
+}
+inline void keep(const float* x, int64_t e, int8_t* row) { kv_encode(x, e, row); }
+
+// Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values at their slots,
+// of type T. Returns: the queries. kv_heads: 0 leaves the cache alone
+template <class T>
 at::Tensor rotate_and_store(const at::Tensor& qkv, int64_t kv_heads, const at::Tensor& k,
                             const at::Tensor& v, const at::Tensor& slots,
                             const std::tuple<at::Tensor, at::Tensor>& rope) {
   RECORD_FUNCTION("gpt_eagle::rotary", std::vector<c10::IValue>{});
-  const int64_t B = qkv.size(0), T = qkv.size(1), e = qkv.size(3);
+  const int64_t B = qkv.size(0), count = qkv.size(1), e = qkv.size(3);
   const int64_t heads = qkv.size(2) - 2 * kv_heads, turned = std::get<0>(rope).size(-1);
   TORCH_CHECK(turned <= e, "RoPE turns ", turned, " elements of heads of ", e);
-  at::Tensor q = at::empty({B, T, heads, e}, qkv.options());
+  at::Tensor q = at::empty({B, count, heads, e}, qkv.options());
   float* to_q = q.mutable_data_ptr<float>();
-  Value *to_k = k.mutable_data_ptr<Value>(), *to_v = v.mutable_data_ptr<Value>();
+  T *to_k = k.mutable_data_ptr<T>(), *to_v = v.mutable_data_ptr<T>();
   const float *cos = rows_of(std::get<0>(rope)), *sin = rows_of(std::get<1>(rope));
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   const float* all = rows_of(qkv);
-  each_row(B * T, (heads + 2 * kv_heads) * e, [&](int64_t r) {
+  each_row(B * count, (heads + 2 * kv_heads) * e, [&](int64_t r) {
     const float* from = all + r * (heads + 2 * kv_heads) * e;
+    std::vector<float> key(e);
     for (int64_t h = 0; h < heads; h++)
       rotate(from + h * e, cos + r * turned, sin + r * turned, turned, e,
              to_q + (r * heads + h) * e);
     for (int64_t h = 0; h < kv_heads; h++) {
-      const int64_t at_k = r / T * k.stride(0) + h * k.stride(1) + slot[r] * k.stride(2);
-      const int64_t at_v = r / T * v.stride(0) + h * v.stride(1) + slot[r] * v.stride(2);
-      rotate(from + (heads + h) * e, cos + r * turned, sin + r * turned, turned, e, to_k + at_k);
-      for (int64_t i = 0; i < e; i++) put(to_v + at_v + i, from[(heads + kv_heads + h) * e + i]);
+      const int64_t b = r / count;
+      const int64_t at_k = b * k.stride(0) + h * k.stride(1) + slot[r] * k.stride(2);
+      const int64_t at_v = b * v.stride(0) + h * v.stride(1) + slot[r] * v.stride(2);
+      rotate(from + (heads + h) * e, cos + r * turned, sin + r * turned, turned, e, key.data());
+      keep(key.data(), e, to_k + at_k);
+      keep(from + (heads + kv_heads + h) * e, e, to_v + at_v);
     }
   });
   return q;
@@ -682,10 +693,13 @@ class Machine {
   at::Tensor rotate(const at::Tensor& x, const Step& step) {
     const at::Tensor &k = cache->k[step.layer], &v = cache->v[step.layer];
     const int64_t kv_heads = step.counts[1];
-    TORCH_CHECK(k.size(3) == step.counts[2] && v.sizes() == k.sizes() &&
+    const bool coded = k.scalar_type() == at::kChar;
+    const int64_t width = coded ? kv_row_bytes(step.counts[2]) : step.counts[2];
+    TORCH_CHECK(k.size(3) == width && v.sizes() == k.sizes() &&
                     (!kv_heads || k.size(1) == kv_heads),
                 "the cache has other heads than the layer");
-    return rotate_and_store(as_heads(x, step), kv_heads, k, v, slots, ropes.at(step.counts[3]));
+    const auto store = coded ? rotate_and_store<int8_t> : rotate_and_store<Value>;
+    return store(as_heads(x, step), kv_heads, k, v, slots, ropes.at(step.counts[3]));
   }
 
   at::Tensor attend_by(const at::Tensor& q, const Step& step) {

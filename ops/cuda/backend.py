@@ -53,28 +53,15 @@ merges_steps = True
 # cuBLAS
 MOST_TOKENS = 64
 HALVES = (torch.bfloat16, torch.float16)
+# `default` names the overload, which would be looked up in every call
+gumbel = _ops.gumbel_noise.default
+topk = _ops.topk_logsumexp.default
+compact = _ops.compact.default
 route = ops.experts.expert_lists
 experts_linear = ops.experts.experts_linear
 
 
 # ----------------------------------------------------------------------------------- the functions
-
-
-def gumbel(
-    seed: Tensor,
-    prompt: Tensor,
-    sample: Tensor,
-    greedy: Tensor | None,
-    first: Tensor,
-    rows: int,
-    vocab: int,
-    domain: int,
-) -> Tensor:
-    return _ops.gumbel_noise(seed, prompt, sample, greedy, first, rows, vocab, domain)
-
-
-def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _ops.topk_logsumexp(scores, k)
 
 
 def best(scores: Tensor, noise: Tensor | None, row: Tensor | None) -> Tensor:
@@ -116,10 +103,6 @@ def select_nodes(
         chosen = nodes.expand(len(every.values), -1)
     related = _ops.link_nodes(chosen, every.parents, depth)
     return torch_backend.tree_of(every, chosen, related, expanded, text)
-
-
-def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
-    _ops.compact(buffers, addresses, start, path)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -278,10 +261,6 @@ def _link_nodes_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tenso
         return ops.cuda.tree.link_nodes(chosen, parents, depth)
 
 
-def _compact_plain(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
-    torch_backend.compact(buffers, addresses, start, path)
-
-
 def _compact_cuda(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
     import ops.cuda.compact
 
@@ -326,7 +305,7 @@ lib.impl("best_nodes", torch_backend.best_nodes, "CPU")
 lib.impl("best_nodes", _best_nodes_cuda, "CUDA")
 lib.impl("link_nodes", torch_backend.link_nodes, "CPU")
 lib.impl("link_nodes", _link_nodes_cuda, "CUDA")
-lib.impl("compact", _compact_plain, "CPU")
+lib.impl("compact", torch_backend.compact, "CPU")
 lib.impl("compact", _compact_cuda, "CUDA")
 lib.impl("norm", torch_backend.rms_norm, "CPU")
 lib.impl("norm", _norm_cuda, "CUDA")

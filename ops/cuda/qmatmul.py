@@ -300,12 +300,6 @@ def has_minima(scales: str) -> bool:
     return scales.endswith("minima")
 
 
-@triton.constexpr_function
-def has_integers(scales: str) -> bool:
-    """Return whether groups have integers, which a superblock's scale multiplies."""
-    return scales.startswith("super")
-
-
 @triton.jit
 def _codes(packed_ptr, block, row, N, start: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
     """Read the columns of a K-block from `start` on, as `_unpack` takes them.

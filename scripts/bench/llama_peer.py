@@ -34,7 +34,7 @@ FORMATS = ("bf16", "f16", "q8_0", "q4_0")
 EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)
 # architectures of ours that hand out the inputs of their layers in it; beside others it aborts
 EAGLE3_TARGETS = ("llama", "qwen3", "qwen3moe")
-LOOKUPS = {"lookup": 10, "lookup2": 2}  # tokens drafted: the package's default, its CPU advice
+LOOKUP = "lookup2"  # two tokens, the package's advice for CPUs
 NEAR_TIE = 0.5  # of logits: 4 times the rms of its own rounding (fidelity.py)
 Drafter = Callable[[np.ndarray], np.ndarray]  # the text so far, [T] int32 -> drafted tokens
 NAMES = {  # of Hugging Face -> of GGUF
@@ -136,10 +136,17 @@ class LlamaCpp:
     """One sequence in llama.cpp, on the CPU."""
 
     def __init__(
-        self, file: Path, context: int, threads: int, rows: int, other: LlamaCpp | None = None
+        self,
+        file: Path,
+        context: int,
+        threads: int,
+        rows: int,
+        other: LlamaCpp | None = None,
+        kv: str = "",
     ):
         """context: capacity in tokens; rows: tokens of a pass at most; other: a head's target
 
+        kv: q8_0 keeps keys and values in it; default: f16
         Raises: ValueError when it cannot load the file.
         """
         import llama_cpp
@@ -160,6 +167,9 @@ class LlamaCpp:
         shape.n_ubatch = rows
         shape.n_threads = threads
         shape.n_threads_batch = threads
+        if kv == "q8_0":
+            shape.type_k = llama_cpp.GGML_TYPE_Q8_0
+            shape.type_v = llama_cpp.GGML_TYPE_Q8_0
         if other:
             shape.ctx_other = other.context
         self.context = llama_cpp.llama_init_from_model(self.model, shape)
@@ -341,15 +351,14 @@ class Eagle3:
         self.head.close()
 
 
-def lookup(tokens: int) -> Drafter:
+def lookup() -> Drafter:
     """Return llama-cpp-python's prompt lookup.
 
-    It drafts the continuation of the first occurrence of the last two tokens, or of the last one.
-    tokens: at most
+    It drafts two tokens: the continuation of the first occurrence of the last two, or of the last.
     """
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    return LlamaPromptLookupDecoding(num_pred_tokens=tokens)
+    return LlamaPromptLookupDecoding(num_pred_tokens=2)
 
 
 def decode(

@@ -38,51 +38,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.head_kinds import gguf_head_kind, head_kind
-from base.io import bundled_head, check_outputs, is_gguf, log_note
-from base.methods import HEAD_KINDS
+from base.io import check_outputs, is_gguf, log_note
+from base.methods import HEAD_KINDS, MTP
 from base.parsing import SWITCHES, one_line_errors, option, parse
-from decode import Engine
-from generate import Batch, Turn, encode, first_ids, load
-from hf.chat import NO_TEMPLATE
-from hf.checkpoint import WeightFiles
 from options import DEMO, GenerateConfig, pick_device
-from scripts.bench.measure import (
-    Series,
-    draft_options,
-    environment,
-    pass_bytes,
-    read_bandwidth,
-    repeated,
-    shown_path,
-    with_config,
-)
-from scripts.bench.replays import compare_replays
-from scripts.bench.report import write_report
-from scripts.bench.row_log import Log
-from scripts.bench.tasks import conversations
-from stats import Stats, peak_memory_bytes
-
-FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
-BINS = 20  # of confidence, in [0, 1]
-CEILING_RUNS = 5
-MATRIX = (
-    "tasks",
-    "methods",
-    "heads",
-    "temperatures",
-    "batch_sizes",
-    "quant",
-    "json",
-    "report",
-    "plots",
-    "replays",
-)
 
 
 @dataclass(frozen=True)
@@ -152,6 +114,52 @@ class BenchConfig:
         return options | {name: shown_path(options[name]) for name in ("checkpoint", "eagle")}
 
 
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(BenchConfig, "papers.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from tqdm import tqdm
+
+from decode import Engine
+from generate import Batch, Turn, encode, first_ids, load
+from hf.chat import NO_TEMPLATE
+from hf.checkpoint import WeightFiles
+from hf.config import find_mtp
+from hf.fetch import fetched
+from hf.known_heads import own_head
+from scripts.bench.measure import (
+    Series,
+    draft_options,
+    environment,
+    pass_bytes,
+    read_bandwidth,
+    repeated,
+    shown_path,
+    with_config,
+)
+from scripts.bench.replays import compare_replays
+from scripts.bench.report import write_report
+from scripts.bench.row_log import Log
+from scripts.bench.tasks import conversations
+from stats import Stats, peak_memory_bytes
+
+FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
+BINS = 20  # of confidence, in [0, 1]
+CEILING_RUNS = 5
+MATRIX = (
+    "tasks",
+    "methods",
+    "heads",
+    "temperatures",
+    "batch_sizes",
+    "quant",
+    "json",
+    "report",
+    "plots",
+    "replays",
+)
+
+
 class Setting(NamedTuple):
     """Options that all compared methods share."""
 
@@ -205,6 +213,7 @@ OF_KIND = {
     "medusa": (CHAIN, "static", "dynamic"),
     "hydra": (CHAIN, "static", "dynamic"),
     "block": (CHAIN, "dynamic"),
+    "mtp": (CHAIN, "static", "dynamic"),
 }
 OF_MODEL = f"model:{CHAIN}"
 
@@ -220,8 +229,9 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
     of_files = (*HEAD_KINDS, "model", "eagle+ngram", "rest")
     draft = next(f for f in fields(GenerateConfig) if f.name == "draft")
     methods = [one for one in draft.metadata["choices"] if one and one not in of_files]
-    if bundled_head(Path(config.checkpoint)).is_dir():
-        methods += [f"eagle:{tree}" for tree in OF_KIND["eagle"]]
+    for kind in ("eagle", MTP):
+        if has_head(config.checkpoint, kind):
+            methods += [f"{kind}:{tree}" for tree in OF_KIND[kind]]
     if not config.heads:
         return methods
     of_heads = []
@@ -233,6 +243,17 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
     if not of_heads:
         raise ValueError(f"--heads {config.heads} has no head, draft model or datastore to measure")
     return methods + of_heads
+
+
+def has_head(checkpoint: str, kind: str) -> bool:
+    """Return whether a head of a kind is beside a checkpoint, or an MTP layer in it.
+
+    Raises: ValueError for a checkpoint that cannot be read.
+    """
+    path = fetched(checkpoint)
+    if kind == MTP:
+        return find_mtp(path) is not None
+    return bool(own_head(path, kind))
 
 
 @cache
@@ -692,7 +713,7 @@ def run(config: BenchConfig, over: Callable[[int], bool] = lambda task: False) -
 
 def main() -> None:
     """Run the command line."""
-    config = parse(BenchConfig, "papers.py", __doc__)
+    config = COMMAND or parse(BenchConfig, "papers.py", __doc__)
     with one_line_errors("papers.py"):
         config.check()
         rows = open_log(config.report, "--report").rows if config.report else run(config)

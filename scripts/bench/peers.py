@@ -8,8 +8,8 @@
 
 1. Ours are methods as in papers.py. Peers: `transformers` (`generate`), `transformers:lookup`
    (prompt lookup), and llama.cpp on GGUF files written from the same weights: `llama.cpp:f16`,
-   `bf16`, `q8_0`, `q4_0`; `llama.cpp:file` is the checkpoint itself, a GGUF file. `:lookup` behind
-   it drafts by llama-cpp-python's prompt lookup, `:lookup2` two tokens only, its advice for CPUs;
+   `bf16`, `q8_0`, `q4_0`; `llama.cpp:file` is the checkpoint itself, a GGUF file. `:lookup2`
+   behind it drafts by llama-cpp-python's prompt lookup of two tokens, its advice for CPUs;
    `:eagle3` by the same EAGLE-3 head as ours, in chains of three, its default. The tokens must be
    those without.
 2. Speed: greedy, end of sequence ignored, all prompts, all contestants in turn (`measure_speed`).
@@ -47,7 +47,7 @@ from runtime import compiled
 from scripts import export_head
 from scripts.bench.llama_peer import (
     FORMATS,
-    LOOKUPS,
+    LOOKUP,
     Eagle3,
     LlamaCpp,
     check_drafted,
@@ -71,7 +71,7 @@ from session import common_prefix
 from stats import peak_memory_bytes
 
 EAGLE3 = "eagle3"
-DRAFTS = ("", *(f":{name}" for name in (*LOOKUPS, EAGLE3)))
+DRAFTS = ("", f":{LOOKUP}", f":{EAGLE3}")
 PEERS = (
     "transformers",
     "transformers:lookup",
@@ -358,11 +358,11 @@ def load_eagle3(peer: LlamaCpp, config: PeersConfig, folder: Path) -> Eagle3:
 def llama_cpp_peer(
     peer: LlamaCpp, how: str, tokens: int, prompt: list[int], head: Eagle3 | None = None
 ) -> Contestant:
-    """Return llama.cpp, plain (how: ""), with one of its LOOKUPS, or with a head.
+    """Return llama.cpp, plain (how: ""), with its LOOKUP, or with a head.
 
     The tokens of a draft are checked, untimed.
     """
-    draft = lookup(LOOKUPS[how]) if how in LOOKUPS else None
+    draft = lookup() if how == LOOKUP else None
     if head:
         draft = head.draft
     plain = {}

@@ -39,7 +39,6 @@ ENGINES = {  # contestants of peers.py
     "ours eagle:chain:tree_depth=3": "gpt-eagle, head",
     "ours eagle:auto": "gpt-eagle, auto",
     "llama.cpp:file": "llama.cpp",
-    "llama.cpp:file:lookup": "llama.cpp, lookup of 10",
     "llama.cpp:file:lookup2": "llama.cpp, lookup of 2",
     "llama.cpp:file:eagle3": "llama.cpp, head",
 }

@@ -5,31 +5,35 @@
    text run together, apart from each other.
 2. Level i has the cross-entropy with the token i + 1 places behind the anchor. It counts while all
    tokens up to there are marked. The weights of the levels decay (train_block.py).
-3. A Markov bias reads the true token before.
+3. A Markov bias reads the true token before, and so does DFlash2's selector. Its choice among the
+   best tokens of a level has a cross-entropy of its own, where the true token is among them.
 
 Sources: DFlash (arXiv 2602.06036); JetSpec (arXiv 2606.18394); DSpark (arXiv 2607.05147), without
-its losses on distributions and its confidence.
+its losses on distributions and its confidence. DFlash2's own losses are not public: the selector's
+is that of DSpine's refined scores, the part on tokens (SpecForge @64ab5ca).
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters import DraftVocab
-from extras.block_draft import BlockHead
+from extras.block_draft import UNSELECTED, BlockHead
 from model import Transformer
+from models.block_head import Convolve
 from scripts.train.acceptance import DraftedChains
-from steps import Attend, Rows, run_steps
+from steps import Attend, Project, Rows, run_steps
 
 
 def logits_of(head: BlockHead, target: Transformer, hidden: Tensor, before: Tensor) -> Tensor:
-    """Score levels. hidden: [..., F]; before: [...] int64, the tokens before; -> [..., V]"""
+    """Score levels. hidden: [R, F]; before: [R] int64, the tokens before; -> [R, V] fp32"""
     z = target.lm_head(hidden).float()
-    if head.config.markov_rank:
-        z = z + head.markov_w2(head.markov_w1(before)).float()
-    return z
+    if not head.config.scores_pairs:
+        return z
+    rows = head.token_rows(before[:, None])  # [R, 1, rank]
+    return head.score_pairs(z[:, None], hidden[:, None], rows, target.lm_head)[:, 0].float()
 
 
 def pick_anchors(mask: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -69,6 +73,13 @@ def visible(anchors: Tensor, T: int, size: int, causal: bool) -> Tensor:
     return torch.cat((before, own.expand(len(anchors), -1, -1)), 2)
 
 
+def convolve(step: Convolve, layer: nn.Module, rows: Rows, size: int) -> Rows:
+    """Run a convolution within each block. size: of a block"""
+    h, kernel = (x.unflatten(1, (-1, size)).flatten(0, 1) for x in (rows.h, rows.kernel))
+    mixed = step.run(layer, Rows(h=h, kernel=kernel)).h  # [B A, size, F]
+    return rows.put("h", mixed.view_as(rows.h))
+
+
 def run_blocks(
     head: BlockHead, target: Transformer, batch: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
@@ -96,7 +107,10 @@ def run_blocks(
         for step in layer.steps:
             if isinstance(step, Attend):
                 rows = attend(rows, seen)
-            elif step is layer.steps[1]:  # keys and values are those of the context, too
+            elif isinstance(step, Convolve):
+                rows = convolve(step, layer, rows, size)
+            elif isinstance(step, Project) and step.name == "wqkv":
+                # keys and values are those of the context, too
                 rows = step.run(layer, rows.put("h", torch.cat((context, rows.h), 1)))
             else:
                 rows = step.run(layer, rows)
@@ -125,8 +139,16 @@ def block_losses(
     losses = []
     for level in range(levels):
         rows = counts[..., level]  # only these reach the LM head
-        z = logits_of(head, target, hidden[:, :, level][rows], before[..., level][rows])
-        total = F.cross_entropy(z, truth[..., level][rows], reduction="sum")
+        h = hidden[:, :, level][rows]
+        right = truth[..., level][rows]
+        z = logits_of(head, target, h, before[..., level][rows])
+        total = torch.zeros(())
+        if head.config.selector_rank:
+            total = F.cross_entropy(target.lm_head(h).float(), right, reduction="sum")
+            kept = z.gather(1, right[:, None])[:, 0] > UNSELECTED
+            z = z[kept]
+            right = right[kept]
+        total = total + F.cross_entropy(z, right, reduction="sum")
         losses.append(total / rows.sum().clamp(min=1))
     return tuple(losses)
 

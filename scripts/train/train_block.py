@@ -3,6 +3,7 @@
     python scripts/train/train_block.py --checkpoint DIR --data A.jsonl --out HEAD
     python scripts/train/train_block.py --causal --out HEAD ...             # JetSpec's
     python scripts/train/train_block.py --markov_rank 64 --out HEAD ...     # DSpark's
+    python scripts/train/train_block.py --selector_rank 64 --out HEAD ...   # DFlash2's
 
 Data, features, optimizers, evaluation and `--resume` are those of train_eagle.py; the loss is in
 block_losses.py. The files are in the official layouts (hf/block_heads.py).
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,8 @@ from base.parsing import option, require
 from extras.block_draft import BlockHead
 from hf.block_heads import BlockConfig, block_names
 from hf.weights import export_weights
-from model import DTYPES, Transformer
+from model import DTYPES, ModelConfig, Transformer
+from models.block_head import BlockModel
 from ops.backends import TORCH, use_backend
 from scripts.train import training
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
@@ -42,6 +44,9 @@ from scripts.train.train_eagle import (
 )
 
 TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
+CONVOLVED = 3  # positions that a convolution of DFlash2 mixes
+GROUP = 32  # numbers of a row that share its dynamic weights, at most
+CHOICE = 16  # tokens of a level that DFlash2 chooses among
 
 
 @dataclass
@@ -56,6 +61,13 @@ class BlockTrainConfig(TrainOptions):
         least=0,
         most=2**16,
     )
+    selector_rank: int = option(
+        0,
+        "of DFlash2's choice among a level's best tokens, by the token before; its layers then "
+        "convolve along the block",
+        least=0,
+        most=2**16,
+    )
     layers: int = option(2, "of the drafter", least=1)
     ffn_dim: int = option(0, "of its layers; 0: the target's", least=0)
     anchors: int = option(32, "blocks per sequence and step", least=1)
@@ -65,6 +77,8 @@ class BlockTrainConfig(TrainOptions):
         """Check the options. Raises: ValueError for one that is out of its range, too."""
         super().check()
         require(self.decay > 0, f"--decay must be above 0; it is {self.decay}")
+        both = self.markov_rank > 0 and self.selector_rank > 0
+        require(not both, "--markov_rank is DSpark's and --selector_rank DFlash2's; drop one")
         room = self.seq_len > self.block_size
         require(room, f"--seq_len must be above --block_size; it is {self.seq_len}")
 
@@ -105,6 +119,9 @@ def make_head(config: BlockTrainConfig, target: Transformer, examples: list[Exam
         rope_scaling=None,
         tie_embeddings=False,
     )
+    if config.selector_rank:
+        own = {f.name: getattr(model, f.name) for f in fields(ModelConfig)}
+        model = BlockModel(**own, conv_taps=CONVOLVED, conv_group=math.gcd(c.dim, GROUP))
     head = BlockHead(
         BlockConfig(
             model,
@@ -114,13 +131,27 @@ def make_head(config: BlockTrainConfig, target: Transformer, examples: list[Exam
             causal=config.causal,
             predicts_next=config.markov_rank > 0,
             markov_rank=config.markov_rank,
+            selector_rank=config.selector_rank,
+            selector_top=min(CHOICE, c.vocab_size) if config.selector_rank else 0,
         )
     )
     with torch.no_grad():
         head.norm.weight.copy_(target.norm.weight)
         if config.markov_rank:
             head.markov_w1.weight.normal_(std=0.02)
+        if config.selector_rank:
+            start_as_dflash(head)
     return head.to(target.norm.weight.device)
+
+
+def start_as_dflash(head: BlockHead) -> None:
+    """Let DFlash2's convolutions and selector change nothing yet. Writes: their weights."""
+    for layer in head.layers:
+        for name in ("attention", "mlp"):
+            layer.get_parameter(f"{name}_conv.base_kernel")[::CONVOLVED] = 1  # of a row itself
+            layer.get_parameter(f"{name}_kernel.weight").zero_()
+    head.selector_before.weight.normal_()
+    head.selector_after.weight.zero_()
 
 
 @torch.no_grad()
@@ -164,6 +195,9 @@ def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
     config = head.config
     names = block_names(config)
     tensors = export_weights(plain_copy(head), names, config.model, DTYPES[dtype])
+    for name, value in tensors.items():
+        if name.endswith("_conv.base_kernel"):  # before and behind a sublayer
+            tensors[name] = value.unflatten(0, (2, -1))
     training.write_checkpoint(out, tensors, keys_of(config, dtype), info)
 
 
@@ -193,6 +227,15 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
                 "enable_confidence_head": False,
             }
         )
+    if config.selector_rank:
+        flags |= {
+            "block_size": config.block_size,
+            "conv_kernel_size": config.model.conv_taps,
+            "conv_group_size": config.model.conv_group,
+            "selector_rank": config.selector_rank,
+            "selector_top_k": config.selector_top,
+        }
+        return keys | {"architectures": ["DFlash2DraftModel"], "dflash_config": flags}
     return keys | {"architectures": ["DFlashDraftModel"], "dflash_config": flags}
 
 

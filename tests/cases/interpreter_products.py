@@ -72,8 +72,8 @@ def test_splits_may_be_uneven(splits):
 
 
 @pytest.mark.parametrize("form,splits", [
-    ("float", 3), ("int4-128", 1), ("int8", 3), ("int4-64-zeros", 3), ("Q4_K", 3), ("Q6_K", 1), ("Q8_0", 3),
-    *slow([("int8", 1), ("int4-64", 3), ("int4-32", 3), ("Q4_1", 1), ("Q5_0", 3), ("Q5_1", 3), ("Q5_K", 3)]),
+    ("float", 3), ("int4-128", 1), ("int8", 3), ("int4-64-zeros", 3), ("Q4_K", 3),
+    *slow([("Q6_K", 1), ("Q8_0", 3), ("int8", 1), ("int4-64", 3), ("int4-32", 3), ("Q4_1", 1), ("Q5_0", 3), ("Q5_1", 3), ("Q5_K", 3)]),
 ])  # fmt: skip
 def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
     K = 768 if form.endswith("_K") else 896
@@ -121,8 +121,8 @@ def test_swiglu_behind_a_product(form, rows):
 def test_the_whole_path():
     """Plan and format from the tensors alone, as the operators do it."""
     for form in FORMATS:
-        weights = quantized(form, 135, 1024)
-        x = torch.randn(3, 1024)
+        weights = quantized(form, 135, 512)
+        x = torch.randn(3, 512)
         y = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, DEVICE)
         torch.testing.assert_close(y, weights.reference(x), atol=5e-4, rtol=2e-5)
 

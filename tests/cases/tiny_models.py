@@ -13,19 +13,24 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import generate
+import helpers
 from hf.config import read_config
+from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from model import Transformer
 
 Kind = gguf.GGMLQuantizationType
 IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
+SIZES = {  # of every architecture
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}  # of transformers
 NAMES = {  # Hugging Face's -> llama.cpp's; a whole name, or one without its ending
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -39,6 +44,30 @@ NAMES = {  # Hugging Face's -> llama.cpp's; a whole name, or one without its end
 
 
 # -------------------------------------------------------------------------------------- directories
+
+
+def of_norms(name: str) -> tuple[float, float]:
+    """The mean and the deviation of a parameter where norms multiply by their weights."""
+    return (1.0 if "norm" in name else 0.0), 0.15
+
+
+def random_model(
+    kind: str, options: dict, spread: Callable[[str], tuple[float, float]] = of_norms
+) -> transformers.PreTrainedModel:
+    """A model of transformers with random weights in fp32.
+
+    kind: as in the names of its classes
+    spread: the mean and the deviation of a parameter
+    """
+    torch.manual_seed(0)
+    of_text = getattr(transformers, f"{kind}TextConfig", None)
+    config = (of_text or getattr(transformers, f"{kind}Config"))(**options)
+    of_kind = getattr(transformers, f"{kind}ForCausalLM")
+    model = of_kind._from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(*spread(name))
+    return model.eval()
 
 
 def saved(
@@ -182,6 +211,14 @@ def assert_same_logits(
         torch.testing.assert_close(by_passes(model, ids, width), want, atol=2e-4, rtol=1e-4)
 
 
+def assert_same_directory(path: Path, reference) -> Transformer:
+    """Write a model as a directory, and compare its logits. Returns: our model of it, in fp32."""
+    reference.save_pretrained(path)
+    model = load_model(path, torch.float32)
+    assert_same_logits(model, reference)
+    return model
+
+
 def assert_same_config(path: Path, reference, left_out: set[str]) -> None:
     """Compare the config read from a GGUF file with that of the model's directory, which is written beside it."""
     reference.save_pretrained(path.parent / "hf")
@@ -193,17 +230,14 @@ def assert_same_config(path: Path, reference, left_out: set[str]) -> None:
 # ----------------------------------------------------------------------------------------- refusals
 
 
-def refused(capsys, *argv: str, notes: int = 0) -> str:
-    """The error of the command line: one line behind the notes, with status 2, within seconds."""
-    began = time.perf_counter()
-    with pytest.raises(SystemExit) as stop:
-        generate.main([*argv, "--set", "prompt_ids=5,17", "--device", "cpu"])
-    out, err = capsys.readouterr()
-    *before, error = err.splitlines()
-    assert stop.value.code == 2 and out == "" and len(before) == notes, err
-    assert all(line.startswith("note: ") for line in before) and not error.startswith("note: ")
-    assert time.perf_counter() - began < 5
-    return err
+def refused(capsys, *argv: str) -> str:
+    """The line with which generate.py refuses a model, within seconds."""
+    began = time.process_time()
+    error = helpers.refused(
+        capsys, generate.main, [*argv, "--set", "prompt_ids=5,17", "--device", "cpu"]
+    )
+    assert time.process_time() - began < 5
+    return error
 
 
 def refused_keys(capsys, path: Path, model, **keys) -> str:

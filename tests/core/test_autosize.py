@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,23 @@ def test_the_first_answer_of_a_later_process_is_as_fast(name):
     later = learned(sizer)
     if name not in VANILLA_IS_BEST:
         assert later.next(4) > 0 and not later.rests_while_reading, "from the first cycle on"
+
+
+@pytest.mark.parametrize("name", ["verification is free", "every node costs"])
+def test_a_memory_of_a_loaded_machine_does_not_last(name, monkeypatch):
+    """Trees cost four times as much there, and none ran; the next process tries them, the one after has them."""
+    (plain, *trees), means = MACHINES[name]
+    monkeypatch.setitem(MACHINES, "loaded", ([plain, *(4 * cost for cost in trees)], means))
+    first, second, third = [], [], []
+    for seed in range(12):
+        sizer = first_sizer(name)
+        run_machine("loaded", 400, sizer, seed=seed)
+        assert sizer.best == 0
+        for shares in (first, second, third):
+            sizer = learned(sizer)
+            shares.append(min(run_machine(name, 100, sizer, seed=seed)))
+    found = [statistics.mean(shares) for shares in (first, second, third)]
+    assert found[0] > 0.6 and found[2] > 0.75, found
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -344,8 +362,8 @@ def trees(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def demo(**options) -> Engine:
-    return load(checkpoint=DEMO, max_new_tokens=24, device="cpu", **options)
+def demo(checkpoint: str = DEMO, **options) -> Engine:
+    return load(checkpoint=checkpoint, max_new_tokens=24, device="cpu", **options)
 
 
 def told() -> list[list[int]]:
@@ -397,18 +415,19 @@ def test_the_end_of_a_process_saves_and_a_second_process_reads(trees, capsys):
     assert known and list(trees.iterdir()) == [file]
 
 
-def test_what_a_key_depends_on(trees, tmp_path):
+def test_what_a_key_depends_on(trees, short_demo, tmp_path):
     """Each of these has a file of its own; the same once more has the same."""
-    engine = demo()
+    short = partial(demo, str(short_demo))
+    engine = short()
     keys = [file_of(engine)]
-    assert keys[0] == file_of(demo()) and keys[0].parent == trees
+    assert keys[0] == file_of(short()) and keys[0].parent == trees
     for options in (
         {"quant": "int8"}, {"quant": "int4"}, {"quant_draft": "int4"}, {"dtype": "float32"},
         {"batch_size": 2}, {"temperature": 0.5}, {"tree_size": 12}, {"draft": "ngram"},
     ):  # fmt: skip
-        keys.append(file_of(demo(**options)))
-    assert file_of(demo(seed=5)) == keys[0]
-    assert file_of(demo(temperature=0.9)) == keys[6], "how hot does not matter"
+        keys.append(file_of(short(**options)))
+    assert file_of(short(seed=5)) == keys[0]
+    assert file_of(short(temperature=0.9)) == keys[6], "how hot does not matter"
     for name in ("checkpoint", "head"):  # the same weights elsewhere, and changed there
         copy = tmp_path / name
         shutil.copytree(engine.option(name), copy)

@@ -9,48 +9,53 @@ from __future__ import annotations
 
 import functools
 import heapq
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
-import quantize
 import sampling
+from block_files import (
+    LEVELS,
+    MASK,
+    SHAPE,
+    TAPS,
+    TARGET,
+    assert_refused,
+    drafter_of,
+    drafts,
+    level_scores,
+    random_weights,
+    recorded,
+    shapes_of_layers,
+    write_files,
+)
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, RootOnly
-from extras.block_draft import BlockDrafter, BlockHead, SparkDrafter, load_head
+from extras.auto_trees import with_smaller_trees
+from extras.autosize import accepted_of, shape_of
+from extras.block_draft import UNSELECTED, BlockDrafter, BlockHead, load_head
 from extras.level_draft import tree_of
 from extras.residual import sample_children
 from generate import generate, load
 from helpers import (
     GOLDEN,
     PROMPTS,
-    compiled_as_on_cuda,
     decode,
     engine_for,
     golden_target,
     token_paths,
 )
 from hf.block_heads import BlockConfig
-from hf.checkpoint import Quantization
 from options import GenerateConfig
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
-from scripts.train.train_block import BlockTrainConfig, make_head, tapped_layers, write_files
+from scripts.train.train_block import BlockTrainConfig, make_head, tapped_layers
+from scripts.train.train_block import write_files as write_trained
 
-TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
-TAPS = [0, 1, 3, 4, 6]
-MASK = 127
-SHAPE = {
-    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "layer_types": ["full_attention"] * 2,
-}  # fmt: skip
+LAYERS = SHAPE | {"rope_theta": 10000.0, "layer_types": ["full_attention"] * 2}
 FLAGS = {"mask_token_id": MASK, "target_layer_ids": TAPS}
 SPARK = FLAGS | {"block_size": 5, "markov_rank": 8, "markov_head_type": "vanilla"}
 KEYS = {  # kind -> further keys of config.json
@@ -60,80 +65,23 @@ KEYS = {  # kind -> further keys of config.json
 }
 STEPS = 32  # of training
 SETTINGS = {"max_new_tokens": 50, "ignore_eos": True, "seed": 7}
-STARTS = (7, 9, 13)  # roots of the recorded drafts
-LEVELS = 5
 
 
-def shapes(kind: str) -> dict[str, tuple[int, ...]]:
-    found = {"norm.weight": (64,), "hidden_norm.weight": (64,), "fc.weight": (64, 320)}
-    for i in range(2):
-        names = {
-            "input_layernorm": (64,), "post_attention_layernorm": (64,),
-            "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
-            "self_attn.o_proj": (64, 64), "self_attn.q_norm": (16,), "self_attn.k_norm": (16,),
-            "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
-        }  # fmt: skip
-        found |= {f"layers.{i}.{name}.weight": shape for name, shape in names.items()}
+def weights(kind: str) -> dict[str, torch.Tensor]:
+    """Random weights, the same everywhere."""
+    found = shapes_of_layers()
     if kind == "dspark":
         found |= {
             "embed_tokens.weight": (128, 64), "lm_head.weight": (128, 64),
             "markov_head.markov_w1.weight": (128, 8), "markov_head.markov_w2.weight": (128, 8),
             "confidence_head.proj.weight": (1, 72), "confidence_head.proj.bias": (1,),
         }  # fmt: skip
-    return found
-
-
-def weights(kind: str) -> dict[str, torch.Tensor]:
-    """Random weights, the same everywhere."""
-    draw = numpy.random.RandomState(5).standard_normal
-    found = {}
-    for name, shape in sorted(shapes(kind).items()):
-        noise = torch.from_numpy(draw(shape)).float()
-        if name.endswith("norm.weight"):
-            found[name] = 1 + 0.2 * noise
-        elif name == "embed_tokens.weight" or "markov_w1" in name:
-            found[name] = noise
-        else:
-            found[name] = noise * shape[-1] ** -0.5 * 1.5
-    return found
+    return random_weights(found)
 
 
 def write_head(path: Path, kind: str, changes: dict | None = None, **tensors) -> Path:
     """Write a head. changes: to config.json; tensors: to the weights, by name, None: left out"""
-    path.mkdir(exist_ok=True)
-    config = SHAPE | KEYS[kind] | (changes or {})
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    held = {name: value for name, value in (weights(kind) | tensors).items() if value is not None}
-    save_file(held, path / "model.safetensors")
-    return path
-
-
-def drafter_of(path: Path, kind: str, tree=None, **options) -> BlockDrafter:
-    target = golden_target(TARGET)
-    made = SparkDrafter if kind == "dspark" else BlockDrafter
-    return made(load_head(path, target), target, tree or StaticTree.chain(LEVELS), **options)
-
-
-@functools.cache
-def recorded() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The official code's scores, and the hidden states that it read, [1, 18, 5 F]."""
-    trace = load_file(GOLDEN / "block_heads" / "trace.safetensors")
-    taps = numpy.random.RandomState(7).standard_normal((1, 18, 5 * 64))
-    return trace, torch.from_numpy(taps).float()
-
-
-def drafts(drafter: BlockDrafter):
-    """The states and roots of the recorded drafts, one after the other, on one cache."""
-    trace, taps = recorded()
-    ids = trace["ids"]
-    state = drafter.init(1, 64)
-    read = 0
-    for start in STARTS:
-        features = torch.cat((torch.zeros(1, start - read, 64), taps[:, read:start]), -1)
-        count = torch.tensor([start - read])
-        state = drafter.extend(state, DrafterUpdate(ids[None, read : start + 1], features, count))
-        read = start
-        yield state, DraftInputs(None, DecodedTokens(ids[None], torch.tensor([start])))
+    return write_files(path, LAYERS | KEYS[kind] | (changes or {}), weights(kind) | tensors)
 
 
 # ------------------------------------------------------------------------------------------ scores
@@ -141,8 +89,8 @@ def drafts(drafter: BlockDrafter):
 
 @pytest.mark.parametrize("kind", ["dflash", "jetspec"])
 def test_scores_are_the_official_ones(kind, tmp_path):
-    drafter = drafter_of(write_head(tmp_path / "head", kind), kind)
-    trace, _ = recorded()
+    drafter = drafter_of(write_head(tmp_path / "head", kind))
+    trace = recorded()
     for number, (state, inputs) in enumerate(drafts(drafter)):
         ours = drafter.level_scores(state, inputs)[0]
         assert (ours - trace[f"{kind}.logits"][number]).abs().max() < 1e-4
@@ -150,19 +98,13 @@ def test_scores_are_the_official_ones(kind, tmp_path):
 
 def test_dsparks_chain_bias_and_confidence_are_the_official_ones(tmp_path):
     """Its position predicts the token after its own; the embedding and the LM head are its own."""
-    drafter = drafter_of(write_head(tmp_path / "head", "dspark"), "dspark")
-    trace, _ = recorded()
+    drafter = drafter_of(write_head(tmp_path / "head", "dspark"))
+    trace = recorded()
     for number, (state, inputs) in enumerate(drafts(drafter)):
         chain = trace["dspark.tokens"][number]
         assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
-        before = torch.cat((inputs.text.root, chain[:-1]))
-        out, _ = drafter.root_output(state, inputs)
-        for level in range(LEVELS):
-            frontier = SimpleNamespace(tokens=before[None, level : level + 1])
-            out = drafter.forward_nodes(state, frontier, out, None, None)
-            ours = drafter.logits_of(out, level)[0, 0]
-            assert (ours - trace["dspark.logits"][number, level]).abs().max() < 1e-4
-            sure = drafter.head.confidence(out.hidden[:, level, None], out.before)
+        for level, (z, sure) in enumerate(level_scores(drafter, state, inputs, chain)):
+            assert (z - trace["dspark.logits"][number, level]).abs().max() < 1e-4
             official = F.logsigmoid(trace["dspark.confidence"][number, level])
             assert (sure - official).abs().max() < 1e-5
 
@@ -170,7 +112,7 @@ def test_dsparks_chain_bias_and_confidence_are_the_official_ones(tmp_path):
 def test_a_causal_block_needs_no_positions_behind_the_tree(tmp_path):
     """Of a shallow tree it runs fewer, and the scores stay the same."""
     path = write_head(tmp_path / "head", "jetspec")
-    deep, shallow = (drafter_of(path, "jetspec", StaticTree.chain(n)) for n in (5, 2))
+    deep, shallow = (drafter_of(path, StaticTree.chain(n)) for n in (5, 2))
     for state, root in drafts(deep):
         scores = deep.level_scores(state, root)
         assert (shallow.level_scores(state, root) - scores[:, :2]).abs().max() < 1e-5
@@ -199,8 +141,8 @@ def best_prefixes(log_q: torch.Tensor, count: int) -> dict[tuple[int, ...], floa
 def test_trees_are_the_best_prefixes(temperature, tmp_path):
     """As DDTree's heap finds them; when sampling, of the scores with the noise of the target's own draws."""
     tree = DynamicTree(depth=LEVELS, topk=24, size=25)
-    drafter = drafter_of(write_head(tmp_path / "head", "dflash"), "dflash", tree)
-    trace, _ = recorded()
+    drafter = drafter_of(write_head(tmp_path / "head", "dflash"), tree)
+    trace = recorded()
     rule = None
     noise = None
     if temperature:
@@ -229,7 +171,11 @@ def trained(kind: str) -> tuple[BlockHead, list[float]]:
     texts = vanilla(0.0) + vanilla(1.0)
     tokens = torch.tensor([text[: len(texts[0])] for text in texts])
     config = BlockTrainConfig(
-        block_size=6, causal=kind == "jetspec", markov_rank=32 * (kind == "dspark"), ffn_dim=96
+        block_size=6,
+        causal=kind == "jetspec",
+        markov_rank=32 * (kind == "dspark"),
+        ffn_dim=96,
+        selector_rank=16 * (kind == "dflash2"),
     )
     examples = [SimpleNamespace(ids=text, mask=[True] * len(text)) for text in texts]
     head = make_head(config, target, examples)
@@ -263,17 +209,20 @@ def vanilla(temperature: float) -> list[list[int]]:
 def trained_dir(path: Path, kind: str) -> Path:
     """Write a trained drafter as train_block.py does."""
     path.mkdir(exist_ok=True)
-    write_files(trained(kind)[0], path, "float32", {})
+    write_trained(trained(kind)[0], path, "float32", {})
     return path
 
 
-@pytest.mark.parametrize("kind", KEYS)
+TRAINED = (*KEYS, "dflash2")
+
+
+@pytest.mark.parametrize("kind", TRAINED)
 def test_training_learns_every_level(kind):
     _, (first, last) = trained(kind)
     assert (last < first - 0.2).all(), (first, last)
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
     """The scores of `draft_blocks` and the loss are what the drafter, read from its files, computes at each root."""
     head, _ = trained(kind)
@@ -281,9 +230,8 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
     text = torch.tensor([vanilla(1.0)[1][:20]])
     drafted = draft_blocks(head, target, text)
     levels = head.config.levels
-    made = SparkDrafter if kind == "dspark" else BlockDrafter
     path = trained_dir(tmp_path / "head", kind)
-    drafter = made(load_head(path, target), target, StaticTree.chain(levels))
+    drafter = drafter_of(path, StaticTree.chain(levels))
     assert drafter.head.config == replace(head.config, model=drafter.head.config.model)
     steps = torch.arange(text.shape[1])[None]
     features = target(text, steps, aux_layers=head.aux_layers)
@@ -295,14 +243,18 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
         state = drafter.extend(state, DrafterUpdate(text[:, : root + 1], features[:, :root], count))
         out, _ = drafter.root_output(state, DraftInputs(None, DecodedTokens(text, count)))
         for level in range(levels):
-            if kind == "dspark":
+            if head.config.scores_pairs:
                 frontier = SimpleNamespace(tokens=text[:, root + level, None])
                 out = drafter.forward_nodes(state, frontier, out, None, None)
             z = drafter.logits_of(out, level)[0, 0]
             assert (z - drafted.logits[level][root - 1]).abs().max() < 1e-3
             truth = text[0, root + level + 1]
             assert drafted.ok[root - 1, level] == (z.argmax() == truth)
-            sums[level] += F.cross_entropy(z, truth)
+            if kind == "dflash2":
+                plain = out.scores[0, level]
+                sums[level] += F.cross_entropy(plain, truth)
+            if z[truth] > UNSELECTED:
+                sums[level] += F.cross_entropy(z, truth)
     batch = (text, torch.ones_like(text, dtype=torch.bool), features)
     losses = torch.stack(block_losses(head, target, batch, anchors))
     assert (losses - sums / 2).abs().max() < 1e-3
@@ -339,15 +291,15 @@ def test_new_drafters_tap_layers_that_the_target_has():
 DYNAMIC = DynamicTree(depth=5, topk=6, size=24)
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_a_trained_drafter_predicts(kind, tmp_path):
-    """As it was written, loaded in 4 bits and in C++: more than one token in a pass, and vanilla's."""
+    """As written, loaded in 4 bits, and in C++ but for convolutions: more than a token in a pass, and vanilla's."""
     path = trained_dir(tmp_path / "head", kind)
     options = {"dtype": "bfloat16", "compile": True, "device": "cpu", "quant_draft": "int4"}
     options |= {"checkpoint": str(GOLDEN / TARGET), **SETTINGS}
     engine = load(head=str(path), tree="dynamic", **options)
     assert engine.option("draft") == "block" and engine.option("quant_draft") == "int4"
-    assert engine.drafter.head.fused is not None
+    assert (engine.drafter.head.fused is None) == (kind == "dflash2")
     found = generate(engine, PROMPTS)
     assert found.stats["tau"] > 1.2
     plain = load(draft="none", **options | {"quant_draft": ""})
@@ -361,7 +313,7 @@ def test_children_drawn_from_q_are_exact(kind, tmp_path):
     options = {"temperature": 1.0, "batch_size": 2, **SETTINGS, "max_new_tokens": 8}
     static = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
     path = write_head(tmp_path / kind, kind)
-    drafter = sample_children(drafter_of(path, kind, static))
+    drafter = sample_children(drafter_of(path, static))
     found = decode(engine_for(target, drafter, **options), *PROMPTS)
     want = [text[: len(prompt) + 8] for text, prompt in zip(vanilla(1.0), PROMPTS)]
     assert found.history == want
@@ -369,33 +321,7 @@ def test_children_drawn_from_q_are_exact(kind, tmp_path):
     assert [*map(len, found.history)] == [*map(len, want)]
 
 
-@pytest.mark.slow  # 15 s of tracing; of its steps only the block's pass is not in test_lossless.py
-def test_compiled_as_on_cuda(traced, tmp_path):
-    """With DSpark's bias and confidence, sampled, two sequences: the tokens of the eager steps."""
-    torch._dynamo.reset()
-    drafter = drafter_of(write_head(tmp_path / "head", "dspark"), "dspark", DynamicTree(2, 3, 6))
-    options = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 1.0, "batch_size": 2}
-    engine = engine_for(golden_target(TARGET), drafter, **options)
-    plain = decode(engine, *PROMPTS)
-    assert decode(compiled_as_on_cuda(engine), *PROMPTS).history == plain.history
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
 # ------------------------------------------------------------------------------------------- files
-
-
-def test_a_quantized_copy_drafts_as_a_head_quantized_while_loading(tmp_path):
-    """As quantize.py writes it; the bias's rows and the confidence stay as they are."""
-    path = write_head(tmp_path / "head", "dspark", {"intermediate_size": 96})
-    saved = tmp_path / "int8"
-    quantize.quantize_directory(path, saved, Quantization("int8"))
-    target = golden_target(TARGET)
-    ours, theirs = load_head(saved, target), load_head(path, target, Quantization("int8"))
-    drafters = [SparkDrafter(head, target, DYNAMIC) for head in (ours, theirs)]
-    for one, other in zip(*map(drafts, drafters)):
-        trees = [d.propose(*inputs) for d, inputs in zip(drafters, (one, other))]
-        assert torch.equal(trees[0].tokens, trees[1].tokens)
-        assert torch.equal(trees[0].values, trees[1].values)
 
 
 def test_copies_of_the_targets_tables_are_dropped(tmp_path):
@@ -432,9 +358,7 @@ WRONG = [
 def test_wrong_files_are_named(number, tmp_path):
     kind, changes, tensors, message = WRONG[number]
     path = write_head(tmp_path / "head", kind, changes, **tensors)
-    with pytest.raises(ValueError, match=message) as error:
-        load_head(path, golden_target(TARGET))
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert_refused(path, message)
 
 
 def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
@@ -442,6 +366,9 @@ def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
     with pytest.raises(ValueError, match="drafts 5 levels, and the tree has 6"):
         tree_of(config, 5, tmp_path)
     assert tree_of(replace(config, tree_depth=0), 5, tmp_path).depth == 5
+    auto = GenerateConfig(draft="block", tree="auto", device="cpu", tree_size=12)
+    assert tree_of(auto, 15, tmp_path) == DynamicTree(11, 4, 12), "all levels that 11 nodes reach"
+    assert tree_of(replace(auto, tree_depth=8), 15, tmp_path).depth == 8
     path = write_head(tmp_path / "head", "dflash")
     with pytest.raises(ValueError, match="--draft eagle needs a head of its own kind"):
         load(checkpoint=str(GOLDEN / TARGET), head=str(path), draft="eagle")
@@ -454,6 +381,18 @@ def test_keys_without_effect_are_named(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     load_head(write_head(tmp_path / "head", "dflash", {"domino_rank": 8}), target)
     assert "keys of config.json without effect here: domino_rank" in capsys.readouterr().err
+
+
+def test_trees_that_auto_chooses_from_are_as_deep_as_their_nodes_reach():
+    """Fewer nodes draft a shorter block; EAGLE's, whose levels each cost a pass, stay flat (test_autosize.py)."""
+    target = golden_target(TARGET)
+    config = BlockConfig(target.config, (2,), 16, 0, causal=True, predicts_next=False)
+    drafter = BlockDrafter(BlockHead(config), target, DynamicTree(15, 4, 16))
+    presets = with_smaller_trees(drafter, target).presets
+    shapes = [tuple(shape_of(preset)) for preset in presets]
+    assert shapes == [(0, 0, 1), (1, 1, 2), (3, 1, 4), (7, 3, 8), (15, 4, 16)]
+    # by exact counts over independent levels, a tree of 16 nodes keeps 3.0 of 15 drafted tokens
+    assert accepted_of(shape_of(presets[-1]), 0.25) == pytest.approx(3.0, rel=0.05)
 
 
 def test_levels_of_each_layout():

@@ -22,8 +22,8 @@ import runtime
 from base.parsing import parse
 from cli.prompts import read_prompts
 from extras.autosize import Autosizer
-from generate import generate, load, main, stream
-from helpers import GOLDEN, slow
+from generate import encode, generate, load, main, stream
+from helpers import GOLDEN, refused, slow
 from hf.config import resolve_draft
 from ops.library import has_cpu_operators
 from options import DEMO, ROOT, GenerateConfig
@@ -51,14 +51,7 @@ def as_json(capsys, line: str) -> dict:
 
 
 def failure(capsys, line: str) -> str:
-    """Run a command line; it must end with status 2 and one line on standard error."""
-    with pytest.raises(SystemExit) as stop:
-        main(shlex.split(line))
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2
-    assert err.count("\n") == 1 and err.startswith("generate.py: "), err
-    assert "Traceback" not in err and out == ""
-    return err
+    return refused(capsys, main, shlex.split(line))
 
 
 def program(line: str, **options) -> subprocess.CompletedProcess:
@@ -249,6 +242,9 @@ def test_python_interface():
         (stream, PROMPT, {"num_samples": 2}, r"use generate\(\) for num_samples"),
         (stream, PROMPT, {"quant": "int8"}, "quant cannot change after load"),
         (stream, PROMPT, {"temperature": -1}, "--temperature must be"),
+        (stream, PROMPT, {"seed": 3}, "seed has no effect at temperature 0; set temperature"),
+        (generate, [PROMPT], {"top_p": [0.5]}, "top_p has no effect at temperature 0"),
+        (generate, [PROMPT], {"num_samples": 2}, "num_samples has no effect at temperature 0"),
     ):
         with pytest.raises(ValueError, match=message):
             list(call(engine, prompt, **options))
@@ -372,6 +368,35 @@ def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatc
     assert "the context holds 120" in err, "a turn that never fits is refused, and the chat goes on"
     assert err.count("tokens/s") >= 5
     assert "[" not in out.splitlines()[0] and "tokens/s" not in out and "> " not in out
+
+
+def test_set_changes_a_chat_that_goes_on(capsys, monkeypatch, tmp_path):
+    """Each option of a call is a command, too. The text is that of a call with these options."""
+    file = tmp_path / "c.json"
+    lines = [
+        "/temperature 0.8", "/set seed=7", "def a():", "/set top_k = 1", "/top_p 3", "/set top_l 1", "/tempratur 1",
+        "/set num_samples 3", "/stop def", "/set stop default", "/temperature default", "/top_k", "/set min_p x",
+        "x = 1", "/help me", f"/save {file}",
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    _, err = run(capsys, f"{ON_DEMO} --interactive --max_new_tokens 12")
+    said = [line for line in err.splitlines() if line.startswith("[") and "tokens" not in line]
+    assert said[2:] == [
+        "[temperature is 0.8]", "[seed is 7]", "[top_k is 1]", "[/top_p must be in (0, 1]; it is 3.0]",
+        "[there is no option top_l in a chat; did you mean top_p?; /set lists them]",
+        "[there is no /tempratur; did you mean /temperature?]",
+        "[there is no option num_samples in a chat; /set lists them]", "[stop is 'def']", "[stop is none]",
+        "[temperature is 0.0]", "[top_k is 1; it has no effect at temperature 0; set /temperature]",
+        "[/min_p must be a number; it is 'x']", f"[3 turn(s) in {file}]",
+    ]  # fmt: skip
+    turns = json.loads(file.read_text())["messages"][::2]
+    answers = [message["content"] for message in json.loads(file.read_text())["messages"][1::2]]
+    assert [turn["content"] for turn in turns] == ["def a():", "x = 1", "/help me"]
+    engine = load(checkpoint=DEMO, device="cpu", max_new_tokens=12)
+    sampled = generate(engine, ["def a():"], temperature=0.8, seed=7)
+    assert answers[0] == sampled.text[0] != generate(engine, ["def a():"]).text[0]
+    history = encode(engine, ["def a():", "x = 1"], answers[:1])
+    assert answers[1] == generate(engine, [history]).text[0]
 
 
 def test_ctrl_c_at_the_prompt_asks_once(capsys, monkeypatch):
@@ -596,21 +621,6 @@ def test_a_missing_package_is_one_line(tmp_path, package):
     found = program(f"--checkpoint {DEMO}", env=env, capture_output=True, text=True, timeout=60)
     told = f"generate.py: {package} is not installed; run: pip install -r requirements.txt\n"
     assert (found.returncode, found.stdout, found.stderr) == (2, "", told)
-
-
-@pytest.mark.parametrize("hook", ["build_wheel", "build_editable", "build_sdist"])
-def test_an_install_is_refused_in_one_line(hook):
-    """By the backend that pyproject.toml names, which pip asks."""
-    text = (ROOT / "pyproject.toml").read_text()
-    folder, module = (
-        re.search(rf'^{name} = \[?"(.*)"', text, re.MULTILINE)[1]
-        for name in ("backend-path", "build-backend")
-    )
-    code = f"import {module}; {module}.{hook}('somewhere')"
-    options = {"cwd": ROOT / folder, "capture_output": True, "text": True, "timeout": 60}
-    found = subprocess.run([sys.executable, "-c", code], **options)
-    assert found.returncode and found.stdout == ""
-    assert found.stderr.count("\n") == 1 and "pip install -r requirements.txt" in found.stderr
 
 
 def test_messages(tmp_path):

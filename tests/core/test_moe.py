@@ -20,6 +20,7 @@ import transformers
 from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import helpers
 import quantize
 from draft_tree import DynamicTree
 from drafters import RootOnly
@@ -379,12 +380,7 @@ def without_a_shard(mixtral, out, also_in_index=False):
 
 
 def told(capsys, program, *argv) -> str:
-    """The one line that a command ends with, at status 2."""
-    with pytest.raises(SystemExit) as stop:
-        program([str(a) for a in argv])
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1, err
-    return err
+    return helpers.refused(capsys, program, [str(a) for a in argv])
 
 
 @pytest.mark.parametrize("mixture, change, words", [

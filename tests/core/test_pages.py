@@ -31,10 +31,6 @@ OF_OTHERS = {"TRITON_INTERPRET", "PYTORCH_NO_CUDA_MEMORY_CACHING"}
 # an option may name files that a page's reader has and this checkout has not
 NO_FILE = re.compile(r"no such (file|directory)|there is no directory|cannot read")
 WORKED = {"echo", "e4m3"}  # values that exist after the worked changes of docs/CONTRIBUTING.md
-# to come: delete these two with their uses
-SETTINGS = any("rare" in f.metadata for f in fields(GenerateConfig))
-FIDELITY = "--questions" in (ROOT / "scripts" / "bench" / "fidelity.py").read_text(encoding="utf-8")
-NO_PARSER = ("tests/house.py", "tests/c")  # they run as they are, or by pytest
 
 
 class Parsed(Exception):  # noqa: N818
@@ -196,7 +192,7 @@ def check_files_aside(check: Any) -> None:
 def check_command(command: Command, patch: pytest.MonkeyPatch) -> None:
     program, *argv = command.words
     assert (ROOT / program).is_file(), program
-    if program.endswith(".py") and not program.startswith(NO_PARSER):
+    if program.endswith(".py") and not program.startswith("tests/c"):  # by pytest
         options = options_of(program, argv, patch)
         if program == "generate.py":
             check_files_aside(options.check)
@@ -206,10 +202,6 @@ def check_command(command: Command, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", commands(), ids=str)
 def test_a_command_of_a_page_can_be_typed(command, monkeypatch, capsys):
-    if not SETTINGS and {"--set", "--tree"} & set(command.words):
-        pytest.skip("the page has the new spelling of an option")
-    if not FIDELITY and command.words[0] == "scripts/bench/fidelity.py":
-        pytest.skip("the page has the new name of a program")
     try:
         check_command(command, monkeypatch)
     except SystemExit as stop:
@@ -253,9 +245,7 @@ def test_options_in_sentences_exist(monkeypatch, capsys):
     programs = {command.words[0] for command in commands()}
     known = set()
     for program in programs:
-        if not program.endswith(".py") or program.startswith(NO_PARSER):
-            continue
-        if not FIDELITY and program == "scripts/bench/fidelity.py":
+        if not program.endswith(".py") or program.startswith("tests/c"):
             continue
         with pytest.raises(SystemExit):
             options_of(program, ["--help"], monkeypatch)

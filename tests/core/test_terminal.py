@@ -7,6 +7,7 @@ import re
 import pytest
 
 from cli.terminal import Typed, Wrapped, first_typed
+from extras.history import History
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,25 @@ def test_a_text_that_fits_stays_as_it_is(monkeypatch):
     text = "fits\n\n    as it is\n\ttab\n中文字字字字字字字字\ne\u0301e\u0301 16 letters, too\n"
     assert Wrapped().push(text) == text
     assert Wrapped().push("ab 中文字字字字字字字") == "ab \n中文字字字字字字字"
+
+
+def test_notes_are_narrower_than_a_wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert Wrapped(most=WIDTH).push(TEXT).splitlines()[0].rstrip() == "The quick brown fox"
+    assert Wrapped().push(TEXT) == TEXT
+
+
+def test_a_file_of_lines(monkeypatch, tmp_path):
+    """A new one is its owner's alone; where none can be, a chat goes on; none is kept where none is wanted."""
+    file = tmp_path / "new" / "history"
+    monkeypatch.setenv("GPT_EAGLE_HISTORY", str(file))
+    history = History()
+    for line in ("one", "one", "", "two\nlines", "\udcff"):
+        history.add(line)
+    assert file.read_bytes() == b"one\n\xff\n" and file.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("GPT_EAGLE_HISTORY", str(file / "below"))
+    history = History()
+    history.add("three")
+    assert history.fault and b"three" not in file.read_bytes()
+    monkeypatch.setenv("GPT_EAGLE_HISTORY", "")
+    assert History().path is None

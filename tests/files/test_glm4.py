@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
-import transformers
 
+import tiny_models
 from family_checks import FORMS, assert_drafts_as_vanilla, assert_same_greedy_text
 from helpers import slow
 from hf.weights import load_model
 from tiny_models import (
     NAMES,
     assert_same_config,
+    assert_same_directory,
     assert_same_logits,
     gguf_tensors,
     metadata_of,
@@ -19,10 +19,8 @@ from tiny_models import (
     write,
 )
 
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "bos_token_id": 2, "eos_token_id": 1,
-    "pad_token_id": 0,
+SIZES = tiny_models.SIZES | {
+    "num_hidden_layers": 3, "head_dim": 32, "max_position_embeddings": 512, "pad_token_id": 0,
 }  # fmt: skip
 CASES = {
     "as it is": {},
@@ -38,20 +36,12 @@ CASES = {
 
 
 def random_model(**options):
-    torch.manual_seed(0)
-    config = transformers.Glm4Config(**SIZES | options)
-    model = transformers.Glm4ForCausalLM._from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, p in model.float().named_parameters():
-            p.normal_(1.0 if "norm" in name else 0.0, 0.15)
-    return model.eval()
+    return tiny_models.random_model("Glm4", SIZES | options)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_directories(tmp_path, case):
-    reference = random_model(**CASES[case])
-    reference.save_pretrained(tmp_path)
-    assert_same_logits(load_model(tmp_path, torch.float32), reference)
+    assert_same_directory(tmp_path, random_model(**CASES[case]))
 
 
 GGUF_NAMES = NAMES | {

@@ -12,13 +12,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from test_gguf import OPERATORS
 
+import tiny_models
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.model_draft import ModelDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import load
-from helpers import decode, engine_for, noisy_copy, with_children
+from helpers import decode, engine_for, noisy_copy, pairwise, with_children
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import open_source, read_config
 from hf.weights import load_model
@@ -32,6 +33,7 @@ from tiny_models import (
     NAMES,
     Kind,
     assert_same_config,
+    assert_same_directory,
     assert_same_logits,
     by_passes,
     gguf_tensors,
@@ -47,10 +49,9 @@ YARN = {
     "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 32, "rope_theta": 150000.0,
 }  # fmt: skip
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW,
-    "max_position_embeddings": 128, "rope_parameters": YARN, "bos_token_id": 2, "eos_token_id": 1,
+SIZES = tiny_models.SIZES | {
+    "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+    "max_position_embeddings": 128, "rope_parameters": YARN,
 }  # fmt: skip
 KINDS = ["sliding_attention", "full_attention"]
 CASES = {
@@ -72,14 +73,10 @@ CASES = {
 
 
 def random_model(**options):
-    """A gpt-oss of transformers with random weights: its bound is reached, and sinks take a share."""
-    torch.manual_seed(0)
-    config = transformers.GptOssConfig(**SIZES | options)
-    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, p in model.float().named_parameters():
-            p.normal_(1.0 if "norm" in name or "sinks" in name else 0.0, 0.25)
-    return model.eval()
+    """A gpt-oss: its bound is reached, and sinks take a share."""
+    return tiny_models.random_model(
+        "GptOss", SIZES | options, lambda name: (float("norm" in name or "sinks" in name), 0.25)
+    )
 
 
 # --------------------------------------------------------------------------------------- directories
@@ -87,10 +84,7 @@ def random_model(**options):
 
 @pytest.mark.parametrize("case", CASES)
 def test_directories(tmp_path, case):
-    reference = random_model(**CASES[case])
-    reference.save_pretrained(tmp_path)
-    model = load_model(tmp_path, torch.float32)
-    assert_same_logits(model, reference)
+    model = assert_same_directory(tmp_path, random_model(**CASES[case]))
     assert model.config.tie_embeddings == (case == "tied")
     assert model.config.max_context == 128  # a window is a layer's, and no shorter context
 
@@ -392,9 +386,10 @@ def trees(target, tree):
     return with_children(ModelDrafter(noisy_copy(target, 0.02), target, tree), "noise")
 
 
-@pytest.fixture(
-    scope="module", params=["float32", "bfloat16", pytest.param(BLOCKS, marks=OPERATORS)]
-)
+TARGETS = ["float32", "bfloat16", *([BLOCKS] if OPERATED else [])]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
 def target(request, tmp_path_factory, mxfp4):
     if request.param == BLOCKS:
         return load_model(mxfp4, torch.bfloat16, quant=IN_BLOCKS)
@@ -403,8 +398,7 @@ def target(request, tmp_path_factory, mxfp4):
     return load_model(path, getattr(torch, request.param))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pairwise(fixtures=("target",), target=TARGETS, name=list(DRAFTERS), temperature=[0.0, 1.0])
 def test_no_drafter_changes_a_token(target, name, temperature):
     """Prompts and drafted paths cross the edges of the windows; passes are C++ where it serves the dtype."""
     options = {

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from block_files import write_files
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from extras.stand_in import head_config
-from generate import generate, load, main
+from generate import generate, load
 from helpers import GOLDEN, decode, engine_for, golden_target, record
 from hf.checkpoint import Quantization
 from hf.config import resolve_draft
@@ -28,6 +29,7 @@ from kv_cache import KVCache, causal_window
 from options import DEMO, GenerateConfig
 from quantize import quantize_directory
 from session import Session
+from tiny_models import refused
 
 TARGET, HEAD = GOLDEN / "models/target_llama31_gqa8", GOLDEN / "models/head_eagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -41,16 +43,6 @@ def target():
 def official() -> tuple[dict[str, Any], Tensors]:
     """Config and tensors of the recorded head: SafeAILab's layout."""
     return json.loads((HEAD / "config.json").read_text()), load_file(HEAD / "model.safetensors")
-
-
-def write(path: Path, config: dict, tensors: Tensors, binary: bool = False) -> Path:
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    if binary:
-        torch.save(tensors, path / "pytorch_model.bin")
-    else:
-        save_file(tensors, path / "model.safetensors")
-    return path
 
 
 def renamed(tensors: Tensors, prefix: str, **others: str) -> Tensors:
@@ -104,7 +96,7 @@ def merged(config: dict, changes: dict) -> dict:
     return changes if "transformer_layer_config" in changes else config | changes
 
 
-def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
+def layouts() -> dict[str, tuple[dict, Tensors]]:
     config, tensors = official()
     embedding = {"embed_tokens.weight": target().embedding.weight.detach().clone()}
     shifted = {"use_aux_hidden_state": True, "norm_before_residual": False}
@@ -113,39 +105,41 @@ def layouts() -> dict[str, tuple[dict, Tensors, bool]]:
         embed_tokens="model.embed_tokens",
     )  # fmt: skip
     return {
-        "SafeAILab": (config, tensors, True),
+        "SafeAILab": (config, tensors),
         "SpecForge": (
             config | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: [1, 3, 4], **shifted}},
-            tensors, False,
+            tensors,
         ),
         "vLLM": (
             config | {"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": False, IDS: []},
-            renamed(tensors, "layers.0") | embedding, False,
+            renamed(tensors, "layers.0") | embedding,
         ),
         "speculators": (
             speculators(config, norm_output=False, norm_before_residual=False, **{IDS: [2, 4, 5]}),
-            renamed(tensors, "layers.0"), False,
+            renamed(tensors, "layers.0"),
         ),
         "NeMo": (
             config | {"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": 64, "norm_output": False}, nemo,
-            False,
         ),
-        "of the target's layers": (config | {"num_hidden_layers": 40}, tensors, False),  # Vicuna's
+        "of the target's layers": (config | {"num_hidden_layers": 40}, tensors),  # Vicuna's
         "of its target's layers": (
-            config | {"num_hidden_layers": target().config.n_layers}, renamed(tensors, "layers.0"), False,
+            config | {"num_hidden_layers": target().config.n_layers}, renamed(tensors, "layers.0"),
         ),
         "DeepSpec": (  # names its layers by their outputs; d2t goes where the vocabulary is whole, see below
             config | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 4]}, renamed(tensors, "layers.0"),
-            False,
         ),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", layouts())
 def test_every_layout_is_the_same_function(name, tmp_path, capsys):
-    config, tensors, binary = layouts()[name]
+    config, tensors = layouts()[name]
     plain = load_head(HEAD, target())
-    head = load_head(write(tmp_path / "head", config, tensors, binary), target())
+    path = write_files(tmp_path / "head", config, tensors)
+    if name == "SafeAILab":
+        torch.save(tensors, path / "pytorch_model.bin")
+        (path / "model.safetensors").unlink()
+    head = load_head(path, target())
     assert head.aux_layers == plain.aux_layers == (2, 4, 5)
     assert torch.equal(head.vocab.ids, plain.vocab.ids)
     assert head.embedding is None, "an embedding like the target's is the target's"
@@ -170,18 +164,20 @@ def test_eagle_1_in_speculators_layout(tmp_path, bias):
     model = golden_target()
     theirs["lm_head.weight"] = model.lm_head.weight.detach().clone()
     has_bias = "fc.bias" in tensors
-    plain = load_head(write(tmp_path / "official", config | {"bias": has_bias}, tensors), model)
+    plain = load_head(
+        write_files(tmp_path / "official", config | {"bias": has_bias}, tensors), model
+    )
     said = {
         "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False,
         "fusion_bias": has_bias, "transformer_layer_config": config,
     }  # fmt: skip
-    head = load_head(write(tmp_path / "speculators", said, theirs), model)
+    head = load_head(write_files(tmp_path / "speculators", said, theirs), model)
     own, other = dict(head.named_parameters()), dict(plain.named_parameters())
     assert own.keys() == other.keys()
     assert all(torch.equal(own[name], other[name]) for name in own)
     assert head.config == plain.config
     with pytest.raises(ValueError, match="in speculators' format with layernorms is not supported"):
-        load_head(write(tmp_path / "norms", said | {"layernorms": True}, theirs), model)
+        load_head(write_files(tmp_path / "norms", said | {"layernorms": True}, theirs), model)
 
 
 def test_a_head_of_its_own_making_is_written_and_read_back(tmp_path):
@@ -200,7 +196,7 @@ def test_draft_tokens_in_any_order(tmp_path):
     order = torch.randperm(80, generator=torch.Generator().manual_seed(1))
     ids = (torch.arange(80) + tensors["d2t"])[order]
     mixed = {"lm_head.weight": tensors["lm_head.weight"][order], "d2t": ids - torch.arange(80)}
-    write(tmp_path / "mixed", config, tensors | mixed)
+    write_files(tmp_path / "mixed", config, tensors | mixed)
     quantize_directory(tmp_path / "mixed", tmp_path / "int8", Quantization("int8"))
     for path, quant in ((tmp_path / "mixed", None), (tmp_path / "int8", Quantization("int8"))):
         plain, head = load_head(HEAD, target(), quant), load_head(path, target())
@@ -317,7 +313,7 @@ def test_flags_do_what_the_reference_does(name, tmp_path, capsys):
     config, tensors = official()
     changes, weights, told = FLAGS[name]
     tensors = {n: t for n, t in (tensors | weights).items() if t is not None}
-    head = load_head(write(tmp_path / "head", merged(config, changes), tensors), target())
+    head = load_head(write_files(tmp_path / "head", merged(config, changes), tensors), target())
     given = inputs(aux_layers=len(head.aux_layers))
     want = reference(tensors, *given, **{"normed_residual": False, "last": "logits", **told})
     torch.testing.assert_close(run(head, *given), want, atol=2e-4, rtol=1e-4)
@@ -338,7 +334,7 @@ def test_norm_output_true_feeds_the_normed_output_back(name, tmp_path, capsys):
     config, tensors = official()
     changes, prefix, more = FED[name]
     config |= changes | {"norm_output": True}
-    path = write(tmp_path / "head", config, renamed(tensors | more, prefix))
+    path = write_files(tmp_path / "head", config, renamed(tensors | more, prefix))
     want = reference(tensors | more, *inputs(), normed_residual=False, last="fed")
     got = run(load_head(path, target()), *inputs())
     torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
@@ -352,14 +348,14 @@ def test_biases_are_those_of_the_weights(tmp_path, capsys):
     rows = {"self_attn.q": 64, "self_attn.k": 32, "self_attn.v": 32, "self_attn.o": 64}
     rows |= {"mlp.gate": 112, "mlp.up": 112, "mlp.down": 64}
     biases = {f"midlayer.{name}_proj.bias": fresh(n) for name, n in rows.items()}
-    head = load_head(write(tmp_path / "all", config, tensors | biases), target())
+    head = load_head(write_files(tmp_path / "all", config, tensors | biases), target())
     held = dict(head.named_parameters())
     for name, theirs in head_names(head.config).items():
         if name.endswith("bias"):
             assert torch.equal(held[name], torch.cat([biases.pop(part) for part in theirs]))
     assert not biases
     said = {"attention_bias": True, "mlp_bias": True, "bias": True}
-    head = load_head(write(tmp_path / "none", config | said, tensors), target())
+    head = load_head(write_files(tmp_path / "none", config | said, tensors), target())
     assert not any(name.endswith("bias") for name, _ in head.named_parameters())
     (note,) = notes(capsys, tmp_path / "none")
     assert "without effect here: attention_bias, bias, mlp_bias" in note
@@ -388,7 +384,7 @@ def test_a_head_of_another_width(tmp_path):
     cut["midlayer.self_attn.o_proj.weight"] = tensors["midlayer.self_attn.o_proj.weight"][:32]
     config |= {"hidden_size": 32, "head_dim": 16, "target_hidden_size": 64}
     cut = {n: t.clone() for n, t in cut.items()} | {"embed_tokens.weight": fresh(128, 32)}
-    head = load_head(write(tmp_path / "head", config, cut), target())
+    head = load_head(write_files(tmp_path / "head", config, cut), target())
     drafter = EagleDrafter(head, target(), DynamicTree(3, 4, 12))
     options = {"max_new_tokens": 20, "ignore_eos": True}
     engines = (engine_for(target(), each, **options) for each in (drafter, RootOnly()))
@@ -413,7 +409,7 @@ def random_head(path: Path) -> Path:
     }  # fmt: skip
     tensors = {f"{name}.weight": fresh(*shape) for name, shape in shapes.items()}
     tensors["d2t"] = 260 + torch.arange(64)  # the token i + d2t[i]
-    return write(path, config, tensors)
+    return write_files(path, config, tensors)
 
 
 def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
@@ -450,19 +446,10 @@ def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
 
 # ----------------------------------------------------------------------------------------- mistakes
 
-COMMAND = [
-    "--set", "prompt_ids=5,17,3", "--max_new_tokens", "4", "--set", "ignore_eos=true", "--device", "cpu", "--tree",
-    "chain",
-]  # fmt: skip
 
-
-def failure(capsys, head: Path, *more: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main(["--checkpoint", str(TARGET), "--eagle", str(head), *COMMAND, *more])
-    out, err = capsys.readouterr()
-    assert (stop.value.code, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("generate.py: "), err
-    return err
+def failure(capsys, head: Path) -> str:
+    argv = ["--checkpoint", str(TARGET), "--eagle", str(head), "--tree", "chain"]
+    return refused(capsys, *argv)
 
 
 D2T = official()[1]["d2t"]
@@ -497,14 +484,14 @@ MISTAKES = [  # changes to the config, changes to the tensors, what is said
 @pytest.mark.parametrize("changes, weights, message", MISTAKES, ids=[m for _, _, m in MISTAKES])
 def test_mistakes_are_one_line(changes, weights, message, tmp_path, capsys):
     config, tensors = official()
-    tensors = {n: t for n, t in (tensors | weights).items() if t is not None}
-    assert message in failure(capsys, write(tmp_path / "head", config | changes, tensors))
+    path = write_files(tmp_path / "head", config | changes, tensors | weights)
+    assert message in failure(capsys, path)
 
 
 def test_layers_that_the_files_lack(tmp_path, capsys):
     """In a layout of several layers; the layout with a midlayer has one."""
     config, tensors = official()
-    head = write(
+    head = write_files(
         tmp_path / "head", config | {"num_hidden_layers": 6000}, renamed(tensors, "layers.0")
     )
     said = "num_hidden_layers 6000, and the weights are 15 tensors; does config.json fit?"
@@ -522,9 +509,9 @@ def test_two_heads_in_a_directory(tmp_path, capsys):
     config, tensors = official()
     older = load_file(GOLDEN / "models/head_eagle12_mha/model.safetensors")
     said, head = {"architectures": ["LlamaForCausalLMEagle3"]}, tmp_path / "head"
-    message = failure(capsys, write(head, config | said, older))
+    message = failure(capsys, write_files(head, config | said, older))
     assert "mixes versions: an EAGLE-3 config" in message
-    write(head, config, tensors)
+    write_files(head, config, tensors)
     torch.save(older, head / "pytorch_model.bin")
     message = failure(capsys, head)
     assert "model.safetensors and pytorch_model.bin hold two heads" in message
@@ -574,7 +561,7 @@ def test_keys_without_effect_are_named(name, tmp_path, capsys):
     source = HEAD if version == 3 else GOLDEN / "models/head_eagle12_mha"
     config = json.loads((source / "config.json").read_text())
     tensors = load_file(source / "model.safetensors")
-    head = write(tmp_path / "head", merged(config, changes), tensors)
+    head = write_files(tmp_path / "head", merged(config, changes), tensors)
     load_head(head, target() if version == 3 else golden_target())
     note = f"note: {head}: keys of config.json without effect here: {named}"
     assert notes(capsys, tmp_path) == [note] * bool(named)

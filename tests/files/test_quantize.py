@@ -28,7 +28,7 @@ import quantize
 from base.io import read_json
 from eagle_draft import load_head
 from generate import generate, load, main
-from helpers import GOLDEN, layer_of, rounded
+from helpers import GOLDEN, layer_of, refused, rounded
 from hf import checkpoint
 from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from hf.heads import draft_lm_head
@@ -644,14 +644,7 @@ def run(capsys, main, *argv: str) -> tuple[str, str]:
 
 
 def failure(capsys, main, *argv: str) -> str:
-    """A user's mistake: status 2, one line on standard error, nothing on standard output."""
-    capsys.readouterr()  # discards the output of the preparation
-    with pytest.raises(SystemExit) as stop:
-        main(list(argv))
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == ""
-    assert err.count("\n") == 1 and err.startswith(("quantize.py: ", "generate.py: ")), err
-    return err
+    return refused(capsys, main, list(argv))
 
 
 def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):
@@ -676,21 +669,22 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):
         imported.unlink()
 
 
-def test_quantize_and_generate(capsys, tmp_path):
+def test_quantize_and_generate(capsys, short_demo, tmp_path):
+    demo = str(short_demo)
     for end in ("", "-eagle"):
-        argv = ("--checkpoint", DEMO + end, "--out", str(tmp_path / f"demo{end}"))
+        argv = ("--checkpoint", demo + end, "--out", str(tmp_path / f"demo{end}"))
         out, err = run(capsys, quantize.main, *argv)
         told = f"--checkpoint MODEL --head {tmp_path / 'demo-eagle'}"
         if not end:
-            told = f"--checkpoint {tmp_path / 'demo'} --head {DEMO}-eagle"
+            told = f"--checkpoint {tmp_path / 'demo'} --head {demo}-eagle"
             advised = shlex.split(out.partition("run: python generate.py ")[2])
         assert f"python generate.py {told} --prompt" in out
-        total = len(WeightFiles(Path(DEMO + end)).readers)
+        total = len(WeightFiles(Path(demo + end)).readers)
         assert err.endswith(f"int4: {total} of {total} tensors\n") and "\r" not in err
     ids = ["--max_new_tokens", "16", "--json", "-", "--device", "cpu", "--tree", "dynamic"]
     ids += ["--prompt", "def f(x):"]
     got, _ = run(capsys, main, "--checkpoint", str(tmp_path / "demo"), *ids)
-    want, _ = run(capsys, main, "--checkpoint", DEMO, "--quant", "int4", *ids)
+    want, _ = run(capsys, main, "--checkpoint", demo, "--quant", "int4", *ids)
     got, want = json.loads(got), json.loads(want)
     assert got["tokens"] == want["tokens"]
     want = {"quant": "int4", "quant_draft": "int4", "group_size": 64, "draft": "eagle"}
@@ -698,7 +692,7 @@ def test_quantize_and_generate(capsys, tmp_path):
     shutil.rmtree(tmp_path / "demo-eagle")
     out, _ = run(capsys, main, *advised, "--max_new_tokens", "2", "--json", "-", "--device", "cpu")
     config = json.loads(out)["config"]
-    assert (config["draft"], config["head"]) == ("eagle", f"{DEMO}-eagle"), "the source's head"
+    assert (config["draft"], config["head"]) == ("eagle", f"{demo}-eagle"), "the source's head"
 
 
 BASE = ("--checkpoint", str(TARGET))

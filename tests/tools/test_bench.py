@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from generate import generate, load
-from helpers import GOLDEN, golden_case
+from helpers import GOLDEN, golden_case, refused
 from hf.weights import load_model
 from options import DEMO, ROOT
 from scripts.bench import linear, passes, plot_speed
@@ -21,7 +21,7 @@ from scripts.bench import papers as bench
 from scripts.bench import peers as bench_peers
 from scripts.bench.llama_peer import (
     FORMATS,
-    LOOKUPS,
+    LOOKUP,
     LlamaCpp,
     check_drafted,
     write_gguf,
@@ -71,12 +71,7 @@ def command(monkeypatch, program, *argv: str) -> None:
 
 
 def failure(capsys, monkeypatch, program, *argv: str) -> str:
-    """Run a command line; it must end with status 2 and one line on standard error."""
-    with pytest.raises(SystemExit) as stop:
-        command(monkeypatch, program, *argv)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and "Traceback" not in err, err
-    return err
+    return refused(capsys, command, monkeypatch, program, *argv)
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +464,8 @@ def test_transformers_beside_ours(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     file = str(tmp_path / "out.json")
     monkeypatch.setattr(bench_peers, "WIDTHS", (1, 4))
-    argv = f"--limit 2 --rounds 2 --max_new_tokens 6 --dtype float32 --widths --json {file}".split()
+    monkeypatch.setattr(bench_peers, "LEAST_RUNS", 2)
+    argv = f"--limit 2 --rounds 1 --max_new_tokens 6 --dtype float32 --widths --json {file}".split()
     command(monkeypatch, bench_peers, *argv, "--device", "cpu")
     result = json.loads(Path(file).read_text())
     names = ["ours none", "ours eagle:chain:tree_depth=5", "transformers", "transformers:lookup"]
@@ -487,7 +483,7 @@ def test_identical_is_said_of_each_runtime():
     """A peer's drafts are held against its own plain decoding, also where that is not ours."""
     texts = {
         "ours none": [7, 8], "ours int8 none": [7, 9], "ours int8 ngram": [7, 9],
-        "llama.cpp:file": [5, 8], "llama.cpp:file:lookup": [5, 8], "llama.cpp:file:eagle3": [7, 8],
+        "llama.cpp:file": [5, 8], "llama.cpp:file:lookup2": [5, 8], "llama.cpp:file:eagle3": [7, 8],
     }  # fmt: skip
     lone = {
         name: bench_peers.Contestant(lambda prompts, row=row: Outcome([row], 0.5, 0.1, 1.0), None)
@@ -497,7 +493,7 @@ def test_identical_is_said_of_each_runtime():
     found = {name: (row["identical"], row["same"]) for name, row in rows.items()}
     assert found == {
         "ours none": (1, 1), "ours int8 none": (1, 0.5), "ours int8 ngram": (1, 0.5),
-        "llama.cpp:file": (1, 0), "llama.cpp:file:lookup": (1, 0), "llama.cpp:file:eagle3": (0, 1),
+        "llama.cpp:file": (1, 0), "llama.cpp:file:lookup2": (1, 0), "llama.cpp:file:eagle3": (0, 1),
     }  # fmt: skip
 
 
@@ -547,11 +543,11 @@ def test_llama_cpp_computes_the_same_function(tmp_path, kind):
     torch.testing.assert_close(again, theirs[20:], atol=0.1, rtol=0.05)
     prompt = ids[0, :6].tolist() * 2
     outcomes = [
-        bench_peers.llama_cpp_peer(peer, how, 20, prompt).run([prompt]) for how in ("", *LOOKUPS)
+        bench_peers.llama_cpp_peer(peer, how, 20, prompt).run([prompt]) for how in ("", LOOKUP)
     ]
     plain = outcomes[0].rows[0]
-    assert [outcome.rows for outcome in outcomes] == [[plain]] * 3
-    assert outcomes[0].tau == 1 < outcomes[2].tau, "lookups are verified in one pass"
+    assert [outcome.rows for outcome in outcomes] == [[plain]] * 2
+    assert outcomes[0].tau == 1 < outcomes[1].tau, "lookups are verified in one pass"
     with pytest.raises(
         ValueError, match="part at token 4, whose logits differ by .* drafts are verified wrongly"
     ):

@@ -24,7 +24,7 @@ from extras.stand_in import (
     inflate_target,
 )
 from generate import generate, load, main
-from helpers import GOLDEN, slow
+from helpers import GOLDEN, refused, slow
 from hf.config import read_config
 from hf.weights import load_model, weight_names
 from kv_cache import KVCache, causal_window
@@ -290,7 +290,7 @@ def test_filler_is_dense():
 ])  # fmt: skip
 def test_decoding_gives_the_same_tokens(options):
     options |= {"checkpoint": DEMO, "dtype": "float32", "device": "cpu"}
-    options |= {"max_new_tokens": 24, "ignore_eos": True}
+    options |= {"max_new_tokens": 12, "ignore_eos": True}
     prompts = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90]]
     large = load(inflate=EXACT, **options)
     assert large.target.config.dim > read_config(TARGET).dim and large.option("draft") == "eagle"
@@ -356,10 +356,8 @@ def test_a_model_that_cannot_be_inflated_is_refused(tmp_path, change, says):
 
 
 def test_a_mistake_is_one_line(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--checkpoint", DEMO, "--set", "inflate=gpt-5", "--prompt", PROMPT])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and "gpt-5 is not a known shape" in error
+    argv = ["--checkpoint", DEMO, "--set", "inflate=gpt-5", "--prompt", PROMPT]
+    assert "gpt-5 is not a known shape" in refused(capsys, main, argv)
 
 
 @pytest.mark.parametrize(("name", "billions"), [

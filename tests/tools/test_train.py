@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from base.parsing import one_line_errors
 from draft_tree import StaticTree
 from eagle_draft import EagleDrafter, EagleHead, load_head
-from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target
+from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target, refused
 from hf.chat import CHAT_TEMPLATES, JinjaTemplate
 from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
@@ -215,10 +215,7 @@ def test_programs_refuse_mistakes_before_they_load(
     monkeypatch.setattr(train_eagle, "load_target", load_target)
     name = Path(program.__file__).name
     monkeypatch.setattr(sys, "argv", [name, f"--out={tmp_path}", "--device=cpu", *flags])
-    with pytest.raises(SystemExit) as stop:
-        program.main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and line.startswith(f"{name}: ") and message in line
+    assert message in refused(capsys, program.main)
 
 
 def test_another_kind_of_head_is_no_start(tmp_path):

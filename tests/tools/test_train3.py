@@ -282,15 +282,14 @@ def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, quick):
 
 
 @pytest.mark.parametrize(
-    ("taus", "patience", "steps", "best"),
+    ("taus", "patience", "steps", "best", "killed"),
     [
-        ([1.5, 2.0, 1.9, 1.8, 2.5], 2, 8, 4),  # two in a row without a higher one
-        ([1.5, 2.0, 1.9, 2.1, 2.05], 2, 10, 8),  # one is not enough
-        ([1.5, 2.0, 1.9, 1.8, 1.7], 0, 10, 4),  # no patience is asked for
-        ([1.5, 1.6, 1.7, 1.7, 1.7], 1, 10, 10),  # of equal ones the last
+        ([1.5, 2.0, 1.9, 1.8, 2.5], 2, 8, 4, True),  # two in a row without a higher one
+        ([1.5, 2.0, 1.9, 2.1, 2.05], 2, 10, 8, False),  # one is not enough
+        ([1.5, 2.0, 1.9, 1.8, 1.7], 0, 10, 4, False),  # no patience is asked for
+        ([1.5, 1.6, 1.7, 1.7, 1.7], 1, 10, 10, True),  # of equal ones the last
     ],
 )
-@pytest.mark.parametrize("killed", [False, True])
 def test_training_ends_when_tau_no_longer_rises(
     taus, patience, steps, best, killed, quick, tmp_path, monkeypatch
 ):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from generate import generate, load
-from helpers import write_random_llama
+from helpers import refused, write_random_llama
 from hf.checkpoint import Quantization
 from options import DEMO
 from quantize import quantize_directory
@@ -19,7 +22,15 @@ from scripts import train_head
 from scripts.bench import measure as bench_measure
 from scripts.train import generate_answers, plan, train_eagle
 from scripts.train.generate_answers import AnswerConfig, Run
-from scripts.train.plan import STAGES, Costs, make_plan, plan_text
+from scripts.train.plan import (
+    LEAST_TOKENS,
+    STAGES,
+    Costs,
+    Measurement,
+    least_seconds,
+    make_plan,
+    plan_text,
+)
 
 MODULE = '\ndef plain(x):\n    """Return it."""\n    return x\n'
 PLAN = {
@@ -52,6 +63,22 @@ class FakeTime:
         return self.now
 
 
+class Known(Measurement):
+    """Costs that need no measurement, said as measured ones are."""
+
+    def __init__(self, checkpoint: Path, device: str, hours: float, tokens: int):
+        self.hours = hours
+        self.tokens = tokens
+        self.began = plan.time.perf_counter()
+        self.costs = Costs(1e6)
+        print("measuring for the plan")
+
+    def answers(self, config: AnswerConfig) -> None:
+        """Measure nothing."""
+
+    training = answers
+
+
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """Everything of a run is small: few prompts, short answers, an epoch, one task."""
@@ -78,8 +105,8 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(train_head, "TASKS", str(tmp_path / "tiny.jsonl"))
     monkeypatch.setattr(train_head, "METHODS", "none,eagle:chain:tree_depth=2")
     monkeypatch.setattr(train_head, "LEAST_TOKENS", 0)
-    monkeypatch.setattr(train_head, "measure", lambda answers, training: None)
-    monkeypatch.setattr(train_head, "make_plan", lambda costs, hours, out: PLAN)
+    monkeypatch.setattr(train_head, "Measurement", Known)
+    monkeypatch.setattr(train_head, "make_plan", lambda costs, hours, out, tokens: PLAN)
     monkeypatch.setattr(train_head, "time", FakeTime(60.0))  # 15 of them are a stage's share
     ceiling = bench_measure.Series.of([1e9])
     monkeypatch.setattr(train_head.papers, "read_bandwidth", lambda device, runs: ceiling)
@@ -144,7 +171,10 @@ def test_a_run_killed_in_every_stage(small, monkeypatch, capsys):
             kills += 1
         done = json.loads((small / "head" / "run.json").read_text())["done"]
     assert kills == 4 and done == list(STAGES)
-    assert capsys.readouterr().out.count("measuring for the plan") == 1
+    shown = capsys.readouterr().out
+    assert shown.count("measuring for the plan") == 1
+    assert "answers: 2 minutes of about 60 seconds, " in shown, "a line while a stage runs"
+    assert (small / "head" / "log.txt").read_text() == shown
     check_head(small / "head", checkpoint, "apache-2.0")
     train_head.main(arguments(small, checkpoint))
     again = capsys.readouterr().out
@@ -176,8 +206,8 @@ def test_the_plan_divides_the_hours(tmp_path):
     assert sum(found["seconds"].values()) == pytest.approx(7200, rel=0.01)
     assert found["disk"]["features"] == -(-found["tokens"] * 1.5 // 2048) * 10**7
     lines = plan_text(found, {"answers": 1800.0}).splitlines()
-    assert lines[1].endswith("done in 0.500") and lines[3].split()[0] == "training"
-    assert "20 prompts of each task" in lines[-1] and "3.00" in lines[2]
+    assert lines[1].endswith("done in 0.50") and lines[3].split()[0] == "training"
+    assert "20 prompts of each task" in lines[-1] and "3.0" in lines[2]
 
 
 def test_a_card_says_what_is_fastest():
@@ -203,23 +233,83 @@ def test_a_card_says_what_is_fastest():
 def test_the_recipe_follows_from_the_tokens(small, monkeypatch):
     """HASS below a million tokens in three epochs; above it EAGLE-3, measured anew."""
     versions: list[int] = []
-    monkeypatch.setattr(train_head, "measure", lambda _, config: versions.append(config.version))
+    monkeypatch.setattr(Known, "training", lambda _, config: versions.append(config.version))
+    config = train_head.HeadConfig(checkpoint=str(small), device="cpu")
     for tokens, want in ((200_000, ["HASS"]), (230_000, ["HASS", "EAGLE-3"])):
         versions.clear()
         monkeypatch.setattr(train_head, "make_plan", lambda *_, n=tokens: {"tokens": n})
-        plan = train_head.plan_of(train_head.HeadConfig(checkpoint=str(small), device="cpu"))
+        plan = train_head.plan_of(config, Known(small, "cpu", 2.0, 0))
         assert plan["recipe"] == want[-1] and versions == [1, 3][: len(want)]
 
 
-def test_a_short_measurement(tmp_path, small, monkeypatch):
-    """Every cost is measured, on answers and on a batch of training."""
+def measurement(monkeypatch, checkpoint: Path, hours: float, tokens: int = 0) -> Measurement:
+    """Begin a measurement on a machine that reads 4 GB/s."""
+    monkeypatch.setenv("GPT_EAGLE_BANDWIDTH", "4e9")
+    return Measurement(checkpoint, "cpu", hours, tokens)
+
+
+def test_a_short_measurement(tmp_path, small, monkeypatch, capsys):
+    """Every cost is measured, of a sequence or of a batch, and the least time only grows."""
     checkpoint = tiny_model(tmp_path, "bfloat16")
     config = train_head.HeadConfig(
         checkpoint=str(checkpoint), prompts=str(small / "given.jsonl"), chat="vicuna", device="cpu"
     )
-    found = plan.measure(config.answers(), config.training("EAGLE-3", batch_size=4))
+    measured = measurement(monkeypatch, checkpoint, hours=2)
+    least_s = [least_seconds(measured.costs)]
+    measured.answers(config.answers())
+    least_s.append(least_seconds(measured.costs))
+    measured.training(config.training("EAGLE-3", batch_size=4))
+    found = measured.costs
+    least_s.append(least_seconds(found))
+    assert least_s == sorted(least_s) and least_s[0] < least_s[-1]
     assert found.batch_tokens == 4 * 32 and found.feature_bytes == 4 * 32 * (3 * 64 * 2 + 4)
     assert min(found) > 0 and found.training_memory >= found.answer_memory
+    assert capsys.readouterr().out.count("a run takes at least") == 5
+    # a slow machine measures one sequence, and no second time
+    monkeypatch.setattr(plan.time, "perf_counter", FakeTime(2.0).perf_counter)
+    measured.training(config.training("EAGLE-3", batch_size=4))
+    assert measured.costs.batch_tokens == 4 * 32 and measured.costs.step_s == 4 * 2
+
+
+def test_hours_that_cannot_suffice_are_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    """By the bytes of the weights: 120 tokens/s here, and an evaluation of two rounds has 7,168."""
+    path = tmp_path / "model"
+    path.mkdir()
+    write_random_llama(path)
+    os.truncate(path / "model.safetensors", 66_000_000)  # larger on the disk than in the config
+    with pytest.raises(ValueError, match="a run takes at least 9 minutes; give --hours 0.2 or"):
+        measurement(monkeypatch, path, hours=0.1)
+
+
+def test_measuring_takes_a_tenth_of_the_hours(tmp_path, monkeypatch):
+    measured = measurement(monkeypatch, tiny_model(tmp_path, "bfloat16"), hours=0.1)
+    measured.check_time()
+    measured.began -= 40
+    with pytest.raises(
+        ValueError, match=r"measuring has taken 40 s, a tenth of it, .*--hours 0\.3"
+    ):
+        measured.check_time()
+
+
+def test_tokens_in_place_of_hours(tmp_path, small, monkeypatch):
+    """Their number is what is trained on, whatever the hours, and each of the steps is done."""
+    known = next(f for f in fields(train_head.HeadConfig) if f.name == "tokens")
+    assert known.metadata["least"] == LEAST_TOKENS
+    found = make_plan(COSTS, 0.1, str(tmp_path), tokens=10**6)
+    assert found["tokens"] == 10**6 and found["prompts"] == 20
+    checkpoint = tiny_model(tmp_path, "bfloat16")
+    config = train_head.HeadConfig(
+        checkpoint=str(checkpoint), out=str(small / "head"), prompts=str(small / "given.jsonl"),
+        chat="vicuna", device="cpu", tokens=150,
+    )  # fmt: skip
+    monkeypatch.setattr(train_head, "make_plan", lambda *_: PLAN | {"tokens": 150})
+    kill_at(monkeypatch, train_head, "train", 1)
+    with pytest.raises(SystemExit):
+        train_head.main(config=config)
+    state = json.loads((small / "head" / "run.json").read_text())
+    curve = json.loads((small / "head" / "training.json").read_text())["curve"]
+    assert 150 <= state["tokens"] < 150 + 4 * 8, "the batch that reaches the number is the last"
+    assert curve[-1]["step"] == plan.EPOCHS * state["batches"]
 
 
 # --------------------------------------------------------------------------------------- the budget
@@ -267,42 +357,43 @@ def test_every_stage_takes_its_share_on_a_machine_of_any_speed(small, monkeypatc
 # ----------------------------------------------------------------------------------------- mistakes
 
 
-def refused(capsys, argv: list[str]) -> str:
-    with pytest.raises(SystemExit) as stop:
-        train_head.main(argv)
-    err = capsys.readouterr().err
-    lines = [line for line in err.splitlines() if not line.startswith("note: ")]
-    assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("train_head.py: "), err
-    return lines[0]
+def measured_costs(*words) -> Known:
+    """Stand in for a measurement that found COSTS."""
+    known = Known(*words)
+    known.costs = COSTS
+    return known
+
+
+def refused_run(capsys, argv: list[str]) -> str:
+    return refused(capsys, train_head.main, argv, prints=True)
 
 
 def test_mistakes_are_one_line(small, monkeypatch, capsys):
     checkpoint = tiny_model(small, "bfloat16")
     argv = partial(arguments, small, checkpoint)
-    assert "no such directory: nowhere" in refused(capsys, arguments(small, Path("nowhere")))
-    assert "has no chat template; use --chat NAME" in refused(capsys, argv(chat=""))
-    assert "cannot read none.jsonl" in refused(capsys, argv(prompts="none.jsonl"))
-    assert "--given must be" in refused(capsys, argv(given=1.5))
+    assert "no such directory: nowhere" in refused_run(capsys, arguments(small, Path("nowhere")))
+    assert "has no chat template; use --chat NAME" in refused_run(capsys, argv(chat=""))
+    assert "cannot read none.jsonl" in refused_run(capsys, argv(prompts="none.jsonl"))
+    assert "--given must be" in refused_run(capsys, argv(given=1.5))
     (small / "other").mkdir()
     (small / "other" / "config.json").touch()
-    assert "holds something else than a run" in refused(capsys, argv("other"))
-    assert "is a file; name a directory" in refused(capsys, argv("given.jsonl"))
-    monkeypatch.setattr(train_head, "measure", lambda answers, training: COSTS)
+    assert "holds something else than a run" in refused_run(capsys, argv("other"))
+    assert "is a file; name a directory" in refused_run(capsys, argv("given.jsonl"))
+    assert "drop --hours" in refused_run(capsys, [*argv(), "--tokens=9000"])
     monkeypatch.setattr(train_head, "make_plan", make_plan)
-    assert "is too short: here one evaluation takes 56 s" in refused(capsys, argv(hours=0.01))
+    monkeypatch.setattr(train_head, "Measurement", measured_costs)
     usage = plan.shutil.disk_usage(small)
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage._replace(free=2 * 10**9))
-    assert "give fewer --hours" in refused(capsys, argv(hours=20))
-    assert not any((small / "head").iterdir()), "a run that cannot be planned leaves nothing"
+    assert "give fewer --hours" in refused_run(capsys, argv(hours=20))
+    assert "free" in refused_run(capsys, argv("new/folder", hours=20))
+    assert not (small / "head").exists(), "a run that cannot be planned leaves nothing"
 
 
 def test_no_prompt_that_can_be_used(small, monkeypatch, capsys):
     """It is said before anything is answered."""
-    monkeypatch.setattr(
-        train_head, "measure", lambda answers, _: generate_answers.open_run(answers)
-    )
+    monkeypatch.setattr(Known, "answers", lambda _, answers: generate_answers.open_run(answers))
     (small / "given.jsonl").write_text(json.dumps({"turns": ["Say 1."]}))
-    message = refused(capsys, arguments(small, tiny_model(small, "bfloat16")))
+    message = refused_run(capsys, arguments(small, tiny_model(small, "bfloat16")))
     assert "can be used (given: 1 prompts, 0 used; dropped: 1 like an evaluation" in message
 
 
@@ -312,11 +403,47 @@ def test_a_run_is_of_one_target_and_its_options(small, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train_head.main(arguments(small, checkpoint))
     capsys.readouterr()
-    changed = refused(capsys, arguments(small, checkpoint, hours=3))
-    assert "holds another run (hours was 1.0, not 3.0)" in changed
+    lowered = refused_run(capsys, arguments(small, checkpoint, hours=0.5))
+    assert "begun with 1, which can be raised, not lowered; give --hours 1 or more" in lowered
     (small / "given.jsonl").write_text(json.dumps({"turns": ["Another?"]}))
-    assert "holds another run (prompts was" in refused(capsys, arguments(small, checkpoint))
+    assert "holds another run (prompts was" in refused_run(capsys, arguments(small, checkpoint))
     with open(checkpoint / "model.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    assert "changed since" in refused(capsys, arguments(small, checkpoint))
+    assert "changed since" in refused_run(capsys, arguments(small, checkpoint))
+
+
+def test_hours_can_be_raised_until_the_head_is_trained(small):
+    """A new plan is made of them while answers are written; later the stages left share them."""
+    (small / "run").mkdir()
+    job = job_of(small)
+    assert "plan" not in train_head.Job(replace(job.config, hours=2.0)).state
+    job.tick("answers", done=True)
+    longer = train_head.Job(replace(job.config, hours=2.0))
+    assert longer.allowed_s("training") > 1.9 * job.allowed_s("training")
+    longer.tick("training", done=True)
+    with pytest.raises(ValueError, match="is trained, with --hours 2; give these"):
+        train_head.Job(replace(job.config, hours=3.0))
+
+
+@pytest.mark.parametrize("answer", ["\n", "n\n", None])
+def test_a_missed_plan_is_said_and_a_terminal_may_stop(small, monkeypatch, capsys, answer):
+    """None: no terminal, or none that answers. After a stop with more hours it goes on."""
+    asked = []
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: answer is not None)
+    monkeypatch.setattr(
+        train_head.select, "select", lambda *_: asked.append(1) or [[answer], [], []]
+    )
+    monkeypatch.setattr(sys.stdin, "readline", lambda: answer)
+    (small / "run").mkdir()
+    job = job_of(small)
+    job.check_brought("answers", 9, 10, "tokens")
+    assert not asked and not capsys.readouterr().out
+    if answer == "n\n":
+        with pytest.raises(ValueError, match="with more than --hours 1 goes on"):
+            job.check_brought("answers", 7, 10, "tokens")
+    else:
+        job.check_brought("answers", 7, 10, "tokens")
+    assert "note: 7 of the 10 planned tokens of answers are there" in capsys.readouterr().out
+    assert len(asked) == (answer is not None)

@@ -1,0 +1,115 @@
+"""Heads as directories of other runtimes: what is written is read back as the same head.
+
+What the package speculators computes from such a directory was compared once, outside of these tests
+(heads/README.md); that its layout is read rightly is in test_heads.py and test_block_layouts.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_heads import HEAD, TARGET, official, target, write
+
+from eagle_draft import load_head
+from extras.block_draft import load_head as load_block_head
+from scripts.export_head import ExportConfig, run
+from scripts.head_layouts import LAYOUTS
+from scripts.train.train_block import BlockTrainConfig, make_head, write_files
+
+
+def export(head, out, layout, model=TARGET, **options):
+    """Write a head. Returns: config.json and the tensors."""
+    run(ExportConfig(head=str(head), checkpoint=str(model), out=str(out), layout=layout, **options))
+    return json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eagle_3_is_read_back_as_the_same_head(layout, tmp_path):
+    config, tensors = official()
+    rounded = {k: x.bfloat16() if x.is_floating_point() else x for k, x in tensors.items()}
+    source = write(tmp_path / "source", config | {"draft_sharpness": 1.5}, rounded)
+    keys, written = export(source, tmp_path / "out", layout, verifier="owner/name")
+    before, after = (load_head(path, target()) for path in (source, tmp_path / "out"))
+    own, other = dict(before.named_parameters()), dict(after.named_parameters())
+    if layout == "speculators":  # the target's, rounded
+        assert other.pop("embedding.weight").equal(target().embedding.weight.bfloat16().float())
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert after.vocab.ids.equal(before.vocab.ids)
+    eagle3 = replace(after.config.eagle3, embedding="")
+    of_target = ("dtype", "bos_id", "eos_ids")  # a head has its target's
+    theirs = {name: getattr(before.config.model, name) for name in of_target}
+    model = replace(after.config.model, **theirs)
+    assert replace(after.config, model=model, eagle3=eagle3) == before.config
+    if layout == "sglang":
+        assert keys["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert keys["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+        assert written.keys() == tensors.keys()
+    else:
+        assert keys["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+        assert keys["speculators_config"]["verifier"] == {
+            "name_or_path": "owner/name", "architectures": ["LlamaForCausalLM"],
+        }  # fmt: skip
+        names = {name.replace("midlayer", "layers.0") for name in tensors} | {"embed_tokens.weight"}
+        assert written.keys() == names
+    assert {x.dtype for x in written.values()} == {torch.bfloat16, torch.int64, torch.bool}
+
+
+def block_head(path, **options):
+    """Write a random DFlash head of the target. Returns: its directory."""
+    torch.manual_seed(0)
+    config = BlockTrainConfig(layers=1, block_size=4, **options)
+    head = make_head(config, target(), [SimpleNamespace(ids=[1, 2, 3])])
+    for parameter in head.parameters():
+        parameter.data.normal_()
+    path.mkdir()
+    write_files(head, path, "bfloat16", {})
+    return path
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dflash_is_read_back_as_the_same_head(layout, tmp_path):
+    source = block_head(tmp_path / "source")
+    keys, _ = export(source, tmp_path / "out", layout)
+    before, after = (load_block_head(path, target()) for path in (source, tmp_path / "out"))
+    own, other = dict(before.named_parameters()), dict(after.named_parameters())
+    assert own.keys() == other.keys() and len(own) > 8
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert replace(after.config, window_from_root=False) == before.config
+    assert ("speculators_model_type" in keys) == (layout == "speculators")
+
+
+@pytest.mark.parametrize(
+    ("source", "layout", "fault"),
+    [
+        ("causal", "speculators", "is causal"),
+        ("normed", "sglang", "has further norms"),
+        ("version 1", "sglang", "of version 1 or 2"),
+        ("there", "sglang", "exists; give --overwrite"),
+        ("there", "gguf", "must end in .gguf"),
+        ("block", "gguf", "DFlash is not written as GGUF"),
+    ],
+)
+def test_what_a_layout_has_no_place_for_is_refused_and_nothing_written(
+    source, layout, fault, tmp_path
+):
+    head, out = HEAD, tmp_path / ("out.gguf" if source == "block" else "out")
+    if source in ("causal", "block"):
+        head = block_head(tmp_path / "head", causal=source == "causal")
+    if source == "normed":
+        config, tensors = official()
+        head = write(tmp_path / "head", config | {"norm_before_residual": True}, tensors)
+    model = TARGET
+    if source == "version 1":
+        head, model = HEAD.with_name("head_eagle12_mha"), TARGET.with_name("target_llama_mha")
+    if source == "there":
+        out.mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=fault):
+        export(head, out, layout, model)
+    assert sorted(tmp_path.iterdir()) == before

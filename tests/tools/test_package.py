@@ -1,0 +1,101 @@
+"""The installed package: the tree below one name, beside other programs' modules.
+
+Not here: the installation by pip and uvx, which fetch packages.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+import setup
+from cli.program import PROGRAMS, program_of
+from options import DEMO, ROOT
+
+
+@pytest.mark.parametrize(
+    ("line", "installed"),
+    [
+        ("import sampling", "from gpt_eagle import sampling"),
+        ("import model as m  # ours", "from gpt_eagle import model as m  # ours"),
+        ("from base.io import one_line", "from gpt_eagle.base.io import one_line"),
+        ("import ops.cuda.tree", "import gpt_eagle.ops.cuda.tree; from gpt_eagle import ops"),
+        ("import modeling", "import modeling"),
+        ("from torch.ops import load", "from torch.ops import load"),
+        ('text = """\nimport model\n"""', 'text = """\nimport model\n"""'),
+    ],
+)
+def test_imports_of_our_modules_get_the_name(line, installed):
+    assert setup.below_one_name(f"{line}\n") == f"{installed}\n"
+
+
+def test_several_modules_in_one_import_are_refused():
+    with pytest.raises(ValueError, match="one module an import: import model, load"):
+        setup.below_one_name("import model, load\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "module", "arguments"),
+    [
+        (["Why?"], "generate", ["--chat", "--prompt", "Why?"]),
+        (["Why?", "--seed", "3"], "generate", ["--chat", "--prompt", "Why?", "--seed", "3"]),
+        (["--prompt", "def f("], "generate", ["--prompt", "def f("]),
+        (["chat", "--tree", "auto"], "generate", ["--chat", "--interactive", "--tree", "auto"]),
+        (["train", "--hours", "2"], "scripts.train_head", ["--hours", "2"]),
+    ],
+)
+def test_the_first_word_names_a_program_or_is_a_question(line, module, arguments):
+    assert program_of(line) == (module, arguments)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Build the package, beside a foreign model.py. Returns: the folder of both."""
+    folder = tmp_path_factory.mktemp("installed")
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("model", "load", "options"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('another program')\n")
+    return folder
+
+
+def run(folder, *arguments):
+    """Run the installed command. Returns: the finished process."""
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "gpt_eagle.cli.program", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_every_program_is_there_and_none_imports_a_short_name(installed):
+    package = installed / "gpt_eagle"
+    for module, *_ in PROGRAMS.values():
+        assert package.joinpath(*module.split(".")).with_suffix(".py").is_file()
+    files = [*package.rglob("*.py")]
+    assert len(files) > 100 and not (package / "setup.py").exists()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            assert not {name.split(".")[0] for name in names} & setup.OURS, file
+
+
+def test_an_installed_command_decodes_beside_another_programs_modules(installed):
+    flags = ["--checkpoint", DEMO, "--max_new_tokens", "8", "--context", "64"]
+    done = run(installed, "--prompt", "def f(", *flags)
+    assert done.returncode == 0, done.stderr
+    tree = subprocess.run(
+        [sys.executable, str(ROOT / "generate.py"), "--prompt", "def f(", *flags],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == tree.stdout != ""
+
+
+def test_an_installed_mistake_is_one_line(installed):
+    done = run(installed, "compare", "--checkpoint", "nowhere")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
