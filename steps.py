@@ -426,9 +426,9 @@ class Attend(Step):
 class Convolution(nn.Module):
     """The weight of a convolution of each channel by itself."""
 
-    def __init__(self, channels: int):
+    def __init__(self, channels: int, taps: int = TAPS):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(channels, 1, TAPS))
+        self.weight = nn.Parameter(torch.zeros(channels, 1, taps))
 
 
 class DecayGates(nn.Module):
@@ -475,21 +475,53 @@ class DeltaRule(Step):
         )
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        if rows.windows is not None:
-            kept = rows.kv
-            window = rows.windows[0]
-        else:
-            B, T = rows.h.shape[:2]
-            kept = LayerState.empty(self.shape, B, 0, rows.h.device)
-            window = causal_window(torch.zeros_like(kept.length), T)
-        seen = (window.slots, window.start, window.mask, window.kept)
-        y = layer.backend.delta_rule(rows.h, kept, seen, self.weights(layer))
+        y = layer.backend.delta_rule(rows.h, *state_of(rows, self.shape), self.weights(layer))
         return rows.put("h", y)
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         conv, gates, gain, eps, tiled = self.weights(layer)
         weights = (conv.float().T.contiguous(), gates, gain.float())
         return CppStep("delta_rule", weights=weights, counts=(int(tiled),), numbers=(eps,))
+
+
+@dataclass(frozen=True)
+class ShortConv(Step):
+    """Run a gated convolution over the projections in `h`, [B, T, 3 F]: `Backend.short_conv`.
+
+    Writes: the layer's state, if there is a cache.
+    """
+
+    shape: StateShape
+    taps: int  # at most `TAPS`
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"conv": Convolution(self.shape.channels, self.taps)}
+
+    def parameters(self) -> tuple[str, ...]:
+        return ("conv.weight",)
+
+    def weight(self, layer: nn.Module) -> Tensor:
+        """Return the weight with zeros for the taps that it lacks: [F, TAPS]."""
+        return F.pad(layer.conv.weight[:, 0], (TAPS - self.taps, 0))
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        state = state_of(rows, self.shape)
+        return rows.put("h", layer.backend.short_conv(rows.h, *state, self.weight(layer)))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("short_conv", weights=(self.weight(layer).float().T.contiguous(),))
+
+
+def state_of(rows: Rows, shape: StateShape) -> tuple[LayerState, tuple[Tensor | None, ...]]:
+    """Return a layer's state, without a cache an empty one, and the fields of its window."""
+    if rows.windows is not None:
+        kept = rows.kv
+        window = rows.windows[0]
+    else:
+        B, T = rows.h.shape[:2]
+        kept = LayerState.empty(shape, B, 0, rows.h.device)
+        window = causal_window(torch.zeros_like(kept.length), T)
+    return kept, (window.slots, window.start, window.mask, window.kept)
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,12 @@ class Metadata(dict):
             self[key] = values[0]
 
     def with_first(self, key: str) -> Metadata:
-        """Return the metadata with the first value of a list in its place."""
+        """Return the metadata with the first value of a list, but no 0, in its place."""
         values = self.get(key)
-        if type(values) is not list or not values:
+        if type(values) is not list or not any(values):
             return self
         changed = Metadata(self.path)
-        changed.update(self | {key: values[0]})
+        changed.update(self | {key: next(filter(None, values))})
         return changed
 
     def size(self, key: str, default: Any = ..., most: int = MAX_SIZE) -> Any:

@@ -37,6 +37,7 @@ from hf.stacks import StackedFiles, has_stacks, plain_config
 from model import ModelConfig, Mtp
 from models import registry
 from models.keys import all_ids
+from models.qwen3_next import split_projections
 from ops.library import has_cpu_operators
 from options import GenerateConfig, Sampling
 
@@ -92,6 +93,9 @@ def open_files(path: Path) -> WeightFiles:
     readers = files.readers
     if str(files.config.get("model_type")).startswith(STACKED):
         readers = split_stacks(readers)
+    if files.config.get("model_type") == "qwen3_next":
+        with naming(path / "config.json"):
+            readers = split_projections(readers, files.config)
     is_head = "fc.weight" in readers  # a draft head's names have no prefix
     if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
@@ -111,20 +115,18 @@ def open_files(path: Path) -> WeightFiles:
     return files
 
 
-STACKED = (
-    "qwen3_5_moe",
-    "gemma4",
-    "glm4",
-)  # the beginning of the types of models with such tensors
+# the beginning of the types of models with such tensors or names
+STACKED = ("qwen3_5_moe", "qwen3_next", "gemma4", "glm4", "lfm2")
 # a stack of all experts' matrices -> the matrices of an expert, one below the other; those of
 # gpt-oss, in stacks.py, lie in another order
 STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 GATE_ABOVE_UP = ".mlp.gate_up_proj.weight"
-# parameters of a layer without a module of their own -> names like the others'
+# names that are not as in other models -> such as others have
 BARE = {
     ".layer_scalar": ".layer_scalar.weight",
     ".router.scale": ".router.scale.weight",
     ".router.per_expert_scale": ".router.proj.expert_scale",
+    ".embedding_norm.weight": ".norm.weight",
 }
 
 

@@ -243,7 +243,7 @@ class GgufFile(TensorSource):
             yield f"{owner}.{NEXTN_NAMES[nextn[2]]}.weight", read
             return
         stem, _, leaf = name.rpartition(".")
-        part = re.fullmatch(r"blk\.(\d+)\.(\w+?)(_exps|\.\d+)?", stem)
+        part = re.fullmatch(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(_exps|\.\d+)?", stem)
         if part is None:
             if name != "rope_freqs.weight":
                 yield f"{(self.names | self.layout.beside).get(stem, stem)}.{leaf}", read

@@ -2,7 +2,8 @@
 
 1. `read_bpe` makes a `tokenizers.Tokenizer` of byte-level BPE (`tokenizer.ggml.model` is gpt2). The
    file names the pattern that splits text into words (`tokenizer.ggml.pre`); `SPLITS` holds the
-   patterns in the models' own tokenizer.json files.
+   patterns in the models' own tokenizer.json files. Gemma 4's (gemma4) is BPE of characters, where
+   spaces are U+2581, lines are apart, and bytes stand for characters that have no token.
 2. `read_sentencepiece` writes tokens and scores (`tokenizer.ggml.model` is llama) as a
    sentencepiece model.
 3. `end_ids` lists the tokens that end a text: those that the metadata name, and those that
@@ -21,6 +22,7 @@ from base.gguf_header import Metadata
 from base.io import log_note
 from hf.untrusted import read_untrusted
 
+SPACE = "\u2581"
 # token_type, sentencepiece's numbers; llama.cpp takes others for normal tokens
 NORMAL = 1
 UNKNOWN = 2
@@ -136,15 +138,25 @@ def read_bpe(metadata: Metadata) -> Any:
 
     Raises: ValueError for an unknown split, bad lists.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
-    split = _split(metadata)
+    of_bytes = metadata["tokenizer.ggml.model"] == "gpt2"
+    split = _split(metadata) if of_bytes else ""
     tokens, types = _tokens(metadata)
     merges = [tuple(merge.split(" ")) for merge in _strings(metadata, "tokenizer.ggml.merges")]
     ids = {token: i for i, token in enumerate(tokens)}
     try:
         # as in LLaMA-3's file: a word that is a token is not merged up to it
-        model = models.BPE(ids, merges, ignore_merges=split in (LLAMA3, TEKKEN))
+        whole_words = split in (LLAMA3, TEKKEN)
+        model = models.BPE(ids, merges, ignore_merges=whole_words, byte_fallback=not of_bytes)
     except Exception as error:  # the package raises nothing more specific
         reason = str(error).splitlines()[0]
         raise ValueError(
@@ -152,8 +164,14 @@ def read_bpe(metadata: Metadata) -> Any:
         ) from None
     with read_untrusted(metadata.path, "use --set prompt_ids"):
         tokenizer = Tokenizer(model)
-        tokenizer.pre_tokenizer = _pre_tokenizer(split)
-        tokenizer.decoder = decoders.ByteLevel()
+        if of_bytes:
+            tokenizer.pre_tokenizer = _pre_tokenizer(split)
+            tokenizer.decoder = decoders.ByteLevel()
+        else:
+            tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+            tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+            to_text = (decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse())
+            tokenizer.decoder = decoders.Sequence(list(to_text))
         if split == QWEN2:
             tokenizer.normalizer = normalizers.NFC()
         controls = []
@@ -208,7 +226,8 @@ def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, tuple[int, 
     kind = metadata.read("tokenizer.ggml.model", str)
     if kind != "llama":
         raise ValueError(
-            f"{metadata.path}: the tokenizer {kind} is not one of gpt2, llama; use --set prompt_ids"
+            f"{metadata.path}: the tokenizer {kind} is not one of gpt2, gemma4, llama; "
+            "use --set prompt_ids"
         )
     tokens, types = _tokens(metadata)
     scores = metadata.read("tokenizer.ggml.scores", list)

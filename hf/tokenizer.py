@@ -307,7 +307,7 @@ def _of_gguf(path: Path) -> Tokenizer:
 
     metadata = read_header(path).metadata
     config = tokenizer_config(metadata)
-    if metadata.get("tokenizer.ggml.model") == "gpt2":
+    if metadata.get("tokenizer.ggml.model") in ("gpt2", "gemma4"):
         _need_tokenizers(path)
         return JsonTokenizer(read_bpe(metadata), config, path)
     model, added = read_sentencepiece(metadata)

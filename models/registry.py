@@ -45,6 +45,8 @@ ROWS = (
     Row("gemma4", "Gemma4ForCausalLM", "gemma4_text", "gemma4"),
     Row("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text", "qwen35"),
     Row("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    Row("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"),
+    Row("lfm2", "Lfm2ForCausalLM", "lfm2", "lfm2"),
     Row("glm4", "Glm4ForCausalLM", "glm4", "glm4"),
     Row("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),
 )

@@ -73,6 +73,7 @@ class Backend:
     rotary_cache: Callable = of("rotary", cpp=WIDENED)
     attention: Callable = of("attention", cpp=WIDENED)
     delta_rule: Callable = of("attention", cpp=WIDENED)
+    short_conv: Callable = of("attention")
     # what attention reads in every layer, made once a step; None where it reads masks
     path_table: Callable | None = of("attention")
     # its linear layers

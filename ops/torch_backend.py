@@ -778,39 +778,105 @@ def delta_rule(
     Returns: [B, T, H Dv] in x's dtype.
     Source: Gated DeltaNet (arXiv 2412.06464).
     """
-    state, inputs, length = kept
-    slots, start, mask, sure = window
-    B, T = x.shape[:2]
+    state = kept[0]
     H, Dk, Dv = state.shape[1:]
-    C = inputs.shape[2]
-    before = weights.conv.shape[1] - 1  # rows that the convolution reads before a row
-    left = inputs.shape[1] - before  # R
-    first = slots[:, 0]
-    live = first == start  # [B]
-    fresh = (first == 0)[:, None, None]  # [B, 1, 1], a sequence begins
-    length = torch.where(first == 0, 0, length)
-    # [B], nodes of the last pass that were accepted
-    count = torch.where(live, first - length, 0).clamp(0, left)
-    sure = torch.zeros_like(count) if sure is None else sure
-    rows = torch.cat((torch.where(fresh, 0, inputs), x[..., :C].float()), 1)  # [B, before + R + T]
-    parents = parents_of(mask[:, :, :T])  # [B, T]
-    above = _rows_above(parents, count, before, left)
-    q, k, v = _convolved(rows, above, weights, (H, Dk, Dv))
-    numbers = _Numbers(q, k, v, *_gates(rows[:, before:, -2 * H :], weights.gates))
-    began = torch.where(fresh[..., None], 0, state)
-    states, y = _node_states(began, numbers, count, parents)
+    C = kept[1].shape[2]
+    before = weights.conv.shape[1] - 1
+    replay = _Replay.begin(x[..., :C].float(), kept, window, before)
+    q, k, v = _convolved(replay, weights, (H, Dk, Dv))
+    numbers = _Numbers(q, k, v, *_gates(replay.rows[:, before:, -2 * H :], weights.gates))
+    began = torch.where(replay.fresh[:, None, None, None], 0, state)
+    states, y = _node_states(began, numbers, replay.count, replay.parents)
 
-    batch = torch.arange(B, device=x.device)
-    state.copy_(torch.where(live[:, None, None, None], states[batch, sure], state))
-    steps = torch.arange(before + left, device=x.device) + (count + sure)[:, None]
-    node = steps - before - count[:, None]  # rows that are nodes of this pass: from 0 on
-    steps = torch.where(node < 0, steps, before + left + node.clamp(max=T - 1))
-    inputs.copy_(torch.where(live[:, None, None], rows[batch[:, None], steps], inputs))
-    kept[2].copy_(torch.where(live, first + sure, kept[2]))
+    batch = torch.arange(len(x), device=x.device)
+    live = replay.live[:, None, None, None]
+    state.copy_(torch.where(live, states[batch, replay.sure], state))
+    replay.save(kept, before)
 
     y = rms_norm(y, weights.gain, weights.eps)  # [B, T, H, Dv]
     gate = x[..., C:].unflatten(-1, (H, Dv))
     return (y * _silu(gate)).to(x.dtype).flatten(2)
+
+
+def short_conv(
+    x: Tensor, kept: tuple[Tensor, ...], window: tuple[Tensor | None, ...], conv: Tensor
+) -> Tensor:
+    """Run a gated convolution over T nodes, each behind its ancestors.
+
+    x: [B, T, 3 F]: the gate of the inputs, the gate of the outputs, and the inputs
+    kept, window: as for `delta_rule`; of the state the inputs alone are used
+    conv: [F, TAPS], of each channel by itself
+    Writes: the state, but not of sequences that are done.
+    Returns: [B, T, F] in x's dtype.
+    Source: LFM2 (arXiv 2511.23404).
+    """
+    before, of_outputs, inputs = x.float().chunk(3, -1)
+    taps = conv.shape[1]
+    replay = _Replay.begin(before * inputs, kept, window, taps - 1)
+    mixed = replay.convolve(conv)[:, -x.shape[1] :]  # [B, T, F]
+    replay.save(kept, taps - 1)
+    return (of_outputs * mixed).to(x.dtype)
+
+
+class _Replay(NamedTuple):
+    """The nodes of a pass, behind those of the last one that were accepted."""
+
+    rows: Tensor  # [B, before + R + T, C] fp32, inputs: oldest, of the last pass, of this one
+    above: Tensor  # [B, before + R + T], the row before each one along its path
+    parents: Tensor  # [B, T]; -1: the node follows the prefix
+    count: Tensor  # [B], nodes of the last pass that were accepted
+    sure: Tensor  # [B], nodes of this pass that are kept whatever is decided
+    live: Tensor  # [B], whether the sequence goes on
+    fresh: Tensor  # [B], whether it begins
+    first: Tensor  # [B], the slot of node 0
+
+    @staticmethod
+    def begin(
+        x: Tensor, kept: tuple[Tensor, ...], window: tuple[Tensor | None, ...], before: int
+    ) -> _Replay:
+        """Put the nodes behind those that were accepted.
+
+        x: [B, T, C] fp32; kept, window: as for `delta_rule`
+        before: rows that the convolution reads before a row
+        """
+        _, inputs, length = kept
+        slots, start, mask, sure = window
+        left = inputs.shape[1] - before  # R
+        first = slots[:, 0]
+        live = first == start
+        fresh = first == 0
+        length = torch.where(fresh, 0, length)
+        count = torch.where(live, first - length, 0).clamp(0, left)
+        rows = torch.cat((torch.where(fresh[:, None, None], 0, inputs), x), 1)
+        parents = parents_of(mask[:, :, : x.shape[1]])
+        above = _rows_above(parents, count, before, left)
+        sure = torch.zeros_like(count) if sure is None else sure
+        return _Replay(rows, above, parents, count, sure, live, fresh, first)
+
+    def convolve(self, conv: Tensor) -> Tensor:
+        """Convolve every channel along the paths: [B, R + T, channels]. conv: [channels, taps]"""
+        channels, taps = conv.shape
+        device = self.rows.device
+        batch = torch.arange(len(self.rows), device=device)[:, None]
+        at = torch.arange(taps - 1, self.rows.shape[1], device=device).expand(len(self.rows), -1)
+        mixed = torch.zeros((), device=device)
+        for tap in reversed(range(taps)):  # the row's own first
+            mixed = mixed + self.rows[batch, at, :channels] * conv[:, tap].float()
+            at = self.above.gather(1, at)
+        return mixed
+
+    def save(self, kept: tuple[Tensor, ...], before: int) -> None:
+        """Keep the inputs of the nodes that may be dropped. Writes: inputs and length of `kept`."""
+        _, inputs, length = kept
+        T = self.parents.shape[1]
+        batch = torch.arange(len(inputs), device=inputs.device)[:, None]
+        steps = torch.arange(inputs.shape[1], device=inputs.device)
+        steps = steps + (self.count + self.sure)[:, None]
+        node = steps - before - self.count[:, None]  # rows that are nodes of this pass: from 0 on
+        steps = torch.where(node < 0, steps, inputs.shape[1] + node.clamp(max=T - 1))
+        live = self.live[:, None, None]
+        inputs.copy_(torch.where(live, self.rows[batch, steps], inputs))
+        length.copy_(torch.where(self.live, self.first + self.sure, length))
 
 
 class _Numbers(NamedTuple):
@@ -873,20 +939,12 @@ def _rows_above(parents: Tensor, count: Tensor, before: int, left: int) -> Tenso
 
 
 def _convolved(
-    rows: Tensor, above: Tensor, weights: DeltaWeights, sizes: tuple[int, int, int]
+    replay: _Replay, weights: DeltaWeights, sizes: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys of length 1 and values, [B, R + T, H, Dk or Dv]. sizes: H, Dk, Dv"""
     H, Dk, Dv = sizes
-    conv = weights.conv
-    channels, taps = conv.shape
-    batch = torch.arange(len(rows), device=rows.device)[:, None]
-    at = torch.arange(taps - 1, rows.shape[1], device=rows.device).expand(len(rows), -1)
-    mixed = torch.zeros((), device=rows.device)
-    for tap in reversed(range(taps)):  # the row's own first
-        mixed = mixed + rows[batch, at, :channels] * conv[:, tap].float()
-        at = above.gather(1, at)
-    mixed = _silu(mixed)
-    keys = (channels - H * Dv) // 2
+    mixed = _silu(replay.convolve(weights.conv))
+    keys = (len(weights.conv) - H * Dv) // 2
     q, k, v = mixed.split((keys, keys, H * Dv), -1)
     q, k = (_unit(part.unflatten(-1, (-1, Dk))) for part in (q, k))
     shared = H * Dk // keys  # heads of values that read a head of keys

@@ -1,4 +1,5 @@
-// The recurrence of GatedDeltaNet on a CPU: `delta_rule` of ops/torch_backend.py.
+// The recurrent layers on a CPU: `delta_rule` and `short_conv` of ops/torch_backend.py, GatedDeltaNet
+// and a gated convolution. The second has no state but inputs, and none of the second item.
 //
 // 1. The rows of a sequence are the accepted nodes of the last pass, then the nodes of this one.
 //    Every row is convolved with the rows before it on its path.
@@ -173,8 +174,10 @@ Pass begin(const at::Tensor& x, const State& state, const Window& window, int64_
   return pass;
 }
 
-// Returns queries, keys and values of all rows behind the convolution: [rows, channels].
-at::Tensor convolve(const Pass& pass, const float* conv, const at::TensorOptions& options) {
+// Returns f(channels of all rows behind the convolution): [rows, channels].
+template <class F>
+at::Tensor convolve(const Pass& pass, const float* conv, const at::TensorOptions& options,
+                    const F& f) {
   const at::Tensor mixed = at::empty({pass.rows, pass.channels}, options);
   float* to = mixed.mutable_data_ptr<float>();
   const int64_t chunks = (pass.channels + CHUNK - 1) / CHUNK;
@@ -194,7 +197,7 @@ at::Tensor convolve(const Pass& pass, const float* conv, const at::TensorOptions
           float sum = 0;
           for (int64_t tap = 0; tap < TAPS; tap++)
             sum += taps[tap][c] * conv[(TAPS - 1 - tap) * pass.channels + c];
-          y[c] = silu(sum);
+          y[c] = f(sum);
         }
       }
     });
@@ -347,6 +350,16 @@ void save(const Pass& pass, const Sequence& of, float* inputs) {
   }
 }
 
+// Saves the inputs of all sequences that are live. Writes: inputs and lengths.
+void save_all(const Pass& pass, const State& state) {
+  for (int64_t b = 0; b < pass.B; b++) {
+    const Sequence& of = pass.sequences[b];
+    if (!of.live) continue;
+    save(pass, of, const_cast<float*>(of.inputs));
+    state.length.mutable_data_ptr<int64_t>()[b] += of.count + of.kept;
+  }
+}
+
 }  // namespace
 
 at::Tensor delta_rule(const at::Tensor& x, const State& state, const Window& window,
@@ -370,7 +383,7 @@ at::Tensor delta_rule(const at::Tensor& x, const State& state, const Window& win
   const at::Tensor y = at::empty({B, T, H * Dv}, x.options());
   const at::Tensor whole = x.contiguous();
   const Pass pass = begin(whole, state, window, channels);
-  const at::Tensor mixed = convolve(pass, rows_of(weights.conv), x.options());
+  const at::Tensor mixed = convolve(pass, rows_of(weights.conv), x.options(), silu);
   const int64_t work = pass.rows / B * pass.size.numbers();
   float* states = state.state.mutable_data_ptr<float>();
   float* to = y.mutable_data_ptr<float>();
@@ -382,12 +395,40 @@ at::Tensor delta_rule(const at::Tensor& x, const State& state, const Window& win
       head.run(own, unused, to + i / H * T * H * Dv);
     }
   });
-  for (int64_t b = 0; b < B; b++) {
-    const Sequence& of = pass.sequences[b];
-    if (!of.live) continue;
-    save(pass, of, const_cast<float*>(of.inputs));
-    state.length.mutable_data_ptr<int64_t>()[b] += of.count + of.kept;
+  save_all(pass, state);
+  return y;
+}
+
+at::Tensor short_conv(const at::Tensor& x, const State& state, const Window& window,
+                      const at::Tensor& conv) {
+  const int64_t B = x.size(0), T = x.size(1), F = x.size(2) / 3;
+  for (const at::Tensor& t : {x, conv, state.inputs})
+    TORCH_CHECK(t.scalar_type() == at::kFloat, "operands must be float32");
+  TORCH_CHECK(x.dim() == 3 && x.size(2) == 3 * F && conv.is_contiguous() &&
+                  conv.size(0) == TAPS && conv.size(1) == F && state.inputs.size(0) == B &&
+                  state.inputs.size(1) >= TAPS - 1 && state.inputs.size(2) == F &&
+                  state.inputs[0].is_contiguous() && state.length.is_contiguous() &&
+                  state.length.numel() == B,
+              "the state has other sizes than the layer");
+  RECORD_FUNCTION("gpt_eagle::short_conv", std::vector<c10::IValue>{});
+  const at::Tensor whole = x.contiguous();
+  const at::Tensor inputs = at::empty({B, T, F}, x.options());
+  const at::Tensor y = at::empty({B, T, F}, x.options());
+  const float* from = rows_of(whole);
+  float* gated = inputs.mutable_data_ptr<float>();
+  for (int64_t r = 0; r < B * T; r++)
+    for (int64_t c = 0; c < F; c++)
+      gated[r * F + c] = from[r * 3 * F + c] * from[r * 3 * F + 2 * F + c];
+  const Pass pass = begin(inputs, state, window, F);
+  const at::Tensor mixed =
+      convolve(pass, rows_of(conv), x.options(), [](float sum) { return sum; });
+  float* to = y.mutable_data_ptr<float>();
+  for (int64_t r = 0; r < B * T; r++) {
+    const Sequence& of = pass.sequences[r / T];
+    const float* row = rows_of(mixed) + (of.first + of.count + r % T) * F;
+    for (int64_t c = 0; c < F; c++) to[r * F + c] = from[r * 3 * F + F + c] * row[c];
   }
+  save_all(pass, state);
   return y;
 }
 

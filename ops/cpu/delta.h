@@ -1,4 +1,4 @@
-// The recurrence of GatedDeltaNet (delta.cpp).
+// The recurrent layers: GatedDeltaNet, and gated short convolutions (delta.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,5 +25,8 @@ struct Weights {
 
 at::Tensor delta_rule(const at::Tensor& x, const State& state, const Window& window,
                       const Weights& weights);
+// `short_conv` of ops/torch_backend.py. conv: [TAPS, F] fp32
+at::Tensor short_conv(const at::Tensor& x, const State& state, const Window& window,
+                      const at::Tensor& conv);
 
 }  // namespace delta

@@ -480,7 +480,7 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight,
 enum class Op {
   NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, CLAMPED_SWIGLU, ROUTE,
   MERGE, COPY, COLUMNS, BESIDE, SPLIT_GATE, SPLIT_PAIRS, GATE_OUTPUT,
-  DELTA_RULE, KEYS_AS_VALUES, SCALE, LOOK_UP, GATE_PER_LAYER
+  DELTA_RULE, SHORT_CONV, KEYS_AS_VALUES, SCALE, LOOK_UP, GATE_PER_LAYER
 };
 constexpr std::pair<const char*, Op> OPS[] = {
     {"norm", Op::NORM},     {"part_norm", Op::PART_NORM}, {"project", Op::PROJECT},
@@ -490,6 +490,7 @@ constexpr std::pair<const char*, Op> OPS[] = {
     {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},     {"clamped_swiglu", Op::CLAMPED_SWIGLU},
     {"split_gate", Op::SPLIT_GATE}, {"gate_output", Op::GATE_OUTPUT},
     {"delta_rule", Op::DELTA_RULE}, {"split_pairs", Op::SPLIT_PAIRS},
+    {"short_conv", Op::SHORT_CONV},
     {"keys_as_values", Op::KEYS_AS_VALUES}, {"scale", Op::SCALE},
     {"look_up", Op::LOOK_UP}, {"gate_per_layer", Op::GATE_PER_LAYER},
 };
@@ -651,7 +652,8 @@ class Machine {
       }
       case Op::SPLIT_PAIRS:
         return split_pairs(as_heads(x, step), step.counts[0] + step.counts[1], step.counts[3]);
-      case Op::DELTA_RULE: return recur(x, step);
+      case Op::DELTA_RULE:
+      case Op::SHORT_CONV: return recur(x, step);
       case Op::BESIDE: return side_by_side(x, at(Register(step.counts[0])));
       default: break;
     }
@@ -721,8 +723,10 @@ class Machine {
   at::Tensor recur(const at::Tensor& x, const Step& step) {
     TORCH_CHECK(cache->lengths.size() == cache->k.size(), "the cache has no states");
     const at::Tensor &inputs = cache->k[step.layer], &state = cache->v[step.layer];
-    return delta::delta_rule(x, {state, inputs, cache->lengths[step.layer]},
-                             {cache->slots, cache->start, cache->mask, cache->kept},
+    const delta::State kept{state, inputs, cache->lengths[step.layer]};
+    const delta::Window window{cache->slots, cache->start, cache->mask, cache->kept};
+    if (step.op == Op::SHORT_CONV) return delta::short_conv(x, kept, window, step.weight(0));
+    return delta::delta_rule(x, kept, window,
                              {step.weight(0), step.weight(1), step.weight(2), step.numbers[0],
                               step.counts[0] != 0});
   }
@@ -792,7 +796,7 @@ at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts,
     std::copy_n(of + 3, 4, step.counts);
     std::copy_n(numbers.data() + 2 * i, 2, step.numbers);
     for (int64_t w = 0; w < 3; w++) step.weights[w] = weights.get(3 * i + w);
-    if (step.op == Op::ATTEND || step.op == Op::DELTA_RULE)
+    if (step.op == Op::ATTEND || step.op == Op::DELTA_RULE || step.op == Op::SHORT_CONV)
       program->layers = std::max(program->layers, step.layer + 1);
     if (step.op == Op::ROTATE) program->with_slots = step.layer;
     program->steps.push_back(std::move(step));

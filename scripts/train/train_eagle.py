@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,7 +175,7 @@ from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
 from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model
-from model import DTYPES, Transformer
+from model import DTYPES, ModelConfig, Transformer
 from ops.backends import TORCH, use_backend
 from ops.library import lib
 from scheduler import Request, Scheduler
@@ -447,8 +447,10 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
     if config.is_trained:
         return existing_head(config, target)
     c = target.config
+    # LLaMA's layer in the target's sizes, as heads of published layouts have it
+    shared = {each.name: getattr(c, each.name) for each in fields(ModelConfig)}
     model = replace(
-        c,
+        ModelConfig(**shared),
         n_layers=1,
         ffn_dim=config.ffn_dim or c.ffn_dim,
         qkv_bias=False,

@@ -27,6 +27,7 @@ from models.gemma3 import Gemma3
 from models.gemma4 import Gemma4
 from models.glm4 import Glm4
 from models.gpt_oss import GptOss
+from models.lfm2 import Lfm2
 from models.qwen3_5 import Qwen35
 from ops.backends import TORCH, choose, use_backend
 from ops.cpu.layers import Program, fits, steps_of
@@ -65,6 +66,7 @@ MODELS = {
         *SIZES, qk_norm=True, rotary_dim=8, key_heads=2, value_heads=4, key_dim=16, value_dim=16,
         recurrent_layers=(0, 2),
     ),
+    "lfm2": Lfm2(*SIZES, qk_norm=True, conv_layers=(0, 2)),
     "gpt-oss": GptOss(
         *SIZES, qkv_bias=True, o_bias=True, n_experts=5, experts_per_token=2, window=4, sliding_layers=(0, 2), limit=0.5,
     ),
@@ -181,8 +183,10 @@ def model_of(name: str) -> tuple[nn.Module, ModelConfig]:
     return filled((Eagle3Head if config.eagle3 else EagleHead)(config)), config.model
 
 
-# the operator that runs a part of a list has no states: tests/files/test_qwen3_5.py compares passes
-IN_PARTS = [name for name in (*MODELS, *HEADS) if name != "qwen3_5"]
+# the operator that runs a part of a list has no states: test_qwen3_5.py and test_lfm2.py of
+# tests/files/ compare passes
+RECURRENT = ("qwen3_5", "lfm2")
+IN_PARTS = [name for name in (*MODELS, *HEADS) if name not in RECURRENT]
 
 
 @needs_cpp
@@ -228,7 +232,15 @@ def test_merged_steps_compute_what_their_parts_do(name):
 
 def test_segments_of_one_kind_are_equal():
     """A compiled call serves all layers of a kind, and no other."""
-    kinds_of = {"llama": 1, "mixtral": 1, "qwen3 moe": 2, "gemma3": 2, "gpt-oss": 2, "qwen3_5": 2}
+    kinds_of = {
+        "llama": 1,
+        "mixtral": 1,
+        "qwen3 moe": 2,
+        "gemma3": 2,
+        "gpt-oss": 2,
+        "qwen3_5": 2,
+        "lfm2": 2,
+    }
     for name, kinds in kinds_of.items():
         model, _ = model_of(name)
         fused = FusedLayers(model.layers, model.last, model)

@@ -1,0 +1,175 @@
+"""LFM2 against transformers: tiny random models as directories and GGUF files; drafting over its states; refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from test_qwen3_5 import TURNS, answer, read
+
+from drafters import RootOnly
+from family_checks import FORMS, assert_drafts_as_vanilla, assert_same_greedy_text
+from helpers import engine_for, slow
+from hf.config import read_config
+from hf.weights import load_model
+from parallel.tp import check_parts
+from session import Session
+from tiny_models import (
+    IDS,
+    NAMES,
+    assert_same_config,
+    assert_same_logits,
+    by_passes,
+    gguf_tensors,
+    metadata_of,
+    refused,
+    refused_keys,
+    saved,
+    write,
+)
+
+KINDS = ["conv", "conv", "full_attention", "conv"]
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "layer_types": KINDS, "block_multiple_of": 32,
+    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+CASES = {
+    "as it is": {},
+    "attention first, untied": {"layer_types": KINDS[::-1], "tie_word_embeddings": False},
+    "two tokens, its own width": {"conv_L_cache": 2, "block_auto_adjust_ff_dim": False},
+    "four tokens, a wider feed-forward": {"conv_L_cache": 4, "block_ffn_dim_multiplier": 1.3},
+}
+
+
+def random_model(**options):
+    torch.manual_seed(0)
+    config = transformers.Lfm2Config(**SIZES | options)
+    model = transformers.Lfm2ForCausalLM._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, p in model.float().named_parameters():
+            p.normal_(1.0 if "norm" in name else 0.0, 0.6 if "conv.conv" in name else 0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_directories(tmp_path, case):
+    reference = random_model(**CASES[case])
+    reference.save_pretrained(tmp_path)
+    assert_same_logits(load_model(tmp_path, torch.float32), reference)
+
+
+def test_the_keys_of_older_files(tmp_path):
+    """Those of LFM2 of 2025 name the layers that are attention, and two keys otherwise."""
+    reference = random_model()
+    keys = {
+        "layer_types": ..., "full_attn_idxs": [2], "intermediate_size": ..., "block_ff_dim": 96,
+        "tie_word_embeddings": ..., "tie_embedding": True,
+    }  # fmt: skip
+    assert_same_logits(load_model(saved(reference, tmp_path, keys), torch.float32), reference)
+
+
+GGUF_NAMES = NAMES | {
+    "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm", "self_attn.out_proj": "attn_output",
+    "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+}  # fmt: skip
+
+
+def write_file(path, model, kinds="F32", further=None):
+    c = model.config
+    c.rms_norm_eps = c.norm_eps
+    tensors = gguf_tensors(
+        model, GGUF_NAMES, lambda name, v: {name: v[:, 0] if "conv.conv" in name else v}
+    )
+    own = {
+        "attention.head_count_kv": [2 * (kind != "conv") for kind in c.layer_types],
+        "shortconv.l_cache": c.conv_L_cache, "feed_forward_length": len(tensors["blk.0.ffn_gate.weight"]),
+    }  # fmt: skip
+    return write(path, metadata_of(model, "lfm2", own | (further or {})), tensors, kinds)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files(tmp_path, case):
+    """llama.cpp (llama-cpp-python 0.3.36) reads a file that is written so, too."""
+    reference = random_model(**CASES[case])
+    path = write_file(tmp_path / "m.gguf", reference)
+    assert_same_logits(load_model(path), reference)
+    assert_same_config(path, reference, {"norm_eps"})  # fp32 in the file
+
+
+def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
+    reference = random_model()
+    reference.save_pretrained(tmp_path)
+    assert_same_greedy_text(tmp_path, reference)
+
+
+def in_q8(name: str) -> str:
+    return "F32" if "shortconv.conv" in name else "Q8_0"
+
+
+@pytest.mark.parametrize("temperature", [1.0, *slow([0.0])])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "blocks", *slow(["int8", "int4"])])
+def test_no_drafter_changes_a_token(tmp_path, form, temperature):
+    reference = random_model()
+    reference.save_pretrained(tmp_path)
+    write_file(tmp_path / "m.gguf", reference, in_q8)
+    assert_drafts_as_vanilla(FORMS[form](tmp_path), form != "float32", temperature)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lfm2")
+    random_model().save_pretrained(path)
+    return load_model(path, torch.bfloat16)
+
+
+@torch.no_grad()
+def test_the_pass_in_cpp_has_the_rows_of_its_operators(target):
+    for width in (1, 6, 29):
+        target.fuse(False)
+        want = by_passes(target, IDS, width)
+        target.fuse(True)
+        assert target.fused is not None
+        assert torch.equal(by_passes(target, IDS, width), want)
+    target.fuse(False)
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_further_turn_equals_a_fresh_one(target, turn):
+    text = answer(target, RootOnly(), IDS.tolist())
+    follow, stays = TURNS[turn]
+    prompt = follow(text)
+    session = Session(engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True))
+    read(session, 0, IDS.tolist())
+    assert read(session, 0, prompt) == (answer(target, RootOnly(), prompt), stays)
+
+
+BAD_KEYS = [
+    ("layer_types", ["conv"] * 4, "layer_types must name full_attention at least once"),
+    ("layer_types", ["conv"], "layer_types must name all 4 layers; it names 1"),
+    ("layer_types", ["linear_attention"] * 4, "layer_types must be a list of conv and full_attention"),
+    ("full_attn_idxs", [1], "full_attn_idxs must be the full_attention layers of layer_types, [2]; it is [1]"),
+    ("conv_L_cache", 5, "conv_L_cache must be a whole number from 2 to 4"),
+    ("conv_bias", True, "conv_bias must be false"),
+    ("block_multiple_of", 128, "its config asks for"),
+    ("architectures", ["Lfm2MoeForCausalLM"], "architecture Lfm2MoeForCausalLM is not supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key, value, says", BAD_KEYS)
+def test_a_key_with_a_bad_value_is_one_line(capsys, tmp_path, key, value, says):
+    assert says in refused_keys(capsys, tmp_path, random_model(), **{key: value})
+
+
+def test_a_file_that_contradicts_itself_is_one_line(capsys, tmp_path):
+    heads = {"attention.head_count_kv": [0, 1, 2, 0]}
+    path = write_file(tmp_path / "m.gguf", random_model(), further=heads)
+    assert "head_count_kv must be 0 for convolutions" in refused(capsys, "--checkpoint", str(path))
+
+
+def test_ranks_are_refused(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a model with recurrent layers runs on one rank"):
+        check_parts(read_config(tmp_path), 2, tmp_path)
