@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import sampling
+from base.parsing import require
 from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
 from kv_cache import KVCache, Window, causal_window
@@ -70,6 +71,11 @@ def pick_tokens(
     """
     scores = target.logits(features)
     return sampling.choose(scores, rule, noise, draw, allowed, target.backend), None
+
+
+def cache_dtype(config: GenerateConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the target's cache. dtype: of its weights"""
+    return torch.int8 if config.kv == "int8" else dtype
 
 
 class Guide(Protocol):
@@ -142,10 +148,23 @@ class Engine:
         """The largest preset."""
         return self.presets[-1]
 
+    def check_draft_tokens(self, most: int | None) -> None:
+        """Check how many tokens a cycle may draft; None: any number. Raises: ValueError."""
+        least = self.presets[0].size - 1
+        fits = most is None or (type(most) is int and most >= least)
+        why = ", as draft trees have one size here" if least else ""
+        fault = f"draft_tokens must be a whole number from {least} on{why}; it is {most!r}"
+        require(fits, f"{fault}; leave it out")
+
     @property
     def device(self) -> torch.device:
         """The device of everything."""
         return self.target.norm.weight.device
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of the target's cache; drafters' caches have that of the weights."""
+        return cache_dtype(self.config, self.target.norm.weight.dtype)
 
     def option(self, name: str) -> Any:
         """Return the value of an option: as loading chose it, else as the user asked."""

@@ -121,16 +121,24 @@ def _is_dense(step: Step | None) -> bool:
     return isinstance(step, Project) and not step.experts and step.source == step.to == "h"
 
 
+def _stores(step: Step | None) -> bool:
+    """Return whether a step rotates queries and keys, and keeps keys and values."""
+    return isinstance(step, Rotate) and step.kv_heads > 0
+
+
+def _norms_two(step: Step | None) -> bool:
+    """Return whether a step norms queries and keys, and no values."""
+    return isinstance(step, HeadNorm) and not step.values
+
+
 def _reader(steps: Sequence[Step]) -> str:
     """Return the name of the projection that the steps begin with, if it can divide by a norm.
 
     That is one in a launch with what follows it: a rotation, or a gate.
     """
     first, second, third = (*steps[:3], None, None, None)[:3]
-    if isinstance(second, HeadNorm):
-        second = third
-    merges = isinstance(second, Rotate) or second == Gate("silu")
-    return first.name if _is_dense(first) and merges else ""
+    merges = _stores(third) if _norms_two(second) else _stores(second)
+    return first.name if _is_dense(first) and (merges or second == Gate("silu")) else ""
 
 
 def _reads_stream(step: Step | None) -> bool:
@@ -152,9 +160,9 @@ def fuse(steps: Sequence[Step], behind: str) -> tuple[Step, ...]:
     while rest:
         step, second, third = (*rest[:3], None, None)[:3]
         merged: tuple[Step, int] = (step, 1)
-        if _is_dense(step) and isinstance(second, Rotate):
+        if _is_dense(step) and _stores(second):
             merged = (ProjectRotate(step, None, second), 2)
-        elif _is_dense(step) and isinstance(second, HeadNorm) and isinstance(third, Rotate):
+        elif _is_dense(step) and _norms_two(second) and _stores(third):
             merged = (ProjectRotate(step, second, third), 3)
         elif _is_dense(step) and second == Gate("silu"):
             merged = (ProjectGate(step), 2)

@@ -153,13 +153,22 @@ class Batch:
     A stream is a (prompt, sample), the key of a conversation and of its noise.
     """
 
-    def __init__(self, engine: Engine, prompts: list, draws: list = (), guides: list = ()):
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: list,
+        draws: list = (),
+        guides: list = (),
+        draft_tokens: int | None = None,
+    ):
         """Encode and check all first turns before decoding starts, so that no result is lost.
 
         draws: the `Sampling` and the seed of each prompt; default: the engine's
         guides: masks of each prompt's answers (`Request.guide`), None for the engine's
+        draft_tokens: of all requests
         """
         self.engine = engine
+        self.draft_tokens = draft_tokens
         config = engine.config
         self.draws = draws or [(config.sampling, config.seed)] * len(prompts)
         self.guides = guides or [None] * len(prompts)
@@ -210,7 +219,7 @@ class Batch:
     def _turn(self, index: tuple[int, int, int], ids: list[int], **fields: Any) -> Turn:
         sampling, seed = self.draws[index[0]]
         own = {"index": index, "sampling": sampling, "seed": seed, "guide": self.guides[index[0]]}
-        return Turn.of(self.engine, ids, **own | fields)
+        return Turn.of(self.engine, ids, draft_tokens=self.draft_tokens, **own | fields)
 
     def _first_turn(self, stream: tuple[int, int]) -> Turn:
         return self._turn((*stream, 0), self.prompt_ids[stream[0]], noise_id=stream)
@@ -289,19 +298,21 @@ def generate(
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
     options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `temperature`, `top_k`,
         `top_p`, `min_p` or `seed`, where they differ from the engine's; of the last five, a list
-        gives each prompt its own
+        gives each prompt its own. `draft_tokens`: drafted tokens of a cycle at most, 0 for none
     Raises: ValueError for a prompt, a value or a grammar that cannot be used.
     """
     if isinstance(prompts, str):
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
     prompts = with_messages(engine, prompts)
+    draft_tokens = options.pop("draft_tokens", None)
+    engine.check_draft_tokens(draft_tokens)
     config, draws = with_options(engine.config, options, len(prompts))
     guides = []
     if grammar is not None:
         from extras.grammar import compile_grammars
 
         guides = compile_grammars(engine, grammar, len(prompts))
-    batch = Batch(replace(engine, config=config), prompts, draws, guides)
+    batch = Batch(replace(engine, config=config), prompts, draws, guides, draft_tokens)
 
     def on_pieces(pieces: list[Piece]) -> None:
         rows: list[list[int]] = [[] for _ in range(config.batch_size)]
@@ -352,10 +363,12 @@ def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
         )
     if "num_samples" in options:
         raise ValueError("stream() decodes one answer; use generate() for num_samples")
+    draft_tokens = options.pop("draft_tokens", None)
+    engine.check_draft_tokens(draft_tokens)
     engine = for_one_answer(engine, options)
     need_tokenizer(engine)
     ids = first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
-    request = Request.of(engine, ids)
+    request = Request.of(engine, ids, draft_tokens=draft_tokens)
     for pieces in Scheduler(engine).run([request]):
         for piece in pieces:
             yield piece.text

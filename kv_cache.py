@@ -4,6 +4,7 @@ The cache is a plain tuple of tensors that the caller owns. A step writes its ke
 slots that it is given. It sees the prefix below `start`, and behind it the slots that `mask`
 allows. This is one rule for prefill (causal), decoding (one token), tree verification (ancestors)
 and the levels of a draft head. A layer with a sliding window sees the last of them (`sliding`).
+A cache in 8 bits has dtype int8; ops/kv_codes.py says what its rows hold.
 
 A recurrent layer has no slots. It keeps a state behind tokens that are sure to stay, and the inputs
 of the nodes behind them (`LayerState`): the next pass replays those that were accepted. So a node's
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ops.backends import TORCH, Backend
+from ops.kv_codes import row_width
 
 TAPS = 4  # tokens that the convolution of a recurrent layer reads, the token's own included
 MOST_NODES = 64  # of a tree, where the cache's owner knows no better
@@ -58,9 +60,9 @@ class LayerState(NamedTuple):
             torch.zeros(batch, dtype=torch.long, device=device),
         )
 
-    def sequence(self, seq: int) -> LayerState:
-        """Return the state of one sequence, as views."""
-        return LayerState(*(buffer[seq : seq + 1] for buffer in self))
+    def sequences(self, rows: range) -> LayerState:
+        """Return the states of some sequences, as views."""
+        return LayerState(*(buffer[rows.start : rows.stop] for buffer in self))
 
     def compact(self, start: Tensor, path: Tensor) -> None:
         """Move the inputs of accepted nodes next to each other, as `KVCache.compact` moves slots.
@@ -77,9 +79,12 @@ class LayerState(NamedTuple):
 class KVCache(NamedTuple):
     """Static key and value buffers, one pair per layer. A step writes them in place."""
 
-    k: tuple[Tensor, ...]  # n_layers x [B, Hkv, S, E]; S is 0 for recurrent layers
+    # n_layers x [B, Hkv, S, E], in 8 bits [B, Hkv, S, row_width]; S is 0 for layers that are
+    # recurrent or read another's
+    k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
-    addresses: Tensor  # int64, addresses of the buffers with slots, for a kernel over all layers
+    addresses: Tensor  # int64, of the buffers with slots, in the order of `by_shape`, for kernels
+    sources: tuple[int, ...]  # by layer, the one whose buffers it reads: itself, or one before it
     # by layer, None for attention; empty: no layer is recurrent
     states: tuple[LayerState | None, ...] = ()
     snapshots: tuple[LayerState | None, ...] = ()  # copies of states, by `keep_states`
@@ -95,6 +100,7 @@ class KVCache(NamedTuple):
     ) -> KVCache:
         """Allocate zeroed buffers of `slots` slots for each of `batch` sequences.
 
+        dtype: int8 keeps keys and values in 8 bits
         nodes: the most nodes of a tree, for recurrent layers
         On a CPU, memory is taken as slots are used.
         """
@@ -103,30 +109,43 @@ class KVCache(NamedTuple):
         else:
             zeros = partial(torch.zeros, device=device)
         of_layers = [config.state_shape(i) for i in range(config.n_layers)]
-        shape = torch.Size((batch, config.n_kv_heads, slots, config.head_dim))
-        no_slots = torch.zeros(batch, config.n_kv_heads, 0, config.head_dim, device=device)
-        k = tuple(no_slots if x else zeros(shape, dtype=dtype) for x in of_layers)
-        v = tuple(no_slots if x else zeros(shape, dtype=dtype) for x in of_layers)
-        addresses = torch.tensor([x.data_ptr() for x in with_slots(k, v)], device=device)
+        sources = tuple(map(config.kv_source, range(config.n_layers)))
+
+        def buffers() -> tuple[Tensor, ...]:
+            found = []
+            for i, source in enumerate(sources):
+                heads, width = config.kv_shape(i)
+                own = slots if source == i and of_layers[i] is None else 0
+                shape = torch.Size((batch, heads, own, row_width(width, dtype)))
+                found.append(zeros(shape, dtype=dtype))
+            return tuple(found)
+
+        k = buffers()
+        v = buffers()
+        in_order = [x.data_ptr() for alike in by_shape(with_slots(k, v)) for x in alike]
+        addresses = torch.tensor(in_order, device=device)
         if not any(of_layers):
-            return KVCache(k, v, addresses)
+            return KVCache(k, v, addresses, sources)
 
         def empty_states() -> tuple[LayerState | None, ...]:
             return tuple(x and LayerState.empty(x, batch, nodes, device) for x in of_layers)
 
-        return KVCache(k, v, addresses, empty_states(), empty_states())
+        return KVCache(k, v, addresses, sources, empty_states(), empty_states())
 
     def layer(self, i: int) -> tuple[Tensor, ...]:
         """Return the buffers of a layer: its keys and values, or its `LayerState`."""
         state = self.states[i] if self.states else None
-        return state or (self.k[i], self.v[i])
+        source = self.sources[i]
+        return state or (self.k[source], self.v[source])
 
     def for_cpp(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the operands of a pass in C++, by layer: keys, values, and nothing.
 
         A recurrent layer has its inputs, its state and its length instead.
         """
-        k, v, lengths = list(self.k), list(self.v), []
+        k = [self.k[source] for source in self.sources]
+        v = [self.v[source] for source in self.sources]
+        lengths = []
         for i, state in enumerate(self.states):
             lengths.append(self.addresses[:0] if state is None else state.length)
             if state is not None:
@@ -134,28 +153,26 @@ class KVCache(NamedTuple):
                 v[i] = state.state
         return k, v, lengths
 
-    def sequence(self, seq: int) -> KVCache:
-        """Return the cache of one sequence, as views.
+    def sequences(self, rows: range) -> KVCache:
+        """Return the caches of some sequences, as views.
 
-        No kernel knows their addresses: this cache cannot be compacted.
+        No kernel of CUDA knows their addresses: there they cannot be compacted.
         """
-        k = tuple(buffer[seq : seq + 1] for buffer in self.k)
-        v = tuple(buffer[seq : seq + 1] for buffer in self.v)
+        k = tuple(buffer[rows.start : rows.stop] for buffer in self.k)
+        v = tuple(buffer[rows.start : rows.stop] for buffer in self.v)
         states, snapshots = (
-            tuple(state and state.sequence(seq) for state in every)
+            tuple(state and state.sequences(rows) for state in every)
             for every in (self.states, self.snapshots)
         )
-        return KVCache(k, v, self.addresses[:0], states, snapshots)
+        return KVCache(k, v, self.addresses[:0], self.sources, states, snapshots)
 
-    def copy_prefix(self, source: int, seq: int, length: int) -> None:
-        """Copy the first `length` slots of one sequence to another. Writes: its buffers.
+    def prefix(self, seq: int, length: int) -> list[Tensor]:
+        """Return the first `length` slots of a sequence, and its states, as views.
 
-        States are copied as they are; `resume` knows which of them serve.
+        Where they are copied, `resume` knows which of the states serve.
         """
-        for buffer in (*self.k, *self.v):
-            buffer[seq, :, :length] = buffer[source, :, :length]
-        for buffer in self._buffers_of_states():
-            buffer[seq] = buffer[source]
+        slots = [buffer[seq, :, :length] for buffer in (*self.k, *self.v)]
+        return slots + [buffer[seq] for buffer in self._buffers_of_states()]
 
     def clear(self, seq: int, length: int) -> None:
         """Overwrite the first `length` slots of a sequence, and its states, with zeros."""
@@ -203,14 +220,27 @@ class KVCache(NamedTuple):
             depth moves nothing
         Writes: slots start .. start+D of every buffer.
         """
-        backend.compact(with_slots(self.k, self.v), self.addresses, start, path)
+        groups = by_shape(with_slots(self.k, self.v))
+        first = 0
+        for alike in groups:
+            addresses = self.addresses
+            if len(groups) > 1:
+                addresses = addresses[first : first + len(alike)]
+            backend.compact(alike, addresses, start, path)
+            first += len(alike)
         for state, _ in self._recurrent():
             state.compact(start, path)
 
 
 def with_slots(k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
-    """Return the buffers of all layers that are not recurrent: keys, then values."""
+    """Return the buffers that have slots: keys, then values."""
     return [buffer for buffer in (*k, *v) if buffer.shape[2]]
+
+
+def by_shape(buffers: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return buffers in groups of one shape, for kernels that take such."""
+    shapes = list(dict.fromkeys(buffer.shape for buffer in buffers))
+    return [[buffer for buffer in buffers if buffer.shape == shape] for shape in shapes]
 
 
 def _zeros_on_demand(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -218,6 +248,8 @@ def _zeros_on_demand(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
     `torch.zeros` would write them all: 100 MB take 0.2 s.
     """
+    if not shape.numel():  # which numpy's memory has no view of
+        return torch.zeros(shape, dtype=dtype)
     memory = np.zeros(shape.numel() * dtype.itemsize, np.uint8)
     return torch.from_numpy(memory).view(dtype).view(shape)
 

@@ -22,7 +22,7 @@ from base.methods import MTP, has_extras, spec_of
 from base.modules import load_module
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
-from decode import Engine, build_cycles
+from decode import Engine, build_cycles, cache_dtype
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
@@ -45,14 +45,14 @@ from runtime import (
     why_not_compiled,
 )
 from session import PREFILL_WIDTHS, Session
-from stats import sequence_memory
+from stats import free_bytes, sequence_memory, slot_bytes
 
 if TYPE_CHECKING:
     from hf.chat import TextFiles
 
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
-# tokens; models trained for 128k would otherwise fill the memory with cache
-MAX_DEFAULT_CONTEXT = 4096
+CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
+ROUND_TO = 256  # tokens
 
 
 def load(
@@ -129,6 +129,8 @@ def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) 
 def _pick_device(config: GenerateConfig) -> str:
     """Choose the device and its operators. Writes: the process's device; `ops.library.PLAIN`."""
     device = pick_device(config.device)
+    fault = f"--kv {config.kv} is for CPUs, and the device is {device}; drop it"
+    require(not config.kv or device == "cpu", fault)
     set_cuda_device(device)
     if config.plain:
         set_plain(FAMILIES)
@@ -290,12 +292,30 @@ def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, .
 
 
 def _context(config: GenerateConfig, target: Transformer) -> int:
-    """Return the KV capacity in tokens. Raises: ValueError beyond the model's positions."""
+    """Return the KV capacity in tokens: what is asked for, or what the model was trained for.
+
+    By default a share of the free memory bounds it, and a note says so.
+    Raises: ValueError beyond the model's positions.
+    """
     most = target.config.max_context
-    context = config.context or min(most, MAX_DEFAULT_CONTEXT)
-    if context > most:
-        raise ValueError(f"--context {context} is beyond the model's {most} positions; lower it")
-    return context
+    if config.context > most:
+        fault = f"--context {config.context} is beyond the model's {most} positions; lower it"
+        raise ValueError(fault)
+    if config.context:
+        return config.context
+    weight = target.norm.weight
+    dtype = cache_dtype(config, weight.dtype)
+    caches = config.batch_size * (2 if config.compare else 1)
+    room = CACHE_SHARE * free_bytes(str(weight.device))
+    fits = int(room / (caches * max(slot_bytes(target.layers, dtype), 1)))
+    fits = ranks.smallest(fits // ROUND_TO * ROUND_TO)
+    if fits >= most or not fits:  # where nothing fits, the session refuses, and says why
+        return most
+    log_note(
+        f"the context is {fits} tokens, whose cache takes half of the free memory; the model was "
+        f"trained for {most}: --context asks for more"
+    )
+    return fits
 
 
 def accept_rule(config: GenerateConfig) -> Callable | None:

@@ -30,6 +30,7 @@ from kv_cache import KVCache, StateShape, Window, sliding
 from linear import Linear
 from ops.backends import TORCH, Backend
 from ops.cpu.layers import FusedModel, fits, steps_of
+from ops.kv_codes import row_width
 from runtime import replace_fields
 from steps import (
     Add,
@@ -94,7 +95,7 @@ class ModelConfig:
     vocab_size: int
     norm_eps: float = 1e-5  # rms_norm_eps
     rope_theta: float = 10000.0
-    # {"rope_type": "linear" | "llama3" | "yarn", ...}, every key with its value
+    # {"rope_type": "linear" | "llama3" | "yarn" | "proportional", ...}, every key with its value
     rope_scaling: dict | None = None
     # max_position_embeddings, or the length that YaRN extends it to; at most the sliding window
     max_context: int = 2048
@@ -140,6 +141,24 @@ class ModelConfig:
         """The factor of embeddings."""
         return 1.0
 
+    @property
+    def logit_cap(self) -> float:
+        """The bound of logits, which they approach as a hyperbolic tangent does; 0: none."""
+        return 0.0
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The beginnings of names of tensors that files hold and no layer reads."""
+        return ()
+
+    def kv_shape(self, i: int) -> tuple[int, int]:
+        """Return the heads of keys and values of layer i, and their width."""
+        return self.n_kv_heads, self.head_dim
+
+    def kv_source(self, i: int) -> int:
+        """Return the layer whose keys and values layer i reads."""
+        return i
+
     def state_shape(self, i: int) -> StateShape | None:
         """Return the sizes of the state of layer i, if that is recurrent."""
         return None
@@ -152,6 +171,10 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return whether the feed-forward of a layer is a mixture of experts."""
         return self.n_experts > 0 and layer not in self.dense_layers
+
+    def first(self) -> tuple[Step, ...]:
+        """Return the steps before the layers, which leave `stream` as it is."""
+        return ()
 
     def layer(self, i: int) -> tuple[Step, ...]:
         """Return the steps of layer i: a pre-norm block with grouped-query attention."""
@@ -266,6 +289,9 @@ def rope_frequencies(rope: Rope, device: torch.device | str = "cpu") -> Tensor:
         return freq
     if scaling["rope_type"] == "linear":
         return freq / scaling["factor"]
+    if scaling["rope_type"] == "proportional":  # the first pairs alone turn
+        turns = torch.arange(len(freq), device=device) < scaling["pairs"]
+        return freq / scaling["factor"] * turns
     if scaling["rope_type"] == "yarn":
         low, high = _yarn_bounds(rope, scaling)
         place = torch.arange(len(freq), device=device)
@@ -320,11 +346,11 @@ class Layer(nn.Module):
         self.steps = tuple(steps)
         add_modules(self, steps)
 
-    @property
-    def cache_width(self) -> int:
-        """The number of keys and values of a slot."""
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a slot's keys and values. dtype: of the cache"""
         rotations = [step for step in self.steps if isinstance(step, Rotate)]
-        return sum(2 * step.kv_heads * step.head_dim for step in rotations)
+        numbers = sum(2 * step.kv_heads * row_width(step.head_dim, dtype) for step in rotations)
+        return numbers * dtype.itemsize
 
     def forward(self, rows: Rows) -> Rows:
         """Run the layer. Writes: the cache, `rows.kv`, at the slots of the windows."""
@@ -379,13 +405,15 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding_scale = config.embedding_scale
         self.windows = config.windows
+        self.logit_cap = config.logit_cap
         # zeros until loaded or initialized: normal_ on the meta device would import all of
         # torch.compile (1 s, 70 MB)
         zeros = torch.zeros(config.vocab_size, config.dim)
         self.embedding = nn.Embedding.from_pretrained(zeros, freeze=False)
         self.layers = nn.ModuleList(Layer(config.layer(i)) for i in range(config.n_layers))
+        self.first = config.first()
         self.last = config.last()
-        add_modules(self, self.last)
+        add_modules(self, (*self.first, *self.last))
         # scores in fp32: in bf16, the best two would often tie
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False, fp32_out=True)
         if config.tie_embeddings:
@@ -437,11 +465,18 @@ class Transformer(nn.Module):
 
         tokens, positions: [B, T]
         """
+        rows = run_steps(self.first, self, self.begin(tokens, positions, window))
+        return replace_fields(rows, h=None, tokens=None)
+
+    def begin(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:
+        """Return the inputs of the steps before the layers. Arguments: as for `embed`."""
         x = to_stream_dtype(self.embedding(tokens))
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         return Rows(
             x,
+            x,
+            tokens=tokens,
             ropes=self.ropes(positions),
             windows=windows_of(self.windows, window, self.backend),
         )
@@ -453,7 +488,10 @@ class Transformer(nn.Module):
         """
         if features.shape[-1] > self.config.dim:
             features = features[..., : self.config.dim]
-        return self.lm_head(features)
+        scores = self.lm_head(features)
+        if self.logit_cap:
+            scores = self.logit_cap * torch.tanh(scores / self.logit_cap)
+        return scores
 
 
 def windows_of(

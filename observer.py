@@ -37,7 +37,7 @@ class CycleResult:
     COLUMNS = slice(-8, -4)  # `REPORT`
     TIMES = slice(-4, None)
 
-    # per sequence, once read:
+    # per sequence up to the last that ran, once read; those before the first that ran are empty:
     emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
     count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
     length: list[int]  # accepted nodes
@@ -50,14 +50,21 @@ class CycleResult:
     taken: dict[int, list[int]]  # their new tokens, of those whose numbers are finite
 
     def __init__(
-        self, report: Tensor, preset: int, began: float, further: Sequence[tuple[Tensor, ...]] = ()
+        self,
+        report: Tensor,
+        preset: int,
+        began: float,
+        further: Sequence[tuple[Tensor, ...]] = (),
+        rows: range | None = None,
     ):
         """Begin to copy the report.
 
         report: of `decode.timed_report`; preset: the one that ran; began: the host's clock (s)
         further: tensors of each observer, which are read with it
+        rows: the sequences that ran; None: all
         """
         self.preset = preset
+        self.rows = range(len(report)) if rows is None else rows
         self.began = began
         self.sizes = list(map(len, further))
         self.copy = HostCopy(report, *(tensor for own in further for tensor in own))
@@ -68,6 +75,8 @@ class CycleResult:
         by_device: take the cycle's time from the device's clock, because the host runs ahead
         """
         report, *columns = self.copy.read()
+        self.times = report[0][self.TIMES]
+        report = [[0] * len(report[0])] * self.rows.start + report
         self.further = [[columns.pop(0) for _ in range(size)] for size in self.sizes]
         self.emitted = [row[self.EMITTED] for row in report]
         columns = zip(*(row[self.COLUMNS] for row in report))
@@ -76,7 +85,6 @@ class CycleResult:
         self.length = facts["length"]
         self.done = facts["done"]
         self.pos = facts["pos"]
-        self.times = report[0][self.TIMES]
         self.seconds = (self.times[-1] - self.times[0]) / 1e9
         if not (by_device and self.seconds):
             self.seconds = time.perf_counter() - self.began
@@ -88,25 +96,27 @@ class View:
 
     def __init__(
         self,
-        presets: tuple[Any, ...],
+        engine: Any,
         history: list[list[int]],
         live: list[bool],
-        wants_drafts: list[bool],
+        draft_tokens: list[int | None],
         drafter_state: Callable[[], Any],
         run_step: Callable[[Hashable, Callable], Any],
     ):
-        """presets: `drafters.Drafter`, smallest tree first
+        """engine: `decode.Engine`
 
         history: every token of each sequence; during prefill, the cached part
-        live: whether each sequence decodes; wants_drafts: whether its request wants drafts
+        live: whether each sequence decodes
+        draft_tokens: that each takes at most in a cycle; None: any number
         drafter_state: returns the state that the drafters share
         run_step: runs a function of the `DecodeState`, which it may write in place; the key tells
             steps apart
         """
-        self.presets = presets
+        self.presets = engine.presets  # smallest tree first
+        self.has_parts = not engine.captured  # a cycle may run a part of the sequences
         self.history = history
         self.live = live
-        self.wants_drafts = wants_drafts
+        self.draft_tokens = draft_tokens
         self._drafter_state = drafter_state
         self.run_step = run_step
 
@@ -116,10 +126,25 @@ class View:
         return self._drafter_state()
 
     @property
+    def rows(self) -> range:
+        """The sequences that the next cycle runs: from the first that decodes to the last.
+
+        A captured cycle runs all. Where none decodes, a cycle will run one.
+        """
+        live = [seq for seq, decodes in enumerate(self.live) if decodes]
+        if not self.has_parts:
+            return range(len(self.live))
+        return range(live[0], live[-1] + 1) if live else range(1)
+
+    @property
     def limit(self) -> int:
         """The largest preset that a cycle may run."""
-        wanted = any(wants for wants, live in zip(self.wants_drafts, self.live) if live)
-        return len(self.presets) - 1 if wanted else 0
+        wanted = [most for most, live in zip(self.draft_tokens, self.live) if live]
+        if None in wanted:
+            return len(self.presets) - 1
+        most = max(wanted, default=0)
+        fits = [i for i, preset in enumerate(self.presets) if preset.size - 1 <= most]
+        return max(fits, default=0)
 
 
 class Observer:
@@ -148,7 +173,10 @@ class Observer:
         """Run what a preset needs before a step."""
 
     def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
-        """Return tensors that the host shall read after the cycle that was just launched."""
+        """Return tensors that the host shall read after the cycle that was just launched.
+
+        Those of the update have a row for each of `view.rows`.
+        """
         return ()
 
     def after_prompt(self, seq: int, features: Tensor, root: int) -> None:

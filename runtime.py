@@ -128,9 +128,11 @@ def first_line(error: BaseException) -> str:
 
 
 def tensors_of(record: Any) -> list[Tensor]:
-    """List the tensors of nested tuples, in order; None has none."""
+    """List the tensors of nested tuples, in order; None and numbers have none."""
     if isinstance(record, Tensor):
         return [record]
+    if isinstance(record, int):
+        return []
     return [leaf for part in record or () for leaf in tensors_of(part)]
 
 
@@ -157,13 +159,18 @@ def is_finite(features: Tensor) -> bool:
     return bool(features.sum(dtype=torch.float32).isfinite())
 
 
+def sequences_of(record: Any, rows: range) -> Any:
+    """View some sequences of nested tuples of tensors and caches: [B, ...] -> [rows, ...]."""
+    if hasattr(record, "sequences"):
+        return record.sequences(rows)
+    if isinstance(record, Tensor):
+        return record[rows.start : rows.stop]
+    return type(record)(*(sequences_of(part, rows) for part in record))
+
+
 def sequence_of(record: Any, seq: int) -> Any:
     """View one sequence of nested tuples of tensors and caches: [B, ...] -> [1, ...]."""
-    if hasattr(record, "sequence"):
-        return record.sequence(seq)
-    if isinstance(record, Tensor):
-        return record[seq : seq + 1]
-    return type(record)(*(sequence_of(part, seq) for part in record))
+    return sequences_of(record, range(seq, seq + 1))
 
 
 def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:
@@ -172,13 +179,17 @@ def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:
     slots: of each cache, from the first on
     Writes: the record.
     """
-    if hasattr(record, "copy_prefix"):
-        record.copy_prefix(source, seq, slots)
-    elif isinstance(record, Tensor):
-        record[seq] = record[source]
-    else:
-        for part in record or ():
-            copy_sequence(part, source, seq, slots)
+    for to, own in zip(prefix_of(record, seq, slots), prefix_of(record, source, slots)):
+        to.copy_(own)
+
+
+def prefix_of(record: Any, seq: int, slots: int) -> list[Tensor]:
+    """View one sequence of nested tuples of tensors and caches. slots: as for `copy_sequence`"""
+    if hasattr(record, "prefix"):
+        return record.prefix(seq, slots)
+    if isinstance(record, Tensor):
+        return [record[seq]]
+    return [view for part in record or () for view in prefix_of(part, seq, slots)]
 
 
 class HostCopy:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from decode import PREFILL_CHUNK, Engine, GuideSource
 from hf.tokenizer import StopMatcher, StreamDecoder
@@ -49,7 +49,7 @@ class Request:
     decoder: StreamDecoder | None = None  # makes the text; None: there is none
     stops: Sequence[str] = ()  # texts that end the answer before them
     guide: GuideSource | None = None  # masks the tokens of the answer; None: the engine's, if any
-    drafts: bool = True  # False: see `Session.configure`
+    draft_tokens: int | None = None  # most drafted tokens of a cycle: `Session.configure`
     shows_half: bool = True  # an incomplete character at the end is U+FFFD; False: it is left out
 
     tokens: list[int] = field(default_factory=list, init=False)
@@ -107,6 +107,16 @@ class Piece(NamedTuple):
     text: str  # that has become certain; behind the last token also the text that was held back
 
 
+class PrefixStore(Protocol):
+    """Keeps what is cached of texts that have no place any more."""
+
+    def put(self, session: Session, place: int) -> None:
+        """Keep the text of a place."""
+
+    def take(self, session: Session, place: int, prompt: list[int], known: int) -> bool:
+        """Give a place the kept text that a prompt begins with, if it has over `known` tokens."""
+
+
 class Scheduler:
     """The requests of a session: those that wait, and those that have a place."""
 
@@ -114,9 +124,11 @@ class Scheduler:
         self,
         engine: Engine,
         on_admitted: Callable[[Request], None] = lambda request: None,
+        store: PrefixStore | None = None,
     ):
         """on_admitted: called when a request has its place, before its first step"""
         self.engine = engine
+        self.store = store
         self.session = Session(engine)
         self.on_admitted = on_admitted
         batch = engine.config.batch_size
@@ -182,7 +194,10 @@ class Scheduler:
             if not free or self._is_being_read(request.prompt):
                 return
             self.waiting.popleft()
-            self._admit(request, *self._choose(request.prompt, free))
+            place, source = self._choose(request.prompt, free)
+            if self.store is not None:
+                source = self._exchange(self.store, request.prompt, place, source)
+            self._admit(request, place, source)
 
     def _is_being_read(self, prompt: list[int]) -> bool:
         """Return whether a long beginning of a prompt is being read, as part of another one."""
@@ -198,10 +213,24 @@ class Scheduler:
         cached = [self.session.cached(place, prompt) for place in range(len(self.running))]
         oldest = min(free, key=self.ended.__getitem__)
         source = max(range(len(cached)), key=lambda place: (cached[place], place == oldest))
-        last = self.last[source]
-        if source in free and prompt[: len(last)] == last:
-            return source, source  # a conversation goes on
+        if source in free and self._goes_on(source, prompt):
+            return source, source
         return oldest, source
+
+    def _goes_on(self, place: int, prompt: list[int]) -> bool:
+        """Return whether a prompt goes on with the conversation of a place."""
+        last = self.last[place]
+        return prompt[: len(last)] == last
+
+    def _exchange(self, store: PrefixStore, prompt: list[int], place: int, source: int) -> int:
+        """Keep the text of a place that others need. Returns: the place whose beginning is reused.
+
+        That is the place itself where the store knows more of the prompt than the source.
+        """
+        known = self.session.cached(source, prompt)
+        if not self._goes_on(place, prompt):
+            store.put(self.session, place)
+        return place if store.take(self.session, place, prompt, known) else source
 
     def _admit(self, request: Request, place: int, source: int) -> None:
         """Give a request its place. source: the place whose cached beginning it reuses"""
@@ -209,7 +238,7 @@ class Scheduler:
         request.place = place
         self.running[place] = request
         self.last[place] = request.prompt
-        session.configure(place, request.sampling, request.seed, request.drafts)
+        session.configure(place, request.sampling, request.seed, request.draft_tokens)
         own = (request.noise_id, request.limit, source, request.guide)
         session.admit(place, request.prompt, *own)
         request.cached = len(session.history[place])

@@ -5,8 +5,10 @@
    never waits for the host.
 3. Then it runs chunks of prompts; the last chunk of a prompt decides the root.
 
-Finished sequences run on, but neither their tokens nor their positions change. The output is a
-function of (weights, prompt, its own parameters, seed) alone, whatever the other sequences do.
+Of the sequences that are idle, a cycle leaves out those before the first that decodes and behind
+the last (`View.rows`); captured ones run all. The tokens and positions of idle ones never change.
+The output is a function of (weights, prompt, its own parameters, seed) alone, whatever the other
+sequences do.
 Observers watch (observer.py): the engine's own, its policy, picks the preset of every step. A guide
 masks the tokens of a sequence (`decode.Guide`).
 
@@ -41,8 +43,10 @@ from runtime import (
     copy_into,
     copy_sequence,
     is_finite,
+    prefix_of,
     replace_fields,
     sequence_of,
+    sequences_of,
 )
 from sampling import SamplingMode, SamplingTensors
 from stats import Stats, sequence_memory, trace_row
@@ -75,7 +79,7 @@ class Buffers:
         weight = engine.target.norm.weight
         device = weight.device
         config = engine.target.config
-        room = (batch, engine.slots, weight.dtype, str(device))
+        room = (batch, engine.slots, engine.kv_dtype, str(device))
         self.cache = KVCache.empty(config, *room, engine.nodes)
         number = torch.zeros(batch, dtype=torch.long, device=device)
         self.state = DecodeState(
@@ -90,8 +94,19 @@ class Buffers:
         self.start = number[:1].clone()  # of a prefill chunk
         # [B, 1, F], the features that each root was chosen from
         self.root_features = weight.new_zeros(batch, 1, config.dim)
+        # views of some sequences: the state that they belong to, of the cache, of the state
+        self.parts: dict[range, tuple[DecodeState, KVCache, DecodeState]] = {}
         self.replays: dict[Any, Replay] = {}  # of cycles by mode and preset; of other steps
         self.scratch: dict[str, Any] = {}  # memory that captured prefills share
+
+    def part(self, rows: range) -> tuple[KVCache, DecodeState]:
+        """Return the cache and the state of some sequences: views, or of all the buffers."""
+        if len(rows) == len(self.state.pos):
+            return self.cache, self.state
+        if rows not in self.parts or self.parts[rows][0] is not self.state:
+            views = sequences_of(self.cache, rows), sequences_of(self.state, rows)
+            self.parts[rows] = (self.state, *views)
+        return self.parts[rows][1:]
 
     def reset(self, engine: Engine, sampling: SamplingTensors) -> None:
         """Make every sequence idle and empty. Writes: the state in place."""
@@ -151,7 +166,7 @@ class Session:
         samples = torch.tensor([sample for _, sample in padded], device=device)
         self.buffers.reset(engine, replace_fields(tensors, prompt=prompts, sample=samples))
         self.sampling = params
-        self.drafts = [True] * batch
+        self.draft_tokens: list[int | None] = [None] * batch
         self.policy = engine.policy.for_session()
         self.observers = [self.policy]
         self.guides: list[Guide | None] = [None] * batch  # mask the tokens of each sequence
@@ -184,7 +199,7 @@ class Session:
         def run(key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
             return run_step(engine, buffers, key, lambda: body(buffers.state))
 
-        return View(engine.presets, self.history, self.live, self.drafts, drafter_state, run)
+        return View(engine, self.history, self.live, self.draft_tokens, drafter_state, run)
 
     @property
     def state(self) -> DecodeState:
@@ -211,6 +226,10 @@ class Session:
         """Count the tokens of a prompt that a sequence has cached, from the first on."""
         return common_prefix(self.history[seq][:-1], prompt)  # its last token may be the root
 
+    def prefix(self, seq: int, count: int) -> list[Tensor]:
+        """Return everything that is cached of a sequence's first tokens, as views."""
+        return prefix_of((self.buffers.cache, self.state.drafter_state), seq, count)
+
     def decode_turn(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
         """Decode one turn. Yields the new tokens of every sequence, step by step, roots first.
 
@@ -228,14 +247,16 @@ class Session:
             for fault in (*self.guide_errors.values(), *self.nan_sequences.values()):
                 raise ValueError(fault)
 
-    def configure(self, seq: int, params: Sampling, seed: int, drafts: bool = True) -> None:
+    def configure(
+        self, seq: int, params: Sampling, seed: int, draft_tokens: int | None = None
+    ) -> None:
         """Set the parameters and the seed of an idle sequence; before, they are the engine's.
 
-        drafts: False: cycles draft nothing while all live sequences ask for that, where the
-            smallest preset is the root alone
+        draft_tokens: drafted tokens of a cycle at most; None: as many as the engine has. A cycle
+            drafts as the live sequence that takes most, or its smallest preset
         """
         self.sampling[seq] = params
-        self.drafts[seq] = drafts
+        self.draft_tokens[seq] = draft_tokens
         row = sequence_of(self.state.sampling, seq)
         own = SamplingTensors.from_params([params], self.state.pos.device, seed)
         copy_into(row, replace_fields(own, prompt=row.prompt, sample=row.sample))
@@ -368,26 +389,31 @@ class Session:
         preset = self._pick_preset(preset)
         mode = self.mode
         cycle = engine.cycles.by_mode[mode][preset]
+        rows = self.view.rows if any(self.live) else range(len(self.live))
         guided = self._is_guided()
         if guided:
-            guides = [guide if decodes else None for guide, decodes in zip(self.guides, self.live)]
+            live = self.live[rows.start : rows.stop]
+            guides = self.guides[rows.start : rows.stop]
+            guides = [guide if decodes else None for guide, decodes in zip(guides, live)]
             around = next(filter(None, guides)).around
-            cycle = Cycle(engine, around(engine, preset, guides, self.live), mode)
+            cycle = Cycle(engine, around(engine, preset, guides, live), mode)
+        cache, state = buffers.part(rows)
+        in_place = engine.captured or state is not buffers.state
 
-        def in_place() -> tuple[DrafterUpdate, Tensor]:
-            state, *outcome = cycle(buffers.cache, buffers.state)
-            copy_into(buffers.state, state)
+        def body() -> tuple[DrafterUpdate, Tensor]:
+            new, *outcome = cycle(cache, state)
+            if in_place:
+                copy_into(state, new)
+            else:
+                buffers.state = new
             return outcome
 
         if engine.captured and guided:  # the host makes the masks, so the cycle is not captured
-            update, report = in_place()
-        elif engine.captured:
-            update, report = run_step(engine, buffers, (mode, preset), in_place)
+            update, report = body()
         else:
-            with single_torch_thread(engine.target.fused is not None):
-                buffers.state, update, report = cycle(buffers.cache, buffers.state)
+            update, report = run_step(engine, buffers, (mode, preset), body)
         further = [observer.host_tensors(update, self.view) for observer in self.observers]
-        return CycleResult(report, preset, began, further)
+        return CycleResult(report, preset, began, further, rows)
 
     def _read(self, result: CycleResult, new: list[list[int]]) -> None:
         """Read a cycle. Writes: its tokens, to `new`; live, stats."""
@@ -487,7 +513,7 @@ class Session:
 
         def body() -> None:
             state = sequence_of(buffers.state, seq)
-            cache = buffers.cache.sequence(seq)
+            cache = sequence_of(buffers.cache, seq)
             inputs = (own, cache, state, mode, buffers.start, width, allowed)
             new, features = prefill_chunk(*inputs)
             copy_into(state, new)

@@ -235,11 +235,12 @@ def _most_used(table: list[dict[str, Any]]) -> str:
 def trace_row(tree_trace: list[list], seq: int, result: Any) -> dict[str, Any]:
     """Return one line of `trace`.
 
-    tree_trace: of all sequences, the tree's tokens, parents and depths, the accepted path, and the
-    nodes' values if there are any (a padded node's is null)
+    tree_trace: of the cycle's sequences, the tree's tokens, parents and depths, the accepted path,
+    and the nodes' values if there are any (a padded node's is null)
     result: `observer.CycleResult`
     """
-    tokens, parents, depths, path, *values = (column[seq] for column in tree_trace)
+    row = seq - result.rows.start
+    tokens, parents, depths, path, *values = (column[row] for column in tree_trace)
     length = result.length[seq]
     line = {
         "row": seq,
@@ -352,11 +353,13 @@ def sequence_memory(engine: Any) -> str:
     target = engine.target
     drafter = engine.drafter
     weight = target.norm.weight
-    target_cache = engine.slots * weight.itemsize * _cache_width(target.layers)
+    target_slot = slot_bytes(target.layers, engine.kv_dtype)
+    draft_slot = slot_bytes(drafter.layers or (), weight.dtype)
+    target_cache = engine.slots * target_slot
     shapes = map(target.config.state_shape, range(target.config.n_layers))
     # with the snapshots
     target_cache += sum(2 * shape.bytes(engine.nodes) for shape in shapes if shape is not None)
-    draft_cache = engine.slots * weight.itemsize * _cache_width(drafter.layers or ())
+    draft_cache = engine.slots * draft_slot
     # sets of scores over the vocabulary; sampling, which any call may ask for, adds the noise and
     # the adjusted scores
     scores = max(drafter.size, drafter.width) + drafter.size + drafter.depth + 1
@@ -365,12 +368,18 @@ def sequence_memory(engine: Any) -> str:
         "scores of a tree": 4 * target.config.vocab_size * scores,
         "its candidates": 20 * drafter.width**2,
     }
+    slot = target_slot + draft_slot
     if engine.config.compare:
         plan["those without a draft"] = target_cache
-    remedy = "lower --batch_size, --context or CHILDREN of --tree"
-    return check_memory(plan, str(weight.device), remedy, engine.config.batch_size)
+        slot += target_slot
+    device = str(weight.device)
+    sequences = engine.config.batch_size
+    missing = sum(plan.values()) - free_bytes(device) // sequences  # bytes of each
+    fits = max(engine.context - -(-missing // max(slot, 1)), 0)
+    remedy = f"lower --batch_size, --context ({fits} tokens would fit) or CHILDREN of --tree"
+    return check_memory(plan, device, remedy, sequences)
 
 
-def _cache_width(layers: Any) -> int:
-    """Return the number of keys and values of a slot, over all layers."""
-    return sum(layer.cache_width for layer in layers)
+def slot_bytes(layers: Any, dtype: Any) -> int:
+    """Return the bytes of a slot's keys and values, over all layers. dtype: of the cache"""
+    return sum(layer.slot_bytes(dtype) for layer in layers)

@@ -29,7 +29,7 @@ from kv_cache import TAPS, LayerState, StateShape, Window, causal_window
 from linear import Linear
 from ops.attention import with_sinks
 from ops.backends import TORCH, Backend
-from ops.cpu.layers import REGISTERS, CppStep
+from ops.cpu.layers import REGISTERS, CppStep, embedding_operands
 from ops.torch_backend import DeltaWeights
 from runtime import replace_fields
 
@@ -44,11 +44,14 @@ class Rows(NamedTuple):
     normed: Tensor | None = None  # [B, T, F], those after a norm
     gate: Tensor | None = None  # [B, T, H E], of an attention's output; [B, T, 1], of an expert's
     shared: Tensor | None = None  # [B, T, F], the result of the expert that all tokens share
+    per_layer: Tensor | None = None  # [B, T, L P], inputs of this layer and of those behind it
     # by `Rotate.rope`: cosines and sines, [B, T, 1, E] fp32 each
     ropes: tuple[tuple[Tensor, Tensor], ...] = ()
     # this layer's buffers, [B, Hkv, S, E] each, or its `LayerState`; without a cache the keys and
     # values of these tokens
     kv: tuple[Tensor, ...] | None = None
+    kept: dict[int, tuple[Tensor, ...]] | None = None  # without a cache: the last `kv` by window
+    tokens: Tensor | None = None  # [B, T] int64, for the steps before the first layer
     # by `Attend.window`: the slots that are written and seen; None: no cache, attention is causal
     windows: dict[int, Window] | None = None
     routing: Tensor | None = None  # of a mixture, from `Backend.route`
@@ -131,6 +134,7 @@ class Norm(Step):
     plus_one: bool = False
     source: str = "stream"
     to: str = "h"
+    parts: int = 1  # of a row, side by side, which are normed one by one by the same weight
 
     def modules(self) -> dict[str, nn.Module]:
         return {self.name: RMSNorm(self.dim, self.eps, self.plus_one)}
@@ -140,7 +144,10 @@ class Norm(Step):
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         norm = getattr(layer, self.name)
-        return rows.put(self.to, norm(getattr(rows, self.source)))
+        x = getattr(rows, self.source)
+        if self.parts > 1:
+            return rows.put(self.to, norm(x.unflatten(-1, (self.parts, -1))).flatten(-2))
+        return rows.put(self.to, norm(x))
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         gain = getattr(layer, self.name).gain
@@ -219,29 +226,52 @@ class HeadNorm(Step):
     """Norm every query and every key in `h`, head by head. Source: Qwen3 (arXiv 2505.09388)."""
 
     heads: int
-    kv_heads: int
+    kv_heads: int  # 0: there are queries alone
     head_dim: int
     eps: float
     plus_one: bool = False
+    values: bool = False  # values are normed, too, without a weight
 
     def modules(self) -> dict[str, nn.Module]:
-        return {
-            name: RMSNorm(self.head_dim, self.eps, self.plus_one) for name in ("q_norm", "k_norm")
-        }
+        names = ("q_norm", "k_norm") if self.kv_heads else ("q_norm",)
+        return {name: RMSNorm(self.head_dim, self.eps, self.plus_one) for name in names}
 
     def parameters(self) -> tuple[str, ...]:
-        return ("q_norm.weight", "k_norm.weight")
+        return tuple(f"{name}.weight" for name in self.modules())
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         qkv = rows.h.unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
+        if not self.kv_heads:
+            return rows.put("h", layer.q_norm(qkv).flatten(2))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        if self.values:
+            v = layer.backend.rms_norm(v, torch.ones_like(layer.q_norm.weight), self.eps)
         heads = torch.cat((layer.q_norm(q), layer.k_norm(k), v), dim=2)
         return rows.put("h", heads.flatten(2))
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
-        gains = (layer.q_norm.gain, layer.k_norm.gain)
+        of_q = layer.q_norm.gain
+        gains = [of_q, layer.k_norm.gain if self.kv_heads else of_q]
+        if self.values:
+            gains.append(torch.ones_like(of_q))
         counts = (self.heads, self.kv_heads, self.head_dim)
-        return CppStep("head_norm", weights=gains, counts=counts, numbers=(self.eps,))
+        return CppStep("head_norm", weights=tuple(gains), counts=counts, numbers=(self.eps,))
+
+
+@dataclass(frozen=True)
+class KeysAsValues(Step):
+    """Put a copy of the keys behind them: [B, T, (H + Hkv) E] -> [B, T, (H + 2 Hkv) E]."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        keys = rows.h[..., self.heads * self.head_dim :]
+        return rows.put("h", torch.cat((rows.h, keys), -1))
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("keys_as_values", counts=(self.heads * self.head_dim,))
 
 
 @dataclass(frozen=True)
@@ -306,13 +336,15 @@ class Rotate(Step):
     """
 
     heads: int
-    kv_heads: int
+    kv_heads: int  # 0: there are queries alone
     head_dim: int
     rope: int = 0  # which of the model's (`ModelConfig.ropes`)
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         qkv = rows.h.unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 Hkv, E]
         rope = rows.ropes[self.rope]
+        if not self.kv_heads:
+            return rows.put("h", layer.backend.rotary(qkv, rope, self.heads, 0)[0])
         if rows.windows is not None:
             slots = rows.windows[0].slots
             q = layer.backend.rotary_cache(qkv, rope, *rows.kv, slots)  # [B, T, H, E]
@@ -347,6 +379,7 @@ class Attend(Step):
     scale: float = 0.0  # of the scores; 0: E ** -0.5
     window: int = 0  # tokens that each one sees, itself included; 0: all before it
     sinks: int = 0  # heads that have a sink: all of them, H, or 0
+    shared: bool = False  # over keys and values of the last layer of this window that has its own
 
     def modules(self) -> dict[str, nn.Module]:
         return {"sinks": Sinks(self.sinks)} if self.sinks else {}
@@ -362,10 +395,11 @@ class Attend(Step):
             attend = layer.backend.attention
             y = attend(rows.h, *rows.kv, *seen, self.scale, paths=window.paths, sinks=sinks)
             return rows.put("h", y)
+        kv = rows.kept[self.window] if self.shared else rows.kv
         T = rows.h.shape[1]
         distance = torch.arange(T, device=rows.h.device)
         distance = distance[:, None] - distance  # [T, T]
-        k, v = rows.kv
+        k, v = kv
         seen = None
         if self.window or self.sinks:
             seen = (distance >= 0) & (distance < (self.window or T))
@@ -381,7 +415,8 @@ class Attend(Step):
             scale=self.scale or None,
             enable_gqa=True,
         )  # [B, H, T, E]
-        return rows.put("h", y.transpose(1, 2).flatten(2))
+        kept = (rows.kept or {}) | {self.window: kv}
+        return replace_fields(rows, h=y.transpose(1, 2).flatten(2), kept=kept)
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         weights = (layer.sinks.weight,) if self.sinks else ()
@@ -468,6 +503,34 @@ class Add(Step):
         return CppStep("add", "h", "stream", counts=(REGISTERS.index("stream"),))
 
 
+class Factor(nn.Module):
+    """One number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+@dataclass(frozen=True)
+class Scale(Step):
+    """Multiply the residual stream by a learned number."""
+
+    name: str
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {self.name: Factor()}
+
+    def parameters(self) -> tuple[str, ...]:
+        return (f"{self.name}.weight",)
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        return rows.put("stream", rows.stream * getattr(layer, self.name).weight)
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        factor = getattr(layer, self.name).weight
+        return CppStep("scale", "stream", "stream", (factor.float(),))
+
+
 # ------------------------------------------------------------------------------------- feed-forward
 
 
@@ -505,12 +568,14 @@ class Router(nn.Module):
 
     backend: Backend = TORCH
 
-    def __init__(self, dim: int, experts: int, chosen: int, norm_topk: bool, bias: bool = False):
+    def __init__(self, step: Route):
         super().__init__()
-        self.chosen = chosen
-        self.norm_topk = norm_topk
-        self.weight = nn.Parameter(torch.zeros(experts, dim))
-        self.bias = nn.Parameter(torch.zeros(experts)) if bias else None
+        self.chosen = step.chosen
+        self.norm_topk = step.norm_topk
+        self.score_scale = step.score_scale
+        self.weight = nn.Parameter(torch.zeros(step.experts, step.dim))
+        self.bias = nn.Parameter(torch.zeros(step.experts)) if step.bias else None
+        self.expert_scale = nn.Parameter(torch.ones(step.experts)) if step.expert_scale else None
 
     def logits(self, x: Tensor) -> Tensor:  # [..., F] -> [..., E] fp32
         return self.backend.router_logits(x, self.weight)
@@ -523,11 +588,17 @@ class Router(nn.Module):
         scores = self.logits(x)  # [..., E]
         if self.bias is not None:
             scores = scores + self.bias
+        if self.score_scale != 1:
+            scores = scores * self.score_scale
         best, expert = scores.sort(dim=-1, descending=True, stable=True)
         expert = expert[..., : self.chosen]
         if self.norm_topk:
-            return expert, best[..., : self.chosen].softmax(-1)
-        return expert, scores.softmax(-1).gather(-1, expert)
+            share = best[..., : self.chosen].softmax(-1)
+        else:
+            share = scores.softmax(-1).gather(-1, expert)
+        if self.expert_scale is not None:
+            share = share * self.expert_scale[expert]
+        return expert, share
 
 
 @dataclass(frozen=True)
@@ -543,25 +614,29 @@ class Route(Step):
     norm_topk: bool = True  # the routing weights of the chosen add up to 1
     name: str = "router"
     bias: bool = False
+    source: str = "h"  # the rows that experts are chosen by
+    score_scale: float = 1.0
+    expert_scale: bool = False  # each expert's share has a learned factor
 
     def modules(self) -> dict[str, nn.Module]:
-        sizes = (self.dim, self.experts, self.chosen)
-        return {self.name: Router(*sizes, self.norm_topk, self.bias)}
+        return {self.name: Router(self)}
 
     def parameters(self) -> tuple[str, ...]:
-        weight = (f"{self.name}.weight",)
-        return (*weight, f"{self.name}.bias") if self.bias else weight
+        has = {"weight": True, "bias": self.bias, "expert_scale": self.expert_scale}
+        return tuple(f"{self.name}.{kind}" for kind in has if has[kind])
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        expert, share = getattr(layer, self.name)(rows.h)  # [B, T, J]
+        expert, share = getattr(layer, self.name)(getattr(rows, self.source))  # [B, T, J]
         repeated = rows.h.flatten(0, 1).repeat_interleave(self.chosen, 0)
         routing = layer.backend.route(expert.flatten(), self.experts)
         return replace_fields(rows, h=repeated, routing=routing, share=share)
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         router = getattr(layer, self.name)
+        weights = (router.weight, router.bias, router.expert_scale)
         counts = (self.chosen, int(self.norm_topk))
-        return CppStep("route", weights=(router.weight, router.bias), counts=counts)
+        numbers = (self.score_scale,)
+        return CppStep("route", self.source, "h", weights, counts, numbers)
 
 
 @dataclass(frozen=True)
@@ -586,6 +661,54 @@ class AddShared(Step):
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         return CppStep("add", "h", "h", counts=(REGISTERS.index("shared"),))
+
+
+# ----------------------------------------------------------------------------- inputs of all layers
+
+
+@dataclass(frozen=True)
+class LookUp(Step):
+    """Read the tokens' rows of an embedding."""
+
+    name: str
+    vocab: int
+    dim: int
+    scale: float
+    to: str
+
+    def modules(self) -> dict[str, nn.Module]:
+        # not `nn.Embedding` itself, as normal_ on the meta device would import all of torch.compile
+        zeros = torch.zeros(self.vocab, self.dim)
+        return {self.name: nn.Embedding.from_pretrained(zeros, freeze=False)}
+
+    def parameters(self) -> tuple[str, ...]:
+        return (f"{self.name}.weight",)
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        x = to_stream_dtype(getattr(layer, self.name)(rows.tokens))
+        return rows.put(self.to, x * self.scale)
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        operands = embedding_operands(getattr(layer, self.name))
+        return CppStep("look_up", to=self.to, weights=operands, numbers=(self.scale,))
+
+
+@dataclass(frozen=True)
+class GatePerLayer(Step):
+    """Multiply the GELU of `h`, [B, T, P], by the layer's own part of `per_layer`, and take it off.
+
+    C++ counts layers and leaves `per_layer` whole.
+    """
+
+    width: int  # P
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        own, rest = rows.per_layer.tensor_split((self.width,), -1)
+        h = layer.backend.geglu(torch.cat((rows.h, own), -1))
+        return replace_fields(rows, h=h, per_layer=rest)
+
+    def for_cpp(self, layer: nn.Module) -> CppStep:
+        return CppStep("gate_per_layer", counts=(self.width,))
 
 
 # ---------------------------------------------------------------------------- inputs of draft heads

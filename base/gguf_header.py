@@ -96,6 +96,15 @@ class Metadata(dict):
                 )
             self[key] = values[0]
 
+    def with_first(self, key: str) -> Metadata:
+        """Return the metadata with the first value of a list in its place."""
+        values = self.get(key)
+        if type(values) is not list or not values:
+            return self
+        changed = Metadata(self.path)
+        changed.update(self | {key: values[0]})
+        return changed
+
     def size(self, key: str, default: Any = ..., most: int = MAX_SIZE) -> Any:
         """Return a width or a count. Raises: ValueError for one that no model has."""
         value = self.read(key, int, default)

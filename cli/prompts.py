@@ -6,6 +6,7 @@ No torch is imported.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -70,15 +71,21 @@ def read_grammar(config: GenerateConfig) -> str | dict | None:
     schema = parse_json(text, f"--grammar {config.grammar}")
     fault = f"--grammar {config.grammar} must hold a JSON schema, which is an object; correct it"
     require(isinstance(schema, dict), fault)
+    _check_grammar(schema)
     return schema
 
 
-def _check_grammar(text: str) -> None:
-    """Check a grammar in Lark or GBNF. A schema is checked when it is compiled."""
+def _check_grammar(source: str | dict) -> None:
+    """Check a grammar in Lark or GBNF, or a schema; keys that are not served are said later."""
     from llguidance import LLMatcher, grammar_from
 
     try:
-        fault = LLMatcher.validate_grammar(grammar_from("grammar", text))
+        if isinstance(source, str):
+            grammar = grammar_from("grammar", source)
+        else:
+            schema = json.dumps(source)
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": True})
+        fault = LLMatcher.validate_grammar(grammar)
     except ValueError as error:
         fault = str(error)
     require(not fault, f"the grammar is refused: {one_line(fault)}; correct it")
@@ -211,8 +218,10 @@ def with_options(
         own.check_numbers()
         check_sampled(own)
         draws.append((own.sampling, own.seed))
-    if not any(sampling.temperature for sampling, _ in draws):
-        for f in fields(config):  # a seed of load() may wait for a call with a temperature
+    # a seed of load() may wait for a call with a temperature, and one beside a temperature of 0
+    # belongs to a row of calls
+    if "temperature" not in options and config.temperature == 0:
+        for f in fields(config):
             of_noise = SAMPLED in f.metadata["needs"] or f.name == "seed"
             is_given = of_noise and options.get(f.name, f.default) != f.default
             require(not is_given, f"{f.name} has no effect at temperature 0; set temperature")

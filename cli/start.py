@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from base.gguf_header import read_header
 from base.head_kinds import head_kind
 from base.io import is_gguf, read_json
 from base.parsing import one_line_errors, parse_given, require
@@ -78,19 +79,23 @@ def with_text(command: Command) -> Command:
 
 
 def check_head_width(target: Path, config: GenerateConfig) -> None:
-    """Check that an EAGLE head is of the target's width, where both say theirs in config.json.
+    """Check that an EAGLE head in a directory is of the target's width, where both say theirs.
 
-    Raises: ValueError for another width, and for a broken config.json.
+    Raises: ValueError for another width, and for a broken header.
     """
     head = Path(config.head)
-    in_directories = config.head and not is_gguf(head) and not is_gguf(target)
-    if not in_directories or config.draft not in ("", "eagle", "eagle+ngram"):
+    in_directory = config.head and not is_gguf(head)
+    if not in_directory or config.draft not in ("", "eagle", "eagle+ngram"):
         return
     if head_kind(head) != "eagle":
         return
     of_head = read_json(head / "config.json")
     name = "target_hidden_size" if of_head.get("target_hidden_size") else "hidden_size"
     own = of_head.get(name)
-    width = read_json(target / "config.json").get("hidden_size")
+    if is_gguf(target):
+        keys = read_header(target).metadata
+        width = keys.get(f"{keys.get('general.architecture')}.embedding_length")
+    else:
+        width = read_json(target / "config.json").get("hidden_size")
     fault = f"{head}: {name} is {own}, the target's is {width}; use the head made for this target"
     require(own == width or type(own) is not int or type(width) is not int, fault)

@@ -20,6 +20,7 @@
    acceptance measured in the head's training; cycles without a tree set its pace.
 
 Trade-off: one preset for the whole batch, chosen on the host. The choice never changes a token.
+Cycles of other numbers of sequences have other costs, and are learnt apart.
 Not here: the cycles of the presets (decode.py), and a drafter at rest (deferred.py).
 """
 
@@ -28,7 +29,8 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -108,7 +110,10 @@ class AutoTrees(PresetPolicy):
         """lookup: an `NgramDrafter`, whose trees follow the smallest preset; None: there is none"""
         super().__init__(kept, reach)
         self.lookup = lookup
-        self.sizer: Autosizer | None = None
+        self.sizer: Autosizer | None = None  # of the next cycle
+        # by the sequences of a cycle, which the costs of trees depend on; shared by sessions
+        self.sizers: dict[int, Autosizer] = {}
+        self.new_sizer: Callable[[int], Autosizer] | None = None
         self.waiting = 0  # cycles since the drafter caught up
 
     def on_engine_ready(self, engine: Engine, time_presets: Callable[[], list[float]]) -> AutoTrees:
@@ -120,8 +125,21 @@ class AutoTrees(PresetPolicy):
         policy = super().on_engine_ready(engine, time_presets)
         if engine.config.accept == "exact" and ranks.this_rank().world_size == 1:
             times = time_presets() if engine.captured else ()
-            policy.sizer = sizer_of(engine, times, self.lookup)
+            policy.sizers = {}
+            policy.new_sizer = partial(sizer_of, engine, times, self.lookup)
+            policy._size_for(engine.config.batch_size if engine.captured else 1)
         return policy
+
+    def _size_for(self, rows: int) -> None:
+        """Go by the sizer for cycles of so many sequences. Writes: sizer, sizers."""
+        if self.new_sizer is not None:
+            if rows not in self.sizers:
+                self.sizers[rows] = self.new_sizer(rows)
+            self.sizer = self.sizers[rows]
+
+    def next_preset(self, view: View, reads_prompt: bool) -> int:
+        self._size_for(len(view.rows))
+        return super().next_preset(view, reads_prompt)
 
     def for_session(self) -> AutoTrees:
         policy = super().for_session()
@@ -149,17 +167,19 @@ class AutoTrees(PresetPolicy):
             self.sizer.observe(result.preset, accepted, result.seconds, len(live))
 
     def table(self, ran: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-        return self.sizer.table(ran) if self.sizer else []
+        busiest = max(self.sizers.values(), key=lambda sizer: sizer.cycles, default=None)
+        return busiest.table(ran) if busiest else []
 
 
-def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) -> Autosizer:
+def sizer_of(engine: Engine, timed_s: Sequence[float], lookup: Any, rows: int) -> Autosizer:
     """Build the sizer that chooses among an engine's presets.
 
     timed_s: seconds of one cycle of each preset, where they were timed
-    lookup: an `NgramDrafter`, whose trees are the presets behind the smallest
+    lookup: an `NgramDrafter`, whose trees are the presets behind the smallest; or None
+    rows: sequences of a cycle
     Writes: the user's cache, when the sizer is dropped or the process ends.
     """
-    config = engine.config
+    engine = replace(engine, config=replace(engine.config, batch_size=rows))
     file = file_of(engine)
     shapes = [shape_of(preset) for preset in engine.presets]
     rates = lookup.rates if lookup else None
@@ -172,8 +192,7 @@ def sizer_of(engine: Engine, timed_s: Sequence[float] = (), lookup: Any = None) 
         known.costs = [seconds / timed_s[0] for seconds in timed_s]
         known.seen = [RECALLED] * len(shapes)
     node = NODE[engine.option("quant")]
-    batch = config.batch_size
-    node *= batch / (1 + (batch - 1) * node)  # a cycle without a tree has one node per sequence
+    node *= rows / (1 + (rows - 1) * node)  # a cycle without a tree has one node per sequence
     # captured prefills read every prompt, because reading and skipping are two graphs
     smallest = engine.presets[0]
     may_skip_prompts = (

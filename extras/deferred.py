@@ -29,7 +29,7 @@ from extras.presets import PresetDrafter
 from model import Transformer
 from observer import View
 from ops.backends import Backend
-from runtime import copy_into, replace_fields
+from runtime import copy_into, replace_fields, sequences_of
 
 MAX_KEPT = 16  # tokens whose features are kept
 
@@ -204,6 +204,9 @@ def read_skipped(view: View, preset: int, waiting: int) -> int:
         largest = view.presets[-1]
 
         def body(state: DecodeState) -> None:
+            if view.has_parts:
+                waits = state.drafter_state.count.nonzero().flatten().tolist() or [0]
+                state = sequences_of(state, range(waits[0], waits[-1] + 1))
             text = DecodedTokens(state.tokens, state.pos)
             copy_into(state.drafter_state, largest.read_skipped(state.drafter_state, text))
 

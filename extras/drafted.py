@@ -42,6 +42,7 @@ class DraftMarks(NamedTuple):
     sources: list[str]  # of each token's draft; "" where the target alone decided it
     passes: int  # of the target, those of the prompt left out
     rejected: int  # rows of draft trees that were verified and not accepted
+    lengths: list[int]  # accepted tokens of each cycle that drafted
     cycles: list[int]  # of each token, the number of its cycle; -1 after the prompt
     trees: list[Nodes]  # of the cycles, where they are wanted
 
@@ -82,6 +83,7 @@ class Drafted(Observer):
         self.marks: list[list[str]] = [[] for _ in range(batch)]
         self.passes = [0] * batch
         self.rejected = [0] * batch
+        self.lengths: list[list[int]] = [[] for _ in range(batch)]
         self.cycles: list[list[int]] = [[] for _ in range(batch)]
         self.trees: list[list[Nodes]] = [[] for _ in range(batch)]
         self.count = [0] * batch  # cycles of the answer
@@ -95,9 +97,10 @@ class Drafted(Observer):
 
     def take(self, seq: int) -> DraftMarks:
         """Return the marks since the last call."""
-        counts = (self.passes[seq], self.rejected[seq])
+        counts = (self.passes[seq], self.rejected[seq], self.lengths[seq])
         marks = DraftMarks(self.marks[seq], *counts, self.cycles[seq], self.trees[seq])
         self.marks[seq] = []
+        self.lengths[seq] = []
         self.cycles[seq] = []
         self.trees[seq] = []
         self.passes[seq] = self.rejected[seq] = 0
@@ -119,6 +122,8 @@ class Drafted(Observer):
             drafted = min(result.length[seq], len(tokens)) if source else 0
             self.marks[seq] += [source] * drafted + [""] * (len(tokens) - drafted)
             self.passes[seq] += 1
+            if source:
+                self.lengths[seq].append(drafted)
             self.rejected[seq] += max(self.sizes[result.preset] - 1 - result.length[seq], 0)
 
     def after_prompt(self, seq: int, features: Tensor, root: int) -> None:
@@ -129,9 +134,10 @@ class Drafted(Observer):
 def nodes_of(columns: list[list], seq: int, result: CycleResult) -> Nodes:
     """Return the nodes of a verified tree, and the target's own token behind the accepted ones.
 
-    columns: of all sequences, tokens, parents, whether a node is valid, and the accepted path
+    columns: of the cycle's sequences, tokens, parents, whether a node is valid, the accepted path
     """
-    tokens, parents, valid, path = (column[seq] for column in columns)
+    row = seq - result.rows.start
+    tokens, parents, valid, path = (column[row] for column in columns)
     length = result.length[seq]
     accepted = path[: length + 1]
     numbers: dict[int, int] = {}  # without the padding

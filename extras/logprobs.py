@@ -71,8 +71,9 @@ class Logprobs(Observer):
         if not seqs:
             return ()
         most = max(self.wanted[seq] for seq in seqs)
-        tokens = update.tokens[seqs, 1:]
-        return (torch.tensor(seqs), *scored(self.target, update.features[seqs], tokens, most))
+        rows = [seq - view.rows.start for seq in seqs]  # of the cycle
+        tokens = update.tokens[rows, 1:]
+        return (torch.tensor(seqs), *scored(self.target, update.features[rows], tokens, most))
 
     def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
         for seq, *columns in zip(*copied):

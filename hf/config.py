@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from base.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
+from base.gguf_header import read_header
 from base.head_kinds import gguf_head_kind, head_kind
 from base.io import bundled_head, is_gguf, log_note, read_json
 from base.methods import HEAD_KINDS, MTP
@@ -36,7 +38,7 @@ from model import ModelConfig, Mtp
 from models import registry
 from models.keys import all_ids
 from ops.library import has_cpu_operators
-from options import GenerateConfig
+from options import GenerateConfig, Sampling
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -109,21 +111,38 @@ def open_files(path: Path) -> WeightFiles:
     return files
 
 
-STACKED = ("qwen3_5_moe", "glm4")  # the beginning of the types of models with such tensors
+STACKED = (
+    "qwen3_5_moe",
+    "gemma4",
+    "glm4",
+)  # the beginning of the types of models with such tensors
 # a stack of all experts' matrices -> the matrices of an expert, one below the other; those of
 # gpt-oss, in stacks.py, lie in another order
 STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 GATE_ABOVE_UP = ".mlp.gate_up_proj.weight"
+# parameters of a layer without a module of their own -> names like the others'
+BARE = {
+    ".layer_scalar": ".layer_scalar.weight",
+    ".router.scale": ".router.scale.weight",
+    ".router.per_expert_scale": ".router.proj.expert_scale",
+}
 
 
 def split_stacks(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Name each matrix of a feed-forward, or of each expert, that a file may hold in one tensor."""
+    """Name each matrix of a feed-forward, or of each expert, that a file may hold in one tensor.
+
+    And name what has no module as the weight of one.
+    """
     split = {}
     for name, read in readers.items():
         if name.endswith(GATE_ABOVE_UP):
             for half, matrix in enumerate(("gate_proj", "up_proj")):
                 both = partial(_half, read, half)
                 split[name.replace("gate_up_proj", matrix)] = both
+            continue
+        bare = next((end for end in BARE if name.endswith(end)), None)
+        if bare:
+            split[name.removesuffix(bare) + BARE[bare]] = read
             continue
         matrices = next((STACKS[end] for end in STACKS if name.endswith(end)), None)
         if matrices is None or read().dim() != 3:
@@ -188,6 +207,23 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
             return config_from(raw, row.name, extra_eos)
     name = (kind.architectures or [kind.model_type])[0]
     raise ValueError(f"{path}: {registry.refusal(name)}")
+
+
+def recommended_sampling(path: Path) -> dict[str, Any]:
+    """Return the sampling that a model names, by the fields of `options.Sampling`.
+
+    A directory names it in generation_config.json, a GGUF file in its metadata.
+    Raises: ValueError for a broken file.
+    """
+    if is_gguf(path):
+        metadata = read_header(path).metadata
+        found = {name: metadata.get(f"general.sampling.{name}") for name in Sampling._fields}
+        found["temperature"] = metadata.get("general.sampling.temp")
+    else:
+        file = path / "generation_config.json"
+        generation = read_json(file) if file.exists() else {}
+        found = {name: generation.get(name) for name in Sampling._fields}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def config_from(

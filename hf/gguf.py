@@ -50,7 +50,8 @@ PIECE = 2**18  # values that are made of blocks at a time: they fit in the secon
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, which yields `factor`
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # routers, and the confidence of a draft: they are small, and decide
-SMALL = (".gate.weight", ".router.weight", "confidence_head.proj.weight")
+SMALL = (".gate.weight", ".router.weight", ".router.proj.weight", "confidence_head.proj.weight")
+GATE_UP = "ffn_gate_up"  # a gate's rows, then those of up, of each expert in a stack
 # of an MTP layer, which follows the model's own layers -> those of Qwen3.5's directories
 NEXTN_NAMES = {
     "eh_proj": "fc",
@@ -245,13 +246,13 @@ class GgufFile(TensorSource):
         part = re.fullmatch(r"blk\.(\d+)\.(\w+?)(_exps|\.\d+)?", stem)
         if part is None:
             if name != "rope_freqs.weight":
-                yield f"{self.names.get(stem, stem)}.{leaf}", read
+                yield f"{(self.names | self.layout.beside).get(stem, stem)}.{leaf}", read
             return
         layer = f"{self._layer(part[1])}."
         kind = part[2]
         suffix = part[3]
         matrices = self.layout.mixture
-        if suffix == "_exps" and kind in matrices:  # all experts of a layer
+        if suffix == "_exps" and kind in (*matrices, GATE_UP):  # all experts of a layer
             shape = self._header.tensors[name].shape
             of_bias = leaf == "bias"
             if len(shape) != 3 - of_bias or shape[0] > MOST_EXPERTS:
@@ -260,9 +261,11 @@ class GgufFile(TensorSource):
                 raise ValueError(
                     f"{self.path}: {name} has the shape {list(shape)}; experts are {stack}"
                 )
-            for expert in range(shape[0]):
-                official = f"{layer}{matrices[kind].format(expert)}.{leaf}"
-                yield official, partial(self._tensor, name, expert)
+            kinds = ("ffn_gate", "ffn_up") if kind == GATE_UP else (kind,)
+            for part_number in range(shape[0] * len(kinds)):
+                expert, matrix = divmod(part_number, len(kinds))
+                official = f"{layer}{matrices[kinds[matrix]].format(expert)}.{leaf}"
+                yield official, partial(self._tensor, name, part_number)
         elif suffix and kind in matrices:  # one expert, in older files
             yield f"{layer}{matrices[kind].format(suffix[1:])}.{leaf}", read
         elif not suffix and kind == "ffn_gate_inp":
@@ -277,7 +280,8 @@ class GgufFile(TensorSource):
             yield f"{stem}.{leaf}", read
 
     def _is_gate_above_up(self, name: str) -> bool:
-        return self.layout.gate_above_up and name.endswith(".ffn_up.weight")
+        of_experts = name.endswith(f".{GATE_UP}_exps.weight")
+        return of_experts or (self.layout.gate_above_up and name.endswith(".ffn_up.weight"))
 
     def _layer(self, number: str) -> str:
         """Return the beginning of the names of a layer's tensors."""
@@ -316,7 +320,7 @@ class GgufFile(TensorSource):
         info = self._header.tensors[name]
         shape = info.shape
         if self._is_gate_above_up(name):
-            shape = (2, shape[0] // 2, *shape[1:])
+            shape = (2 * math.prod(shape[:-2]), shape[-2] // 2, shape[-1])
         size = self._sizes[name]
         start = info.offset
         if part is not None:
@@ -382,6 +386,12 @@ class GgufFile(TensorSource):
         if "rope_freqs.weight" not in self._header.tensors:
             return
         divisors = self._tensor("rope_freqs.weight").float()  # [E/2]
+        if self.layout.rope_keys:
+            try:
+                self.config |= self.layout.rope_keys(divisors)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {error}; use the original model") from None
+            return
         if bool((divisors == 1).all()):
             return
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
@@ -450,14 +460,14 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
+    row = row_of_gguf(architecture, bool(metadata.get(key("expert_count"))))
+    further = row.load().GGUF.keys(metadata, key)
     sizes = _sizes(header, key, embedding)
     max_positions = metadata.size(key("context_length"), most=MAX_COUNT)
     has_window = metadata.get(key("attention.sliding_window")) != 0  # 0: none
     window = None
     if has_window:
         window = metadata.size(key("attention.sliding_window"), None, MAX_COUNT)
-    row = row_of_gguf(architecture, "num_local_experts" in sizes)
-    further = row.load().GGUF.keys(metadata, key)
     return sizes | {
         "architectures": [row.name],
         "max_position_embeddings": max_positions,
@@ -468,6 +478,7 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
         "rope_scaling": _rope_scaling(metadata, key),
         "attention_bias": _has(tensors, r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
         "mlp_bias": _has(tensors, r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
+        "attention_k_eq_v": _lacks_values(tensors),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": end_ids(metadata),
@@ -479,6 +490,14 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
 def _has(names: Iterable[str], pattern: str) -> bool:
     """Return whether any name is of a pattern."""
     return any(re.fullmatch(pattern, name) for name in names)
+
+
+def _lacks_values(names: Iterable[str]) -> bool:
+    """Return whether a layer has keys and no values, as keys are both there."""
+    return any(
+        name.endswith(".attn_k.weight") and name.replace("attn_k", "attn_v") not in names
+        for name in names
+    )
 
 
 def _dtype_name(header: Header, type_names: dict[str, str]) -> str:
@@ -500,8 +519,12 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
     metadata = header.metadata
     tensors = header.tensors
 
+    layout = row_of_gguf(metadata["general.architecture"], False).load().GGUF
     for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        metadata.of_every_layer(key(name))
+        if layout.by_layer:
+            metadata = metadata.with_first(key(name))
+        else:
+            metadata.of_every_layer(key(name))
 
     def size(name: str, *default: Any) -> Any:
         return metadata.size(key(name), *default)
@@ -515,7 +538,6 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
     kv_heads = size("attention.head_count_kv", heads)
     experts = size("expert_count") if metadata.get(key("expert_count")) else 0
     rotated = size("rope.dimension_count", head_dim)
-    turns_parts = row_of_gguf(metadata["general.architecture"], False).load().GGUF.partial_rope
     value_dim = size("attention.value_length", head_dim)
     fits_embedding = len(embedding) == 2 and embedding[-1] == width
     rules = {
@@ -527,7 +549,8 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
         "head_count_kv must divide head_count": heads % kv_heads == 0,
         "key_length must be even": head_dim > 0 and head_dim % 2 == 0,
         f"head_count times key_length must be at most {MAX_SIZE}": heads * head_dim <= MAX_SIZE,
-        "the rotation of a part of a head is not supported": rotated == head_dim or turns_parts,
+        "the rotation of a part of a head is not supported": rotated == head_dim
+        or layout.partial_rope,
         "values must be as wide as keys": value_dim == head_dim,
     }
     for rule, holds in rules.items():

@@ -66,7 +66,7 @@ def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     names = {
         "embedding.weight": ("model.embed_tokens.weight",),
         "norm.weight": ("model.norm.weight",),
-    }
+    } | layer_names("", "model.", config.first(), config.names)
     if not config.tie_embeddings:
         names["lm_head.weight"] = ("lm_head.weight",)
     for i in range(config.n_layers):
@@ -713,6 +713,7 @@ def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
     def is_ignored(name: str) -> bool:
         of_mtp = config.mtp is not None and name.startswith(config.mtp.prefix)
         is_table = name.endswith("rotary_emb.inv_freq")
-        return of_mtp or is_table or name in repeated or no_bias(name)
+        is_unused = of_mtp or is_table or name.startswith(config.unused)
+        return is_unused or name in repeated or no_bias(name)
 
     return is_ignored

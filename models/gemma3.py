@@ -70,9 +70,12 @@ class Gemma3(ModelConfig):
 
     @property
     def embedding_scale(self) -> float:
-        scale = math.sqrt(self.dim)
+        return self.rounded(math.sqrt(self.dim))
+
+    def rounded(self, scale: float) -> float:
+        """Return the factor of an embedding as transformers, or llama.cpp, takes it."""
         if self.rounds_scale:
-            scale = torch.tensor(scale, dtype=DTYPES[self.dtype], device="cpu").item()
+            return torch.tensor(scale, dtype=DTYPES[self.dtype], device="cpu").item()
         return scale
 
     def layer(self, i: int) -> tuple[Step, ...]:

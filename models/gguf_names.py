@@ -39,12 +39,16 @@ class GgufLayout:
 
     layer: dict[str, str] = field(default_factory=lambda: LAYER)
     mixture: dict[str, str] = field(default_factory=lambda: MIXTURE)
+    beside: dict[str, str] = field(default_factory=dict)  # of tensors that are of no layer
     interleaved: bool = False  # rows of queries and keys are in the order of llama.cpp's rotation
     norms_plus_one: bool = False  # one was added to the weights of norms
     partial_rope: bool = False  # RoPE may turn a part of each head
+    by_layer: bool = False  # widths and heads may differ between layers, which `keys` reads
     gate_above_up: bool = False  # one tensor, ffn_up, holds the rows of the gate, then those of up
     # a tensor of a layer, with its ending -> Hugging Face's, and the function that makes it; no one
     # is taken from it, whatever it is
     changed: dict[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
+    # divisors of RoPE's frequencies in the file -> further keys of config.json; None: as LLaMA 3's
+    rope_keys: Callable[[Any], dict[str, Any]] | None = None
     # (metadata, key of a name) -> further keys of config.json
     keys: Callable[[Any, Callable[[str], str]], dict[str, Any]] = _no_keys

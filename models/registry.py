@@ -42,6 +42,7 @@ ROWS = (
     Row("mimo", "MiMoForCausalLM", "mimo"),
     Row("mixtral", "MixtralForCausalLM", "mixtral"),
     Row("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
+    Row("gemma4", "Gemma4ForCausalLM", "gemma4_text", "gemma4"),
     Row("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text", "qwen35"),
     Row("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     Row("glm4", "Glm4ForCausalLM", "glm4", "glm4"),

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import kv_codes
 from ops.library import cuda_products, has_triton, lib
 from ops.torch_backend import visible_slots
 
@@ -78,15 +79,15 @@ def _tree_attention_torch(
     paths: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    if q.dtype != k.dtype:
+    if k.dtype not in (q.dtype, torch.int8):
         narrow = q.to(k.dtype)
         y = _tree_attention_torch(narrow, k, v, start, mask, first, scale, sinks=sinks)
         return y.to(q.dtype)
     longest = int(start.max())
     used = longest + mask.shape[2]
     lowest = 0 if first is None else int(first.min())
-    k = k[:, :, lowest:used]
-    v = v[:, :, lowest:used]
+    k = kv_codes.decode(k[:, :, lowest:used], q.shape[3], q.dtype)
+    v = kv_codes.decode(v[:, :, lowest:used], q.shape[3], q.dtype)
     if q.shape[0] == 1 and first is None and sinks is None:
         if mask.shape[1:] == (1, 1):  # one token that sees everything: no mask at all
             return _attend(q, k, v, None, scale)

@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
-    "model.py": "943e7c1b",
-    "ops/torch_backend.py": "2e525a1e",
-    "steps.py": "cebbec2b",
+    "model.py": "d237a54f",
+    "ops/torch_backend.py": "600654a3",
+    "steps.py": "670d6941",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"
 WITHOUT_EFFECT = re.compile(rf'"""[\s\S]*?"""|#.*|{IMPORT}', re.MULTILINE)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import kv_codes
 from ops import weight as weights
 from ops.tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
 from ops.weight import LAYOUTS, Weight
@@ -632,8 +633,8 @@ def rotate_into(
     kv_heads = k.shape[1]
     queries, keys = rotary(qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads)
     batch = torch.arange(len(qkv), device=qkv.device)[:, None]  # [B, 1]
-    k[batch, :, slots] = keys.to(k.dtype)
-    v[batch, :, slots] = qkv[:, :, -kv_heads:].to(v.dtype)
+    k[batch, :, slots] = kv_codes.encode(keys, k.dtype)
+    v[batch, :, slots] = kv_codes.encode(qkv[:, :, -kv_heads:], v.dtype)
     return queries
 
 
@@ -650,8 +651,9 @@ def attention(
 ) -> Tensor:
     """Attend from T new tokens to a prefix and to a masked window behind it.
 
-    q: [B, T, H, E], in the cache's dtype; on a CPU also in fp32 over a cache in bf16
-    k, v: [B, Hkv, S, E], the cache; the tokens' own keys and values are already in it
+    q: [B, T, H, E], in the cache's dtype; on a CPU also in fp32 over a cache in bf16 or in 8 bits
+    k, v: [B, Hkv, S, E], the cache; the tokens' own keys and values are already in it. In 8 bits,
+        rows of `kv_codes.row_width`
     start: [B] int64, slots below it are visible to all tokens; start + W <= S
     mask: [B, T, W] bool, the slots among start .. start+W-1 that each token sees, at least one
     first: [B, T] int64, slots below it are hidden from a token and not read; 0 <= first < start + W
@@ -659,12 +661,17 @@ def attention(
     scale: of the scores; 0: E ** -0.5
     paths: [B, T, 1 + W] int32, from a backend's `path_table`, or None; read by that backend only
     sinks: [H], a further score of every row of a head, which takes its share and has no value
-    Returns: [B, T, H * E] in q's dtype. Every slot is read, and the softmax is in fp32.
+    Returns: [B, T, H * E] in q's dtype. The softmax is in fp32. A traced or captured step reads
+        every slot; any other those before the end of the last window.
     """
     B, T, H, E = q.shape
     group = H // k.shape[1]
-    k = k.repeat_interleave(group, dim=1).float()  # [B, H, S, E]
-    v = v.repeat_interleave(group, dim=1).float()  # [B, H, S, E]
+    if not _is_recorded(start):
+        used = int(start.max()) + mask.shape[2]
+        k = k[:, :, :used]
+        v = v[:, :, :used]
+    k = kv_codes.decode(k, E).repeat_interleave(group, dim=1)  # [B, H, S, E] fp32
+    v = kv_codes.decode(v, E).repeat_interleave(group, dim=1)  # [B, H, S, E] fp32
     scores = q.transpose(1, 2).float() @ k.transpose(2, 3) * (scale or E**-0.5)  # [B, H, T, S]
     hidden = ~visible_slots(start, mask, first, k.shape[2])[:, None]  # [B, 1, T, S]
     scores = scores.masked_fill(hidden, float("-inf"))
@@ -672,6 +679,12 @@ def attention(
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(B, H, T, 1)), -1)
     y = scores.softmax(-1)[..., : k.shape[2]] @ v  # [B, H, T, E]
     return y.transpose(1, 2).reshape(B, T, H * E).to(q.dtype)
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Return whether a step is traced or captured, so that no number of a tensor can be read."""
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return captured or torch.compiler.is_compiling()
 
 
 def visible_slots(start: Tensor, mask: Tensor, first: Tensor | None, slots: int) -> Tensor:

@@ -211,6 +211,17 @@ def check_same_on_all_ranks(config: GenerateConfig, **others: Any) -> None:
         check_same(name, [values.get(name) for values in gathered])
 
 
+def smallest(value: int) -> int:
+    """Return the smallest of all ranks' values."""
+    world = this_rank().world_size
+    if world == 1:
+        return value
+    gathered = [value] * world
+    with collective_errors():
+        dist.all_gather_object(gathered, value)
+    return min(gathered)
+
+
 def check_same(name: str, values: list) -> None:
     """Check that a value is the same on all ranks. Raises: ValueError with two that differ."""
     for rank, value in enumerate(values):

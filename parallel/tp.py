@@ -168,6 +168,8 @@ def check_parts(
     """
     if any(map(config.state_shape, range(config.n_layers))):
         raise ValueError(f"{path}: a model with recurrent layers runs on one rank; start one")
+    if len(set(map(config.kv_shape, range(config.n_layers)))) > 1:
+        raise ValueError(f"{path}: a model with heads of two widths runs on one rank; start one")
     inputs = split_inputs(config)
     kv_heads = config.n_kv_heads
 

@@ -22,22 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from base.io import check_output, folder_lock, log_note, replace_file, show_progress
 from base.parsing import one_line_errors, option, parse, require
-from extras.datastore import LONGEST
-from extras.kept_texts import vocabulary_of
-from hf.config import read_config
-from hf.fetch import fetched
-from hf.tokenizer import load_tokenizer
 from options import DEFAULT
-
-BYTES = 48  # of memory per token, while the suffix array is made
 
 
 @dataclass
@@ -47,6 +36,22 @@ class BuildConfig:
     folder: str = option("", "folder of text files", positional=True)
     out: str = option("", "file to write")
     checkpoint: str = option(DEFAULT, "the target, for its tokenizer")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(BuildConfig, "build_datastore.py", __doc__) if __name__ == "__main__" else None
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from extras.datastore import LONGEST
+from extras.kept_texts import vocabulary_of
+from hf.config import read_config
+from hf.fetch import fetched
+from hf.tokenizer import load_tokenizer
+
+BYTES = 48  # of memory per token, while the suffix array is made
 
 
 def read_texts(folder: Path) -> Iterator[str]:
@@ -141,7 +146,7 @@ def build(config: BuildConfig) -> int:
 
 def main() -> None:
     """Run the command line."""
-    config = parse(BuildConfig, "build_datastore.py", __doc__)
+    config = COMMAND or parse(BuildConfig, "build_datastore.py", __doc__)
     with one_line_errors("build_datastore.py"):
         count = build(config)
     print(f"wrote {config.out}: {count:,} tokens")

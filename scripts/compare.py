@@ -60,7 +60,7 @@ class CompareConfig:
     max_new_tokens: int = option(128, "tokens per turn", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0)
     quant: str = option("none", "round the target's weights", ("none", "int8", "int4"))
-    context: int = option(0, "KV capacity in tokens; 0: the model's, at most 4096", least=0)
+    context: int = option(0, "KV capacity in tokens; 0: as of generate.py", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     def bench(self, tasks: str) -> papers.BenchConfig:

@@ -20,29 +20,38 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.parsing import one_line_errors, parse
+from base.parsing import one_line_errors, parse_given
+from cli.prompts import read_grammar
+from server.options import ABOUT, ServeConfig
 
 
-def main() -> None:
-    """Run the command line."""
-    with one_line_errors("serve.py"):  # a package that is missing is named
-        from server.parameters import ABOUT, ServeConfig
+def check_packages() -> None:
+    """Check that the server's own packages are there. Raises: ValueError."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        parse(ServeConfig, "serve.py", ABOUT)  # --help needs no package
-        print(
-            f"serve.py: {error.name} is missing; pip install -r scripts/requirements-serve.txt",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    import server.app
+        remedy = "pip install -r scripts/requirements-serve.txt"
+        raise ValueError(f"{error.name} is missing; {remedy}") from None
+
+
+def main() -> None:
+    """Run the command line. Mistakes that need only a header come before torch is imported."""
+    config, given = parse_given(ServeConfig, "serve.py", ABOUT)
+    with one_line_errors("serve.py"):
+        config.check()
+        check_packages()
+        from hf.fetch import fetched
+        from models.registry import check_architecture
+
+        check_architecture(fetched(config.checkpoint))
+        read_grammar(config)
+        import server.app  # a package that is missing is named
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # a regular exit saves the measurements of --tree auto
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    server.app.main()
+    server.app.main(config, given)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Serve a model to OpenAI clients: completions and chat, streamed or whole.
+"""Serve a model to OpenAI clients: completions, chats and responses, streamed or whole.
 
 scripts/serve.py starts it, with every option of generate.py that says what is decoded and how.
 
 1. One thread decodes (batcher.py): one session serves requests side by side. A finished sequence,
    or one whose client has left, is evicted for the next request.
 2. The event loop reads requests (transport.py), refuses unserved options by name (parameters.py),
-   and answers (replies.py): whole, or in events as the text comes.
+   and answers (replies.py, responses.py): whole, or in events as the text comes. Texts that are
+   only read are answered by readings.py.
 
 The text is a function of (weights, prompt, temperature, top_k, top_p, min_p, seed, number of the
 choice), and of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance):
 that of generate.py for this prompt and these options, in a batch of any size and company, but for
 the bytes of a character that is cut at the end. Tool calls are taken out of it (tool_calls.py).
-Without a seed one is drawn; the other options are the server's where a request names none.
+Without a seed one is drawn; the other options are the server's where a request names none, and its
+sampling that of the model, as far as one recommends any.
 Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
 / is a page to chat with (page.html), /health says whether answers are decoded, /metrics gives
 counters in Prometheus' text form. `draft: false` in a request decodes without drafting.
@@ -25,9 +27,8 @@ Not here: TLS. The default address is reached from this machine alone; with anot
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -44,9 +45,10 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from base.io import log_note
-from base.parsing import one_line_errors, parse
+from base.parsing import one_line_errors
 from decode import Engine
 from extras.drafted import told_draft
+from extras.kv_store import KVStore
 from generate import load
 from load import warm_up
 from observer import Observer
@@ -54,8 +56,17 @@ from options import Sampling
 from parallel import ranks
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
-from server.parameters import ABOUT, SHOWN, RequestParams, RequestReader, ServeConfig, no_model
+from server.options import ServeConfig
+from server.parameters import (
+    SHOWN,
+    RequestParams,
+    RequestReader,
+    no_model,
+    with_recommended_sampling,
+)
+from server.readings import Readings
 from server.replies import Reply, joined
+from server.responses import ResponseReply, as_chat
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
 from server.turns import dropped_messages
 
@@ -76,8 +87,10 @@ class Server:
         self.engine = engine
         self.config = config
         self.name = Path(config.checkpoint).name
-        self.batcher = Batcher(engine, config.max_waiting)
+        store = KVStore(engine, Path(config.kv_store)) if config.kv_store else None
+        self.batcher = Batcher(engine, config.max_waiting, store)
         self.reader = RequestReader(engine, config, self.name)
+        self.readings = Readings(self.reader)
         self.reading = asyncio.Lock()  # tokenizers are used by one thread at a time
 
     def app(self) -> Starlette:
@@ -98,9 +111,13 @@ class Server:
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
+            Route("/tokenize", partial(self.read, self.readings.tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self.read, self.readings.detokenize), methods=["POST"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/v1/fit", self.fit, methods=["POST"]),
-            Route("/v1/completions", partial(self.answer, chat=False), methods=["POST"]),
-            Route("/v1/chat/completions", partial(self.answer, chat=True), methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
         ]
         handlers = {
             Refusal: _refused,
@@ -138,7 +155,7 @@ class Server:
                 "rests": engine.presets[0].size == 1,
                 "chat": engine.template is not None,
                 "context": engine.context,
-                "temperature": engine.config.temperature,
+                **engine.config.sampling._asdict(),
                 "max_tokens": min(self.config.max_new_tokens, engine.context),
             }
         )
@@ -170,14 +187,54 @@ class Server:
             dropped = await asyncio.to_thread(dropped_messages, self.reader, body, chat)
         return JSONResponse({"dropped": dropped})
 
-    async def answer(self, request: Request, chat: bool) -> Response:
-        """Answer a completion or a chat."""
+    async def read(self, work: Callable[[Any], dict], request: Request) -> Response:
+        """Answer with what a function makes of the body."""
         body = await json_body(request, self.config.max_body)
         async with self.reading:
-            asked = await asyncio.to_thread(self.reader.read, body, chat)
+            return JSONResponse(await asyncio.to_thread(work, body))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Answer with the vectors of texts."""
+        body = await json_body(request, self.config.max_body)
+        async with self.reading:
+            texts = await asyncio.to_thread(self.readings.texts, body)
+        vectors = []
+        for text in texts:  # one at a time, so that answers go on between them
+            work = partial(self.readings.vector, text)
+            vectors.append(await asyncio.wrap_future(self.batcher.call(work)))
+        return JSONResponse(self.readings.embeddings(body, sum(map(len, texts)), vectors))
+
+    async def complete(self, request: Request) -> Response:
+        """Answer a completion."""
+        asked = await self._asked(await json_body(request, self.config.max_body), False)
+        reply = Reply(asked, False, self.name, self.engine.tokenizer)
+        return await self._answer(request, reply)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a chat."""
+        asked = await self._asked(await json_body(request, self.config.max_body), True)
+        reply = Reply(asked, True, self.name, self.engine.tokenizer)
+        return await self._answer(request, reply)
+
+    async def respond(self, request: Request) -> Response:
+        """Answer a chat in the form of Responses."""
+        body = await json_body(request, self.config.max_body)
+        asked = await self._asked(as_chat(body), True)
+        reply = ResponseReply(asked, body, self.name, self.engine.tokenizer)
+        return await self._answer(request, reply)
+
+    async def _asked(self, body: Any, chat: bool) -> RequestParams:
+        async with self.reading:
+            return await asyncio.to_thread(self.reader.read, body, chat)
+
+    async def _answer(self, request: Request, reply: Reply) -> Response:
+        asked = reply.asked
         pieces: asyncio.Queue[Delta | Refusal] = asyncio.Queue()
-        jobs = self._jobs(asked, chat, pieces)
-        reply = Reply(asked, chat, self.name, self.engine.tokenizer)
+        if asked.echoes:
+            echoes = self.batcher.call(partial(self.readings.echoes, asked))
+            for piece in await asyncio.wrap_future(echoes):
+                pieces.put_nowait(piece)
+        jobs = self._jobs(asked, reply.chat, pieces)
         self.batcher.submit(jobs)
         if asked.stream:
             events = _events(pieces, jobs, reply)
@@ -198,14 +255,20 @@ class Server:
     ) -> list[Job]:
         engine = self.engine
         loop = asyncio.get_running_loop()
+        copies = asked.samples if asked.sampling.temperature == 0 else 1  # equal answers
 
         def tell(piece: Delta | Refusal) -> None:
+            of_all = [piece]
+            if isinstance(piece, Delta):
+                of_all = [piece._replace(choice=piece.choice + i) for i in range(copies)]
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                for each in of_all:
+                    loop.call_soon_threadsafe(pieces.put_nowait, each)
 
         jobs = []
         for number, prompt in enumerate(asked.prompts):
-            for sample in range(asked.samples):
+            echoed = engine.tokenizer.decode(prompt, True) if asked.echoes else ""
+            for sample in range(0, asked.samples, copies):
                 job = Job(
                     prompt,
                     asked.sampling,
@@ -215,10 +278,11 @@ class Server:
                     decoder=engine.tokenizer.stream(not chat, asked.shown),
                     stops=asked.stops,
                     guide=asked.guide,
-                    drafts=asked.wants_drafts,
+                    draft_tokens=asked.draft_tokens,
                     shows_half=False,
-                    choice=len(jobs),
+                    choice=number * asked.samples + sample,
                     likeliest=asked.likeliest,
+                    before=len(echoed),
                     tell=tell,
                     wants_trees=asked.wants_trees and asked.stream,
                 )
@@ -254,12 +318,12 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _take(pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job]) -> AsyncIterator[Delta]:
-    """Yield the pieces of all answers until all are over.
+async def _take(pieces: asyncio.Queue[Delta | Refusal], choices: int) -> AsyncIterator[Delta]:
+    """Yield the pieces of all choices until all are over.
 
     Raises: Refusal when the server ends or fails.
     """
-    open = len(jobs)
+    open = choices
     while open:
         piece = await pieces.get()
         if isinstance(piece, Refusal):
@@ -268,31 +332,35 @@ async def _take(pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job]) -> Asyn
         yield piece
 
 
+def _cached(jobs: list[Job], asked: RequestParams) -> int:
+    """Count the tokens of prompts that were not read again, once for each prompt."""
+    return sum(job.cached for job in jobs if job.choice % asked.samples == 0)
+
+
 async def _whole(
     pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
 ) -> dict[str, Any]:
-    answers: list[list[Delta]] = [[] for _ in jobs]
-    async for piece in _take(pieces, jobs):
+    answers: list[list[Delta]] = [[] for _ in range(reply.asked.choices)]
+    async for piece in _take(pieces, len(answers)):
         answers[piece.choice].append(piece)
+    reply.cached = _cached(jobs, reply.asked)
     return reply.whole([joined(parts) for parts in answers])
 
 
 async def _events(
     pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
 ) -> AsyncIterator[str]:
-    tokens = [0] * len(jobs)
+    tokens = [0] * reply.asked.choices
     try:
-        for job in jobs if reply.chat else ():
-            yield reply.begin(job.choice)
-        async for piece in _take(pieces, jobs):
+        yield reply.begin()
+        async for piece in _take(pieces, len(tokens)):
             tokens[piece.choice] = piece.tokens
             if piece.text or piece.reason:
                 yield reply.piece(piece)
-        if reply.asked.usage:
-            yield reply.event([], reply.usage(tokens))
-        yield "data: [DONE]\n\n"
+        reply.cached = _cached(jobs, reply.asked)
+        yield reply.end(tokens)
     except Refusal as error:
-        yield f"data: {json.dumps(error.body)}\n\n"
+        yield reply.fault(error)
     finally:  # also when the client has left
         for job in jobs:
             job.left = True
@@ -321,13 +389,12 @@ def warm_other_modes(engine: Engine) -> None:
             warm_up(replace(engine, config=other, policy=Observer()))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    config = parse(ServeConfig, "serve.py", ABOUT, argv)
+def main(config: ServeConfig, given: set[str]) -> None:
+    """Run the server. given: names of the options that were given"""
     with one_line_errors("serve.py"):
-        config.check()
         ranks.refuse_torchrun()
         with listen(config) as listener:  # before the model is loaded
+            config = with_recommended_sampling(config, given)
             server = Server(load_engine(config), config)
             host, port = listener.getsockname()[:2]
             if ":" in host:

@@ -4,6 +4,7 @@
 2. The thread hands jobs to a `Scheduler` (scheduler.py). After each step it passes the new text of
    every answer (`Delta`) to its job.
 3. A job whose client has left is cancelled before the next step.
+4. Texts that are only read (`Batcher.call`) are read between two steps.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from base.io import log_note
 from decode import Engine
 from extras.drafted import Drafted, DraftMarks, Nodes, Spans
+from extras.kv_store import KVStore
 from extras.logprobs import Logprob, Logprobs
 from scheduler import Piece, Request, Scheduler
 from server.counters import Counters
@@ -45,7 +48,7 @@ class Scored(NamedTuple):
 
     id: int
     start: int  # characters of the answer before it
-    logprob: Logprob
+    logprob: Logprob | None  # None: of a text's first token
 
 
 class Drafts(NamedTuple):
@@ -55,6 +58,7 @@ class Drafts(NamedTuple):
     accepted: int = 0  # of these, tokens that were drafted
     rejected: int = 0  # rows of draft trees that were verified and not accepted
     passes: int = 0  # of the target, those of the prompt left out
+    lengths: tuple[int, ...] = ()  # accepted tokens of each pass that had any drafted
     # the piece's text in parts: the source of the draft, "" for none, its characters, its cycle
     spans: tuple[tuple[str, int, int], ...] = ()
     trees: tuple[Nodes, ...] = ()  # of cycles, where the request asks for them
@@ -87,6 +91,7 @@ class Job(Request):
     choice: int  # its number in the response
     likeliest: int | None  # tokens beside each log-probability; None: no log-probabilities
     tell: Callable[[Delta | Refusal], None]  # called by the batcher's thread
+    before: int = 0  # characters of the prompt, where the answer begins with it
     wants_trees: bool = False
     left: bool = False  # the client has left
     came: float = field(default_factory=time.perf_counter)  # host's clock (s)
@@ -108,7 +113,14 @@ class Job(Request):
         count = len(piece.tokens)
         accepted = count - marks.sources[:count].count("")
         self.drafts_left = self.drafts_left.and_more(
-            Drafts(count, accepted, marks.rejected, marks.passes, trees=tuple(marks.trees))
+            Drafts(
+                count,
+                accepted,
+                marks.rejected,
+                marks.passes,
+                tuple(marks.lengths),
+                trees=tuple(marks.trees),
+            )
         )
 
     def delta(self, text: str) -> Delta:
@@ -120,7 +132,8 @@ class Job(Request):
             cut_by = {"length": "max_tokens", "context": "context"}.get(self.reason, "")
         scored = []
         while self.scored and self.scored[0].start < len(self.text):
-            scored.append(self.scored.popleft())
+            token = self.scored.popleft()
+            scored.append(token._replace(start=token.start + self.before))
         drafts = Drafts()
         if text or reason:
             drafts = self.drafts_left._replace(spans=tuple(self.spans.take(len(text))))
@@ -131,10 +144,10 @@ class Job(Request):
 class Batcher(threading.Thread):
     """The thread that decodes."""
 
-    def __init__(self, engine: Engine, most: int):
-        """most: jobs that may wait"""
+    def __init__(self, engine: Engine, most: int, store: KVStore | None = None):
+        """most: jobs that may wait; store: of texts that have no place any more"""
         super().__init__(daemon=True)
-        self.scheduler = Scheduler(engine, self._on_admitted)
+        self.scheduler = Scheduler(engine, self._on_admitted, store)
         self.logprobs = Logprobs(engine.target)
         self.drafted = Drafted(engine)
         self.scheduler.session.observers += [self.logprobs, self.drafted]
@@ -142,6 +155,7 @@ class Batcher(threading.Thread):
         self.capacity = most + engine.config.batch_size
         self.new: list[Job] = []  # not handed to the scheduler yet
         self.jobs: list[Job] = []  # handed to it, and unfinished
+        self.calls: list[tuple[Callable[[], Any], Future]] = []
         self.changed = threading.Condition()  # guards the fields here
         self.open = True  # takes jobs
         self.failed = False  # decoding raised
@@ -159,6 +173,21 @@ class Batcher(threading.Thread):
                 )
             self.new += jobs
             self.changed.notify()
+
+    def call(self, work: Callable[[], Any]) -> Future:
+        """Run work that needs the model between two steps.
+
+        Returns: its result to come. Raises: Refusal when too much waits.
+        """
+        with self.changed:
+            if not self.open:
+                raise self._ended()
+            if len(self.calls) > self.most:
+                raise Refusal(429, f"{self.most} texts wait to be read already; try again later")
+            future: Future = Future()
+            self.calls.append((work, future))
+            self.changed.notify()
+            return future
 
     def page(self) -> str:
         """Return the counters, in Prometheus' text form."""
@@ -183,6 +212,17 @@ class Batcher(threading.Thread):
             self.open = False
             for job in (*self.jobs, *self.new):
                 job.tell(self._ended())
+            for _, future in self.calls:
+                future.set_exception(self._ended())
+        self._keep_all()
+
+    def _keep_all(self) -> None:
+        """Give the texts of all places to the store, as far as they are read."""
+        scheduler = self.scheduler
+        if scheduler.store is not None and not self.failed:
+            for place in range(len(scheduler.running)):
+                scheduler.session.release(place)
+                scheduler.store.put(scheduler.session, place)
 
     def _counts(self) -> tuple[int, int]:
         """Count the answers that are decoded, and those that wait and whose clients are there."""
@@ -201,7 +241,7 @@ class Batcher(threading.Thread):
         Returns: False at the end.
         """
         with self.changed:
-            self.changed.wait_for(lambda: self.jobs or self.new or not self.open)
+            self.changed.wait_for(lambda: self.jobs or self.new or self.calls or not self.open)
             for job in self.new:
                 self.scheduler.submit(job)
             self.jobs += self.new
@@ -223,6 +263,12 @@ class Batcher(threading.Thread):
             self.counters.ended[reason] += 1
 
     def _step(self) -> None:
+        while self.calls:
+            work, future = self.calls[0]
+            if future.set_running_or_notify_cancel():
+                future.set_result(work())
+            with self.changed:
+                self.calls.pop(0)
         for piece in self.scheduler.step():
             self._tell(piece)
         self.counters.step(self.scheduler.take_stats())

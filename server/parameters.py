@@ -1,4 +1,4 @@
-"""The options of serve.py, and the parameters of its requests, read and checked.
+"""The parameters of serve.py's requests, read and checked.
 
 A parameter that is not served is refused by name, unless its value cannot change the answer.
 """
@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from base.io import LocalError
-from base.parsing import MOST, option
+from base.parsing import MOST, require
 from cli.prompts import ContextOverflow, check_ids, check_sampled
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
 from hf.chat import NO_TEMPLATE, chat_template, words_as_text
+from hf.config import recommended_sampling
 from hf.fetch import fetched
 from hf.thinking import Tags, closed, hidden_tags, opened_by
-from options import GenerateConfig, Sampling
+from options import Sampling
 from server.batcher import Refusal
+from server.options import ServeConfig
 from server.tool_calls import (
     Syntax,
     Tools,
@@ -30,7 +32,6 @@ from server.tool_calls import (
     syntax_of,
 )
 
-ABOUT = "Serve a model to OpenAI clients."
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN = 100  # characters of a request that a message repeats, at most
 MOST_LIKELIEST = 20  # tokens beside each log-probability
@@ -107,57 +108,37 @@ NEUTRAL: dict[str, tuple] = dict.fromkeys(sorted(SWITCHES), NOTHING) | {
 SERVED = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
     "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
-    "draft", "trees", "do_sample",
+    "draft", "draft_tokens", "trees", "do_sample",
 }  # fmt: skip
-OF_PROMPTS = {"add_special_tokens", "add_bos_token"}  # of completions
+OF_PROMPTS = {"add_special_tokens", "add_bos_token", "echo"}  # of completions
 # of chats
 OF_TEMPLATES = {
     "chat_template_kwargs", "reasoning_effort", "include_reasoning", "enable_thinking", "think",
+    "continue_final_message", "add_generation_prompt",
 }  # fmt: skip
+# parts of a message
+UNSERVED = {"image": "images are", "audio": "audio is", "video": "videos are", "file": "files are"}
 # variables of a template that the server sets itself
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
 
 
-@dataclass(frozen=True)
-class ServeConfig(GenerateConfig):
-    """Options of a server. Those of generate.py that belong to a single run are left out."""
+def with_recommended_sampling(config: ServeConfig, given: set[str]) -> ServeConfig:
+    """Return the options with the sampling that the model names, where none was given.
 
-    host: str = option("127.0.0.1", "address to listen at")
-    port: int = option(8000, "port to listen at; 0: a free one", least=0, most=65535)
-    batch_size: int = option(4, "requests decoded side by side", least=1)
-    max_new_tokens: int = option(
-        512,
-        "tokens of an answer at most, where a request names no other number",
-        least=1,
-        short="n",
-    )
-    max_waiting: int = option(
-        64, "answers that may wait for their turn; more requests are refused", least=0
-    )
-    api_key: str = option("", "key that requests to /v1 must bring, as OpenAI clients send it")
-    cors: str = option(
-        "", "origins whose pages may ask, comma-separated, as http://localhost:3000; *: all"
-    )
-    allowed_hosts: str = option(
-        "",
-        "further names that the server answers to, comma-separated, as behind a proxy; *: any. A "
-        "request with the --api_key may use any, and so may all with another --host",
-    )
-    max_body: int = option(1_000_000, "bytes of a request at most", least=1)
-    prompt: str | None = option(None, "", flag=False)
-    prompt_file: str = option("", "", flag=False)
-    prompt_ids: str | None = option(None, "", flag=False)
-    interactive: bool = option(False, "", flag=False)
-    show_drafts: bool = option(False, "", flag=False)
-    verbose: bool = option(False, "", flag=False)
-    num_samples: int = option(1, "", flag=False)
-    seed: int = option(0, "", flag=False, least=0, most=2**64 - 1)
-    compare: bool = option(False, "", flag=False)
-    json: str = option("", "", flag=False)
-    results: str = option("", "", flag=False)
-    trace: str = option("", "", flag=False)
-    profile: str = option("", "", flag=False)
+    given: names of options
+    Raises: ValueError for a value that cannot be used.
+    """
+    path = fetched(config.checkpoint)
+    found = recommended_sampling(path)
+    own = replace(config, **{name: value for name, value in found.items() if name not in given})
+    if own.temperature == 0:  # of a model or a user: no request has anything to sample by default
+        return replace(config, temperature=0)
+    try:
+        own.check()
+    except ValueError as error:
+        raise ValueError(f"{path} names a sampling that cannot be used: {error}") from None
+    return own
 
 
 def need(holds: bool, message: str, param: str | None = None) -> None:
@@ -192,11 +173,17 @@ class RequestParams(NamedTuple):
     usage: bool  # a stream ends with the usage
     guide: Any  # extras.grammar.Grammar that the answers follow, or None
     tools: Tools | None
-    wants_drafts: bool
+    draft_tokens: int | None  # of a cycle, at most; None: any number
     wants_trees: bool
     thinks: Tags | None  # of the thinking that the prompt opens
     tells_thinking: bool  # a chat's answer has its thinking
     shown: frozenset[int]  # control tokens that have a text: those of tags and calls
+    echoes: bool  # a completion begins with its prompt
+
+    @property
+    def choices(self) -> int:
+        """The number of answers."""
+        return len(self.prompts) * self.samples
 
 
 class RequestReader:
@@ -221,11 +208,7 @@ class RequestReader:
 
     def read(self, body: Any, chat: bool) -> RequestParams:
         """Check a request. Raises: Refusal."""
-        need(isinstance(body, dict), "the body must be a JSON object")
-        body = _without_nulls(body)
-        asked = body.get("model", self.name)
-        if asked != self.name:
-            raise no_model(asked, self.name)
+        body = self._checked(body)
         source = "messages" if chat else "prompt"
         self._check_names(body, {source} | (OF_TOOLS | OF_TEMPLATES if chat else OF_PROMPTS))
         sampling = self._sampling(body)
@@ -249,7 +232,7 @@ class RequestReader:
             "n",
         )
         guide = self._grammar(body, tools)
-        bos = not chat and all(self._flag(body, name, True) for name in sorted(OF_PROMPTS))
+        bos = not chat and self._adds_bos(body)
         thinks = None
         try:
             if chat:
@@ -276,7 +259,38 @@ class RequestReader:
             thinks,
             self._flag(body, "include_reasoning", True),
             self._shown(chat, tools),
+            not chat and self._flag(body, "echo"),
         )
+
+    def read_texts(self, body: Any) -> list[list[int]]:
+        """Return the ids of the texts of a request for embeddings. Raises: Refusal."""
+        body = self._checked(body)
+        for name in body:
+            known = (
+                {"model", "input", "encoding_format", "dimensions"} | OF_PROMPTS | WITHOUT_EFFECT
+            )
+            need(name in known, f"{name[:SHOWN]} is not served; leave it out", name[:SHOWN])
+        need("input" in body, "input is missing", "input")
+        texts = body["input"]
+        if not _is_list_of_prompts(texts):
+            texts = [texts]
+        try:
+            return [self._ids(text, self._adds_bos(body)) for text in texts]
+        except ValueError as error:
+            raise refusal(error, "input") from None
+
+    def _adds_bos(self, body: dict) -> bool:
+        """Return whether a text begins with the model's BOS token, if it has one."""
+        return all(self._flag(body, name, True) for name in ("add_special_tokens", "add_bos_token"))
+
+    def _checked(self, body: Any) -> dict:
+        """Return a request without its nulls. Raises: Refusal where it is for another model."""
+        need(isinstance(body, dict), "the body must be a JSON object")
+        body = _without_nulls(body)
+        asked = body.get("model", self.name)
+        if asked != self.name:
+            raise no_model(asked, self.name)
+        return body
 
     def _check_names(self, body: dict, own: set[str]) -> None:
         """Refuse parameters that are not served. own: names that only one endpoint serves"""
@@ -342,16 +356,19 @@ class RequestReader:
         need(type(value) is bool, f"{name} must be true or false", name)
         return value
 
-    def _draft(self, body: dict) -> bool:
-        """Read whether an answer is drafted. Not drafted, its text is the same."""
-        wanted = self._flag(body, "draft", True)
-        need(
-            wanted or self.engine.presets[0].size == 1,
-            "draft = false needs a way to draft that can rest, and draft trees have one size here; "
-            "leave it out",
-            "draft",
-        )
-        return wanted
+    def _draft(self, body: dict) -> int | None:
+        """Read how many tokens a cycle may draft; None: any number. The text is the same."""
+        most = body.get("draft_tokens")
+        wanted = self._flag(body, "draft", most is None or most != 0)
+        need(wanted or not most, "draft = false drafts no tokens; leave draft_tokens out", "draft")
+        if not wanted:
+            most = 0
+        try:
+            self.engine.check_draft_tokens(_as_whole(most))
+        except ValueError as error:
+            name = "draft_tokens" if "draft_tokens" in body else "draft"
+            raise refusal(error, name) from None
+        return most
 
     def _likeliest(self, body: dict, chat: bool) -> int | None:
         """Read how many tokens come beside each log-probability; None: no log-probabilities.
@@ -453,38 +470,45 @@ class RequestReader:
     def _rendered(self, body: dict, tools: Tools | None, guided: bool) -> str:
         """Render a chat up to the answer. guided: a grammar begins with it"""
         variables = self._variables(body)
-        text = self._text(body["messages"], tools, variables)
+        messages = _messages(body["messages"])
+        begun = ""
+        if self._continues(body, messages):
+            begun = messages.pop()["content"]
+        text = self._text(messages, tools, variables)
         # a grammar leaves no room for thinking, and some templates do not know the variable
-        if guided or variables.get("enable_thinking") is False:
+        if guided or begun or variables.get("enable_thinking") is False:
             text = closed(text)
+        text += begun
         if tools and tools.forced:
             text += tools.syntax.opening
         return text
 
-    def _text(self, messages: Any, tools: Tools | None, variables: dict) -> str:
+    def _continues(self, body: dict, messages: list[dict]) -> bool:
+        """Return whether the answer goes on with the last message, which is the assistant's."""
+        name = "continue_final_message"
+        is_begun = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        continues = self._flag(body, name, is_begun)
+        fault = f"{name} must be true where the assistant's message is the last one, and only there"
+        need(continues == is_begun, fault, name)
+        name = "add_generation_prompt"
+        need(self._flag(body, name, True) or continues, f"{name} must be true here", name)
+        return continues
+
+    def _text(self, messages: list[dict], tools: Tools | None, variables: dict) -> str:
         """Render a chat: a system message or none, then an order the template takes."""
         engine = self.engine
         if engine.config.chat in (None, NO_TEMPLATE):
             raise ValueError("this model has no chat template here; ask for completions")
-        if not isinstance(messages, list) or not messages:
-            raise ValueError("messages must be a list of at least one")
-        parsed: list[dict] = []
-        for message in messages:
-            parsed.append(_message(message, parsed))
-        if parsed[-1]["role"] == "assistant":
-            raise ValueError(
-                "the last message is the assistant's, and an answer is not continued here; "
-                "end with a message of the user"
-            )
+        require(messages != [], "there is no message before the assistant's; send the user's, too")
         # a template without calls is refused
-        if any("tool_calls" in message for message in parsed) and not self._syntax.several:
-            parsed = one_call_each(parsed)
+        if any("tool_calls" in message for message in messages) and not self._syntax.several:
+            messages = one_call_each(messages)
         if self.config.control_tokens != "all":
-            parsed = words_as_text(engine.tokenizer, parsed)
+            messages = words_as_text(engine.tokenizer, messages)
         system = self.config.system
-        if parsed[0]["role"] == "system":
-            system = parsed.pop(0)["content"]
-        return self._template(system).render_messages(parsed, tools and tools.given, variables)
+        if messages[0]["role"] == "system":
+            system, messages = messages[0]["content"], messages[1:]
+        return self._template(system).render_messages(messages, tools and tools.given, variables)
 
 
 def _as_whole(value: Any) -> Any:
@@ -521,6 +545,15 @@ def _is_list_of_prompts(prompt: Any) -> bool:
     return not any(type(_as_whole(part)) is int for part in prompt)
 
 
+def _messages(messages: Any) -> list[dict]:
+    """Return messages as templates take them."""
+    require(isinstance(messages, list) and messages, "messages must be a list, with one at least")
+    parsed: list[dict] = []
+    for message in messages:
+        parsed.append(_message(message, parsed))
+    return parsed
+
+
 def _message(message: Any, earlier: list[dict]) -> dict:
     """Return a message as templates take it. earlier: the messages before it"""
     if not isinstance(message, dict):
@@ -548,7 +581,10 @@ def _message(message: Any, earlier: list[dict]) -> dict:
 def _joined_parts(parts: list) -> str | None:
     texts = []
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else None
+        other = next((told for name, told in UNSERVED.items() if name in str(kind)), "")
+        require(not other, f"{other} not served here; send text alone")
+        if kind != "text":
             return None
         if not isinstance(part.get("text"), str):
             return None

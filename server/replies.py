@@ -11,7 +11,7 @@ from typing import Any
 from extras.drafted import Spans
 from hf.thinking import Thinking
 from hf.tokenizer import Tokenizer
-from server.batcher import Delta, Drafts, Scored
+from server.batcher import Delta, Drafts, Refusal, Scored
 from server.parameters import RequestParams
 from server.tool_calls import Finder
 
@@ -34,6 +34,7 @@ class Reply:
         self.spans = [Spans() for _ in self.thinkings]  # of the text that is held back
         self.untold: dict[int, Drafts] = {}  # of pieces without an event of their own, by choice
         self.drafts = Drafts()  # of all pieces
+        self.cached = 0  # tokens of the prompts that were not read again
         self.base = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
             "created": int(time.time()),
@@ -53,8 +54,30 @@ class Reply:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": details,
         }
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The acceptance of drafts, in the fields of vLLM (its pull request 48915).
+
+        Passes without a draft do not count; of a tree each node is a draft token.
+        """
+        lengths = self.drafts.lengths
+        accepted = sum(lengths)
+        drafted = accepted + self.drafts.rejected
+        told = {
+            "mean_acceptance_length": 1 + accepted / len(lengths) if lengths else None,
+            "draft_acceptance_rate": accepted / drafted if drafted else None,
+            "acceptance_histogram": [
+                lengths.count(length) for length in range(max(lengths, default=-1) + 1)
+            ],
+            "num_spec_steps": len(lengths),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+        }
+        return {"speculative_decoding": told}
 
     def whole(self, answers: list[Delta]) -> dict[str, Any]:
         """Return all choices, with the usage."""
@@ -67,7 +90,8 @@ class Reply:
             choices.append(self._choice(answer) | text)  # behind the calls, which it counts
         kind = "chat.completion" if self.chat else "text_completion"
         usage = self.usage(answer.tokens for answer in answers)
-        return self.base | {"object": kind, "choices": choices, "usage": usage}
+        told = {"object": kind, "choices": choices, "usage": usage, "metrics": self.metrics}
+        return self.base | told
 
     def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
         """Return one event of a stream."""
@@ -75,6 +99,8 @@ class Reply:
         event = self.base | {"object": kind, "choices": choices}
         if self.asked.usage:
             event |= {"usage": usage}
+        if usage:
+            event |= {"metrics": self.metrics}
         return f"data: {json.dumps(event)}\n\n"
 
     def piece(self, piece: Delta) -> str:
@@ -95,6 +121,7 @@ class Reply:
     def _drafted(self, drafts: Drafts) -> dict[str, Any]:
         """Return how the tokens of an event were drafted; spans where its text is complete."""
         told = drafts._asdict()
+        del told["lengths"]
         spans = told.pop("spans")
         trees = told.pop("trees")
         if self.asked.wants_trees:
@@ -145,10 +172,21 @@ class Reply:
                 message["tool_calls"] = calls
         return message
 
-    def begin(self, choice: int) -> str:
-        """Return the first event of a chat's choice."""
-        role = {"delta": {"role": "assistant", "content": ""}}
-        return self.event([{"index": choice, "finish_reason": None, "logprobs": None} | role])
+    def begin(self) -> str:
+        """Return the first events of a stream: of a chat, one for each choice."""
+        role = {"finish_reason": None, "logprobs": None}
+        role |= {"delta": {"role": "assistant", "content": ""}}
+        choices = range(self.asked.choices) if self.chat else ()
+        return "".join(self.event([{"index": choice} | role]) for choice in choices)
+
+    def end(self, tokens: Iterable[int]) -> str:
+        """Return the last events of a stream. tokens: of each choice"""
+        usage = self.event([], self.usage(tokens)) if self.asked.usage else ""
+        return usage + "data: [DONE]\n\n"
+
+    def fault(self, error: Refusal) -> str:
+        """Return the event of an error, which ends a stream."""
+        return f"data: {json.dumps(error.body)}\n\n"
 
     def _choice(self, piece: Delta) -> dict[str, Any]:
         logprobs = None
@@ -177,13 +215,15 @@ class Reply:
         scored = piece.scored
         return {
             "tokens": [_text(self.tokenizer.name(token.id)) for token in scored],
-            "token_logprobs": [max(token.logprob.own, LEAST) for token in scored],
+            "token_logprobs": [token.logprob and max(token.logprob.own, LEAST) for token in scored],
             "top_logprobs": [self._likeliest(token) for token in scored],
             "text_offset": [token.start for token in scored],
         }
 
-    def _likeliest(self, token: Scored) -> dict[str, float]:
+    def _likeliest(self, token: Scored) -> dict[str, float] | None:
         """Return the likeliest tokens and the decided one, by their texts."""
+        if token.logprob is None:
+            return None
         pairs = [*token.logprob.top, (token.id, token.logprob.own)]
         return {_text(self.tokenizer.name(id)): max(logprob, LEAST) for id, logprob in pairs}
 

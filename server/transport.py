@@ -21,9 +21,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.batcher import Batcher, Refusal
-from server.parameters import SHOWN, ServeConfig
+from server.options import ServeConfig
+from server.parameters import SHOWN
 
 READ_S = 30  # seconds for the head of a request, and for its body
+GUARDED = ("/v1", "/metrics", "/tokenize", "/detokenize")  # begins of paths that need the key
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -82,7 +84,7 @@ class KnownHosts:
 
 
 class Keys:
-    """Refuses requests to /v1 and /metrics that do not bring the key."""
+    """Refuses requests to `GUARDED` that do not bring the key."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app = app
@@ -91,7 +93,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. The server calls this."""
         app = self.app
-        guarded = scope["type"] == "http" and scope["path"].startswith(("/v1", "/metrics"))
+        guarded = scope["type"] == "http" and scope["path"].startswith(GUARDED)
         if guarded and not brings_key(scope, self.key):
             app = JSONResponse(Refusal(401, "the key is missing or wrong").body, 401)
         await app(scope, receive, send)
@@ -156,7 +158,7 @@ async def json_body(request: Request, most: int) -> Any:
     """Read the body of a request. most: bytes. Raises: Refusal."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page of another site may send other types unasked
-        raise Refusal(415, "the body must be application/json")
+        raise Refusal(415, "the body must be application/json, and its header Content-Type say so")
     try:
         data = await asyncio.wait_for(_at_most(request, most), READ_S)
     except asyncio.TimeoutError:

@@ -11,12 +11,14 @@
 //
 // Every sum runs in one order for any number of rows: a score over the head's elements, the others
 // over the keys in the order of their slots, where a hidden key adds zero. So a node of a draft
-// tree gets the bits that its token gets alone. Trade-off: all scores of a row are kept (4 bytes a
+// tree gets the bits that its token gets alone. Keys and values in 8 bits are widened in registers:
+// the result is that of the same cache in fp32. Trade-off: all scores of a row are kept (4 bytes a
 // slot), where an online softmax would round by blocks.
 
 #include "attention.h"
 
 #include "exponential.h"
+#include "kv_codes.h"
 #include "operands.h"
 #include "simd.h"
 #include "threads.h"
@@ -44,6 +46,20 @@ template <class T> struct Strided {  // [B, Hkv, S, E], elements of a slot side 
 
 // -------------------------------------------------------------------------------------------- keys
 
+// Element i of a key or value of e elements, widened.
+template <class T> float element(const T* row, int64_t i, int64_t) { return widen(row[i]); }
+inline float element(const int8_t* row, int64_t i, int64_t e) {
+  return float(row[i]) * kv_scale(row, i, e);
+}
+
+// Writes the 4 elements of LANES keys in w [LANES], the same of each, times the keys' scales.
+inline void store_bytes(Ints w, Floats scale, float* to) {
+  store(to, multiply(signed_byte<0>(w), scale));
+  store(to + LANES, multiply(signed_byte<1>(w), scale));
+  store(to + 2 * LANES, multiply(signed_byte<2>(w), scale));
+  store(to + 3 * LANES, multiply(signed_byte<3>(w), scale));
+}
+
 // to[i][l] = element i of key l, widened, for the i < e that fill whole blocks. Returns: the number
 // of these i.
 template <class T> int64_t transpose_words(const T* const (&key)[LANES], int64_t e, float* to) {
@@ -53,10 +69,18 @@ template <class T> int64_t transpose_words(const T* const (&key)[LANES], int64_t
     Ints w[LANES];
     for (int l = 0; l < LANES; l++) w[l] = load((const uint8_t*)(key[l] + i));
     transpose(w);
+    Floats scale = splat(1.0f);
     for (int j = 0; j < LANES; j++) {
       float* out = to + (i + j * PER) * LANES;
       if constexpr (PER == 1) {
         store((int32_t*)out, w[j]);
+      } else if constexpr (PER == 4) {
+        if (j * PER % KV_GROUP == 0) {
+          float each[LANES];
+          for (int l = 0; l < LANES; l++) each[l] = kv_scale(key[l], i + j * PER, e);
+          scale = load(each);
+        }
+        store_bytes(w[j], scale, out);
       } else {  // two bf16: the even element is the low half
         store(out, low_half(w[j]));
         store(out + LANES, high_half(w[j]));
@@ -74,7 +98,7 @@ void transpose_keys(const T* keys, int64_t slot, int64_t first, int64_t last, in
   const T* key[LANES];
   for (int64_t l = 0; l < LANES; l++) key[l] = keys + std::min(first + l, last - 1) * slot;
   for (int64_t i = transpose_words(key, e, to); i < e; i++)
-    for (int64_t l = 0; l < LANES; l++) to[i * LANES + l] = widen(key[l][i]);
+    for (int64_t l = 0; l < LANES; l++) to[i * LANES + l] = element(key[l], i, e);
 }
 
 // ------------------------------------------------------------------------------------------- tiles
@@ -108,14 +132,21 @@ struct Sums {  // of p [M, keys]
   }
 };
 
-inline Floats load_wide(const float* p) { return load(p); }
-inline Floats load_wide(const at::BFloat16* p) { return from_bf16((const uint16_t*)p); }
+// LANES elements of a value of e elements, from i on, widened.
+inline Floats load_wide(const float* row, int64_t i, int64_t) { return load(row + i); }
+inline Floats load_wide(const at::BFloat16* row, int64_t i, int64_t) {
+  return from_bf16((const uint16_t*)row + i);
+}
+inline Floats load_wide(const int8_t* row, int64_t i, int64_t e) {
+  return multiply(from_int8(row + i), splat(kv_scale(row, i, e)));
+}
 
-template <class T, int C> struct Mix {  // p [M, keys] x values [keys, C * LANES] -> to [M, e]
+// p [M, keys] x columns first .. first + C * LANES of values [keys, e] -> those of to [M, e]
+template <class T, int C> struct Mix {
   const float* p;
   int64_t stride, keys;
   const T* values;
-  int64_t slot;
+  int64_t slot, first;
   float* to;
   int64_t e;
   template <int M> void run() const {
@@ -124,14 +155,14 @@ template <class T, int C> struct Mix {  // p [M, keys] x values [keys, C * LANES
       for (int c = 0; c < C; c++) sum[m][c] = splat(0.0f);
     for (int64_t j = 0; j < keys; j++) {
       Floats v[C];
-      for (int c = 0; c < C; c++) v[c] = load_wide(values + j * slot + c * LANES);
+      for (int c = 0; c < C; c++) v[c] = load_wide(values + j * slot, first + c * LANES, e);
       for (int m = 0; m < M; m++) {
         const Floats weight = splat(p[m * stride + j]);
         for (int c = 0; c < C; c++) sum[m][c] = multiply_add(weight, v[c], sum[m][c]);
       }
     }
     for (int m = 0; m < M; m++)
-      for (int c = 0; c < C; c++) store(to + m * e + c * LANES, sum[m][c]);
+      for (int c = 0; c < C; c++) store(to + m * e + first + c * LANES, sum[m][c]);
   }
 };
 
@@ -235,9 +266,9 @@ void attend(const Shape& shape, const Q* q, const T* keys, int64_t key_slot, con
     each(n - r, Sums{p, stride, count, sums + r});
     int64_t i = 0;
     for (; i + 2 * LANES <= e; i += 2 * LANES)
-      each(n - r, Mix<T, 2>{p, stride, count, values + i, value_slot, to + i, e});
+      each(n - r, Mix<T, 2>{p, stride, count, values, value_slot, i, to, e});
     for (; i < e; i += LANES)
-      each(n - r, Mix<T, 1>{p, stride, count, values + i, value_slot, to + i, e});
+      each(n - r, Mix<T, 1>{p, stride, count, values, value_slot, i, to, e});
   }
   for (int64_t r = 0; r < n; r++) {
     const float scale = 1.0f / (sums[r] + of_sinks[r]);
@@ -271,7 +302,7 @@ void run(const Shape& shape, const at::Tensor& q, const at::Tensor& keys, const 
 }  // namespace
 
 // `attention` of ops/torch_backend.py, for bfloat16 and float32, and queries in float32 over a
-// cache in bfloat16.
+// cache in bfloat16 or in 8 bits.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& start, const at::Tensor& mask,
                      const std::optional<at::Tensor>& first, double scale,
@@ -281,11 +312,14 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   TORCH_CHECK(width % LANES == 0, "heads must have multiples of ", LANES,
               " elements; they have ", width);
   TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "elements of a slot must lie side by side");
-  const bool narrow = k.scalar_type() == at::kBFloat16;
-  TORCH_CHECK(v.scalar_type() == k.scalar_type() && (narrow || k.scalar_type() == at::kFloat) &&
+  const bool narrow = k.scalar_type() == at::kBFloat16, coded = k.scalar_type() == at::kChar;
+  const bool known = narrow || coded || k.scalar_type() == at::kFloat;
+  TORCH_CHECK(v.scalar_type() == k.scalar_type() && known &&
                   (q.scalar_type() == k.scalar_type() || q.scalar_type() == at::kFloat),
               "k and v must have one dtype, and q the same or float32; they have ",
               q.scalar_type(), ", ", k.scalar_type(), ", ", v.scalar_type());
+  TORCH_CHECK(k.size(3) == (coded ? kv_row_bytes(width) : width), "rows of ", k.size(3),
+              " do not hold heads of ", width);
   TORCH_CHECK(heads % kv_heads == 0 && k.size(0) == B && v.sizes() == k.sizes() &&
                   start.numel() == B && mask.size(0) == B && mask.size(1) == T,
               "heads, batch rows or mask rows do not match");
@@ -309,7 +343,8 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   fill(y, [&](auto* to) {
     if (narrow) run<at::BFloat16>(shape, rows, k, v, visible, to);
     else if constexpr (std::is_same_v<decltype(to), float*>)
-      run<float>(shape, rows, k, v, visible, to);
+      coded ? run<int8_t>(shape, rows, k, v, visible, to)
+            : run<float>(shape, rows, k, v, visible, to);
   });
   return y;
 }

@@ -15,6 +15,7 @@
 #include "blocks.h"
 #include "delta.h"
 #include "exponential.h"
+#include "kv_codes.h"
 #include "matmul.h"
 #include "numbers.h"
 #include "operands.h"
@@ -92,19 +93,30 @@ void with_gain(const at::Tensor& gain, const F& f) {
     f(data(gain));
 }
 
-// x [..., F], of fp32 or bfloat16 -> the same
+// x [..., F], of fp32 or bfloat16 -> the same; a shorter gain norms each part of a row
 at::Tensor norm(const at::Tensor& x, const at::Tensor& gain, double eps) {
-  TORCH_CHECK(gain.numel() == x.size(-1), "a norm of ", gain.numel(), " features does not fit ",
-              x.size(-1));
+  const int64_t width = gain.numel();
+  TORCH_CHECK(x.size(-1) % width == 0, "a norm of ", width, " features does not fit ", x.size(-1));
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
-  const int64_t width = x.size(-1);
-  const at::Tensor y = empty_rows(x, width, x.scalar_type());
+  const at::Tensor y = empty_rows(x, x.size(-1), x.scalar_type());
   with_gain(gain, [&](const auto* w) {
     fill(y, [&]<class T>(T* to) {
       const T* from = x.const_data_ptr<T>();
       each_row(x.numel() / width, width,
                [&](int64_t r) { norm_row(from + r * width, w, width, eps, to + r * width); });
     });
+  });
+  return y;
+}
+
+// x times one number
+at::Tensor scale(const at::Tensor& x, double factor) {
+  const at::Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t width = x.size(-1);
+  const float* from = rows_of(x);
+  float* to = y.mutable_data_ptr<float>();
+  each_row(x.numel() / width, width, [&](int64_t r) {
+    for (int64_t i = r * width; i < (r + 1) * width; i++) to[i] = from[i] * float(factor);
   });
   return y;
 }
@@ -189,10 +201,10 @@ at::Tensor score(const at::Tensor& x, const at::Tensor& router,
   return matmul::matmul(x, router, {}, bias, router.size(0), true, {});
 }
 
-// The best experts of every row of x [..., F]; of equal ones the first.
-Routes route(const at::Tensor& x, const at::Tensor& router, const std::optional<at::Tensor>& bias,
-             int64_t chosen, bool norm) {
-  const at::Tensor scores = score(x, router, bias);  // [..., E]
+// The best experts of every row of x [..., F] by scores [..., E]; of equal ones the first.
+// factor: of each expert's share, [E]
+Routes route(const at::Tensor& x, const at::Tensor& scores, int64_t chosen, bool norm,
+             const std::optional<at::Tensor>& factor) {
   RECORD_FUNCTION("gpt_eagle::route", std::vector<c10::IValue>{});
   const int64_t experts = scores.size(-1), rows = scores.numel() / experts, width = x.size(-1);
   Routes to{at::empty({rows * chosen}, x.options().dtype(at::kLong)),
@@ -219,6 +231,10 @@ Routes route(const at::Tensor& x, const at::Tensor& router, const std::optional<
     }
   });
   if (norm) to.share = at::softmax(to.share, -1);
+  if (factor) {
+    float* shares = to.share.mutable_data_ptr<float>();
+    for (int64_t p = 0; p < rows * chosen; p++) shares[p] *= widen(data(*factor)[expert[p]]);
+  }
   return to;
 }
 
@@ -277,48 +293,60 @@ Window sliding(const Cache& cache, int64_t size) {
   return window;
 }
 
-// Norms the queries and keys of qkv [B, T, H + 2 Hkv, E] in place.
-void norm_heads(at::Tensor& qkv, int64_t heads, int64_t kv_heads, const at::Tensor& q_gain,
-                const at::Tensor& k_gain, double eps) {
+// Norms the queries and keys of qkv [B, T, H + 2 Hkv, E] in place, and with a third gain the values.
+void norm_heads(at::Tensor& qkv, int64_t heads, int64_t kv_heads,
+                const std::optional<at::Tensor> (&gains)[3], double eps) {
   RECORD_FUNCTION("gpt_eagle::rms_norm", std::vector<c10::IValue>{});
   const int64_t all = heads + 2 * kv_heads, e = qkv.size(3);
+  const int64_t normed = gains[2] ? all : heads + kv_heads;
   float* to = qkv.mutable_data_ptr<float>();
-  with_gain(q_gain, [&]<class W>(const W* q_weight) {
-    const W* k_weight = k_gain.const_data_ptr<W>();
+  with_gain(*gains[0], [&]<class W>(const W* of_q) {
+    const W* of_k = gains[1]->const_data_ptr<W>();
+    const W* of_v = gains[2] ? gains[2]->const_data_ptr<W>() : nullptr;
     each_row(qkv.numel() / (all * e), all * e, [&](int64_t r) {
-      for (int64_t h = 0; h < heads + kv_heads; h++) {
+      for (int64_t h = 0; h < normed; h++) {
         float* head = to + (r * all + h) * e;
-        norm_row(head, h < heads ? q_weight : k_weight, e, eps, head);
+        norm_row(head, h < heads ? of_q : h < heads + kv_heads ? of_k : of_v, e, eps, head);
       }
     });
   });
 }
 
-// Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values at their slots.
-// Returns: the queries.
-at::Tensor rotate_and_store(const at::Tensor& qkv, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& slots,
+// x [e] -> its row of the cache, a key or a value
+inline void keep(const float* x, int64_t e, Value* row) {
+  for (int64_t i = 0; i < e; i++) put(row + i, x[i]);
+}
+inline void keep(const float* x, int64_t e, int8_t* row) { kv_encode(x, e, row); }
+
+// Rotates the queries and keys of qkv [B, T, H + 2 Hkv, E]. Writes: keys and values at their slots,
+// of type T. Returns: the queries. kv_heads: 0 leaves the cache alone
+template <class T>
+at::Tensor rotate_and_store(const at::Tensor& qkv, int64_t kv_heads, const at::Tensor& k,
+                            const at::Tensor& v, const at::Tensor& slots,
                             const std::tuple<at::Tensor, at::Tensor>& rope) {
   RECORD_FUNCTION("gpt_eagle::rotary", std::vector<c10::IValue>{});
-  const int64_t B = qkv.size(0), T = qkv.size(1), kv_heads = k.size(1), e = k.size(3);
+  const int64_t B = qkv.size(0), count = qkv.size(1), e = qkv.size(3);
   const int64_t heads = qkv.size(2) - 2 * kv_heads, turned = std::get<0>(rope).size(-1);
   TORCH_CHECK(turned <= e, "RoPE turns ", turned, " elements of heads of ", e);
-  at::Tensor q = at::empty({B, T, heads, e}, qkv.options());
+  at::Tensor q = at::empty({B, count, heads, e}, qkv.options());
   float* to_q = q.mutable_data_ptr<float>();
-  Value *to_k = k.mutable_data_ptr<Value>(), *to_v = v.mutable_data_ptr<Value>();
+  T *to_k = k.mutable_data_ptr<T>(), *to_v = v.mutable_data_ptr<T>();
   const float *cos = rows_of(std::get<0>(rope)), *sin = rows_of(std::get<1>(rope));
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   const float* all = rows_of(qkv);
-  each_row(B * T, (heads + 2 * kv_heads) * e, [&](int64_t r) {
+  each_row(B * count, (heads + 2 * kv_heads) * e, [&](int64_t r) {
     const float* from = all + r * (heads + 2 * kv_heads) * e;
+    std::vector<float> key(e);
     for (int64_t h = 0; h < heads; h++)
       rotate(from + h * e, cos + r * turned, sin + r * turned, turned, e,
              to_q + (r * heads + h) * e);
     for (int64_t h = 0; h < kv_heads; h++) {
-      const int64_t at_k = r / T * k.stride(0) + h * k.stride(1) + slot[r] * k.stride(2);
-      const int64_t at_v = r / T * v.stride(0) + h * v.stride(1) + slot[r] * v.stride(2);
-      rotate(from + (heads + h) * e, cos + r * turned, sin + r * turned, turned, e, to_k + at_k);
-      for (int64_t i = 0; i < e; i++) put(to_v + at_v + i, from[(heads + kv_heads + h) * e + i]);
+      const int64_t b = r / count;
+      const int64_t at_k = b * k.stride(0) + h * k.stride(1) + slot[r] * k.stride(2);
+      const int64_t at_v = b * v.stride(0) + h * v.stride(1) + slot[r] * v.stride(2);
+      rotate(from + (heads + h) * e, cos + r * turned, sin + r * turned, turned, e, key.data());
+      keep(key.data(), e, to_k + at_k);
+      keep(from + (heads + kv_heads + h) * e, e, to_v + at_v);
     }
   });
   return q;
@@ -452,7 +480,7 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight,
 enum class Op {
   NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, CLAMPED_SWIGLU, ROUTE,
   MERGE, COPY, COLUMNS, BESIDE, SPLIT_GATE, SPLIT_PAIRS, GATE_OUTPUT,
-  DELTA_RULE
+  DELTA_RULE, KEYS_AS_VALUES, SCALE, LOOK_UP, GATE_PER_LAYER
 };
 constexpr std::pair<const char*, Op> OPS[] = {
     {"norm", Op::NORM},     {"part_norm", Op::PART_NORM}, {"project", Op::PROJECT},
@@ -462,8 +490,10 @@ constexpr std::pair<const char*, Op> OPS[] = {
     {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},     {"clamped_swiglu", Op::CLAMPED_SWIGLU},
     {"split_gate", Op::SPLIT_GATE}, {"gate_output", Op::GATE_OUTPUT},
     {"delta_rule", Op::DELTA_RULE}, {"split_pairs", Op::SPLIT_PAIRS},
+    {"keys_as_values", Op::KEYS_AS_VALUES}, {"scale", Op::SCALE},
+    {"look_up", Op::LOOK_UP}, {"gate_per_layer", Op::GATE_PER_LAYER},
 };
-enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, SHARED, REGISTERS };  // steps.REGISTERS
+enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, SHARED, PER_LAYER, REGISTERS };  // steps.REGISTERS
 
 struct Step {  // operands: what `for_cpp` in steps.py says of each kind
   Op op;
@@ -524,6 +554,7 @@ const Program& program_in(const at::Tensor& holder) {
 class Machine {
  public:
   std::optional<at::Tensor> rows[REGISTERS];  // [B, T, F] each
+  at::Tensor tokens;                          // [B, T] int64
 
   explicit Machine(const Program& program) : program(program) {}
 
@@ -589,6 +620,8 @@ class Machine {
 
   at::Tensor result(const Step& step) {
     if (step.op == Op::HEAD_NORM) return head_norm(take(step.source), step);
+    if (step.op == Op::LOOK_UP)
+      return scale(embed(tokens, step.weight(0), step.weights[1]), step.numbers[0]);
     if (step.op == Op::ADD) return add(take(step.source), Register(step.counts[0]));
     const at::Tensor& x = at(step.source);
     switch (step.op) {
@@ -606,6 +639,16 @@ class Machine {
       case Op::COLUMNS: return columns_of(x, step.counts[0], x.size(-1) - step.counts[0]);
       case Op::GATE_OUTPUT: return gate_output(x, at(GATE));
       case Op::SPLIT_GATE: return split(x, step);
+      case Op::SCALE: return scale(x, rows_of(step.weight())[0]);
+      case Op::KEYS_AS_VALUES: {
+        const int64_t first = step.counts[0];
+        return side_by_side(x, columns_of(x, first, x.size(-1) - first));
+      }
+      case Op::GATE_PER_LAYER: {
+        const int64_t width = step.counts[0];
+        const at::Tensor own = columns_of(at(PER_LAYER), step.layer * width, width);
+        return gate<Activation::GELU_TANH>(side_by_side(x, own));
+      }
       case Op::SPLIT_PAIRS:
         return split_pairs(as_heads(x, step), step.counts[0] + step.counts[1], step.counts[3]);
       case Op::DELTA_RULE: return recur(x, step);
@@ -641,17 +684,20 @@ class Machine {
   // Works in place.
   at::Tensor head_norm(const at::Tensor& x, const Step& step) {
     at::Tensor qkv = as_heads(x, step);
-    norm_heads(qkv, step.counts[0], step.counts[1], step.weight(0), step.weight(1),
-               step.numbers[0]);
+    norm_heads(qkv, step.counts[0], step.counts[1], step.weights, step.numbers[0]);
     return qkv;
   }
 
   at::Tensor rotate(const at::Tensor& x, const Step& step) {
     const at::Tensor &k = cache->k[step.layer], &v = cache->v[step.layer];
-    TORCH_CHECK(
-        k.size(1) == step.counts[1] && k.size(3) == step.counts[2] && v.sizes() == k.sizes(),
-        "the cache has other heads than the layer");
-    return rotate_and_store(as_heads(x, step), k, v, slots, ropes.at(step.counts[3]));
+    const int64_t kv_heads = step.counts[1];
+    const bool coded = k.scalar_type() == at::kChar;
+    const int64_t width = coded ? kv_row_bytes(step.counts[2]) : step.counts[2];
+    TORCH_CHECK(k.size(3) == width && v.sizes() == k.sizes() &&
+                    (!kv_heads || k.size(1) == kv_heads),
+                "the cache has other heads than the layer");
+    const auto store = coded ? rotate_and_store<int8_t> : rotate_and_store<Value>;
+    return store(as_heads(x, step), kv_heads, k, v, slots, ropes.at(step.counts[3]));
   }
 
   at::Tensor attend_by(const at::Tensor& q, const Step& step) {
@@ -688,7 +734,9 @@ class Machine {
   }
 
   at::Tensor choose(const at::Tensor& x, const Step& step) {
-    routes = route(x, step.weight(), step.weights[1], step.counts[0], step.counts[1]);
+    at::Tensor scores = score(x, step.weight(), step.weights[1]);  // [..., E]
+    if (step.numbers[0] != 1) scores = scale(scores, step.numbers[0]);
+    routes = route(at(H), scores, step.counts[0], step.counts[1], step.weights[2]);
     return routes.rows;
   }
 };
@@ -696,11 +744,7 @@ class Machine {
 // tokens [B, T] -> their embeddings, [B, T, F]
 at::Tensor embed(const at::Tensor& tokens, const Program& program) {
   const at::Tensor x = embed(tokens, program.embedding, program.embedding_table);
-  const float scale = float(program.embedding_scale);
-  float* to = x.mutable_data_ptr<float>();
-  if (scale != 1)
-    for (int64_t i = 0; i < x.numel(); i++) to[i] *= scale;
-  return x;
+  return program.embedding_scale == 1 ? x : scale(x, program.embedding_scale);
 }
 
 // Runs a draft head over tokens [B, T] and features [B, T, F]. Writes: the cache. Returns: [B, T,
@@ -709,6 +753,7 @@ at::Tensor step_head(const Program& program, const at::Tensor& tokens, const at:
                      const at::Tensor& positions, const Cache& cache) {
   Machine machine(program);
   machine.rows[EMBEDDED] = embed(tokens, program);
+  machine.tokens = tokens;
   machine.rows[FEATURES] = features;
   machine.use(cache, positions, features.size(0), features.size(1));
   const at::Tensor& y = machine.run();
@@ -747,7 +792,7 @@ at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts,
     std::copy_n(of + 3, 4, step.counts);
     std::copy_n(numbers.data() + 2 * i, 2, step.numbers);
     for (int64_t w = 0; w < 3; w++) step.weights[w] = weights.get(3 * i + w);
-    if (step.op == Op::ROTATE || step.op == Op::DELTA_RULE)
+    if (step.op == Op::ATTEND || step.op == Op::DELTA_RULE)
       program->layers = std::max(program->layers, step.layer + 1);
     if (step.op == Op::ROTATE) program->with_slots = step.layer;
     program->steps.push_back(std::move(step));
@@ -769,6 +814,7 @@ at::Tensor run_model(const at::Tensor& holder, const at::Tensor& tokens,
   const at::Tensor x = embed(tokens, program);
   machine.rows[STREAM] = x;
   machine.rows[H] = x;
+  machine.tokens = tokens;
   const Cache cache{k, v, slots, start, mask, lengths, kept};
   machine.use(cache, positions, x.size(0), x.size(1));
   const at::Tensor features =

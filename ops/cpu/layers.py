@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 # of `Rows`, numbered as in C++
-REGISTERS = ("stream", "h", "embedded", "features", "normed", "gate", "shared")
+REGISTERS = ("stream", "h", "embedded", "features", "normed", "gate", "shared", "per_layer")
 EMPTY = (None, None, None)
 
 
@@ -75,14 +75,14 @@ def _described(parts: Sequence[Placed]) -> Iterator[tuple[int, CppStep]]:
 
 
 def steps_of(model: nn.Module) -> list[Placed]:
-    """Return the steps of a `Transformer`: its layers, and what is behind them."""
+    """Return the steps of a pass of a `Transformer` or an `EagleHead`."""
     layers = [(layer.steps, layer, number) for number, layer in enumerate(model.layers)]
-    return [*layers, (model.last, model, len(layers))]
+    return [(model.first, model, -1), *layers, (model.last, model, len(layers))]
 
 
 def steps_of_head(head: nn.Module) -> list[Placed]:
     """Return the steps of an `EagleHead`: those of its inputs, then those of a pass."""
-    return [(head.inputs, head, -1), (head.first, head, -1), *steps_of(head)]
+    return [(head.inputs, head, -1), *steps_of(head)]
 
 
 def embedding_operands(embedding: nn.Module) -> tuple[Tensor, Tensor | None]:

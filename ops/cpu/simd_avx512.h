@@ -64,6 +64,12 @@ inline Floats from_bf16(const uint16_t* p) {
 inline Floats from_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 }
+inline Floats from_int8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+template <int B> inline Floats signed_byte(Ints v) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * B), 24));
+}
 inline Floats low_half(Ints v) { return words_of(_mm512_slli_epi32(v, 16)); }
 inline void transpose(Ints (&w)[LANES]) {
   Ints t[LANES];

@@ -140,6 +140,12 @@ inline Floats from_bf16(const uint16_t* p) {
 inline Floats from_f16(const uint16_t* p) {
   return floats([=](int i) { return widen_half(p[i]); });
 }
+inline Floats from_int8(const int8_t* p) {
+  return floats([=](int i) { return float(p[i]); });
+}
+template <int B> inline Floats signed_byte(Ints v) {
+  return floats([=](int i) { return float(int8_t(v.lane[i] >> 8 * B)); });
+}
 inline Floats low_half(Ints v) {
   return words_of(words([=](int i) { return int32_t(uint32_t(v.lane[i]) << 16); }));
 }

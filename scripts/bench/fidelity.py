@@ -27,29 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.io import check_outputs, is_gguf, write_text
 from base.parsing import one_line_errors, option, parse
-from generate import generate
-from hf.config import read_config
-from hf.fetch import fetched
-from hf.tokenizer import Tokenizer
-from hf.weights import load_model
-from kv_cache import KVCache, causal_window
-from load import load
-from model import Transformer
 from options import DEFAULT, ROOT, GenerateConfig
-from scripts.bench.measure import environment, shown_path
-
-TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
-TOKENS = 200  # of a prompt, at most
-QUESTIONS = ROOT / "data/eval/questions.jsonl"
-ANSWER_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -67,6 +49,29 @@ class FidelityConfig:
     )
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     json: str = option("", "write the results to this file")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(FidelityConfig, "fidelity.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from generate import generate
+from hf.config import read_config
+from hf.fetch import fetched
+from hf.tokenizer import Tokenizer
+from hf.weights import load_model
+from kv_cache import KVCache, causal_window
+from load import load
+from model import Transformer
+from scripts.bench.measure import environment, shown_path
+
+TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
+TOKENS = 200  # of a prompt, at most
+QUESTIONS = ROOT / "data/eval/questions.jsonl"
+ANSWER_TOKENS = 40
 
 
 class Found(NamedTuple):
@@ -102,11 +107,10 @@ def read_prompts(tokenizer: Tokenizer, each: int, text: str) -> list[list[int]]:
     return prompts
 
 
-def logits_of(model: Transformer, prompts: list[list[int]]) -> list[Tensor]:
-    """Return the logits of every prompt, [T, V] fp32 each, by one pass over a cache."""
+def logits_of(model: Transformer, prompts: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Return the logits of every prompt, [T, V] fp32 each, by one pass over a cache of a dtype."""
     logits = []
     for prompt in prompts:
-        dtype = model.norm.weight.dtype
         cache = KVCache.empty(model.config, 1, len(prompt), dtype, "cpu")
         window = causal_window(torch.zeros(1, dtype=torch.long), len(prompt))
         features = model(torch.tensor([prompt]), window.slots, cache, window)
@@ -114,11 +118,11 @@ def logits_of(model: Transformer, prompts: list[list[int]]) -> list[Tensor]:
     return logits
 
 
-def llama_logits(file: Path, prompts: list[list[int]]) -> list[Tensor]:
-    """Return llama.cpp's logits of every prompt, [T, V] fp32 each."""
+def llama_logits(file: Path, prompts: list[list[int]], kv: str = "") -> list[Tensor]:
+    """Return llama.cpp's logits of every prompt, [T, V] fp32 each. kv: of `LlamaCpp`"""
     from scripts.bench.llama_peer import LlamaCpp
 
-    peer = LlamaCpp(file, TOKENS, torch.get_num_threads(), TOKENS)
+    peer = LlamaCpp(file, TOKENS, torch.get_num_threads(), TOKENS, kv=kv)
     logits = [torch.from_numpy(peer.feed(prompt, 0, every=True).copy()) for prompt in prompts]
     peer.close()
     return logits
@@ -153,7 +157,9 @@ def formats(path: Path, also: str) -> Iterator[tuple[str, dict[str, str]]]:
     own = {"checkpoint": str(path)}
     if is_gguf(path):
         yield "the file's own bits", own
+        yield "the file's own bits, --kv int8", own | {"kv": "int8"}
     yield "bfloat16", own | {"dtype": "bfloat16"}
+    yield "bfloat16, --kv int8", own | {"dtype": "bfloat16", "kv": "int8"}
     for quant in ("int8", "int4"):
         yield f"--quant {quant}", own | {"quant": quant}
     for each in filter(None, also.split(",")):
@@ -170,19 +176,19 @@ def fidelity(path: Path, config: FidelityConfig) -> list[dict]:
     prompts = read_prompts(Tokenizer.load(path), config.prompts, config.text)
     rows_to_load = list(formats(path, config.also))
     model = load_model(path, torch.float32)
-    reference = logits_of(model, prompts)
+    reference = logits_of(model, prompts, torch.float32)
     rows: dict[str, Found] = {}
     del model
     for name, options in tqdm(rows_to_load, unit="format"):
         engine = load(draft="none", **options)
-        rows[name] = compare_logits(reference, logits_of(engine.target, prompts), prompts)
+        logits = logits_of(engine.target, prompts, engine.kv_dtype)
+        rows[name] = compare_logits(reference, logits, prompts)
     if is_gguf(path):
         try:
-            logits = llama_logits(path, prompts)
+            for name, kv in (("llama.cpp", ""), ("llama.cpp, -ctk q8_0 -ctv q8_0", "q8_0")):
+                rows[name] = compare_logits(reference, llama_logits(path, prompts, kv), prompts)
         except ImportError:
             print("note: llama-cpp-python is not installed; no row of llama.cpp")
-        else:
-            rows["llama.cpp"] = compare_logits(reference, logits, prompts)
     return [{"row": name} | row._asdict() for name, row in rows.items()]
 
 
@@ -251,7 +257,7 @@ def run(config: FidelityConfig) -> None:
 
 def main() -> None:
     """Run the command line."""
-    config = parse(FidelityConfig, "fidelity.py", __doc__)
+    config = COMMAND or parse(FidelityConfig, "fidelity.py", __doc__)
     with one_line_errors("fidelity.py"):
         check_outputs({"--json": config.json})
         run(config)

@@ -33,26 +33,11 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.io import check_outputs, write_text
 from base.parsing import one_line_errors, option, parse
-from hf.gguf import TYPES
-from hf.gguf_blocks import Blocks
-from ops.backends import choose
-from ops.cpu import build
-from ops.cpu.pages import HugePages
-from ops.formats import FORMATS
-from ops.weight import Weight, table_of
-from scripts.bench.measure import Series, environment, read_bandwidth
 
-ROTATED_BYTES = 200_000_000
-PEAK_ROUNDS = 1_000_000  # about 0.1 s
 FLOAT = ("torch-bf16", "bf16")  # the same weights, [N, K] bf16
 ROUNDED = {  # name -> format, group size (0: an output's)
     "int8": ("int8", 0),
@@ -60,28 +45,12 @@ ROUNDED = {  # name -> format, group size (0: an output's)
     "int4-64": ("int4", 64),
     "int4-128": ("int4", 128),
 }
-FILE_TYPES = {TYPES[number].name: number for number in (2, 3, 6, 8, 10, 11, 12, 13, 14)}  # GGUF's
+FILE_TYPES = {  # GGUF's numbers
+    "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q8_0": 8,
+    "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
+}  # fmt: skip
 KINDS = (*FLOAT, *ROUNDED, *FILE_TYPES)
 USUAL = (*FLOAT, *ROUNDED, "Q4_1", "Q8_0", "Q4_K", "Q6_K")
-UNITS = ("none", "hardware", "emulation")  # of AMX tiles
-
-
-def group_of(kind: str) -> int:
-    """Return the inputs that share a scale, or a block; at least 32."""
-    if kind in FILE_TYPES:
-        return TYPES[FILE_TYPES[kind]].elements
-    return max(32, ROUNDED.get(kind, ("", 0))[1])
-
-
-def empty_blocks(kind: str, n: int, k: int) -> Weight:
-    """Return packed blocks of zeros: the time does not depend on the numbers."""
-    number = FILE_TYPES[kind]
-    row = k // TYPES[number].elements * TYPES[number].size
-    blocks = Blocks(kind, torch.zeros(n, row, dtype=torch.uint8), number, k)
-    size = blocks.part.bytes(k)
-    packed = torch.empty(size, dtype=torch.uint8)
-    blocks.pack(packed, Path(kind))
-    return Weight(packed, (blocks.part,), k, table_of((blocks.part,), k, [size]))
 
 
 @dataclass(frozen=True)
@@ -124,6 +93,46 @@ class LinearConfig:
                     )
         if not all(p.isdigit() and int(p) for p in self.tokens.split(",")):
             raise ValueError(f"--tokens must be numbers like 1,8,64; it is {self.tokens!r}")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(LinearConfig, "linear.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from hf.gguf import TYPES
+from hf.gguf_blocks import Blocks
+from ops.backends import choose
+from ops.cpu import build
+from ops.cpu.pages import HugePages
+from ops.formats import FORMATS
+from ops.weight import Weight, table_of
+from scripts.bench.measure import Series, environment, read_bandwidth
+
+ROTATED_BYTES = 200_000_000
+PEAK_ROUNDS = 1_000_000  # about 0.1 s
+UNITS = ("none", "hardware", "emulation")  # of AMX tiles
+
+
+def group_of(kind: str) -> int:
+    """Return the inputs that share a scale, or a block; at least 32."""
+    if kind in FILE_TYPES:
+        return TYPES[FILE_TYPES[kind]].elements
+    return max(32, ROUNDED.get(kind, ("", 0))[1])
+
+
+def empty_blocks(kind: str, n: int, k: int) -> Weight:
+    """Return packed blocks of zeros: the time does not depend on the numbers."""
+    number = FILE_TYPES[kind]
+    row = k // TYPES[number].elements * TYPES[number].size
+    blocks = Blocks(kind, torch.zeros(n, row, dtype=torch.uint8), number, k)
+    size = blocks.part.bytes(k)
+    packed = torch.empty(size, dtype=torch.uint8)
+    blocks.pack(packed, Path(kind))
+    return Weight(packed, (blocks.part,), k, table_of((blocks.part,), k, [size]))
 
 
 class LayerCopies:
@@ -333,7 +342,7 @@ def bench(config: LinearConfig) -> None:
 
 def main() -> None:
     """Run the command line."""
-    config = parse(LinearConfig, "linear.py", __doc__)
+    config = COMMAND or parse(LinearConfig, "linear.py", __doc__)
     with one_line_errors("linear.py"):
         bench(config)
 

@@ -136,10 +136,17 @@ class LlamaCpp:
     """One sequence in llama.cpp, on the CPU."""
 
     def __init__(
-        self, file: Path, context: int, threads: int, rows: int, other: LlamaCpp | None = None
+        self,
+        file: Path,
+        context: int,
+        threads: int,
+        rows: int,
+        other: LlamaCpp | None = None,
+        kv: str = "",
     ):
         """context: capacity in tokens; rows: tokens of a pass at most; other: a head's target
 
+        kv: q8_0 keeps keys and values in it; default: f16
         Raises: ValueError when it cannot load the file.
         """
         import llama_cpp
@@ -160,6 +167,9 @@ class LlamaCpp:
         shape.n_ubatch = rows
         shape.n_threads = threads
         shape.n_threads_batch = threads
+        if kv == "q8_0":
+            shape.type_k = llama_cpp.GGML_TYPE_Q8_0
+            shape.type_v = llama_cpp.GGML_TYPE_Q8_0
         if other:
             shape.ctx_other = other.context
         self.context = llama_cpp.llama_init_from_model(self.model, shape)

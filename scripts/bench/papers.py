@@ -38,54 +38,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.head_kinds import gguf_head_kind, head_kind
 from base.io import check_outputs, is_gguf, log_note
 from base.methods import HEAD_KINDS, MTP
 from base.parsing import SWITCHES, one_line_errors, option, parse
-from decode import Engine
-from generate import Batch, Turn, encode, first_ids, load
-from hf.chat import NO_TEMPLATE
-from hf.checkpoint import WeightFiles
-from hf.config import find_mtp
-from hf.fetch import fetched
-from hf.known_heads import own_head
 from options import DEMO, GenerateConfig, pick_device
-from scripts.bench.measure import (
-    Series,
-    draft_options,
-    environment,
-    pass_bytes,
-    read_bandwidth,
-    repeated,
-    shown_path,
-    with_config,
-)
-from scripts.bench.replays import compare_replays
-from scripts.bench.report import write_report
-from scripts.bench.row_log import Log
-from scripts.bench.tasks import conversations
-from stats import Stats, peak_memory_bytes
-
-FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
-BINS = 20  # of confidence, in [0, 1]
-CEILING_RUNS = 5
-MATRIX = (
-    "tasks",
-    "methods",
-    "heads",
-    "temperatures",
-    "batch_sizes",
-    "quant",
-    "json",
-    "report",
-    "plots",
-    "replays",
-)
 
 
 @dataclass(frozen=True)
@@ -153,6 +112,52 @@ class BenchConfig:
         """The options that all lines of a log share; the rest is the matrix."""
         options = {name: value for name, value in asdict(self).items() if name not in MATRIX}
         return options | {name: shown_path(options[name]) for name in ("checkpoint", "eagle")}
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(BenchConfig, "papers.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from tqdm import tqdm
+
+from decode import Engine
+from generate import Batch, Turn, encode, first_ids, load
+from hf.chat import NO_TEMPLATE
+from hf.checkpoint import WeightFiles
+from hf.config import find_mtp
+from hf.fetch import fetched
+from hf.known_heads import own_head
+from scripts.bench.measure import (
+    Series,
+    draft_options,
+    environment,
+    pass_bytes,
+    read_bandwidth,
+    repeated,
+    shown_path,
+    with_config,
+)
+from scripts.bench.replays import compare_replays
+from scripts.bench.report import write_report
+from scripts.bench.row_log import Log
+from scripts.bench.tasks import conversations
+from stats import Stats, peak_memory_bytes
+
+FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
+BINS = 20  # of confidence, in [0, 1]
+CEILING_RUNS = 5
+MATRIX = (
+    "tasks",
+    "methods",
+    "heads",
+    "temperatures",
+    "batch_sizes",
+    "quant",
+    "json",
+    "report",
+    "plots",
+    "replays",
+)
 
 
 class Setting(NamedTuple):
@@ -708,7 +713,7 @@ def run(config: BenchConfig, over: Callable[[int], bool] = lambda task: False) -
 
 def main() -> None:
     """Run the command line."""
-    config = parse(BenchConfig, "papers.py", __doc__)
+    config = COMMAND or parse(BenchConfig, "papers.py", __doc__)
     with one_line_errors("papers.py"):
         config.check()
         rows = open_log(config.report, "--report").rows if config.report else run(config)

@@ -18,20 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.parsing import one_line_errors, option, parse
-from kv_cache import KVCache, causal_window
-from load import load
-from model import Transformer
 from options import DEFAULT, GenerateConfig
-from scripts.bench.measure import environment
-
-CACHED = 128  # tokens
-MOST_LOGITS = 64  # rows whose logits are all computed
-UNITS = ("none", "hardware", "emulation")
 
 
 @dataclass(frozen=True)
@@ -53,6 +43,21 @@ class PassesConfig:
         unknown = sorted(set(self.units.split(",")) - set(UNITS))
         if unknown:
             raise ValueError(f"--units must be among {', '.join(UNITS)}; {unknown[0]!r} is not")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(PassesConfig, "passes.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+
+from kv_cache import KVCache, causal_window
+from load import load
+from model import Transformer
+from scripts.bench.measure import environment
+
+CACHED = 128  # tokens
+MOST_LOGITS = 64  # rows whose logits are all computed
+UNITS = ("none", "hardware", "emulation")
 
 
 def seconds_of_pass(target: Transformer, cache: KVCache, rows: int) -> float:
@@ -101,7 +106,7 @@ def bench(config: PassesConfig) -> None:
 
 def main() -> None:
     """Run the command line."""
-    config = parse(PassesConfig, "passes.py", __doc__)
+    config = COMMAND or parse(PassesConfig, "passes.py", __doc__)
     with one_line_errors("passes.py"):
         bench(config)
 

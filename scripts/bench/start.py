@@ -33,6 +33,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from base.parsing import one_line_errors, option, parse
 from options import DEFAULT, ROOT
+
+
+@dataclass(frozen=True)
+class StartConfig:
+    """Options. Units and effects are in the help texts."""
+
+    llama_python: str = option(
+        "", "a Python that has llama-cpp-python; without one llama.cpp is left out"
+    )
+    threads: int = option(2, "threads of llama.cpp; generate.py takes all cores", least=1)
+    rounds: int = option(3, "second starts of every contestant", least=1)
+    cold: bool = option(False, "also print a first start with empty caches")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(StartConfig, "start.py", __doc__) if __name__ == "__main__" else None
+
 from scripts.bench.measure import Series, environment
 from session import common_prefix
 
@@ -61,18 +78,6 @@ seconds = time.perf_counter() - first
 print()
 print(f"{count} tokens, {(count - began) / seconds:.1f} tokens/s", file=sys.stderr)
 """
-
-
-@dataclass(frozen=True)
-class StartConfig:
-    """Options. Units and effects are in the help texts."""
-
-    llama_python: str = option(
-        "", "a Python that has llama-cpp-python; without one llama.cpp is left out"
-    )
-    threads: int = option(2, "threads of llama.cpp; generate.py takes all cores", least=1)
-    rounds: int = option(3, "second starts of every contestant", least=1)
-    cold: bool = option(False, "also print a first start with empty caches")
 
 
 class Start(NamedTuple):
@@ -187,7 +192,7 @@ def bench(config: StartConfig) -> None:
 def main() -> None:
     """Run the command line."""
     with one_line_errors("start.py"):
-        bench(parse(StartConfig, "start.py", __doc__))
+        bench(COMMAND or parse(StartConfig, "start.py", __doc__))
 
 
 if __name__ == "__main__":

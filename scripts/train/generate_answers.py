@@ -44,7 +44,6 @@ from generate import load, text_of
 from hf.chat import PROBE
 from hf.checkpoint import saved_quantization
 from hf.config import read_raw
-from load import MAX_DEFAULT_CONTEXT
 from options import DEFAULT, ROOT, GenerateConfig
 from runtime import copy_into
 from sampling import SamplingMode, SamplingTensors
@@ -67,6 +66,7 @@ SORTED_BATCHES = 4  # prompts of so many batches are sorted by length
 LOOP = 0.5  # share of an answer's 8-grams that occurred before in it; more is a loop
 LONG_SMALLER = 8  # a batch of long texts has so many times fewer prompts
 TOKENS_OF_A_WORD = 2  # of long texts
+LONGEST = 4096  # tokens of a long text with its answer
 TAIL = 16  # a batch ends when only one sequence in so many is unfinished
 LOOKS = 8  # cycles between two looks at how many are
 ASK = "Complete this Python function:\n\n```python\n{}\n```"
@@ -483,7 +483,7 @@ class Run:
 
 def _long_tokens(config: AnswerConfig, engine: Engine) -> int:
     """Return the tokens of the longest prompt of a long text."""
-    context = min(engine.target.config.max_context, MAX_DEFAULT_CONTEXT)
+    context = min(engine.target.config.max_context, LONGEST)
     return max(context - config.answer_tokens, config.prompt_tokens)
 
 
@@ -548,7 +548,7 @@ def open_run(config: AnswerConfig) -> Run:
     for file in config.prompts.split(","):
         given += read_turns(Path(file), "--prompts")
     code = [[ASK.format(header)] for header in headers(task_prompts.modules())]
-    long = task_prompts.long_texts(MAX_DEFAULT_CONTEXT // TOKENS_OF_A_WORD)
+    long = task_prompts.long_texts(LONGEST // TOKENS_OF_A_WORD)
     prompts = {GIVEN: given, CODE: code, TASKS: [*task_prompts.tasks()], LONG: [*long]}
     filter = Filter.against(eval_texts(config.eval))
     run = Run(config, prompts, filter)

@@ -33,39 +33,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.head_kinds import head_kind
 from base.io import check_directory, check_output, read_jsonl, replace_file
 from base.parsing import one_line_errors, option, parse, processors, require
-from decode import Engine, build_cycles
-from drafters import RootOnly
-from eagle_draft import EagleHead, load_head
-from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
-from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
-from hf.tokenizer import Tokenizer
-from hf.weights import export_weights, load_model
-from model import DTYPES, Transformer
-from ops.backends import TORCH, use_backend
-from ops.library import lib
 from options import DEMO, ROOT, GenerateConfig, pick_device
-from scheduler import Request, Scheduler
-from scripts.train import losses as head_training
-from scripts.train import training
-from scripts.train.acceptance import ALPHAS, DraftedChains, chains, evaluate, fit_sharpness
-from scripts.train.feature_cache import Features
-from scripts.train.workers import Workers
-from session import common_prefix
 
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
 QUESTIONS = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # with answers of the data set
-SAVES = 4  # of the state, for each evaluation
-OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
-# options that other versions do not have
-OF_VERSION_1 = ("noise", "feature_weight", "token_weight")
 
 
 @dataclass
@@ -97,7 +73,7 @@ class TrainOptions:
     features: str = option(
         "", "file that keeps the target's features, also for later runs on the same data"
     )
-    dtype: str = option("bfloat16", "autocast of training and weights of the file", tuple(DTYPES))
+    dtype: str = option("bfloat16", "autocast of training and weights of the file", DTYPE_NAMES)
     eval_every: int = option(500, "steps", least=1)
     eval_prompts: int = option(64, "held-out prompts for alpha and tau", least=1)
     patience: int = option(
@@ -183,6 +159,37 @@ class TrainConfig(TrainOptions):
             for s in range(self.recipe_steps):
                 weights[f"{kind} {s}"] = weight * head_training.DECAY**s
         return weights
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(TrainConfig, "train_eagle.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from decode import Engine, build_cycles
+from drafters import RootOnly
+from eagle_draft import EagleHead, load_head
+from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
+from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
+from hf.tokenizer import Tokenizer
+from hf.weights import export_weights, load_model
+from model import DTYPES, Transformer
+from ops.backends import TORCH, use_backend
+from ops.library import lib
+from scheduler import Request, Scheduler
+from scripts.train import losses as head_training
+from scripts.train import training
+from scripts.train.acceptance import ALPHAS, DraftedChains, chains, evaluate, fit_sharpness
+from scripts.train.feature_cache import Features
+from scripts.train.workers import Workers
+from session import common_prefix
+
+SAVES = 4  # of the state, for each evaluation
+OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
+# options that other versions do not have
+OF_VERSION_1 = ("noise", "feature_weight", "token_weight")
 
 
 # ------------------------------------------------------------------------------- data
@@ -935,7 +942,7 @@ def run(
 
     method_of: of the options; default: an EAGLE head's
     """
-    config = parse(options, program, description)
+    config = COMMAND or parse(options, program, description)
     with one_line_errors(program):
         config = replace(config, device=pick_device(config.device))
         made = ready(config, method_of(config) if method_of else None)

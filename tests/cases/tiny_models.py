@@ -232,11 +232,11 @@ def assert_same_config(path: Path, reference, left_out: set[str]) -> None:
 
 def refused(capsys, *argv: str) -> str:
     """The line with which generate.py refuses a model, within seconds."""
-    began = time.perf_counter()
+    began = time.process_time()
     error = helpers.refused(
         capsys, generate.main, [*argv, "--set", "prompt_ids=5,17", "--device", "cpu"]
     )
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     return error
 
 

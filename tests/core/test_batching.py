@@ -232,14 +232,18 @@ def test_long_prompts_let_the_others_decode(monkeypatch):
     assert lengths == [[1, 0, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]
 
 
-def test_a_row_that_is_done_reads_none_of_its_text(monkeypatch):
-    session = golden_run(RootOnly(), *IDS[:2], max_new_tokens=3)
-    session.admit(0, IDS[2])
+@pytest.mark.parametrize("busy, ran", [([0, 2], [0, 1, 2]), ([1], [1]), ([1, 2], [1, 2])])
+def test_a_cycle_runs_from_the_first_busy_row_to_the_last(busy, ran, monkeypatch):
+    """A row between them that is done reads none of its text."""
+    session = golden_run(RootOnly(), *IDS[:3], max_new_tokens=3)
+    for row in busy:
+        session.admit(row, IDS[3 + row])
     session.step()
     calls = record(monkeypatch, Attend, "run")
     session.step()
     _, _, rows = calls[0].args
-    assert rows.windows[0].start.tolist() == [len(IDS[2]), 0]
+    starts = [len(IDS[3 + row]) if row in busy else 0 for row in ran]
+    assert rows.windows[0].start.tolist() == starts
 
 
 def test_cycles_are_timed_with_all_rows_and_they_decode():
@@ -403,6 +407,49 @@ def test_a_comparison_needs_caches_of_its_own(monkeypatch):
     config = engine.target.config
     assert own == plans[0]["the caches"]
     assert own == engine.slots * 2 * 2 * config.n_kv_heads * config.head_dim * config.n_layers
+
+
+def test_the_default_context_is_the_models_as_far_as_half_of_the_memory_goes(monkeypatch, caplog):
+    """Of all caches together; 8 bits hold more tokens, and one line says that it is not the model's."""
+    config = load(**DEMO_IN_BF16, draft="none").target.config
+    token = 2 * 2 * config.n_kv_heads * config.head_dim * config.n_layers  # bytes
+    free = 2 * token * 1030
+    for options, context in (
+        ({}, 1024),
+        ({"batch_size": 2}, 512),
+        ({"batch_size": 2, "compare": True}, 256),
+        ({"kv": "int8"}, 1792),  # 1030 * 64 / 34, in whole steps of 256
+        ({"context": 77}, 77),
+    ):
+        monkeypatch.setattr("load.free_bytes", lambda device: free)
+        caplog.clear()
+        engine = load(**DEMO_IN_BF16, draft="none", **options)
+        assert engine.context == min(context, config.max_context), options
+        said = [r.getMessage() for r in caplog.records if "the context is" in r.getMessage()]
+        assert len(said) == (engine.context < config.max_context and "context" not in options)
+        for line in said:
+            assert line.startswith(f"the context is {context} tokens, whose cache takes half")
+    monkeypatch.setattr("load.free_bytes", lambda device: 10**15)
+    assert load(**DEMO_IN_BF16, draft="none").context == config.max_context
+
+
+def test_a_context_that_does_not_fit_is_refused_with_one_that_would(monkeypatch):
+    engine = load(**DEMO_IN_BF16, draft="none", context=512)
+    plans = []
+    monkeypatch.setattr("stats.check_memory", lambda plan, *rest: plans.append((plan, rest)))
+    sequence_memory(engine)
+    need = sum(plans[0][0].values())
+    monkeypatch.undo()
+    slot = plans[0][0]["the caches"] // engine.slots
+    monkeypatch.setattr("stats.free_bytes", lambda device: need - 100 * slot)
+    with pytest.raises(
+        ValueError, match=r"are missing; lower .*--context \(412 tokens would fit\)"
+    ):
+        sequence_memory(engine)
+    monkeypatch.setattr("stats.free_bytes", lambda device: need - 99 * slot - 1)
+    with pytest.raises(ValueError, match=r"\(412 tokens would fit\)"):
+        sequence_memory(engine)
+    sequence_memory(replace(engine, context=412))
 
 
 def test_rows_that_do_not_fit_are_refused(capsys):

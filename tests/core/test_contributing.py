@@ -23,7 +23,7 @@ FOLDERS = (
     "checkpoints/demo",
 )
 NEW_TESTS = {
-    "echo": 11,
+    "echo": 7,
     "(test_model and gemma and one)": 5,
     "e4m3_rounds": 1,
 }  # chosen by -k: cases

@@ -214,6 +214,7 @@ FORMATS = {
     "int8": {"dtype": "bfloat16", "quant": "int8"},
     "int4": {"dtype": "bfloat16", "quant": "int4"},
 }
+CACHES = {"cache in int8": {"dtype": "bfloat16", "kv": "int8"}}  # of the demo's trees
 # whole passes in C++ are what runs; step by step they are what fp32 and other models have
 MODES = [*itertools.product(FORMATS, ("C++", "compiled")), ("fp32", "plain")]
 SLOW = [("fp32", "C++"), ("int8", "C++"), ("int4", "C++")]
@@ -776,8 +777,8 @@ needs_operators = pytest.mark.skipif(
 
 @needs_operators
 @pytest.mark.parametrize("form, compiled, temperature", [
-    ("bf16", False, 1.0), ("int8", False, 1.0), ("int4", False, 0.0),
-    *slow(itertools.product(FORMATS, (False, True), (0.0, 1.0))),
+    ("bf16", False, 1.0), ("int8", False, 1.0), ("int4", False, 0.0), ("cache in int8", True, 1.0),
+    *slow(itertools.product(FORMATS | CACHES, (False, True), (0.0, 1.0))),
 ])  # fmt: skip
 def test_demo_trees_equal_vanilla(request, form, compiled, temperature):
     """The demo's prompts: two of 24 tokens, and slow all 40 of 128 with every tree and 1 and 2 rows.
@@ -786,8 +787,8 @@ def test_demo_trees_equal_vanilla(request, form, compiled, temperature):
     """
     every = request.node.get_closest_marker("slow")
     texts, length = (held_out_prompts(), 128) if every else (held_out_prompts()[18:20], 24)
-    options = {"checkpoint": DEMO, "max_new_tokens": length, "device": "cpu", **FORMATS[form]}
-    options |= {"temperature": temperature}
+    options = {"checkpoint": DEMO, "max_new_tokens": length, "device": "cpu"}
+    options |= (FORMATS | CACHES)[form] | {"temperature": temperature}
     vanilla = load(draft="none", **options)
     prompts = [vanilla.tokenizer.encode(text) for text in texts]
     plain = generate(vanilla, prompts)

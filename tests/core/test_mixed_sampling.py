@@ -142,9 +142,7 @@ def test_a_later_turn_keeps_the_parameters():
     prompts = [turns, ["import ", " as"], turns]
     together = generate(engine, prompts, **options)
     for number in range(3):
-        own = {name: values[number] for name, values in options.items() if values[number]}
-        if "temperature" not in own:
-            del own["seed"]  # refused: it has no effect
+        own = {name: values[number] for name, values in options.items()}
         single = generate(
             engine, [[prompt[0]] for prompt in prompts[:number]] + [prompts[number]], **own
         )

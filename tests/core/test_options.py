@@ -20,7 +20,7 @@ from base.parsing import OLD, parse, processors
 from base.tree_paths import parse_tree
 from generate import generate, load, main
 from options import DEMO, ROOT, GenerateConfig
-from server.parameters import ServeConfig
+from server.options import ServeConfig
 
 FLAGS = [f for f in fields(GenerateConfig) if not f.metadata["rare"]]
 RARE = [f for f in fields(GenerateConfig) if f.metadata["rare"]]
@@ -47,7 +47,7 @@ def test_the_help_has_every_flag_and_the_page_every_setting(capsys):
         assert there != f.metadata["rare"], f.name
     assert "--set NAME=VALUE" in shown
     grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
-    assert len(FLAGS) == 26 and sorted(grouped) == sorted(f.name for f in FLAGS)
+    assert len(FLAGS) == 27 and sorted(grouped) == sorted(f.name for f in FLAGS)
     places = [text.index(part) for part in ("--checkpoint ", "\nsampling:", "\nfor measurements:")]
     assert places == sorted(places)
     page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
@@ -173,7 +173,7 @@ def test_every_flag_of_the_last_release_is_there(capsys):
     """Those of its --help; -t, which llama.cpp has, too."""
     last = """checkpoint inflate draft head draft_checkpoint datastore draft_store tree tree_file
         tree_depth tree_topk tree_size accept prompt prompt_file prompt_ids interactive show_drafts chat system
-        grammar max_new_tokens stop temperature top_k top_p min_p seed ignore_eos num_samples batch_size context
+        grammar max_new_tokens stop temperature top_k top_p min_p seed ignore_eos num_samples batch_size context kv
         quant group_size quant_draft compile plain threads device dtype verbose compare json results trace profile"""
     assert set(shlex.split(last)) == set(OLD) | {f.name for f in FLAGS}
     assert read("-t1").threads == 1
@@ -331,6 +331,13 @@ def test_a_full_gpu_is_one_line(capsys):
     told = capsys.readouterr().err
     assert raised.value.code == 2 and told.count("\n") == 1
     assert "allocate 2.00 GiB" in told and "of which 1.20 GiB is free; lower --batch_size" in told
+
+
+def test_a_cache_in_8_bits_is_for_cpus(capsys, monkeypatch):
+    assert "invalid choice: 'int4' (choose from 'int8')" in failure(capsys, f"{OF_IDS} --kv int4")
+    monkeypatch.setattr("load.pick_device", lambda name: "cuda")
+    said = "--kv int8 is for CPUs, and the device is cuda; drop it"
+    assert said in failure(capsys, f"{OF_IDS} --kv int8")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

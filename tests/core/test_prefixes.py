@@ -13,7 +13,7 @@ from decode import Engine
 from generate import load
 from helpers import compiled_as_on_cuda, engine_for, golden_target, record, slow
 from options import DEMO, Sampling
-from runtime import tensors_of
+from runtime import copy_sequence, tensors_of
 from session import Session
 
 DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "eagle+ngram", "model:chain")
@@ -23,7 +23,13 @@ SECOND = [*SHARED, 9, 33]
 RULES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
 LONG = 40  # new tokens of the sequence that goes on while others copy from it
 OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "batch_size": 3}
-IN_INT8 = OPTIONS | {"checkpoint": DEMO, "device": "cpu", "compile": True, "quant": "int8"}
+IN_INT8 = OPTIONS | {
+    "checkpoint": DEMO,
+    "device": "cpu",
+    "compile": True,
+    "quant": "int8",
+    "kv": "int8",
+}
 
 
 def decode(session: Session, seq: int, prompt: list[int], rule: Sampling, **options) -> list[int]:
@@ -95,6 +101,7 @@ def test_a_copied_prefix_changes_no_token(drafter, rule):
     "draft", [{"draft": "none"}, {"tree": "dynamic"}, {"tree": "auto"}], ids=str
 )
 def test_in_int8_without_exception(draft):
+    """Weights and cache."""
     engine = load(**IN_INT8, **draft)
     for rule in RULES:
         assert copied(engine, RULES[rule]) == in_int8(rule), rule
@@ -138,7 +145,7 @@ def test_no_slot_behind_the_prefix_is_written():
     """A copy takes no memory for the rest of the context."""
     session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
     decode(session, 0, FIRST, Sampling())
-    session.buffers.cache.copy_prefix(0, 2, 40)
+    copy_sequence(session.buffers.cache, 0, 2, 40)
     for buffer in tensors_of((session.buffers.cache.k, session.buffers.cache.v)):
         assert torch.equal(buffer[2, :, :40], buffer[0, :, :40]) and buffer[0, :, 128:].any()
         assert not buffer[2, :, 128:].any(), "before, a tree of 60 was written"

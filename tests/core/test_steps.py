@@ -24,13 +24,14 @@ from kv_cache import KVCache, Window, with_slots
 from model import ModelConfig, Transformer, run_layers, windows_of
 from models import registry
 from models.gemma3 import Gemma3
+from models.gemma4 import Gemma4
 from models.glm4 import Glm4
 from models.gpt_oss import GptOss
 from models.qwen3_5 import Qwen35
 from ops.backends import TORCH, choose, use_backend
 from ops.cpu.layers import Program, fits, steps_of
 from parallel.tp import SumRanks, split_dims, with_sums
-from steps import REGISTERS, Add, Copy, Project, Rows, Step, run_steps
+from steps import REGISTERS, Add, Copy, Project, Rows, Scale, Step, run_steps
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
 needs_cpp = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
@@ -52,6 +53,14 @@ MODELS = {
     ),
     "glm4": Glm4(*SIZES, qkv_bias=True, rotary_dim=8),
     "gemma3": Gemma3(*SIZES, qk_norm=True, window=4, query_scale=0.2, sliding_layers=(0, 2)),
+    "gemma4, small": Gemma4(
+        *SIZES, qk_norm=True, window=4, query_scale=1.0, sliding_layers=(0, 2), global_head_dim=32,
+        shared_layers=1, wide_ffn=True, per_layer_dim=16, per_layer_vocab=50,
+    ),
+    "gemma4, experts": Gemma4(
+        *SIZES, qk_norm=True, window=4, query_scale=1.0, sliding_layers=(0, 2), global_head_dim=32,
+        keys_as_values=True, n_experts=5, experts_per_token=2, expert_dim=32,
+    ),
     "qwen3_5": Qwen35(
         *SIZES, qk_norm=True, rotary_dim=8, key_heads=2, value_heads=4, key_dim=16, value_dim=16,
         recurrent_layers=(0, 2),
@@ -96,7 +105,8 @@ def empty_cache(config: ModelConfig) -> KVCache:
     cache = KVCache.empty(config, B, SLOTS, torch.bfloat16, "cpu")
     generator = torch.Generator().manual_seed(2)
     for buffer in with_slots(cache.k, cache.v):
-        buffer[:, :, :9] = torch.randn(B, config.n_kv_heads, 9, 16, generator=generator).bfloat16()
+        numbers = torch.randn(B, buffer.shape[1], 9, buffer.shape[3], generator=generator)
+        buffer[:, :, :9] = numbers.bfloat16()
     return cache
 
 
@@ -110,7 +120,7 @@ Place = tuple[Step, nn.Module, int]  # a step, the owner of its weights, its lay
 def places_of(model: nn.Module) -> list[Place]:
     """All steps of a model or a head, in their order."""
     count = len(model.layers)
-    places = [(step, model, -1) for step in getattr(model, "first", ())]
+    places = [(step, model, -1) for step in model.first]
     places += [(s, layer, i) for i, layer in enumerate(model.layers) for s in layer.steps]
     return [*places, *((step, model, count) for step in model.last)]
 
@@ -119,8 +129,7 @@ def begun(model: nn.Module) -> tuple[Rows, nn.Module]:
     """The first rows of a model or a head, and the embedding that they come from."""
     tokens = torch.arange(B * T).view(B, T) % 50
     if isinstance(model, Transformer):
-        rows = model.embed(tokens, positions(), tree_window())
-        return rows._replace(h=rows.stream), model.embedding
+        return model.begin(tokens, positions(), tree_window()), model.embedding
     generator = torch.Generator().manual_seed(3)
     embedding = filled(nn.Embedding(50, 64))
     features = torch.randn(B, T, 64, generator=generator).bfloat16().float()
@@ -143,7 +152,11 @@ def by_pytorch(model: nn.Module, config: ModelConfig) -> list[Rows]:
 
 def by_cpp(model: nn.Module, config: ModelConfig, behind: int, register: str) -> Tensor:
     """A register behind a step, of a pass of all steps in one call, in bf16."""
-    begin = [] if hasattr(model, "first") else [Copy("embedded", "stream"), Copy("embedded", "h")]
+    begin = (
+        []
+        if not isinstance(model, Transformer)
+        else [Copy("embedded", "stream"), Copy("embedded", "h")]
+    )
     places = [*((step, model, -1) for step in begin), *places_of(model)]
     here = len(begin) + behind + 1
     places.insert(here, (Copy(register, "features"), *places[here - 1][1:]))
@@ -157,7 +170,8 @@ def by_cpp(model: nn.Module, config: ModelConfig, behind: int, register: str) ->
     parents = torch.arange(T).expand(B, T).contiguous()
     inputs = (tokens, features.bfloat16(), parents, positions())
     cache = empty_cache(config)
-    return torch.ops.gpt_eagle.head_step(program, *inputs, cache.k, cache.v, *tree_window()[:3])
+    k, v, _ = cache.for_cpp()
+    return torch.ops.gpt_eagle.head_step(program, *inputs, k, v, *tree_window()[:3])
 
 
 def model_of(name: str) -> tuple[nn.Module, ModelConfig]:
@@ -177,9 +191,9 @@ def test_cpp_has_the_rows_of_pytorch_behind_every_step(name):
     """Bit for bit. In the first list of a head all registers are in use, so there its end is compared."""
     model, config = model_of(name)
     wanted = by_pytorch(model, config)
-    first = max(len(getattr(model, "first", ())) - 1, 0)
+    first = max(len(model.first) - 1, 0)
     for behind in range(first, len(wanted)):
-        added = isinstance(places_of(model)[behind][0], Add)
+        added = isinstance(places_of(model)[behind][0], (Add, Scale))
         for register in ("stream",) if added else ("stream", "h"):  # C++ adds in place
             want = getattr(wanted[behind], register)
             got = by_cpp(model, config, behind, register)
@@ -196,7 +210,7 @@ def test_merged_steps_compute_what_their_parts_do(name):
     wanted = by_pytorch(model, config)
     ends = [i for i, (*_, layer) in enumerate(places_of(model)) if 0 <= layer < config.n_layers]
     rows, _ = begun(model)
-    rows = run_steps(getattr(model, "first", ()), model, rows)
+    rows = run_steps(model.first, model, rows)
     fused = FusedLayers(model.layers, model.last, model)
     kinds = [type(step) for segment in fused.segments for step in segment.steps]
     assert len(kinds) < len(ends), "nothing was merged"
@@ -205,10 +219,7 @@ def test_merged_steps_compute_what_their_parts_do(name):
     )
     streams = [wanted[i].stream for i in ends if places_of(model)[i][2] == 0]
     torch.testing.assert_close(aux[1], streams[-1], atol=1e-3, rtol=1e-3)
-    if name in (
-        "gemma3",
-        "qwen3_5",
-    ):  # whose merged norms take their weights in fp32, and another operator
+    if name in ("gemma3", "qwen3_5"):  # whose merged norms take their weights in fp32
         torch.testing.assert_close(fused.end(rows).h, wanted[-1].h, atol=1e-3, rtol=1e-3)
         return
     assert torch.equal(fused.end(rows).h, wanted[-1].h)
@@ -237,18 +248,18 @@ def test_names_are_those_of_the_weights(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_add_up_what_they_share(name):
-    """A sum for each sublayer and for a shared expert, each in front of what reads the stream; and each weight is split one way."""
+    """A sum for each sublayer, in front of what reads the stream; and each weight is split one way."""
     config = MODELS[name]
     for i in range(config.n_layers):
         steps = with_sums(config.layer(i))
         sums = [i for i, step in enumerate(steps) if isinstance(step, SumRanks)]
-        assert len(sums) == 2 + (config.shared_dim > 0)
+        assert len(sums) == (3 if name in ("qwen2 moe", "gemma4, experts") else 2)
         rest = [step for step in steps if not isinstance(step, SumRanks)]
         assert rest == [*config.layer(i)]
     projections = [
         s for i in range(config.n_layers) for s in config.layer(i) if isinstance(s, Project)
     ]
-    assert set(split_dims(config).values()) == {0, 1}
+    assert {0, 1} <= set(split_dims(config).values())
     assert {step.row_parallel for step in projections if step.name in ("wo", "w2")} == {True}
 
 

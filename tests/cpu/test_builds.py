@@ -17,7 +17,7 @@ import torch
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
-from helpers import decode, engine_for
+from helpers import decode, engine_for, slow
 from hf.checkpoint import Quantization
 from hf.weights import load_model
 from ops.cpu import build
@@ -54,7 +54,7 @@ TREES = {"chain": StaticTree.chain(5), "dynamic": DynamicTree()}
 
 def decode_all() -> dict[str, list]:
     """The tokens of the demo in every format, by its modules and by few operators: vanilla, chain and dynamic."""
-    options, found = {"max_new_tokens": 16, "ignore_eos": True}, {}
+    options, found = {"max_new_tokens": 8, "ignore_eos": True}, {}
     for name, quant in FORMATS.items():
         target = load_model(Path(DEMO), torch.bfloat16, quant=quant)
         head = load_head(Path(DEMO + "-eagle"), target, quant)
@@ -91,7 +91,7 @@ def test_other_processors_decode_the_same_tokens_with_trees(march):
     assert Path(library).name.startswith(f"{march}-") and "slow" not in done.stderr, done.stderr
     assert len(found) == 6
     for name, (vanilla, *drafted) in found.items():
-        assert len(vanilla) == len(PROMPT) + 16 and drafted == [vanilla, vanilla], name
+        assert len(vanilla) == len(PROMPT) + 8 and drafted == [vanilla, vanilla], name
 
 
 # ------------------------------------------------------------------------------------------ headers
@@ -128,7 +128,7 @@ def check_alone(march: str, names: list[str]) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs a compiler for x86-64")
-@pytest.mark.parametrize("march", PROCESSORS)
+@pytest.mark.parametrize("march", ["icelake-server", "x86-64-v3", "x86-64", *slow(["alderlake"])])
 def test_headers_open_alone(march):
     names = [name for name in HEADERS if not takes_tensors(name)]
     others = set(PROCESSORS.values()) - {PROCESSORS[march]}

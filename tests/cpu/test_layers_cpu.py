@@ -89,8 +89,8 @@ def fused(target: Transformer) -> Transformer:
     return target
 
 
-def empty_cache(config: ModelConfig, batch: int) -> KVCache:
-    return KVCache.empty(config, batch, 64, BF16, "cpu")
+def empty_cache(config: ModelConfig, batch: int, dtype: torch.dtype = BF16) -> KVCache:
+    return KVCache.empty(config, batch, 64, dtype, "cpu")
 
 
 def tree_window(start: list[int]) -> Window:
@@ -134,18 +134,22 @@ def test_as_the_modules(config, quant, batch):
 @pytest.mark.parametrize(
     "config", [CONFIG, QWEN3, MIXTURE, QWEN3_MOE], ids=["dense", "qwen3", "mixture", "mixed"]
 )
-def test_a_row_alone_has_the_same_bits(config, quant):
+def test_a_row_alone_has_the_same_bits(config, quant, dtype=BF16):
     target = fused(model(config, quant))
     tokens = (torch.arange(90) * 7 % 50)[None]
-    whole = KVCache.empty(config, 1, 128, BF16, "cpu")
+    whole = KVCache.empty(config, 1, 128, dtype, "cpu")
     window = causal_window(torch.tensor([0]), 90)  # enough rows for several threads and tiles
     features = target(tokens, window.slots, whole, window)
-    cache = KVCache.empty(config, 1, 128, BF16, "cpu")
+    cache = KVCache.empty(config, 1, 128, dtype, "cpu")
     for at in range(90):
         one = causal_window(torch.tensor([at]), 1)
         alone = target(tokens[:, at : at + 1], one.slots, cache, one)
         assert torch.equal(alone[:, 0], features[:, at]), at
     assert all(map(torch.equal, (*cache.k, *cache.v), (*whole.k, *whole.v)))
+
+
+def test_a_row_alone_has_the_same_codes():
+    test_a_row_alone_has_the_same_bits(CONFIG, None, torch.int8)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)

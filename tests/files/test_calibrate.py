@@ -136,8 +136,8 @@ def test_logits_are_closer_to_those_of_fp32(demos):
     texts = (ROOT / "data/eval/demo.jsonl").read_text().splitlines()
     exact = load(checkpoint=DEMO, draft="none", device="cpu", dtype="float32")
     rows = [exact.tokenizer.encode(json.loads(text)["turns"][0])[:64] for text in texts]
-    ids = torch.tensor([row for row in rows if len(row) == 64])
-    assert len(ids) >= 20
+    ids = torch.tensor([row for row in rows if len(row) == 64][:24])
+    assert len(ids) == 24
     positions = torch.arange(64).expand_as(ids)
     log_p = exact.target.logits(exact.target(ids, positions)).log_softmax(-1)
 

@@ -152,16 +152,18 @@ def test_numbers_of_the_decay_keep_the_bits_of_the_file(tmp_path):
     assert torch.equal(decay.dt_bias, held["model.layers.0.linear_attn.dt_bias"])
 
 
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-@pytest.mark.parametrize("options", [{}, EXPERTS], ids=["dense", "experts"])
-def test_quantized_models_decode_trees_as_vanilla(tmp_path, quant, options):
-    random_model(**options).save_pretrained(tmp_path)
+@pytest.mark.parametrize("quant, kv", [("int8", "int8"), ("int4", "")])
+@pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "experts"])
+def test_quantized_models_decode_trees_as_vanilla(tmp_path, quant, kv, shape):
+    """kv: of the layers with attention; states stay in fp32"""
+    random_model(**shape).save_pretrained(tmp_path)
     form = Quantization(quant, 32 if quant == "int4" else 0)
     target = load_model(tmp_path, torch.bfloat16, quant=form)
-    engine = engine_for(target, RootOnly(), compile=True, **OPTIONS)
+    options = OPTIONS | {"compile": True, "kv": kv}
+    engine = engine_for(target, RootOnly(), **options)
     assert target.fused is not None
     vanilla = decode(engine, *PROMPTS).history[:2]
-    drafted = decode(engine_for(target, Oracle(vanilla, 16, 5), compile=True, **OPTIONS), *PROMPTS)
+    drafted = decode(engine_for(target, Oracle(vanilla, 16, 5), **options), *PROMPTS)
     assert drafted.history[:2] == vanilla
     assert max(drafted.stats.accept_lengths) > 1
 

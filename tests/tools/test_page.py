@@ -11,11 +11,13 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 from test_serve import PROMPT, Running  # noqa: E402
 
 from browser import Browser, chromium  # noqa: E402
 from extras.presets import PresetPolicy  # noqa: E402
+from generate import generate, load  # noqa: E402
+from options import DEMO  # noqa: E402
 from server import app as serve  # noqa: E402
 
 in_a_browser = pytest.mark.skipif(
@@ -78,6 +80,45 @@ def test_without_drafts_the_text_is_the_same(running, temperature):
     assert drafted.usage.completion_tokens_details.accepted_prediction_tokens > 0
     both = running.complete([PROMPT] * 2, **options)
     assert both.choices[0].text == plain.choices[0].text
+
+
+def test_drafted_tokens_of_a_request(running):
+    """A request may say how many at most; the acceptance has vLLM's names."""
+    texts = set()
+    for most in (None, 0, 3, 7, 11.0):
+        body = {} if most is None else {"draft_tokens": most}
+        answer = running.complete(temperature=1, seed=3, max_tokens=60, extra_body=body)
+        texts.add(answer.choices[0].text)
+        told = answer.metrics["speculative_decoding"]
+        steps, histogram = told["num_spec_steps"], told["acceptance_histogram"]
+        assert sum(histogram) == steps and (steps == 0) == (most == 0)
+        assert sum(i * n for i, n in enumerate(histogram)) == told["num_accepted_draft_tokens"]
+        details = answer.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens == told["num_accepted_draft_tokens"]
+        assert told["num_draft_tokens"] <= (11 if most is None else most) * steps
+        if steps:
+            accepted = told["num_accepted_draft_tokens"]
+            assert told["mean_acceptance_length"] == 1 + accepted / steps > 1
+            assert told["draft_acceptance_rate"] == accepted / told["num_draft_tokens"]
+    assert len(texts) == 1
+    usage = {"stream_options": {"include_usage": True}}
+    *_, last = running.complete(seed=3, max_tokens=60, stream=True, **usage)
+    assert last.metrics["speculative_decoding"]["num_spec_steps"] > 0
+    for bad in ({"draft_tokens": -1}, {"draft_tokens": True}, {"draft": False, "draft_tokens": 4}):
+        with pytest.raises(openai.BadRequestError, match="draft"):
+            running.complete(extra_body=bad)
+
+
+def test_a_tree_of_one_size_takes_no_smaller_number():
+    engine = load(checkpoint=DEMO, device="cpu", tree="dynamic:3,2,6", max_new_tokens=8)
+    assert (
+        generate(engine, ["def f("], draft_tokens=5).tokens == generate(engine, ["def f("]).tokens
+    )
+    fault = (
+        "draft_tokens must be a whole number from 5 on, as draft trees have one size here; it is 4"
+    )
+    with pytest.raises(ValueError, match=fault):
+        generate(engine, ["def f("], draft_tokens=4)
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": ["e", "zz"]}], ids=["", "stops"])
@@ -169,6 +210,36 @@ def test_a_chat_is_streamed_kept_and_retried(page):
     assert page.run("chat.messages[1].content") == first, "a reload shows it again"
     page.run("show(fresh()); document.querySelector('nav .open').click()")
     assert page.run("chat.messages[1].content") == first
+
+
+@in_a_browser
+def test_options_belong_to_a_conversation(page):
+    """A new one begins with those of the last; an empty field is the server's own."""
+    assert page.run("['temperature', 'top_p', 'top_k', 'min_p'].map(id => $(id).placeholder)") == ["0", "1", "0", "0"]  # fmt: skip
+
+    def choose(**values) -> None:
+        for name, value in values.items():
+            page.run(f"$('{name}').value = {json.dumps(value)}; $('{name}').onchange()")
+
+    page.run("window.bodies = []; window.before = window.fetch; true")
+    page.run("window.fetch = (path, more) => { if (more && more.body) bodies.push(JSON.parse(more.body)); return before(path, more); }")  # fmt: skip
+    choose(system="Be brief.", temperature="0.7", top_k="20")
+    ask(page, "Hello", 5)
+    page.wait("!running && chat.messages.length === 2")
+    body = page.run("bodies.pop()")
+    assert (body["temperature"], body["top_k"]) == (0.7, 20) and "min_p" not in body
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    press(page, "New chat")
+    assert page.run("[$('temperature').value, $('system').value]") == ["0.7", "Be brief."]
+    choose(temperature="", min_p="0.1")
+    ask(page, "Bye", 5)
+    page.wait("!running && chat.messages.length === 2")
+    assert "temperature" not in page.run("bodies.pop()")
+    page.open(page.run("location.href"))
+    page.wait("chat.messages.length === 2 && $('most').value")
+    assert page.run("[$('temperature').value, $('min_p').value]") == ["", "0.1"]
+    page.run("show(stored()[1])")
+    assert page.run("[$('temperature').value, $('top_k').value, $('min_p').value]") == ["0.7", "20", ""]  # fmt: skip
 
 
 @in_a_browser

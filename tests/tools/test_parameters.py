@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece as spm
@@ -24,7 +25,14 @@ from extras.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa:
 from generate import encode, load  # noqa: E402
 from options import DEMO  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
-from server.parameters import NEUTRAL, SERVED, WITHOUT_EFFECT, RequestReader, ServeConfig  # noqa: E402
+from server.parameters import (  # noqa: E402
+    NEUTRAL,
+    SERVED,
+    WITHOUT_EFFECT,
+    RequestReader,
+    ServeConfig,
+    with_recommended_sampling,
+)
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]
 {%- if m.name is defined %} ({{ m.name }}){% endif %}
@@ -255,10 +263,10 @@ HARMLESS = {
 }  # fmt: skip
 HARMFUL = {
     "min_tokens": 1, "skip_special_tokens": False, "frequency_penalty": 0.5, "presence_penalty": -1, "suffix": "a",
-    "repetition_penalty": 1.1, "repeat_penalty": 0, "logit_bias": {"5": 1}, "best_of": 2, "echo": True, "ignore_eos": True,
+    "repetition_penalty": 1.1, "repeat_penalty": 0, "logit_bias": {"5": 1}, "best_of": 2, "ignore_eos": True,
     "stop_token_ids": [5], "bad_words": ["a"], "guided_json": {"type": "object"}, "mirostat": 2, "typical_p": 0.9,
     "xtc_probability": 0.1, "n_probs": 5, "modalities": ["audio"], "functions": [1], "anything": 1, "grammar": "a",
-    "length_penalty": True, "add_generation_prompt": False, "detokenize": False, "use_beam_search": True,
+    "length_penalty": True, "detokenize": False, "use_beam_search": True,
 }  # fmt: skip
 
 
@@ -351,3 +359,33 @@ def test_the_official_client_accepts_its_own_messages_again(reader):
     message = openai.types.chat.ChatCompletionMessage(role="assistant", content="Noon.")
     plain = prompt(reader, [USER, {"role": "assistant", "content": "Noon."}, USER])
     assert prompt(reader, [USER, message.model_dump(), USER]) == plain
+
+
+# ------------------------------------------------------------------------------------------ defaults
+
+
+def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
+    """It is a request's, where neither the request nor the server's command names another."""
+    config = ServeConfig(checkpoint=str(folder))
+    assert config.temperature == 1 and with_recommended_sampling(config, set()) == config
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file.resolve())
+    config = replace(config, checkpoint=str(tmp_path))
+
+    def recommend(**values) -> None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": None, **values}))
+
+    recommend(temperature=0.6, top_p=0.95)
+    own = with_recommended_sampling(config, set())
+    assert own.sampling == (0.6, 0, 0.95, 0) and own.num_samples == 1
+    typed = with_recommended_sampling(replace(config, temperature=0.8), {"temperature"})
+    assert typed.sampling == (0.8, 0, 0.95, 0)
+    greedy = with_recommended_sampling(replace(config, temperature=0.0), {"temperature"})
+    assert greedy.sampling == (0, 0, 1, 0)
+    recommend(top_p=7)
+    with pytest.raises(ValueError, match="names a sampling that cannot be used: --top_p must be"):
+        with_recommended_sampling(config, set())
+    metadata = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
+    monkeypatch.setattr("hf.config.is_gguf", lambda path: True)
+    monkeypatch.setattr("hf.config.read_header", lambda path: SimpleNamespace(metadata=metadata))
+    assert with_recommended_sampling(config, set()).sampling == (0.7, 20, 1, 0)

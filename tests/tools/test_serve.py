@@ -24,7 +24,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from starlette.testclient import TestClient  # noqa: E402
 
-from base.parsing import parse  # noqa: E402
+from base.parsing import parse, parse_given  # noqa: E402
 from generate import encode, generate, load  # noqa: E402
 from helpers import fresh  # noqa: E402
 from hf.tokenizer import StreamDecoder  # noqa: E402
@@ -77,7 +77,7 @@ class Running:
         """The result of `generate` for the same prompts."""
         config = replace(self.engine.config, batch_size=1)
         engine = replace(fresh(self.engine), template=None, config=config)
-        return generate(engine, prompts, **{"max_new_tokens": 24} | seeded(seed, options))
+        return generate(engine, prompts, seed=seed, **{"max_new_tokens": 24, **options})
 
     def raw(self, body: bytes, path="/v1/completions", method="POST", kind="application/json"):
         """Status and JSON of a request by hand."""
@@ -136,11 +136,6 @@ RULES = [
 ]
 
 
-def seeded(seed: int, rule: dict) -> dict:
-    """The options of a call in Python, which refuses a seed at temperature 0."""
-    return rule if rule.get("temperature") == 0 else {"seed": seed} | rule
-
-
 def as_sent(rule: dict) -> dict:
     """The options of a request; the client sends those that it does not know as they are."""
     own = {name: value for name, value in rule.items() if name in ("top_k", "min_p")}
@@ -159,7 +154,7 @@ def test_a_request_has_its_own_parameters(running, rule):
         model="demo", messages=messages, seed=4, max_tokens=12, **as_sent(rule)
     )
     ids = encode(running.engine, ["Hello"], [])
-    chat = generate(fresh(running.engine), [ids], max_new_tokens=12, **seeded(4, rule))
+    chat = generate(fresh(running.engine), [ids], seed=4, max_new_tokens=12, **rule)
     assert found.choices[0].message.content == chat.text[0]
 
 
@@ -422,7 +417,7 @@ def test_too_many_are_refused(running):
     ({"prompt": "a", "max_tokens": 2**31, "max_completion_tokens": 4}, 400, "max_tokens must be a whole number from 1 to"),
     ({"prompt": "a", "draft": 0}, 400, "draft must be true or false"),
     ({"prompt": "a", "logprobs": 21}, 400, "from 0 to 20"), ({"prompt": "a", "logprobs": True}, 400, "logprobs must be a whole"),
-    ({"prompt": "a", "top_logprobs": 2}, 400, "top_logprobs is for chats"), ({"prompt": "a", "echo": 0}, 400, "echo = 0 is not"),
+    ({"prompt": "a", "top_logprobs": 2}, 400, "top_logprobs is for chats"), ({"prompt": "a", "echo": 0}, 400, "echo must be true or false"),
     ({"prompt": ["a"] * 16}, 400, "at most 15 answers"), ({"prompt": "a", "\ud800": 1}, 400, "half a character"),
     ({"prompt": "\udfff"}, 400, "half a character"), ({"model": "x" * 9000}, 404, f"model '{'x' * 99} here"),
     ({"prompt": "a", "max_tokens": "9"}, 400, "whole number"), ({"prompt": "a", "seed": 1.5}, 400, "seed must be"),
@@ -446,9 +441,9 @@ def test_garbage(running, body, status, message):
 
 
 @pytest.mark.parametrize("messages, more, message", [
-    ([], {}, "at least one"), ("hi", {}, "at least one"), ([{"role": "user"}], {}, "a role and a text"), ([1], {}, "a role and a text"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a role and a text"),
-    ([{"role": "system", "content": "a"}], {}, "must go user"), ([{"role": "assistant", "content": "a"}], {}, "an answer is not continued here"),
+    ([], {}, "one at least"), ("hi", {}, "one at least"), ([{"role": "user"}], {}, "a role and a text"), ([1], {}, "a role and a text"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "images are not served"),
+    ([{"role": "system", "content": "a"}], {}, "must go user"), ([{"role": "assistant", "content": "a"}], {}, "no message before the assistant's"),
     ([{"role": "user", "content": "a"}] * 2, {}, "must go user, assistant"),
     ([{"role": "user", "content": "a"}], {"logprobs": 1}, "logprobs must be true or false"),
     ([{"role": "user", "content": "a"}], {"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
@@ -509,6 +504,21 @@ def test_health_and_counters():
     status, found = running.raw(b"", "/health", "GET")
     assert status == 503 and "decodes no answers" in found["error"]["message"]
     running.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_equal_answers_are_decoded_once(running, stream):
+    """At temperature 0 n answers are copies; each counts."""
+    before = running.batcher.counters.tokens
+    options = {"temperature": 0, "stream": stream, "max_tokens": 9, "n": 3}
+    found = running.complete([PROMPT, PROMPT[:9]], **options)
+    texts = [""] * 6
+    for event in found if stream else [found]:
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4] == texts[5]
+    assert running.batcher.counters.tokens - before <= 18
+    assert stream or found.usage.completion_tokens > 18
 
 
 def test_a_mistake_of_the_server_is_json(running, monkeypatch):
@@ -670,7 +680,8 @@ def test_an_address_that_cannot_be_had_is_one_line(host, remedy, capsys):
     """Of another machine, or a port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as stop:
         port = taken.getsockname()[1] if remedy.endswith("--port") else 0
-        serve.main([*ARGV, "--host", host, "--port", str(port)])
+        argv = [*ARGV, "--host", host, "--port", str(port)]
+        serve.main(*parse_given(serve.ServeConfig, "serve.py", "", argv))
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and remedy in err
 
