@@ -19,8 +19,9 @@ Not here: the host's side (scheduler.py, session.py), compiling and capturing (r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,7 +36,7 @@ from model import Transformer, run_eagerly
 from observer import REPORT, Observer
 from ops.backends import choose, use_backend
 from ops.tree import Accepted
-from options import GenerateConfig
+from options import GenerateConfig, Sampling
 from runtime import StepClock, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
@@ -105,6 +106,22 @@ class GuideSource(Protocol):
         """Begin a text."""
 
 
+class Rescorer(Protocol):
+    """Changes the target's scores by the text before each node, as penalties of repeats do."""
+
+    def rows(self, each: Sequence[Sampling]) -> Any:
+        """Make the parameters of B sequences, a tuple of tensors [B, ...]."""
+
+    def rescore(
+        self, scores: Tensor, rule: SamplingTensors, text: DecodedTokens, tree: DraftTree
+    ) -> Tensor:
+        """Return changed scores, [B, N, V] fp32, by tensor operations of fixed shape.
+
+        scores: [B, N, V] fp32, of the token after each node; rule: with `rows` as its penalties
+        text: all tokens up to the root
+        """
+
+
 @dataclass(eq=False)
 class Cycles:
     """The cycles of an engine, and the buffers that captured ones run over."""
@@ -132,6 +149,7 @@ class Engine:
     policy: Observer = Observer()  # picks the preset of every step
     resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
     guide: GuideSource | None = None  # masks tokens, unless a request brings its own
+    rescorer: Rescorer | None = None  # of requests whose parameters ask for it
     cycles: Cycles = field(default_factory=Cycles)
     tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # hf.chat.ChatTemplate, with --chat
@@ -169,6 +187,13 @@ class Engine:
     def option(self, name: str) -> Any:
         """Return the value of an option: as loading chose it, else as the user asked."""
         return self.resolved.get(name, getattr(self.config, name))
+
+    def sampling_tensors(self, each: Sequence[Sampling], seed: int) -> SamplingTensors:
+        """Make the parameters of B sequences, all of one seed, as samples 0 of prompts 0."""
+        tensors = SamplingTensors.from_params(each, self.device, seed)
+        if self.rescorer is None:
+            return tensors
+        return replace_fields(tensors, penalties=self.rescorer.rows(each))
 
     def with_method(self, method: DraftMethod) -> Engine:
         """Return an engine that drafts in another way. Its cycles are still to be made."""
@@ -224,6 +249,26 @@ def build_cycles(engine: Engine) -> Engine:
     return engine
 
 
+def rule_of(
+    rescorer: Rescorer | None,
+    state: DecodeState,
+    mode: SamplingMode,
+    text: DecodedTokens,
+    tree: DraftTree,
+) -> SamplingTensors | None:
+    """Return the rule of the tokens after the nodes of a tree; None when all are greedy.
+
+    text: all tokens up to the root of the tree
+    """
+    rule = state.sampling.needed(mode)
+    if mode < SamplingMode.SHAPED:
+        return rule
+    rescore = None
+    if rescorer is not None:
+        rescore = partial(rescorer.rescore, rule=rule, text=text, tree=tree)
+    return rule.at_nodes(state.draws[:, None] + tree.depths, rescore)
+
+
 # -------------------------------------------------------------------------------------------- cycle
 
 
@@ -239,6 +284,7 @@ class Cycle:
         self.eos_tensor = engine.cycles.eos_tensor
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
+        self.rescorer = engine.rescorer
         self.accept_rule = engine.accept_rule
         self.run_part = run_eagerly  # runs a part of the target
         self.in_place = engine.captured  # a new state is copied into the old one
@@ -334,7 +380,8 @@ class Cycle:
         if self.accept_rule:
             accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
         else:
-            rule = state.sampling.needed(self.mode)
+            text = DecodedTokens(state.tokens, state.pos)
+            rule = rule_of(self.rescorer, state, self.mode, text, tree)
             inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
             tokens, extra = self.pick_tokens(*inputs)
             accepted = self.backend.accept(tree, tokens, self.drafter.depth)
@@ -389,7 +436,6 @@ def prefill_chunk(
     Returns: the state, in which a sequence is done if nothing may follow its root; the features
         that the roots were chosen from, [B, 1, F].
     """
-    rule = state.sampling.needed(mode)
     start = torch.minimum(start, state.pos)
     count = (state.pos - start).clamp(max=width)  # [B], tokens that are no padding
     backend = engine.target.backend
@@ -402,6 +448,8 @@ def prefill_chunk(
     )
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
     draw = torch.zeros_like(state.draws)[:, None]  # [B, 1]
+    before = DecodedTokens(state.tokens, (state.pos - 1).clamp(min=0))  # the prompt alone
+    rule = rule_of(engine.rescorer, state, mode, before, backend.root_tree(before))
     noise = None
     if rule is not None:
         vocab = engine.target.config.vocab_size

@@ -131,6 +131,16 @@ def _norms_two(step: Step | None) -> bool:
     return isinstance(step, HeadNorm) and not step.values
 
 
+def _reader(steps: Sequence[Step]) -> str:
+    """Return the name of the projection that the steps begin with, if it can divide by a norm.
+
+    That is one in a launch with what follows it: a rotation, or a gate.
+    """
+    first, second, third = (*steps[:3], None, None, None)[:3]
+    merges = _stores(third) if _norms_two(second) else _stores(second)
+    return first.name if _is_dense(first) and (merges or second == Gate("silu")) else ""
+
+
 def _reads_stream(step: Step | None) -> bool:
     return isinstance(step, Norm) and step.source == "stream" and step.to == "h"
 
@@ -145,9 +155,7 @@ def fuse(steps: Sequence[Step], behind: str) -> tuple[Step, ...]:
 
     def reader(index: int) -> str:
         """Return the name of the projection that reads a norm: the step at this index."""
-        if index == len(rest):
-            return behind
-        return rest[index].name if _is_dense(rest[index]) else ""
+        return behind if index == len(rest) else _reader(rest[index:])
 
     while rest:
         step, second, third = (*rest[:3], None, None)[:3]
@@ -192,10 +200,10 @@ class Segment(nn.Module):
         if _reads_stream(next_step):
             self.add_module(NEXT_NORM, getattr(owner, next_step.name))
             steps.append(replace(next_step, name=NEXT_NORM))
-        reader = next_layer.steps[1 if _reads_stream(next_layer.steps[0]) else 0]
-        behind = NEXT_READER if _is_dense(reader) else ""
+        reader = _reader(next_layer.steps[1 if _reads_stream(next_layer.steps[0]) else 0 :])
+        behind = NEXT_READER if reader else ""
         if behind:
-            self.add_module(behind, getattr(next_layer, reader.name))
+            self.add_module(behind, getattr(next_layer, reader))
         self.steps = fuse(steps, behind)
 
     def forward(self, rows: Rows) -> Rows:
@@ -210,10 +218,10 @@ class FusedLayers:
         self.layers = layers
         self.last = last
         self.owner = owner
-        first, second = layers[0].steps[:2]
+        first, *rest = layers[0].steps
         self.first: Step | None = None  # a draft head's first layer may begin without a norm
         if _reads_stream(first):
-            self.first = FirstNorm(first, second.name) if _is_dense(second) else first
+            self.first = FirstNorm(first, _reader(rest)) if _reader(rest) else first
         behind = [*((layer.steps[0], layer) for layer in layers[1:]), (last[0], owner)]
         following = [*layers[1:], layers[-1]]
         each = zip(layers, behind, following)

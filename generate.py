@@ -296,9 +296,9 @@ def generate(
     on_tokens: called after every step with the new tokens of each sequence, a list of lists
     on_finished: called with the turns of every finished conversation, a list of `Turn`
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
-    options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `temperature`, `top_k`,
-        `top_p`, `min_p` or `seed`, where they differ from the engine's; of the last five, a list
-        gives each prompt its own. `draft_tokens`: drafted tokens of a cycle at most, 0 for none
+    options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `seed`, and the fields of
+        `options.Sampling`, where they differ from the engine's; of the last two, a list gives each
+        prompt its own. `draft_tokens`: drafted tokens of a cycle at most, 0 for none
     Raises: ValueError for a prompt, a value or a grammar that cannot be used.
     """
     if isinstance(prompts, str):
@@ -306,7 +306,8 @@ def generate(
     prompts = with_messages(engine, prompts)
     draft_tokens = options.pop("draft_tokens", None)
     engine.check_draft_tokens(draft_tokens)
-    config, draws = with_options(engine.config, options, len(prompts))
+    vocab = engine.target.config.vocab_size
+    config, draws = with_options(engine.config, options, len(prompts), vocab)
     guides = []
     if grammar is not None:
         from extras.grammar import compile_grammars

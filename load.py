@@ -22,7 +22,7 @@ from base.methods import MTP, has_extras, spec_of
 from base.modules import load_module
 from base.parsing import by_names, require
 from cli.prompts import read_grammar
-from decode import Engine, build_cycles, cache_dtype
+from decode import Engine, Rescorer, build_cycles, cache_dtype
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from ops import switches
@@ -34,7 +34,7 @@ from ops.library import (
     set_plain,
 )
 from ops.replaced import note_edits
-from options import GenerateConfig, pick_device
+from options import GenerateConfig, check_biases, pick_device
 from parallel import ranks
 from runtime import (
     WARM_UPS,
@@ -94,6 +94,7 @@ def load(
         (RootOnly(),),
         _context(asked, target),
         _eos_ids(target, tokenizer, template),
+        rescorer=_rescorer(asked, target, tokenizer),
         tokenizer=tokenizer,
         template=template,
     )
@@ -124,6 +125,17 @@ def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) 
     if config is not None and options:
         raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
     return config or GenerateConfig(**by_names(GenerateConfig, options))
+
+
+def _rescorer(config: GenerateConfig, target: Transformer, tokenizer: Any) -> Rescorer | None:
+    """Return the penalties that requests may ask for. Raises: ValueError for a bias of no token."""
+    vocab = target.config.vocab_size
+    check_biases(config.logit_bias, vocab)
+    if not has_extras():
+        return None
+    from extras.penalties import Penalties
+
+    return Penalties(vocab, target.norm.weight.device, tokenizer)
 
 
 def _pick_device(config: GenerateConfig) -> str:

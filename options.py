@@ -9,8 +9,10 @@ Not here: reading a command line (base/parsing.py); reading prompts (cli/prompts
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -26,6 +28,7 @@ from base.methods import DRAFTERS, has_extras, spec_of
 from base.modules import PREFIX
 from base.option_rules import (
     CHAT,
+    DRY,
     DYNAMIC,
     FIXED,
     GROWN,
@@ -38,11 +41,13 @@ from base.option_rules import (
     NOT_CHAT,
     NOT_COMPILED,
     ONCE,
+    REPEATS,
     RULE,
     SAMPLED,
     SIZED,
     STORE,
     TEXT,
+    XTC,
     only_with,
 )
 from base.parsing import (
@@ -79,6 +84,10 @@ DEMO = str(ROOT / "checkpoints" / "demo")
 FORMAT_NAMES = ("int8", "int4")  # of quantized weights (ops/formats.py)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEPTH = 6  # levels of a tree by default
+BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
+MOST_BREAKERS = 64
+MOST_BIAS = 100  # as OpenAI's
+MOST_BIASES = 1024  # tokens of a request with a bias
 
 
 class Sampling(NamedTuple):
@@ -88,7 +97,33 @@ class Sampling(NamedTuple):
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
     min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
+    top_n_sigma: float = -1.0  # standard deviations below the best score; up to 0 keeps all
+    typical_p: float = 1.0  # keep the tokens of the most usual information with this mass
+    xtc_probability: float = 0.0  # of dropping all but the least likely of the tokens
+    xtc_threshold: float = 0.1  # with at least this probability
+    # of tokens that the text has already (extras/penalties.py); 1, 0 and 0 are off
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = -1  # tokens that these look back at; -1: all
+    # of tokens that would prolong a repeat
+    dry_multiplier: float = 0.0  # 0 is off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # tokens
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = BREAKERS
+    logit_bias: str = ""  # JSON, {"token id": number to add, ...}
 
+    @property
+    def rescores(self) -> bool:
+        """Return whether scores change by biases, or by the text before them."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or self.dry_multiplier > 0 or self.logit_bias != ""
+
+
+DEFAULTS = Sampling()._asdict()
+
+sampler = partial(setting, also_flag=True)  # has the flag that llama.cpp or vLLM has, too
 
 # titles of the help and their options
 GROUPS = {
@@ -97,7 +132,7 @@ GROUPS = {
         "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "stop",
         "grammar", "batch_size",
     ),
-    "sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
+    "sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "drafting (the text is the same with any of it)": (
         "draft", "head", "draft_checkpoint", "tree",
     ),
@@ -219,6 +254,13 @@ class GenerateConfig:
     min_p: float = option(
         0.0, "drop tokens below this share of the likeliest", needs=(SAMPLED,), least=0, most=1
     )
+    repetition_penalty: float = option(
+        1.0,
+        "divide the scores of tokens that the text has already by this; 1.1 to 1.2 end most loops",
+        least=0.01,
+        most=100,
+        alias="repeat_penalty",
+    )
     seed: int = option(
         0,
         "of the sampling noise; the same seed gives the same tokens for every drafter and tree; "
@@ -287,6 +329,59 @@ class GenerateConfig:
         "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
     )
     profile: str = setting("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
+
+    # of sampling
+    repeat_last_n: int = sampler(
+        -1,
+        "tokens that repetition, presence and frequency penalties look back at; -1: all",
+        needs=(REPEATS,),
+        least=-1,
+    )
+    presence_penalty: float = sampler(
+        0.0, "subtract this from the scores of tokens that the answer has", least=-100, most=100
+    )
+    frequency_penalty: float = sampler(
+        0.0, "subtract this once for each time that the answer has a token", least=-100, most=100
+    )
+    logit_bias: str = sampler("", 'add to the scores of tokens, as {"15043": -100, "29991": 5}')
+    top_n_sigma: float = sampler(
+        -1.0,
+        "keep tokens within so many standard deviations of the best score; -1: all",
+        needs=(SAMPLED,),
+        least=-1,
+    )
+    typical_p: float = sampler(
+        1.0,
+        "sample among the tokens of the most usual information whose probabilities add up to this",
+        needs=(SAMPLED,),
+    )
+    xtc_probability: float = sampler(
+        0.0,
+        "at so many of the tokens, drop all but the least likely of those above xtc_threshold",
+        needs=(SAMPLED,),
+        least=0,
+        most=1,
+    )
+    xtc_threshold: float = sampler(
+        0.1, "probability of tokens that XTC may drop", needs=(XTC,), least=0, most=1
+    )
+    dry_multiplier: float = sampler(
+        0.0,
+        "DRY: subtract this * dry_base ^ (length of the repeat - dry_allowed_length) from the "
+        "scores of tokens that would prolong a repeat",
+        least=0,
+        most=100,
+    )
+    dry_base: float = sampler(1.75, "of DRY", needs=(DRY,), least=1, most=4)
+    dry_allowed_length: int = sampler(
+        2, "shortest repeat that DRY acts on, in tokens", needs=(DRY,), least=1
+    )
+    dry_penalty_last_n: int = sampler(
+        -1, "tokens that DRY looks back at; -1: all", needs=(DRY,), least=-1
+    )
+    dry_sequence_breakers: tuple[str, ...] = sampler(
+        BREAKERS, "text at which DRY's repeats end; from Python, a list", needs=(DRY,)
+    )
 
     # of the model
     dtype: str = setting(
@@ -363,7 +458,7 @@ class GenerateConfig:
     @property
     def sampling(self) -> Sampling:
         """The parameters of the target's distribution."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        return Sampling(*(getattr(self, name) for name in Sampling._fields))
 
     @property
     def has_schema(self) -> bool:
@@ -436,11 +531,33 @@ class GenerateConfig:
         self._check_tree()
         if self.accept == "residual":
             self._check_residual()
+            self.check_acceptance()
 
     def check_numbers(self) -> None:
         """Check the numbers alone. Raises: ValueError for one that is out of its range."""
         check_ranges(self)
         require(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
+        typical_fault = f"--set typical_p must be in (0, 1]; it is {self.typical_p}"
+        require(0 < self.typical_p <= 1, typical_fault)
+        count = len(self.dry_sequence_breakers)
+        breakers_fault = f"--set dry_sequence_breakers may have {MOST_BREAKERS} texts, not {count}"
+        require(count <= MOST_BREAKERS, breakers_fault)
+        parse_biases(self.logit_bias)
+        fault = "penalties and logit_bias are in the folder extras/, which is not here; restore it"
+        require(not self.sampling.rescores or has_extras(), fault)
+
+    def check_acceptance(self) -> None:
+        """Check that the rule of acceptance allows these parameters of sampling.
+
+        Raises: ValueError.
+        """
+        if self.accept == "exact":
+            return
+        require(self.temperature > 0, "temperature must be above 0 with accept=residual; raise it")
+        own = self.sampling
+        others = [name for name in Sampling._fields[4:] if getattr(own, name) != DEFAULTS[name]]
+        fault = f"{', '.join(others)} cannot go with accept=residual; drop that"
+        require(not others, fault)
 
     def check_needs(self) -> None:
         """Check that every option has an effect. Raises: ValueError for one that has none."""
@@ -524,6 +641,37 @@ class GenerateConfig:
             complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
             gap = f"ranks without gaps; before {path} another is missing: add it"
             require(complete, f"--set accept=residual needs {gap}")
+
+
+def parse_biases(text: str) -> dict[int, float]:
+    """Read `logit_bias`: numbers to add to scores, by token id.
+
+    Raises: ValueError for another text, too many tokens, or a number out of its range.
+    """
+    form = 'logit_bias must be {"token id": number, ...}'
+    try:
+        raw = json.loads(text or "{}")
+    except ValueError:
+        raise ValueError(f"{form}; it is {text[:50]!r}") from None
+    require(isinstance(raw, dict), f"{form}; it is {text[:50]!r}")
+    fault = f"logit_bias may name {MOST_BIASES} tokens; it names {len(raw)}"
+    require(len(raw) <= MOST_BIASES, fault)
+    biases = {}
+    for token, bias in raw.items():
+        is_id = re.fullmatch(r"\d{1,9}", token)
+        require(is_id is not None, f"{form}; {token[:50]!r} is no token id")
+        in_range = type(bias) in (int, float) and -MOST_BIAS <= bias <= MOST_BIAS
+        fault = f"a logit_bias must be from -{MOST_BIAS} to {MOST_BIAS}; that of {token} is {bias}"
+        require(in_range, fault)
+        biases[int(token)] = bias
+    return biases
+
+
+def check_biases(text: str, vocab: int) -> None:
+    """Check that the tokens of `logit_bias` exist. vocab: V. Raises: ValueError."""
+    for token in parse_biases(text):
+        fault = f"logit_bias: token ids must be in 0..{vocab - 1}; one is {token}"
+        require(token < vocab, fault)
 
 
 def pick_device(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Choosing tokens: temperature, top-k, top-p, min-p, and counter-based noise.
+"""Choosing tokens: temperature, the cuts of unlikely tokens, and counter-based noise.
 
 The default rule is exact and drafter-invariant. The target's choice at draw t is
 argmax(log p + G_t), where the Gumbel noise G_t is a pure function of (seed, prompt, sample, draw,
@@ -11,16 +11,18 @@ on CPU and GPU, safe in a captured graph. One call gives four words, so four tok
 Every sequence has its own parameters (`SamplingTensors`). A greedy one's noise is 0 and its scores
 are the logits themselves, so that it may stand beside others; where all are greedy, no step here
 runs.
-Not here: how a device computes noise, cuts and choice (ops/backends.py); the papers' residual rule
-(extras/residual.py).
+The order is: biases and penalties, temperature, top-n-sigma, top-k, typical-p, top-p, min-p, XTC.
+It is llama.cpp's, but for the temperature, which comes before the cuts as in vLLM and transformers.
+Not here: how a device computes noise, cuts and choice (ops/backends.py); penalties
+(extras/penalties.py); the papers' residual rule (extras/residual.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from options import Sampling
 CHOICE = 0
 DRAFT = 1
 ACCEPT = 2
+XTC = 3
 
 # scores over a lower one may be infinite in fp32; noise decides between equal scores only at both
 LEAST_TEMPERATURE = 1e-30
@@ -46,15 +49,28 @@ class SamplingMode(IntEnum):
     GREEDY = 0  # the argmax
     NOISY = 1  # temperature and noise before it
     TRUNCATED = 2  # top-k, top-p and min-p too
+    SHAPED = 3  # the other cuts, biases and penalties too
 
     @staticmethod
     def needed_by(params: Sampling) -> SamplingMode:
         """Return the mode that sampling with these parameters needs."""
+        if params.rescores:
+            return SamplingMode.SHAPED
         if params.temperature == 0:
             return SamplingMode.GREEDY
+        if params.top_n_sigma > 0 or params.typical_p < 1 or params.xtc_probability > 0:
+            return SamplingMode.SHAPED
         if params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0:
             return SamplingMode.NOISY
         return SamplingMode.TRUNCATED
+
+
+class NodeRule(NamedTuple):
+    """The part of a rule that differs from node to node of a tree."""
+
+    xtc: Tensor  # [B, N] fp32, its threshold at the draws that it acts on, elsewhere infinity
+    # of scores [B, N, V], by the text before each node; None: they stay
+    rescore: Callable[[Tensor], Tensor] | None
 
 
 class SamplingTensors(NamedTuple):
@@ -74,6 +90,13 @@ class SamplingTensors(NamedTuple):
     top_k: Tensor | None = None  # [B] int64, 0 keeps all
     top_p: Tensor | None = None  # [B] fp32, 1 keeps all
     margin: Tensor | None = None  # [B] fp32, log of min-p; minus infinity keeps all
+    sigmas: Tensor | None = None  # [B] fp32, top-n-sigma; infinity keeps all
+    typical: Tensor | None = None  # [B] fp32, 1 keeps all
+    xtc_probability: Tensor | None = None  # [B] fp32
+    xtc_threshold: Tensor | None = None  # [B] fp32
+    answer: Tensor | None = None  # [B] int64, index of the answer's first token in the text
+    penalties: Any = ()  # tensors of `decode.Rescorer`, one row per sequence
+    nodes: NodeRule | tuple[()] = ()  # of `at_nodes`; a state has none
 
     @staticmethod
     def from_params(
@@ -84,6 +107,7 @@ class SamplingTensors(NamedTuple):
         temperature = [max(s.temperature, LEAST_TEMPERATURE) for s in own]
         top_p = [max(s.top_p, LEAST_TOP_P) for s in own]
         margin = [math.log(s.min_p) if s.min_p > 0 else -math.inf for s in own]
+        sigmas = [s.top_n_sigma if s.top_n_sigma > 0 else math.inf for s in own]
         words = torch.tensor([[seed & MASK32, seed >> 32]], device=device)
         return SamplingTensors(
             words.repeat(len(own), 1),
@@ -94,6 +118,11 @@ class SamplingTensors(NamedTuple):
             torch.tensor([s.top_k for s in own], device=device),
             torch.tensor(top_p, dtype=torch.float32, device=device),
             torch.tensor(margin, dtype=torch.float32, device=device),
+            torch.tensor(sigmas, dtype=torch.float32, device=device),
+            torch.tensor([s.typical_p for s in own], dtype=torch.float32, device=device),
+            torch.tensor([s.xtc_probability for s in own], dtype=torch.float32, device=device),
+            torch.tensor([s.xtc_threshold for s in own], dtype=torch.float32, device=device),
+            torch.zeros(len(own), dtype=torch.long, device=device),
         )
 
     def needed(self, mode: SamplingMode) -> SamplingTensors | None:
@@ -102,11 +131,27 @@ class SamplingTensors(NamedTuple):
             return None
         if mode == SamplingMode.NOISY:
             return SamplingTensors(*self[:5])
+        if mode == SamplingMode.TRUNCATED:
+            return SamplingTensors(*self[:8])
         return self
+
+    def at_nodes(
+        self, draws: Tensor, rescore: Callable[[Tensor], Tensor] | None
+    ) -> SamplingTensors:
+        """Return the rule for the nodes of a tree.
+
+        draws: [B, N] int64, the draw of the token after each node
+        rescore: as in `NodeRule`
+        """
+        acts = uniforms(self, draws, 1, XTC)[:, :, 0] < self.xtc_probability[:, None]  # [B, N]
+        threshold = torch.where(acts, self.xtc_threshold[:, None], float("inf"))
+        return SamplingTensors(*self[:-1], NodeRule(threshold, rescore))
 
     def cuts(self) -> tuple[Tensor | None, ...]:
         """Return the fields that `process` reads, in the order of the C++ operator."""
-        return self.temperature, self.top_k, self.top_p, self.margin
+        xtc = self.nodes.xtc if self.nodes else None
+        own = (self.temperature, self.top_k, self.top_p, self.margin)
+        return (*own, self.sigmas, self.typical, xtc)
 
 
 def uniforms(key: SamplingTensors, draws: Tensor, count: int, domain: int = CHOICE) -> Tensor:
@@ -135,10 +180,10 @@ def gumbel(
 
 
 def process(logits: Tensor, rule: SamplingTensors, backend: Backend = TORCH) -> Tensor:
-    """Apply temperature, then top-k, top-p and min-p, in fp32.
+    """Apply the temperature, then the cuts, in fp32.
 
-    Of tokens that tie at the cut of top-k or top-p the lower ids stay.
-    logits: [B, N, V] fp32
+    Of tokens that tie at the cut of top-k, typical-p or top-p the lower ids stay.
+    logits: [B, N, V] fp32; a rule of `at_nodes` has the same N
     Returns: [B, N, V] fp32 logits divided by the temperature, -inf for tokens cut away.
     """
     return backend.cut(logits, *rule.cuts())
@@ -156,6 +201,8 @@ def choose(
 
     scores: [B, N, V] fp32
     """
+    if rule is not None and rule.nodes and rule.nodes.rescore is not None:
+        scores = rule.nodes.rescore(scores)
     if allowed is not None:
         scores = torch.where(allowed, scores, float("-inf"))
     if noise is not None:

@@ -88,7 +88,7 @@ class Buffers:
             draws=number.clone(),
             done=number == 0,
             limit=number.clone(),
-            sampling=SamplingTensors.from_params([Sampling()] * batch, device),
+            sampling=engine.sampling_tensors([Sampling()] * batch, 0),
             drafter_state=engine.drafter.init(batch, engine.slots),
         )
         self.start = number[:1].clone()  # of a prefill chunk
@@ -161,7 +161,7 @@ class Session:
         self.host_lag = host_lag
         padded = [*noise_ids, *[(0, 0)] * (batch - len(noise_ids))]
         params = [engine.config.sampling] * batch
-        tensors = SamplingTensors.from_params(params, device, engine.config.seed)
+        tensors = engine.sampling_tensors(params, engine.config.seed)
         prompts = torch.tensor([prompt for prompt, _ in padded], device=device)
         samples = torch.tensor([sample for _, sample in padded], device=device)
         self.buffers.reset(engine, replace_fields(tensors, prompt=prompts, sample=samples))
@@ -258,8 +258,9 @@ class Session:
         self.sampling[seq] = params
         self.draft_tokens[seq] = draft_tokens
         row = sequence_of(self.state.sampling, seq)
-        own = SamplingTensors.from_params([params], self.state.pos.device, seed)
-        copy_into(row, replace_fields(own, prompt=row.prompt, sample=row.sample))
+        own = self.engine.sampling_tensors([params], seed)
+        kept = {name: getattr(row, name) for name in ("prompt", "sample", "answer")}
+        copy_into(row, replace_fields(own, **kept))
 
     def admit(
         self,
@@ -300,6 +301,7 @@ class Session:
         self.prefilling[seq] = prompt
         state.tokens[seq, :length] = torch.tensor(prompt, device=state.pos.device)
         state.pos[seq] = length  # cycles that run meanwhile write their scratch behind the prompt
+        state.sampling.answer[seq] = length
         limit = length + (max_new_tokens or engine.config.max_new_tokens)
         state.limit[seq] = min(limit, engine.context) - 1
         drafter_state = sequence_of(state.drafter_state, seq)

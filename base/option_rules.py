@@ -62,6 +62,12 @@ DYNAMIC = Need(
 
 # the tokens
 SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
+XTC = Need("belongs to XTC; set xtc_probability", lambda o: o.xtc_probability > 0)
+DRY = Need("belongs to DRY; set dry_multiplier", lambda o: o.dry_multiplier > 0)
+REPEATS = Need(
+    "belongs to penalties; set repetition_penalty, presence_penalty or frequency_penalty",
+    lambda o: o.repetition_penalty != 1 or o.presence_penalty or o.frequency_penalty,
+)
 RULE = Need(
     "belongs to heads, draft models and --draft ngram; drop it", lambda o: spec_of(o).residual
 )

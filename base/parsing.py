@@ -13,6 +13,7 @@ import argparse
 import difflib
 import errno
 import io
+import json
 import logging
 import os
 import re
@@ -68,7 +69,7 @@ def option(
     alias: another name of it, on the command line and in Python
     short: a letter for the command line, as llama.cpp has it
     extra: `spelled`, the option's name in messages; `parts`, a function that returns the options
-        that a text stands for, by name
+        that a text stands for, by name; `also_flag`, a rare option has a flag that no help shows
     """
     metadata = {
         "help": help,
@@ -124,6 +125,8 @@ def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
             for name in parts.keys() & named.keys():
                 raise ValueError(f"--{f.name} has {name} already; give it once")
             named |= parts
+        if isinstance(named.get(f.name), dict):  # as JSON, which a command line has
+            named[f.name] = json.dumps(named[f.name]) if named[f.name] else ""
     known = [f.name for f in fields(options)]
     for name in named.keys() - set(known):
         raise ValueError(f"there is no option {name}{did_you_mean(name, known)}")
@@ -285,7 +288,7 @@ def parse_given(
         groups |= dict.fromkeys(names, parser.add_argument_group(title))
     for f in fields(options):
         assert f.default is not MISSING, f.name
-        if f.metadata["flag"] and not f.metadata["rare"]:
+        if f.metadata["flag"] and (not f.metadata["rare"] or f.metadata.get("also_flag")):
             _add_argument(groups.get(f.name, parser), f)
     if not any(f.name == "version" for f in fields(options)):
         parser.add_argument("--version", action="version", version=f"gpt-eagle {VERSION}")
@@ -361,9 +364,8 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     default = ""
     if f.default not in ("", None, False, ()):
         default = f" (default: {f.default})"
-    arguments: dict[str, Any] = {
-        "help": (f.metadata["help"] + default).replace("%", "%%"),
-    }
+    help = (f.metadata["help"] + default).replace("%", "%%")
+    arguments: dict[str, Any] = {"help": argparse.SUPPRESS if f.metadata["rare"] else help}
     if f.type in SWITCHES:
         arguments["action"] = "store_true"
     else:

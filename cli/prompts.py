@@ -18,11 +18,11 @@ from typing import Any
 from base.io import LocalError, one_line, parse_json, parse_jsonl, read_named
 from base.option_rules import SAMPLED
 from base.parsing import by_names, check_kinds, require
-from options import DEFAULT, DEMO, GenerateConfig, Sampling
+from options import DEFAULT, DEMO, GenerateConfig, Sampling, check_biases
 
 PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
-OF_A_PROMPT = {"temperature", "top_k", "top_p", "min_p", "seed"}
+OF_A_PROMPT = {*Sampling._fields, "seed"}
 OF_A_CALL = {"max_new_tokens", "num_samples", "stop", *OF_A_PROMPT}
 
 
@@ -189,12 +189,12 @@ def answer_room(most: int, context: int) -> int:
 
 
 def with_options(
-    config: GenerateConfig, options: dict[str, Any], count: int
+    config: GenerateConfig, options: dict[str, Any], count: int, vocab: int
 ) -> tuple[GenerateConfig, list[tuple[Sampling, int]]]:
     """Apply the options of a call.
 
     options: of OF_A_CALL; those of OF_A_PROMPT are a value for all prompts or a list with one each
-    count: prompts of the call
+    count: prompts of the call; vocab: V
     Returns: the config of the call; the parameters and the seed of each prompt.
     Raises: ValueError for an option that is not of a call, or a value that cannot be.
     """
@@ -202,7 +202,8 @@ def with_options(
     names = ", ".join(sorted(options.keys() - OF_A_CALL))
     require(not names, f"{names} cannot change after load(); load another engine")
     several = {name: value for name, value in options.items() if isinstance(value, (list, tuple))}
-    several.pop("stop", None)  # of all prompts
+    for name in ("stop", "dry_sequence_breakers"):  # of all prompts
+        several.pop(name, None)
     for name, values in several.items():
         require(name in OF_A_PROMPT, f"{name} is one number for all prompts; it is {values!r}")
         fault = f"{name} has {len(values)} values, and there are {count} prompts; give one for each"
@@ -216,7 +217,8 @@ def with_options(
         fault = "num_samples has no effect at temperature 0; set temperature"
         require(own.num_samples == 1 or own.temperature > 0, fault)
         own.check_numbers()
-        check_sampled(own)
+        own.check_acceptance()
+        check_biases(own.logit_bias, vocab)
         draws.append((own.sampling, own.seed))
     # a seed of load() may wait for a call with a temperature, and one beside a temperature of 0
     # belongs to a row of calls
@@ -233,11 +235,6 @@ def for_one_answer(engine: Any, options: dict[str, Any]) -> Any:
 
     Raises: as `with_options`.
     """
-    config, [(sampling, seed)] = with_options(engine.config, options, 1)
+    vocab = engine.target.config.vocab_size
+    config, [(sampling, seed)] = with_options(engine.config, options, 1, vocab)
     return replace(engine, config=replace(config, **sampling._asdict(), seed=seed))
-
-
-def check_sampled(config: GenerateConfig) -> None:
-    """Check that a prompt is sampled where that is needed. Raises: ValueError."""
-    sampled = config.accept == "exact" or config.temperature > 0
-    require(sampled, "temperature must be above 0 with accept=residual; raise it")

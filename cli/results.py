@@ -22,14 +22,14 @@ from typing import Any
 from base.io import log_note, parse_json, read_text
 from cli.prompts import Conversation, PromptRow, read_grammar
 from decode import Engine
+from options import Sampling
 
 # start of every line
 BEGIN = '{"run": "'
 # options that decide the tokens with accept=exact
 DECIDES = (
-    "inflate", "chat", "system", "temperature", "top_k", "top_p", "min_p",
-    "seed", "ignore_eos", "max_new_tokens", "stop", "quant", "group_size", "dtype", "accept",
-    "grammar",
+    "inflate", "chat", "system", *Sampling._fields, "seed", "ignore_eos", "max_new_tokens", "stop",
+    "quant", "group_size", "dtype", "accept", "grammar",
 )  # fmt: skip
 # With the residual rule every option of the drafter decides them too. These never do; of the
 # device only its kind does (`_facts`).

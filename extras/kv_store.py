@@ -34,7 +34,7 @@ from session import Session, common_prefix
 CAPACITY = 4 * 2**30  # bytes
 LEAST = 64  # tokens that are worth a file, and that a file must know beyond a place
 SAMPLED = 64  # numbers of each weight that tell models apart
-OPTIONS = ("quant", "quant_draft", "dtype", "device", "draft", "compile")
+OPTIONS = ("quant", "quant_draft", "dtype", "kv", "device", "draft", "compile")
 
 
 class Entry(NamedTuple):
@@ -117,7 +117,7 @@ class KVStore:
             require(isinstance(tokens, list) and tokens, "no tokens")
         except (OSError, SafetensorError, KeyError, ValueError):
             raise ValueError(f"--kv_store: {file} is no file of a store; delete it") from None
-        other = "another model, or other options (--context, --quant, --draft, --device)"
+        other = "another model, or other options (--context, --kv, --quant, --draft, --device)"
         same = header.get("digest") == self.digest
         require(same, f"--kv_store {self.folder} is a store of {other}; name another folder")
         return Entry(file, tokens, file.stat().st_size)

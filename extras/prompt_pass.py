@@ -68,17 +68,17 @@ def pooling_of(path: Path) -> Pooling:
 def prompt_features(engine: Engine, ids: list[int]) -> Tensor:
     """Return the hidden states of a text behind the final norm, [1, T, F]."""
     target = engine.target
-    weight = target.norm.weight
-    room = (1, len(ids) + PREFILL_CHUNK, weight.dtype, str(weight.device))
+    device = engine.device
+    room = (1, len(ids) + PREFILL_CHUNK, engine.kv_dtype, str(device))
     cache = KVCache.empty(target.config, *room)
     parts = []
     with single_torch_thread(target.fused is not None):
         for begin in range(0, len(ids), PREFILL_CHUNK):
-            tokens = torch.tensor([ids[begin : begin + PREFILL_CHUNK]], device=weight.device)
-            start = torch.tensor([begin], device=weight.device)
+            tokens = torch.tensor([ids[begin : begin + PREFILL_CHUNK]], device=device)
+            start = torch.tensor([begin], device=device)
             width = tokens.shape[1]
             window = causal_window(start, width, backend=target.backend)
-            window = replace_fields(window, kept=torch.tensor([width], device=weight.device))
+            window = replace_fields(window, kept=torch.tensor([width], device=device))
             parts.append(target(tokens, window.slots, cache, window))
     return torch.cat(parts, 1)
 

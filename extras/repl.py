@@ -61,6 +61,7 @@ OPTIONS: dict[str, Field] = {
     for f in fields(GenerateConfig)
     if f.name in OF_A_CALL and NOT_CHAT not in f.metadata["needs"]
 }
+ALIASES = {f.metadata["alias"]: name for name, f in OPTIONS.items() if f.metadata["alias"]}
 NOTES_COLUMNS = 80  # at most
 COLOURS = {"lookup": "\033[36m"}  # cyan; other sources are green
 GREEN = "\033[32m"
@@ -250,7 +251,7 @@ class Chat:
         """Run a command. text: behind its name. Raises: ValueError for one that cannot be."""
         if not name:
             raise ValueError("/ begins a command; /help lists the commands")
-        if name in OPTIONS:
+        if ALIASES.get(name, name) in OPTIONS:
             name, text = "set", f"{name} {text}"
         if name not in COMMANDS:
             close = difflib.get_close_matches(name, (*COMMANDS, *OPTIONS), 1)
@@ -282,7 +283,7 @@ class Chat:
             listed = [f"{each} {_shown(v)}" for each, v in values.items() if _is_listed(each, v)]
             say(f"[{', '.join(listed)}]")
             return
-        name = next((each for each, f in OPTIONS.items() if f.metadata["alias"] == name), name)
+        name = ALIASES.get(name, name)
         if name not in OPTIONS:
             hint = did_you_mean(name, OPTIONS)
             raise ValueError(f"there is no option {name} in a chat{hint}; /set lists them")

@@ -28,29 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from base.gguf_header import read_header
 from base.io import check_output, is_gguf, log_note, replace_file
 from base.parsing import one_line_errors, option, parse, require
-from hf.fetch import fetched
-from hf.gguf import NAMES, row_order
-from hf.gguf_heads import D2T, EAGLE3, SHARPNESS
-from hf.heads import EagleConfig
-from model import rope_frequencies
-from models.gguf_names import LAYER
 from options import DEFAULT
-from scripts.head_layouts import LAYOUTS, Head, read, write_directory
 
+LAYOUTS = ("gguf", "speculators", "sglang")
 FORMATS = ("f16", "q8_0")
-# names of the official layout -> of GGUF
-STEMS = {official.removeprefix("model."): stem for stem, official in NAMES.items()}
-STEMS |= {"fc": "fc", "input_norm": "enc.output_norm"}
-LAYER_STEMS = {official: stem for stem, official in LAYER.items()} | {"hidden_norm": "attn_norm_2"}
 
 
 @dataclass(frozen=True)
@@ -60,12 +46,33 @@ class ExportConfig:
     head: str = option("", "the head: a directory, or a GGUF file")
     checkpoint: str = option(DEFAULT, "its target: a Hugging Face directory or a GGUF file")
     out: str = option("", "what to write: a file that ends in .gguf, or a directory")
-    layout: str = option("gguf", "whose: llama.cpp's, vLLM's or SGLang's", ("gguf", *LAYOUTS))
+    layout: str = option("gguf", "whose: llama.cpp's, vLLM's or SGLang's", LAYOUTS)
     type: str = option("q8_0", "of the weights in GGUF; directories have 16 bits", FORMATS)
     verifier: str = option(
         "", "in the layout speculators: the target's name on a hub; default: --checkpoint"
     )
     overwrite: bool = option(False, "replace what is there")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(ExportConfig, "export_head.py", __doc__) if __name__ == "__main__" else None
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf.fetch import fetched
+from hf.gguf import NAMES, row_order
+from hf.gguf_heads import D2T, EAGLE3, SHARPNESS
+from hf.heads import EagleConfig
+from model import rope_frequencies
+from models.gguf_names import LAYER
+from scripts.head_layouts import Head, read, write_directory
+
+# names of the official layout -> of GGUF
+STEMS = {official.removeprefix("model."): stem for stem, official in NAMES.items()}
+STEMS |= {"fc": "fc", "input_norm": "enc.output_norm"}
+LAYER_STEMS = {official: stem for stem, official in LAYER.items()} | {"hidden_norm": "attn_norm_2"}
 
 
 # ------------------------------------------------------------------------------------------- GGUF
@@ -243,7 +250,7 @@ def run(config: ExportConfig) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    config = parse(ExportConfig, "export_head.py", __doc__, argv)
+    config = COMMAND or parse(ExportConfig, "export_head.py", __doc__, argv)
     with one_line_errors("export_head.py"):
         run(config)
 

@@ -33,8 +33,6 @@ from hf.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names
 from model import ModelConfig
 from scripts.train.training import shape_keys
 
-LAYOUTS = ("speculators", "sglang")
-
 
 @dataclass(frozen=True)
 class Head:
@@ -81,7 +79,7 @@ def read(head: Path, target: Path) -> Head:
 
 
 def write_directory(head: Head, out: Path, layout: str, verifier: str) -> None:
-    """Write a head in a layout of LAYOUTS. Writes: the directory `out`.
+    """Write a head in the layout speculators or sglang. Writes: the directory `out`.
 
     verifier: the target's name on a hub, or its directory, which speculators' layout names
     Raises: ValueError for a head that the layout has no place for, or where it cannot be written.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.parsing import one_line_errors, parse_given
+from base import parsing
 from cli.prompts import read_grammar
 from server.options import ABOUT, ServeConfig
 
@@ -37,8 +37,8 @@ def check_packages() -> None:
 
 def main() -> None:
     """Run the command line. Mistakes that need only a header come before torch is imported."""
-    config, given = parse_given(ServeConfig, "serve.py", ABOUT)
-    with one_line_errors("serve.py"):
+    config, given = parsing.parse_given(ServeConfig, "serve.py", ABOUT)
+    with parsing.one_line_errors("serve.py"):
         config.check()
         check_packages()
         from hf.fetch import fetched

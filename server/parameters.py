@@ -12,15 +12,15 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from base.io import LocalError
-from base.parsing import MOST, require
-from cli.prompts import ContextOverflow, check_ids, check_sampled
+from base.parsing import MOST, by_names, check_kinds, require
+from cli.prompts import ContextOverflow, check_ids
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
 from hf.chat import NO_TEMPLATE, chat_template, words_as_text
 from hf.config import recommended_sampling
 from hf.fetch import fetched
 from hf.thinking import Tags, closed, hidden_tags, opened_by
-from options import Sampling
+from options import GenerateConfig, Sampling, check_biases
 from server.batcher import Refusal
 from server.options import ServeConfig
 from server.tool_calls import (
@@ -43,8 +43,7 @@ WITHOUT_EFFECT = {
     "prompt_cache_retention", "prediction", "priority", "request_id", "cache_prompt", "cache_salt",
     "id_slot", "keep_alive", "ttl", "extra_headers", "return_progress", "timings_per_token",
     # of samplers that are off as long as these are the only ones named
-    "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dynatemp_exponent", "mirostat_eta",
-    "mirostat_tau", "repeat_last_n", "xtc_threshold",
+    "dynatemp_exponent", "mirostat_eta", "mirostat_tau",
 }  # fmt: skip
 # parameters of other servers that are off where they are false or hold nothing
 SWITCHES = {
@@ -53,7 +52,7 @@ SWITCHES = {
     "dynamic_temperature", "early_stopping", "ebnf", "echo", "extra_body", "functions", "grammar",
     "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
     "guided_whitespace_pattern", "ignore_eos", "images", "include_stop_str_in_output",
-    "json_schema", "kv_transfer_params", "logit_bias", "logits_processors", "lora", "lora_path",
+    "json_schema", "kv_transfer_params", "logits_processors", "lora", "lora_path",
     "mm_processor_kwargs", "negative_prompt", "no_stop_trim", "plugins", "post_sampling_probs",
     "prompt_logprobs", "raw", "reasoning_in_content", "regex", "response_fields",
     "return_hidden_states", "return_token_ids", "return_tokens", "return_tokens_as_token_ids",
@@ -69,12 +68,10 @@ NEUTRAL: dict[str, tuple] = dict.fromkeys(sorted(SWITCHES), NOTHING) | {
     "add_special_tokens": (False,),  # of chats: vLLM's default there
     "best_of": (1,),
     "detokenize": (True,),
-    "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "encoder_repetition_penalty": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto", *NOTHING),  # without functions
     "guidance_scale": (1,),
     "length_penalty": (1,),
@@ -90,10 +87,7 @@ NEUTRAL: dict[str, tuple] = dict.fromkeys(sorted(SWITCHES), NOTHING) | {
     "parallel_tool_calls": (False, True),  # and the other parameters of tools, in a completion
     "parse_tool_calls": (True,),
     "penalty_alpha": (0,),
-    "presence_penalty": (0,),
     "reasoning_format": ("auto", "deepseek"),
-    "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
     "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
     "smoothing_factor": (0,),
@@ -102,15 +96,17 @@ NEUTRAL: dict[str, tuple] = dict.fromkeys(sorted(SWITCHES), NOTHING) | {
     "tfs_z": (1,),
     "tool_choice": ("none", "auto", *NOTHING),
     "top_a": (0,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
 }
-SERVED = {
+# of sampling, those that are read by the rules of the options of these names
+SHAPING = {*Sampling._fields} - {"temperature", "top_k", "top_p", "min_p"} | {"repeat_penalty"}
+WHOLE = {"repeat_last_n", "dry_allowed_length", "dry_penalty_last_n"}  # of these
+SERVED = SHAPING | {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
     "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
     "draft", "draft_tokens", "trees", "do_sample",
 }  # fmt: skip
 OF_PROMPTS = {"add_special_tokens", "add_bos_token", "echo"}  # of completions
+OF_EMBEDDINGS = {"model", "input", "encoding_format", "dimensions", "add_special_tokens"}
 # of chats
 OF_TEMPLATES = {
     "chat_template_kwargs", "reasoning_effort", "include_reasoning", "enable_thinking", "think",
@@ -266,9 +262,7 @@ class RequestReader:
         """Return the ids of the texts of a request for embeddings. Raises: Refusal."""
         body = self._checked(body)
         for name in body:
-            known = (
-                {"model", "input", "encoding_format", "dimensions"} | OF_PROMPTS | WITHOUT_EFFECT
-            )
+            known = OF_EMBEDDINGS | WITHOUT_EFFECT
             need(name in known, f"{name[:SHOWN]} is not served; leave it out", name[:SHOWN])
         need("input" in body, "input is missing", "input")
         texts = body["input"]
@@ -328,12 +322,35 @@ class RequestReader:
         drawn = "do_sample" in body and body["do_sample"]
         fault = "do_sample = true needs a temperature above 0; raise it, or leave do_sample out"
         need(not drawn or temperature > 0, fault, "do_sample")
-        sampling = Sampling(temperature, max(top_k, 0), top_p, min_p)
+        own = {"temperature": temperature, "top_k": max(top_k, 0), "top_p": top_p, "min_p": min_p}
+        config = replace(self.config, **own)
         try:
-            check_sampled(replace(self.config, temperature=temperature))
+            config.check_acceptance()
         except ValueError as error:
             raise refusal(error, "temperature") from None
-        return sampling
+        return self._shaped(config, {name: body[name] for name in SHAPING & body.keys()})
+
+    def _shaped(self, config: GenerateConfig, asked: dict) -> Sampling:
+        """Read the parameters that have no rules of their own here. config: with the others"""
+        form = 'logit_bias must be an object, as {"15043": -100}'
+        need(isinstance(asked.get("logit_bias", {}), dict), form, "logit_bias")
+        for name in WHOLE & asked.keys():
+            asked[name] = _as_whole(asked[name])
+        if asked.get("repeat_penalty") == asked.get("repetition_penalty"):
+            asked.pop("repeat_penalty", None)  # the same under both names
+        if "logit_bias" in asked:
+            asked["logit_bias"] = {id: n for id, n in asked["logit_bias"].items() if n != 0}
+        try:
+            config = replace(config, **by_names(GenerateConfig, asked))
+            check_kinds(config)
+            config.check_numbers()
+            config.check_acceptance()
+            check_biases(config.logit_bias, self.engine.target.config.vocab_size)
+        except ValueError as error:
+            message = str(error).removeprefix("--set ").removeprefix("--")
+            param = next((name for name in asked if name in message), None)
+            raise Refusal(400, message, param) from None
+        return config.sampling
 
     def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
         value = _as_whole(body.get(name, default))
@@ -526,8 +543,6 @@ def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a value of a parameter that is not served cannot change the answer."""
     if name in WITHOUT_EFFECT:
         return True
-    if name == "logit_bias" and isinstance(value, dict):
-        return all(_is_number(bias) and bias == 0 for bias in value.values())
     neutral = NEUTRAL.get(name, ())
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral

@@ -54,6 +54,10 @@ from session import Session
 from steps import Rows
 
 GOLDEN = Path(__file__).parent / "golden"
+# of the project's code, beside the files of its root
+FOLDERS = (
+    "base", "cli", "parallel", "hf", "models", "ops", "extras", "server", "scripts", "examples",
+)  # fmt: skip
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]  # a prompt that repeats itself
 

@@ -1,11 +1,11 @@
-// Sampling on a CPU: the noise of sampling.py, and the cuts of top-k, top-p and min-p.
+// Sampling on a CPU: the noise of sampling.py, and its cuts of unlikely tokens.
 //
 // 1. `gumbel` computes Philox4x32-10 for many counters side by side, the words of each in the lower
 //    halves of 64-bit lanes, since a product of two words has 64 bits; then both logarithms, in
 //    loops that vectorize.
 // 2. `cut` sorts only the tokens that can be kept. Tokens beyond the k-th best are dropped first,
 //    and tokens that together have less mass than top-p may leave out. Of 49,152 tokens a few
-//    hundred stay.
+//    hundred stay. The rarer cuts (top-n-sigma, typical-p, XTC) take all that top-k leaves.
 //
 // A row's result does not depend on the other rows, and is the same in compiled and in eager steps.
 // Scores are not NaN.
@@ -151,6 +151,30 @@ float least_of_best(const float* z, int64_t n, int64_t k, std::vector<float>& ma
   return maxima[k - 1];
 }
 
+// Shortens x to its first elements in an order, as many as it takes: the sum of weights before a
+// kept one is below `most`. The first is always kept.
+template <class Order, class Weight>
+void take(std::vector<Scored>& x, double most, const Order& order, const Weight& weight) {
+  size_t count = 0, sorted = 0;
+  double sum = 0;
+  for (; count < x.size() && (count == 0 || sum < most); count++) {
+    if (count == sorted) {
+      sorted = std::min(x.size(), std::max<size_t>(256, 4 * sorted));
+      const auto begin = x.begin() + count;
+      if (sorted < x.size()) std::nth_element(begin, x.begin() + sorted, x.end(), order);
+      std::sort(begin, x.begin() + sorted, order);
+    }
+    sum += weight(x[count]);
+  }
+  x.resize(count);
+}
+
+void take_best(std::vector<Scored>& x, int64_t k) {
+  if (k <= 0 || k >= int64_t(x.size())) return;
+  std::nth_element(x.begin(), x.begin() + k - 1, x.end(), before);
+  x.resize(k);
+}
+
 // Finds the tokens that top-k and top-p keep of scores z [n], in any order.
 void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Scored>& kept) {
   static thread_local std::vector<float> maxima;  // its memory is kept from row to row
@@ -167,27 +191,78 @@ void keep(const float* z, int64_t n, int64_t top_k, float top_p, std::vector<Sco
     for (int64_t i = first; i < first + size; i++)
       if (z[i] >= floor && z[i] > LEAST) kept.push_back({z[i], i});
   }
-  if (top_k > 0 && top_k < int64_t(kept.size())) {
-    std::nth_element(kept.begin(), kept.begin() + top_k - 1, kept.end(), before);
-    kept.resize(top_k);
-  }
+  take_best(kept, top_k);
   if (top_p >= 1) return;
-  double mass = total, sum = 0;
+  double mass = total;
   if (top_k > 0)
     for (const Scored& each : kept) mass += std::exp(each.score - most);
-  // in their order, as many as it takes: the mass before a kept token is less than top_p; the first
-  // is always kept
-  size_t count = 0, sorted = 0;
-  for (; count < kept.size() && (count == 0 || sum < top_p * mass); count++) {
-    if (count == sorted) {
-      sorted = std::min(kept.size(), std::max<size_t>(256, 4 * sorted));
-      const auto begin = kept.begin() + count;
-      if (sorted < kept.size()) std::nth_element(begin, kept.begin() + sorted, kept.end(), before);
-      std::sort(begin, kept.begin() + sorted, before);
-    }
-    sum += std::exp(kept[count].score - most);
+  take(kept, top_p * mass, before,
+       [&](const Scored& each) { return std::exp(each.score - most); });
+}
+
+// Returns the best of z [n] less some standard deviations of its finite scores.
+float least_of_sigmas(const float* z, int64_t n, float sigmas) {
+  if (std::isinf(sigmas)) return LEAST;
+  double sum = 0, squares = 0;
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++)
+    if (z[i] > LEAST) sum += z[i], count++;
+  const double mean = sum / double(count);
+  for (int64_t i = 0; i < n; i++)
+    if (z[i] > LEAST) squares += (z[i] - mean) * (z[i] - mean);
+  return float(largest(z, n) - sigmas * std::sqrt(squares / double(count)));
+}
+
+// The cuts of a row but the least score that min-p keeps. Neutral: 0, 1, -inf, inf, 1 and inf.
+struct Cuts {
+  int64_t top_k;
+  float top_p, margin, sigmas, typical, xtc;
+  bool rare() const { return typical < 1 || !std::isinf(sigmas) || !std::isinf(xtc); }
+};
+
+// Finds the tokens that all cuts keep of scores z [n], in any order.
+void keep_shaped(const float* z, int64_t n, const Cuts& cuts, std::vector<Scored>& kept) {
+  static thread_local std::vector<float> maxima;  // its memory is kept from row to row
+  const float most = largest(z, n);
+  float floor = least_of_sigmas(z, n, cuts.sigmas);
+  if (cuts.top_k > 0) floor = std::max(floor, least_of_best(z, n, cuts.top_k, maxima));
+  const auto weight = [&](const Scored& each) { return exponential(each.score - most); };
+  const auto mass = [&] {
+    double sum = 0;
+    for (const Scored& each : kept) sum += weight(each);
+    return sum;
+  };
+  kept.clear();
+  for (int64_t i = 0; i < n; i++)
+    if (z[i] >= floor && z[i] > LEAST) kept.push_back({z[i], i});
+  take_best(kept, cuts.top_k);
+  if (cuts.typical < 1) {
+    const double total = mass();
+    const double log_total = most + std::log(total);
+    double entropy = 0;
+    for (const Scored& each : kept) entropy += weight(each) / total * (log_total - each.score);
+    // the score of a token whose information is the entropy
+    const double usual = log_total - entropy;
+    const auto nearer = [&](const Scored& a, const Scored& b) {
+      const double x = std::abs(usual - a.score), y = std::abs(usual - b.score);
+      return x < y || (x == y && before(a, b));
+    };
+    take(kept, cuts.typical * total, nearer, weight);
   }
-  kept.resize(count);
+  if (cuts.top_p < 1) take(kept, cuts.top_p * mass(), before, weight);
+  float best = LEAST;
+  for (const Scored& each : kept) best = std::max(best, each.score);
+  const auto drop = [&](const auto& goes) {
+    kept.erase(std::remove_if(kept.begin(), kept.end(), goes), kept.end());
+  };
+  drop([&](const Scored& each) { return each.score < best + cuts.margin; });
+  if (std::isinf(cuts.xtc)) return;
+  const float least = most + float(std::log(cuts.xtc * mass()));
+  const auto likely = [&](const Scored& each) { return each.score >= least; };
+  Scored last{INFINITY, -1};  // the least likely of these
+  for (const Scored& each : kept)
+    if (likely(each) && before(last, each)) last = each;
+  drop([&](const Scored& each) { return likely(each) && each.token != last.token; });
 }
 
 }  // namespace
@@ -240,11 +315,12 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
 }
 
 // Computes `process` of sampling.py: scores [B, N, V] divided by the temperature, -inf where they
-// are cut away. temperature, top_p, margin (log of min-p): [B] fp32; top_k: [B] int64, 0 keeps all;
-// without these three nothing is cut away
+// are cut away. temperature, top_p, margin (log of min-p), sigmas, typical: [B] fp32; xtc: [B, N]
+// fp32; top_k: [B] int64, 0 keeps all; without these nothing is cut away
 at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature,
                const std::optional<at::Tensor>& top_k, const std::optional<at::Tensor>& top_p,
-               const std::optional<at::Tensor>& margin) {
+               const std::optional<at::Tensor>& margin, const std::optional<at::Tensor>& sigmas,
+               const std::optional<at::Tensor>& typical, const std::optional<at::Tensor>& xtc) {
   const at::Tensor from = scores.contiguous();
   const at::Tensor result = at::empty(from.sizes(), from.options());
   TORCH_CHECK(from.numel() && from.dim() == 3, "there are no scores [B, N, V]");
@@ -258,13 +334,24 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature,
   const auto most = optional<int64_t>(top_k, {B}, "top_k");
   const auto mass = optional<float>(top_p, {B}, "top_p");
   const auto below = optional<float>(margin, {B}, "margin");
+  const auto deviations = optional<float>(sigmas, {B}, "sigmas");
+  const auto usual = optional<float>(typical, {B}, "typical");
+  const auto least_likely = optional<float>(xtc, {B, N}, "xtc");
+  const auto cuts_of = [&](int64_t r) {
+    const int64_t b = r / N;
+    return Cuts{most ? (*most)[b] : 0,
+                mass ? (*mass)[b] : 1.0f,
+                below ? (*below)[b] : LEAST,
+                deviations ? (*deviations)[b] : INFINITY,
+                usual ? (*usual)[b] : 1.0f,
+                least_likely ? (*least_likely)[r] : INFINITY};
+  };
   const float* x = from.const_data_ptr<float>();
   float* y = result.mutable_data_ptr<float>();
   bool cuts = false;
-  for (int64_t b = 0; b < B; b++) {
-    cuts |= most && (*most)[b] > 0;
-    cuts |= mass && (*mass)[b] < 1;
-    cuts |= below && (*below)[b] > LEAST;
+  for (int64_t r = 0; r < rows; r++) {
+    const Cuts own = cuts_of(r);
+    cuts |= own.top_k > 0 || own.top_p < 1 || own.margin > LEAST || own.rare();
   }
   if (!cuts) {
     parallel(rows * n, GRAIN, [&](int64_t begin, int64_t end) {
@@ -281,18 +368,20 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature,
     std::vector<float> z(n);
     std::vector<Scored> kept;
     for (int64_t r = begin; r < end; r++) {
-      const int64_t b = r / N;
-      const int64_t k = most ? (*most)[b] : 0;
-      const float t = by[b];
-      const float p = mass ? (*mass)[b] : 1.0f;
+      const Cuts own = cuts_of(r);
+      const float t = by[r / N];
       for (int64_t i = 0; i < n; i++) z[i] = x[r * n + i] / t;
       float least = LEAST;
-      if (below && (*below)[b] > LEAST) least = largest(z.data(), n) + (*below)[b];
-      if (k <= 0 && p >= 1) {
+      if (own.margin > LEAST) least = largest(z.data(), n) + own.margin;
+      if (own.rare()) {
+        keep_shaped(z.data(), n, own, kept);
+        least = LEAST;
+      } else if (own.top_k <= 0 && own.top_p >= 1) {
         for (int64_t i = 0; i < n; i++) y[r * n + i] = z[i] >= least ? z[i] : LEAST;
         continue;
+      } else {
+        keep(z.data(), n, own.top_k, own.top_p, kept);
       }
-      keep(z.data(), n, k, p, kept);
       std::fill_n(y + r * n, n, LEAST);
       for (const Scored& each : kept)
         if (each.score >= least) y[r * n + each.token] = each.score;
@@ -309,8 +398,8 @@ OPERATORS(m) {
   m.impl("gumbel", at::kCPU, gumbel);
   m.impl("gumbel", at::kMeta, gumbel);
   m.def(
-      "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? margin) "
-      "-> Tensor");
+      "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? margin, "
+      "Tensor? sigmas, Tensor? typical, Tensor? xtc) -> Tensor");
   m.impl("cut", at::kCPU, cut);
   m.impl("cut", at::kMeta, cut);
 }

@@ -30,11 +30,9 @@ from hf.config import open_source, read_config
 from hf.weights import weight_names
 from session import common_prefix
 
-FORMATS = ("bf16", "f16", "q8_0", "q4_0")
 EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)
 # architectures of ours that hand out the inputs of their layers in it; beside others it aborts
 EAGLE3_TARGETS = ("llama", "qwen3", "qwen3moe")
-LOOKUP = "lookup2"  # two tokens, the package's advice for CPUs
 NEAR_TIE = 0.5  # of logits: 4 times the rms of its own rounding (fidelity.py)
 Drafter = Callable[[np.ndarray], np.ndarray]  # the text so far, [T] int32 -> drafted tokens
 NAMES = {  # of Hugging Face -> of GGUF
@@ -63,7 +61,7 @@ def interleaved(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
-    """Write a LLaMA in one of FORMATS. Writes: `file`.
+    """Write a LLaMA. kind: of the weights, one of peers.FORMATS. Writes: `file`.
 
     Raises: ValueError for a model that this writer does not know.
     """

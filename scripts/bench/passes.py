@@ -1,13 +1,15 @@
-"""Time passes of a whole model over 1 to 1,200 tokens, on units of AMX tiles in turn.
+"""Time passes of a whole model over 1 to 1,200 tokens, on units of AMX tiles or caches in turn.
 
     python scripts/bench/passes.py --checkpoint checkpoints/SmolLM2-135M-Instruct.Q4_1.gguf
     python scripts/bench/passes.py --checkpoint DIR --dtype bfloat16 --rows 16,1200 --units none
+    python scripts/bench/passes.py --units none --kv int8 --cached 8192 --rows 1,6,16
 
-1. The model is loaded as generate.py loads it, and its cache holds 128 tokens.
+1. The model is loaded as generate.py loads it, and its cache holds `--cached` tokens.
 2. A pass reads the tokens behind them and computes the logits of every one; where there are more
    than 64, as of a prompt, those of the last one only.
-3. A round measures all numbers of rows, in an order that rotates; units follow each other, so that
-   a pair has the same conditions. The table shows least and median times, and the median of pairs.
+3. A round measures all numbers of rows, in an order that rotates; units and caches follow each
+   other, so that a pair has the same conditions. The table shows least and median times, and the
+   median of pairs.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class PassesConfig:
     quant: str = option("none", "round the weights while loading", ("none", "int8", "int4"))
     rows: str = option("1,8,16,32,1200", "numbers of tokens, separated by commas")
     units: str = option("none,hardware", "units of AMX tiles, the first one to compare with")
+    kv: str = option("", "time passes over a cache in this format, too", ("int8",))
+    cached: int = option(128, "tokens in the cache", least=1)
     rounds: int = option(9, "measurements of each", least=1)
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
 
@@ -55,14 +59,23 @@ from load import load
 from model import Transformer
 from scripts.bench.measure import environment
 
-CACHED = 128  # tokens
 MOST_LOGITS = 64  # rows whose logits are all computed
 UNITS = ("none", "hardware", "emulation")
 
 
-def seconds_of_pass(target: Transformer, cache: KVCache, rows: int) -> float:
+def filled_cache(target: Transformer, dtype: torch.dtype, cached: int, rows: int) -> KVCache:
+    """Return a cache of `cached` tokens, whose memory is in use, with room for `rows` more."""
+    cache = KVCache.empty(target.config, 1, cached + rows, dtype, "cpu")
+    for buffer in (*cache.k, *cache.v):
+        buffer.fill_(1)
+    for state in filter(None, cache.states):
+        state.length.fill_(cached)
+    return cache
+
+
+def seconds_of_pass(target: Transformer, cache: KVCache, rows: int, cached: int) -> float:
     """Time a pass over `rows` tokens behind the cached ones. Writes: `cache`."""
-    window = causal_window(torch.tensor([CACHED]), rows, backend=target.backend)
+    window = causal_window(torch.tensor([cached]), rows, backend=target.backend)
     tokens = torch.arange(rows)[None] % 1000  # [1, rows]
     began = time.perf_counter()
     hidden = target(tokens, window.slots, cache, window)  # [1, rows, F]
@@ -83,25 +96,28 @@ def bench(config: PassesConfig) -> None:
     print(", ".join(f"{key} {value}" for key, value in environment("cpu").items()))
     rows = [int(number) for number in config.rows.split(",")]
     target = engine.target
-    cache = KVCache.empty(target.config, 1, CACHED + max(rows), torch.bfloat16, torch.device("cpu"))
-    for state in filter(None, cache.states):
-        state.length.fill_(CACHED)
-    taken: dict[tuple[int, str], list[float]] = {(n, unit): [] for n in rows for unit in units}
+    dtypes = {"16 bits": torch.bfloat16} | ({config.kv: torch.int8} if config.kv else {})
+    caches = {
+        name: filled_cache(target, dtype, config.cached, max(rows))
+        for name, dtype in dtypes.items()
+    }
+    ways = [(unit, cache) for unit in units for cache in caches]
+    taken: dict[tuple, list[float]] = {(n, *way): [] for n in rows for way in ways}
     order = list(taken)
     for number in range(-1, config.rounds):
-        shift = number * len(units) % len(order)  # so that neighbours change
-        for n, unit in order[shift:] + order[:shift]:
+        shift = number * len(ways) % len(order)  # so that neighbours change
+        for n, unit, cache in order[shift:] + order[:shift]:
             torch.ops.gpt_eagle.use_tiles(unit)
-            seconds = seconds_of_pass(target, cache, n)
+            seconds = seconds_of_pass(target, caches[cache], n, config.cached)
             if number >= 0:  # the first round warms up
-                taken[n, unit].append(seconds)
-    print("\n| rows | unit | least ms | median ms | over the first unit | over the first rows |")
-    print("|---|---|---|---|---|---|")
-    for (n, unit), seconds in taken.items():
-        pairs = median(a / b for a, b in zip(seconds, taken[n, units[0]]))
-        of_first = median(a / b for a, b in zip(seconds, taken[rows[0], unit]))
+                taken[n, unit, cache].append(seconds)
+    print("\n| rows | unit | cache | least ms | median ms | over the first | over the first rows |")
+    print("|---|---|---|---|---|---|---|")
+    for (n, unit, cache), seconds in taken.items():
+        pairs = median(a / b for a, b in zip(seconds, taken[(n, *ways[0])]))
+        of_first = median(a / b for a, b in zip(seconds, taken[rows[0], unit, cache]))
         times = f"{min(seconds) * 1e3:.2f} | {median(seconds) * 1e3:.2f}"
-        print(f"| {n} | {unit} | {times} | {pairs:.2f} | {of_first:.2f} |")
+        print(f"| {n} | {unit} | {cache} | {times} | {pairs:.2f} | {of_first:.2f} |")
 
 
 def main() -> None:

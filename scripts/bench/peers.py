@@ -31,45 +31,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.io import bundled_head, check_outputs, is_gguf, write_text
 from base.parsing import one_line_errors, option, parse
-from decode import Engine
-from generate import encode, load
-from kv_cache import KVCache, causal_window
-from model import DTYPES
 from options import DEMO, GenerateConfig, pick_device
-from runtime import compiled
-from scripts import export_head
-from scripts.bench.llama_peer import (
-    FORMATS,
-    LOOKUP,
-    Eagle3,
-    LlamaCpp,
-    check_drafted,
-    decode,
-    lookup,
-    write_gguf,
-)
-from scripts.bench.measure import (
-    Outcome,
-    Series,
-    environment,
-    in_turn,
-    pass_bytes,
-    read_bandwidth,
-    run_rows,
-    shown_path,
-    with_config,
-)
-from scripts.bench.papers import Setting, method_config, read_tasks
-from session import common_prefix
-from stats import peak_memory_bytes
 
+# of llama.cpp: weights, and drafts by lookup, of two tokens, the package's advice for CPUs
+FORMATS = ("bf16", "f16", "q8_0", "q4_0")
+LOOKUP = "lookup2"
 EAGLE3 = "eagle3"
 DRAFTS = ("", f":{LOOKUP}", f":{EAGLE3}")
 PEERS = (
@@ -77,13 +47,6 @@ PEERS = (
     "transformers:lookup",
     *(f"llama.cpp:{kind}{draft}" for kind in ("file", *FORMATS) for draft in DRAFTS),
 )
-PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # tokens of a verifying pass
-SETTLE_S = 0.05  # the threads of OpenMP spin for so long behind another contestant's pass
-PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
-LOOKUP_TOKENS = 10  # drafted by prompt lookup of transformers
-LEAST_RUNS = 5
-PATHS = ("checkpoint", "eagle", "json")
 
 
 @dataclass(frozen=True)
@@ -170,6 +133,50 @@ class PeersConfig:
     def peer_list(self) -> list[str]:
         """The peers' names."""
         return [] if self.peers == "none" else self.peers.split(",")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(PeersConfig, "peers.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from tqdm import tqdm
+
+from decode import Engine
+from generate import encode, load
+from kv_cache import KVCache, causal_window
+from model import DTYPES
+from runtime import compiled
+from scripts import export_head
+from scripts.bench.llama_peer import (
+    Eagle3,
+    LlamaCpp,
+    check_drafted,
+    decode,
+    lookup,
+    write_gguf,
+)
+from scripts.bench.measure import (
+    Outcome,
+    Series,
+    environment,
+    in_turn,
+    pass_bytes,
+    read_bandwidth,
+    run_rows,
+    shown_path,
+    with_config,
+)
+from scripts.bench.papers import Setting, method_config, read_tasks
+from session import common_prefix
+from stats import peak_memory_bytes
+
+PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # tokens of a verifying pass
+SETTLE_S = 0.05  # the threads of OpenMP spin for so long behind another contestant's pass
+PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
+LOOKUP_TOKENS = 10  # drafted by prompt lookup of transformers
+LEAST_RUNS = 5
+PATHS = ("checkpoint", "eagle", "json")
 
 
 def packages_of(peer: str) -> tuple[str, ...]:
@@ -631,7 +638,7 @@ def bench(config: PeersConfig) -> None:
 
 def main() -> None:
     """Run the command line."""
-    config = parse(PeersConfig, "peers.py", __doc__)
+    config = COMMAND or parse(PeersConfig, "peers.py", __doc__)
     with one_line_errors("peers.py"):
         bench(config)
 

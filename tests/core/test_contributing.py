@@ -7,21 +7,10 @@ import sys
 
 import pytest
 
+from helpers import FOLDERS
 from options import ROOT
 
 PAGE = ROOT / "docs" / "CONTRIBUTING.md"
-FOLDERS = (
-    "base",
-    "cli",
-    "parallel",
-    "hf",
-    "models",
-    "ops",
-    "extras",
-    "scripts",
-    "tests",
-    "checkpoints/demo",
-)
 NEW_TESTS = {
     "echo": 7,
     "(test_model and gemma and one)": 5,
@@ -33,7 +22,7 @@ NEW_TESTS = {
 def test_the_worked_changes_work(tmp_path):
     for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(file, tmp_path)
-    for folder in FOLDERS:
+    for folder in (*FOLDERS, "tests", "checkpoints/demo"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     changes = re.findall(r"```diff\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -375,6 +375,7 @@ def test_set_changes_a_chat_that_goes_on(capsys, monkeypatch, tmp_path):
     file = tmp_path / "c.json"
     lines = [
         "/temperature 0.8", "/set seed=7", "def a():", "/set top_k = 1", "/top_p 3", "/set top_l 1", "/tempratur 1",
+        "/repeat_penalty 1.5", "/repetition_penalty default",
         "/set num_samples 3", "/stop def", "/set stop default", "/temperature default", "/top_k", "/set min_p x",
         "x = 1", "/help me", f"/save {file}",
     ]  # fmt: skip
@@ -385,6 +386,7 @@ def test_set_changes_a_chat_that_goes_on(capsys, monkeypatch, tmp_path):
         "[temperature is 0.8]", "[seed is 7]", "[top_k is 1]", "[/top_p must be in (0, 1]; it is 3.0]",
         "[there is no option top_l in a chat; did you mean top_p?; /set lists them]",
         "[there is no /tempratur; did you mean /temperature?]",
+        "[repetition_penalty is 1.5]", "[repetition_penalty is 1.0]",
         "[there is no option num_samples in a chat; /set lists them]", "[stop is 'def']", "[stop is none]",
         "[temperature is 0.0]", "[top_k is 1; it has no effect at temperature 0; set /temperature]",
         "[/min_p must be a number; it is 'x']", f"[3 turn(s) in {file}]",

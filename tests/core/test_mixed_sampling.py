@@ -217,7 +217,7 @@ def test_a_temperature_near_zero_is_greedy():
     ({"top_p": [0.5, 0]}, r"--top_p must be in \(0, 1\]; it is 0"), ({"top_p": None}, "--top_p must be a number"),
     ({"seed": [1, -1]}, "--seed must be at least 0"), ({"seed": 2**64}, "--seed must be at most"),
     ({"max_new_tokens": [1, 2]}, r"max_new_tokens is one number for all prompts; it is \[1, 2\]"),
-    ({"min_p": [0, 1.5]}, "--min_p must be at most 1; it is 1.5"), ({"frequency_penalty": 0.1}, "there is no option frequency_penalty"),
+    ({"min_p": [0, 1.5]}, "--min_p must be at most 1; it is 1.5"), ({"mirostat": 2}, "there is no option mirostat"),
 ])  # fmt: skip
 def test_wrong_parameters_are_refused_by_name(options, message):
     engine = engine_for(golden_target(), RootOnly(), **OPTIONS)

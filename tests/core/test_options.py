@@ -47,7 +47,7 @@ def test_the_help_has_every_flag_and_the_page_every_setting(capsys):
         assert there != f.metadata["rare"], f.name
     assert "--set NAME=VALUE" in shown
     grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
-    assert len(FLAGS) == 27 and sorted(grouped) == sorted(f.name for f in FLAGS)
+    assert len(FLAGS) == 28 and sorted(grouped) == sorted(f.name for f in FLAGS)
     places = [text.index(part) for part in ("--checkpoint ", "\nsampling:", "\nfor measurements:")]
     assert places == sorted(places)
     page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
@@ -175,7 +175,8 @@ def test_every_flag_of_the_last_release_is_there(capsys):
         tree_depth tree_topk tree_size accept prompt prompt_file prompt_ids interactive show_drafts chat system
         grammar max_new_tokens stop temperature top_k top_p min_p seed ignore_eos num_samples batch_size context kv
         quant group_size quant_draft compile plain threads device dtype verbose compare json results trace profile"""
-    assert set(shlex.split(last)) == set(OLD) | {f.name for f in FLAGS}
+    new = {"repetition_penalty"}
+    assert set(shlex.split(last)) | new == set(OLD) | {f.name for f in FLAGS}
     assert read("-t1").threads == 1
     assert capsys.readouterr().err == "note: -t is now --set threads=1\n"
 
@@ -247,6 +248,14 @@ def test_every_flag_of_the_last_release_is_there(capsys):
         (f"{WITH_HEAD} --draft eagle+ngram --tree chain", "--draft eagle+ngram takes --tree dynamic; it is chain"),
         (f"{WITH_HEAD} --draft eagle+ngram --set tree_size=5", "do not fit a tree"),
         ("--set inflate=tiny-0.5b", "--set inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one"),
+        (f"{OF_IDS} --typical_p 0.9", "--set typical_p has no effect at temperature 0; set --temperature"),
+        (f"{OF_IDS} --temperature 1 --xtc-threshold 0.2", "--set xtc_threshold belongs to XTC; set xtc_probability"),
+        (f"{OF_IDS} --dry_base 2", "--set dry_base belongs to DRY; set dry_multiplier"),
+        (f"{OF_IDS} --repeat_last_n 64", "--set repeat_last_n belongs to penalties; set repetition_penalty"),
+        (f"{OF_IDS} --repeat-penalty 0", "--repetition_penalty must be at least 0.01; it is 0.0"),
+        (f"{OF_IDS} --logit_bias 5+1", """logit_bias must be {"token id": number, ...}; it is '5+1'"""),
+        (f"{OF_IDS} --logit_bias '{{\"5\": -1e999}}'", "a logit_bias must be from -100 to 100; that of 5 is -inf"),
+        (f"{OF_IDS} --logit_bias '{{\"97\": 1}}'", "logit_bias: token ids must be in 0..96; one is 97"),
         ("--interactive --batch_size 2", "--batch_size cannot go with --interactive"),
         ("--interactive --set trace=t", "--set trace cannot go with --interactive"),
         (f"{OF_IDS} --set show_drafts=true", "--set show_drafts belongs to --interactive; add that"),
@@ -287,6 +296,8 @@ RESIDUAL = {"accept": "residual", "temperature": 1.0}
         ({"tree": "chain", "expand_by": "confidence"}, "--set expand_by needs a tree of one size"),
         ({"tree": "auto"} | RESIDUAL, "--set accept needs a tree of one size; --tree auto changes it"),
         ({"accept": "residual"}, "--set accept has no effect at temperature 0"),
+        ({"tree": "static", "typical_p": 0.9, "dry_multiplier": 1.0} | RESIDUAL, "typical_p, dry_multiplier cannot go with accept=residual; drop that"),
+        ({"dry_sequence_breakers": ["a"] * 65, "dry_multiplier": 1.0}, "--set dry_sequence_breakers may have 64 texts, not 65"),
         ({"draft": "none"} | RESIDUAL, "--set accept belongs to heads, draft models and --draft ngram"),
         ({"dtype": "int8"}, "--set dtype must be one of float32, bfloat16, float16; it is 'int8'"),
         ({"quant": "int3"}, "--quant must be one of none, int8, int4; it is 'int3'"),

@@ -22,6 +22,7 @@ import pytest
 
 import base.parsing
 from cli.start import read_command
+from helpers import FOLDERS as SOURCES
 from options import ROOT, GenerateConfig
 
 CODE = (".py", ".sh", ".cpp", ".h")
@@ -53,20 +54,10 @@ def pages() -> list[Path]:
 
 
 def code() -> list[Path]:
-    folders = (
-        "base",
-        "cli",
-        "models",
-        "extras",
-        "hf",
-        "ops",
-        "parallel",
-        "scripts",
-        "server",
-        "tests",
-        "examples",
-    )
-    files = [*ROOT.glob("*.py"), *(file for each in folders for file in (ROOT / each).rglob("*"))]
+    files = [
+        *ROOT.glob("*.py"),
+        *(file for each in (*SOURCES, "tests") for file in (ROOT / each).rglob("*")),
+    ]
     return [file for file in files if file.suffix in CODE]
 
 
@@ -162,7 +153,9 @@ def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
             read_command(argv, stop)
     else:
         module = module_of(program)
-        patch.setattr(base.parsing, "parse_given", lambda *values: stop(read(*values)[0]))
+        for reader in (base.parsing, module):  # some programs have the function by its own name
+            if hasattr(reader, "parse_given"):
+                patch.setattr(reader, "parse_given", lambda *values: stop(read(*values)[0]))
         patch.setattr(sys, "argv", [program, *argv])
         with pytest.raises(Parsed) as parsed:
             module.main()

@@ -18,6 +18,7 @@ import pytest
 import generate
 import model
 from base.methods import DRAFTERS
+from helpers import FOLDERS
 from models.registry import ROWS
 from options import DEMO, GenerateConfig
 
@@ -61,6 +62,7 @@ PACKAGES = {
 EXTRAS_NAMED = {
     ("load", "extras.auto_trees"),
     ("load", "extras.grammar"),
+    ("load", "extras.penalties"),
     ("load", "extras.residual"),
     ("load", "extras.stand_in"),
     ("generate", "extras.grammar"),
@@ -71,21 +73,9 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 def sources() -> list[Path]:
     """The project's code but the tests; an environment beside it (.venv) is not the project's."""
-    folders = (
-        "base",
-        "cli",
-        "parallel",
-        "hf",
-        "models",
-        "ops",
-        "extras",
-        "server",
-        "scripts",
-        "examples",
-    )
     files = [
         *ROOT.glob("*.py"),
-        *(f for folder in folders for f in sorted((ROOT / folder).rglob("*"))),
+        *(f for folder in FOLDERS for f in sorted((ROOT / folder).rglob("*"))),
     ]
     return [f for f in files if f.suffix in (".py", ".cpp", ".h")]
 
@@ -427,8 +417,11 @@ SMOLLM2_HEAD = "checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle"
          "architecture PhiForCausalLM is not supported"),
         ("scripts/train_head.py --help", ""),
         ("scripts/build_datastore.py --help", ""),
+        ("scripts/export_head.py --help", ""),
         ("scripts/bench/papers.py --help", ""),
         ("scripts/bench/linear.py --help", ""),
+        ("scripts/bench/peers.py --help", ""),
+        ("scripts/train/train_eagle.py --help", ""),
         ("scripts/train_head.py --checkpoint {odd} --out {odd}/new",
          "architecture PhiForCausalLM is not supported"),
         (f"scripts/train_head.py --checkpoint {DEMO} --out {{odd}}/new", "has no chat template"),

@@ -106,6 +106,42 @@ def within_rounding(z, ours, theirs, top_k, top_p) -> bool:
     return same and bool(((before - top_p).abs()[stays != stayed] < 1e-4).all())
 
 
+@pytest.mark.parametrize("spread", [0.3, 4.0])
+def test_the_rarer_cuts(spread):
+    """The same tokens stay, but for one at each end of a row; a row is the same alone."""
+    noise = torch.randn(2, 4, 4099, generator=torch.Generator().manual_seed(5))
+    logits = (noise * spread).round(decimals=2)  # with equal ones
+    logits[0, 1, ::3] = float("-inf")
+    likely = 0.9 * float(logits[0].softmax(-1).topk(2).values[:, 1].max())
+    for own in (
+        Sampling(1.0, typical_p=0.4),
+        Sampling(0.7, 0, 0.99, 0.001, typical_p=0.97),
+        Sampling(0.8, top_n_sigma=1.5),
+        Sampling(1.0, xtc_probability=1.0, xtc_threshold=likely),
+        Sampling(0.9, 900, 0.95, 0.01, 2.0, 0.9, 0.5, likely),
+    ):
+        rule = SamplingTensors.from_params([own, Sampling(1.0)], seed=3)
+        draws = torch.arange(8).view(2, 4)
+        ours, theirs = both(sampling.process, logits, rule.at_nodes(draws, None))
+        differs = (ours.isfinite() != theirs.isfinite()).sum(-1)
+        assert differs.max() <= 2 and torch.equal(ours[1], logits[1]), own
+        assert (ours.isfinite().sum(-1)[0] < logits.isfinite().sum(-1)[0]).any(), own
+        alone = SamplingTensors.from_params([own], seed=3)
+        for node in range(4):
+            row = sampling.process(logits[:1, node : node + 1], alone.at_nodes(draws[:1, node : node + 1], None), OURS)  # fmt: skip
+            assert torch.equal(row[0, 0], ours[0, node])
+
+
+def test_xtc_acts_as_often_as_asked():
+    """By noise of its own, of the seed and the draw alone."""
+    own = Sampling(1.0, xtc_probability=0.3)
+    rule = SamplingTensors.from_params([own] * 2, seed=9).at_nodes(
+        torch.arange(4000).expand(2, -1), None
+    )
+    acts = rule.nodes.xtc.isfinite()
+    assert torch.equal(acts[0], acts[1]) and abs(float(acts[0].float().mean()) - 0.3) < 0.03
+
+
 def test_min_p_alone_and_behind_the_others():
     """To the bit: it compares scores, and adds nothing up."""
     noise = torch.randn(2, 3, 4099, generator=torch.Generator().manual_seed(1))

@@ -13,11 +13,13 @@ pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux
 from kv_cache import KVCache, Window  # noqa: E402
 from linear import Linear  # noqa: E402
 from model import ModelConfig, Transformer  # noqa: E402
+from models.qwen3_5 import Qwen35  # noqa: E402
 from ops.backends import choose, use_backend  # noqa: E402
 from ops.weight import Part, Weight  # noqa: E402
 
 SIZES = ModelConfig(64, 1, 4, 2, 16, 96, vocab_size=50)
 BIASED = ModelConfig(64, 1, 4, 2, 16, 96, vocab_size=50, qkv_bias=True, o_bias=True, mlp_bias=True)
+GATED = Qwen35(64, 1, 4, 2, 16, 96, vocab_size=50, qk_norm=True, rotary_dim=16)
 CUDA = {"device": "cuda"}
 
 
@@ -78,6 +80,10 @@ APART = "norm {0} rotary_cache tree_attention {0} norm {0} {0}"
         (SIZES, "none", torch.bfloat16, 1, False, APART.format("linear_halves") + " norm linear_halves"),
         (SIZES, "int8", torch.float16, 1, False, APART.format("w8a16") + " norm w8a16"),
         (SIZES, "none", torch.float32, 1, False, APART.format("mm") + " norm mm"),
+        # a split stands between the first matmul and the rotation, which hence divides no norm
+        (GATED, "none", torch.bfloat16, 1, True,
+         "norm linear_halves norm norm rotary_cache tree_attention add_product gated_product add_product norm "
+         "linear_halves"),
         # a bias is added in the matmul's launch; the LM head has none
         (BIASED, "none", torch.bfloat16, 1, False, APART.format("add_product") + " norm linear_halves"),
         (BIASED, "int8", torch.bfloat16, 1, False, APART.format("add_product") + " norm w8a16"),

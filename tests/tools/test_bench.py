@@ -19,16 +19,10 @@ from options import DEMO, ROOT
 from scripts.bench import linear, passes, plot_speed
 from scripts.bench import papers as bench
 from scripts.bench import peers as bench_peers
-from scripts.bench.llama_peer import (
-    FORMATS,
-    LOOKUP,
-    LlamaCpp,
-    check_drafted,
-    write_gguf,
-)
+from scripts.bench.llama_peer import LlamaCpp, check_drafted, write_gguf
 from scripts.bench.measure import Outcome, Series, pass_bytes
 from scripts.bench.papers import BenchConfig, Setting, acceptance, calibration, method_config
-from scripts.bench.peers import TokenClock
+from scripts.bench.peers import FORMATS, LOOKUP, TokenClock
 from scripts.bench.replays import compare_replays
 from scripts.bench.report import DRAWINGS, explained
 from scripts.bench.row_log import Log

@@ -23,7 +23,7 @@ from tokenizers import models  # noqa: E402
 
 from extras.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa: E402
 from generate import encode, load  # noqa: E402
-from options import DEMO  # noqa: E402
+from options import DEMO, Sampling  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
 from server.parameters import (  # noqa: E402
     NEUTRAL,
@@ -257,15 +257,13 @@ HARMLESS = {
     "include_stop_str_in_output": False, "stop_token_ids": [], "bad_words": [], "allowed_token_ids": None,
     "guided_json": None, "guided_regex": "", "structured_outputs": {}, "mirostat": 0, "mirostat_tau": 5.0,
     "typical_p": 1.0, "tfs_z": 1.0, "xtc_probability": 0, "dry_multiplier": 0.0, "n_probs": 0, "modalities": ["text"],
-    "functions": [], "function_call": "none", "return_tokens_as_token_ids": False, "repeat_last_n": 64, "audio": None,
+    "functions": [], "function_call": "none", "return_tokens_as_token_ids": False, "audio": None,
     "guidance_scale": 1.0, "ban_eos_token": False, "negative_prompt": "", "no_repeat_ngram_size": 0, "num_beams": 1,
     "mirostat_mode": 0, "separate_reasoning": True, "n_keep": 0, "ttl": 300,
 }  # fmt: skip
 HARMFUL = {
-    "min_tokens": 1, "skip_special_tokens": False, "frequency_penalty": 0.5, "presence_penalty": -1, "suffix": "a",
-    "repetition_penalty": 1.1, "repeat_penalty": 0, "logit_bias": {"5": 1}, "best_of": 2, "ignore_eos": True,
-    "stop_token_ids": [5], "bad_words": ["a"], "guided_json": {"type": "object"}, "mirostat": 2, "typical_p": 0.9,
-    "xtc_probability": 0.1, "n_probs": 5, "modalities": ["audio"], "functions": [1], "anything": 1, "grammar": "a",
+    "min_tokens": 1, "skip_special_tokens": False, "suffix": "a", "best_of": 2, "ignore_eos": True,
+    "stop_token_ids": [5], "bad_words": ["a"], "guided_json": {"type": "object"}, "mirostat": 2, "n_probs": 5, "modalities": ["audio"], "functions": [1], "anything": 1, "grammar": "a",
     "length_penalty": True, "detokenize": False, "use_beam_search": True,
 }  # fmt: skip
 
@@ -283,6 +281,59 @@ def test_values_that_change_nothing_pass(reader, chat):
     for name, value in HARMFUL.items():
         said = refused(reader, chat, **{name: value})
         assert said == f"{name} = {json.dumps(value)} is not served; leave it out"
+
+
+def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
+    """Those that are missing are the server's own."""
+    own = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repeat_penalty": 1.2,
+        "repeat_last_n": 64.0,
+        "logit_bias": {"5": 1, "7": 0},
+    }
+    own |= {
+        "typical_p": 0.9,
+        "top_n_sigma": 1.5,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "temperature": 1,
+    }
+    own |= {
+        "dry_multiplier": 0.8,
+        "dry_base": 2,
+        "dry_allowed_length": 3,
+        "dry_penalty_last_n": 9,
+        "dry_sequence_breakers": [":"],
+    }
+    got = reader.read({"prompt": "a"} | own, False).sampling
+    own["dry_sequence_breakers"], own["logit_bias"] = (":",), '{"5": 1}'
+    own["repetition_penalty"] = own.pop("repeat_penalty")
+    assert got == Sampling()._replace(**own)
+    plain = Sampling(temperature=1)  # the server's default
+    config = replace(reader.config, repetition_penalty=1.3)
+    other = RequestReader(reader.engine, config, "demo")
+    assert other.read({"prompt": "a"}, False).sampling.repetition_penalty == 1.3
+    assert other.read({"prompt": "a", "repetition_penalty": 1}, False).sampling == plain
+
+
+@pytest.mark.parametrize("body, message", [
+    ({"frequency_penalty": "0.5"}, "frequency_penalty must be a number; it is '0.5'"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be at least 0.01; it is 0"),
+    ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty is another name of repetition_penalty; give one of them"),
+    ({"typical_p": 0}, "typical_p must be in (0, 1]; it is 0"), ({"xtc_probability": 1.5}, "xtc_probability must be at most 1; it is 1.5"),
+    ({"repeat_last_n": 1.5}, "repeat_last_n must be a whole number; it is 1.5"), ({"dry_base": 9}, "dry_base must be at most 4; it is 9"),
+    ({"presence_penalty": 1e300}, "presence_penalty must be at most 100; it is 1e+300"),
+    ({"logit_bias": [[5, 1]]}, 'logit_bias must be an object, as {"15043": -100}'),
+    ({"logit_bias": {"a": 1}}, "logit_bias must be {\"token id\": number, ...}; 'a' is no token id"),
+    ({"logit_bias": {"5": 101}}, "a logit_bias must be from -100 to 100; that of 5 is 101"),
+    ({"logit_bias": {"5": True}}, "a logit_bias must be from -100 to 100; that of 5 is True"),
+    ({"logit_bias": {"999999": 1}}, "logit_bias: token ids must be in 0..4095; one is 999999"),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias may name 1024 tokens; it names 1025"),
+    ({"dry_sequence_breakers": [1]}, "dry_sequence_breakers must be texts that are not empty; it is (1,)"),
+])  # fmt: skip
+def test_samplers_that_cannot_be_are_refused_by_name(reader, body, message):
+    assert refused(reader, False, **body) == message
 
 
 def test_parameters_are_of_one_kind():
@@ -377,15 +428,15 @@ def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
 
     recommend(temperature=0.6, top_p=0.95)
     own = with_recommended_sampling(config, set())
-    assert own.sampling == (0.6, 0, 0.95, 0) and own.num_samples == 1
+    assert own.sampling == Sampling(temperature=0.6, top_p=0.95) and own.num_samples == 1
     typed = with_recommended_sampling(replace(config, temperature=0.8), {"temperature"})
-    assert typed.sampling == (0.8, 0, 0.95, 0)
+    assert typed.sampling == Sampling(temperature=0.8, top_p=0.95)
     greedy = with_recommended_sampling(replace(config, temperature=0.0), {"temperature"})
-    assert greedy.sampling == (0, 0, 1, 0)
+    assert greedy.sampling == Sampling(temperature=0, top_p=1)
     recommend(top_p=7)
     with pytest.raises(ValueError, match="names a sampling that cannot be used: --top_p must be"):
         with_recommended_sampling(config, set())
     metadata = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
     monkeypatch.setattr("hf.config.is_gguf", lambda path: True)
     monkeypatch.setattr("hf.config.read_header", lambda path: SimpleNamespace(metadata=metadata))
-    assert with_recommended_sampling(config, set()).sampling == (0.7, 20, 1, 0)
+    assert with_recommended_sampling(config, set()).sampling == Sampling(temperature=0.7, top_k=20)

@@ -132,13 +132,16 @@ RULES = [
     {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.3, "top_k": 20},
     {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
+    {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 0.8, "logit_bias": {"10": 4}, "typical_p": 0.9, "dry_multiplier": 0.8},
     {},
 ]
 
 
 def as_sent(rule: dict) -> dict:
     """The options of a request; the client sends those that it does not know as they are."""
-    own = {name: value for name, value in rule.items() if name in ("top_k", "min_p")}
+    known = ("temperature", "top_p", "frequency_penalty", "logit_bias")
+    own = {name: value for name, value in rule.items() if name not in known}
     return {name: rule[name] for name in rule.keys() - own.keys()} | {"extra_body": own}
 
 
@@ -428,7 +431,7 @@ def test_too_many_are_refused(running):
     ({"prompt": "a", "top_p": 1.1}, 400, "at most 1; it is 1.1"), ({"prompt": "a", "top_p": [1]}, 400, "top_p must be"),
     ({"prompt": "a", "top_k": 2.5}, 400, "top_k must be a whole number"), ({"prompt": "a", "top_k": -2}, 400, "from -1 to"),
     ({"prompt": "a", "top_k": 2**31}, 400, "top_k must be"), ({"prompt": "a", "min_p": 1.1}, 400, "min_p must be a number from 0 to 1"),
-    ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5 is not"), ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
+    ({"prompt": "a", "frequency_penalty": 500}, 400, "frequency_penalty must be at most 100"), ({"prompt": "a", "logit_bias": {"1e9": 2}}, 400, "no token id"),
     ({"prompt": "a", "tools": [1]}, 400, "tools = [1] is not served"), ({"prompt": "a", "unknown": 1}, 400, "unknown = 1"),
     ({"prompt": "a", "stop": ["a"] * 257}, 400, "at most 256 texts"), ({"prompt": "a", "stop": "a" * 257}, 400, "at most 256"), ({"prompt": "a", "stop": [1]}, 400, "stop must be"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream must be"), ({"prompt": "a", "stream_options": 1}, 400, "stream_options"),

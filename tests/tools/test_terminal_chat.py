@@ -206,23 +206,23 @@ def test_a_screen_has_whole_words_and_short_lines():
 def test_lines_of_earlier_chats_come_back(tmp_path):
     """By an arrow key. Those typed ahead are kept too, a paste of several lines is not."""
     file = tmp_path / "history"
-    file.write_text("".join(f"line {i}\n" for i in range(2001)) + "/set top_k 5\n")
+    file.write_text("".join(f"line {i}\n" for i in range(2001)) + "/set stop xyz\n")
     file.chmod(0o644)
     talk = Terminal(DEMO, GPT_EAGLE_HISTORY=str(file))
     talk.read_to(re.escape("\x1b[?2004h"))
     talk.type("/set seed é\r")  # while the model is loaded
     talk.read_to("it is 'é'[^>]*> $")
     talk.type("\x1b[A\x1b[A\r")
-    talk.read_to("top_k is 5[^>]*> $")
+    talk.read_to("stop is .xyz.[^>]*> $")
     talk.type(PASTE.format("/not\rone line"))
     talk.read_to("tokens/s[^>]*> $")
     talk.type("/bye\r")
     assert talk.close() == 0
     lines = file.read_text().splitlines()
     assert lines[0] == "line 1002" and lines[-4:] == [
-        "/set top_k 5",
+        "/set stop xyz",
         "/set seed é",
-        "/set top_k 5",
+        "/set stop xyz",
         "/bye",
     ]
     assert file.stat().st_mode & 0o777 == 0o600

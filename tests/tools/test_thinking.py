@@ -193,8 +193,7 @@ def test_the_page_folds_the_thinking(served, tmp_path):
         page.close()
 
 
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("interactive", [False, True])
+@pytest.mark.parametrize("plain, interactive", [(False, True), (True, False)])
 def test_a_terminal_dims_the_thinking(served, plain, interactive):
     """Without colours the text is there as it is."""
     text = "Two and two.\n</think>\n\nFour: 4."
