@@ -19,8 +19,8 @@ FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
     "model.py": "d237a54f",
-    "ops/torch_backend.py": "cdaf467e",
-    "steps.py": "670d6941",
+    "ops/torch_backend.py": "1dbac99d",
+    "steps.py": "712f2d36",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"
 WITHOUT_EFFECT = re.compile(rf'"""[\s\S]*?"""|#.*|{IMPORT}', re.MULTILINE)

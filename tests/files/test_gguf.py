@@ -551,7 +551,7 @@ def sentencepiece_texts(count=1000) -> list[str]:
 
 SPOILT_TOKENIZERS = {
     "pre": ({"tokenizer.ggml.pre": "jais"}, "the pre-tokenizer jais is not one of gpt-2, .*; use --set prompt_ids"),
-    "kind": ({"tokenizer.ggml.model": "bert"}, "the tokenizer bert is not one of gpt2, llama"),
+    "kind": ({"tokenizer.ggml.model": "bert"}, "the tokenizer bert is not one of gpt2, gemma4, llama"),
     "no tokens": ({"tokenizer.ggml.tokens": "x"}, "tokenizer.ggml.tokens must be a list, not 'x'"),
     "numbers": ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokenizer.ggml.tokens must be a list of texts"),
     "merges": ({"tokenizer.ggml.merges": ["a b c"]}, "the tokenizer's merges are broken"),
