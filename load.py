@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
 CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
 ROUND_TO = 256  # tokens
+CUDA_CONTEXT = 4096  # tokens by default; attention starts blocks for every slot, measured up to here
 
 
 def load(
@@ -306,7 +307,7 @@ def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, .
 def _context(config: GenerateConfig, target: Transformer) -> int:
     """Return the KV capacity in tokens: what is asked for, or what the model was trained for.
 
-    By default a share of the free memory bounds it, and a note says so.
+    By default a share of the free memory bounds it, and a note says so; on CUDA a fixed number does.
     Raises: ValueError beyond the model's positions.
     """
     most = target.config.max_context
@@ -316,6 +317,8 @@ def _context(config: GenerateConfig, target: Transformer) -> int:
     if config.context:
         return config.context
     weight = target.norm.weight
+    if weight.is_cuda:
+        return min(most, CUDA_CONTEXT)
     dtype = cache_dtype(config, weight.dtype)
     caches = config.batch_size * (2 if config.compare else 1)
     room = CACHE_SHARE * free_bytes(str(weight.device))

@@ -156,7 +156,7 @@ class GenerateConfig:
     context: int = option(
         0,
         "KV capacity in tokens; 0: what the model was trained for, if half of the free memory "
-        "holds it",
+        "holds it, and on CUDA at most 4096",
         least=0,
         short="c",
     )
