@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
 CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
 ROUND_TO = 256  # tokens
-CUDA_CONTEXT = 4096  # tokens by default; attention starts blocks for every slot, measured up to here
+CUDA_CONTEXT = 4096  # tokens; attention starts blocks for every slot, which is measured up to here
 
 
 def load(
@@ -307,7 +307,7 @@ def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, .
 def _context(config: GenerateConfig, target: Transformer) -> int:
     """Return the KV capacity in tokens: what is asked for, or what the model was trained for.
 
-    By default a share of the free memory bounds it, and a note says so; on CUDA a fixed number does.
+    By default a share of the free memory bounds it, and a note says so, or on CUDA a fixed number.
     Raises: ValueError beyond the model's positions.
     """
     most = target.config.max_context
