@@ -214,9 +214,12 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
 def recommended_sampling(path: Path) -> dict[str, Any]:
     """Return the sampling that a model names, by the fields of `options.Sampling`.
 
-    A directory names it in generation_config.json, a GGUF file in its metadata.
+    A directory names it in generation_config.json, a GGUF file in its metadata. As in transformers,
+    a model that is sampled has a temperature of 1 where none is named, and one that names nothing,
+    or `do_sample` false, is decoded greedily.
     Raises: ValueError for a broken file.
     """
+    samples = None
     if is_gguf(path):
         metadata = read_header(path).metadata
         found = {name: metadata.get(f"general.sampling.{name}") for name in Sampling._fields}
@@ -225,7 +228,11 @@ def recommended_sampling(path: Path) -> dict[str, Any]:
         file = path / "generation_config.json"
         generation = read_json(file) if file.exists() else {}
         found = {name: generation.get(name) for name in Sampling._fields}
-    return {name: value for name, value in found.items() if value is not None}
+        samples = generation.get("do_sample")
+    found = {name: value for name, value in found.items() if value is not None}
+    if samples is False:
+        return {}
+    return {"temperature": 1.0} | found if found or samples else {}
 
 
 def config_from(

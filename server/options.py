@@ -24,9 +24,9 @@ class ServeConfig(GenerateConfig):
         short="n",
     )
     temperature: float = option(
-        1.0,
-        "of requests that name none, as are the next three; default: the model's "
-        "generation_config, else 1",
+        0.0,
+        "of requests that name none, as are the next three; default: as the model's "
+        "generation_config says, 0 where it says nothing",
         least=0,
     )
     max_waiting: int = option(

@@ -34,7 +34,9 @@ def test_rows_lie_as_far_from_fp32_as_their_formats(tmp_path, monkeypatch, capsy
     assert 0 < own[0]["kl"] < own[1]["kl"] < own[2]["kl"] < 0.5
     assert all(row["rms"] > 0 and 0.6 < row["best"] <= 1 and row["ppl"] > 1 for row in own)
     assert rows["other"] == rows["--quant int8"] | {"row": "other"}
-    assert len(rows) == 4 and "| other | " in capsys.readouterr().out
+    in_8_bits = rows["bfloat16, --kv int8"]
+    assert own[0]["kl"] < in_8_bits["kl"] < own[2]["kl"], "the cache alone is rounded"
+    assert len(rows) == 5 and "| other | " in capsys.readouterr().out
 
 
 def test_equal_logits_and_a_perplexity_by_hand():

@@ -310,7 +310,7 @@ def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
     own["dry_sequence_breakers"], own["logit_bias"] = (":",), '{"5": 1}'
     own["repetition_penalty"] = own.pop("repeat_penalty")
     assert got == Sampling()._replace(**own)
-    plain = Sampling(temperature=1)  # the server's default
+    plain = Sampling()
     config = replace(reader.config, repetition_penalty=1.3)
     other = RequestReader(reader.engine, config, "demo")
     assert other.read({"prompt": "a"}, False).sampling.repetition_penalty == 1.3
@@ -418,7 +418,7 @@ def test_the_official_client_accepts_its_own_messages_again(reader):
 def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
     """It is a request's, where neither the request nor the server's command names another."""
     config = ServeConfig(checkpoint=str(folder))
-    assert config.temperature == 1 and with_recommended_sampling(config, set()) == config
+    assert config.temperature == 0 and with_recommended_sampling(config, set()) == config
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file.resolve())
     config = replace(config, checkpoint=str(tmp_path))
@@ -426,6 +426,11 @@ def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
     def recommend(**values) -> None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": None, **values}))
 
+    for values, temperature in (({}, 0), ({"do_sample": True}, 1), ({"top_k": 20}, 1)):
+        recommend(**values)
+        assert with_recommended_sampling(config, set()).temperature == temperature
+    recommend(do_sample=False, temperature=0.6)
+    assert with_recommended_sampling(config, set()).sampling == Sampling()
     recommend(temperature=0.6, top_p=0.95)
     own = with_recommended_sampling(config, set())
     assert own.sampling == Sampling(temperature=0.6, top_p=0.95) and own.num_samples == 1
