@@ -447,7 +447,7 @@ def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
         },
         "layer_types": kinds,
         "num_kv_shared_layers": shared,
-        "use_double_wide_mlp": widths.get("shared") == 2 * widths["own"],
+        "use_double_wide_mlp": widths.get("shared") == 2 * widths.get("own", 0),
         "hidden_size_per_layer_input": metadata.read(
             name("embedding_length_per_layer_input"), int, 0
         ),

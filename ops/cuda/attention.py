@@ -78,6 +78,8 @@ def plan_attention(E: int, dtype: torch.dtype) -> AttentionPlan:
     width = max(16, triton.next_power_of_2(E))
     if dtype == torch.float32:
         return AttentionPlan(16, 1, 1, 8 if width > 64 else 4, 255)
+    if width > 256:  # of Gemma 4; never run. More would not fit a multiprocessor of 100 KB
+        return AttentionPlan(32, 1, 1, 8, 255)
     if width > 128:
         return AttentionPlan(32, 2, 3, 4, 255)
     return AttentionPlan(32, 4, 5, 4, 168)  # with 70 KB three blocks fit a multiprocessor

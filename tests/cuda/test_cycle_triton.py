@@ -65,6 +65,7 @@ def check(case: CycleCase) -> None:
         CycleCase("90", "attention", heads=28, kv_heads=4),
         CycleCase("80", "attention", "fp16", E=80),
         CycleCase("90", "attention", "fp16", E=80),  # a width that is padded
+        *[CycleCase("89", "attention", E=512, heads=8, kv_heads=2, T=T) for T in (1, 60, 256)],  # Gemma 4's
         CycleCase("90", "compact", "fp32", E=256, T=64),  # the most
         CycleCase("80", "compact", E=16, T=1),
         CycleCase("90", "best_nodes", V=ops.cuda.tree.MOST),

@@ -235,6 +235,7 @@ BAD_METADATA = [
     ({"attention.head_count_kv": [2, 2, 1, 2, 2, 2]}, (), "and one for all layers of a kind"),
     ({"attention.sliding_window_pattern": [True] * 6}, (), "layer_types must end with full_attention"),
     ({"attention.sliding_window_pattern": [True]}, (), "sliding_window_pattern must name all 6 layers; it names 1"),
+    ({"attention.shared_kv_layers": 6, "feed_forward_length": 96}, (), "num_kv_shared_layers must leave layers"),
     ({}, ("gemma4.attention.key_length_swa",), "attention.key_length_swa is missing"),
     ({}, ("blk.4.layer_output_scale.weight",), "1 missing weight(s)"),
 ]  # fmt: skip
