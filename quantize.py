@@ -64,19 +64,25 @@ def check_apart(path: Path, out: Path) -> None:
         raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
 
 
+def check_no_gguf(path: Path) -> None:
+    """Check that a checkpoint is no GGUF file. Raises: ValueError."""
+    if is_gguf(path):
+        raise ValueError(
+            f"{path} is a GGUF file, which runs in its own bits as it is: "
+            f"python generate.py --checkpoint {path}"
+        )
+
+
 def read_command(argv: list[str] | None = None) -> QuantizeConfig:
     """Read the command line. Exit with status 2 on a mistake."""
     config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
     with one_line_errors("quantize.py"):
+        check_no_gguf(Path(config.checkpoint))
         if not config.checkpoint or not config.out:
             raise ValueError("--checkpoint and --out are needed: directories to read and to write")
         # it may be a head; a model is checked when it is read
         config = replace(config, checkpoint=str(fetched(config.checkpoint, is_head=True)))
-        if is_gguf(Path(config.checkpoint)):
-            raise ValueError(
-                f"{config.checkpoint} is a GGUF file, which runs in its own bits as it is: "
-                f"python generate.py --checkpoint {config.checkpoint}"
-            )
+        check_no_gguf(Path(config.checkpoint))
         if config.group_size and config.quant != "int4":
             raise ValueError("--group_size belongs to int4; leave it out")
         read_json(Path(config.checkpoint, "config.json"))
