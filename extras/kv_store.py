@@ -75,10 +75,11 @@ class KVStore:
         name = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:32]
         file = self.folder / f"{name}.safetensors"
         header = {"digest": self.digest, "tokens": json.dumps(tokens)}
-        self._make_room(tokens, size)
         try:
+            require(size <= CAPACITY, f"a text of {count} tokens is larger than the store")
+            self._make_room(tokens, size)
             replace_file(file, lambda path: save_file(tensors, path, header), private=True)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             log_note(f"--kv_store: cannot write {file} ({error})")
             return
         self.entries.append(Entry(file, tokens, size))
