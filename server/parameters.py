@@ -375,13 +375,13 @@ class RequestReader:
 
     def _draft(self, body: dict) -> int | None:
         """Read how many tokens a cycle may draft; None: any number. The text is the same."""
-        most = body.get("draft_tokens")
+        most = _as_whole(body.get("draft_tokens"))
         wanted = self._flag(body, "draft", most is None or most != 0)
         need(wanted or not most, "draft = false drafts no tokens; leave draft_tokens out", "draft")
         if not wanted:
             most = 0
         try:
-            self.engine.check_draft_tokens(_as_whole(most))
+            self.engine.check_draft_tokens(most)
         except ValueError as error:
             name = "draft_tokens" if "draft_tokens" in body else "draft"
             raise refusal(error, name) from None
