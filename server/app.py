@@ -377,9 +377,10 @@ def load_engine(config: ServeConfig) -> Engine:
 
 
 def warm_other_modes(engine: Engine) -> None:
-    """Compile and capture the cycles of other modes than the engine's own.
+    """Compile and capture the cycles of the usual modes beside the engine's own.
 
-    No request waits for them then. No policy learns from these cycles.
+    No request waits for them then; the first one with penalties or rarer cuts waits for its mode.
+    No policy learns from these cycles.
     """
     config = engine.config
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=1)):
