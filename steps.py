@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     features: Tensor | None = None  # [B, T, F], features that it reads
     normed: Tensor | None = None  # [B, T, F], those after a norm
     gate: Tensor | None = None  # [B, T, H E], of an attention's output; [B, T, 1], of an expert's
-    shared: Tensor | None = None  # [B, T, F], the result of the expert that all tokens share
+    shared: Tensor | None = None  # [B, T, F], a result that waits, as the shared expert's
     per_layer: Tensor | None = None  # [B, T, L P], inputs of this layer and of those behind it
     # by `Rotate.rope`: cosines and sines, [B, T, 1, E] fp32 each
     ropes: tuple[tuple[Tensor, Tensor], ...] = ()
@@ -686,7 +686,7 @@ class Merge(Step):
 
 @dataclass(frozen=True)
 class AddShared(Step):
-    """Add the result of the shared expert to that of the chosen ones."""
+    """Add the result that waits in `shared`, as that of the expert that all tokens share."""
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", rows.h + rows.shared)
