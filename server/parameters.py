@@ -349,7 +349,8 @@ class RequestReader:
         except ValueError as error:
             message = str(error).removeprefix("--set ").removeprefix("--")
             param = next((name for name in asked if name in message), None)
-            raise Refusal(400, message, param) from None
+            # messages end with the value, which may have any length
+            raise Refusal(400, message[: 3 * SHOWN], param) from None
         return config.sampling
 
     def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
