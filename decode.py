@@ -171,7 +171,7 @@ class Engine:
         least = self.presets[0].size - 1
         fits = most is None or (type(most) is int and most >= least)
         why = ", as draft trees have one size here" if least else ""
-        fault = f"draft_tokens must be a whole number from {least} on{why}; it is {most!r}"
+        fault = f"draft_tokens must be a whole number from {least} on{why}; it is {repr(most)[:50]}"
         require(fits, f"{fault}; leave it out")
 
     @property

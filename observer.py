@@ -113,7 +113,8 @@ class View:
             steps apart
         """
         self.presets = engine.presets  # smallest tree first
-        self.has_parts = not engine.captured  # a cycle may run a part of the sequences
+        # whether a cycle may run a part of the sequences; CUDA's kernels know whole buffers alone
+        self.has_parts = engine.device.type == "cpu" and not engine.captured
         self.history = history
         self.live = live
         self.draft_tokens = draft_tokens
@@ -129,7 +130,7 @@ class View:
     def rows(self) -> range:
         """The sequences that the next cycle runs: from the first that decodes to the last.
 
-        A captured cycle runs all. Where none decodes, a cycle will run one.
+        On CUDA a cycle runs all. Where none decodes, a cycle will run one.
         """
         live = [seq for seq, decodes in enumerate(self.live) if decodes]
         if not self.has_parts:

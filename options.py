@@ -523,8 +523,8 @@ class GenerateConfig:
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
         switches.check()
-        self.check_numbers()
         self._check_names()
+        self.check_numbers()
         self.check_needs()
         self._check_values()
         self._check_files()
@@ -534,7 +534,10 @@ class GenerateConfig:
             self.check_acceptance()
 
     def check_numbers(self) -> None:
-        """Check the numbers alone. Raises: ValueError for one that is out of its range."""
+        """Check the numbers alone, also those in `logit_bias`, which is a text.
+
+        Raises: ValueError for one that is out of its range.
+        """
         check_ranges(self)
         require(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
         typical_fault = f"--set typical_p must be in (0, 1]; it is {self.typical_p}"

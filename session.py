@@ -6,7 +6,7 @@
 3. Then it runs chunks of prompts; the last chunk of a prompt decides the root.
 
 Of the sequences that are idle, a cycle leaves out those before the first that decodes and behind
-the last (`View.rows`); captured ones run all. The tokens and positions of idle ones never change.
+the last (`View.rows`); on CUDA it runs all. The tokens and positions of idle ones never change.
 The output is a function of (weights, prompt, its own parameters, seed) alone, whatever the other
 sequences do.
 Observers watch (observer.py): the engine's own, its policy, picks the preset of every step. A guide

@@ -43,14 +43,15 @@ class Rows(NamedTuple):
     features: Tensor | None = None  # [B, T, F], features that it reads
     normed: Tensor | None = None  # [B, T, F], those after a norm
     gate: Tensor | None = None  # [B, T, H E], of an attention's output; [B, T, 1], of an expert's
-    shared: Tensor | None = None  # [B, T, F], the result of the expert that all tokens share
+    shared: Tensor | None = None  # [B, T, F], a result that waits, as the shared expert's
     per_layer: Tensor | None = None  # [B, T, L P], inputs of this layer and of those behind it
     # by `Rotate.rope`: cosines and sines, [B, T, 1, E] fp32 each
     ropes: tuple[tuple[Tensor, Tensor], ...] = ()
     # this layer's buffers, [B, Hkv, S, E] each, or its `LayerState`; without a cache the keys and
     # values of these tokens
     kv: tuple[Tensor, ...] | None = None
-    kept: dict[int, tuple[Tensor, ...]] | None = None  # without a cache: the last `kv` by window
+    # without a cache, by `Attend.window`: `kv` of the last layer, which later layers may read
+    last_kv: dict[int, tuple[Tensor, ...]] | None = None
     tokens: Tensor | None = None  # [B, T] int64, for the steps before the first layer
     # by `Attend.window`: the slots that are written and seen; None: no cache, attention is causal
     windows: dict[int, Window] | None = None
@@ -395,7 +396,7 @@ class Attend(Step):
             attend = layer.backend.attention
             y = attend(rows.h, *rows.kv, *seen, self.scale, paths=window.paths, sinks=sinks)
             return rows.put("h", y)
-        kv = rows.kept[self.window] if self.shared else rows.kv
+        kv = rows.last_kv[self.window] if self.shared else rows.kv
         T = rows.h.shape[1]
         distance = torch.arange(T, device=rows.h.device)
         distance = distance[:, None] - distance  # [T, T]
@@ -415,8 +416,8 @@ class Attend(Step):
             scale=self.scale or None,
             enable_gqa=True,
         )  # [B, H, T, E]
-        kept = (rows.kept or {}) | {self.window: kv}
-        return replace_fields(rows, h=y.transpose(1, 2).flatten(2), kept=kept)
+        last_kv = (rows.last_kv or {}) | {self.window: kv}
+        return replace_fields(rows, h=y.transpose(1, 2).flatten(2), last_kv=last_kv)
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         weights = (layer.sinks.weight,) if self.sinks else ()
@@ -686,7 +687,7 @@ class Merge(Step):
 
 @dataclass(frozen=True)
 class AddShared(Step):
-    """Add the result of the shared expert to that of the chosen ones."""
+    """Add the result that waits in `shared`, as that of the expert that all tokens share."""
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", rows.h + rows.shared)

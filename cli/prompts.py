@@ -213,7 +213,9 @@ def with_options(
     config.check_numbers()
     draws = []
     for number in range(count):
-        own = replace(config, **{name: values[number] for name, values in several.items()})
+        each = {name: values[number] for name, values in several.items()}
+        own = replace(config, **by_names(GenerateConfig, each))
+        check_kinds(own)
         fault = "num_samples has no effect at temperature 0; set temperature"
         require(own.num_samples == 1 or own.temperature > 0, fault)
         own.check_numbers()

@@ -38,7 +38,8 @@ class History:
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch(0o600)
-        self.path.chmod(0o600)
+        if self.path.is_file():  # and no device, as /dev/null, which is everybody's
+            self.path.chmod(0o600)
         lines = self.path.read_text(**TEXT).splitlines()
         for line in lines[-KEPT:]:
             readline.add_history(line)

@@ -34,7 +34,7 @@ from session import Session, common_prefix
 CAPACITY = 4 * 2**30  # bytes
 LEAST = 64  # tokens that are worth a file, and that a file must know beyond a place
 SAMPLED = 64  # numbers of each weight that tell models apart
-OPTIONS = ("quant", "quant_draft", "dtype", "kv", "device", "draft", "compile")
+OPTIONS = ("quant", "quant_draft", "dtype", "kv", "device", "draft", "compile", "plain")
 
 
 class Entry(NamedTuple):
@@ -75,10 +75,11 @@ class KVStore:
         name = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:32]
         file = self.folder / f"{name}.safetensors"
         header = {"digest": self.digest, "tokens": json.dumps(tokens)}
-        self._make_room(tokens, size)
         try:
+            require(size <= CAPACITY, f"a text of {count} tokens is larger than the store")
+            self._make_room(tokens, size)
             replace_file(file, lambda path: save_file(tensors, path, header), private=True)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             log_note(f"--kv_store: cannot write {file} ({error})")
             return
         self.entries.append(Entry(file, tokens, size))
@@ -140,7 +141,8 @@ def digest_of(engine: Engine) -> str:
     """Return a digest of everything that cached numbers depend on: weights, options, sizes."""
     options = [engine.option(name) for name in OPTIONS]
     presets = [preset.name for preset in engine.presets if hasattr(preset, "name")]
-    digest = hashlib.sha256(repr((options, presets, engine.context, engine.slots)).encode())
+    sizes = (engine.context, engine.slots, engine.target.config)
+    digest = hashlib.sha256(repr((options, presets, *sizes)).encode())
     for part in (engine.target, engine.drafter.layers):
         for name, weight in part.state_dict().items() if isinstance(part, nn.Module) else ():
             sample = _sample(weight)

@@ -16,12 +16,9 @@ from base.fields import FLAG, Rule, integer, key, positive, read_fields
 from model import NAMES as LLAMA_NAMES
 from model import ModelConfig
 from models.gguf_names import LAYER, GgufLayout
-from models.keys import EXPERTS, common_fields, read_swiglu_keys
+from models.keys import EXPERTS, FULL, SLIDING, common_fields, read_swiglu_keys
 from models.mixtral import counts
 from steps import Add, Attend, ClampedGate, Merge, Norm, Project, Rotate, Route, Step
-
-SLIDING = "sliding_attention"
-FULL = "full_attention"
 
 
 @dataclass(frozen=True)

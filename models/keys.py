@@ -37,6 +37,10 @@ FULL = "full_attention"
 WIDTH = integer(1, 2**20)
 POSITIONS = integer(1, LONGEST_CONTEXT)
 EXPERTS = integer(1, 2**12)
+LAYERS = Rule(
+    "a list of layers, whole numbers from 0 on",
+    lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v)),
+)
 SHARE = Rule("a number above 0, at most 1", lambda v: type(v) in (int, float) and 0 < v <= 1)
 
 

@@ -16,7 +16,7 @@ from base.fields import FLAG, Rule, integer, key, positive, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig
 from models.gguf_names import LAYER, GgufLayout
-from models.keys import FULL, WIDTH, common_fields, read_swiglu_keys
+from models.keys import FULL, LAYERS, WIDTH, common_fields, read_swiglu_keys
 from steps import Add, Norm, Project, ShortConv, Step
 
 CONV = "conv"
@@ -87,10 +87,6 @@ KINDS = Rule(
     f"a list of {CONV} and {FULL}",
     lambda v: type(v) is list and all(kind in (CONV, FULL) for kind in v),
 )
-PLACES = Rule(
-    "a list of layers, whole numbers from 0 on",
-    lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v)),
-)
 NO = Rule("false", lambda v: v is False)
 
 
@@ -102,7 +98,7 @@ class HFLfm2:
     conv_L_cache: int = key(integer(2, TAPS), 3)  # noqa: N815  (their name)
     conv_bias: bool = key(NO, False)
     layer_types: list | None = key(KINDS, None)
-    full_attn_idxs: list | None = key(PLACES, None)
+    full_attn_idxs: list | None = key(LAYERS, None)
     block_auto_adjust_ff_dim: bool = key(FLAG, True)
     block_ffn_dim_multiplier: float | None = key(positive(1e3), 1.0)
     block_multiple_of: int = key(WIDTH, 256)

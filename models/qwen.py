@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from base.fields import FLAG, Rule, integer, key, read_fields
+from base.fields import FLAG, key, read_fields
 from model import ModelConfig
 from models.gguf_names import LAYER, GgufLayout
-from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, within_window
+from models.keys import EXPERTS, LAYERS, WIDTH, common_fields, read_swiglu_keys, within_window
 from models.mixtral import counts
 
 # architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
@@ -23,10 +23,6 @@ BIASES = {
     "Qwen3ForCausalLM": (None, None),
     "Qwen3MoeForCausalLM": (None, None),
 }
-LAYERS = Rule(
-    "a list of layers, whole numbers from 0 on",
-    lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v)),
-)
 
 
 @dataclass(frozen=True)

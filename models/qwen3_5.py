@@ -20,7 +20,7 @@ from base.fields import FLAG, Rule, integer, key, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig, Mtp, Rope
 from models.gguf_names import LAYER, GgufLayout
-from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, rotary_dim
+from models.keys import EXPERTS, FULL, WIDTH, common_fields, read_swiglu_keys, rotary_dim
 from models.mixtral import counts
 from steps import (
     Add,
@@ -36,7 +36,6 @@ from steps import (
 )
 
 LINEAR = "linear_attention"
-FULL = "full_attention"
 WITH_EXPERTS = "Qwen3_5MoeForCausalLM"
 MTP_NAMES = {
     "fc": "mtp.fc",

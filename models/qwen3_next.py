@@ -14,10 +14,9 @@ from torch import Tensor
 
 from base.fields import Rule, integer, key, read_fields
 from models.qwen3_5 import GGUF as GGUF
-from models.qwen3_5 import WITH_EXPERTS, HFQwen35, Qwen35
+from models.qwen3_5 import WITH_EXPERTS, YES, HFQwen35, Qwen35
 from models.qwen3_5 import read_config as read_qwen3_5
 
-YES = Rule("true", lambda v: v is True)
 NONE = Rule("an empty list", lambda v: v == [])
 
 

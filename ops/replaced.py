@@ -20,7 +20,7 @@ FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
     "model.py": "d237a54f",
     "ops/torch_backend.py": "1dbac99d",
-    "steps.py": "712f2d36",
+    "steps.py": "0c021433",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"
 WITHOUT_EFFECT = re.compile(rf'"""[\s\S]*?"""|#.*|{IMPORT}', re.MULTILINE)

@@ -8,10 +8,10 @@ scripts/serve.py starts it, with every option of generate.py that says what is d
    and answers (replies.py, responses.py): whole, or in events as the text comes. Texts that are
    only read are answered by readings.py.
 
-The text is a function of (weights, prompt, temperature, top_k, top_p, min_p, seed, number of the
-choice), and of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance):
-that of generate.py for this prompt and these options, in a batch of any size and company, but for
-the bytes of a character that is cut at the end. Tool calls are taken out of it (tool_calls.py).
+The text is a function of (weights, prompt, parameters of sampling, seed, number of the choice), and
+of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance): that of
+generate.py for this prompt and these options, whatever the batch, but for the bytes of a character
+that is cut at the end. Tool calls are taken out of it (tool_calls.py).
 Without a seed one is drawn; the other options are the server's where a request names none, and its
 sampling that of the model, as far as one recommends any.
 Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
@@ -19,7 +19,7 @@ Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no cap
 counters in Prometheus' text form. `draft: false` in a request decodes without drafting.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
 Lookups search the texts of all clients: no text changes, but its speed tells whether another began
-alike, and draft_store keeps them on disk.
+alike, and draft_store keeps them on disk. So it is with the texts that --kv_store keeps.
 Not here: TLS. The default address is reached from this machine alone; with another --host give an
 --api_key, and put a proxy before it.
 """
@@ -377,9 +377,10 @@ def load_engine(config: ServeConfig) -> Engine:
 
 
 def warm_other_modes(engine: Engine) -> None:
-    """Compile and capture the cycles of other modes than the engine's own.
+    """Compile and capture the cycles of the usual modes beside the engine's own.
 
-    No request waits for them then. No policy learns from these cycles.
+    No request waits for them then; the first one with penalties or rarer cuts waits for its mode.
+    No policy learns from these cycles.
     """
     config = engine.config
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=1)):

@@ -213,8 +213,18 @@ class Batcher(threading.Thread):
             for job in (*self.jobs, *self.new):
                 job.tell(self._ended())
             for _, future in self.calls:
-                future.set_exception(self._ended())
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self._ended())
         self._keep_all()
+
+    @staticmethod
+    def _call(work: Callable[[], Any], future: Future) -> None:
+        """Run work, unless its client has left. What it raises is its own request's alone."""
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
 
     def _keep_all(self) -> None:
         """Give the texts of all places to the store, as far as they are read."""
@@ -263,10 +273,8 @@ class Batcher(threading.Thread):
             self.counters.ended[reason] += 1
 
     def _step(self) -> None:
-        while self.calls:
-            work, future = self.calls[0]
-            if future.set_running_or_notify_cancel():
-                future.set_result(work())
+        if self.calls:
+            self._call(*self.calls[0])
             with self.changed:
                 self.calls.pop(0)
         for piece in self.scheduler.step():

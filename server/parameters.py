@@ -349,7 +349,8 @@ class RequestReader:
         except ValueError as error:
             message = str(error).removeprefix("--set ").removeprefix("--")
             param = next((name for name in asked if name in message), None)
-            raise Refusal(400, message, param) from None
+            # messages end with the value, which may have any length
+            raise Refusal(400, message[: 3 * SHOWN], param) from None
         return config.sampling
 
     def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
@@ -375,13 +376,13 @@ class RequestReader:
 
     def _draft(self, body: dict) -> int | None:
         """Read how many tokens a cycle may draft; None: any number. The text is the same."""
-        most = body.get("draft_tokens")
+        most = _as_whole(body.get("draft_tokens"))
         wanted = self._flag(body, "draft", most is None or most != 0)
         need(wanted or not most, "draft = false drafts no tokens; leave draft_tokens out", "draft")
         if not wanted:
             most = 0
         try:
-            self.engine.check_draft_tokens(_as_whole(most))
+            self.engine.check_draft_tokens(most)
         except ValueError as error:
             name = "draft_tokens" if "draft_tokens" in body else "draft"
             raise refusal(error, name) from None

@@ -112,7 +112,9 @@ def _messages(items: Any) -> list[dict]:
 def _add_to(answer: dict, item: dict, kind: str) -> None:
     """Add an item of the assistant's to its message. Writes: answer."""
     if kind == "message":
-        answer["content"] += _text(item.get("content"))
+        text = _text(item.get("content"))
+        require(isinstance(text, str), "a message must have a role and a text as its content")
+        answer["content"] += text
     elif kind == "function_call":
         called = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": called}

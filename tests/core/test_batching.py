@@ -38,6 +38,7 @@ from helpers import (
     slow,
 )
 from load import time_cycles
+from observer import View
 from options import DEMO, GenerateConfig
 from runtime import tensors_of
 from session import Session
@@ -244,6 +245,13 @@ def test_a_cycle_runs_from_the_first_busy_row_to_the_last(busy, ran, monkeypatch
     _, _, rows = calls[0].args
     starts = [len(IDS[3 + row]) if row in busy else 0 for row in ran]
     assert rows.windows[0].start.tolist() == starts
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_on_cuda_a_cycle_runs_all_rows(captured):
+    """The kernel that compacts caches reads the addresses of whole buffers."""
+    engine = SimpleNamespace(captured=captured, device=torch.device("cuda"), presets=())
+    assert View(engine, [], [False, True, False], [], None, None).rows == range(3)
 
 
 def test_cycles_are_timed_with_all_rows_and_they_decode():

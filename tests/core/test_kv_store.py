@@ -78,7 +78,26 @@ def test_old_texts_make_room(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_another_model_or_a_broken_file_is_refused(tmp_path):
+def test_what_cannot_be_kept_is_noted_and_decoding_goes_on(tmp_path, monkeypatch, capfd):
+    """A text beyond all room, which costs no other one its file, and a file that cannot go."""
+    engine = engine_for(golden_target(), make("none"), **OPTIONS)
+    scheduler = Scheduler(engine, store=KVStore(engine, tmp_path))
+    ask(scheduler, OTHER)
+    keep(scheduler)
+    (kept,) = scheduler.store.entries
+    monkeypatch.setattr(kv_store, "CAPACITY", kept.size)
+    ask(scheduler, TEXT)
+    keep(scheduler)
+    assert scheduler.store.entries == [kept] and kept.file.exists()
+    kept.file.unlink()
+    kept.file.mkdir()  # unlink raises
+    ask(scheduler, OTHER[::-1])
+    keep(scheduler)
+    said = capfd.readouterr().err
+    assert "is larger than the store" in said and said.count("cannot write") >= 2
+
+
+def test_another_model_or_a_broken_file_is_refused(tmp_path, monkeypatch):
     engine = engine_for(golden_target(), make("none"), **OPTIONS)
     scheduler = Scheduler(engine, store=KVStore(engine, tmp_path))
     ask(scheduler, TEXT)
@@ -87,7 +106,12 @@ def test_another_model_or_a_broken_file_is_refused(tmp_path):
     assert file.stat().st_mode & 0o077 == 0, "clients' texts are their owner's alone"
     demo = load(checkpoint=DEMO, device="cpu", draft="none")
     shorter = replace(demo, context=demo.context - 1)
-    assert len({digest_of(each) for each in (engine, demo, shorter)}) == 3
+    digests = [digest_of(each) for each in (engine, demo, shorter)]
+    scaled = replace(engine.target.config, rope_theta=1e6)  # as when config.json was edited
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "config", scaled)
+        digests.append(digest_of(engine))
+    assert len(set(digests)) == 4
     with pytest.raises(ValueError, match="is a store of another model, or other options"):
         KVStore(demo, tmp_path)
     whole = file.read_bytes()

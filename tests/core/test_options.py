@@ -298,6 +298,8 @@ RESIDUAL = {"accept": "residual", "temperature": 1.0}
         ({"accept": "residual"}, "--set accept has no effect at temperature 0"),
         ({"tree": "static", "typical_p": 0.9, "dry_multiplier": 1.0} | RESIDUAL, "typical_p, dry_multiplier cannot go with accept=residual; drop that"),
         ({"dry_sequence_breakers": ["a"] * 65, "dry_multiplier": 1.0}, "--set dry_sequence_breakers may have 64 texts, not 65"),
+        ({"dry_sequence_breakers": 5}, "--set dry_sequence_breakers must be texts that are not empty; it is 5"),
+        ({"logit_bias": 5}, "--set logit_bias must be a text; it is 5"),
         ({"draft": "none"} | RESIDUAL, "--set accept belongs to heads, draft models and --draft ngram"),
         ({"dtype": "int8"}, "--set dtype must be one of float32, bfloat16, float16; it is 'int8'"),
         ({"quant": "int3"}, "--quant must be one of none, int8, int4; it is 'int3'"),

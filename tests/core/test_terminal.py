@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +101,10 @@ def test_a_file_of_lines(monkeypatch, tmp_path):
     for line in ("one", "one", "", "two\nlines", "\udcff"):
         history.add(line)
     assert file.read_bytes() == b"one\n\xff\n" and file.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("GPT_EAGLE_HISTORY", "/dev/null")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "chmod", lambda *_: pytest.fail("a device is everybody's"))
+        assert not History().fault
     monkeypatch.setenv("GPT_EAGLE_HISTORY", str(file / "below"))
     history = History()
     history.add("three")

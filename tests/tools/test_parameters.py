@@ -336,6 +336,11 @@ def test_samplers_that_cannot_be_are_refused_by_name(reader, body, message):
     assert refused(reader, False, **body) == message
 
 
+@pytest.mark.parametrize("name", ["dry_base", "draft_tokens"])
+def test_a_refusal_repeats_no_long_value(reader, name):
+    assert len(refused(reader, False, **{name: "9" * 10**6})) < 400
+
+
 def test_parameters_are_of_one_kind():
     assert not WITHOUT_EFFECT & (SERVED | NEUTRAL.keys()) and not SERVED & NEUTRAL.keys()
 

@@ -127,6 +127,7 @@ def test_thinking_is_an_item_of_its_own(running):  # noqa: F811
     ({}, "input is missing"), (5, "must be a JSON object"), ({"input": []}, "a list of at least one"), ({"input": 7}, "input must be"),
     ({"input": "a", "previous_response_id": "r"}, "not stored here"), ({"input": "a", "background": True}, "background = True"),
     ({"input": "a", "n": 2}, "leave n out"), ({"input": "a", "truncation": "auto"}, "truncation = auto"),
+    ({"input": [{"role": "assistant"}]}, "a role and a text"),
     ({"input": [{"type": "computer_call"}]}, "input of type computer_call is not served"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "web_search is not served"), ({"input": "a", "tools": 4}, "must be a list"),
 ])  # fmt: skip
