@@ -122,6 +122,8 @@ class Sampling(NamedTuple):
 
 
 DEFAULTS = Sampling()._asdict()
+# of these, what has no effect at temperature 0
+OF_DRAWS = Sampling._fields[: Sampling._fields.index("repetition_penalty")]
 
 sampler = partial(setting, also_flag=True)  # has the flag that llama.cpp or vLLM has, too
 

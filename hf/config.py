@@ -39,7 +39,7 @@ from models import registry
 from models.keys import all_ids
 from models.qwen3_next import split_projections
 from ops.library import has_cpu_operators
-from options import GenerateConfig, Sampling
+from options import OF_DRAWS, GenerateConfig, Sampling
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -211,28 +211,39 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
     raise ValueError(f"{path}: {registry.refusal(name)}")
 
 
+# of `Sampling`: what llama.cpp's keys call otherwise
+GGUF_SAMPLING = {
+    "temperature": "temp",
+    "repetition_penalty": "penalty_repeat",
+    "repeat_last_n": "penalty_last_n",
+}
+
+
 def recommended_sampling(path: Path) -> dict[str, Any]:
     """Return the sampling that a model names, by the fields of `options.Sampling`.
 
     A directory names it in generation_config.json, a GGUF file in its metadata. As in transformers,
-    a model that is sampled has a temperature of 1 where none is named, and one that names nothing,
-    or `do_sample` false, is decoded greedily.
+    a model that is sampled has a temperature of 1 where none is named, and one that asks for no
+    draw, or has `do_sample` false, is decoded greedily: its penalties alone are returned.
     Raises: ValueError for a broken file.
     """
     samples = None
     if is_gguf(path):
         metadata = read_header(path).metadata
         found = {name: metadata.get(f"general.sampling.{name}") for name in Sampling._fields}
-        found["temperature"] = metadata.get("general.sampling.temp")
+        for name, theirs in GGUF_SAMPLING.items():
+            found[name] = metadata.get(f"general.sampling.{theirs}")
     else:
         file = path / "generation_config.json"
         generation = read_json(file) if file.exists() else {}
         found = {name: generation.get(name) for name in Sampling._fields}
         samples = generation.get("do_sample")
     found = {name: value for name, value in found.items() if value is not None}
-    if samples is False:
-        return {}
-    return {"temperature": 1.0} | found if found or samples else {}
+    if samples is None:
+        samples = any(name in found for name in OF_DRAWS)
+    if samples:
+        return {"temperature": 1.0} | found
+    return {name: value for name, value in found.items() if name not in OF_DRAWS}
 
 
 def config_from(

@@ -20,7 +20,7 @@ from hf.chat import NO_TEMPLATE, chat_template, words_as_text
 from hf.config import recommended_sampling
 from hf.fetch import fetched
 from hf.thinking import Tags, closed, hidden_tags, opened_by
-from options import GenerateConfig, Sampling, check_biases
+from options import OF_DRAWS, GenerateConfig, Sampling, check_biases
 from server.batcher import Refusal
 from server.options import ServeConfig
 from server.tool_calls import (
@@ -127,9 +127,9 @@ def with_recommended_sampling(config: ServeConfig, given: set[str]) -> ServeConf
     """
     path = fetched(config.checkpoint)
     found = recommended_sampling(path)
-    own = replace(config, **{name: value for name, value in found.items() if name not in given})
-    if own.temperature == 0:  # of a model or a user: no request has anything to sample by default
-        return replace(config, temperature=0)
+    greedy = config.temperature == 0 and "temperature" in given
+    left_out = given | {*OF_DRAWS} if greedy else given
+    own = replace(config, **{name: value for name, value in found.items() if name not in left_out})
     try:
         own.check()
     except ValueError as error:

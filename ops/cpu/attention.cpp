@@ -341,10 +341,12 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   const Shape shape{T, heads, kv_heads, width, unit, sink};
   const at::Tensor y = at::empty({B, T, heads * width}, q.options());
   fill(y, [&](auto* to) {
-    if (narrow) run<at::BFloat16>(shape, rows, k, v, visible, to);
-    else if constexpr (std::is_same_v<decltype(to), float*>)
-      coded ? run<int8_t>(shape, rows, k, v, visible, to)
-            : run<float>(shape, rows, k, v, visible, to);
+    if (narrow) {
+      run<at::BFloat16>(shape, rows, k, v, visible, to);
+    } else if constexpr (std::is_same_v<decltype(to), float*>) {
+      if (coded) run<int8_t>(shape, rows, k, v, visible, to);
+      else run<float>(shape, rows, k, v, visible, to);
+    }
   });
   return y;
 }

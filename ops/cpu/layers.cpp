@@ -494,7 +494,8 @@ constexpr std::pair<const char*, Op> OPS[] = {
     {"keys_as_values", Op::KEYS_AS_VALUES}, {"scale", Op::SCALE},
     {"look_up", Op::LOOK_UP}, {"gate_per_layer", Op::GATE_PER_LAYER},
 };
-enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, SHARED, PER_LAYER, REGISTERS };  // steps.REGISTERS
+// In the order of REGISTERS in layers.py.
+enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, SHARED, PER_LAYER, REGISTERS };
 
 struct Step {  // operands: what `for_cpp` in steps.py says of each kind
   Op op;

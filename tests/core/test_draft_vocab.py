@@ -155,7 +155,7 @@ def test_a_trimmed_lm_head_is_smaller():
     assert sizes[1] * 4 == sizes[0]
 
 
-@pytest.mark.parametrize("quant", ["none", "int4"])
+@pytest.mark.parametrize("quant", ["none", *slow(["int4"])])  # int4 takes ten seconds
 def test_the_demo_with_a_quarter_of_its_vocabulary(quant, tmp_path):
     kept = torch.arange(1024) + 2
     options = {

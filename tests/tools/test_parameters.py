@@ -434,8 +434,10 @@ def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
     for values, temperature in (({}, 0), ({"do_sample": True}, 1), ({"top_k": 20}, 1)):
         recommend(**values)
         assert with_recommended_sampling(config, set()).temperature == temperature
-    recommend(do_sample=False, temperature=0.6)
-    assert with_recommended_sampling(config, set()).sampling == Sampling()
+    for values in ({"do_sample": False, "temperature": 0.6}, {}):
+        recommend(repetition_penalty=1.1, **values)
+        own = with_recommended_sampling(config, set())
+        assert own.sampling == Sampling(repetition_penalty=1.1)
     recommend(temperature=0.6, top_p=0.95)
     own = with_recommended_sampling(config, set())
     assert own.sampling == Sampling(temperature=0.6, top_p=0.95) and own.num_samples == 1
@@ -446,7 +448,13 @@ def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
     recommend(top_p=7)
     with pytest.raises(ValueError, match="names a sampling that cannot be used: --top_p must be"):
         with_recommended_sampling(config, set())
-    metadata = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
+    metadata = {
+        "general.sampling.temp": 0.7,
+        "general.sampling.top_k": 20,
+        "general.sampling.penalty_repeat": 1.1,
+    }
     monkeypatch.setattr("hf.config.is_gguf", lambda path: True)
     monkeypatch.setattr("hf.config.read_header", lambda path: SimpleNamespace(metadata=metadata))
-    assert with_recommended_sampling(config, set()).sampling == Sampling(temperature=0.7, top_k=20)
+    assert with_recommended_sampling(config, set()).sampling == Sampling(
+        temperature=0.7, top_k=20, repetition_penalty=1.1
+    )
