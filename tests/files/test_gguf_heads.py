@@ -593,6 +593,8 @@ def test_exports_that_are_refused(capsys, files, tmp_path):
     err = failure(capsys, Path(f"{DEMO}-eagle"), tmp_path / "eagle1.gguf")
     assert "is a head of version 1 or 2, and other runtimes are served version 3" in err
     assert "there is no directory" in failure(capsys, plain, tmp_path / "no" / "x.gguf")
+    says = "--verifier belongs to --layout speculators; drop it"
+    assert says in failure(capsys, plain, tmp_path / "x.gguf", "--verifier", "owner/name")
 
 
 def test_an_existing_file_stays(capsys, files, tmp_path):
