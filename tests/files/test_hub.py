@@ -420,7 +420,7 @@ def test_download_of_a_model_and_of_a_head(server, monkeypatch, capsys, tmp_path
     server.repos["tiny/gguf"] = QUANTS
     for repo, says in (
         ("tiny/head", "tiny/head is gated"), ("tiny/gguf", "come by generate.py --checkpoint hf:tiny/gguf"),
-        ("a/b/c", "HFValidationError"), ("../name", "HFValidationError"),
+        ("a/b/c", "HFValidationError"), ("../name", "HFValidationError"), ("", "name a model, as OWNER/NAME"),
     ):  # fmt: skip
         status, out, err = run(monkeypatch, capsys, repo, "--out", "elsewhere")
         assert (status, out, err.count("\n")) == (2, "", 1) and says in err, err
