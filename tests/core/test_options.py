@@ -189,7 +189,7 @@ def test_every_flag_of_the_last_release_is_there(capsys):
     "line, message",
     [
         ("--checkpoint no/such/dir --prompt a", "no such directory: no/such/dir"),
-        ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:"),
+        ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:OWNER/NAME, one of ollama ollama:NAME"),
         (f"--checkpoint {TARGET} --prompt a", "--set prompt_ids"),  # no tokenizer
         (f"{OF_IDS} --prompt a", "prompts come from one place; --prompt and --set prompt_ids were given"),
         ("--prompt ''", "--prompt is empty"),
