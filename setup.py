@@ -32,7 +32,6 @@ DATA = (
     "data/licenses/*",
     "data/train/*",
     "heads/README.md",  # its table of published heads
-    "heads/README.md",  # names published heads
 )
 ROOT_LINE = "sys.path.insert(0"  # by which a program of scripts/ finds the tree
 
