@@ -478,11 +478,11 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
         "rope_scaling": _rope_scaling(metadata, key),
         "attention_bias": _has(tensors, r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
         "mlp_bias": _has(tensors, r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
-        "attention_k_eq_v": _lacks_values(tensors),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": end_ids(metadata),
         "torch_dtype": _dtype_name(header, type_names),
+        **({"attention_k_eq_v": True} if _lacks_values(tensors) else {}),
         **further,
     }
 

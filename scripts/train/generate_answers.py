@@ -46,7 +46,7 @@ from hf.checkpoint import saved_quantization
 from hf.config import read_raw
 from options import DEFAULT, ROOT, GenerateConfig
 from runtime import copy_into
-from sampling import SamplingMode, SamplingTensors
+from sampling import SamplingMode
 from scripts.bench.measure import repeated
 from scripts.train import task_prompts
 from scripts.train.workers import Workers
@@ -506,7 +506,7 @@ def decoded(
     state = buffers.state
     live = len(prompts)
     params = [engine.config.sampling] * engine.config.batch_size
-    sampling = SamplingTensors.from_params(params, engine.device, engine.config.seed)
+    sampling = engine.sampling_tensors(params, engine.config.seed)
     buffers.reset(engine, sampling)
     keys = torch.tensor(streams, device=engine.device)
     state.sampling.prompt[:live], state.sampling.sample[:live] = keys.unbind(1)

@@ -307,7 +307,7 @@ def test_wrong_operands():
     for steps, weights, says in (
         (one, [tokens], "1 weights do not fit 1 steps of 3"),
         ((["nrom"], *one[1:]), [tokens, None, None], "there is no step nrom"),
-        ((["norm"], [7, *one[1][1:]], one[2]), [tokens, None, None], "no such register"),
+        ((["norm"], [99, *one[1][1:]], one[2]), [tokens, None, None], "no such register"),
     ):
         with pytest.raises(RuntimeError, match=says):
             torch.ops.gpt_eagle.prepare_steps(*steps, weights, *rest)

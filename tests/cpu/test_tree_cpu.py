@@ -606,7 +606,7 @@ def test_what_the_compiler_is_told():
     cases = {
         "expand_frontier": (*scores.for_cpp(), *front.for_cpp(), *Level(3, 2, 4, 2, 4).for_cpp()),
         "gumbel": (whole(9, 2, 2), *text[1:], text[1], torch.tensor([True, False]), text[1], 3, 9, 0),
-        "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0])),
+        "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0]), None, None, None),
         "select_nodes": (*columns, ran, None, 4, *text),
         "accept": (*tree.for_cpp(), whole(3, 2, 4), 2),
         "advance": (*state[:5], tree.tokens, *accepted[:3], whole(9, 1), torch.randn(2, 4, 6), REPORT),
