@@ -179,10 +179,11 @@ def listed(repo: str) -> Listing:
         reason = "HF_HUB_OFFLINE is set" if offline else one_line(error, 200)
         if repo not in cached:
             there = ", ".join(_shown(cached))
+            remedy = "unset that" if offline else "check the network"
             other = f", or name one that is cached: {there}" if there else ""
             raise ValueError(
                 f"{repo} is not cached, and the hub cannot be reached ({reason}); "
-                f"check the network{other}"
+                f"{remedy}{other}"
             ) from None
         log_note(f"the hub cannot be reached ({reason}): {repo} is the copy in the cache")
         folder = cached[repo]
