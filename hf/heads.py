@@ -140,7 +140,6 @@ OFF = {  # keys that change nothing with this value
     "use_last_layernorm": True,
     "use_input_layernorm_in_first_layer": True,
     "use_mtp_layernorm": False,
-    "attention_k_eq_v": False,  # GGUF files have it
 }
 BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
 MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
