@@ -182,8 +182,7 @@ def listed(repo: str) -> Listing:
             remedy = "unset that" if offline else "check the network"
             other = f", or name one that is cached: {there}" if there else ""
             raise ValueError(
-                f"{repo} is not cached, and the hub cannot be reached ({reason}); "
-                f"{remedy}{other}"
+                f"{repo} is not cached, and the hub cannot be reached ({reason}); {remedy}{other}"
             ) from None
         log_note(f"the hub cannot be reached ({reason}): {repo} is the copy in the cache")
         folder = cached[repo]
