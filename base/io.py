@@ -225,7 +225,10 @@ def check_directory(path: Path) -> None:
     if path.is_file():
         raise ValueError(f"{path} is a file; a Hugging Face model directory is expected here")
     if not path.is_dir():
-        raise ValueError(f"no such directory: {path}; a model of a hub is named hf:OWNER/NAME")
+        raise ValueError(
+            f"no such directory: {path}; a model of a hub is named hf:OWNER/NAME, one of ollama "
+            "ollama:NAME"
+        )
 
 
 def can_name_file(text: str) -> bool:

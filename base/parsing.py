@@ -320,10 +320,8 @@ def read_settings(options: type, texts: list[str]) -> dict[str, Any]:
         require(equals != "", f"--set takes name=value, as seed=1; it is {text!r}")
         if name not in known:
             rare = ", ".join(sorted(name for name, f in known.items() if f.metadata["rare"]))
-            hint = did_you_mean(name, known)
-            raise ValueError(
-                f"--set: there is no option {name}{hint}; it takes any flag and {rare}"
-            )
+            hint = did_you_mean(name, known) or f"; it takes any flag and {rare}"
+            raise ValueError(f"--set: there is no option {name}{hint}")
         values[name] = _value_of(known[name], value)
     return values
 

@@ -281,7 +281,8 @@ class Chat:
         if not name:
             values = {each: getattr(config, each) for each in OPTIONS}
             listed = [f"{each} {_shown(v)}" for each, v in values.items() if _is_listed(each, v)]
-            say(f"[{', '.join(listed)}]")
+            others = [each for each, v in values.items() if not _is_listed(each, v)]
+            say(f"[{', '.join(listed)}; unchanged: {', '.join(others)}]")
             return
         name = ALIASES.get(name, name)
         if name not in OPTIONS:
@@ -348,7 +349,7 @@ class Chat:
 
 
 def _is_listed(name: str, value: object) -> bool:
-    """Return whether /set lists an option: those with a flag, and those that are changed."""
+    """Return whether /set shows a value: of options with a flag, and of those that are changed."""
     return not OPTIONS[name].metadata["rare"] or value != OPTIONS[name].default
 
 

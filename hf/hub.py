@@ -178,9 +178,11 @@ def listed(repo: str) -> Listing:
         offline = isinstance(error, OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE is set" if offline else one_line(error, 200)
         if repo not in cached:
-            there = ", ".join(_shown(cached)) or "nothing"
+            there = ", ".join(_shown(cached))
+            remedy = "unset that" if offline else "check the network"
+            other = f", or name one that is cached: {there}" if there else ""
             raise ValueError(
-                f"{repo} is not cached, and the hub cannot be reached ({reason}); cached: {there}"
+                f"{repo} is not cached, and the hub cannot be reached ({reason}); {remedy}{other}"
             ) from None
         log_note(f"the hub cannot be reached ({reason}): {repo} is the copy in the cache")
         folder = cached[repo]

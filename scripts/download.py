@@ -110,6 +110,7 @@ def main() -> None:
             print(f'next: python generate.py --checkpoint {file} --chat --prompt "..."')
             return
         require(config.heads != "" or not config.pick, "--pick belongs to --heads MODEL; add that")
+        require(bool(config.repo or config.heads), "name a model, as OWNER/NAME, or smollm2")
         heads = heads_of(config) if config.heads else []
         if heads and not config.pick:
             print(listed(heads))

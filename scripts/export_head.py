@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from base.gguf_header import read_header
-from base.io import check_output, is_gguf, log_note, replace_file
+from base.io import check_output, is_gguf, is_model_name, log_note, replace_file
 from base.parsing import one_line_errors, option, parse, require
 from options import DEFAULT
 
@@ -61,7 +61,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf.fetch import fetched
+from hf.fetch import fetched, title_of
 from hf.gguf import NAMES, row_order
 from hf.gguf_heads import D2T, EAGLE3, SHARPNESS
 from hf.heads import EagleConfig
@@ -233,6 +233,8 @@ def run(config: ExportConfig) -> None:
     if not config.head or not config.out:
         raise ValueError("--head and --out are needed: the head to read, the file to write")
     out = Path(config.out)
+    fault = "--verifier belongs to --layout speculators; drop it"
+    require(config.layout == "speculators" or not config.verifier, fault)
     if config.layout == "gguf":
         require(out.suffix.lower() == ".gguf", f"--out: {out} must end in .gguf")
         check_output(out, "--out")
@@ -243,7 +245,9 @@ def run(config: ExportConfig) -> None:
         write_gguf(head, out, config.type)
         print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
         return
-    write_directory(head, out, config.layout, config.verifier or str(head.target))
+    of_hub = is_model_name(config.checkpoint)
+    target = title_of(head.target) if of_hub else str(head.target)
+    write_directory(head, out, config.layout, config.verifier or target)
     size_mb = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     print(f"wrote {out}, {size_mb:.1f} MB")
 

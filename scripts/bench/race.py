@@ -97,6 +97,8 @@ def record(config: RaceConfig) -> dict[str, Any]:
     from scripts.bench.measure import environment
 
     engine = load(checkpoint=config.checkpoint, max_new_tokens=config.max_new_tokens)
+    fault = f"{config.checkpoint} has no chat template; name another --checkpoint"
+    require(engine.template is not None, fault)
     engines = (without_draft(engine), engine)
     for warming in engines:
         answered(warming, config.prompt)

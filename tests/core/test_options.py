@@ -110,7 +110,8 @@ def test_settings_have_the_types_of_their_fields():
     "text, message",
     [
         ("dtype", "--set takes name=value, as seed=1; it is 'dtype'"),
-        ("dtyp=float32", "--set: there is no option dtyp; did you mean dtype?; it takes any flag and accept, children, "),
+        ("dtyp=float32", "--set: there is no option dtyp; did you mean dtype?"),
+        ("qwx=1", "--set: there is no option qwx; it takes any flag and accept, children, "),
         ("dtype=int3", "--set dtype must be one of float32, bfloat16, float16; it is 'int3'"),
         ("threads=many", "--set threads must be a whole number; it is 'many'"),
         ("threads=1.5", "--set threads must be a whole number; it is '1.5'"),
@@ -188,7 +189,7 @@ def test_every_flag_of_the_last_release_is_there(capsys):
     "line, message",
     [
         ("--checkpoint no/such/dir --prompt a", "no such directory: no/such/dir"),
-        ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:"),
+        ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:OWNER/NAME, one of ollama ollama:NAME"),
         (f"--checkpoint {TARGET} --prompt a", "--set prompt_ids"),  # no tokenizer
         (f"{OF_IDS} --prompt a", "prompts come from one place; --prompt and --set prompt_ids were given"),
         ("--prompt ''", "--prompt is empty"),

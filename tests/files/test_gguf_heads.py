@@ -28,7 +28,7 @@ from helpers import BLOCK_KINDS, GOLDEN, gguf_blocks, golden_target
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import read_config, resolve_draft
 from hf.gguf_heads import GgufHead
-from hf.heads import HeadFiles, head_files, head_names, read_head
+from hf.heads import HeadFiles, head_files, head_names, print_notes, read_head
 from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from linear import Embedding
@@ -141,11 +141,13 @@ def wide_head(path: Path, target):
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_a_file_says_what_the_directory_says(files, flags):
+def test_a_file_says_what_the_directory_says(files, flags, capsys):
     ours = named(files(flags, "f16"))
     theirs = named(files(flags, "f16").parent / flags.replace(" ", "_"))
     model = read_config(TARGET)
     config, want = read_head(ours, model), read_head(theirs, model)
+    print_notes(ours, config)
+    assert "without effect" not in capsys.readouterr().err
     assert config.eagle3 == want.eagle3 and config.sharpness == want.sharpness
     others = {"rope_scaling": None, "eos_ids": (), "bos_id": None}
     assert replace(config.model, **others) == replace(want.model, **others)
@@ -591,6 +593,8 @@ def test_exports_that_are_refused(capsys, files, tmp_path):
     err = failure(capsys, Path(f"{DEMO}-eagle"), tmp_path / "eagle1.gguf")
     assert "is a head of version 1 or 2, and other runtimes are served version 3" in err
     assert "there is no directory" in failure(capsys, plain, tmp_path / "no" / "x.gguf")
+    says = "--verifier belongs to --layout speculators; drop it"
+    assert says in failure(capsys, plain, tmp_path / "x.gguf", "--verifier", "owner/name")
 
 
 def test_an_existing_file_stays(capsys, files, tmp_path):

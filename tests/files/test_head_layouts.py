@@ -33,7 +33,8 @@ def test_eagle_3_is_read_back_as_the_same_head(layout, tmp_path):
     config, tensors = official()
     rounded = {k: x.bfloat16() if x.is_floating_point() else x for k, x in tensors.items()}
     source = write(tmp_path / "source", config | {"draft_sharpness": 1.5}, rounded)
-    keys, written = export(source, tmp_path / "out", layout, verifier="owner/name")
+    verifier = "owner/name" if layout == "speculators" else ""
+    keys, written = export(source, tmp_path / "out", layout, verifier=verifier)
     before, after = (load_head(path, target()) for path in (source, tmp_path / "out"))
     own, other = dict(before.named_parameters()), dict(after.named_parameters())
     if layout == "speculators":  # the target's, rounded
@@ -58,6 +59,17 @@ def test_eagle_3_is_read_back_as_the_same_head(layout, tmp_path):
         names = {name.replace("midlayer", "layers.0") for name in tensors} | {"embed_tokens.weight"}
         assert written.keys() == names
     assert {x.dtype for x in written.values()} == {torch.bfloat16, torch.int64, torch.bool}
+
+
+def test_a_target_of_a_hub_is_named_as_there(tmp_path, monkeypatch):
+    """The cache's path would mean nothing on another machine."""
+    cached = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    cached.parent.mkdir(parents=True)
+    cached.symlink_to(TARGET.resolve())
+    monkeypatch.setattr("scripts.export_head.fetched", lambda name: cached)
+    source = write(tmp_path / "source", *official())
+    keys, _ = export(source, tmp_path / "out", "speculators", model="owner/name")
+    assert keys["speculators_config"]["verifier"]["name_or_path"] == "owner/name"
 
 
 def block_head(path, **options):

@@ -262,7 +262,7 @@ def test_without_a_network_the_cache_is_asked(server, monkeypatch, capsys):
     assert "no GGUF file of the quantization Q4_K_M; it has q8_0" in refusal("tiny/quants:Q4_K_M")
     said = refusal("tiny/other")
     assert said.startswith("tiny/other is not cached, and the hub cannot be reached (")
-    assert said.endswith("); cached: tiny/quants:q8_0")
+    assert said.endswith("); check the network, or name one that is cached: tiny/quants:q8_0")
 
 
 def test_without_the_package(monkeypatch):
@@ -420,7 +420,7 @@ def test_download_of_a_model_and_of_a_head(server, monkeypatch, capsys, tmp_path
     server.repos["tiny/gguf"] = QUANTS
     for repo, says in (
         ("tiny/head", "tiny/head is gated"), ("tiny/gguf", "come by generate.py --checkpoint hf:tiny/gguf"),
-        ("a/b/c", "HFValidationError"), ("../name", "HFValidationError"),
+        ("a/b/c", "HFValidationError"), ("../name", "HFValidationError"), ("", "name a model, as OWNER/NAME"),
     ):  # fmt: skip
         status, out, err = run(monkeypatch, capsys, repo, "--out", "elsewhere")
         assert (status, out, err.count("\n")) == (2, "", 1) and says in err, err

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from options import DEMO
 from scripts.bench.race import COLUMNS, Side, chunks, main, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -56,3 +57,10 @@ def test_another_file_is_refused(tmp_path, capsys):
     assert ended.value.code == 2
     assert "name what --json wrote" in capsys.readouterr().err
     assert not (tmp_path / "race.svg").exists()
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--checkpoint", DEMO, "--out", str(tmp_path / "race.svg")])
+    assert stop.value.code == 2
+    assert f"{DEMO} has no chat template; name another --checkpoint" in capsys.readouterr().err
