@@ -171,7 +171,7 @@ class GenerateConfig:
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     compile: bool | None = option(
         None,
-        "on CUDA, compile the steps by torch.compile before they are captured: 5 to 11 % faster, "
+        "on CUDA, compile the steps by torch.compile before they are captured: 4 to 11 % faster, "
         "but seconds to minutes later; on a CPU nothing changes, as C++ operators run anyway",
     )
     plain: bool = option(

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import runpy
 import sys
+from difflib import get_close_matches
 
 from base.modules import below_root
+from base.parsing import one_line_errors, require
 
 # a word and the module that it runs, with the flags that the word stands for
 PROGRAMS = {
@@ -40,6 +42,7 @@ def program_of(arguments: list[str]) -> tuple[str, list[str]]:
     """Return the module that a command line names, and its arguments.
 
     A first word that names no program is a question to the chat; a flag is one of generate's.
+    Raises: ValueError for a word that is nearly a program's.
     """
     first = arguments[0]
     if first in PROGRAMS:
@@ -47,6 +50,8 @@ def program_of(arguments: list[str]) -> tuple[str, list[str]]:
         return module, [*flags, *arguments[1:]]
     if first.startswith("-"):
         return "generate", arguments
+    near = get_close_matches(first, PROGRAMS, 1, 0.75)
+    require(not near, f"there is no program {first}; did you mean {''.join(near)}?")
     return "generate", ["--chat", "--prompt", *arguments]
 
 
@@ -56,7 +61,8 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return
-    module, arguments = program_of(arguments)
+    with one_line_errors("gpt-eagle"):
+        module, arguments = program_of(arguments)
     sys.argv[1:] = arguments
     runpy.run_module(below_root(module), run_name="__main__", alter_sys=True)
 

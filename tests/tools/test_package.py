@@ -50,6 +50,11 @@ def test_the_first_word_names_a_program_or_is_a_question(line, module, arguments
     assert program_of(line) == (module, arguments)
 
 
+def test_a_word_that_is_nearly_a_program_is_no_question():
+    with pytest.raises(ValueError, match="there is no program serv; did you mean serve"):
+        program_of(["serv"])
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """Build the package, beside a foreign model.py. Returns: the folder of both."""
