@@ -92,6 +92,7 @@ def record(config: RaceConfig) -> dict[str, Any]:
 
     Raises: ValueError where the texts differ.
     """
+    from extras.presets import PresetPolicy
     from generate import load
     from load import without_draft
     from scripts.bench.measure import environment
@@ -99,6 +100,8 @@ def record(config: RaceConfig) -> dict[str, Any]:
     engine = load(checkpoint=config.checkpoint, max_new_tokens=config.max_new_tokens)
     fault = f"{config.checkpoint} has no chat template; name another --checkpoint"
     require(engine.template is not None, fault)
+    if isinstance(engine.policy, PresetPolicy):
+        engine.policy.kept = None  # else an answer would be found in that of the run before
     engines = (without_draft(engine), engine)
     for warming in engines:
         answered(warming, config.prompt)
