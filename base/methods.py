@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from base.modules import below_root
+
 
 class DraftMethodSpec(NamedTuple):
     """A way to draft: its module, and the options that it takes."""
@@ -93,4 +95,4 @@ def spec_of(config: Any) -> DraftMethodSpec:
 
 def has_extras() -> bool:
     """Return whether the optional folder is there, so that defaults may use it."""
-    return find_spec("extras") is not None and find_spec("extras.auto_trees") is not None
+    return all(find_spec(below_root(name)) for name in ("extras", "extras.auto_trees"))

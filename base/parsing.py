@@ -26,6 +26,7 @@ from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
 from base.io import NOTES, log_note, one_line
+from base.modules import PREFIX
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
@@ -458,7 +459,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         remedy = "lower --batch_size, --context or NODES of --tree, or use --quant int4"
         fail(program, f"{facts}; {remedy}")
     except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
+        package = str(error.name).removeprefix(PREFIX).partition(".")[0]
         if package in PACKAGES:
             fail(program, f"{package} is not installed; run: pip install -r requirements.txt")
         if package != "extras":

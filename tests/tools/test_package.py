@@ -100,6 +100,14 @@ def test_an_installed_command_decodes_beside_another_programs_modules(installed)
     assert done.stdout == tree.stdout != ""
 
 
+def test_the_optional_folder_is_found(installed):
+    code = "from gpt_eagle.base.methods import has_extras; print(has_extras())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=installed, capture_output=True, text=True
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_an_installed_mistake_is_one_line(installed):
     done = run(installed, "compare", "--checkpoint", "nowhere")
     assert done.returncode == 2
