@@ -1,4 +1,4 @@
-"""What a model has read of texts, kept in a folder: a prefix cache that survives a restart.
+"""Keep the caches of texts in a folder: a prefix cache that survives a restart.
 
 1. A text has one file of safetensors: the slots of the caches for all tokens but the last one, the
    drafter's own state, and in its header the tokens and a digest of the model.

@@ -1,4 +1,4 @@
-"""What a model makes of a text that it only reads: log-probabilities of its tokens, an embedding.
+"""Read a text without an answer: log-probabilities of its tokens, and an embedding.
 
 The target reads the text alone, in chunks as prompts are read (session.py), in a cache of its own.
 - `prompt_logprobs`: the target's own log-probability of every token but the first.

@@ -16,7 +16,7 @@ from helpers import decode, engine_for
 from hf.checkpoint import BLOCKS, Quantization
 from hf.weights import load_model
 from model import Transformer
-from tiny_models import GREEDY, IDS
+from tiny_models import GREEDY, IDS, assert_same_config, assert_same_logits
 
 FORMS = {
     "float32": lambda path: load_model(path, torch.float32),
@@ -27,8 +27,15 @@ FORMS = {
 }
 
 
+def assert_same_file(path: Path, reference) -> None:
+    """Compare the logits and the config of a GGUF file in fp32 with those of its reference."""
+    assert_same_logits(load_model(path), reference)
+    assert_same_config(path, reference, {"norm_eps"})  # fp32 in the file
+
+
 def assert_same_greedy_text(path: Path, reference) -> None:
-    """Compare 64 tokens of the model in a directory with those of transformers."""
+    """Compare 64 tokens with those of transformers. Writes: the model into the directory."""
+    reference.save_pretrained(path)
     target = load_model(path, torch.float32)
     ours = decode(engine_for(target, RootOnly(), max_new_tokens=64, ignore_eos=True), IDS.tolist())
     theirs = reference.generate(IDS[None], max_new_tokens=64, **GREEDY)
