@@ -142,6 +142,7 @@ class ResponseReply(Reply):
         """body: the request"""
         super().__init__(asked, True, model, tokenizer)
         self.events = 0  # so far
+        self.thoughts = ""
         self.output: list[dict[str, Any]] = []  # the last may be open
         self.response = {
             "id": f"resp_{new_id()}{new_id()}",
@@ -187,6 +188,7 @@ class ResponseReply(Reply):
         logprobs = [] if self.asked.likeliest is None else self._of_chat(piece)["content"]
         events = ""
         if delta.get("reasoning_content"):
+            self.thoughts += delta["reasoning_content"]
             events += self._grow("reasoning", delta["reasoning_content"], [])
         if delta.get("content") or (piece.reason and not self.output and not self.asked.tools):
             events += self._grow("message", delta["content"], logprobs)
@@ -203,11 +205,12 @@ class ResponseReply(Reply):
         if status == "incomplete":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         counts = self.usage(tokens)
+        thinking = {"reasoning_tokens": len(self.tokenizer.encode(self.thoughts, bos=False))}
         self.response["usage"] = {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"],
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": counts["completion_tokens_details"] | {"reasoning_tokens": 0},
+            "output_tokens_details": counts["completion_tokens_details"] | thinking,
             "total_tokens": counts["total_tokens"],
         }
         self.response["metrics"] = self.metrics

@@ -119,6 +119,9 @@ def test_thinking_is_an_item_of_its_own(running):  # noqa: F811
         thought, message = response["output"]
         assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "So it is.")
         assert message["content"][0]["text"] == "Yes." and response["status"] == "completed"
+        details = response["usage"]["output_tokens_details"]
+        tokens = running.engine.tokenizer.encode("So it is.", bos=False)
+        assert details["reasoning_tokens"] == len(tokens) > 0
     back = as_chat({"input": [*ASKED, thought, message, *ASKED]})["messages"][1]
     assert back == {"role": "assistant", "reasoning_content": "So it is.", "content": "Yes."}
 
