@@ -44,16 +44,18 @@ from helpers import (
     share_that_differs,
     with_head_norms,
 )
+from hf.config import read_config
 from hf.weights import load_model
 from kv_cache import KVCache, sliding
 from load import warm_up
-from model import ModelConfig
+from model import ModelConfig, RotaryEmbeddings, Transformer
 from ops import torch_backend
 from ops.backends import choose, use_backend
 from ops.cuda.layout import BLOCK_FORMS, SUPER
 from ops.epilogues import LazyMatmul, UnnormalizedRows
 from options import DEMO, GenerateConfig
 from runtime import WARM_UPS
+from scripts.train import train_eagle
 from session import Session
 
 pytestmark = [
@@ -65,6 +67,31 @@ pytestmark = [
 OURS = choose(torch.device("cuda"))
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+SMALL = {  # keys of config.json: of every family below
+    "vocab_size": 32, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
+FAMILIES = {  # by model_type: steps that no golden model has
+    "qwen3_5_text": {  # states, an output gate
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {  # sinks, windows, a clamped gate of experts with biases
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
+        "num_local_experts": 6, "num_experts_per_tok": 2,
+    },
+    "gemma4_text": {  # heads of 512, a shared cache, embeddings by layer
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8, "global_head_dim": 512,
+        "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    "qwen2_moe": {  # a shared expert
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    "glm4": {},  # half of a head turned, four norms a layer
+}  # fmt: skip
 TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
 # of a test, among several processes; the longest compile a dozen kernels or three steps
 LIMIT_S = 180
@@ -74,7 +101,12 @@ test_captured_cycles_equal_vanilla_and_never_wait[2-1.0]
 test_four_rows_that_come_and_go[True-0.0]
 test_trees_equal_vanilla[llama_mha-dynamic-0.0-True]
 test_trees_equal_vanilla[llama_mha-chain-1.0-False]
-test_the_demo_with_grouped_queries_equals_vanilla[0.0]
+test_the_demo_with_grouped_queries_equals_vanilla[0.0-]
+test_the_demo_with_grouped_queries_equals_vanilla[1.0-penalties]
+test_a_tree_over_every_kind_of_layer_equals_vanilla[qwen3_5_text-torch.bfloat16-1.0]
+test_a_tree_over_every_kind_of_layer_equals_vanilla[gpt_oss-torch.bfloat16-1.0]
+test_a_tree_over_every_kind_of_layer_equals_vanilla[gemma4_text-torch.bfloat16-1.0]
+test_a_tree_over_every_kind_of_layer_equals_vanilla[lfm2-torch.bfloat16-1.0]
 test_tree_attention[128-torch.bfloat16-(32, 32)]
 test_tree_attention[128-torch.bfloat16-(32, 8)]
 test_a_tree_has_the_bits_of_vanilla_decoding[chain-torch.bfloat16-(32, 32)-250]
@@ -84,18 +116,15 @@ test_sliding_windows[tree-256-torch.bfloat16-(8, 4)-512]
 test_captured_attention_reads_the_length_from_the_device[60]
 test_compaction[torch.bfloat16-32-128]
 test_compiled_and_captured_compaction
-test_topk_logsumexp[32000-10]
 test_topk_logsumexp[128256-10]
 test_quantized_product[int4-128-torch.bfloat16-70-384]
 test_quantized_product[int4-128-torch.bfloat16-4096-11008]
 test_quantized_product[int4-32-torch.bfloat16-4095-1024]
-test_quantized_product[int4-64-zeros-torch.bfloat16-4095-1024]
 test_quantized_product[int8-torch.bfloat16-4095-1024]
 test_quantized_product[float-torch.bfloat16-4096-11008]
 test_a_row_has_the_same_bits_beside_any_others[float-torch.bfloat16-4096-4096]
 test_a_layers_kernels_one_after_the_other[float-26]
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-4096]
-test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-12288-4096]
 test_a_row_has_the_same_bits_beside_any_others[int4-128-torch.bfloat16-4096-11008]
 test_a_row_has_the_same_bits_beside_any_others[int8-torch.bfloat16-4096-4096]
 test_a_layers_kernels_one_after_the_other[int4-128-26]
@@ -104,9 +133,7 @@ test_rotary_cache[heads1-True]
 test_a_compiled_product[int4-128]
 test_eight_of_128_experts[int4-128]
 test_product_with_experts[float-torch.bfloat16-1023-1024]
-test_product_with_experts[int4-128-torch.bfloat16-1024-3584]
 test_captured_experts_follow_the_routing[int4-60]
-test_noise_is_the_same_on_both_devices
 test_gumbel_noise[49152]
 """.strip().splitlines()  # conftest.py marks and orders them: whole decodings, which take longest, first
 
@@ -725,6 +752,40 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
 
+def random_target(family: str, dtype: torch.dtype) -> Transformer:
+    """A model of the family with random weights, on the GPU."""
+    target = Transformer(
+        read_config(Path(family), SMALL | FAMILIES[family] | {"model_type": family})
+    )
+    draw = torch.Generator().manual_seed(0)
+    for name, weight in target.named_parameters():
+        weight.requires_grad_(False).normal_(float("norm" in name), 0.1, generator=draw)
+    target = target.to("cuda", dtype).eval()
+    target.ropes = RotaryEmbeddings(target.config.ropes, "cuda")  # which stay in fp32
+    use_backend(target, choose(torch.device("cuda"), dtype))
+    return target
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_over_every_kind_of_layer_equals_vanilla(family, dtype, temperature):
+    """The head is random, too: ten of 32 tokens a node are right now and then."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = random_target(family, dtype)
+    torch.manual_seed(0)
+    head = train_eagle.make_head(train_eagle.TrainConfig(init="feature"), target, [])
+    head = head.to("cuda", dtype).requires_grad_(False)
+    head.ropes = RotaryEmbeddings(head.config.model.ropes, "cuda")
+    config = golden_config(temperature, max_new_tokens=60, batch_size=2)
+    vanilla = build_cycles(Engine(config, target, (RootOnly(),), 256, ()))
+    drafter = EagleDrafter(head, target, DynamicTree(depth=3, topk=10, size=40))
+    prompts = [[token % 32 for token in prompt] for prompt in PROMPTS]
+    drafted = decode(build_cycles(Engine(config, target, (drafter,), 256, ())), *prompts)
+    assert drafted.history == decode(vanilla, *prompts).history
+    assert sum(drafted.stats.accept_lengths) > 5
+
+
 def exact_options(temperature: float, new: int, checkpoint: str = DEMO) -> dict:
     """Options of `load` on the GPU, in fp32 without rounding to tf32."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -732,10 +793,13 @@ def exact_options(temperature: float, new: int, checkpoint: str = DEMO) -> dict:
     return {"checkpoint": checkpoint, "device": "cuda", "dtype": "float32"} | sizes
 
 
+@pytest.mark.parametrize(
+    "rules", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}], ids=["", "penalties"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_demo_with_grouped_queries_equals_vanilla(temperature):
+def test_the_demo_with_grouped_queries_equals_vanilla(temperature, rules):
     """The demo has two query heads per key head; the golden models have one."""
-    options = exact_options(temperature, 64)
+    options = exact_options(temperature, 64) | rules
     prompts = ["def read_lines(path):", "import os\n", "Question: What is 2 + 3?\nAnswer:"]
     plain = generate(load(draft="none", **options), prompts)
     for tree in ("chain", "dynamic"):
