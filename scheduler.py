@@ -26,6 +26,7 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from decode import PREFILL_CHUNK, Engine, GuideSource
+from hf.thinking import hidden_tags
 from hf.tokenizer import StopMatcher, StreamDecoder
 from options import Sampling
 from session import Session, common_prefix
@@ -67,8 +68,11 @@ class Request:
         """Make a request with the engine's own options. fields: those that differ"""
         config = engine.config
         if engine.tokenizer is not None and "decoder" not in fields:
-            # a plain continuation keeps its leading space
-            fields["decoder"] = engine.tokenizer.stream(engine.template is None)
+            # a plain continuation keeps its leading space; an answer shows the tags of its thinking
+            if engine.template is None:
+                fields["decoder"] = engine.tokenizer.stream(continuation=True)
+            else:
+                fields["decoder"] = engine.tokenizer.stream(shown=hidden_tags(engine.tokenizer))
         own = {
             "sampling": config.sampling,
             "seed": config.seed,

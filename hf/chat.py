@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from base.gguf_header import chat_template_text
 from base.io import LocalError, has_colours, is_gguf, read_text
-from hf.thinking import Tags, Thinking, closed, opened_by
+from hf.thinking import Tags, Thinking, closed, opened_by, without_messages
 from hf.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import GenerateConfig
 
@@ -174,7 +174,8 @@ class JinjaTemplate(ChatTemplate):
         """Render, as the base class. Raises: ValueError when the template fails."""
         messages = [{"role": "user", "content": turn} for turn in turns]
         for number, answer in enumerate(answers):
-            messages.insert(2 * number + 1, {"role": "assistant", "content": answer})
+            said = without_messages(answer)
+            messages.insert(2 * number + 1, {"role": "assistant", "content": said})
         return self.render_messages(messages)
 
     def render_messages(

@@ -4,15 +4,21 @@
    its answer. Tags elsewhere in a text are text.
 2. `Thinking` takes it out of a text that comes in parts: first the thinking, then the rest, whose
    calls and JSON mean something. White space around the tags belongs to neither.
+3. In harmony, the format of gpt-oss, thinking and answer are messages of their own, whose headers
+   are the tags here. Source: https://github.com/openai/harmony.
 
 An answer that never closes its thinking is thinking to its end, as in llama.cpp and vLLM.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from hf.tokenizer import Tokenizer
+
+ASKS = "<|start|>assistant"  # of harmony: the end of a prompt, and before each further message
+FINAL = "<|channel|>final<|message|>"  # of harmony: before the answer proper
 
 
 class Tags(NamedTuple):
@@ -20,6 +26,7 @@ class Tags(NamedTuple):
 
     begin: str
     end: str
+    bare: str = ""  # before an answer without thinking
 
 
 TAGS = (
@@ -27,6 +34,7 @@ TAGS = (
     Tags("<thinking>", "</thinking>"),
     Tags("<seed:think>", "</seed:think>"),
     Tags("[THINK]", "[/THINK]"),  # Magistral
+    Tags("<|channel|>analysis<|message|>", f"<|end|>{ASKS}{FINAL}", FINAL),  # gpt-oss
 )
 
 
@@ -47,6 +55,8 @@ def without_opening(prompt: str) -> str:
 
 def closed(prompt: str) -> str:
     """Return a rendered prompt with the thinking closed that it opens: for answers without any."""
+    if prompt.endswith(ASKS):
+        return prompt + FINAL
     tags = opened_by(prompt)
     return f"{prompt.rstrip()}\n\n{tags.end}\n\n" if tags else prompt
 
@@ -58,10 +68,23 @@ def behind_thinking(text: str) -> str:
     return text
 
 
+def without_messages(answer: str) -> str:
+    """Return an earlier answer as templates of harmony take it: the text of its last message.
+
+    Other templates take the thinking out themselves.
+    """
+    return Thinking().push(answer, True)[1] if answer.startswith("<|channel|>") else answer
+
+
+@cache
 def hidden_tags(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of tags that are control tokens, which have no text unless it is asked for."""
-    ids = [tokenizer.id_of(tag) for tags in TAGS for tag in tags]
-    return frozenset(id for id in ids if id is not None and not tokenizer.piece(id))
+    """Return the control tokens in tags, which have no text in an answer unless it is asked for."""
+    hidden: set[int] = set()
+    for tag in {tag for tags in TAGS for tag in tags}:
+        ids = tokenizer.encode(tag, bos=False, special=True)
+        named = {id for id in ids if tokenizer.name(id) and tokenizer.name(id) in tag.encode()}
+        hidden |= {id for id in named if not tokenizer.piece(id)}
+    return frozenset(hidden)
 
 
 class Thinking:
@@ -94,7 +117,7 @@ class Thinking:
         return thought, rest
 
     def _before(self, last: bool) -> tuple[str, str]:
-        """Drop the opening tag, where the model writes it."""
+        """Drop the opening tag, where the model writes it, or what stands in its place."""
         begun = self.held.lstrip()
         known = (self.tags,) if self.tags else TAGS
         for tags in known:
@@ -103,7 +126,13 @@ class Thinking:
                 self.held = begun.removeprefix(tags.begin)
                 self.stage = self._opened
                 return "", ""
-        if last or not any(tags.begin.startswith(begun) for tags in known):
+            if tags.bare and begun.startswith(tags.bare):
+                self.held = begun.removeprefix(tags.bare)
+                self.stage = self._closed
+                return "", ""
+        if last or not any(
+            tag.startswith(begun) for tags in known for tag in (tags.begin, tags.bare)
+        ):
             self.stage = self._opened if self.tags else self._behind
         return "", ""
 

@@ -474,16 +474,12 @@ class RequestReader:
             raise ValueError("prompt must be a text, a list of token ids, or a list of either")
         return check_ids(ids, engine.target.config, engine.context)
 
-    @cached_property
-    def _tags(self) -> frozenset[int]:
-        """The control tokens that are tags of thinking."""
-        return hidden_tags(self.engine.tokenizer)
-
     def _shown(self, chat: bool, tools: Tools | None) -> frozenset[int]:
         """Return the control tokens that have a text in an answer."""
         if not chat:
             return frozenset()
-        return self._tags | tools.syntax.controls if tools else self._tags
+        tags = hidden_tags(self.engine.tokenizer)
+        return tags | tools.syntax.controls if tools else tags
 
     def _rendered(self, body: dict, tools: Tools | None, guided: bool) -> str:
         """Render a chat up to the answer. guided: a grammar begins with it"""

@@ -26,13 +26,15 @@ from hf.thinking import (  # noqa: E402
     closed,
     hidden_tags,
     opened_by,
+    without_messages,
     without_opening,
 )
 from hf.tokenizer import Tokenizer  # noqa: E402
 from options import DEMO, ROOT  # noqa: E402
 
 THINK = TAGS[0]
-MISTRAL = TAGS[-1]
+MISTRAL = TAGS[3]
+ANALYSIS, NEXT, FINAL = TAGS[4]  # of harmony
 CASES = [  # the tags that the prompt opens, a text, the thinking in it, the rest
     (THINK, "Two and two.\n</think>\n\nFour.", "Two and two.", "Four."),
     (THINK, "\n So \n it is. </think>Four. ", "So \n it is.", "Four. "),
@@ -45,7 +47,8 @@ CASES = [  # the tags that the prompt opens, a text, the thinking in it, the res
     (None, "<thinking>Two</think></thinking> Four", "Two</think>", "Four"),
     (None, "Four. <think>no</think>", "", "Four. <think>no</think>"), (None, " \n <thin", "", " \n <thin"),
     (None, " plain \n", "", " plain \n"), (None, "</think> a", "", "</think> a"), (None, "", "", ""),
-    (MISTRAL, "Two.[/THINK] <think>", "Two.", "<think>"),
+    (MISTRAL, "Two.[/THINK] <think>", "Two.", "<think>"), (None, f"{ANALYSIS}Two.{NEXT}Four.", "Two.", "Four."),
+    (None, f"{FINAL}Four.", "", "Four."), (None, f"{ANALYSIS}Two.<|end|>", "Two.<|end|>", ""), (None, FINAL[:9], "", FINAL[:9]),
 ]  # fmt: skip
 
 
@@ -91,6 +94,23 @@ def test_tags_that_are_control_tokens_have_a_text(tmp_path):
     shown = hidden_tags(tokenizer)
     assert shown == {tokenizer.id_of("[THINK]"), tokenizer.id_of("[/THINK]")}
     assert Thinking().push(tokenizer.stream(shown=shown).push(ids), True) == ("Two.", "Four.")
+
+
+def test_the_messages_of_harmony(tmp_path):
+    """What gpt-oss writes: thinking and answer are messages, whose headers are control tokens and words."""
+    names = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    tokenizer = Tokenizer.load(build_json(tmp_path, ["<s>", *names]))
+    shown = hidden_tags(tokenizer)
+    assert shown == {tokenizer.id_of(name) for name in names[:-1]}
+    answer = f"{ANALYSIS}Two.{NEXT}Four."
+    ids = tokenizer.encode(f"{answer}<|return|>", bos=False, special=True)
+    assert tokenizer.stream(shown=shown).push(ids) == answer
+    for text in (answer, f"{FINAL}Four."):
+        assert without_messages(text) == "Four."
+    assert (
+        without_messages(f"{ANALYSIS}Two.") == "" and without_messages("<think>Two") == "<think>Two"
+    )
+    assert closed("<|start|>assistant") == "<|start|>assistant<|channel|>final<|message|>"
 
 
 # ----------------------------------------------------------------------------------- of the server
