@@ -34,6 +34,7 @@ TAGS = (
     Tags("<thinking>", "</thinking>"),
     Tags("<seed:think>", "</seed:think>"),
     Tags("[THINK]", "[/THINK]"),  # Magistral
+    Tags("<|channel>thought", "<channel|>"),  # Gemma 4
     Tags("<|channel|>analysis<|message|>", f"<|end|>{ASKS}{FINAL}", FINAL),  # gpt-oss
 )
 

@@ -34,7 +34,7 @@ from options import DEMO, ROOT  # noqa: E402
 
 THINK = TAGS[0]
 MISTRAL = TAGS[3]
-ANALYSIS, NEXT, FINAL = TAGS[4]  # of harmony
+ANALYSIS, NEXT, FINAL = TAGS[-1]  # of harmony
 CASES = [  # the tags that the prompt opens, a text, the thinking in it, the rest
     (THINK, "Two and two.\n</think>\n\nFour.", "Two and two.", "Four."),
     (THINK, "\n So \n it is. </think>Four. ", "So \n it is.", "Four. "),
@@ -48,7 +48,7 @@ CASES = [  # the tags that the prompt opens, a text, the thinking in it, the res
     (None, "Four. <think>no</think>", "", "Four. <think>no</think>"), (None, " \n <thin", "", " \n <thin"),
     (None, " plain \n", "", " plain \n"), (None, "</think> a", "", "</think> a"), (None, "", "", ""),
     (MISTRAL, "Two.[/THINK] <think>", "Two.", "<think>"), (None, f"{ANALYSIS}Two.{NEXT}Four.", "Two.", "Four."),
-    (None, f"{FINAL}Four.", "", "Four."), (None, f"{ANALYSIS}Two.<|end|>", "Two.<|end|>", ""), (None, FINAL[:9], "", FINAL[:9]),
+    (None, "<|channel>thought\n<channel|>Four.", "", "Four."), (None, f"{FINAL}Four.", "", "Four."), (None, f"{ANALYSIS}Two.<|end|>", "Two.<|end|>", ""), (None, FINAL[:9], "", FINAL[:9]),
 ]  # fmt: skip
 
 
