@@ -30,7 +30,7 @@ from typing import NamedTuple
 DEMO = Path(__file__).resolve().parents[1] / "checkpoints" / "demo"
 PROMPT = "def read_lines(path):"
 OPTIONS = (
-    ("checkpoint", str(DEMO), "directory of the target, as Hugging Face has it"),
+    ("checkpoint", DEMO, "directory of the target, as Hugging Face has it"),
     ("head", "", "directory of an EAGLE-1, 2 or 3 head, or none; default: CHECKPOINT-eagle"),
     ("prompt", "", f"text to continue; default: {PROMPT}"),
     ("prompt_ids", "", "in its place: token ids, such as 1,17,35"),
@@ -46,7 +46,6 @@ OPTIONS = (
     ("threads", 1, "of a CPU; a small model is slower with several"),
     ("device", "", "cuda or cpu; default: cuda if there is one"),
 )
-
 # without a usage line, a mistake is one line on standard error, with exit status 2
 PARSER = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.split("\n")[0])
 for name, default, text in OPTIONS:
@@ -488,18 +487,15 @@ def main(argv: list[str] | None = None) -> None:
     options = PARSER.parse_args(argv)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(max(options.threads, 1))
-    checkpoint = Path(options.checkpoint)
-    bundled = checkpoint.with_name(f"{checkpoint.name}-eagle")
-    if options.head == "none":
-        options.head = ""
-    elif not options.head and bundled.is_dir():
-        options.head = str(bundled)
+    bundled = options.checkpoint.with_name(f"{options.checkpoint.name}-eagle")
+    if options.head in ("", "none"):
+        options.head = str(bundled) if bundled.is_dir() and not options.head else ""
     try:
         engine = Engine(options)
         if options.prompt_ids and not options.prompt:
             prompt = [int(i) for i in options.prompt_ids.split(",") if i]
         else:
-            encode, decode = text_functions(checkpoint)
+            encode, decode = text_functions(options.checkpoint)
             prompt = encode(options.prompt or PROMPT)
         length = options.context - 1
         if not 2 <= len(prompt) <= length or not 0 <= min(prompt) <= max(prompt) < engine.vocab:
