@@ -12,6 +12,7 @@ from pathlib import Path
 
 from base.io import is_gguf, read_json
 from base.methods import MTP
+from base.parsing import require
 
 # kind -> keys of config.json, beginnings of files' names or nothing
 MARKS = {
@@ -21,6 +22,7 @@ MARKS = {
 }
 ARCHITECTURES = {"eagle3": "eagle", "dflash": "block"}  # of GGUF files
 FIRST_NORM = "blk.0.attn_norm.weight"  # of a model; llama.cpp's files of an MTP layer alone lack it
+MOST_HEADER = 10**8  # bytes of a safetensors file's names, as in safetensors
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of a block drafter
 
 
@@ -34,6 +36,34 @@ def gguf_head_kind(path: Path) -> str:
     if layers and FIRST_NORM not in header.tensors:
         return MTP
     return ARCHITECTURES.get(architecture, "")
+
+
+def check_mtp(path: Path) -> None:
+    """Check that a checkpoint may hold an MTP layer, by the names of its tensors alone.
+
+    Names in .bin files are not read, which needs torch.
+    Raises: ValueError where no name is one of such a layer's.
+    """
+    if is_gguf(path):
+        from base.gguf_header import read_header
+
+        names = " ".join(read_header(path).tensors).encode()
+    else:
+        names = _names_in(path)
+    held = names is None or b"mtp" in names or b".nextn." in names
+    fault = f"{path} holds no MTP layer (no tensor is named so)"
+    require(held, f"{fault}; drop --draft mtp, or use a checkpoint with it")
+
+
+def _names_in(path: Path) -> bytes | None:
+    """Read the JSON text that names a directory's tensors; None: it has none."""
+    index = path / "model.safetensors.index.json"
+    whole = path / "model.safetensors"
+    if whole.is_file():
+        with whole.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return file.read(min(size, MOST_HEADER))
+    return index.read_bytes() if index.is_file() else None
 
 
 def head_kind(path: Path) -> str:

@@ -212,6 +212,7 @@ def with_options(
     check_kinds(config)
     config.check_numbers()
     draws = []
+    owns = []  # config of each prompt
     for number in range(count):
         each = {name: values[number] for name, values in several.items()}
         own = replace(config, **by_names(GenerateConfig, each))
@@ -222,13 +223,15 @@ def with_options(
         own.check_acceptance()
         check_biases(own.logit_bias, vocab)
         draws.append((own.sampling, own.seed))
-    # a seed of load() may wait for a call with a temperature, and one beside a temperature of 0
-    # belongs to a row of calls
-    if "temperature" not in options and config.temperature == 0:
-        for f in fields(config):
-            of_noise = SAMPLED in f.metadata["needs"] or f.name == "seed"
-            is_given = of_noise and options.get(f.name, f.default) != f.default
-            require(not is_given, f"{f.name} has no effect at temperature 0; set temperature")
+        owns.append(own)
+    for f in fields(config):
+        if options.get(f.name, f.default) == f.default:
+            continue
+        for need in (SAMPLED,) if f.name == "seed" else f.metadata["needs"]:
+            # one beside a temperature of 0 belongs to a row of calls
+            in_a_row = need is SAMPLED and "temperature" in options
+            has_effect = in_a_row or any(need.met(own) for own in owns)
+            require(has_effect, f"{f.name} {need.text.replace('--', '')}")
     return config, draws
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from base.gguf_header import read_header
-from base.head_kinds import head_kind
+from base.head_kinds import check_mtp, head_kind
 from base.io import is_gguf, read_json
+from base.methods import MTP
 from base.parsing import one_line_errors, parse_given, require
 from cli.prompts import Conversation, read_grammar, read_prompts
 from options import GenerateConfig
@@ -65,17 +66,29 @@ def with_text(command: Command) -> Command:
     config = command.config
     with one_line_errors("generate.py"):
         from hf.chat import read_text_files
-        from hf.fetch import with_files
-        from models.registry import check_architecture
 
-        config = with_files(config)
-        path = Path(config.checkpoint)
-        check_architecture(path)
-        check_head_width(path, config)
-        text = read_text_files(path, config)
+        config = with_checked_files(config)
+        text = read_text_files(Path(config.checkpoint), config)
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
         return Command(config, command.prompts, text, command.to_end, command.keys)
+
+
+def with_checked_files(config: GenerateConfig) -> GenerateConfig:
+    """Return options that name files where they name models, as far as headers tell that they fit.
+
+    Raises: ValueError, also for a missing or broken header.
+    """
+    from hf.fetch import with_files
+    from models.registry import check_architecture
+
+    config = with_files(config)
+    path = Path(config.checkpoint)
+    check_architecture(path)
+    check_head_width(path, config)
+    if config.draft == MTP and not config.head:
+        check_mtp(path)
+    return config
 
 
 def check_head_width(target: Path, config: GenerateConfig) -> None:

@@ -27,16 +27,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
-
 DEMO = Path(__file__).resolve().parents[1] / "checkpoints" / "demo"
 PROMPT = "def read_lines(path):"
 OPTIONS = (
-    ("checkpoint", str(DEMO), "directory of the target, as Hugging Face has it"),
+    ("checkpoint", DEMO, "directory of the target, as Hugging Face has it"),
     ("head", "", "directory of an EAGLE-1, 2 or 3 head, or none; default: CHECKPOINT-eagle"),
     ("prompt", "", f"text to continue; default: {PROMPT}"),
     ("prompt_ids", "", "in its place: token ids, such as 1,17,35"),
@@ -50,8 +44,22 @@ OPTIONS = (
     ("bits", 16, "8 or 4: quantize the weights"),
     ("dtype", "", "default: the checkpoint's"),
     ("threads", 1, "of a CPU; a small model is slower with several"),
-    ("device", "cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu"),
+    ("device", "", "cuda or cpu; default: cuda if there is one"),
 )
+# without a usage line, a mistake is one line on standard error, with exit status 2
+PARSER = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.split("\n")[0])
+for name, default, text in OPTIONS:
+    PARSER.add_argument(f"--{name}", default=default, type=type(default), help=text)
+PARSER.add_argument("--compile", action="store_true", help="compile draft and verify")
+if __name__ == "__main__":
+    PARSER.parse_args()  # --help and mistakes are answered before the imports, which take seconds
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
 GROUP = 32  # inputs that share a scale in int4
 MASK32 = 0xFFFFFFFF
 # a file with a weight of another name holds a model that is not served
@@ -476,32 +484,25 @@ def timed(engine: Engine, prompt: list[int], options: argparse.Namespace) -> tup
 
 def main(argv: list[str] | None = None) -> None:
     """Decode a prompt; print the text, or ids for ids, then the speed on standard error."""
-    # without a usage line, a mistake is one line on standard error, with exit status 2
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.split("\n")[0])
-    for name, default, text in OPTIONS:
-        parser.add_argument(f"--{name}", default=default, type=type(default), help=text)
-    parser.add_argument("--compile", action="store_true", help="compile draft and verify")
-    options = parser.parse_args(argv)
+    options = PARSER.parse_args(argv)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(max(options.threads, 1))
-    checkpoint = Path(options.checkpoint)
-    bundled = checkpoint.with_name(f"{checkpoint.name}-eagle")
-    if options.head == "none":
-        options.head = ""
-    elif not options.head and bundled.is_dir():
-        options.head = str(bundled)
+    bundled = options.checkpoint.with_name(f"{options.checkpoint.name}-eagle")
+    if options.head in ("", "none"):
+        options.head = str(bundled) if bundled.is_dir() and not options.head else ""
     try:
         engine = Engine(options)
         if options.prompt_ids and not options.prompt:
             prompt = [int(i) for i in options.prompt_ids.split(",") if i]
         else:
-            encode, decode = text_functions(checkpoint)
+            encode, decode = text_functions(options.checkpoint)
             prompt = encode(options.prompt or PROMPT)
         length = options.context - 1
         if not 2 <= len(prompt) <= length or not 0 <= min(prompt) <= max(prompt) < engine.vocab:
             rule = f"2 to {length} ids (--context - 1), each below {engine.vocab}"
             raise ValueError(f"a prompt needs {rule}; this one has {len(prompt)}")
     except (ValueError, OSError, ImportError, SafetensorError) as error:
-        parser.error(" ".join(str(error).split()))
+        PARSER.error(" ".join(str(error).split()))
     paths, rate = timed(engine, prompt, options)
     new = sum(paths, [])
     as_ids = options.prompt_ids and not options.prompt

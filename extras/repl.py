@@ -288,10 +288,11 @@ class Chat:
         if name not in OPTIONS:
             hint = did_you_mean(name, OPTIONS)
             raise ValueError(f"there is no option {name} in a chat{hint}; /set lists them")
-        if value:
-            given = {name: getattr(self.given, name)}
-            if value != "default":
-                given = read_settings(GenerateConfig, [f"{name}={value}"])
+        if value == "default":
+            config = replace(config, **{name: getattr(self.given, name)})
+            self.engine = replace(self.engine, config=config)
+        elif value:
+            given = read_settings(GenerateConfig, [f"{name}={value}"])
             try:
                 self.engine = for_one_answer(self.engine, given)
             except ValueError as error:

@@ -367,14 +367,20 @@ class FixedTemplate(ChatTemplate):
 
         Raises: ValueError when the tokenizer lacks one of the template's tokens.
         """
-        text = self.start + self.slot + self.turn + self.ask + self.reply + self.next
-        for token in CONTROL.findall(text):
-            if tokenizer.id_of(token) is None:
-                raise ValueError(
-                    f"the chat template {self.name} needs the control token {token}, which this "
-                    f"tokenizer lacks; use another --chat: {', '.join(CHAT_TEMPLATES)}"
-                )
+        lacking = self.lacking(tokenizer)
+        if lacking:
+            others = [each.name for each in CHAT_TEMPLATES.values() if not each.lacking(tokenizer)]
+            raise ValueError(
+                f"the chat template {self.name} needs the control token {lacking}, which this "
+                "tokenizer lacks; leave --chat out for the model's own template, or use --chat "
+                f"{' or '.join((*others, NO_TEMPLATE))}"
+            )
         return tuple(map(tokenizer.id_of, self.stops))
+
+    def lacking(self, tokenizer: Tokenizer) -> str:
+        """Return a control token of the template that a tokenizer lacks; "": it has all."""
+        text = self.start + self.slot + self.turn + self.ask + self.reply + self.next
+        return next((each for each in CONTROL.findall(text) if tokenizer.id_of(each) is None), "")
 
     def with_system(self, text: str) -> FixedTemplate:
         """Return the template with another system message.
@@ -533,4 +539,5 @@ def read_text_files(path: Path, config: GenerateConfig) -> TextFiles:
     template = None
     if name is not None:
         template = chat_template(path, tokenizer, name, config.system, config.has_schema)
+        template.stop_ids(tokenizer)  # refuses one that cannot work with it
     return TextFiles(tokenizer, template)

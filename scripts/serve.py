@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 
 from base import parsing
 from cli.prompts import read_grammar
+from cli.start import with_checked_files
 from server.options import ABOUT, ServeConfig
 
 
@@ -41,10 +42,7 @@ def main() -> None:
     with parsing.one_line_errors("serve.py"):
         config.check()
         check_packages()
-        from hf.fetch import fetched
-        from models.registry import check_architecture
-
-        check_architecture(fetched(config.checkpoint))
+        with_checked_files(config)
         read_grammar(config)
         import server.app  # a package that is missing is named
 

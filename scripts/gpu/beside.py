@@ -30,9 +30,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 # without this folder: transformers would take kernels.py for a package of that name
@@ -88,6 +85,13 @@ class BesideConfig:
     def shape(self) -> dict[str, int]:
         """The sizes of the model."""
         return SMALL if self.small else SHAPE
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(BesideConfig, "beside.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from torch import Tensor, nn
 
 
 def timed_s(run: Callable[[int], Any], new: int, device: str) -> float:
@@ -246,7 +250,7 @@ def beside(config: BesideConfig) -> None:
 
 
 def main() -> None:
-    config = parse(BesideConfig, "beside.py", __doc__)
+    config = COMMAND or parse(BesideConfig, "beside.py", __doc__)
     with one_line_errors("beside.py"):
         beside(config)
 

@@ -29,19 +29,42 @@ from random import Random
 from typing import NamedTuple
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+
+from base.parsing import one_line_errors, option, parse
+
+FORMATS = ("bf16", "int8", "int4")
+# types of a file, in their own bits
+GGUF = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+CYCLE = ("attention", "compact", "topk", "experts")
+
+
+@dataclass
+class KernelsConfig:
+    format: str = option(
+        "int4", f"weights; or another kernel: {', '.join(CYCLE)}", (*FORMATS, *GGUF, *CYCLE)
+    )
+    group_size: int = option(128, "of int4 scales", None)
+    rows: str = option("1,8,16,32,64", "rows of activations, or of trees, ascending")
+    lengths: str = option("128,200,512,2048", "slots that attention reads in front of its rows")
+    rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
+    replays: int = option(20, "timed replays of the graph")
+    json: str = option("", "file to append to")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(KernelsConfig, "kernels.py", __doc__) if __name__ == "__main__" else None
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 import ops.attention
 import ops.cuda.backend
 import ops.cuda.layout
 import ops.experts
 import ops.weight
-from base.parsing import one_line_errors, option, parse
 from kv_cache import KVCache
 from model import ModelConfig
 from ops import torch_backend
@@ -57,8 +80,6 @@ from ops.cuda.layout import (
 from ops.linear import halves_product
 from scripts.bench.measure import read_bandwidth
 
-FORMATS = ("bf16", "int8", "int4")
-GGUF = {name.lower(): name for name in BLOCK_FORMS}  # types of a file, in their own bits
 LAYERS = {
     "wqkv": (12288, 4096),
     "wo": (4096, 4096),
@@ -71,7 +92,6 @@ PRODUCTS = {
     "int8": (ops.weight.w8a16, ops.weight.w8a16_reference),
     **dict.fromkeys(GGUF, (ops.weight.blocks_a16, ops.weight.blocks_a16_reference)),
 }
-CYCLE = ("attention", "compact", "topk", "experts")
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 CAPACITY = 4096 + 256
 CACHE_LAYERS = 32
@@ -84,19 +104,6 @@ EXPERT_LAYERS = {"w13": (28672, 4096), "w2": (4096, 14336)}  # gate above up, an
 EXPERT_TOKENS = (1, 2, 4, 8, 32, 60)
 # relative; rounding to bf16 alone gives 1.7e-3, and rounding probabilities as much again
 TOLERANCE = 4e-3
-
-
-@dataclass
-class KernelsConfig:
-    format: str = option(
-        "int4", f"weights; or another kernel: {', '.join(CYCLE)}", (*FORMATS, *GGUF, *CYCLE)
-    )
-    group_size: int = option(128, "of int4 scales", None)
-    rows: str = option("1,8,16,32,64", "rows of activations, or of trees, ascending")
-    lengths: str = option("128,200,512,2048", "slots that attention reads in front of its rows")
-    rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
-    replays: int = option(20, "timed replays of the graph")
-    json: str = option("", "file to append to")
 
 
 class Layer(NamedTuple):
@@ -117,7 +124,7 @@ def words(*shape: int, dtype: torch.dtype) -> Tensor:
 def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor]:
     """Return random words and scales, as the operator of a format takes them."""
     if form in GGUF:
-        return random_blocks(BLOCK_FORMS[GGUF[form]], N, K)
+        return random_blocks(BLOCK_FORMS[form.upper()], N, K)
     scale = torch.rand(N, K // group, device="cuda") * 0.01
     bits = 4 if form == "int4" else 8
     packed = words(-(-K * bits // 1024), N, ops.cuda.layout.COLUMNS, dtype=torch.int16)
@@ -524,7 +531,7 @@ def bench(config: KernelsConfig) -> None:
 
 
 def main() -> None:
-    config = parse(KernelsConfig, "kernels.py", __doc__)
+    config = COMMAND or parse(KernelsConfig, "kernels.py", __doc__)
     with one_line_errors("kernels.py"):
         bench(config)
 

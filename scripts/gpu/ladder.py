@@ -28,20 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.parsing import one_line_errors, option, parse
-from decode import Engine, build_cycles
-from generate import Batch, first_ids, load
-from load import warm_up, with_draft
-from ops.library import FAMILIES, PLAIN, set_plain
+from ops.switches import FAMILIES
 from options import DEMO, GenerateConfig, pick_device
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
-
-Tokens = list[list[int]]  # new ones, of each prompt
 
 METHODS: dict[str, dict[str, Any]] = {
     "vanilla": {"draft": "none"},
@@ -124,6 +117,19 @@ class LadderConfig:
         if self.inflate != "none":
             shared["inflate"] = self.inflate
         return shared
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(LadderConfig, "ladder.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+
+from decode import Engine, build_cycles
+from generate import Batch, first_ids, load
+from load import warm_up, with_draft
+from ops.library import PLAIN, set_plain
+
+Tokens = list[list[int]]  # new ones, of each prompt
 
 
 # ------------------------------------------------------------------------------ one method
@@ -280,7 +286,7 @@ def ladder(config: LadderConfig) -> None:
 
 
 def main() -> None:
-    config = parse(LadderConfig, "ladder.py", __doc__)
+    config = COMMAND or parse(LadderConfig, "ladder.py", __doc__)
     with one_line_errors("ladder.py"):
         given = {"device": pick_device(config.device)}
         if config.dry_run:

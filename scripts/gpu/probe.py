@@ -27,18 +27,35 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.parsing import one_line_errors, option, parse
-from ops.library import has_triton
 from options import pick_device
-from runtime import WARM_UPS, Replay, copy_into, device_time
-from scripts.bench import measure
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
+
+NAMES = ("facts", "capture", "clock", "bandwidth")  # of probes that are functions below
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """Options. Units and effects are in the help texts."""
+
+    probe: str = option("facts", f"a list of {', '.join(NAMES)}, families")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    seconds: float = option(60.0, "for one probe, then the process is ended", least=1)
+    json: str = option("", "file to append to; the probes in it are not run again")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(ProbeConfig, "probe.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from torch import Tensor
+
+from ops.library import has_triton
+from runtime import WARM_UPS, Replay, copy_into, device_time
+from scripts.bench import measure
 from scripts.gpu.families import CHECKS, check_family
 
 
@@ -109,18 +126,8 @@ def clock(device: str) -> dict[str, Any]:
     return {"text": "the device's clock runs"}
 
 
-PROBES = {probe.__name__: probe for probe in (facts, capture, clock, bandwidth)}
+PROBES = dict(zip(NAMES, (facts, capture, clock, bandwidth)))
 FAMILY = "family "  # in front of its name, in the log
-
-
-@dataclass(frozen=True)
-class ProbeConfig:
-    """Options. Units and effects are in the help texts."""
-
-    probe: str = option("facts", f"a list of {', '.join(PROBES)}, families")
-    device: str = option("", "cpu or cuda; default: cuda if there is one")
-    seconds: float = option(60.0, "for one probe, then the process is ended", least=1)
-    json: str = option("", "file to append to; the probes in it are not run again")
 
 
 def probes_of(names: str, device: str) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -150,7 +157,7 @@ def probe(config: ProbeConfig) -> None:
 
 
 def main() -> None:
-    config = parse(ProbeConfig, "probe.py", __doc__)
+    config = COMMAND or parse(ProbeConfig, "probe.py", __doc__)
     with one_line_errors("probe.py"):
         probe(config)
 

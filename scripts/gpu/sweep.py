@@ -21,21 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.io import write_text
 from base.parsing import fail, one_line_errors, option, parse
-
-try:
-    from ops.cuda.attention import COUNTERS
-except ModuleNotFoundError:
-    fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
-from ops.cuda.epilogues import Gpu, add_product, rotary_product
-from ops.cuda.launch import Device, device_of
-from ops.cuda.layout import COLUMNS
 from ops.cuda.plans import (
     FOLDER,
     HEIGHTS,
@@ -46,6 +35,26 @@ from ops.cuda.plans import (
     key_of,
     to_json,
 )
+
+
+@dataclass
+class SweepConfig:
+    out: str = option(str(FOLDER), "folder of the table")
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(SweepConfig, "sweep.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from torch import Tensor
+
+try:
+    from ops.cuda.attention import COUNTERS
+except ModuleNotFoundError:
+    fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
+from ops.cuda.epilogues import Gpu, add_product, rotary_product
+from ops.cuda.launch import Device, device_of
+from ops.cuda.layout import COLUMNS
 from ops.cuda.qmatmul import ProductPlan, plan_product, run_product
 from ops.epilogues import PART, LazyMatmul
 from runtime import tensors_of
@@ -71,11 +80,6 @@ def shared_bytes(tokens: int, tile: Tile, bits: int, device: Device) -> int:
         if bits == 16:
             in_use += words
     return (tile.stages - 1) * (words + x) + in_use
-
-
-@dataclass
-class SweepConfig:
-    out: str = option(str(FOLDER), "folder of the table")
 
 
 class LayerShape(NamedTuple):
@@ -259,7 +263,7 @@ def sweep(config: SweepConfig) -> None:
 
 
 def main() -> None:
-    config = parse(SweepConfig, "sweep.py", __doc__)
+    config = COMMAND or parse(SweepConfig, "sweep.py", __doc__)
     with one_line_errors("sweep.py"):
         sweep(config)
 

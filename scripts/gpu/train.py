@@ -25,15 +25,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.io import log_note, write_text
 from base.parsing import one_line_errors, option, parse
 from options import DEFAULT, ROOT, pick_device
-from scripts.train import train_eagle
-from scripts.train.generate_answers import AnswerConfig, Run, answer
+from scripts.train.train_options import QUESTIONS
 
 ENDING_S = 8.0  # of the last files
 STEPS = 1000  # units of the schedule of training, which goes by the clock
@@ -88,9 +85,18 @@ class LentConfig:
         )
 
 
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(LentConfig, "train.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+
+from scripts.train import train_eagle
+from scripts.train.generate_answers import AnswerConfig, Run, answer
+
+
 def rehearse(config: LentConfig) -> subprocess.Popen:
     """Begin two steps of the same training on other data, in a process beside this one."""
-    few = {"data": train_eagle.QUESTIONS, "steps": 2, "warmup": 1, "eval_every": 2}
+    few = {"data": QUESTIONS, "steps": 2, "warmup": 1, "eval_every": 2}
     training = config.training(Path(config.out, "rehearsal"), **few, eval_prompts=2)
     changed = {
         f.name: getattr(training, f.name)
@@ -173,7 +179,7 @@ def run(config: LentConfig) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    config = parse(LentConfig, "train.py", __doc__, argv)
+    config = COMMAND or parse(LentConfig, "train.py", __doc__, argv)
     with one_line_errors("train.py"):
         run(config)
 

@@ -134,9 +134,11 @@ class Measurement:
         if self.left_s <= 0:
             spent_s = MEASURING * self.hours * 3600 - self.left_s
             reason = f"measuring has taken {spent_s:.0f} s, a tenth of it, and is not done"
-            self._refuse(reason, 2 * spent_s / MEASURING)
+            self._refuse(reason, spent_s / MEASURING)
 
     def _refuse(self, reason: str, least_s: float) -> NoReturn:
+        if not self.costs.step_s:  # what was not measured yet may take as long again
+            least_s *= 2
         hours = math.ceil(least_s / 360) / 10
         raise ValueError(
             f"--hours {self.hours:g} is too short: {reason}; give --hours {hours:g} or more"

@@ -19,34 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.parsing import option, require
-from extras.block_draft import BlockHead
-from hf.block_heads import BlockConfig, block_names
-from hf.weights import export_weights
-from model import DTYPES, ModelConfig, Transformer
-from models.block_head import BlockModel
-from ops.backends import TORCH, use_backend
-from scripts.train import training
-from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
-from scripts.train.losses import ScaledLinear, plain_copy, scale_of
-from scripts.train.train_eagle import (
-    Example,
-    Features,
-    TrainingParts,
-    TrainOptions,
-    batches,
-    run,
-)
-
-TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
-CONVOLVED = 3  # positions that a convolution of DFlash2 mixes
-GROUP = 32  # numbers of a row that share its dynamic weights, at most
-CHOICE = 16  # tokens of a level that DFlash2 chooses among
+from base.parsing import option, parse, require
+from scripts.train.train_options import TrainOptions
 
 
 @dataclass
@@ -88,6 +64,35 @@ class BlockTrainConfig(TrainOptions):
         levels = self.block_size - (not self.markov_rank)
         weights = [math.exp(-level / self.decay) for level in range(levels)]
         return {f"entropy {level}": weight / sum(weights) for level, weight in enumerate(weights)}
+
+
+# --help and mistakes are answered before the imports below, which take seconds
+COMMAND = parse(BlockTrainConfig, "train_block.py", __doc__) if __name__ == "__main__" else None
+
+import torch
+from torch import Tensor
+
+from extras.block_draft import BlockHead
+from hf.block_heads import BlockConfig, block_names
+from hf.weights import export_weights
+from model import DTYPES, ModelConfig, Transformer
+from models.block_head import BlockModel
+from ops.backends import TORCH, use_backend
+from scripts.train import training
+from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
+from scripts.train.losses import ScaledLinear, plain_copy, scale_of
+from scripts.train.train_eagle import (
+    Example,
+    Features,
+    TrainingParts,
+    batches,
+    run,
+)
+
+TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
+CONVOLVED = 3  # positions that a convolution of DFlash2 mixes
+GROUP = 32  # numbers of a row that share its dynamic weights, at most
+CHOICE = 16  # tokens of a level that DFlash2 chooses among
 
 
 def tapped_layers(layers: int) -> tuple[int, ...]:
@@ -241,7 +246,8 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
 
 def main() -> None:
     method = TrainingParts(make_head, prepare, losses_of, draft_blocks, save_head)
-    run(BlockTrainConfig, "train_block.py", __doc__, lambda config: method)
+    config = COMMAND or parse(BlockTrainConfig, "train_block.py", __doc__)
+    run(config, "train_block.py", method)
 
 
 if __name__ == "__main__":

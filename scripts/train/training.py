@@ -114,16 +114,6 @@ def lr_share(step: float, steps: int, warmup: int) -> float:
     return 0.04 + 0.96 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def resume_file(out: Path, resume: bool) -> Path:
-    """Return the file of a run's state. Raises: ValueError when there is nothing to resume."""
-    file = out / "resume.pt"
-    if resume and not file.is_file():
-        raise ValueError(
-            f"--resume: {out} holds no unfinished run; leave --resume out to start one"
-        )
-    return file
-
-
 class TrainingProgress(NamedTuple):
     """The place of a run in its training."""
 

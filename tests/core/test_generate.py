@@ -245,6 +245,8 @@ def test_python_interface():
         (stream, PROMPT, {"seed": 3}, "seed has no effect at temperature 0; set temperature"),
         (generate, [PROMPT], {"top_p": [0.5]}, "top_p has no effect at temperature 0"),
         (generate, [PROMPT], {"num_samples": 2}, "num_samples has no effect at temperature 0"),
+        (generate, [PROMPT], {"dry_base": 2}, "dry_base belongs to DRY; set dry_multiplier"),
+        (generate, [PROMPT], {"repeat_last_n": 9}, "repeat_last_n belongs to penalties; set rep"),
     ):
         with pytest.raises(ValueError, match=message):
             list(call(engine, prompt, **options))
@@ -376,13 +378,14 @@ def test_set_changes_a_chat_that_goes_on(capsys, monkeypatch, tmp_path):
     lines = [
         "/temperature 0.8", "/set seed=7", "def a():", "/set top_k = 1", "/top_p 3", "/set top_l 1", "/tempratur 1",
         "/repeat_penalty 1.5", "/repetition_penalty default",
-        "/set num_samples 3", "/stop def", "/set stop default", "/temperature default", "/top_k", "/set min_p x", "/set",
+        "/set num_samples 3", "/stop def", "/set stop default", "/temperature default", "/seed default", "/top_k", "/set min_p x", "/set",
         "x = 1", "/help me", f"/save {file}",
     ]  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     _, err = run(capsys, f"{ON_DEMO} --interactive --max_new_tokens 12")
     said = [line for line in err.splitlines() if line.startswith("[") and "tokens" not in line]
     assert re.search(r"\[max_new_tokens 12, .*; unchanged: .*dry_base", err, re.DOTALL)
+    assert re.fullmatch(r"\[seed is \d+\]", said.pop(14))
     assert said[2:] == [
         "[temperature is 0.8]", "[seed is 7]", "[top_k is 1]", "[/top_p must be in (0, 1]; it is 3.0]",
         "[there is no option top_l in a chat; did you mean top_p?; /set lists them]",

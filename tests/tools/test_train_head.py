@@ -277,7 +277,7 @@ def test_hours_that_cannot_suffice_are_refused_before_anything_is_loaded(tmp_pat
     path.mkdir()
     write_random_llama(path)
     os.truncate(path / "model.safetensors", 66_000_000)  # larger on the disk than in the config
-    with pytest.raises(ValueError, match="a run takes at least 9 minutes; give --hours 0.2 or"):
+    with pytest.raises(ValueError, match="a run takes at least 9 minutes; give --hours 0.4 or"):
         measurement(monkeypatch, path, hours=0.1)
 
 
