@@ -34,7 +34,7 @@ from hf.heads import (
     head_files,
     head_names,
     is_unused,
-    note_unknown_keys,
+    print_notes,
     read_head,
 )
 from hf.weights import Storage, load_weights
@@ -220,7 +220,7 @@ def load_head(
     fill(head, target, files, head_names(config), quant, lambda name: is_unused(name, config))
     if head.embedding is not None and is_same_embedding(head.embedding, target):
         head.embedding = None  # one copy is enough
-    note_unknown_keys(files, config)
+    print_notes(files, config)
     return head
 
 

@@ -442,7 +442,7 @@ def _with_own_layers(model: ModelConfig, files: HeadFiles, target_layers: int) -
     return model
 
 
-def note_unknown_keys(files: HeadFiles, config: EagleConfig) -> None:
+def print_notes(files: HeadFiles, config: EagleConfig) -> None:
     """Print the keys of config.json without effect here, if there are any."""
     unknown = _keys_without_effect(files.config, config)
     if unknown:

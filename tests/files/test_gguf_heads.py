@@ -28,7 +28,7 @@ from helpers import BLOCK_KINDS, GOLDEN, gguf_blocks, golden_target
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import read_config, resolve_draft
 from hf.gguf_heads import GgufHead
-from hf.heads import HeadFiles, head_files, head_names, note_unknown_keys, read_head
+from hf.heads import HeadFiles, head_files, head_names, print_notes, read_head
 from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from linear import Embedding
@@ -146,7 +146,7 @@ def test_a_file_says_what_the_directory_says(files, flags, capsys):
     theirs = named(files(flags, "f16").parent / flags.replace(" ", "_"))
     model = read_config(TARGET)
     config, want = read_head(ours, model), read_head(theirs, model)
-    note_unknown_keys(ours, config)
+    print_notes(ours, config)
     assert "without effect" not in capsys.readouterr().err
     assert config.eagle3 == want.eagle3 and config.sharpness == want.sharpness
     others = {"rope_scaling": None, "eos_ids": (), "bos_id": None}
