@@ -443,22 +443,11 @@ def _with_own_layers(model: ModelConfig, files: HeadFiles, target_layers: int) -
 
 
 def print_notes(files: HeadFiles, config: EagleConfig) -> None:
-    """Print notes: the keys of config.json without effect here, and the use of `norm_output`."""
-    raw = files.config
-    unknown = _keys_without_effect(raw, config)
+    """Print the keys of config.json without effect here, if there are any."""
+    unknown = _keys_without_effect(files.config, config)
     if unknown:
         listed = ", ".join(sorted(unknown))
         log_note(f"{files.path}: keys of config.json without effect here: {listed}")
-    if config.eagle3 is None:
-        return
-    output = (raw | (raw.get("eagle_config") or {})).get("norm_output")
-    if output is not None:
-        meaning = {
-            "fed": "is fed back, normed",
-            "logits": "is normed before the LM head only",
-            "none": "is not normed",
-        }[config.eagle3.last_norm]
-        log_note(f"{files.path}: norm_output is {str(output).lower()}; here the output {meaning}")
 
 
 def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:

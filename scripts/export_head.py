@@ -47,15 +47,40 @@ class ExportConfig:
     checkpoint: str = option(DEFAULT, "its target: a Hugging Face directory or a GGUF file")
     out: str = option("", "what to write: a file that ends in .gguf, or a directory")
     layout: str = option("gguf", "whose: llama.cpp's, vLLM's or SGLang's", LAYOUTS)
-    type: str = option("q8_0", "of the weights in GGUF; directories have 16 bits", FORMATS)
+    type: str = option(
+        "", "of the weights in GGUF (default: q8_0); directories have 16 bits", ("", *FORMATS)
+    )
     verifier: str = option(
         "", "in the layout speculators: the target's name on a hub; default: --checkpoint"
     )
     overwrite: bool = option(False, "replace what is there")
 
+    def check(self) -> None:
+        """Check the options. Raises: ValueError."""
+        fault = "--head and --out are needed: the head to read, the file to write"
+        require(bool(self.head and self.out), fault)
+        out = Path(self.out)
+        fault = "--verifier belongs to --layout speculators; drop it"
+        require(self.layout == "speculators" or not self.verifier, fault)
+        fault = f"--type belongs to --layout gguf, and {self.layout} has 16 bits; drop it"
+        require(self.layout == "gguf" or not self.type, fault)
+        if self.layout == "gguf":
+            require(out.suffix.lower() == ".gguf", f"--out: {out} must end in .gguf")
+            check_output(out, "--out")
+        fault = f"--out: {out} exists; give --overwrite to replace it, or name another"
+        require(self.overwrite or not out.exists(), fault)
+
+
+def read_command(argv: list[str] | None = None) -> ExportConfig:
+    """Read the command line. Exit with status 2 on a mistake."""
+    config = parse(ExportConfig, "export_head.py", __doc__, argv)
+    with one_line_errors("export_head.py"):
+        config.check()
+    return config
+
 
 # --help and mistakes are answered before the imports below, which take seconds
-COMMAND = parse(ExportConfig, "export_head.py", __doc__) if __name__ == "__main__" else None
+COMMAND = read_command() if __name__ == "__main__" else None
 
 import numpy as np
 import torch
@@ -230,19 +255,10 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
 
 def run(config: ExportConfig) -> None:
     """Write the head. Raises: ValueError."""
-    if not config.head or not config.out:
-        raise ValueError("--head and --out are needed: the head to read, the file to write")
     out = Path(config.out)
-    fault = "--verifier belongs to --layout speculators; drop it"
-    require(config.layout == "speculators" or not config.verifier, fault)
-    if config.layout == "gguf":
-        require(out.suffix.lower() == ".gguf", f"--out: {out} must end in .gguf")
-        check_output(out, "--out")
-    fault = f"--out: {out} exists; give --overwrite to replace it, or name another"
-    require(config.overwrite or not out.exists(), fault)
     head = read(Path(config.head), fetched(config.checkpoint))
     if config.layout == "gguf":
-        write_gguf(head, out, config.type)
+        write_gguf(head, out, config.type or "q8_0")
         print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
         return
     of_hub = is_model_name(config.checkpoint)
@@ -254,7 +270,7 @@ def run(config: ExportConfig) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    config = COMMAND or parse(ExportConfig, "export_head.py", __doc__, argv)
+    config = COMMAND or read_command(argv)
     with one_line_errors("export_head.py"):
         run(config)
 

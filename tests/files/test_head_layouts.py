@@ -24,7 +24,10 @@ from scripts.train.train_block import BlockTrainConfig, make_head, write_files
 
 def export(head, out, layout, model=TARGET, **options):
     """Write a head. Returns: config.json and the tensors."""
-    run(ExportConfig(head=str(head), checkpoint=str(model), out=str(out), layout=layout, **options))
+    paths = {"head": str(head), "checkpoint": str(model), "out": str(out)}
+    config = ExportConfig(**paths, layout=layout, **options)
+    config.check()
+    run(config)
     return json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
 
 
