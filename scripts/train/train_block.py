@@ -239,9 +239,13 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
     return keys | {"architectures": ["DFlashDraftModel"], "dflash_config": flags}
 
 
+def block_method() -> TrainingParts:
+    """Return the parts of training a block drafter."""
+    return TrainingParts(make_head, prepare, losses_of, draft_blocks, save_head)
+
+
 def main() -> None:
-    method = TrainingParts(make_head, prepare, losses_of, draft_blocks, save_head)
-    run(BlockTrainConfig, "train_block.py", __doc__, lambda config: method)
+    run(BlockTrainConfig, "train_block.py", __doc__, block_method())
 
 
 if __name__ == "__main__":

@@ -405,7 +405,7 @@ def batches(examples: list[Example], config: TrainOptions, skip: int):
 
 
 def losses_of(
-    config: TrainConfig, head: EagleHead, target: Transformer, compiled: bool = True
+    config: TrainConfig, head: EagleHead, target: Transformer
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function of (tokens, mask, features, best) and the step's number -> `config.losses`.
 
@@ -418,9 +418,7 @@ def losses_of(
     recipe = head_training.LossOptions(
         head.embedding or target.embedding, head.lm_head or rows, rows, config.recipe_steps
     )
-    compute = head_training.unrolled_losses
-    if compiled:
-        compute = torch.compile(compute)
+    compute = torch.compile(head_training.unrolled_losses)
     generator = torch.Generator(config.device)
 
     def losses(batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
@@ -938,16 +936,13 @@ def run(
     options: type[TrainOptions],
     program: str,
     description: str,
-    method_of: Callable[[Any], TrainingParts] | None = None,
+    method: TrainingParts | None = None,
 ) -> None:
-    """Run the command line of a training program.
-
-    method_of: of the options; default: an EAGLE head's
-    """
+    """Run the command line of a training program. method: default: an EAGLE head's"""
     config = COMMAND or parse(options, program, description)
     with one_line_errors(program):
         config = replace(config, device=pick_device(config.device))
-        made = ready(config, method_of(config) if method_of else None)
+        made = ready(config, method)
         if config.minutes and config.features:
             fill_features(config, made, lambda: False)
         train(config, made, left_of(config.minutes) if config.minutes else None)
