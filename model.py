@@ -220,13 +220,17 @@ class ModelConfig:
             behind = (AddShared(),)
         return (
             *before,
-            Route(self.dim, count, self.experts_per_token, self.norm_topk),
+            self.route(),
             Project("w13", self.dim, 2 * width, experts=count),
             Gate("silu"),
             Project("w2", width, self.dim, experts=count, row_parallel=True),
             Merge(),
             *behind,
         )
+
+    def route(self) -> Route:
+        """Return the step that chooses each token's experts."""
+        return Route(self.dim, self.n_experts, self.experts_per_token, self.norm_topk)
 
     def shared_expert(self) -> tuple[Step, ...]:
         """Return the steps of the expert that all tokens share; its result waits for the others."""
@@ -258,6 +262,7 @@ class Mtp(NamedTuple):
     layer: str  # that of the layer's; {}: the number of the MTP layer
     names: dict[str, str]  # fc, embedding_norm, hidden_norm, norm -> their names
     feature_first: bool = False  # the feature is left of the embedding
+    first: int = 0  # number of the first MTP layer
 
 
 class Rope(NamedTuple):

@@ -33,6 +33,9 @@ from ops.cpu.layers import REGISTERS, CppStep, embedding_operands
 from ops.torch_backend import DeltaWeights
 from runtime import replace_fields
 
+# parameters that are always in fp32, by the ends of their names
+IN_FP32 = ("A_log", "dt_bias", "e_score_correction_bias")
+
 
 class Rows(NamedTuple):
     """The numbers of T tokens on their way through a list of steps, and what all layers share."""
@@ -433,7 +436,7 @@ class Convolution(nn.Module):
 
 
 class DecayGates(nn.Module):
-    """The two numbers of each head that the decay of its state follows from: always in fp32."""
+    """The two numbers of each head that the decay of its state follows from."""
 
     def __init__(self, heads: int):
         super().__init__()
@@ -634,6 +637,29 @@ class Router(nn.Module):
         return expert, share
 
 
+class SigmoidRouter(Router):
+    """The ranking of experts by a score of each alone. Source: DeepSeek-V3 (arXiv 2412.19437), 2.1.
+
+    The correction decides which experts are chosen, and is no part of their routing weights.
+    """
+
+    def __init__(self, step: Route):
+        super().__init__(step)
+        self.share_scale = step.share_scale
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(step.experts))  # always in fp32
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Do as `Router.forward`."""
+        scores = self.logits(x).sigmoid()  # [..., E]
+        ranked = scores + self.e_score_correction_bias
+        expert = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : self.chosen]
+        share = scores.gather(-1, expert)
+        if self.norm_topk:
+            # always summed in the router's order
+            share = share / (sum(share.unbind(-1)) + 1e-20)[..., None]
+        return expert, share * self.share_scale
+
+
 @dataclass(frozen=True)
 class Route(Step):
     """Choose each token's experts, and repeat its row in `h` for each of them: [B, T, F] -> [P, F].
@@ -650,12 +676,15 @@ class Route(Step):
     source: str = "h"  # the rows that experts are chosen by
     score_scale: float = 1.0
     expert_scale: bool = False  # each expert's share has a learned factor
+    sigmoid: bool = False  # of each score, with a correction, in place of a softmax
+    share_scale: float = 1.0  # factor of the routing weights by sigmoids
 
     def modules(self) -> dict[str, nn.Module]:
-        return {self.name: Router(self)}
+        return {self.name: SigmoidRouter(self) if self.sigmoid else Router(self)}
 
     def parameters(self) -> tuple[str, ...]:
         has = {"weight": True, "bias": self.bias, "expert_scale": self.expert_scale}
+        has |= {"e_score_correction_bias": self.sigmoid}
         return tuple(f"{self.name}.{kind}" for kind in has if has[kind])
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
@@ -666,9 +695,10 @@ class Route(Step):
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         router = getattr(layer, self.name)
-        weights = (router.weight, router.bias, router.expert_scale)
-        counts = (self.chosen, int(self.norm_topk))
-        numbers = (self.score_scale,)
+        bias = router.e_score_correction_bias.float() if self.sigmoid else router.bias
+        weights = (router.weight, bias, router.expert_scale)
+        counts = (self.chosen, int(self.norm_topk), int(self.sigmoid))
+        numbers = (self.score_scale, self.share_scale)
         return CppStep("route", self.source, "h", weights, counts, numbers)
 
 

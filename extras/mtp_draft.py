@@ -32,7 +32,11 @@ from options import GenerateConfig
 from steps import Beside, Project, Step
 
 # tensors that may repeat the model's -> those of the model
-SHARED = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": LM_HEAD}
+SHARED = {
+    "embed_tokens.weight": EMBEDDING,
+    "lm_head.weight": LM_HEAD,
+    "shared_head.head.weight": LM_HEAD,
+}
 MOST_LAYERS = 64  # that a checkpoint is searched for
 
 
@@ -61,7 +65,7 @@ def mtp_names(mtp: Mtp) -> dict[str, tuple[str, ...]]:
     """Return our parameter's name -> the tensor of the checkpoint."""
     names = {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in mtp.names.items()}
     steps = mtp.model.layer(0)
-    return names | layer_names("layers.0.", mtp.layer.format(0), steps, mtp.model.names)
+    return names | layer_names("layers.0.", mtp.layer.format(mtp.first), steps, mtp.model.names)
 
 
 def check_shared(files: TensorSource, mtp: Mtp) -> None:
@@ -104,7 +108,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
         files.keep_blocks()
     with torch.device("meta"):
         head = MtpHead(EagleConfig(mtp.model, fc_bias=False))
-    further = tuple(mtp.layer.format(number) for number in range(1, MOST_LAYERS))
+    further = tuple(mtp.layer.format(mtp.first + number) for number in range(1, MOST_LAYERS))
     if any(name.startswith(further) for name in (*files.readers, *files.quantized)):
         log_note(f"{path} holds several MTP layers; the first one drafts all levels")
 

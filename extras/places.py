@@ -280,7 +280,7 @@ def recipes_of(steps: Sequence[Pair]) -> dict[str, list[TensorRecipe]]:
             for name, gain in (("q_norm", heads.gain), ("k_norm", 1.0)):
                 outputs = heads.rotary(gain)
                 recipes[f"{name}.weight"] = [vector(write_norm, outputs, one=int(small.plus_one))]
-        elif isinstance(small, Route):
+        elif isinstance(small, Route) and len(small.parameters()) == 1:
             outputs = leading_outputs(small.experts, large.experts)
             recipes[f"{small.name}.weight"] = [matrix(outputs, channels(small.dim, large.dim))]
         elif isinstance(small, Project):

@@ -274,6 +274,13 @@ def _flat(read: Callable[[], Tensor]) -> Tensor:
     return read().flatten(0, -2)
 
 
+def in_files(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of `block_names` in the shape that files have: `_rename` undone."""
+    if name.endswith("_conv.base_kernel"):  # before and behind a sublayer
+        return tensor.unflatten(0, (2, -1))
+    return tensor
+
+
 def _read_layers(path: Path, keys: dict, hf: HFBlockHead, tensors: set[str]) -> BlockModel:
     """Read the settings of the layers. Raises: ValueError for kinds or sizes that do not fit."""
     model = layer_config(path, keys | {"use_sliding_window": False})  # a window bounds no context

@@ -52,15 +52,6 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 # routers, and the confidence of a draft: they are small, and decide
 SMALL = (".gate.weight", ".router.weight", ".router.proj.weight", "confidence_head.proj.weight")
 GATE_UP = "ffn_gate_up"  # a gate's rows, then those of up, of each expert in a stack
-# of an MTP layer, which follows the model's own layers -> those of Qwen3.5's directories
-NEXTN_NAMES = {
-    "eh_proj": "fc",
-    "enorm": "pre_fc_norm_embedding",
-    "hnorm": "pre_fc_norm_hidden",
-    "shared_head_norm": "norm",
-    "shared_head_head": "lm_head",
-    "embed_tokens": "embed_tokens",
-}
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -238,9 +229,9 @@ class GgufFile(TensorSource):
             yield f"{self._layer(changed[1])}.{official}", lambda: change(read())
             return
         nextn = re.fullmatch(r"blk\.(\d+)\.nextn\.(\w+)\.weight", name)
-        if nextn and nextn[2] in NEXTN_NAMES:
+        if nextn and nextn[2] in self.layout.nextn:
             owner = self._layer(nextn[1]).removesuffix(".layers.0")  # the first one's are for all
-            yield f"{owner}.{NEXTN_NAMES[nextn[2]]}.weight", read
+            yield f"{owner}.{self.layout.nextn[nextn[2]]}.weight", read
             return
         stem, _, leaf = name.rpartition(".")
         part = re.fullmatch(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(_exps|\.\d+)?", stem)
@@ -286,7 +277,7 @@ class GgufFile(TensorSource):
     def _layer(self, number: str) -> str:
         """Return the beginning of the names of a layer's tensors."""
         own = self.config["num_hidden_layers"]
-        if int(number) < own:
+        if int(number) < own or self.layout.numbers_mtp:
             return f"model.layers.{number}"
         return f"mtp.layers.{int(number) - own}"
 
@@ -478,6 +469,7 @@ def config_of(header: Header, type_names: dict[str, str], embedding: tuple[int, 
         "rope_scaling": _rope_scaling(metadata, key),
         "attention_bias": _has(tensors, r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
         "mlp_bias": _has(tensors, r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
+        "use_qk_norm": _has(tensors, r"blk\.\d+\.attn_q_norm\.weight"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": end_ids(metadata),

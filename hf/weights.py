@@ -50,7 +50,7 @@ from ops.formats import FORMATS, Encoder, check_finite
 from ops.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
 from ops.weight import Weight, planes, stack, table_of
 from stats import check_memory
-from steps import DecayGates, Project, Step
+from steps import IN_FP32, Project, Step
 
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
 # another program, and one of them loads this much in less than 1 s
@@ -151,9 +151,8 @@ def load_weights(
             if theirs[0] in files.quantized:  # an embedding in blocks
                 setattr(model, owner, loading.embedding(theirs, params[ours].shape))
                 continue
-            module = model.get_submodule(owner)
-            value = loading.parameter(theirs, params[ours].shape, isinstance(module, DecayGates))
-            setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+            value = loading.parameter(theirs, params[ours].shape, leaf in IN_FP32)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     if loading.wide:
         log_note(
             f"{files.path}: int8 on CUDA has no groups of inputs; "

@@ -27,6 +27,15 @@ MIXTURE = {
     "ffn_down": "mlp.experts.{}.down_proj",
     "ffn_up": "mlp.experts.{}.up_proj",
 }
+# names of an MTP layer, which follows the model's own layers -> those of Qwen3.5's directories
+NEXTN = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm",
+    "shared_head_head": "lm_head",
+    "embed_tokens": "embed_tokens",
+}
 
 
 def _no_keys(metadata: Any, key: Callable[[str], str]) -> dict[str, Any]:
@@ -40,6 +49,8 @@ class GgufLayout:
     layer: dict[str, str] = field(default_factory=lambda: LAYER)
     mixture: dict[str, str] = field(default_factory=lambda: MIXTURE)
     beside: dict[str, str] = field(default_factory=dict)  # of tensors that are of no layer
+    nextn: dict[str, str] = field(default_factory=lambda: NEXTN)
+    numbers_mtp: bool = False  # an MTP layer is numbered behind the model's layers, too
     interleaved: bool = False  # rows of queries and keys are in the order of llama.cpp's rotation
     norms_plus_one: bool = False  # one was added to the weights of norms
     partial_rope: bool = False  # RoPE may turn a part of each head

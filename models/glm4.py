@@ -2,7 +2,7 @@
 
 RoPE turns half of each head, in pairs of neighbours. Files hold gate above up in one tensor.
 
-Source: arXiv 2406.12793. Not here: GLM-4.5 and later ones, which have experts.
+Source: arXiv 2406.12793. Not here: GLM-4.5 and later ones (models/glm4_moe.py).
 """
 
 from __future__ import annotations

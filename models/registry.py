@@ -48,6 +48,7 @@ ROWS = (
     Row("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"),
     Row("lfm2", "Lfm2ForCausalLM", "lfm2", "lfm2"),
     Row("glm4", "Glm4ForCausalLM", "glm4", "glm4"),
+    Row("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe", "glm4moe"),
     Row("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),
 )
 NAMES = tuple(row.name for row in ROWS)

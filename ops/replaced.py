@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
-    "model.py": "d237a54f",
+    "model.py": "080f35e6",
     "ops/torch_backend.py": "1dbac99d",
-    "steps.py": "0c021433",
+    "steps.py": "ad623f03",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"
 WITHOUT_EFFECT = re.compile(rf'"""[\s\S]*?"""|#.*|{IMPORT}', re.MULTILINE)

@@ -108,7 +108,7 @@ def check_fits_llama_cpp(head: Head) -> None:
 
     Source: its model `eagle3`.
     """
-    fault = f"{head.files.path}: DFlash is not written as GGUF; name another --layout"
+    fault = f"{head.files.path}: block drafters are not written as GGUF; name another --layout"
     require(isinstance(head.config, EagleConfig), fault)
     model = head.config.model
     eagle3 = head.config.eagle3

@@ -1,11 +1,13 @@
 """Read a head, and write it as a directory that other runtimes serve: speculators' or SGLang's.
 
-- `speculators`: the package of that name trains from it, and vLLM serves it. EAGLE-3 and DFlash.
+- `speculators`: the package of that name trains from it, and vLLM serves it.
 - `sglang`: SpecForge's layout of EAGLE-3 and z-lab's of DFlash, which SGLang serves.
+
+Heads are of EAGLE-3, DFlash or DFlash2.
 
 Weights are 16 bits; the tensors are those of the official layout, with the first layer named as
 each has it. What a runtime cannot compute is refused: it would draft worse than it was trained to.
-Sources: the package speculators 0.9.0, models/eagle3 and models/dflash; SpecForge @a6b6b02;
+Sources: the package speculators 0.9.0, models/eagle3, dflash and dflash2; SpecForge @a6b6b02;
 z-lab/dflash @10129599.
 Not here: GGUF (export_head.py), reading these layouts (hf/heads.py, hf/block_heads.py).
 """
@@ -26,11 +28,12 @@ from torch import Tensor
 
 from base.head_kinds import head_kind
 from base.parsing import require
-from hf.block_heads import BlockConfig, block_names, read_block_head, read_vocab
+from hf.block_heads import BlockConfig, block_names, in_files, read_block_head, read_vocab
 from hf.checkpoint import TensorSource
 from hf.config import open_source, read_config, read_raw
 from hf.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names, read_head
 from model import ModelConfig
+from scripts.train.train_block import keys_of, selector_keys
 from scripts.train.training import shape_keys
 
 
@@ -56,7 +59,7 @@ class Head:
 def read(head: Path, target: Path) -> Head:
     """Read a head. Raises: ValueError for one that no layout has, or one of another target."""
     kind = head_kind(head)
-    fault = f"{head} is a head of the kind {kind}; EAGLE-3 heads and DFlash can be exported"
+    fault = f"{head} is a head of the kind {kind}; EAGLE-3, DFlash and DFlash2 can be exported"
     require(kind in ("eagle", "block"), fault)
     if kind == "block":
         files = head_files(head, "none")
@@ -94,7 +97,7 @@ def write_directory(head: Head, out: Path, layout: str, verifier: str) -> None:
     for fault, holds in faults(head.config, layout).items():
         require(not holds, f"{where} {fault}")
     keys = write(head, verifier) | {"torch_dtype": "bfloat16"}
-    tensors = {name: _in_16_bits(read()) for name, read in head.tensors().items()}
+    tensors = {name: in_files(name, _in_16_bits(x())) for name, x in head.tensors().items()}
     if layout == "speculators" and isinstance(head.config, EagleConfig):
         # the package reads no other embedding, and its published heads have the target's
         embedding = open_source(head.target).readers["model.embed_tokens.weight"]
@@ -134,11 +137,14 @@ def faults(config: EagleConfig | BlockConfig, layout: str) -> dict[str, bool]:
     }
     if isinstance(config, BlockConfig):
         return both | {
-            "is no plain DFlash (a bias of tokens, a selector, codes, a confidence)": (
-                config.scores_pairs or config.predicts_next or bool(config.confidence)
+            "is no DFlash or DFlash2 (a bias of tokens, codes, a confidence)": any(
+                (config.markov_rank, config.transfer_rank, config.confidence, config.predicts_next)
             ),
             "is causal (JetSpec)": config.causal,
-            "has windows or convolutions": bool(model.sliding_layers or model.conv_taps),
+            "has windows": bool(model.sliding_layers),
+            "has convolutions or a selector, and not both": (
+                bool(model.conv_taps) != bool(config.selector_rank)
+            ),
             "scales its inputs or scores": (
                 model.input_scale != 1 or config.score_factor != 1 or config.score_cap != 0
             ),
@@ -177,14 +183,23 @@ def _speculators_eagle(head: Head, verifier: str) -> dict[str, Any]:
 def _speculators_block(head: Head, verifier: str) -> dict[str, Any]:
     config = head.config
     levels = config.block_size - 1
-    return _speculators(head, "dflash", "DFlashDraftModel", levels, verifier) | {
-        "draft_vocab_size": config.draft_vocab or config.model.vocab_size,
-        "aux_hidden_state_layer_ids": list(config.aux_layers),
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token,
-        "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
-    }
+    kind = ("dflash", "DFlashDraftModel")
+    further = {}
+    if config.selector_rank:
+        kind = ("dflash2", "DFlash2DraftModel")
+        further = selector_keys(config)
+    return (
+        _speculators(head, *kind, levels, verifier)
+        | further
+        | {
+            "draft_vocab_size": config.draft_vocab or config.model.vocab_size,
+            "aux_hidden_state_layer_ids": list(config.aux_layers),
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token,
+            "sample_from_anchor": False,
+            "sliding_window_non_causal": False,
+        }
+    )
 
 
 def _speculators(
@@ -233,17 +248,7 @@ def _sglang_eagle(head: Head, _: str) -> dict[str, Any]:
 
 
 def _sglang_block(head: Head, _: str) -> dict[str, Any]:
-    config = head.config
-    return layer_keys(config.model) | {
-        "architectures": ["DFlashDraftModel"],
-        "layer_types": ["full_attention"] * config.model.n_layers,
-        "block_size": config.block_size,
-        "draft_sharpness": config.sharpness,
-        "dflash_config": {
-            "mask_token_id": config.mask_token,
-            "target_layer_ids": [layer - 1 for layer in config.aux_layers],
-        },
-    }
+    return keys_of(head.config, "bfloat16") | layer_keys(head.config.model)
 
 
 def layer_keys(model: ModelConfig) -> dict[str, Any]:

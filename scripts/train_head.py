@@ -8,7 +8,8 @@
 2. Answers: the target answers prompts, also its own (train/generate_answers.py).
 3. Features: its hidden states over these texts go to a file (train/feature_cache.py).
 4. Training, over three steps of a chain: HASS, which has the layout of EAGLE-1, or EAGLE-3 where
-   the hours suffice for a million tokens; then the sharpness (train/train_eagle.py).
+   the hours suffice for a million tokens; then the sharpness (train/train_eagle.py). With
+   `--kind dflash2` it is a block drafter (train/train_block.py).
 5. Evaluation: a chain and trees beside vanilla decoding, by task (bench/papers.py). Then the model
    card, `README.md`, and `training.json` are written, and of an EAGLE-3 head GGUF files for
    llama.cpp (export_head.py).
@@ -43,7 +44,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
@@ -82,6 +83,12 @@ class HeadConfig:
         least=0,
         most=1,
     )
+    kind: str = option(
+        "eagle",
+        "of the head: eagle (HASS or EAGLE-3, by the number of tokens), or dflash2, which drafts "
+        "all levels in one pass",
+        ("eagle", "dflash2"),
+    )
     chat: str = option("", "chat template; empty: the checkpoint's own")
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0, most=processors())
     device: str = option("", "cpu or cuda; default: cuda if there is one")
@@ -106,9 +113,9 @@ class HeadConfig:
             device=self.device,
         )
 
-    def training(self, recipe: str, **options: Any) -> train_eagle.TrainConfig:
+    def training(self, recipe: str, **options: Any) -> train_eagle.TrainOptions:
         """Return the options of the training. recipe: one of RECIPES"""
-        return train_eagle.TrainConfig(
+        return KINDS[self.kind].options(
             checkpoint=self.checkpoint,
             out=self.out,
             data=str(Path(self.out, "answers", "answers.jsonl")),
@@ -154,13 +161,14 @@ COMMAND = read_command() if __name__ == "__main__" else None
 import torch
 from tqdm import tqdm
 
+from base.methods import HEAD_KINDS
 from hf.config import read_raw
 from ops.cpu.build import folder_lock
 from scripts import export_head
 from scripts.bench import papers
 from scripts.bench.measure import shown_path
 from scripts.bench.report import BRIEF, tables
-from scripts.train import train_eagle
+from scripts.train import train_block, train_eagle
 from scripts.train.feature_cache import weights_hash
 from scripts.train.generate_answers import AnswerConfig, Run, answer, by_tokens, read_turns
 from scripts.train.plan import (
@@ -177,16 +185,33 @@ from scripts.train.plan import (
 
 ANSWER_TOKENS = AnswerConfig.tokens  # without a plan
 COMMON = {
-    "unroll": 3, "draft_vocab": 8192, "seq_len": 512, "batch_size": 4, "optimizer": "muon",
-    "eval_prompts": 24, "patience": 2,
+    "seq_len": 512, "batch_size": 4, "optimizer": "muon", "eval_prompts": 24, "patience": 2,
 }  # fmt: skip
+OF_EAGLE = COMMON | {"unroll": 3, "draft_vocab": 8192}
 RECIPES = {  # by measurement (benchmarks/TRAINING.md)
-    "HASS": COMMON | {"init": "feature", "token_weight": 1.0, "lr": 3e-3, "muon_lr": 4e-3},
-    "EAGLE-3": COMMON | {"version": 3, "lr": 2e-3, "muon_lr": 2e-3},
+    "HASS": OF_EAGLE | {"init": "feature", "token_weight": 1.0, "lr": 3e-3, "muon_lr": 4e-3},
+    "EAGLE-3": OF_EAGLE | {"version": 3, "lr": 2e-3, "muon_lr": 2e-3},
+    "DFlash2": COMMON
+    | {"selector_rank": 64, "block_size": 6, "layers": 1, "decay": 3.0, "lr": 3e-3},
+}
+
+
+class Kind(NamedTuple):
+    """A value of --kind."""
+
+    recipes: tuple[str, ...]  # each is for more tokens than the one before
+    options: type[train_eagle.TrainOptions]
+    method: Callable[[], train_eagle.TrainingParts]
+    draft: str  # its name in generate.py
+
+
+KINDS = {
+    "eagle": Kind(("HASS", "EAGLE-3"), train_eagle.TrainConfig, train_eagle.eagle_method, "eagle"),
+    "dflash2": Kind(("DFlash2",), train_block.BlockTrainConfig, train_block.block_method, "block"),
 }
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
 TASKS = "gsm8k,humaneval,mt_bench"
-VERSION = 4  # of run.json
+VERSION = 5  # of run.json
 # answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
 # answered, whatever the budget (an answer has about 200)
 BATCH_TOKENS = 2000
@@ -194,7 +219,7 @@ LINE_S = 60.0  # between lines about a stage
 MISSED = 0.8  # of what was planned for a stage; less is said
 ASK_S = 60.0  # to answer whether the run goes on; it does after that
 STEPS = 1000  # units of the schedule of training, which goes by the clock
-METHODS = "none,ngram,eagle:chain:tree_depth=5,eagle:dynamic,eagle:auto"
+METHODS = "none,ngram,{0}:chain:tree_depth=5,{0}:dynamic,{0}:auto"
 
 
 # ------------------------------------------------------------------------------- the run
@@ -215,6 +240,7 @@ class Job:
             "version": VERSION,
             "weights": weights_hash(Path(config.checkpoint)),
             "tokens": config.tokens,
+            "kind": config.kind,
             "chat": config.chat,
             "given": config.given,
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
@@ -337,9 +363,10 @@ class Job:
 
 def plan_of(config: HeadConfig, measured: Measurement) -> dict[str, Any]:
     """Measure the stages. Returns: the plan of the recipe that the hours suffice for."""
+    kind = KINDS[config.kind]
     measured.answers(config.answers())
-    for recipe in RECIPES:
-        measured.training(config.training(recipe))
+    for recipe in kind.recipes:
+        measured.training(config.training(recipe), kind.method())
         plan = make_plan(measured.costs, config.hours, config.out, config.tokens)
         if plan["tokens"] * TEXT_PER_ANSWER * EPOCHS < EAGLE_3_TOKENS:
             break
@@ -370,7 +397,7 @@ def train(job: Job) -> None:
     """Stages 2 and 3. Writes: OUT."""
     features = job.out / "features.bin"
     config = job.config.training(job.state["plan"]["recipe"], features=str(features))
-    made = train_eagle.ready(config)
+    made = train_eagle.ready(config, KINDS[job.config.kind].method())
     job.tick("training")  # else the time to open would count as a batch of features
     if "features" not in job.state["done"]:
         over = partial(job.over, "features")
@@ -401,7 +428,7 @@ def evaluate(job: Job) -> None:
         checkpoint=config.checkpoint,
         eagle=config.out,
         tasks=TASKS,
-        methods=METHODS,
+        methods=METHODS.format(KINDS[config.kind].draft),
         limit=PROMPTS,
         traced=1,
         chat=config.chat,
@@ -456,6 +483,11 @@ def by_method(rows: list[dict]) -> dict[str, dict[str, float]]:
     return dict(sorted(speedups.items(), key=lambda item: -mean(item[1])))
 
 
+def has_head(method: str) -> bool:
+    """Return whether a method drafts with a head."""
+    return method.split(":")[0] in HEAD_KINDS
+
+
 def mean(tasks: dict[str, float]) -> float:
     """Return the mean of a method's speedups."""
     return sum(tasks.values()) / len(tasks)
@@ -466,7 +498,7 @@ def use(config: HeadConfig, rows: list[dict]) -> str:
     chat = f"--chat {config.chat}".strip()
     best = next(iter(by_method(rows)))
     draft = f"--draft {best}"
-    if best.startswith("eagle"):
+    if has_head(best):
         draft = f"--head {shown_path(config.out)}"
     model = f"python generate.py --checkpoint {shown_path(config.checkpoint)}"
     return f"{model} {draft} {chat}"
@@ -480,8 +512,8 @@ def speed(rows: list[dict]) -> str:
     text = f"{best} has {mean(methods[best]):.2f} of vanilla decoding here, medians of {tasks}"
     if best == "none":
         text = "no method is faster than vanilla decoding here"
-    if not best.startswith("eagle"):
-        head = next(name for name in methods if name.startswith("eagle"))
+    if not has_head(best):
+        head = next(name for name in methods if has_head(name))
         text += f"; with the head, {head} has {mean(methods[head]):.2f}: it is not recommended"
     return text
 
@@ -497,7 +529,7 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     alphas = " ".join(f"{alpha:.3f}" for alpha in best["alpha"])
     table = "\n".join(tables(rows))
     asked = f"--tokens {config.tokens}" if config.tokens else f"--hours {config.hours:g}"
-    batch = COMMON["batch_size"] * COMMON["seq_len"]
+    batch = info["config"]["batch_size"] * info["config"]["seq_len"]
     epochs = last["step"] / state["batches"]
     parameters = f"{info['parameters'] / 1e6:.1f} million parameters"
     return f"""# A draft head for {name}
@@ -510,8 +542,8 @@ Made by `scripts/train_head.py {asked}` of gpt-eagle.
 - The target's licence: {licence(Path(config.checkpoint))}. The head is made of the
   target's answers and features, so its terms may hold for the head too.
 - Speed: {speed(rows)};
-  eagle:auto, the default, also drafts by lookups in the text; ngram is lookups alone, without the
-  head. The tables below have every task.
+  {KINDS[config.kind].draft}:auto, the default, also drafts by lookups in the text; ngram is lookups
+  alone, without the head. The tables below have every task.
 - Data: {state["tokens"]} tokens of the target's own answers to the prompts below.
 - Training: {state["plan"]["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
   {parameters}.
@@ -597,7 +629,8 @@ def run(config: HeadConfig) -> None:
         if "plan" not in job.state:
             job.state["plan"] = plan_of(config, measured or begin())
             job.tick("plan")
-        print(f"{job.state['plan']['recipe']}, by the number of tokens")
+        reason = ", by the number of tokens" if len(KINDS[config.kind].recipes) > 1 else ""
+        print(f"{job.state['plan']['recipe']}{reason}")
         print(job.table(), flush=True)
         stages: dict[str, Callable[[Job], None]] = {
             "answers": write_answers,

@@ -202,15 +202,13 @@ at::Tensor score(const at::Tensor& x, const at::Tensor& router,
 }
 
 // The best experts of every row of x [..., F] by scores [..., E]; of equal ones the first.
-// factor: of each expert's share, [E]
-Routes route(const at::Tensor& x, const at::Tensor& scores, int64_t chosen, bool norm,
-             const std::optional<at::Tensor>& factor) {
+// every: what the shares are taken of, [..., E]
+Routes route(const at::Tensor& x, const at::Tensor& scores, const at::Tensor& every,
+             int64_t chosen) {
   RECORD_FUNCTION("gpt_eagle::route", std::vector<c10::IValue>{});
   const int64_t experts = scores.size(-1), rows = scores.numel() / experts, width = x.size(-1);
   Routes to{at::empty({rows * chosen}, x.options().dtype(at::kLong)),
             at::empty({rows, chosen}, x.options()), at::empty({rows * chosen, width}, x.options())};
-  const at::Tensor every =
-      norm ? scores : at::softmax(scores, -1);  // PyTorch's, so that the bits are the modules'
   const float *all = rows_of(scores), *shares = rows_of(every);
   int64_t* expert = to.expert.mutable_data_ptr<int64_t>();
   float* share = to.share.mutable_data_ptr<float>();
@@ -230,10 +228,33 @@ Routes route(const at::Tensor& x, const at::Tensor& scores, int64_t chosen, bool
       std::copy_n(rows_of(x) + r * width, width, copy + (r * chosen + j) * width);
     }
   });
+  return to;
+}
+
+// Softmaxes are PyTorch's, so that the bits are the modules'. factor: of each expert's share, [E]
+Routes route_by_softmax(const at::Tensor& x, const at::Tensor& scores, int64_t chosen, bool norm,
+                        const std::optional<at::Tensor>& factor) {
+  Routes to = route(x, scores, norm ? scores : at::softmax(scores, -1), chosen);
   if (norm) to.share = at::softmax(to.share, -1);
   if (factor) {
+    const int64_t* expert = to.expert.const_data_ptr<int64_t>();
     float* shares = to.share.mutable_data_ptr<float>();
-    for (int64_t p = 0; p < rows * chosen; p++) shares[p] *= widen(data(*factor)[expert[p]]);
+    for (int64_t p = 0; p < to.share.numel(); p++) shares[p] *= widen(data(*factor)[expert[p]]);
+  }
+  return to;
+}
+
+// Shares are sigmoids of the scores; a correction, [E] fp32, is added to choose by.
+Routes route_by_sigmoid(const at::Tensor& x, const at::Tensor& scores, int64_t chosen, bool norm,
+                        const at::Tensor& correction, float factor) {
+  const at::Tensor every = scores.sigmoid();
+  Routes to = route(x, every.add(correction), every, chosen);
+  float* shares = to.share.mutable_data_ptr<float>();
+  for (int64_t r = 0; r < to.share.size(0); r++, shares += chosen) {
+    float total = 0;
+    for (int64_t j = 0; j < chosen; j++) total += shares[j];
+    total += 1e-20f;
+    for (int64_t j = 0; j < chosen; j++) shares[j] = (norm ? shares[j] / total : shares[j]) * factor;
   }
   return to;
 }
@@ -739,9 +760,14 @@ class Machine {
   }
 
   at::Tensor choose(const at::Tensor& x, const Step& step) {
-    at::Tensor scores = score(x, step.weight(), step.weights[1]);  // [..., E]
+    const int64_t chosen = step.counts[0];
+    const bool norm = step.counts[1], by_sigmoid = step.counts[2];
+    at::Tensor scores =  // [..., E]
+        score(x, step.weight(), by_sigmoid ? std::optional<at::Tensor>() : step.weights[1]);
     if (step.numbers[0] != 1) scores = scale(scores, step.numbers[0]);
-    routes = route(at(H), scores, step.counts[0], step.counts[1], step.weights[2]);
+    routes = by_sigmoid ? route_by_sigmoid(at(H), scores, chosen, norm, step.weight(1),
+                                           float(step.numbers[1]))
+                        : route_by_softmax(at(H), scores, chosen, norm, step.weights[2]);
     return routes.rows;
   }
 };

@@ -52,7 +52,7 @@ class BenchConfig:
     """Options. Units and effects are in the help texts."""
 
     checkpoint: str = option(DEMO, "Hugging Face directory of the target")
-    eagle: str = option("", "directory of the EAGLE head; default: the one next to the target")
+    eagle: str = option("", "the head of methods of its kind; default: the one next to the target")
     tasks: str = option(
         "demo,gsm8k,humaneval",
         "names in data/eval, or JSONL files of id, task and turns, or in a published layout "
@@ -311,8 +311,9 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
     if setting.quant != "none":
         argv.append(f"--quant={setting.quant}")
     named = any(piece.startswith(("head=", "eagle=")) for piece in pieces)
-    if config.eagle and "eagle" in draft and not named:
-        argv.append(f"--eagle={config.eagle}")
+    kind = draft.removesuffix("+ngram")
+    if config.eagle and not named and kind == head_kind(Path(config.eagle)):
+        argv.append(f"--head={config.eagle}")
     if config.compile:
         argv.append("--compile")
     argv.append(f"--chat={NO_TEMPLATE if config.chat is None else config.chat}")

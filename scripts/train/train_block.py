@@ -73,7 +73,7 @@ import torch
 from torch import Tensor
 
 from extras.block_draft import BlockHead
-from hf.block_heads import BlockConfig, block_names
+from hf.block_heads import BlockConfig, block_names, in_files
 from hf.weights import export_weights
 from model import DTYPES, ModelConfig, Transformer
 from models.block_head import BlockModel
@@ -200,9 +200,7 @@ def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
     config = head.config
     names = block_names(config)
     tensors = export_weights(plain_copy(head), names, config.model, DTYPES[dtype])
-    for name, value in tensors.items():
-        if name.endswith("_conv.base_kernel"):  # before and behind a sublayer
-            tensors[name] = value.unflatten(0, (2, -1))
+    tensors = {name: in_files(name, value) for name, value in tensors.items()}
     training.write_checkpoint(out, tensors, keys_of(config, dtype), info)
 
 
@@ -233,21 +231,29 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
             }
         )
     if config.selector_rank:
-        flags |= {
-            "block_size": config.block_size,
-            "conv_kernel_size": config.model.conv_taps,
-            "conv_group_size": config.model.conv_group,
-            "selector_rank": config.selector_rank,
-            "selector_top_k": config.selector_top,
-        }
+        flags |= {"block_size": config.block_size} | selector_keys(config)
         return keys | {"architectures": ["DFlash2DraftModel"], "dflash_config": flags}
     return keys | {"architectures": ["DFlashDraftModel"], "dflash_config": flags}
 
 
+def block_method() -> TrainingParts:
+    """Return the parts of training a block drafter."""
+    return TrainingParts(make_head, prepare, losses_of, draft_blocks, save_head)
+
+
+def selector_keys(config: BlockConfig) -> dict:
+    """Return the keys of DFlash2's convolutions and selector."""
+    return {
+        "conv_kernel_size": config.model.conv_taps,
+        "conv_group_size": config.model.conv_group,
+        "selector_rank": config.selector_rank,
+        "selector_top_k": config.selector_top,
+    }
+
+
 def main() -> None:
-    method = TrainingParts(make_head, prepare, losses_of, draft_blocks, save_head)
     config = COMMAND or parse(BlockTrainConfig, "train_block.py", __doc__)
-    run(config, "train_block.py", method)
+    run(config, "train_block.py", block_method())
 
 
 if __name__ == "__main__":

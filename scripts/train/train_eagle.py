@@ -343,7 +343,7 @@ def batches(examples: list[Example], config: TrainOptions, skip: int):
 
 
 def losses_of(
-    config: TrainConfig, head: EagleHead, target: Transformer, compiled: bool = True
+    config: TrainConfig, head: EagleHead, target: Transformer
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function of (tokens, mask, features, best) and the step's number -> `config.losses`.
 
@@ -356,9 +356,7 @@ def losses_of(
     recipe = head_training.LossOptions(
         head.embedding or target.embedding, head.lm_head or rows, rows, config.recipe_steps
     )
-    compute = head_training.unrolled_losses
-    if compiled:
-        compute = torch.compile(compute)
+    compute = torch.compile(head_training.unrolled_losses)
     generator = torch.Generator(config.device)
 
     def losses(batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:

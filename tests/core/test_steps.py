@@ -26,13 +26,14 @@ from models import registry
 from models.gemma3 import Gemma3
 from models.gemma4 import Gemma4
 from models.glm4 import Glm4
+from models.glm4_moe import Glm4Moe
 from models.gpt_oss import GptOss
 from models.lfm2 import Lfm2
 from models.qwen3_5 import Qwen35
 from ops.backends import TORCH, choose, use_backend
 from ops.cpu.layers import Program, fits, steps_of
 from parallel.tp import SumRanks, split_dims, with_sums
-from steps import REGISTERS, Add, Copy, Project, Rows, Scale, Step, run_steps
+from steps import REGISTERS, Add, AddShared, Copy, Project, Rows, Scale, Step, run_steps
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
 needs_cpp = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
@@ -53,6 +54,10 @@ MODELS = {
         expert_names="qwen",
     ),
     "glm4": Glm4(*SIZES, qkv_bias=True, rotary_dim=8),
+    "glm4 moe": Glm4Moe(
+        *SIZES, qk_norm=True, rotary_dim=8, n_experts=6, experts_per_token=3, expert_dim=32, shared_dim=48,
+        share_scale=2.5, dense_layers=(0,), expert_names="qwen",
+    ),
     "gemma3": Gemma3(*SIZES, qk_norm=True, window=4, query_scale=0.2, sliding_layers=(0, 2)),
     "gemma4, small": Gemma4(
         *SIZES, qk_norm=True, window=4, query_scale=1.0, sliding_layers=(0, 2), global_head_dim=32,
@@ -265,7 +270,8 @@ def test_ranks_add_up_what_they_share(name):
     for i in range(config.n_layers):
         steps = with_sums(config.layer(i))
         sums = [i for i, step in enumerate(steps) if isinstance(step, SumRanks)]
-        assert len(sums) == (3 if name in ("qwen2 moe", "gemma4, experts") else 2)
+        has_both = any(isinstance(step, AddShared) for step in steps)
+        assert len(sums) == (3 if has_both else 2)
         rest = [step for step in steps if not isinstance(step, SumRanks)]
         assert rest == [*config.layer(i)]
     projections = [

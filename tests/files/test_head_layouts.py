@@ -88,15 +88,18 @@ def block_head(path, **options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_dflash_is_read_back_as_the_same_head(layout, tmp_path):
-    source = block_head(tmp_path / "source")
-    keys, _ = export(source, tmp_path / "out", layout)
+@pytest.mark.parametrize("kind, rank", [("dflash", 0), ("dflash2", 8)])
+def test_block_drafters_are_read_back_as_the_same_head(layout, kind, rank, tmp_path):
+    source = block_head(tmp_path / "source", selector_rank=rank)
+    keys, written = export(source, tmp_path / "out", layout)
     before, after = (load_block_head(path, target()) for path in (source, tmp_path / "out"))
     own, other = dict(before.named_parameters()), dict(after.named_parameters())
     assert own.keys() == other.keys() and len(own) > 8
     assert all(torch.equal(own[name], other[name]) for name in own)
     assert replace(after.config, window_from_root=False) == before.config
+    assert keys.get("speculators_model_type", kind) == kind
     assert ("speculators_model_type" in keys) == (layout == "speculators")
+    assert rank == 0 or written["layers.0.mlp_conv.base_kernel"].dim() == 3
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_dflash_is_read_back_as_the_same_head(layout, tmp_path):
         ("version 1", "sglang", "of version 1 or 2"),
         ("there", "sglang", "exists; give --overwrite"),
         ("there", "gguf", "must end in .gguf"),
-        ("block", "gguf", "DFlash is not written as GGUF"),
+        ("block", "gguf", "block drafters are not written as GGUF"),
     ],
 )
 def test_what_a_layout_has_no_place_for_is_refused_and_nothing_written(

@@ -12,8 +12,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from test_glm4_moe import GGUF_NAMES as GLM_NAMES
+from test_glm4_moe import SIZES as GLM_SIZES
+from test_glm4_moe import converted as converted_glm
+from test_glm4_moe import metadata as metadata_of_glm
 from test_qwen3_5 import EXPERTS, GGUF_NAMES, SIZES, file_of, randomize
 from torch import nn
+from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen35
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35_moe
@@ -25,7 +30,7 @@ from hf.chat import TextFiles
 from kv_cache import KVCache, causal_window
 from options import DEMO
 from session import Session
-from tiny_models import IDS, refused, write
+from tiny_models import IDS, gguf_name, gguf_tensors, refused, write
 
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]
 MIMO = {
@@ -38,16 +43,21 @@ KINDS = {
     "qwen": ("Qwen3_5ForCausalLM", qwen35, "Qwen3_5", SIZES),
     "tied": ("Qwen3_5ForCausalLM", qwen35, "Qwen3_5", SIZES | {"tie_word_embeddings": True}),
     "experts": ("Qwen3_5MoeForCausalLM", qwen35_moe, "Qwen3_5Moe", SIZES | EXPERTS),
-}
-# ours -> MiMo's names and Qwen3.5's
+    "glm": ("Glm4MoeForCausalLM", glm, "Glm4Moe", GLM_SIZES | {"num_hidden_layers": 2, "use_qk_norm": True}),
+}  # fmt: skip
+# the beginning of all names, then ours -> MiMo's names, GLM's, and by default Qwen3.5's
+QWEN_NAMES = ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.")
 NAMES = {
-    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", ""),
-    "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0."),
-}
+    "mimo": (
+        "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "",
+    ),
+    "glm": ("model.layers.2.", "enorm", "hnorm", "eh_proj", "shared_head.norm", ""),
+}  # fmt: skip
+PLAIN_NORMS = ("mimo", "glm")  # the others' weights count from one
 
 
 class Reference(nn.Module):
-    """An MTP layer as vLLM and MiMo's own code compute it, of transformers' modules."""
+    """An MTP layer as vLLM, MiMo's own code and transformers' `MtpLayer` compute it, of transformers' modules."""
 
     def __init__(self, kind: str, model):
         super().__init__()
@@ -55,6 +65,7 @@ class Reference(nn.Module):
         self.kind, self.model = kind, [model]
         config = deepcopy(model.config)
         config.layer_types = ["full_attention"]
+        config.first_k_dense_replace = 0  # GLM's has experts
         norm = getattr(module, f"{name}RMSNorm")
         norms = [norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)]
         self.embedding_norm, self.hidden_norm, self.norm = norms
@@ -74,8 +85,7 @@ class Reference(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors as the files name them."""
-        prefix = "model.mtp_layers.0." if self.kind == "mimo" else "mtp."
-        *own, layer = NAMES["mimo" if self.kind == "mimo" else "qwen"]
+        prefix, *own, layer = NAMES.get(self.kind, QWEN_NAMES)
         ours = dict(zip(("embedding_norm", "hidden_norm", "fc", "norm", "layer"), [*own, ""]))
         named = {}
         for name, value in self.state_dict().items():
@@ -92,9 +102,8 @@ def made(kind: str, path: Path | None = None, hits: bool = False) -> tuple:
     """
     torch.manual_seed(0)
     architecture, _, name, options = KINDS[kind]
-    config = getattr(transformers, f"{name}TextConfig" if name != "Qwen2" else "Qwen2Config")(
-        **options
-    )
+    of_text = getattr(transformers, f"{name}TextConfig", None)
+    config = (of_text or getattr(transformers, f"{name}Config"))(**options)
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(
         config, attn_implementation="eager"
     )
@@ -102,7 +111,7 @@ def made(kind: str, path: Path | None = None, hits: bool = False) -> tuple:
     for part in (model, mtp):
         randomize(part)
     for name, p in [*model.named_parameters(), *mtp.named_parameters()]:
-        if kind == "mimo" and "norm" in name:
+        if kind in PLAIN_NORMS and "norm" in name:
             p.add_(1)
         if hits and name.endswith(
             ("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight")
@@ -112,7 +121,7 @@ def made(kind: str, path: Path | None = None, hits: bool = False) -> tuple:
         dim = config.hidden_size
         first = dim if kind == "mimo" else 0
         mtp.fc.weight.mul_(0.1)[:, first : first + dim] += torch.eye(dim)
-        mtp.embedding_norm.weight.fill_(kind == "mimo")  # the others count from one
+        mtp.embedding_norm.weight.fill_(kind in PLAIN_NORMS)
         mtp.norm.weight.copy_(model.model.norm.weight)
         model.model.embed_tokens.weight.mul_(10)
     if path:
@@ -177,7 +186,8 @@ MATRIX = [  # kind, tree, format, temperature, batch
     ("mimo", "chain:4", "none", 0.0, 1), ("mimo", "dynamic:4,3,12", "int8", 1.0, 2), ("mimo", "static", "bf16", 0.0, 2),
     ("mimo", "auto", "int4", 1.0, 1), ("qwen", "chain:4", "bf16", 1.0, 2), ("qwen", "dynamic:4,3,12", "none", 0.0, 2),
     ("qwen", "static", "int8", 1.0, 1), ("qwen", "auto", "bf16", 0.0, 1), ("experts", "dynamic:4,3,12", "bf16", 0.0, 2),
-    ("tied", "chain:2", "int4", 0.0, 1),
+    ("tied", "chain:2", "int4", 0.0, 1), ("glm", "chain:4", "none", 1.0, 1), ("glm", "dynamic:4,3,12", "bf16", 0.0, 2),
+    ("glm", "static", "int4", 1.0, 2), ("glm", "auto", "bf16", 0.0, 1),
 ]  # fmt: skip
 
 
@@ -271,6 +281,34 @@ def test_files_of_llama_cpp(tmp_path):
         assert engine.option("draft") == "mtp"
         first = generate(engine, PROMPTS[1:]).trace[0]
         assert first["draft_tokens"] == drafted_by(mtp, model, PROMPTS[1], 4)
+
+
+@torch.no_grad()
+def test_a_file_of_glm(tmp_path, capsys):
+    """Its published checkpoints repeat the model's embedding and LM head in the layer."""
+    model, mtp = made("glm")
+    own = gguf_tensors(model, GLM_NAMES, converted_glm)
+    names = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
+    names = GLM_NAMES | {name: f"nextn.{name.replace('.', '_')}" for name in names}
+    begin = NAMES["glm"][0]
+    repeated = {
+        f"{begin}embed_tokens.weight": model.model.embed_tokens.weight,
+        f"{begin}shared_head.head.weight": model.lm_head.weight,
+    }
+    layer = {}
+    for name, value in (mtp.tensors() | repeated).items():
+        for part, tensor in converted_glm(name, value).items():
+            layer[gguf_name(part, names)] = tensor.contiguous().numpy()
+    metadata = metadata_of_glm(model, {"block_count": 3, "nextn_predict_layers": 1})
+    path = write(tmp_path / "glm.gguf", metadata, own | layer)
+    engine = load(str(path), NO_TEXT, tree="chain:4", max_new_tokens=8, trace="-", device="cpu")
+    assert engine.option("draft") == "mtp"
+    first = generate(engine, PROMPTS[1:]).trace[0]
+    assert first["draft_tokens"] == drafted_by(mtp, model, PROMPTS[1], 4)
+    layer["blk.2.nextn.shared_head_head.weight"] = -own["output.weight"]
+    path = write(tmp_path / "other.gguf", metadata, own | layer)
+    says = "model.layers.2.shared_head.head.weight differs from the model's lm_head.weight"
+    assert says in refused(capsys, "--checkpoint", str(path), "--draft", "mtp")
 
 
 @torch.no_grad()

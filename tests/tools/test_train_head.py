@@ -76,7 +76,8 @@ class Known(Measurement):
     def answers(self, config: AnswerConfig) -> None:
         """Measure nothing."""
 
-    training = answers
+    def training(self, config, method) -> None:
+        """Measure nothing."""
 
 
 @pytest.fixture
@@ -98,12 +99,13 @@ def small(tmp_path, monkeypatch):
         return AnswerConfig(**options | size)
 
     monkeypatch.setattr(train_head, "AnswerConfig", answers)
-    recipe = {"seq_len": 32, "batch_size": 2, "draft_vocab": 64, "eval_prompts": 2}
-    monkeypatch.setattr(
-        train_head, "RECIPES", {name: each | recipe for name, each in train_head.RECIPES.items()}
-    )
+    recipe = {"seq_len": 32, "batch_size": 2, "eval_prompts": 2}
+    recipes = {name: each | recipe for name, each in train_head.RECIPES.items()}
+    for each in (recipes["HASS"], recipes["EAGLE-3"]):
+        each["draft_vocab"] = 64
+    monkeypatch.setattr(train_head, "RECIPES", recipes)
     monkeypatch.setattr(train_head, "TASKS", str(tmp_path / "tiny.jsonl"))
-    monkeypatch.setattr(train_head, "METHODS", "none,eagle:chain:tree_depth=2")
+    monkeypatch.setattr(train_head, "METHODS", "none,{}:chain:tree_depth=2")
     monkeypatch.setattr(train_head, "LEAST_TOKENS", 0)
     monkeypatch.setattr(train_head, "Measurement", Known)
     monkeypatch.setattr(train_head, "make_plan", lambda costs, hours, out, tokens: PLAN)
@@ -136,20 +138,21 @@ def kill_at(monkeypatch, owner, name: str, call: int) -> None:
     monkeypatch.setattr(owner, name, killed)
 
 
-def check_head(folder: Path, checkpoint: Path, licence: str) -> None:
-    """The directory is whole: `--eagle` takes it, and tokens are vanilla's."""
+def check_head(folder: Path, checkpoint: Path, licence: str, draft: str = "eagle") -> None:
+    """The directory is whole: `--head` takes it, and tokens are vanilla's."""
     info = json.loads((folder / "training.json").read_text())
     assert info["config"]["steps"] == info["curve"][-1]["step"] >= 10
     seconds = info["run"]["seconds"]
     assert seconds["training"] > 900 and sum(seconds.values()) < 3700, seconds
-    assert [row["method"] for row in info["evaluation"]] == ["none", "eagle:chain:tree_depth=2"]
+    assert [row["method"] for row in info["evaluation"]] == ["none", f"{draft}:chain:tree_depth=2"]
     card = (folder / "README.md").read_text()
     for text in (f"licence: {licence}", "given: 30 prompts", "| tiny |", "of a vanilla pass)"):
         assert text in card, text
     assert not (folder / "features.bin").exists()
     tokens = []
-    for options in ({"eagle": str(folder)}, {"draft": "none"}):
+    for options in ({"head": str(folder), "tree": "chain:2"}, {"draft": "none"}):
         engine = load(checkpoint=str(checkpoint), max_new_tokens=16, device="cpu", **options)
+        assert engine.option("draft") == options.get("draft", draft)
         tokens.append(generate(engine, ["What is 7?"]).tokens)
     assert tokens[0] == tokens[1]
 
@@ -187,6 +190,20 @@ def test_a_quantized_target(small):
     checkpoint = tiny_model(small, "int4")
     train_head.main(arguments(small, checkpoint))
     check_head(small / "head", checkpoint, "unknown")  # a rounded copy has no README.md
+
+
+def test_a_block_drafter(small, capsys):
+    checkpoint = tiny_model(small, "bfloat16")
+    train_head.main(arguments(small, checkpoint, kind="dflash2"))
+    check_head(small / "head", checkpoint, "apache-2.0", "block")
+    keys = json.loads((small / "head" / "config.json").read_text())["dflash_config"]
+    assert keys["selector_rank"] == 64 and keys["block_size"] == 6
+    card = (small / "head" / "README.md").read_text()
+    assert "- Training: DFlash2, " in card and "block:auto, the default," in card
+    assert "of 64 tokens, " in card
+    capsys.readouterr()
+    other = refused(capsys, train_head.main, arguments(small, checkpoint), prints=True)
+    assert "holds another run (kind was 'dflash2', not 'eagle')" in other
 
 
 # --------------------------------------------------------------------------------------------- plan
@@ -233,7 +250,9 @@ def test_a_card_says_what_is_fastest():
 def test_the_recipe_follows_from_the_tokens(small, monkeypatch):
     """HASS below a million tokens in three epochs; above it EAGLE-3, measured anew."""
     versions: list[int] = []
-    monkeypatch.setattr(Known, "training", lambda _, config: versions.append(config.version))
+    monkeypatch.setattr(
+        Known, "training", lambda _, config, method: versions.append(config.version)
+    )
     config = train_head.HeadConfig(checkpoint=str(small), device="cpu")
     for tokens, want in ((200_000, ["HASS"]), (230_000, ["HASS", "EAGLE-3"])):
         versions.clear()
@@ -258,7 +277,7 @@ def test_a_short_measurement(tmp_path, small, monkeypatch, capsys):
     least_s = [least_seconds(measured.costs)]
     measured.answers(config.answers())
     least_s.append(least_seconds(measured.costs))
-    measured.training(config.training("EAGLE-3", batch_size=4))
+    measured.training(config.training("EAGLE-3", batch_size=4), train_eagle.eagle_method())
     found = measured.costs
     least_s.append(least_seconds(found))
     assert least_s == sorted(least_s) and least_s[0] < least_s[-1]
@@ -267,7 +286,7 @@ def test_a_short_measurement(tmp_path, small, monkeypatch, capsys):
     assert capsys.readouterr().out.count("a run takes at least") == 5
     # a slow machine measures one sequence, and no second time
     monkeypatch.setattr(plan.time, "perf_counter", FakeTime(2.0).perf_counter)
-    measured.training(config.training("EAGLE-3", batch_size=4))
+    measured.training(config.training("EAGLE-3", batch_size=4), train_eagle.eagle_method())
     assert measured.costs.batch_tokens == 4 * 32 and measured.costs.step_s == 4 * 2
 
 

@@ -1,0 +1,165 @@
+"""GLM-4.5, 4.6 and 4.7: mixtures of experts, with an MTP layer behind the model's own.
+
+The first layers are dense. Experts are chosen by sigmoids with a correction (`SigmoidRouter`), and
+all tokens share one. RoPE turns half of each head; the larger models norm queries and keys.
+
+Sources: arXiv 2508.06471; the MTP layer by transformers' `MtpLayer`. Not here: groups of experts,
+which no published one has; the Flash models, whose attention is another (MLA); pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from base.fields import FLAG, Rule, integer, key, positive, read_fields
+from model import ModelConfig, Mtp, Rope
+from models.gguf_names import LAYER, GgufLayout
+from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, rotary_dim
+from models.mixtral import counts
+from steps import Copy, Gate, Project, Route, Step
+
+MTP_NAMES = {
+    "fc": "eh_proj",
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "norm": "shared_head.norm",
+}
+
+
+@dataclass(frozen=True)
+class Glm4Moe(ModelConfig):
+    """The settings of GLM-4.5 beside LLaMA's."""
+
+    rotary_dim: int = 64  # partial_rotary_factor head_dim: elements of a head that RoPE turns
+    share_scale: float = 1.0  # routed_scaling_factor
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        shared = "mlp.shared_experts"
+        return super().names | {
+            "shared_w13": (f"{shared}.gate_proj", f"{shared}.up_proj"),
+            "shared_w2": (f"{shared}.down_proj",),
+        }
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        return (Rope(self.rotary_dim, self.rope_theta, self.rope_scaling),)
+
+    @property
+    def mtp(self) -> Mtp:
+        number = self.n_layers  # that of the layer behind the model's own
+        prefix = f"model.layers.{number}."
+        names = {ours: prefix + theirs for ours, theirs in MTP_NAMES.items()}
+        model = replace(self, n_layers=1, dense_layers=())
+        return Mtp(model, prefix, "model.layers.{}.", names, first=number)
+
+    def route(self) -> Route:
+        return replace(super().route(), sigmoid=True, share_scale=self.share_scale)
+
+    def shared_expert(self) -> tuple[Step, ...]:
+        return (
+            Copy("h", "normed"),
+            Project("shared_w13", self.dim, 2 * self.shared_dim),
+            Gate("silu"),
+            Project("shared_w2", self.shared_dim, self.dim, row_parallel=True),
+            Copy("h", "shared"),
+            Copy("normed", "h"),
+        )
+
+
+# ------------------------------------------------------------------------------------- config.json
+
+# what transformers takes where config.json leaves out a key
+DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
+ONE = Rule("1: groups of experts are not supported", lambda v: v == 1)
+SIGMOID = Rule("2, by sigmoids", lambda v: v == 2)
+
+
+@dataclass(frozen=True)
+class HFGlm4Moe:
+    """The further keys of config.json, with transformers' defaults."""
+
+    moe_intermediate_size: int = key(WIDTH, 1408)
+    n_routed_experts: int = key(EXPERTS, 128)
+    n_shared_experts: int = key(integer(0, 64), 1)
+    num_experts_per_tok: int = key(EXPERTS, 8)
+    first_k_dense_replace: int = key(integer(0, 2**20), 1)
+    routed_scaling_factor: float = key(positive(1e3), 1.0)
+    norm_topk_prob: bool = key(FLAG, True)
+    n_group: int = key(ONE, 1)
+    num_nextn_predict_layers: int = key(integer(0, 1), 1)
+    attention_bias: bool = key(FLAG, False)
+    use_qk_norm: bool = key(FLAG, False)
+    expert_gating_func: int = key(SIGMOID, 2)  # (ours) of a GGUF file
+
+
+def read_config(raw: dict, architecture: str) -> Glm4Moe:
+    """Translate config.json. Raises: ValueError for a missing key or a bad value."""
+    raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
+    own = read_fields(raw, HFGlm4Moe)
+    fields = common_fields(read_swiglu_keys(raw))
+    return Glm4Moe(
+        **fields,
+        **counts("n_routed_experts", own.n_routed_experts, own.num_experts_per_tok),
+        expert_dim=own.moe_intermediate_size,
+        shared_dim=own.n_shared_experts * own.moe_intermediate_size,
+        norm_topk=own.norm_topk_prob,
+        dense_layers=tuple(range(min(own.first_k_dense_replace, fields["n_layers"]))),
+        expert_names="qwen",
+        qkv_bias=own.attention_bias,
+        qk_norm=own.use_qk_norm,
+        rotary_dim=rotary_dim(raw, fields["head_dim"], 0.5),
+        share_scale=own.routed_scaling_factor,
+    )
+
+
+# -------------------------------------------------------------------------------------------- GGUF
+
+
+def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
+    """Return the further keys of config.json that a GGUF file holds. name: of a key in the file
+
+    Raises: ValueError for a missing key.
+    """
+    head = metadata.size(name("attention.key_length"))
+    return {
+        "n_routed_experts": metadata.size(name("expert_count")),
+        "n_shared_experts": metadata.size(name("expert_shared_count"), 0),
+        "first_k_dense_replace": metadata.read(name("leading_dense_block_count"), int, 0),
+        "routed_scaling_factor": metadata.positive(name("expert_weights_scale"), 1.0),
+        "norm_topk_prob": metadata.read(name("expert_weights_norm"), bool, False),
+        "n_group": metadata.size(name("expert_group_count"), 1),
+        "expert_gating_func": metadata.read(name("expert_gating_func"), int, 2),
+        "partial_rotary_factor": metadata.size(name("rope.dimension_count"), head) / head,
+    }
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+GGUF = GgufLayout(
+    layer={name: theirs for name, theirs in LAYER.items() if name != "ffn_norm"}
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+    changed={"exp_probs_b.bias": ("mlp.gate.e_score_correction_bias", _same)},
+    nextn={
+        "eh_proj": "eh_proj",
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        "shared_head_norm": "shared_head.norm",
+        "shared_head_head": "shared_head.head",
+        "embed_tokens": "embed_tokens",
+    },
+    numbers_mtp=True,
+    partial_rope=True,
+    keys=gguf_keys,
+)
