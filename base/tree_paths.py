@@ -62,14 +62,15 @@ class DraftLimit(NamedTuple):
             return cls(tokens=0) if value is False else cls()
         if type(value) is int and value >= 0:
             return cls(tokens=value)
+        shape = value.partition(":")[0] if isinstance(value, str) else ""
+        if shape not in ("chain", "dynamic"):  # others may be names of files
+            return None
         try:
             tree = parse_tree(value)
-        except (TypeError, AttributeError, ValueError):
+        except ValueError:
             return None
         depth, width, size = (tree.get(name, math.inf) for name in NUMBERS)
-        if tree.get("tree") == "chain":
-            return cls(depth=depth, width=1)
-        return cls(size - 1, depth, width) if tree.get("tree") == "dynamic" else None
+        return cls(size - 1, depth, 1 if shape == "chain" else width)
 
 
 ANY_TREE = DraftLimit()
