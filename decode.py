@@ -29,6 +29,7 @@ from torch import Tensor
 
 import sampling
 from base.parsing import require
+from base.tree_paths import DraftLimit
 from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
 from kv_cache import KVCache, Window, causal_window
@@ -166,13 +167,20 @@ class Engine:
         """The largest preset."""
         return self.presets[-1]
 
-    def check_draft_tokens(self, most: int | None) -> None:
-        """Check how many tokens a cycle may draft; None: any number. Raises: ValueError."""
-        least = self.presets[0].size - 1
-        fits = most is None or (type(most) is int and most >= least)
+    def draft_limit(self, value: Any, name: str = "draft") -> DraftLimit:
+        """Return the bound of a request on its drafts: a number of tokens, or a tree. None: none.
+
+        name: of the request's option
+        Raises: ValueError where it is neither, or no tree is as small.
+        """
+        limit = DraftLimit.parse(value)
+        smallest = self.presets[0]
+        least = smallest.size - 1
         why = ", as draft trees have one size here" if least else ""
-        fault = f"draft_tokens must be a whole number from {least} on{why}; it is {repr(most)[:50]}"
-        require(fits, f"{fault}; leave it out")
+        kinds = f"a whole number from {least} on, or a tree as chain:4 or dynamic:6,8,32"
+        fault = f"{name} must be {kinds}{why}; it is {repr(value)[:50]}; leave it out"
+        require(limit is not None and limit.allows(smallest), fault)
+        return limit
 
     @property
     def device(self) -> torch.device:

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from base.io import StatusLine, log_note, write_text
 from base.parsing import one_line_errors, require
+from base.tree_paths import ANY_TREE, DraftLimit
 from cli.prompts import (
     Conversation,
     PromptRow,
@@ -159,16 +160,16 @@ class Batch:
         prompts: list,
         draws: list = (),
         guides: list = (),
-        draft_tokens: int | None = None,
+        draft_limit: DraftLimit = ANY_TREE,
     ):
         """Encode and check all first turns before decoding starts, so that no result is lost.
 
         draws: the `Sampling` and the seed of each prompt; default: the engine's
         guides: masks of each prompt's answers (`Request.guide`), None for the engine's
-        draft_tokens: of all requests
+        draft_limit: of all requests
         """
         self.engine = engine
-        self.draft_tokens = draft_tokens
+        self.draft_limit = draft_limit
         config = engine.config
         self.draws = draws or [(config.sampling, config.seed)] * len(prompts)
         self.guides = guides or [None] * len(prompts)
@@ -219,7 +220,7 @@ class Batch:
     def _turn(self, index: tuple[int, int, int], ids: list[int], **fields: Any) -> Turn:
         sampling, seed = self.draws[index[0]]
         own = {"index": index, "sampling": sampling, "seed": seed, "guide": self.guides[index[0]]}
-        return Turn.of(self.engine, ids, draft_tokens=self.draft_tokens, **own | fields)
+        return Turn.of(self.engine, ids, draft_limit=self.draft_limit, **own | fields)
 
     def _first_turn(self, stream: tuple[int, int]) -> Turn:
         return self._turn((*stream, 0), self.prompt_ids[stream[0]], noise_id=stream)
@@ -298,14 +299,14 @@ def generate(
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
     options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `seed`, and the fields of
         `options.Sampling`, where they differ from the engine's; of the last two, a list gives each
-        prompt its own. `draft_tokens`: drafted tokens of a cycle at most, 0 for none
+        prompt its own. `draft`: drafted tokens of a cycle at most, 0 for none, or the largest tree,
+        as "chain:4" or "dynamic:6,8,32"
     Raises: ValueError for a prompt, a value or a grammar that cannot be used.
     """
     if isinstance(prompts, str):
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
     prompts = with_messages(engine, prompts)
-    draft_tokens = options.pop("draft_tokens", None)
-    engine.check_draft_tokens(draft_tokens)
+    draft_limit = engine.draft_limit(options.pop("draft", None))
     vocab = engine.target.config.vocab_size
     config, draws = with_options(engine.config, options, len(prompts), vocab)
     guides = []
@@ -313,7 +314,7 @@ def generate(
         from extras.grammar import compile_grammars
 
         guides = compile_grammars(engine, grammar, len(prompts))
-    batch = Batch(replace(engine, config=config), prompts, draws, guides, draft_tokens)
+    batch = Batch(replace(engine, config=config), prompts, draws, guides, draft_limit)
 
     def on_pieces(pieces: list[Piece]) -> None:
         rows: list[list[int]] = [[] for _ in range(config.batch_size)]
@@ -364,12 +365,11 @@ def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
         )
     if "num_samples" in options:
         raise ValueError("stream() decodes one answer; use generate() for num_samples")
-    draft_tokens = options.pop("draft_tokens", None)
-    engine.check_draft_tokens(draft_tokens)
+    draft_limit = engine.draft_limit(options.pop("draft", None))
     engine = for_one_answer(engine, options)
     need_tokenizer(engine)
     ids = first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
-    request = Request.of(engine, ids, draft_tokens=draft_tokens)
+    request = Request.of(engine, ids, draft_limit=draft_limit)
     for pieces in Scheduler(engine).run([request]):
         for piece in pieces:
             yield piece.text

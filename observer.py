@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from base.tree_paths import DraftLimit
 from draft_tree import DrafterUpdate
 from runtime import HostCopy
 
@@ -99,7 +100,7 @@ class View:
         engine: Any,
         history: list[list[int]],
         live: list[bool],
-        draft_tokens: list[int | None],
+        draft_limits: list[DraftLimit],
         drafter_state: Callable[[], Any],
         run_step: Callable[[Hashable, Callable], Any],
     ):
@@ -107,7 +108,7 @@ class View:
 
         history: every token of each sequence; during prefill, the cached part
         live: whether each sequence decodes
-        draft_tokens: that each takes at most in a cycle; None: any number
+        draft_limits: of the trees that each takes
         drafter_state: returns the state that the drafters share
         run_step: runs a function of the `DecodeState`, which it may write in place; the key tells
             steps apart
@@ -117,7 +118,7 @@ class View:
         self.has_parts = engine.device.type == "cpu" and not engine.captured
         self.history = history
         self.live = live
-        self.draft_tokens = draft_tokens
+        self.draft_limits = draft_limits
         self._drafter_state = drafter_state
         self.run_step = run_step
 
@@ -140,12 +141,11 @@ class View:
     @property
     def limit(self) -> int:
         """The largest preset that a cycle may run."""
-        wanted = [most for most, live in zip(self.draft_tokens, self.live) if live]
-        if None in wanted:
-            return len(self.presets) - 1
-        most = max(wanted, default=0)
-        fits = [i for i, preset in enumerate(self.presets) if preset.size - 1 <= most]
-        return max(fits, default=0)
+        limits = [limit for limit, live in zip(self.draft_limits, self.live) if live]
+        for number in range(len(self.presets) - 1, 0, -1):
+            if any(limit.allows(self.presets[number]) for limit in limits):
+                return number
+        return 0
 
 
 class Observer:

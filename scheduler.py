@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
+from base.tree_paths import ANY_TREE, DraftLimit
 from decode import PREFILL_CHUNK, Engine, GuideSource
 from hf.thinking import hidden_tags
 from hf.tokenizer import StopMatcher, StreamDecoder
@@ -50,7 +51,7 @@ class Request:
     decoder: StreamDecoder | None = None  # makes the text; None: there is none
     stops: Sequence[str] = ()  # texts that end the answer before them
     guide: GuideSource | None = None  # masks the tokens of the answer; None: the engine's, if any
-    draft_tokens: int | None = None  # most drafted tokens of a cycle: `Session.configure`
+    draft_limit: DraftLimit = ANY_TREE  # of its trees: `Session.configure`
     shows_half: bool = True  # an incomplete character at the end is U+FFFD; False: it is left out
 
     tokens: list[int] = field(default_factory=list, init=False)
@@ -242,7 +243,7 @@ class Scheduler:
         request.place = place
         self.running[place] = request
         self.last[place] = request.prompt
-        session.configure(place, request.sampling, request.seed, request.draft_tokens)
+        session.configure(place, request.sampling, request.seed, request.draft_limit)
         own = (request.noise_id, request.limit, source, request.guide)
         session.admit(place, request.prompt, *own)
         request.cached = len(session.history[place])

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from base.tree_paths import ANY_TREE, DraftLimit
 from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, Guide, GuideSource, prefill_chunk
 from draft_tree import DrafterUpdate
 from kv_cache import KVCache
@@ -166,7 +167,7 @@ class Session:
         samples = torch.tensor([sample for _, sample in padded], device=device)
         self.buffers.reset(engine, replace_fields(tensors, prompt=prompts, sample=samples))
         self.sampling = params
-        self.draft_tokens: list[int | None] = [None] * batch
+        self.draft_limits = [ANY_TREE] * batch
         self.policy = engine.policy.for_session()
         self.observers = [self.policy]
         self.guides: list[Guide | None] = [None] * batch  # mask the tokens of each sequence
@@ -199,7 +200,7 @@ class Session:
         def run(key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
             return run_step(engine, buffers, key, lambda: body(buffers.state))
 
-        return View(engine, self.history, self.live, self.draft_tokens, drafter_state, run)
+        return View(engine, self.history, self.live, self.draft_limits, drafter_state, run)
 
     @property
     def state(self) -> DecodeState:
@@ -248,15 +249,15 @@ class Session:
                 raise ValueError(fault)
 
     def configure(
-        self, seq: int, params: Sampling, seed: int, draft_tokens: int | None = None
+        self, seq: int, params: Sampling, seed: int, draft_limit: DraftLimit = ANY_TREE
     ) -> None:
         """Set the parameters and the seed of an idle sequence; before, they are the engine's.
 
-        draft_tokens: drafted tokens of a cycle at most; None: as many as the engine has. A cycle
-            drafts as the live sequence that takes most, or its smallest preset
+        draft_limit: of its trees. A cycle drafts as the live sequence that takes most, or its
+            smallest preset
         """
         self.sampling[seq] = params
-        self.draft_tokens[seq] = draft_tokens
+        self.draft_limits[seq] = draft_limit
         row = sequence_of(self.state.sampling, seq)
         own = self.engine.sampling_tensors([params], seed)
         kept = {name: getattr(row, name) for name in ("prompt", "sample", "answer")}

@@ -6,9 +6,10 @@ root. The shapes that are made of them are in draft_tree.py.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from base.io import parse_json, read_named
 
@@ -40,6 +41,39 @@ def parse_tree(text: str) -> dict[str, Any]:
         "--tree takes auto, chain, dynamic, static, numbers behind the first three, as chain:3 or "
         f"dynamic:6,8,32 (LEVELS,CHILDREN,NODES), or a JSON file; {text} is none of them"
     )
+
+
+class DraftLimit(NamedTuple):
+    """The largest tree that may draft for a request; by default any."""
+
+    tokens: float = math.inf  # drafted ones of a cycle
+    depth: float = math.inf
+    width: float = math.inf  # children of a node
+
+    def allows(self, tree: Any) -> bool:
+        """Return whether a tree is not larger. tree: has size, depth and width, as a `Drafter`"""
+        fits = tree.size - 1 <= self.tokens and tree.depth <= self.depth
+        return fits and tree.width <= self.width
+
+    @classmethod
+    def parse(cls, value: Any) -> DraftLimit | None:
+        """Read a number of drafted tokens, or a tree as `--tree` has it; None: it is neither."""
+        if value is None or type(value) is bool:
+            return cls(tokens=0) if value is False else cls()
+        if type(value) is int and value >= 0:
+            return cls(tokens=value)
+        shape = value.partition(":")[0] if isinstance(value, str) else ""
+        if shape not in ("chain", "dynamic"):  # others may be names of files
+            return None
+        try:
+            tree = parse_tree(value)
+        except ValueError:
+            return None
+        depth, width, size = (tree.get(name, math.inf) for name in NUMBERS)
+        return cls(size - 1, depth, 1 if shape == "chain" else width)
+
+
+ANY_TREE = DraftLimit()
 
 
 def candidates(depth: int, topk: int) -> int:

@@ -278,7 +278,7 @@ class Server:
                     decoder=engine.tokenizer.stream(not chat, asked.shown),
                     stops=asked.stops,
                     guide=asked.guide,
-                    draft_tokens=asked.draft_tokens,
+                    draft_limit=asked.draft_limit,
                     shows_half=False,
                     choice=number * asked.samples + sample,
                     likeliest=asked.likeliest,

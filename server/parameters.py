@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from base.io import LocalError
 from base.parsing import MOST, by_names, check_kinds, require
+from base.tree_paths import DraftLimit
 from cli.prompts import ContextOverflow, check_ids
 from decode import Engine
 from extras.grammar import compile_grammars, schema_of
@@ -169,7 +170,7 @@ class RequestParams(NamedTuple):
     usage: bool  # a stream ends with the usage
     guide: Any  # extras.grammar.Grammar that the answers follow, or None
     tools: Tools | None
-    draft_tokens: int | None  # of a cycle, at most; None: any number
+    draft_limit: DraftLimit
     wants_trees: bool
     thinks: Tags | None  # of the thinking that the prompt opens
     tells_thinking: bool  # a chat's answer has its thinking
@@ -374,19 +375,17 @@ class RequestReader:
         need(type(value) is bool, f"{name} must be true or false", name)
         return value
 
-    def _draft(self, body: dict) -> int | None:
-        """Read how many tokens a cycle may draft; None: any number. The text is the same."""
+    def _draft(self, body: dict) -> DraftLimit:
+        """Read how many tokens a cycle may draft, or by what tree. The text is the same."""
         most = _as_whole(body.get("draft_tokens"))
         wanted = self._flag(body, "draft", most is None or most != 0)
         need(wanted or not most, "draft = false drafts no tokens; leave draft_tokens out", "draft")
-        if not wanted:
-            most = 0
+        name = "draft_tokens" if "draft_tokens" in body else "draft"
+        need(type(most) is not bool, "draft_tokens must be a number or a tree; use draft", name)
         try:
-            self.engine.check_draft_tokens(most)
+            return self.engine.draft_limit(most if wanted else 0, name)
         except ValueError as error:
-            name = "draft_tokens" if "draft_tokens" in body else "draft"
             raise refusal(error, name) from None
-        return most
 
     def _likeliest(self, body: dict, chat: bool) -> int | None:
         """Read how many tokens come beside each log-probability; None: no log-probabilities.
