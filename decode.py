@@ -109,6 +109,9 @@ class GuideSource(Protocol):
 class Rescorer(Protocol):
     """Changes the target's scores by the text before each node, as penalties of repeats do."""
 
+    def check(self, own: Sampling) -> None:
+        """Check that the tokens exist. Raises: ValueError."""
+
     def rows(self, each: Sequence[Sampling]) -> Any:
         """Make the parameters of B sequences, a tuple of tensors [B, ...]."""
 
@@ -119,6 +122,7 @@ class Rescorer(Protocol):
 
         scores: [B, N, V] fp32, of the token after each node; rule: with `rows` as its penalties
         text: all tokens up to the root
+        Writes: scores.
         """
 
 
@@ -173,6 +177,11 @@ class Engine:
         why = ", as draft trees have one size here" if least else ""
         fault = f"draft_tokens must be a whole number from {least} on{why}; it is {repr(most)[:50]}"
         require(fits, f"{fault}; leave it out")
+
+    def check_sampling(self, own: Sampling) -> None:
+        """Check that the tokens that are named exist. Raises: ValueError."""
+        if self.rescorer is not None:
+            self.rescorer.check(own)
 
     @property
     def device(self) -> torch.device:
@@ -339,6 +348,8 @@ class Cycle:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
         noise = None
         rule = state.sampling.needed(self.mode)
+        if rule is not None and not sampling.may_be(~rule.greedy):
+            rule = None  # the target's choice is the best of changed scores
         if rule is not None:
             vocab = self.target.config.vocab_size
             rows = self.drafter.depth + 1

@@ -306,8 +306,7 @@ def generate(
     prompts = with_messages(engine, prompts)
     draft_tokens = options.pop("draft_tokens", None)
     engine.check_draft_tokens(draft_tokens)
-    vocab = engine.target.config.vocab_size
-    config, draws = with_options(engine.config, options, len(prompts), vocab)
+    config, draws = with_options(engine, options, len(prompts))
     guides = []
     if grammar is not None:
         from extras.grammar import compile_grammars
