@@ -110,6 +110,9 @@ class GuideSource(Protocol):
 class Rescorer(Protocol):
     """Changes the target's scores by the text before each node, as penalties of repeats do."""
 
+    def check(self, own: Sampling) -> None:
+        """Check that the tokens exist. Raises: ValueError."""
+
     def rows(self, each: Sequence[Sampling]) -> Any:
         """Make the parameters of B sequences, a tuple of tensors [B, ...]."""
 
@@ -120,6 +123,7 @@ class Rescorer(Protocol):
 
         scores: [B, N, V] fp32, of the token after each node; rule: with `rows` as its penalties
         text: all tokens up to the root
+        Writes: scores.
         """
 
 
@@ -181,6 +185,11 @@ class Engine:
         fault = f"{name} must be {kinds}{why}; it is {repr(value)[:50]}; leave it out"
         require(limit is not None and limit.allows(smallest), fault)
         return limit
+
+    def check_sampling(self, own: Sampling) -> None:
+        """Check that the tokens that are named exist. Raises: ValueError."""
+        if self.rescorer is not None:
+            self.rescorer.check(own)
 
     @property
     def device(self) -> torch.device:
@@ -347,6 +356,8 @@ class Cycle:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
         noise = None
         rule = state.sampling.needed(self.mode)
+        if rule is not None and not sampling.may_be(~rule.greedy):
+            rule = None  # the target's choice is the best of changed scores
         if rule is not None:
             vocab = self.target.config.vocab_size
             rows = self.drafter.depth + 1

@@ -307,8 +307,7 @@ def generate(
         raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
     prompts = with_messages(engine, prompts)
     draft_limit = engine.draft_limit(options.pop("draft", None))
-    vocab = engine.target.config.vocab_size
-    config, draws = with_options(engine.config, options, len(prompts), vocab)
+    config, draws = with_options(engine, options, len(prompts))
     guides = []
     if grammar is not None:
         from extras.grammar import compile_grammars

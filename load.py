@@ -34,7 +34,7 @@ from ops.library import (
     set_plain,
 )
 from ops.replaced import note_edits
-from options import GenerateConfig, check_biases, pick_device
+from options import GenerateConfig, pick_device
 from parallel import ranks
 from runtime import (
     WARM_UPS,
@@ -89,13 +89,14 @@ def load(
     check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)
     _note_attention(target)
+    eos_ids = _eos_ids(target, tokenizer, template)
     engine = Engine(
         asked,
         target,
         (RootOnly(),),
         _context(asked, target),
-        _eos_ids(target, tokenizer, template),
-        rescorer=_rescorer(asked, target, tokenizer),
+        eos_ids,
+        rescorer=_rescorer(asked, target, tokenizer, eos_ids),
         tokenizer=tokenizer,
         template=template,
     )
@@ -128,15 +129,18 @@ def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) 
     return config or GenerateConfig(**by_names(GenerateConfig, options))
 
 
-def _rescorer(config: GenerateConfig, target: Transformer, tokenizer: Any) -> Rescorer | None:
-    """Return the penalties that requests may ask for. Raises: ValueError for a bias of no token."""
-    vocab = target.config.vocab_size
-    check_biases(config.logit_bias, vocab)
+def _rescorer(
+    config: GenerateConfig, target: Transformer, tokenizer: Any, eos_ids: tuple[int, ...]
+) -> Rescorer | None:
+    """Return the penalties that requests may ask for. Raises: ValueError for no token's id."""
     if not has_extras():
         return None
     from extras.penalties import Penalties
 
-    return Penalties(vocab, target.norm.weight.device, tokenizer)
+    device = target.norm.weight.device
+    rescorer = Penalties(target.config.vocab_size, device, tokenizer, eos_ids)
+    rescorer.check(config.sampling)
+    return rescorer
 
 
 def _pick_device(config: GenerateConfig) -> str:

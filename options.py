@@ -88,6 +88,7 @@ BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
 MOST_BREAKERS = 64
 MOST_BIAS = 100  # as OpenAI's
 MOST_BIASES = 1024  # tokens of a request with a bias
+MOST_BAD_WORDS = 64
 
 
 class Sampling(NamedTuple):
@@ -113,12 +114,17 @@ class Sampling(NamedTuple):
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: tuple[str, ...] = BREAKERS
     logit_bias: str = ""  # JSON, {"token id": number to add, ...}
+    # masks
+    min_tokens: int = 0  # of an answer before it may end
+    bad_words: tuple[str, ...] = ()  # that no answer may have
+    allowed_token_ids: str = ""  # the only tokens of answers, as 5,17,3; "": all are
 
     @property
     def rescores(self) -> bool:
-        """Return whether scores change by biases, or by the text before them."""
+        """Return whether scores change by biases and masks, or by the text before them."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return any(penalties) or self.dry_multiplier > 0 or self.logit_bias != ""
+        masks = (self.min_tokens, self.bad_words, self.allowed_token_ids)
+        return any((*penalties, self.dry_multiplier > 0, self.logit_bias, *masks))
 
 
 DEFAULTS = Sampling()._asdict()
@@ -346,6 +352,11 @@ class GenerateConfig:
         0.0, "subtract this once for each time that the answer has a token", least=-100, most=100
     )
     logit_bias: str = sampler("", 'add to the scores of tokens, as {"15043": -100, "29991": 5}')
+    min_tokens: int = sampler(0, "tokens of an answer before it may end", least=0)
+    bad_words: tuple[str, ...] = sampler(
+        (), "text that no answer may have; it may be given several times"
+    )
+    allowed_token_ids: str = sampler("", "the only tokens of answers, as 5,17,3")
     top_n_sigma: float = sampler(
         -1.0,
         "keep tokens within so many standard deviations of the best score; -1: all",
@@ -536,7 +547,7 @@ class GenerateConfig:
             self.check_acceptance()
 
     def check_numbers(self) -> None:
-        """Check the numbers alone, also those in `logit_bias`, which is a text.
+        """Check the numbers alone, also those in texts.
 
         Raises: ValueError for one that is out of its range.
         """
@@ -547,7 +558,10 @@ class GenerateConfig:
         count = len(self.dry_sequence_breakers)
         breakers_fault = f"--set dry_sequence_breakers may have {MOST_BREAKERS} texts, not {count}"
         require(count <= MOST_BREAKERS, breakers_fault)
+        words_fault = f"bad_words may have {MOST_BAD_WORDS} texts, not {len(self.bad_words)}"
+        require(len(self.bad_words) <= MOST_BAD_WORDS, words_fault)
         parse_biases(self.logit_bias)
+        parse_ids(self.allowed_token_ids)
         fault = "penalties and logit_bias are in the folder extras/, which is not here; restore it"
         require(not self.sampling.rescores or has_extras(), fault)
 
@@ -672,11 +686,12 @@ def parse_biases(text: str) -> dict[int, float]:
     return biases
 
 
-def check_biases(text: str, vocab: int) -> None:
-    """Check that the tokens of `logit_bias` exist. vocab: V. Raises: ValueError."""
-    for token in parse_biases(text):
-        fault = f"logit_bias: token ids must be in 0..{vocab - 1}; one is {token}"
-        require(token < vocab, fault)
+def parse_ids(text: str) -> list[int]:
+    """Read `allowed_token_ids`. Raises: ValueError for another text."""
+    ids = text.split(",") if text else []
+    fault = f"allowed_token_ids must be token ids, as 5,17,3; it is {text[:50]!r}"
+    require(all(re.fullmatch(r"\d{1,9}", id) for id in ids), fault)
+    return list(map(int, ids))
 
 
 def pick_device(name: str) -> str:

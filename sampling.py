@@ -43,6 +43,19 @@ LEAST_TEMPERATURE = 1e-30
 LEAST_TOP_P = 1e-30  # fp32 holds it
 
 
+def on_host(x: Tensor) -> bool:
+    """Return whether the values of a tensor are known without a wait for the device.
+
+    Where they are not, a step does everything that some value may need.
+    """
+    return not (x.is_cuda or torch.compiler.is_compiling())
+
+
+def may_be(*conditions: Tensor) -> bool:
+    """Return whether any of some conditions may hold for any sequence."""
+    return not on_host(conditions[0]) or any(bool(each.any()) for each in conditions)
+
+
 class SamplingMode(IntEnum):
     """How tokens are chosen. A higher mode also serves sequences of a lower one."""
 
@@ -143,8 +156,10 @@ class SamplingTensors(NamedTuple):
         draws: [B, N] int64, the draw of the token after each node
         rescore: as in `NodeRule`
         """
-        acts = uniforms(self, draws, 1, XTC)[:, :, 0] < self.xtc_probability[:, None]  # [B, N]
-        threshold = torch.where(acts, self.xtc_threshold[:, None], float("inf"))
+        threshold = torch.full(draws.shape, float("inf"), device=draws.device)  # [B, N]
+        if may_be(self.xtc_probability > 0):
+            acts = uniforms(self, draws, 1, XTC)[:, :, 0] < self.xtc_probability[:, None]
+            threshold = torch.where(acts, self.xtc_threshold[:, None], threshold)
         return SamplingTensors(*self[:-1], NodeRule(threshold, rescore))
 
     def cuts(self) -> tuple[Tensor | None, ...]:
@@ -200,11 +215,12 @@ def choose(
     """Choose the token after every node, [B, N] int64, as `decode.pick_tokens`.
 
     scores: [B, N, V] fp32
+    Writes: scores, where penalties change them.
     """
-    if rule is not None and rule.nodes and rule.nodes.rescore is not None:
-        scores = rule.nodes.rescore(scores)
     if allowed is not None:
         scores = torch.where(allowed, scores, float("-inf"))
+    if rule is not None and rule.nodes and rule.nodes.rescore is not None:
+        scores = rule.nodes.rescore(scores)
     if noise is not None:
         scores = process(scores, rule, backend)
     return backend.best(scores, noise, draw)

@@ -86,7 +86,8 @@ class Request:
         """Add a token. Returns: its text, of which `text` takes the part that is certain."""
         text = self.decoder.push([id]) if self.decoder else ""
         self.tokens.append(id)
-        self.text += self._until.push(text)
+        may_end = len(self.tokens) > self.sampling.min_tokens
+        self.text += self._until.push(text) if may_end else text
         return text
 
     def close(self, reason: str) -> None:

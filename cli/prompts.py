@@ -17,8 +17,8 @@ from typing import Any
 
 from base.io import LocalError, one_line, parse_json, parse_jsonl, read_named
 from base.option_rules import SAMPLED
-from base.parsing import by_names, check_kinds, require
-from options import DEFAULT, DEMO, GenerateConfig, Sampling, check_biases
+from base.parsing import SEVERAL, by_names, check_kinds, require
+from options import DEFAULT, DEMO, GenerateConfig, Sampling
 
 PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
@@ -189,26 +189,33 @@ def answer_room(most: int, context: int) -> int:
 
 
 def with_options(
-    config: GenerateConfig, options: dict[str, Any], count: int, vocab: int
+    engine: Any, options: dict[str, Any], count: int
 ) -> tuple[GenerateConfig, list[tuple[Sampling, int]]]:
-    """Apply the options of a call.
+    """Apply the options of a call to those of an engine, a `decode.Engine`.
 
     options: of OF_A_CALL; those of OF_A_PROMPT are a value for all prompts or a list with one each
-    count: prompts of the call; vocab: V
+    count: prompts of the call
     Returns: the config of the call; the parameters and the seed of each prompt.
     Raises: ValueError for an option that is not of a call, or a value that cannot be.
     """
     options = by_names(GenerateConfig, options)
     names = ", ".join(sorted(options.keys() - OF_A_CALL))
     require(not names, f"{names} cannot change after load(); load another engine")
-    several = {name: value for name, value in options.items() if isinstance(value, (list, tuple))}
-    for name in ("stop", "dry_sequence_breakers"):  # of all prompts
-        several.pop(name, None)
+    of_texts = {f.name for f in fields(GenerateConfig) if f.type == SEVERAL}
+    several = {
+        name: value
+        for name, value in options.items()
+        # a list of texts is one value
+        if isinstance(value, (list, tuple))
+        and not (name in of_texts and all(isinstance(text, str) for text in value))
+    }
     for name, values in several.items():
         require(name in OF_A_PROMPT, f"{name} is one number for all prompts; it is {values!r}")
         fault = f"{name} has {len(values)} values, and there are {count} prompts; give one for each"
         require(len(values) == count, fault)
-    config = replace(config, **{name: options[name] for name in options.keys() - several.keys()})
+    config = replace(
+        engine.config, **{name: options[name] for name in options.keys() - several.keys()}
+    )
     check_kinds(config)
     config.check_numbers()
     draws = []
@@ -221,7 +228,7 @@ def with_options(
         require(own.num_samples == 1 or own.temperature > 0, fault)
         own.check_numbers()
         own.check_acceptance()
-        check_biases(own.logit_bias, vocab)
+        engine.check_sampling(own.sampling)
         draws.append((own.sampling, own.seed))
         owns.append(own)
     for f in fields(config):
@@ -240,6 +247,5 @@ def for_one_answer(engine: Any, options: dict[str, Any]) -> Any:
 
     Raises: as `with_options`.
     """
-    vocab = engine.target.config.vocab_size
-    config, [(sampling, seed)] = with_options(engine.config, options, 1, vocab)
+    config, [(sampling, seed)] = with_options(engine, options, 1)
     return replace(engine, config=replace(config, **sampling._asdict(), seed=seed))

@@ -345,7 +345,7 @@ def pick_tokens(
     Top-k and top-p need all scores. Several ranks mask no tokens, hence no `allowed`.
     """
     backend = target.backend
-    if noise is not None and rule.top_k is not None:
+    if rule is not None and rule.top_k is not None:
         return sampling.choose(target.logits(features), rule, noise, row, None, backend), None
     own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row, backend)
     score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]

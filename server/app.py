@@ -234,7 +234,7 @@ class Server:
             echoes = self.batcher.call(partial(self.readings.echoes, asked))
             for piece in await asyncio.wrap_future(echoes):
                 pieces.put_nowait(piece)
-        jobs = self._jobs(asked, reply.chat, pieces)
+        jobs = self._jobs(asked, reply.chat, pieces) if asked.most else []
         self.batcher.submit(jobs)
         if asked.stream:
             events = _events(pieces, jobs, reply)
@@ -278,7 +278,7 @@ class Server:
                     decoder=engine.tokenizer.stream(not chat, asked.shown),
                     stops=asked.stops,
                     guide=asked.guide,
-                    draft_limit=asked.draft_limit,
+                    draft_limit=asked.draft_limits[number],
                     shows_half=False,
                     choice=number * asked.samples + sample,
                     likeliest=asked.likeliest,

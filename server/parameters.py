@@ -21,7 +21,7 @@ from hf.chat import NO_TEMPLATE, chat_template, words_as_text
 from hf.config import recommended_sampling
 from hf.fetch import fetched
 from hf.thinking import Tags, closed, hidden_tags, opened_by
-from options import OF_DRAWS, GenerateConfig, Sampling, check_biases
+from options import OF_DRAWS, GenerateConfig, Sampling
 from server.batcher import Refusal
 from server.options import ServeConfig
 from server.tool_calls import (
@@ -48,7 +48,7 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 # parameters of other servers that are off where they are false or hold nothing
 SWITCHES = {
-    "allowed_token_ids", "audio", "bad_words", "ban_eos_token", "banned_tokens", "chat_template",
+    "audio", "ban_eos_token", "banned_tokens", "chat_template",
     "continue_final_message", "custom_params", "custom_token_bans", "documents",
     "dynamic_temperature", "early_stopping", "ebnf", "echo", "extra_body", "functions", "grammar",
     "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
@@ -76,7 +76,6 @@ NEUTRAL: dict[str, tuple] = dict.fromkeys(sorted(SWITCHES), NOTHING) | {
     "function_call": ("none", "auto", *NOTHING),  # without functions
     "guidance_scale": (1,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "mirostat": (0,),
     "mirostat_mode": (0,),
     "modalities": (["text"],),
@@ -100,7 +99,8 @@ NEUTRAL: dict[str, tuple] = dict.fromkeys(sorted(SWITCHES), NOTHING) | {
 }
 # of sampling, those that are read by the rules of the options of these names
 SHAPING = {*Sampling._fields} - {"temperature", "top_k", "top_p", "min_p"} | {"repeat_penalty"}
-WHOLE = {"repeat_last_n", "dry_allowed_length", "dry_penalty_last_n"}  # of these
+# of these
+WHOLE = {"repeat_last_n", "dry_allowed_length", "dry_penalty_last_n", "min_tokens"}
 SERVED = SHAPING | {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
     "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
@@ -170,7 +170,7 @@ class RequestParams(NamedTuple):
     usage: bool  # a stream ends with the usage
     guide: Any  # extras.grammar.Grammar that the answers follow, or None
     tools: Tools | None
-    draft_limit: DraftLimit
+    draft_limits: list[DraftLimit]  # of each prompt
     wants_trees: bool
     thinks: Tags | None  # of the thinking that the prompt opens
     tells_thinking: bool  # a chat's answer has its thinking
@@ -212,10 +212,7 @@ class RequestReader:
         options = body.get("stream_options", {})
         need(isinstance(options, dict), "stream_options must be an object", "stream_options")
         options = _without_nulls(options)
-        limit = self.engine.context
-        own = min(self.config.max_new_tokens, limit)
-        most = self._integer(body, "max_tokens", own, 1, MOST)
-        most = min(self._integer(body, "max_completion_tokens", most, 1, MOST), limit)
+        most = self._most(body, chat)
         need(source in body, f"{source} is missing", source)
         tools = self._tools(body) if chat else None
         prompts = [body[source]]
@@ -251,7 +248,7 @@ class RequestReader:
             self._flag(options, "include_usage"),
             guide,
             tools,
-            self._draft(body),
+            self._drafts(body, len(prompts)),
             self._flag(body, "trees"),
             thinks,
             self._flag(body, "include_reasoning", True),
@@ -341,18 +338,35 @@ class RequestReader:
             asked.pop("repeat_penalty", None)  # the same under both names
         if "logit_bias" in asked:
             asked["logit_bias"] = {id: n for id, n in asked["logit_bias"].items() if n != 0}
+        for name in ("bad_words", "allowed_token_ids") & asked.keys():
+            asked[name] = asked[name] or []
+        if isinstance(asked.get("allowed_token_ids"), list):
+            ids = map(_as_whole, asked["allowed_token_ids"])
+            asked["allowed_token_ids"] = ",".join(map(str, ids))
         try:
             config = replace(config, **by_names(GenerateConfig, asked))
             check_kinds(config)
             config.check_numbers()
             config.check_acceptance()
-            check_biases(config.logit_bias, self.engine.target.config.vocab_size)
+            self.engine.check_sampling(config.sampling)
         except ValueError as error:
             message = str(error).removeprefix("--set ").removeprefix("--")
             param = next((name for name in asked if name in message), None)
             # messages end with the value, which may have any length
             raise Refusal(400, message[: 3 * SHOWN], param) from None
         return config.sampling
+
+    def _most(self, body: dict, chat: bool) -> int:
+        """Read the tokens of an answer; 0, where a completion only echoes its prompt."""
+        limit = self.engine.context
+        least = 0 if not chat and self._flag(body, "echo") else 1
+        most = min(self.config.max_new_tokens, limit)
+        for name in ("max_tokens", "max_completion_tokens"):
+            asked = _as_whole(body.get(name, most))
+            # -1 is no bound, as in llama.cpp and LM Studio
+            asked = limit if asked == -1 else self._integer({name: asked}, name, most, least, MOST)
+            most = min(asked, limit)
+        return most
 
     def _integer(self, body: dict, name: str, default: int, least: int, most: int) -> int:
         value = _as_whole(body.get(name, default))
@@ -375,9 +389,19 @@ class RequestReader:
         need(type(value) is bool, f"{name} must be true or false", name)
         return value
 
-    def _draft(self, body: dict) -> DraftLimit:
-        """Read how many tokens a cycle may draft, or by what tree. The text is the same."""
-        most = _as_whole(body.get("draft_tokens"))
+    def _drafts(self, body: dict, count: int) -> list[DraftLimit]:
+        """Read how many tokens a cycle of each prompt may draft, or by what tree; `count` prompts.
+
+        The texts are the same.
+        """
+        asked = body.get("draft_tokens")
+        each = asked if isinstance(asked, list) else [asked] * count
+        fault = f"draft_tokens has {len(each)} values, and there are {count} prompts"
+        need(len(each) == count, f"{fault}; give one for each", "draft_tokens")
+        return [self._draft(body, _as_whole(most)) for most in each]
+
+    def _draft(self, body: dict, most: Any) -> DraftLimit:
+        """Read the bound of a prompt's drafts: a number of tokens, a tree, or None for any."""
         wanted = self._flag(body, "draft", most is None or most != 0)
         need(wanted or not most, "draft = false drafts no tokens; leave draft_tokens out", "draft")
         name = "draft_tokens" if "draft_tokens" in body else "draft"

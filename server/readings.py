@@ -91,11 +91,12 @@ class Readings:
         return {"content": text, "prompt": text}
 
     def echoes(self, asked: RequestParams) -> list[Delta]:
-        """Return the prompts of a request as the first pieces of its answers.
+        """Return the prompts of a request as the first pieces of its answers, or as all of them.
 
         The decoding thread calls this where log-probabilities are asked for.
         """
         pieces = []
+        reason = None if asked.most else "length"
         for number, ids in enumerate(asked.prompts):
             stream = self.engine.tokenizer.stream(True)
             logprobs: list[Logprob | None] = []
@@ -110,7 +111,7 @@ class Readings:
             drafts = Drafts(spans=(("", len(text), -1),))
             for sample in range(asked.samples):
                 choice = number * asked.samples + sample
-                pieces.append(Delta(choice, text, 0, None, scored, drafts))
+                pieces.append(Delta(choice, text, 0, reason, scored, drafts))
         return pieces
 
     def _name(self, id: int) -> str:

@@ -5,7 +5,8 @@
 //    loops that vectorize.
 // 2. `cut` sorts only the tokens that can be kept. Tokens beyond the k-th best are dropped first,
 //    and tokens that together have less mass than top-p may leave out. Of 49,152 tokens a few
-//    hundred stay. The rarer cuts (top-n-sigma, typical-p, XTC) take all that top-k leaves.
+//    hundred stay. Typical-p drops the tokens that are too far from the usual information first;
+//    XTC takes all that the others leave.
 //
 // A row's result does not depend on the other rows, and is the same in compiled and in eager steps.
 // Scores are not NaN.
@@ -20,6 +21,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -220,12 +222,45 @@ struct Cuts {
   bool rare() const { return typical < 1 || !std::isinf(sigmas) || !std::isinf(xtc); }
 };
 
+// The softmax of some scores. Weights are e^(score - most).
+struct Softmax {
+  double total;  // sum of the weights
+  double usual;  // the score of a token whose information is the entropy
+};
+
+// Computes it over the scores of z [n] from `floor` on, which are finite; `most` is the largest.
+Softmax softmax_of(const float* z, int64_t n, float most, float floor) {
+  float weights[64] = {}, products[64] = {};
+  const auto add = [&](int64_t lane, float score) {
+    const float below = score >= floor ? score - most : -100.0f;  // of weight 0
+    const float weight = exponential(below);
+    weights[lane] += weight;
+    products[lane] += weight * below;
+  };
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int64_t lane = 0; lane < 64; lane++) add(lane, z[i + lane]);
+  for (; i < n; i++) add(0, z[i]);
+  double total = 0, product = 0;
+  for (int64_t lane = 0; lane < 64; lane++) total += weights[lane], product += products[lane];
+  return {total, most + product / total};
+}
+
 // Finds the tokens that all cuts keep of scores z [n], in any order.
 void keep_shaped(const float* z, int64_t n, const Cuts& cuts, std::vector<Scored>& kept) {
-  static thread_local std::vector<float> maxima;  // its memory is kept from row to row
+  static thread_local std::vector<float> scores;  // its memory is kept from row to row
   const float most = largest(z, n);
-  float floor = least_of_sigmas(z, n, cuts.sigmas);
-  if (cuts.top_k > 0) floor = std::max(floor, least_of_best(z, n, cuts.top_k, maxima));
+  float floor = std::max(least_of_sigmas(z, n, cuts.sigmas), std::numeric_limits<float>::lowest());
+  Softmax all{};
+  if (cuts.top_k > 0) {
+    floor = std::max(floor, least_of_best(z, n, cuts.top_k, scores));
+  } else if (cuts.typical < 1) {
+    all = softmax_of(z, n, most, floor);
+    // n tokens below it have half of the mass that may go; those as far above may go, too
+    const double rest = std::log(all.total * (1 - cuts.typical) / (2 * double(n)));
+    const double reach = std::max(all.usual - (most + rest), most - all.usual);
+    floor = std::max(floor, float(all.usual - reach));
+  }
   const auto weight = [&](const Scored& each) { return exponential(each.score - most); };
   const auto mass = [&] {
     double sum = 0;
@@ -234,20 +269,19 @@ void keep_shaped(const float* z, int64_t n, const Cuts& cuts, std::vector<Scored
   };
   kept.clear();
   for (int64_t i = 0; i < n; i++)
-    if (z[i] >= floor && z[i] > LEAST) kept.push_back({z[i], i});
+    if (z[i] >= floor) kept.push_back({z[i], i});
   take_best(kept, cuts.top_k);
   if (cuts.typical < 1) {
-    const double total = mass();
-    const double log_total = most + std::log(total);
-    double entropy = 0;
-    for (const Scored& each : kept) entropy += weight(each) / total * (log_total - each.score);
-    // the score of a token whose information is the entropy
-    const double usual = log_total - entropy;
+    if (cuts.top_k > 0) {
+      scores.clear();
+      for (const Scored& each : kept) scores.push_back(each.score);
+      all = softmax_of(scores.data(), int64_t(scores.size()), most, floor);
+    }
     const auto nearer = [&](const Scored& a, const Scored& b) {
-      const double x = std::abs(usual - a.score), y = std::abs(usual - b.score);
+      const double x = std::abs(all.usual - a.score), y = std::abs(all.usual - b.score);
       return x < y || (x == y && before(a, b));
     };
-    take(kept, cuts.typical * total, nearer, weight);
+    take(kept, cuts.typical * all.total, nearer, weight);
   }
   if (cuts.top_p < 1) take(kept, cuts.top_p * mass(), before, weight);
   float best = LEAST;

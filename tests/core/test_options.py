@@ -111,7 +111,7 @@ def test_settings_have_the_types_of_their_fields():
     [
         ("dtype", "--set takes name=value, as seed=1; it is 'dtype'"),
         ("dtyp=float32", "--set: there is no option dtyp; did you mean dtype?"),
-        ("qwx=1", "--set: there is no option qwx; it takes any flag and accept, children, "),
+        ("qwx=1", "--set: there is no option qwx; it takes any flag and accept, allowed_token_ids, "),
         ("dtype=int3", "--set dtype must be one of float32, bfloat16, float16; it is 'int3'"),
         ("threads=many", "--set threads must be a whole number; it is 'many'"),
         ("threads=1.5", "--set threads must be a whole number; it is '1.5'"),

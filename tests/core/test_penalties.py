@@ -73,7 +73,7 @@ def rescored(
     rule = SamplingTensors.from_params([own])
     rule = rule._replace(penalties=rescorer.rows([own]), answer=torch.tensor([prompt]))
     scores = 3 * torch.randn(1, len(nodes), vocab, generator=torch.Generator().manual_seed(0))
-    return scores[0], rescorer.rescore(scores, rule, text, tree)[0]
+    return scores[0], rescorer.rescore(scores.clone(), rule, text, tree)[0]
 
 
 def tree_texts(seed: int, vocab: int, length: int, nodes: int) -> list[list[int]]:
@@ -207,6 +207,7 @@ def test_breakers_of_repeats_are_those_of_llama_cpp(llama):
 PROMPT = "def person():\n    return "
 OTHER = "import json\n"
 LENGTH = 24
+EOS = 2
 NO_BREAKERS = {"dry_sequence_breakers": ()}
 CASES = [  # a prompt, how it is sampled, and a seed
     (PROMPT, Sampling(repetition_penalty=1.3), 0),
@@ -219,6 +220,8 @@ CASES = [  # a prompt, how it is sampled, and a seed
     (OTHER, Sampling(0.7, logit_bias='{"10": 5, "32": -100, "3": -20}', frequency_penalty=0.3), 7),
     (PROMPT, Sampling(1.0), 8),
     (OTHER, Sampling(0.7, 40, 0.9, 0.02, 3.0, 0.9, 0.5, 0.1, 1.2, 0.2, 0.1, 20, 0.8), 9),
+    (PROMPT, Sampling(bad_words=("0", "self,"), min_tokens=9, logit_bias=f'{{"{EOS}": 100}}'), 10),
+    (OTHER, Sampling(1.0, allowed_token_ids=",".join(map(str, range(3, 999))), bad_words=("name", "def __")), 11),
 ]  # fmt: skip
 DRAFTS = {
     "none": {"draft": "none"},
@@ -241,8 +244,8 @@ def engine_of(draft: str = "dynamic", **options):
     return replace(engine, policy=InTurn()) if draft == "auto" else engine
 
 
-def rescored_plainly(scores: torch.Tensor, ids: list[int], new: list[int], own: Sampling):
-    """Biases and penalties of one row of scores [V], on Python's numbers, and by transformers."""
+def rescored_plainly(scores, tokenizer, ids: list[int], new: list[int], own: Sampling):
+    """Biases, penalties and masks of scores [V], on Python's numbers, and by transformers."""
     z = scores.clone()
     for id, bias in json.loads(own.logit_bias or "{}").items():
         z[int(id)] += bias
@@ -262,6 +265,16 @@ def rescored_plainly(scores: torch.Tensor, ids: list[int], new: list[int], own: 
     for token, length in longest.items():
         if own.dry_multiplier and length >= own.dry_allowed_length:
             z[token] -= own.dry_multiplier * own.dry_base ** (length - own.dry_allowed_length)
+    for word in own.bad_words:
+        for begin in ("", " "):
+            *before, last = tokenizer.encode(begin + word, bos=False)
+            if new[len(new) - len(before) :] == before:
+                z[last] = float("-inf")
+    if len(new) < own.min_tokens:
+        z[EOS] = float("-inf")
+    if own.allowed_token_ids:
+        allowed = torch.tensor(list(map(int, own.allowed_token_ids.split(","))))
+        z = torch.full_like(z, float("-inf")).scatter(0, allowed, z[allowed])
     return z
 
 
@@ -278,7 +291,7 @@ def plain_loop(engine, number: int) -> list[int]:
         cache = KVCache.empty(target.config, 1, text.shape[1], target.norm.weight.dtype, "cpu")
         window = causal_window(torch.zeros(1, dtype=torch.long), text.shape[1])
         scores = target.logits(target(text, window.slots, cache, window)[:, -1:])
-        z = rescored_plainly(scores[0, 0], ids, new, own)[None, None]
+        z = rescored_plainly(scores[0, 0], engine.tokenizer, ids, new, own)[None, None]
         if own.temperature:
             draw = torch.tensor([len(new)])
             z = sampling.process(z, key.at_nodes(draw[:, None], None))

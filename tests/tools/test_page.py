@@ -106,8 +106,12 @@ def test_drafted_tokens_of_a_request(running):
     usage = {"stream_options": {"include_usage": True}}
     *_, last = running.complete(seed=3, max_tokens=60, stream=True, **usage)
     assert last.metrics["speculative_decoding"]["num_spec_steps"] > 0
+    each = {"draft_tokens": [0, None]}
+    answer = running.complete([PROMPT, PROMPT], seed=3, max_tokens=60, extra_body=each)
+    assert answer.metrics["speculative_decoding"]["num_spec_steps"] > 0
     many = {"draft": False, "draft_tokens": 4}
-    for bad in ({"draft_tokens": -1}, {"draft_tokens": True}, {"draft_tokens": "static"}, many):
+    wrong = [{"draft_tokens": value} for value in (-1, True, "static", [4, 4])]
+    for bad in (*wrong, many):
         with pytest.raises(openai.BadRequestError, match="draft"):
             running.complete(extra_body=bad)
 

@@ -262,8 +262,8 @@ HARMLESS = {
     "mirostat_mode": 0, "separate_reasoning": True, "n_keep": 0, "ttl": 300,
 }  # fmt: skip
 HARMFUL = {
-    "min_tokens": 1, "skip_special_tokens": False, "suffix": "a", "best_of": 2, "ignore_eos": True,
-    "stop_token_ids": [5], "bad_words": ["a"], "guided_json": {"type": "object"}, "mirostat": 2, "n_probs": 5, "modalities": ["audio"], "functions": [1], "anything": 1, "grammar": "a",
+    "skip_special_tokens": False, "suffix": "a", "best_of": 2, "ignore_eos": True,
+    "stop_token_ids": [5], "guided_json": {"type": "object"}, "mirostat": 2, "n_probs": 5, "modalities": ["audio"], "functions": [1], "anything": 1, "grammar": "a",
     "length_penalty": True, "detokenize": False, "use_beam_search": True,
 }  # fmt: skip
 
@@ -305,9 +305,13 @@ def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
         "dry_allowed_length": 3,
         "dry_penalty_last_n": 9,
         "dry_sequence_breakers": [":"],
+        "min_tokens": 5.0,
+        "bad_words": ["def", "self."],
+        "allowed_token_ids": [281.0, 337, 4026],
     }
     got = reader.read({"prompt": "a"} | own, False).sampling
     own["dry_sequence_breakers"], own["logit_bias"] = (":",), '{"5": 1}'
+    own["bad_words"], own["allowed_token_ids"] = ("def", "self."), "281,337,4026"
     own["repetition_penalty"] = own.pop("repeat_penalty")
     assert got == Sampling()._replace(**own)
     plain = Sampling()
@@ -330,6 +334,16 @@ def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
     ({"logit_bias": {"5": True}}, "a logit_bias must be from -100 to 100; that of 5 is True"),
     ({"logit_bias": {"999999": 1}}, "logit_bias: token ids must be in 0..4095; one is 999999"),
     ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias may name 1024 tokens; it names 1025"),
+    ({"bad_words": [1]}, "bad_words must be texts that are not empty; it is (1,)"),
+    ({"bad_words": ["a"] * 65}, "bad_words may have 64 texts, not 65"),
+    ({"bad_words": ["ab" * 99]}, "one of bad_words has 99 tokens; 16 are the most"),
+    ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be token ids, as 5,17,3; it is 'a'"),
+    ({"allowed_token_ids": [4096]}, "allowed_token_ids: token ids must be in 0..4095; one is 4096"),
+    ({"allowed_token_ids": [281], "bad_words": ["self"]}, "bad_words has all of allowed_token_ids; leave one out"),
+    ({"min_tokens": -1}, "min_tokens must be at least 0; it is -1"),
+    ({"max_tokens": 0}, "max_tokens must be a whole number from 1 to 2147483647; it is 0"),
+    ({"max_tokens": -2, "echo": True}, "max_tokens must be a whole number from 0 to 2147483647; it is -2"),
+    ({"prompt": ["a", "b"], "draft_tokens": [0]}, "draft_tokens has 1 numbers, and there are 2 prompts; give one for each"),
     ({"dry_sequence_breakers": [1]}, "dry_sequence_breakers must be texts that are not empty; it is (1,)"),
 ])  # fmt: skip
 def test_samplers_that_cannot_be_are_refused_by_name(reader, body, message):

@@ -104,6 +104,10 @@ def test_an_echo_has_the_prompt_s_log_probabilities(running):
     want = logits.float().log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
     assert scored.token_logprobs[0] is None and scored.top_logprobs[0] is None
     assert scored.token_logprobs[1:count] == pytest.approx(want.tolist(), abs=0.1)
+    alone = running.complete([PROMPT, LONG], **options | {"max_tokens": 0})
+    assert [choice.text for choice in alone.choices[::2]] == [PROMPT, LONG]
+    assert alone.choices[0].finish_reason == "length" and alone.usage.completion_tokens == 0
+    assert alone.choices[0].logprobs.token_logprobs == scored.token_logprobs[:count]
     stream = running.complete(stream=True, **options | {"n": 1, "logprobs": None})
     assert "".join(event.choices[0].text for event in stream) == PROMPT + plain.text
 
