@@ -19,7 +19,7 @@ FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
     "model.py": "d237a54f",
-    "ops/torch_backend.py": "1dbac99d",
+    "ops/torch_backend.py": "6d73fa4b",
     "steps.py": "0c021433",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"

@@ -328,7 +328,7 @@ def test_scores_by_strides_and_the_largest_k():
 # ---------------------------------------------------------------------------------- levels of trees
 
 
-def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpness=1.5):
+def check_level(logits, k, count, places=None, ids=None, sharpness=1.5):
     """Scores close to torch's; all that follows from them as torch has it, bit by bit."""
     (B, R, _), W, spare = logits.shape, count + 3, 2
     found = Scores(logits, sharpness, ids)
@@ -342,21 +342,19 @@ def check_level(logits, k, count, places=None, ids=None, by_value=True, sharpnes
         scores, (ranked - total).clamp(max=0).flatten(1), atol=2e-5, rtol=2e-6
     )
     values = -torch.rand(B, R).round(decimals=1)
-    level = Level(k, count, first_slot=spare, fixed_children=places, by_value=by_value)
+    level = Level(k, count, first_slot=spare, fixed_children=places)
     children = Children(*(x.view(B, R, k) for x in (tokens, scores)))
     got = ops.cuda.topk.grow_level(found, values, seen, level)
     assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
 
 
-@pytest.mark.parametrize("B,R,V,k,by_value", [
-    (2, 5, 300, 6, True), (1, 2, 2049, 3, False),
-    *slow([(2, 10, 300, 6, True), (1, 1, 300, 10, True), (1, 3, 4097, 3, True), (1, 2, 40, 17, True)]),
+@pytest.mark.parametrize("B,R,V,k", [
+    (2, 5, 300, 6), (1, 2, 2049, 3),
+    *slow([(2, 10, 300, 6), (1, 1, 300, 10), (1, 3, 4097, 3), (1, 2, 40, 17)]),
 ])  # fmt: skip
-def test_levels(B, R, V, k, by_value):
-    check_level(torch.randn(B, R, V) * 10, k, k, by_value=by_value)
-    check_level(
-        torch.randint(-2, 3, (B, R, V)).float(), k, min(R * k, 5), by_value=by_value
-    )  # ties
+def test_levels(B, R, V, k):
+    check_level(torch.randn(B, R, V) * 10, k, k)
+    check_level(torch.randint(-2, 3, (B, R, V)).float(), k, min(R * k, 5))  # ties
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def front_of(batch: int, rows: int, slots: int) -> Frontier:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("vocab", [4, 97, 5000])
 def test_expand_frontier(vocab, batch, kind):
-    """With and without a draft vocabulary, noise, sharpness; the root's and others; by value, step and place; the last.
+    """With and without a draft vocabulary, noise, sharpness; the root's and others; by value and place; the last.
 
     The nodes of a level have scores of their own, or share them (`scored` 1).
     """
@@ -109,9 +109,7 @@ def test_expand_frontier(vocab, batch, kind):
     noise, slots = torch.randn(batch, 3, vocab), 7
     few = whole(vocab, 4).unique() if vocab > 4 else torch.arange(4)
     fronts = ((None, 1), (1, 1), (3, 3), (3, 1))
-    for ids, noisy, (rows, scored), by_value in itertools.product(
-        (None, few), (False, True), fronts, (True, False)
-    ):
+    for ids, noisy, (rows, scored) in itertools.product((None, few), (False, True), fronts):
         width = vocab if ids is None else len(ids)
         front, above = (None, 1) if rows is None else (front_of(batch, rows, slots), rows)
         k = min(width, 3)
@@ -122,7 +120,7 @@ def test_expand_frontier(vocab, batch, kind):
         for count, places in ((2, None), (above * k, None), (2, last_and_first), (0, None)):
             count = min(count, above * k, slots - 2)
             places = None if places is None else places[:, :count]
-            inputs = found, front, Level(k, count, 11, 2, slots, places, by_value)
+            inputs = found, front, Level(k, count, 11, 2, slots, places)
             ours, theirs = OURS.expand_frontier(*inputs), reference(*inputs)
             assert_equal(ours[0], theirs[0])
             if count:
@@ -171,7 +169,7 @@ def test_wrong_levels():
         "logits": z, "sharpness": 1.0, "ids": ids, "noise": noise, "level": 0,
         "temperature": torch.ones(2), "index": index, "values": values, "seen": seen,
         "k": 3, "count": 2, "first_candidate": 4, "first_slot": 0, "slots": 6,
-        "fixed_children": torch.tensor([[0, 5]]), "by_value": True,
+        "fixed_children": torch.tensor([[0, 5]]),
     }  # fmt: skip
     fields = (*Scores._fields, "index", "values", "seen", *Level._fields)
     schema = CPP.expand_frontier.default._schema

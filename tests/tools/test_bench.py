@@ -275,13 +275,8 @@ def test_methods_become_options():
     assert (got.draft, got.tree, got.accept) == ("eagle", "static", "residual")
     assert (got.temperature, got.batch_size) == (1.0, 4)
     assert got.top_p == 0.9 and got.ignore_eos
-    got = method_config("eagle:dynamic:topk:tree_size=30:no_rerank", setting, config)
-    assert (got.tree, got.children, got.tree_size, got.no_rerank) == (
-        "dynamic",
-        "topk",
-        30,
-        True,
-    )
+    got = method_config("eagle:dynamic:topk:tree_size=30:verbose", setting, config)
+    assert (got.tree, got.children, got.tree_size, got.verbose) == ("dynamic", "topk", 30, True)
 
 
 def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
