@@ -568,36 +568,6 @@ def test_bars_and_table_show_the_rates(tmp_path, monkeypatch, capsys):
     assert "row 4: tokens_per_s must be above 0; it is 0" in said
 
 
-def test_results_of_peers_become_a_table_by_task_and_bars_of_their_means(
-    tmp_path, monkeypatch, capsys
-):
-    files = []
-    for task, rate in (("gsm8k", 50), ("edit", 150)):
-        rows = {
-            "ours none": {"tokens_per_s": [rate, 0, 0], "tau": 1.0, "identical": 1.0},
-            "llama.cpp:file:eagle3": {
-                "tokens_per_s": [rate / 2, 0, 0],
-                "tau": 2.0,
-                "identical": 0.875,
-            },
-        }
-        config = {"checkpoint": "[...]/m.gguf", "tasks": task}
-        result = {"config": config, "environment": {"commit": "abc"}, "speed": {"1": rows}}
-        files.append(write_lines(tmp_path / f"{task}.json", [result]))
-    file = tmp_path / "heads.json"
-    argv = (str(file), "--peers", ",".join(files), "--machine", "Zen 4", "--date", "today")
-    argv += ("--out", str(tmp_path / "heads.svg"))
-    command(monkeypatch, plot_speed, *argv)
-    out = capsys.readouterr().out
-    for task, rates in (("gsm8k", "50, 1.00 | 25, 2.00"), ("edit", "150, 1.00 | 75, 2.00")):
-        assert f"| m, its file, {task} | {rates} (88 % identical) | Zen 4, today, abc |" in out
-    svg = ElementTree.parse(tmp_path / "heads.svg")
-    texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[1:] == ["gpt-eagle, no draft", "100", "llama.cpp, head", "50"]
-    said = failure(capsys, monkeypatch, plot_speed, str(file), "--peers", str(file))
-    assert f"cannot read {file}: " in said and "name what peers.py --json wrote" in said
-
-
 def test_the_pictures_and_the_table_of_the_readme_are_those_of_the_data():
     results = ROOT / "benchmarks" / "results"
     readme = (ROOT / "README.md").read_text()
