@@ -30,6 +30,7 @@ from helpers import (
     golden_run,
     golden_target,
     record,
+    slow,
     with_children,
 )
 from hf.checkpoint import WeightFiles
@@ -39,6 +40,7 @@ GREEDY = [
 ]  # fmt: skip
 SAMPLED = ["eagle2_mha_k4_d3_t12_temp1", "eagle1_static26_mha_temp1"]
 MIXTRAL = "eagle2_mixtral_k4_d3_t12"
+RUNS = pytest.mark.parametrize("run", [0, *slow([1, 2])])  # other prompts
 TOLERANCE = 1e-4  # fp32 against fp32; typical differences are 3e-6
 
 
@@ -190,7 +192,7 @@ def test_vanilla(name, run):
     assert set(session.stats.accept_lengths) == {0}
 
 
-@pytest.mark.parametrize("run", range(3))
+@RUNS
 @pytest.mark.parametrize("name", [*GREEDY, *SAMPLED, MIXTRAL])
 def test_cycles(name, run, monkeypatch):
     case = golden_case(name)
@@ -213,7 +215,7 @@ def test_floats(name, monkeypatch):
     assert largest_error(calls, case, case["runs"][0]) < TOLERANCE
 
 
-@pytest.mark.parametrize("run", range(3))
+@RUNS
 @pytest.mark.parametrize("name", SAMPLED)
 def test_residual_distributions(name, run, monkeypatch):
     """Where the walk ended, what is left of p, and q, in whole sampled runs."""
