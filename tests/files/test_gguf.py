@@ -642,6 +642,7 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
             assert "\n" not in str(error), error
 
 
+NAN = float("nan")
 METADATA = {
     "architecture": ({"general.architecture": "gemma2"}, "the architecture gemma2 is not supported; supported are llama, qwen2, qwen2moe, qwen3"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
@@ -680,7 +681,7 @@ METADATA = {
     "window": ({"llama.attention.sliding_window": np.int32(-4)}, "sliding_window must be 1 to 16777216; it is -4"),
     "context": ({"llama.context_length": 0}, "context_length must be 1 to 16777216; it is 0"),
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon must be a finite number above 0; it is -1.0"),
-    "base": ({"llama.rope.freq_base": float("nan")}, "rope.freq_base must be a finite number above 0; it is nan"),
+    "base": ({"llama.rope.freq_base": NAN}, "rope.freq_base must be a finite number above 0; it is nan"),
     "factor": ({"llama.rope.scaling.factor": -3.0}, "rope.scaling.factor must be a finite number above 0; it is -3.0"),
     "parts": ({"split.count": 3}, "is part 1 of 3, and m-00002-of-00003.gguf is not beside it; download every part"),
     "eos": ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be a whole number, not '2'"),
