@@ -76,14 +76,12 @@ def plan_levels(
     children: Sequence[int],
     widths: Sequence[int],
     fixed_children: Sequence[Any] = (),
-    by_value: bool = True,
 ) -> tuple[Level, ...]:
     """Plan the levels of a tree.
 
     children: of a node of each level, the root's first
     widths: nodes with children of each level below the root; the last level has none
     fixed_children: per level, [1, R'] int64, into its candidates; empty: the best ones
-    by_value: as in `Level`
     """
     plan = []
     first_candidate = 0  # flat index of a level's first candidate
@@ -91,7 +89,7 @@ def plan_levels(
     parents = 1
     for level, (k, count) in enumerate(zip(children, (*widths, 0))):
         fixed = fixed_children[level] if level < len(fixed_children) else None
-        plan.append(Level(k, count, first_candidate, first_slot, sum(widths), fixed, by_value))
+        plan.append(Level(k, count, first_candidate, first_slot, sum(widths), fixed))
         first_candidate += parents * k
         first_slot += count
         parents = count
@@ -105,11 +103,7 @@ class DynamicTree:
     depth: int = 6  # D, drafted levels; the defaults are the papers'
     topk: int = 10  # K, children kept per node, and nodes expanded per level
     size: int = 60  # N, verified nodes, root included
-    expand_by: str = "value"  # or "confidence": single steps instead of paths (EAGLE-2 Table 3)
-    rerank: bool = True  # False keeps the first levels complete (EAGLE-2 Table 3)
-    # made by `to`: the plan, and the nodes without re-ranking, [1, N-1] int64
-    plan: tuple[Level, ...] = field(default=(), compare=False, repr=False)
-    fixed_nodes: Tensor | None = field(default=None, compare=False, repr=False)
+    plan: tuple[Level, ...] = field(default=(), compare=False, repr=False)  # made by `to`
 
     def __post_init__(self):
         check_candidates(self.depth, self.topk, self.size)
@@ -130,20 +124,13 @@ class DynamicTree:
         return f"dynamic {self.depth}/{self.topk}/{self.size}"
 
     def to(self, device: torch.device) -> DynamicTree:
-        """Return the shape with its plan, and with its tensors on a device."""
-        by_value = self.expand_by == "value"
-        plan = plan_levels([self.topk] * self.depth, self.widths, by_value=by_value)
-        fixed = None
-        if not self.rerank:
-            fixed = torch.arange(self.size - 1, device=device)[None]
-        return replace(self, plan=plan, fixed_nodes=fixed)
+        """Return the shape with its plan, which is the same on every device."""
+        return replace(self, plan=plan_levels([self.topk] * self.depth, self.widths))
 
     @property
-    def nodes(self) -> Tensor | int:
-        """The candidates that become nodes, [1, N-1] int64, ascending; a number: so many best."""
-        if self.rerank:
-            return self.size - 1
-        return self.fixed_nodes
+    def nodes(self) -> int:
+        """How many of the candidates, the best ones, become nodes; a `StaticTree` names them."""
+        return self.size - 1
 
 
 @dataclass(frozen=True)

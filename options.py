@@ -29,7 +29,6 @@ from base.modules import PREFIX
 from base.option_rules import (
     CHAT,
     DRY,
-    DYNAMIC,
     FIXED,
     GROWN,
     GROWS,
@@ -456,17 +455,6 @@ class GenerateConfig:
         ("topk", "noise", "sampled"),
         needs=(GROWS, SAMPLED),
     )
-    expand_by: str = setting(
-        "value",
-        "score that picks the nodes to expand (EAGLE-2 Table 3)",
-        ("value", "confidence"),
-        needs=(DYNAMIC,),
-    )
-    no_rerank: bool = setting(
-        False,
-        "verify the first levels whole instead of the best nodes (EAGLE-2 Table 3)",
-        needs=(DYNAMIC,),
-    )
 
     @property
     def sampling(self) -> Sampling:
@@ -486,8 +474,7 @@ class GenerateConfig:
         if self.tree:
             return self.tree
         default = (*spec_of(self).trees, "auto")[0]
-        only_dynamic = self.expand_by != "value" or self.no_rerank or self.accept != "exact"
-        if default == "auto" and only_dynamic:
+        if default == "auto" and self.accept != "exact":
             return "dynamic"
         if default == "auto" and not has_extras():
             # arithmetic bounds a CPU's passes: a chain has the fewest rows
@@ -522,7 +509,7 @@ class GenerateConfig:
             default_topk, default_size = usual_topk_and_size(on_cuda, self.quant, self.dtype)
             topk = topk or default_topk
             size = size or min(default_size, 1 + candidates(depth, topk))
-        return DynamicTree(depth, topk, size, self.expand_by, not self.no_rerank)
+        return DynamicTree(depth, topk, size)
 
     @property
     def child_rule(self) -> str:
@@ -635,8 +622,6 @@ class GenerateConfig:
     def _check_tree(self) -> None:
         file_fault = f"--tree {self.tree_file} is a static tree, not {self.tree}"
         require(not self.tree_file or self.tree in ("", "static"), file_fault)
-        graft_fault = "--draft eagle+ngram grafts onto a re-ranked tree; drop --set no_rerank"
-        require(self.draft != "eagle+ngram" or not self.no_rerank, graft_fault)
         takes = spec_of(self).trees or (self.tree_shape,)
         fault = f"--draft {self.draft} takes --tree {' or '.join(takes)}; it is {self.tree_shape}"
         require(self.tree_shape in takes, fault)

@@ -55,10 +55,6 @@ GROWN = Need(
         o.tree_shape in ("dynamic", "auto") or (spec_of(o).static_size_option and not o.tree_file)
     ),
 )
-DYNAMIC = Need(
-    "needs a tree of one size that grows from scores; use --tree dynamic",
-    lambda o: spec_of(o).scores_children and o.tree_shape == "dynamic",
-)
 
 # the tokens
 SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)

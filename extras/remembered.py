@@ -30,7 +30,7 @@ from ops.library import tiles_in_use
 # options that change the time or the accepted tokens of a cycle
 OPTIONS = (
     "inflate", "draft", "quant", "group_size", "quant_draft", "dtype", "device",
-    "compile", "batch_size", "grammar", "lookahead", "children", "expand_by", "no_rerank",
+    "compile", "batch_size", "grammar", "lookahead", "children",
 )  # fmt: skip
 # suffixes of the files in a directory that identify the model
 WEIGHTS = (".gguf", ".safetensors", ".bin")

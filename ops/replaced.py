@@ -19,7 +19,7 @@ FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
     "model.py": "080f35e6",
-    "ops/torch_backend.py": "1dbac99d",
+    "ops/torch_backend.py": "6d73fa4b",
     "steps.py": "ad623f03",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"

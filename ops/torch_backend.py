@@ -267,10 +267,8 @@ def expand(children: Children, values: Tensor, seen: Tensor, level: Level) -> tu
     total = (values[:, :, None] + scores).flatten(1)  # [B, X]
     if level.fixed_children is not None:
         order = level.fixed_children[:, : level.count].repeat(len(total), 1)  # [B, R']
-    elif level.by_value:
-        order = best_first(total)[:, : level.count]
     else:
-        order = best_first(scores.flatten(1))[:, : level.count]
+        order = best_first(total)[:, : level.count]
     parent = (order // level.k)[:, :, None]  # [B, R', 1]
     nodes = torch.arange(level.count, device=order.device)
     slots = torch.arange(seen.shape[2], device=order.device)

@@ -24,7 +24,6 @@ class Level(NamedTuple):
     slots: int = 0  # W, scratch slots of the whole tree
     # [1, R'] int64, into the level's candidates; None: the best ones
     fixed_children: Tensor | None = None
-    by_value: bool = True  # the best paths have children; False: the best single steps
 
     def for_cpp(self) -> tuple[Any, ...]:
         """Return the operands of `expand_frontier` in C++: all fields, in order."""

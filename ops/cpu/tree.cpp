@@ -90,7 +90,7 @@ Tensors<8> expand_frontier(const at::Tensor& logits, double sharpness, const Opt
                            const Optional& noise, int64_t level, const Optional& temperature,
                            const Optional& index, const Optional& values, const Optional& seen,
                            int64_t k, int64_t count, int64_t first_candidate, int64_t first_slot,
-                           int64_t slots, const Optional& fixed_children, bool by_value) {
+                           int64_t slots, const Optional& fixed_children) {
   TORCH_CHECK(logits.dim() == 3 && (!noise || noise->dim() == 3),
               "logits and noise have 3 dimensions");
   const int64_t B = logits.size(0);
@@ -147,24 +147,21 @@ Tensors<8> expand_frontier(const at::Tensor& logits, double sharpness, const Opt
   });
 
   float* sums = path.mutable_data_ptr<float>();
-  std::vector<float> steps(B * X);
   for (int64_t node = 0; node < B * R; node++) {
     const int64_t row = rows == R ? node : node / R;
     for (int64_t i = 0; i < k; i++) {
       const int64_t from = row * k + i;
       const int64_t to = node * k + i;
-      steps[to] = best.scores[from];
       out(tokens)[to] = best.tokens[from];
       out(parents)[to] = flat ? (*flat)[node] : -1;
-      sums[to] = (so_far ? (*so_far)[node] : 0.0f) + steps[to];
+      sums[to] = (so_far ? (*so_far)[node] : 0.0f) + best.scores[from];
     }
   }
 
   std::vector<int64_t> order;
   for (int64_t b = 0; b < B; b++) {
-    const float* ranked = by_value ? sums : steps.data();
     if (fixed) order.assign(fixed->data, fixed->data + count);
-    else if (count) best_first(ranked + b * X, X, order);
+    else if (count) best_first(sums + b * X, X, order);
     for (int64_t i = 0; i < count; i++) {
       const int64_t to = b * count + i;
       const int64_t from = within(order[i], X, "a place");
@@ -574,8 +571,7 @@ OPERATORS(m) {
   m.def(
       "expand_frontier(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
       "Tensor? temperature, Tensor? index, Tensor? values, Tensor? seen, int k, int count, "
-      "int first_candidate, int first_slot, int slots, "
-      "Tensor? fixed_children, bool by_value) "
+      "int first_candidate, int first_slot, int slots, Tensor? fixed_children) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.impl("expand_frontier", at::kCPU, expand_frontier);
   m.impl("expand_frontier", at::kMeta, expand_frontier);

@@ -31,7 +31,7 @@ lib.define(
 lib.define("topk_logsumexp(Tensor scores, int k) -> (Tensor, Tensor, Tensor)")
 lib.define(
     "grow_level(Tensor logits, float sharpness, Tensor? ids, Tensor values, Tensor seen, "
-    "Tensor? fixed_children, int k, int count, int first_slot, bool by_value) "
+    "Tensor? fixed_children, int k, int count, int first_slot) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 lib.define("best_nodes(Tensor values, int count) -> Tensor")
@@ -85,7 +85,7 @@ def grow(
     if scores.logits.shape[1] != values.shape[1]:  # all nodes share them
         return torch_backend.expand(scores.best(level.k, topk), values, seen, level)
     of_scores = (scores.with_noise(), scores.sharpness, scores.ids)
-    of_level = (level.fixed_children, level.k, level.count, level.first_slot, level.by_value)
+    of_level = (level.fixed_children, level.k, level.count, level.first_slot)
     return _ops.grow_level(*of_scores, values, seen, *of_level)
 
 
@@ -225,20 +225,16 @@ def _topk_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         return ops.cuda.topk.topk_logsumexp(scores, k)
 
 
-def _grow_plain(
-    logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot, by_value
-):
-    level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children, by_value=by_value)
+def _grow_plain(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot):
+    level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children)
     return torch_backend.grow(Scores(logits, sharpness, ids), values, seen, level)
 
 
-def _grow_cuda(
-    logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot, by_value
-):
+def _grow_cuda(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot):
     import ops.cuda.topk
 
     scores = Scores(logits, sharpness, ids)
-    level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children, by_value=by_value)
+    level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children)
     if k > ops.cuda.topk.MOST:
         return torch_backend.grow(scores, values, seen, level)
     with torch.cuda.device(logits.device):
@@ -331,7 +327,7 @@ def _(scores, k):
 
 
 @torch.library.register_fake("gpt_eagle::grow_level", lib=lib)
-def _(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot, by_value):
+def _(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot):
     B, R, _ = logits.shape
     tokens = values.new_empty(B, R * k, dtype=torch.long)
     candidates = values.new_empty(B, R * k)

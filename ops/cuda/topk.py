@@ -147,8 +147,8 @@ def _first(keys_ptr, size, count, SIZE: tl.constexpr, COUNT: tl.constexpr):
 def level_kernel(
     keys_ptr, stats_ptr, ids_ptr, above_ptr, seen_ptr, places_ptr, tokens_ptr, values_ptr,
     ranked_ptr, order_ptr, best_ptr, sees_ptr, R, blocks, k, count, slot, W,
-    BY_VALUE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    CHILDREN: tl.constexpr, FRONT: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHILDREN: tl.constexpr, FRONT: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Find the k best children of R nodes, the values of their paths, and the next frontier.
 
@@ -183,8 +183,7 @@ def level_kernel(
             tl.store(tokens_ptr + begin + place, token, mask=here)
             tl.store(values_ptr + begin + place, value, mask=here)
             if FRONT > 0:
-                key = _keys(value if BY_VALUE else score, place)
-                tl.store(ranked_ptr + begin + place, key, mask=here)
+                tl.store(ranked_ptr + begin + place, _keys(value, place), mask=here)
     if FRONT > 0:
         tl.debug_barrier()  # other threads have stored the values that are read now
         f = tl.arange(0, FRONT)
@@ -300,7 +299,6 @@ def grow_level(scores: Any, values: Tensor, seen: Tensor, level: Any) -> tuple[T
         count,
         level.first_slot,
         W,
-        BY_VALUE=level.by_value,
         **tiles_of_level(R, blocks, k, count, W),
         num_warps=4,
     )

@@ -1,13 +1,10 @@
 """Print tokens per second as a Markdown table, and draw the same figures as bars.
 
     python scripts/bench/plot_speed.py benchmarks/results/speed.json
-    python scripts/bench/plot_speed.py benchmarks/results/heads.json --machine "Zen 4, 2 cores" \\
-        --date 2026-11-26 --peers smollm2-gsm8k.json,smollm2-edit.json \\
-        --out benchmarks/results/heads.svg
+    python scripts/bench/plot_speed.py benchmarks/results/heads.json --out heads.svg
 
 1. The file is a JSON list of rows: model, format, engine, tokens_per_s, machine, date and commit;
-   also, where several tasks were measured, task, tau and identical (a share). `--peers` writes it
-   from results of peers.py, of a task each.
+   also, where several tasks were measured, task, tau and identical (a share).
 2. The rows of one model, format and machine are a group of bars, in the order of the file; a bar is
    the mean over the tasks. All bars have one scale. Bars of this project are green, others grey.
 3. `--out` names the picture, an SVG. The table has a line per group and task and a
@@ -33,15 +30,6 @@ from base.parsing import one_line_errors, option, parse, require
 
 TEXTS = ("model", "format", "engine", "machine", "date", "commit")
 OURS = "gpt-eagle"  # engines of this project begin with it
-ENGINES = {  # contestants of peers.py
-    "ours none": "gpt-eagle, no draft",
-    "ours ngram": "gpt-eagle, lookup",
-    "ours eagle:chain:tree_depth=3": "gpt-eagle, head",
-    "ours eagle:auto": "gpt-eagle, auto",
-    "llama.cpp:file": "llama.cpp",
-    "llama.cpp:file:lookup2": "llama.cpp, lookup of 2",
-    "llama.cpp:file:eagle3": "llama.cpp, head",
-}
 # of the picture, in pixels
 LABEL = 230  # width of the engines' names
 BAR = 480  # width of the longest bar
@@ -57,29 +45,6 @@ class PlotConfig:
 
     file: str = option("", "JSON list of rows", positional=True)
     out: str = option("", "picture to write, an SVG")
-    peers: str = option("", "results of peers.py, comma-separated, to write the file from")
-    machine: str = option("", "of --peers, in words")
-    date: str = option("", "of --peers")
-
-
-def rows_of(path: Path, machine: str, date: str) -> list[SpeedRow]:
-    """Return the rows of a result of peers.py. Raises: ValueError for another file."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        config = result["config"]
-        commit = result["environment"]["commit"]
-        speed = result["speed"]["1"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"cannot read {path}: {error}; name what peers.py --json wrote") from None
-    common = {"model": Path(config["checkpoint"]).stem, "format": "its file"}
-    further = {"task": config["tasks"], "machine": machine, "date": date, "commit": commit}
-    return [
-        common
-        | {"engine": ENGINES.get(name, name), "tokens_per_s": round(row["tokens_per_s"][0], 1)}
-        | {"tau": round(row["tau"], 2), "identical": round(row["identical"], 3)}
-        | further
-        for name, row in speed.items()
-    ]
 
 
 def read_rows(path: Path) -> list[SpeedRow]:
@@ -177,20 +142,10 @@ def table(rows: list[SpeedRow]) -> str:
     return "\n".join(lines)
 
 
-def collect(config: PlotConfig) -> None:
-    """Write the rows of the results of peers.py. Writes: config.file."""
-    files = map(Path, config.peers.split(","))
-    rows = [row for file in files for row in rows_of(file, config.machine, config.date)]
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    write_text(config.file, f"[\n{lines}\n]")
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     config = parse(PlotConfig, "plot_speed.py", "Draw tokens per second as bars.", argv)
     with one_line_errors("plot_speed.py"):
-        if config.peers:
-            collect(config)
         rows = read_rows(Path(config.file))
         if config.out:
             write_text(config.out, picture(rows))

@@ -121,7 +121,7 @@ def topk(device: str) -> float:
     values = -torch.rand(1, 4, device=device)
     seen = torch.ones(1, 4, 9, device=device) > 0
     level = ops.tree.Level(k=5, count=6, first_slot=3)
-    operands = (logits, 1.0, None, values, seen, None, level.k, level.count, level.first_slot, True)
+    operands = (logits, 1.0, None, values, seen, None, level.k, level.count, level.first_slot)
     got = torch.ops.gpt_eagle.grow_level(*operands)
     best = logits.topk(level.k)
     scores = best.values - logits.logsumexp(-1, keepdim=True)

@@ -252,7 +252,7 @@ def _row(case: CycleCase) -> Source:
 
 def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
     blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
-    constants = {"ids_ptr": None, "places_ptr": None, "BY_VALUE": True}
+    constants = {"ids_ptr": None, "places_ptr": None}
     constants |= ops.cuda.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k)
     return source(ops.cuda.topk.level_kernel, case.dtype, constants, above_ptr="*fp32")
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from test_gpt_oss import random_head
 from test_qwen3_5 import DRAFTERS, OPTIONS, PROMPTS
 
+from draft_tree import DynamicTree
 from drafters import RootOnly
+from eagle_draft import EagleDrafter
 from helpers import decode, engine_for
 from hf.checkpoint import BLOCKS, Quantization
 from hf.weights import load_model
-from model import Transformer
-from tiny_models import GREEDY, IDS, assert_same_config, assert_same_logits
+from model import RotaryEmbeddings, Transformer
+from scripts.train import train_eagle
+from tiny_models import GREEDY, IDS, assert_same_config, assert_same_logits, by_passes
 
 FORMS = {
     "float32": lambda path: load_model(path, torch.float32),
@@ -40,6 +42,25 @@ def assert_same_greedy_text(path: Path, reference) -> None:
     ours = decode(engine_for(target, RootOnly(), max_new_tokens=64, ignore_eos=True), IDS.tolist())
     theirs = reference.generate(IDS[None], max_new_tokens=64, **GREEDY)
     assert ours.history[0] == theirs[0].tolist()
+
+
+def assert_same_rows(target: Transformer, in_cpp: bool, bound: float = 0.0) -> None:
+    """Compare the logits of passes in C++, of several widths, with those of the steps one by one."""
+    for width in (1, 6, len(IDS)):
+        target.fuse(False)
+        want = by_passes(target, IDS, width)
+        target.fuse(True)
+        assert (target.fused is not None) == in_cpp
+        torch.testing.assert_close(by_passes(target, IDS, width), want, atol=bound, rtol=0)
+    target.fuse(False)
+
+
+def random_head(target: Transformer) -> EagleDrafter:
+    """An EAGLE head that is not trained; its layer is LLaMA's."""
+    head = train_eagle.make_head(train_eagle.TrainConfig(init="feature"), target, [])
+    head = head.to(target.norm.weight.dtype).requires_grad_(False)
+    head.ropes = RotaryEmbeddings(head.config.model.ropes)  # which stay in fp32
+    return EagleDrafter(head, target, DynamicTree(depth=2, topk=4, size=10))
 
 
 def assert_drafts_as_vanilla(target: Transformer, in_cpp: bool, temperature: float) -> None:

@@ -357,7 +357,7 @@ def test_with_the_residual_rule_all_of_the_draft_is_of_the_run(tmp_path):
         return Results(engine, [["a"]]).facts
 
     plain, residual = results(), results(accept="residual")
-    for changes in ({"quant_draft": "int4"}, {"no_rerank": True}):
+    for changes in ({"quant_draft": "int4"}, {"tree_size": 9}):
         assert results(**changes) == plain
         assert results(**changes, accept="residual") != residual
     free = {"batch_size": 3, "compile": True, "json": "x", "prompt": "y", "num_samples": 4}

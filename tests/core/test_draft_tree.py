@@ -281,18 +281,17 @@ def random_levels(rng, batch, depth, K, cut=0.0):
     return tokens, [random_scores(rng, s, cut) for s in shapes]
 
 
-def plain_pool(tokens, scores, K, by="value"):
+def plain_pool(tokens, scores, K):
     """The same in plain Python, for one row. Returns: tokens, values, parents of the pool; the tokens that run."""
     t, v, p, ran = [], [], [], []
     frontier, above = [-1], {-1: 0.0}
     for level, (names, steps) in enumerate(zip(tokens, scores)):
-        begin, keys = len(t), []
+        begin = len(t)
         for parent, row, step in zip(frontier, names, steps):
             t += row
             v += [above.get(parent, v[parent] if parent >= 0 else 0.0) + s for s in step]
             p += [parent] * K
-            keys += step
-        keys = v[begin:] if by == "value" else keys
+        keys = v[begin:]
         order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))[:K]
         frontier = [begin + i for i in order]
         if level + 1 < len(tokens):
@@ -301,20 +300,16 @@ def plain_pool(tokens, scores, K, by="value"):
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("by", ["value", "confidence"])
 @pytest.mark.parametrize("depth, K", [(1, 4), (2, 1), (2, 3), (4, 4)])
-def test_pool_and_rerank(depth, K, by, cut):
+def test_pool_and_rerank(depth, K, cut):
     rng = random.Random(depth)
     tokens, scores = random_levels(rng, 40, depth, K, cut)
     plain = [
-        plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), K, by)
-        for b in range(40)
+        plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), K) for b in range(40)
     ]
     roots = torch.arange(40)
     for size in {2, K + 1, pool_size(depth, K) // 2 + 1, pool_size(depth, K) + 1}:
-        tree, pool, ran, places = grown(
-            DynamicTree(depth, K, size, expand_by=by), roots, tokens, scores
-        )
+        tree, pool, ran, places = grown(DynamicTree(depth, K, size), roots, tokens, scores)
         assert pool.tokens.shape[1] == pool_size(depth, K)
         assert [x.tolist() for x in pool] == [[row[i] for row in plain] for i in range(3)]
         assert [x.tolist() for x in ran] == [
@@ -378,18 +373,6 @@ def test_rerank_pads_with_invalid_nodes():
     assert tree.valid.tolist() == [[True, True, False, True, False, False, False]]
     accepted = accepted_by_both(tree, torch.tensor([[5, 0, 9, 0, 0, 0, 0]]), 2)
     assert accepted.length.item() == 0  # node 2 holds token 5, yet is none
-
-
-def test_whole_levels():
-    """Without re-ranking the first candidates are taken, level by level."""
-    tokens, scores = random_levels(random.Random(5), 6, 3, 3)
-    for size in (3, 6, 13):
-        tree, pool, *_ = grown(
-            DynamicTree(3, 3, size, rerank=False), torch.arange(6), tokens, scores
-        )
-        for b in range(6):
-            assert tree.tokens[b].tolist() == [b, *pool.tokens[b, : size - 1].tolist()]
-            assert tree.parents[b].tolist() == [0] + (pool.parents[b, : size - 1] + 1).tolist()
 
 
 def values_by_path(tokens, values, parents):

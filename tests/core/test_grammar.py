@@ -124,10 +124,8 @@ def wanted(case: str, quant: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("draft, quant, compile", [
-    ("none", "none", False), ("none", "int8", True), ("dynamic", "none", False),
-    ("dynamic", "int8", True), ("auto", "none", True), ("ngram", "none", True),
-    ("eagle+ngram", "none", True), ("vocab", "none", True), ("model tree", "none", False),
-    ("dynamic", "int4", True),
+    ("none", "none", False), ("dynamic", "none", True), ("auto", "none", True),
+    ("eagle+ngram", "none", True), ("model tree", "none", False),
     *slow((draft, quant, compile) for draft in DRAFTS for quant in ("none", "int8", "int4")
           for compile in (False, True)),
 ])  # fmt: skip
@@ -234,7 +232,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict:
     return rng.choice(kinds)
 
 
-@pytest.mark.parametrize("first, count", [(0, 10), *slow([(10, 90)])])
+@pytest.mark.parametrize("first, count", [(0, 5), *slow([(5, 95)])])
 def test_outputs_of_schemas_parse_and_validate(first, count):
     """Equal with and without drafting, greedy and sampled."""
     schemas = [random_schema(random.Random(seed)) for seed in range(first, first + count)]

@@ -356,11 +356,11 @@ def test_a_trimmed_head_stops_at_the_end_of_sequence(kept, temperature):
     assert ends
 
 
-@pytest.mark.parametrize("children, options", [
-    ("topk", {}), ("sampled", {}), ("noise", {"top_k": 5}), ("noise", {"top_p": 0.7}),
-    ("noise", {"top_k": 8, "top_p": 0.9, "temperature": 0.6}),
+@pytest.mark.parametrize("name, children, options", [
+    ("static", "topk", {}), ("static", "sampled", {}), ("model:static", "noise", {"top_k": 5}),
+    ("trimmed:static", "noise", {"top_p": 0.7}), ("trimmed:static", "sampled", {}),
+    ("model:static", "noise", {"top_k": 8, "top_p": 0.9, "temperature": 0.6}),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", ["static", "model:static", "trimmed:static"])
 def test_any_choice_of_children_is_exact(name, children, options):
     """In cut distributions, too."""
     check(name, 2, children, **{"temperature": 1.0, "seed": 11, **options})

@@ -30,6 +30,7 @@ from model import rope_frequencies
 from ops.backends import choose
 from ops.cpu.pages import HUGE_PAGE, HugePages
 from options import DEMO
+from tiny_models import random_model
 
 TOKENS = 24  # per test sequence
 
@@ -83,16 +84,12 @@ class Reference(NamedTuple):
 
 def build_reference(directory, family="Llama", **options):
     """Save a random model with `save_pretrained` and run it."""
-    torch.manual_seed(0)
     sizes = {
         "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 128,
     }  # fmt: skip
-    config = getattr(transformers, f"{family}Config")(**sizes | options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model = random_model(family, sizes | options)
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.normal_(1.0 if "norm" in name else 0.0, 0.15)
         tokens = torch.randint(0, 97, (2, TOKENS))
         out = model(tokens, output_hidden_states=True)
     model.save_pretrained(directory)
@@ -518,6 +515,7 @@ def test_exporting_is_the_inverse_of_loading(reference):
 # ------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow  # a process that imports torch; test_quantized_files.py has a fast one
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_loading_needs_little_more_than_the_model(tmp_path):
     from extras.stand_in import ModelShape

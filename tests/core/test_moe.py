@@ -27,7 +27,7 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import main
-from helpers import Mixture, decode, engine_for, golden_head, golden_target, rounded, slow
+from helpers import Mixture, decode, engine_for, golden_head, golden_target, rounded
 from hf.checkpoint import Quantization, WeightFiles
 from hf.weights import load_model
 from linear import Linear
@@ -40,6 +40,7 @@ from ops.weight import grouped_reference, unpack
 from quantize import quantize_directory
 from random_model import watch_loading
 from scripts.train import train_eagle, training
+from tiny_models import SIZES, random_model
 
 COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
@@ -245,14 +246,13 @@ def test_a_wrong_expert_is_an_error(format):
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
     """A random Mixtral as Hugging Face saves it, in several shards."""
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=128,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.15)
+    sizes = {
+        "vocab_size": 97,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "max_position_embeddings": 128,
+    }
+    model = random_model("Mixtral", SIZES | sizes)
     directory = tmp_path_factory.mktemp("mixtral")
     model.save_pretrained(directory, max_shard_size="100KB")
     assert len(list(directory.glob("*.safetensors"))) > 3
@@ -265,15 +265,11 @@ def qwen(tmp_path_factory):
 
     With few tokens, a draft that is no better than chance is right now and then.
     """
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=24, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=4,
-        norm_topk_prob=True, mlp_only_layers=[1], max_position_embeddings=128,
-    )  # fmt: skip
-    model = transformers.Qwen3MoeForCausalLM(config)
-    for name, p in model.named_parameters():
-        torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.15)
+    sizes = {
+        "vocab_size": 24, "moe_intermediate_size": 32, "num_hidden_layers": 3, "head_dim": 16, "num_experts": 16,
+        "num_experts_per_tok": 4, "norm_topk_prob": True, "mlp_only_layers": [1], "max_position_embeddings": 128,
+    }  # fmt: skip
+    model = random_model("Qwen3Moe", SIZES | sizes)
     directory = tmp_path_factory.mktemp("qwen")
     model.save_pretrained(directory)
     return directory
@@ -443,11 +439,9 @@ def test_a_group_that_does_not_divide_an_experts_width(mixtral):
 
 @OPERATORS
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize(
-    "format, size",
-    [("int8", (512, 4)), *slow([("int4", (512, 4)), ("int8", (1024, 8)), ("int4", (1024, 8))])],
-    ids=str,
-)
+@pytest.mark.slow  # two processes each, 4 s; test_quantized_files.py has a fast one
+@pytest.mark.parametrize("size", [(512, 4), (1024, 8)], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
 def test_loading_quantized_needs_little_more_than_the_result(tmp_path, format, size):
     """Experts are rounded one by one, so that no layer is ever there in float. size: width and layers."""
     directories = []

@@ -6,12 +6,14 @@ import ast
 import functools
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from dataclasses import fields
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -358,38 +360,56 @@ def test_steps_change_records_as_every_torch_compiles_it():
     assert len(steps) > 20 and not [file for file in steps if "._replace(" in file.read_text()]
 
 
-def run_without(
-    modules: tuple[str, ...], argv: list[str], program: str = "generate.py"
-) -> subprocess.CompletedProcess:
-    """Run a program where imports of some modules fail."""
-    code = (
-        f"import runpy, sys; sys.modules |= dict.fromkeys({modules});"
-        f"sys.argv[0] = {program!r}; runpy.run_path({program!r}, run_name='__main__')"
-    )
-    command = [sys.executable, "-c", code, *argv]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+class Ran(NamedTuple):
+    """How a program ended."""
+
+    status: int
+    out: str
+    err: str
 
 
-@pytest.mark.parametrize(
-    "argv, status, message",
-    [
-        (["--help"], 0, ""),
-        (["--temperature", "warm"], 2, "invalid float value: 'warm'"),
-        (["--tree", "dynamic:,,99"], 2, "must be at most 64; it is 99"),
-        (["--tree", "dynamic:1,2,9"], 2, "needs 8 candidates"),
-        (["--device", "tpu"], 2, "--device must be cpu or cuda; it is tpu"),
-        (["--checkpoint", "nowhere"], 2, "no such directory: nowhere"),
-        (["--prompt_file", "nowhere"], 2, "cannot read nowhere"),
-        (["--json", "nowhere/out"], 2, "there is no directory nowhere"),
-    ],
-    ids=str,
-)
-def test_mistakes_are_answered_before_torch_is_imported(argv, status, message):
+RUN = """
+import contextlib, io, json, runpy, sys
+missing, lines = json.loads(sys.argv[1])
+sys.modules |= dict.fromkeys(missing)
+ran = []
+for program, *argv in lines:
+    sys.argv = [program, *argv]
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(program, run_name="__main__")
+        except SystemExit as stop:
+            status = stop.code or 0
+    ran.append([status, out.getvalue(), err.getvalue()])
+print(json.dumps(ran))
+"""
+
+
+def run_without(modules: tuple[str, ...], lines: list[str]) -> list[Ran]:
+    """Run command lines, one after the other in one process in which imports of some modules fail."""
+    given = json.dumps([modules, [shlex.split(line) for line in lines]])
+    command = [sys.executable, "-c", RUN, given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [Ran(*each) for each in json.loads(done.stdout)]
+
+
+def test_mistakes_are_answered_before_torch_is_imported():
     """Torch takes seconds. Here every import of it, or of numpy, fails."""
-    run = run_without(("torch", "numpy", "sentencepiece", "safetensors"), argv)
-    assert run.returncode == status, run.stderr
-    assert ("Generate text, exactly" in run.stdout) == (status == 0)
-    assert message in run.stderr and len(run.stderr.splitlines()) == (status != 0)
+    mistakes = {
+        "--temperature warm": "invalid float value: 'warm'",
+        "--tree dynamic:,,99": "must be at most 64; it is 99",
+        "--tree dynamic:1,2,9": "needs 8 candidates",
+        "--device tpu": "--device must be cpu or cuda; it is tpu",
+        "--checkpoint nowhere": "no such directory: nowhere",
+        "--prompt_file nowhere": "cannot read nowhere",
+        "--json nowhere/out": "there is no directory nowhere",
+    }
+    missing = ("torch", "numpy", "sentencepiece", "safetensors")
+    ran = run_without(missing, [f"generate.py {line}" for line in mistakes])
+    for run, message in zip(ran, mistakes.values()):
+        assert run.status == 2 and message in run.err and len(run.err.splitlines()) == 1, run
 
 
 def test_every_program_prints_its_help_before_pip_has_run():
@@ -401,57 +421,38 @@ def test_every_program_prints_its_help_before_pip_has_run():
     ]
     programs.remove("setup.py")  # pip's
     assert {"generate.py", "scripts/gpu/ladder.py", "scripts/train/train_block.py"} <= {*programs}
-    code = """
-import contextlib, io, runpy, sys
-_, missing, *programs = sys.argv
-sys.modules |= dict.fromkeys(missing.split(","))
-for program in programs:
-    sys.argv = [program, "--help"]
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            runpy.run_path(program, run_name="__main__")
-    except SystemExit as stop:
-        assert not stop.code, program
-    assert "--help" in said.getvalue(), program
-"""
-    missing = "torch,safetensors,numpy,sentencepiece,jinja2,tokenizers,tqdm"
-    command = [sys.executable, "-c", code, missing, *programs]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    missing = ("torch", "safetensors", "numpy", "sentencepiece", "jinja2", "tokenizers", "tqdm")
+    ran = run_without(missing, [f"{program} --help" for program in programs])
+    assert all(run.status == 0 and run.err == "" and "--help" in run.out for run in ran), ran
 
 
 SMOLLM2_HEAD = "checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle"
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("generate.py --checkpoint {odd} --prompt a", "architecture PhiForCausalLM is not supported"),
-        (f"generate.py --checkpoint {DEMO} --head {SMOLLM2_HEAD} --prompt a",
-         "hidden_size is 576, the target's is 256; use the head made for this target"),
-        (f"generate.py --head {DEMO}-eagle --prompt a",
-         "hidden_size is 256, the target's is 576; use the head made for this target"),
-        (f"generate.py --checkpoint {DEMO} --draft mtp --prompt a",
-         "holds no MTP layer (no tensor is named so); drop --draft mtp"),
-        (f"scripts/serve.py --checkpoint {DEMO} --head {SMOLLM2_HEAD}", "hidden_size is 576, the target's is 256"),
-        (f"generate.py --checkpoint {DEMO} --grammar {{odd}}/bad.lark --prompt a",
-         "the grammar is refused: 1(10): lexer error"),
-        (f"generate.py --checkpoint {DEMO} --grammar {{odd}}/bad.json --prompt a",
-         "the grammar is refused: Invalid type: strin; correct it"),
-        (f"quantize.py --checkpoint {DEMO} --out {{odd}}", "exists; give --overwrite"),
-        ("quantize.py --checkpoint nowhere --out {odd}/new", "no such directory: nowhere"),
-        ("scripts/serve.py --checkpoint {odd}", "architecture PhiForCausalLM is not supported"),
-        ("scripts/compare.py --checkpoint {odd} --prompts data/eval/demo.jsonl",
-         "architecture PhiForCausalLM is not supported"),
-        ("scripts/train_head.py --checkpoint {odd} --out {odd}/new",
-         "architecture PhiForCausalLM is not supported"),
-        (f"scripts/train_head.py --checkpoint {DEMO} --out {{odd}}/new", "has no chat template"),
-        (f"scripts/train_head.py --checkpoint {DEMO} --chat vicuna --out {{odd}}",
-         "holds something else than a run of train_head.py"),
-    ],
-)  # fmt: skip
-def test_a_refusal_that_needs_only_a_header_imports_no_torch(line, message, tmp_path):
+REFUSED = [
+    ("generate.py --checkpoint {odd} --prompt a", "architecture PhiForCausalLM is not supported"),
+    (f"generate.py --checkpoint {DEMO} --head {SMOLLM2_HEAD} --prompt a",
+     "hidden_size is 576, the target's is 256; use the head made for this target"),
+    (f"generate.py --head {DEMO}-eagle --prompt a",
+     "hidden_size is 256, the target's is 576; use the head made for this target"),
+    (f"generate.py --checkpoint {DEMO} --grammar {{odd}}/bad.lark --prompt a",
+     "the grammar is refused: 1(10): lexer error"),
+    (f"generate.py --checkpoint {DEMO} --grammar {{odd}}/bad.json --prompt a",
+     "the grammar is refused: Invalid type: strin; correct it"),
+    (f"quantize.py --checkpoint {DEMO} --out {{odd}}", "exists; give --overwrite"),
+    ("quantize.py --checkpoint nowhere --out {odd}/new", "no such directory: nowhere"),
+    ("scripts/serve.py --checkpoint {odd}", "architecture PhiForCausalLM is not supported"),
+    ("scripts/compare.py --checkpoint {odd} --prompts data/eval/demo.jsonl",
+     "architecture PhiForCausalLM is not supported"),
+    ("scripts/train_head.py --checkpoint {odd} --out {odd}/new",
+     "architecture PhiForCausalLM is not supported"),
+    (f"scripts/train_head.py --checkpoint {DEMO} --out {{odd}}/new", "has no chat template"),
+    (f"scripts/train_head.py --checkpoint {DEMO} --chat vicuna --out {{odd}}",
+     "holds something else than a run of train_head.py"),
+]  # fmt: skip
+
+
+def test_a_refusal_that_needs_only_a_header_imports_no_torch(tmp_path):
     """And leaves no folder behind."""
     pytest.importorskip("llguidance")
     for file in Path(DEMO).iterdir():
@@ -462,22 +463,23 @@ def test_a_refusal_that_needs_only_a_header_imports_no_torch(line, message, tmp_
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / "bad.lark").write_text('start: "a')
     (tmp_path / "bad.json").write_text('{"type": "strin"}')
-    program, *argv = line.format(odd=tmp_path).split()
-    run = run_without(("torch", "safetensors"), argv, program)
-    assert run.returncode == 2, run.stderr
-    assert message in run.stderr and len(run.stderr.splitlines()) == 1, run.stderr
+    lines = [line.format(odd=tmp_path) for line, _ in REFUSED]
+    for run, (line, message) in zip(run_without(("torch", "safetensors"), lines), REFUSED):
+        assert run.status == 2 and message in run.err and len(run.err.splitlines()) == 1, (
+            line,
+            run,
+        )
     assert not (tmp_path / "new").exists()
 
 
-def test_a_server_without_torch_says_so_in_a_line():
-    run = run_without(("torch",), ["--checkpoint", DEMO], "scripts/serve.py")
-    assert run.returncode == 2
-    assert run.stderr == "serve.py: torch is not installed; run: pip install -r requirements.txt\n"
-
-
-def test_tokenizer_and_template_are_read_before_torch_is_imported():
-    run = run_without(("torch", "numpy", "safetensors"), ["--checkpoint", DEMO, "--chat"])
-    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
-    assert "has no chat template" in run.stderr
-    run = run_without(("torch", "numpy", "safetensors"), ["--checkpoint", DEMO])
-    assert run.returncode == 2 and "torch is not installed" in run.stderr
+def test_a_program_without_torch_says_so_in_a_line():
+    """Tokenizer and template are read before."""
+    demo = f"generate.py --checkpoint {DEMO}"
+    lines = [f"{demo} --chat", demo, f"scripts/serve.py --checkpoint {DEMO}"]
+    told = [
+        "has no chat template",
+        "torch is not installed",
+        "serve.py: torch is not installed; run: pip install -r requirements.txt",
+    ]
+    for run, message in zip(run_without(("torch", "numpy", "safetensors"), lines), told):
+        assert run.status == 2 and message in run.err and len(run.err.splitlines()) == 1, run

@@ -287,7 +287,7 @@ def test_topk_registration(shape):
 def level_inputs(count, ids=None, places=None):
     """Arguments of the operator: 3 nodes with 4 children of 40 each, in 2 rows."""
     seen = torch.rand(2, 3, 9) < 0.4
-    return torch.randn(2, 3, 40), 1.5, ids, -torch.rand(2, 3), seen, places, 4, count, 2, True
+    return torch.randn(2, 3, 40), 1.5, ids, -torch.rand(2, 3), seen, places, 4, count, 2
 
 
 @pytest.mark.parametrize("count", [0, 5])
@@ -296,8 +296,8 @@ def test_level_registration(count, places):
     """As on CUDA where there is no Triton; nothing that is returned is an argument."""
     args = level_inputs(count, torch.randperm(90)[:40], places)
     check_registration("grow_level", *args)
-    logits, sharpness, ids, values, seen, places, k, count, slot, by_value = args
-    level = ops.tree.Level(k, count, first_slot=slot, fixed_children=places, by_value=by_value)
+    logits, sharpness, ids, values, seen, places, k, count, slot = args
+    level = ops.tree.Level(k, count, first_slot=slot, fixed_children=places)
     children = ops.tree.Scores(logits, sharpness, ids).best(k, torch_backend.topk)
     want = torch_backend.expand(children, values, seen, level)
     got = torch.ops.gpt_eagle.grow_level(*args)

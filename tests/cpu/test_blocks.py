@@ -13,7 +13,6 @@ which are code times scale and, for some types, a minimum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -40,7 +39,6 @@ from helpers import (
     BLOCK_KINDS,
     gguf_blocks,
     layer_of,
-    not_refused,
     packed_blocks,
     random_blocks,
     set_halves,
@@ -420,74 +418,6 @@ def test_tables_that_lie_are_refused(how):
             with pytest.raises((RuntimeError, IndexError)):
                 ids = torch.zeros(rows + 16, dtype=torch.long)
                 OPERATORS.read_rows(*TABLES[how], ids, torch.zeros(rows + 16, width))
-
-
-def assert_refused(function: Callable, *cases: tuple) -> None:
-    """Operands of which each set has one that does not fit."""
-    assert not_refused(function, dict(enumerate(cases))) == []
-
-
-def test_operands_of_a_product_that_do_not_fit_are_refused():
-    x, stack = random(3, 512), CASE.packed[None]
-    expert = torch.zeros(3, dtype=torch.long)
-
-    def product(x, expert=None, strips=CASE.packed):
-        return OPERATORS.matmul(x, strips, CASE.table, None, 40, True, expert)
-
-    product(x)
-    assert_refused(
-        product,
-        (random(3, 768),), (random(3, 256),), (random(3, 0),), (x.half(),), (x.double(),), (x.long(),),
-        (x, None, stack), (x, expert), (x, expert + 1, stack), (x, expert[:2], stack),
-        (x, expert.int(), stack),
-    )  # fmt: skip
-
-
-def test_blocks_that_cannot_be_packed_are_refused():
-    content, out, rows = CASE.blocks.content, torch.empty_like(CASE.packed), torch.arange(40)
-
-    def packing(content=content, type_id=12, order=None, out=out):
-        return OPERATORS.pack_blocks(content, type_id, order, out)
-
-    assert packing() and packing(order=rows)
-    types = [(content, type_id) for type_id in (13, 99, 0, -1)]
-    past_the_end = torch.where(rows == 39, 40, rows)
-    orders = (
-        past_the_end, rows - 1, rows + 2**40, rows[:-1], torch.arange(41), rows.int(), rows[None],
-    )  # fmt: skip
-    contents = (content[:, :-1].contiguous(), content[:8], content[::2], content.float())
-    outs = (out[:-1], torch.cat((out, out)), out.float())
-    assert_refused(
-        packing, *types, *((content, 12, order) for order in orders),
-        *((other, 12) for other in contents), *((content, 12, None, other) for other in outs),
-    )  # fmt: skip
-
-
-def test_rows_that_cannot_be_read_are_refused():
-    rows = torch.arange(40)
-
-    def reading(ids, out=None):
-        out = torch.empty(len(ids), 512) if out is None else out
-        return OPERATORS.read_rows(CASE.packed, CASE.table, ids, out)
-
-    reading(rows)
-    outs = (
-        torch.empty(39, 512), torch.empty(40, 511), torch.empty(40, 512, dtype=torch.int32),
-        torch.empty(40, 512).half(), torch.empty(40, 1024)[:, ::2],
-    )  # fmt: skip
-    assert_refused(reading, (rows + 1,), (rows - 1,), (rows + 2**60,), (rows.int(),))
-    assert_refused(reading, *((rows, out) for out in outs))
-
-
-def test_blocks_that_cannot_be_widened_are_refused():
-    content = CASE.blocks.content
-
-    def widening(content, type_id=12, count=40 * 512):
-        return OPERATORS.widen_blocks(content, type_id, torch.empty(count))
-
-    widening(content)
-    counts = [(content, 12, count) for count in (41 * 512, 39 * 512, 40 * 512 + 1)]
-    assert_refused(widening, *counts, (content, 14), (content, 4), (content[:, ::2], 12))
 
 
 def test_rows_out_of_range_are_refused_with_threads():

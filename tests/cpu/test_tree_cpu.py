@@ -101,7 +101,7 @@ def front_of(batch: int, rows: int, slots: int) -> Frontier:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("vocab", [4, 97, 5000])
 def test_expand_frontier(vocab, batch, kind):
-    """With and without a draft vocabulary, noise, sharpness; the root's and others; by value, step and place; the last.
+    """With and without a draft vocabulary, noise, sharpness; the root's and others; by value and place; the last.
 
     The nodes of a level have scores of their own, or share them (`scored` 1).
     """
@@ -109,9 +109,7 @@ def test_expand_frontier(vocab, batch, kind):
     noise, slots = torch.randn(batch, 3, vocab), 7
     few = whole(vocab, 4).unique() if vocab > 4 else torch.arange(4)
     fronts = ((None, 1), (1, 1), (3, 3), (3, 1))
-    for ids, noisy, (rows, scored), by_value in itertools.product(
-        (None, few), (False, True), fronts, (True, False)
-    ):
+    for ids, noisy, (rows, scored) in itertools.product((None, few), (False, True), fronts):
         width = vocab if ids is None else len(ids)
         front, above = (None, 1) if rows is None else (front_of(batch, rows, slots), rows)
         k = min(width, 3)
@@ -122,7 +120,7 @@ def test_expand_frontier(vocab, batch, kind):
         for count, places in ((2, None), (above * k, None), (2, last_and_first), (0, None)):
             count = min(count, above * k, slots - 2)
             places = None if places is None else places[:, :count]
-            inputs = found, front, Level(k, count, 11, 2, slots, places, by_value)
+            inputs = found, front, Level(k, count, 11, 2, slots, places)
             ours, theirs = OURS.expand_frontier(*inputs), reference(*inputs)
             assert_equal(ours[0], theirs[0])
             if count:
@@ -171,7 +169,7 @@ def test_wrong_levels():
         "logits": z, "sharpness": 1.0, "ids": ids, "noise": noise, "level": 0,
         "temperature": torch.ones(2), "index": index, "values": values, "seen": seen,
         "k": 3, "count": 2, "first_candidate": 4, "first_slot": 0, "slots": 6,
-        "fixed_children": torch.tensor([[0, 5]]), "by_value": True,
+        "fixed_children": torch.tensor([[0, 5]]),
     }  # fmt: skip
     fields = (*Scores._fields, "index", "values", "seen", *Level._fields)
     schema = CPP.expand_frontier.default._schema
@@ -250,32 +248,6 @@ def test_select_nodes_of_rows_that_choose_different_nodes():
     assert ours.tokens.tolist() == [[0, 5], [7, 6]]
 
 
-def test_wrong_nodes():
-    tokens, values = [whole(9, 2, 3), whole(9, 2, 2)], [torch.zeros(2, 3), torch.zeros(2, 2)]
-    parents, ran = [torch.full((2, 3), -1), whole(3, 2, 2)], torch.tensor([[0, 1], [2, 0]])
-    text, pos = whole(9, 2, 4), torch.tensor([1, 3])
-    good = {
-        "tokens": tokens, "values": values, "parents": parents, "expanded": [ran],
-        "nodes": torch.tensor([[0, 1, 2, 4]]), "count": 4, "text": text, "pos": pos,
-    }  # fmt: skip
-    assert len(CPP.select_nodes(*good.values())) == 7
-    assert_refused(
-        CPP.select_nodes,
-        good,
-        tokens=[tokens[:1], [tokens[0], tokens[1][:1]], [tokens[0][:, :2], tokens[1]], [x.int() for x in tokens]],
-        values=[values[:1], [values[0][:1], values[1]], [values[0], torch.zeros(2, 3)], [x.double() for x in values]],
-        parents=[parents[:1], [parents[0], parents[1][:, :1]], [parents[0], parents[1] + 9],
-                 [parents[0] - 1, parents[1]], [parents[0] + 2, parents[1]]],
-        expanded=[[ran + 3], [ran - 2], [ran[:1]], [ran.int()]],
-        nodes=[*(torch.tensor([row]) for row in ([0, 1, 2], [0, 1, 2, 5], [-1, 0, 1, 2], [0.0, 1, 2, 4])),
-               torch.tensor([[0, 1, 2, 4]] * 3)],
-        count=[5, -1, 6],
-        text=[text[:1], text[:, :3], text.int()],
-        pos=[pos + 1, pos - 2, pos[:1], pos.int()],
-    )  # fmt: skip
-    assert_refused(CPP.select_nodes, good | {"nodes": None}, count=[6])  # the best ones
-
-
 # ------------------------------------------------------------------------------- accept and advance
 
 
@@ -294,25 +266,6 @@ def test_accept_takes_any_strides():
     accepted = TORCH.accept(tree, choice, 9)
     assert accepted.length.max() > 1
     assert_equal(OURS.accept(type(tree)(*strided), choice, 9), accepted)
-
-
-def test_wrong_acceptance():
-    parents = torch.tensor([[0, 0, 1, 2]] * 2)
-    tree = build_tree(torch.arange(8).view(2, 4), parents, torch.ones(2, 4).bool(), 3)
-    choice = torch.arange(1, 9).view(2, 4)
-    names = ("tokens", "parents", "depths", "valid", "choice", "depth")
-    good = dict(zip(names, (*tree.for_cpp(), choice, 3), strict=True))
-    assert CPP.accept(*good.values())[1].tolist() == [3, 3]
-    parents, depths, valid = good["parents"], good["depths"], good["valid"]
-    assert_refused(
-        CPP.accept,
-        good,
-        depth=[2, -1],
-        choice=[choice[:1], choice[:, :3], choice.int()],
-        parents=[parents[:1], *(torch.tensor([[0, parent, 1, 2]] * 2) for parent in (4, -1, 2))],
-        depths=[depths[:, :3], torch.tensor([[0, 9, 2, 3]] * 2)],
-        valid=[valid[:1], valid.int()],
-    )
 
 
 def state_of(batch: int, length: int, pos: Tensor, limit: Tensor, done: Tensor) -> DecodeState:
@@ -359,39 +312,6 @@ def test_advance(dtype, size, batch):
     assert min(seen.values()) > 1 or (size, seen["limited"]) == (1, 0), seen
 
 
-def test_wrong_advances():
-    state = state_of(2, 12, torch.tensor([3, 4]), torch.tensor([9, 9]), torch.zeros(2).bool())
-    roots, path = whole(9, 2, 4), torch.tensor([[0, 1, 3]] * 2)
-    length, emitted = torch.tensor([2, 1]), whole(9, 2, 3)
-    names = ("tokens", "pos", "draws", "done", "limit")
-    good = dict(zip(names, state[:5])) | {
-        "roots": roots, "path": path, "length": length, "emitted": emitted,
-        "ends": torch.tensor([-1]), "features": torch.zeros(2, 4, 6), "columns": REPORT,
-    }  # fmt: skip
-    *_, count, _, _, report = CPP.advance(*good.values())
-    assert count.tolist() == [3, 2] and report[:, 3:].tolist() == [[3, 2, 0, 3], [2, 1, 0, 4]]
-    *_, turned = CPP.advance(*(good | {"columns": REPORT[::-1]}).values())
-    assert torch.equal(turned[:, 3:], report[:, 3:].flip(1)), "columns come in the given order"
-    before = state.tokens.clone()
-    assert_refused(
-        CPP.advance,
-        good,
-        tokens=[state.tokens[:1], state.tokens[:, :6], state.tokens.int()],
-        pos=[state.pos[:1], state.pos - 4, state.pos + 9, state.pos.int()],
-        draws=[state.draws[:1]],
-        done=[state.done[:1], state.done.int()],
-        limit=[state.limit[:1], state.limit.int()],
-        roots=[roots[:1], roots.int()],
-        path=[path + 1, path - 1, path[:1], path[:, :2], path.int()],
-        length=[length + 1, length - 2, length[:1], length.int()],
-        emitted=[emitted[:1], emitted[:, :2], emitted.int()],
-        ends=[torch.tensor([-1.0])],
-        features=[torch.zeros(1, 4, 6), torch.zeros(2, 3, 6), torch.zeros(2, 4)],
-        columns=[("count", "length", "done", "place")],
-    )
-    state.tokens.copy_(before)
-
-
 def test_times_behind_a_report():
     facts, times = whole(9, 3, 7), [5, 2**40, 2**62, -1]
     ours = OURS.with_times(facts, times)
@@ -424,18 +344,6 @@ def test_places(batch):
                 assert_equal(OURS.causal(*inputs), TORCH.causal(*inputs))
 
 
-def test_wrong_places():
-    pos, depths, done = torch.tensor([3, 4]), whole(4, 2, 5), torch.zeros(2).bool()
-    good = {"pos": pos, "done": done, "depths": depths, "rows": 5, "slot": 0, "back": 0}
-    assert len(CPP.place_rows(*good.values())) == 3
-    wrong_depths = [depths[:1], depths[:, :4], depths[0], depths.int()]
-    wrong = {"depths": wrong_depths, "done": [done[:1], done.int()], "pos": [pos.int()]}
-    assert_refused(CPP.place_rows, good, **wrong)
-    assert_refused(CPP.place_rows, good | {"depths": None}, rows=[-1])
-    good = {"start": pos, "rows": 3, "back": 0}
-    assert_refused(CPP.causal, good, start=[pos.int(), depths], rows=[-1])
-
-
 @pytest.mark.parametrize("rows", [1, 5, MAX_KEPT, MAX_KEPT + 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_wait(dtype, rows):
@@ -456,26 +364,6 @@ def test_rows_that_wait(dtype, rows):
         assert_equal(ours[2:], theirs[2:])
         # one place is spare
         assert torch.equal(ours.features[:, :MAX_KEPT], theirs.features[:, :MAX_KEPT])
-
-
-def test_wrong_rows_that_wait():
-    kept, features = torch.zeros(2, 5, 6), torch.zeros(2, 3, 6)
-    count, waiting, passed = torch.tensor([0, 3]), torch.zeros(2).long(), torch.zeros(2).long()
-    good = {
-        "kept": kept, "waiting": waiting, "passed": passed, "features": features, "count": count,
-    }  # fmt: skip
-    assert_refused(
-        CPP.keep_rows,
-        good,
-        count=[count + 1, count - 1, count[:1], count.int()],
-        waiting=[waiting[:1], waiting - 1, torch.zeros(4).long()[::2]],
-        passed=[passed[:1]],
-        kept=[kept[:1], kept[:, :1]],
-        features=[features[..., :5], features.bfloat16()],
-    )
-    waiting, passed = torch.tensor([4, 0]), torch.zeros(2).long()
-    CPP.keep_rows(kept, waiting, passed, features, count)
-    assert (waiting.tolist(), passed.tolist()) == ([4, 3], [3, 3])
 
 
 # ------------------------------------------------------------------------------------------- lookup
@@ -553,44 +441,6 @@ def check_passes(vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: bool) -
             text = whole(vocab, 9).tolist()
             for drafter in drafters:
                 drafter.kept.add(text)
-
-
-def test_wrong_lookups():
-    text, pos, kept = whole(5, 2, 8), torch.tensor([3, 7]), torch.tensor([1, -1])
-    wrong = {"text": [text[:1], text.int(), text[0]], "kept": [kept[:1], kept.int()]}
-    wrong["pos"] = [pos + 1, pos - 4, pos[:1], pos.int()]
-    good = {"text": text, "pos": pos, "kept": kept}
-    numbers = {"tokens": 3, "chains": 2, "least": 1, "longest": 3}
-    further = {"kept": [*wrong["kept"], kept[None]], "tokens": [-1], "chains": [-1], "least": [0]}
-    assert_refused(CPP.ngram_match, good | numbers, **wrong | further)
-    assert_refused(CPP.ngram_match, good | numbers | {"least": 2}, longest=[1])
-    pool = {
-        "tokens": torch.zeros(2, 4).long(), "values": torch.zeros(2, 4),
-        "parents": torch.full((2, 4), -1), "chains": whole(5, 2, 2, 3),
-        "lengths": torch.ones(2, 2).long(),
-    }  # fmt: skip
-    tokens, values, parents, chains, lengths = pool.values()
-    assert CPP.add_chains(*pool.values())[0].shape == (2, 10)
-    assert_refused(
-        CPP.add_chains,
-        pool,
-        tokens=[tokens[:1], tokens.int()],
-        values=[values[:, :3], values.double()],
-        parents=[parents[:1]],
-        chains=[chains[0], chains[:1]],
-        lengths=[lengths[:1], lengths.int()],
-    )
-    state = {
-        "tokens": torch.zeros(2, 9).long(), "values": torch.zeros(2, 9),
-        "parents": torch.zeros(2, 9).long(), "lengths": torch.zeros(2, 3).long(),
-        "root": torch.full((2,), -1), "outcomes": torch.ones(2, 4, 3, DEPTHS, 2),
-        "expected": torch.zeros(2, 2),
-    }  # fmt: skip
-    good |= state | {"least": 1, "longest": 2, "sizes": (1, 2), "rates": RATES}
-    for name, value in state.items():
-        wrong[name] = [value[:1], value.half(), *([value.flatten()] if value.dim() > 1 else [])]
-    assert_refused(CPP.ngram_draft, good, **wrong, least=[0], rates=[RATES[:5]])
-    CPP.ngram_draft(*good.values())
 
 
 def test_what_the_compiler_is_told():

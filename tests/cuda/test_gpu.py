@@ -383,8 +383,7 @@ def test_topk_logsumexp(poisoned, V, k):
 
 @pytest.mark.parametrize("k", [1, 10, 64, 65])
 @pytest.mark.parametrize("V", [100, 32000, 128256])
-@pytest.mark.parametrize("by_value", [True, False])
-def test_grow_level(poisoned, by_value, V, k):
+def test_grow_level(poisoned, V, k):
     """A level and all that follows from its scores, which are those of a level below a root of value 0."""
     torch.manual_seed(0)
     B, R, W, count = 2, 10, 50, min(k, 10)
@@ -392,15 +391,15 @@ def test_grow_level(poisoned, by_value, V, k):
     ids, seen = torch.randperm(2 * V, device="cuda")[:V], torch.rand(B, R, W, device="cuda") < 0.3
     operator = torch.ops.gpt_eagle.grow_level
     zeros = torch.zeros(B, R, device="cuda")
-    tokens, values, *_ = operator(logits, 1.25, ids, zeros, seen, None, k, 0, 0, True)
+    tokens, values, *_ = operator(logits, 1.25, ids, zeros, seen, None, k, 0, 0)
     scores, index = (1.25 * logits).sort(dim=-1, descending=True, stable=True)
     scores = scores[..., :k] - (1.25 * logits).logsumexp(-1, keepdim=True)
     assert k > 64 or torch.equal(tokens, ids[index[..., :k]].flatten(1))
     torch.testing.assert_close(values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6)
     children = ops.tree.Children(tokens.view(B, R, k), values.view(B, R, k))
     values = -torch.rand(B, R, device="cuda").round(decimals=1)
-    got = operator(logits, 1.25, ids, values, seen, None, k, count, 3, by_value)
-    level = ops.tree.Level(k, count, first_slot=3, by_value=by_value)
+    got = operator(logits, 1.25, ids, values, seen, None, k, count, 3)
+    level = ops.tree.Level(k, count, first_slot=3)
     assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
 
 

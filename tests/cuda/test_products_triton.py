@@ -54,21 +54,12 @@ def test_no_kernel_returns_none():
 # test_compiled_all takes every combination
 @pytest.mark.parametrize("case", [
     Case("80", "int8", "bf16", 32),
-    Case("90", "int4-128", "bf16", 32),
-    Case("90", "float", "bf16", 16),
-    Case("80", "int4-32", "bf16", 64),  # the one that spilled with 64 tokens to a block
-    Case("86", "int4-64", "bf16", 32, 4095),  # N tells the compiler nothing
     Case("90", "int4-128-zeros", "bf16", 16, epilogue="swiglu"),
-    Case("80", "float", "bf16", 64, epilogue="rotary"),
     Case("100", "int4-32", "bf16", 64),  # the one that was a trap with 64 tokens to a block
     Case("100", "int4-128", "fp32", 16),  # the one that Triton rounded to TF32
     Case("80", "Q4_K", "bf16", 64, epilogue="rotary"),  # spilled with 32 tokens to a block
-    Case("100", "Q8_0", "bf16", 32),
-    *slow([
-        Case("86", "int4-32", "bf16", 32, epilogue="rotary"),  # spilled a word, as the next three
-        Case("86", "int4-32-zeros", "bf16", 16, epilogue="add"),
-        Case("90", "Q5_K", "bf16", 64),
-        Case("90", "Q6_K", "bf16", 16, epilogue="swiglu"),
+    *slow([  # of formats that test_compiled_all leaves out
+        Case("86", "int4-32-zeros", "bf16", 16, epilogue="add"),  # spilled a word
         Case("80", "int4-128-zeros", "bf16", 64),  # the case with most shared memory
         Case("90", "int4-32-zeros", "fp16", 64),
     ]),

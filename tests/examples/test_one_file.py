@@ -74,8 +74,7 @@ def project(pair: str, prompts: list = PROMPTS, new: int = NEW, **options):
     return generate(load(**where | options, max_new_tokens=new, trace="-"), prompts)
 
 
-@pytest.mark.parametrize("tree", ["dynamic", "chain"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree, temperature", [("dynamic", 1.0), ("chain", 0.0)])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_tokens_are_the_projects(pair, temperature, tree):
     ours = {"topk": 6, "nodes": 24} if tree == "dynamic" else {"topk": 1}
@@ -105,7 +104,7 @@ def test_without_a_head_it_decodes_plainly():
         assert set(passes) == {1}
 
 
-@pytest.mark.parametrize("pair, bits", [("eagle12", 4), ("eagle3", 8), ("mixtral", 8)])
+@pytest.mark.parametrize("pair, bits", [("eagle12", 4), ("mixtral", 8)])
 def test_quantized_drafts_change_no_token(pair, bits):
     vanilla, _ = decode(engine(pair, drafts=False, bits=bits))
     drafted = tree_engine(pair, bits=bits)

@@ -49,8 +49,7 @@ def moments_between(x: Tensor) -> list[Tensor]:
     return [part.T @ part for part in x.split(WIDTH, 1)]
 
 
-@pytest.mark.parametrize("k", [128, WIDTH + 128])
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group, k", [(32, 128), (64, WIDTH + 128), (128, 128)])
 def test_feedback_makes_outputs_closer(group, k):
     """Of an input's error, the inputs behind it in the same WIDTH make up for a part."""
     weight = torch.randn(40, k, generator=torch.Generator().manual_seed(0))
@@ -121,18 +120,17 @@ def test_the_text_is_of_several_kinds_and_always_the_same():
     assert hashlib.sha256(text).hexdigest()[:8] == "5ec1a480", told
 
 
-@pytest.fixture(scope="module")
-def demos(tmp_path_factory) -> dict[bool, Path]:
-    """The demo in int4, without and with calibration."""
-    folder = tmp_path_factory.mktemp("calibrated")
-    for calibrated in (False, True):
-        moments = moments_of(Path(DEMO)) if calibrated else ()
-        quantize_directory(Path(DEMO), folder / str(calibrated), INT4, moments=moments)
-    return {calibrated: folder / str(calibrated) for calibrated in (False, True)}
+def calibrated(path: Path, out: Path) -> Path:
+    """Write a model in int4, by the moments of its inputs."""
+    quantize_directory(path, out, INT4, moments=moments_of(path))
+    return out
 
 
-def test_logits_are_closer_to_those_of_fp32(demos):
+@pytest.mark.slow  # all layers of the demo, 10 s; test_feedback_makes_outputs_closer has one layer
+def test_logits_are_closer_to_those_of_fp32(tmp_path):
     """Mean KL divergence on held-out text, in nats; 8-bit activations included."""
+    quantize_directory(Path(DEMO), tmp_path / "plain", INT4)
+    demos = {False: tmp_path / "plain", True: calibrated(Path(DEMO), tmp_path / "calibrated")}
     texts = (ROOT / "data/eval/demo.jsonl").read_text().splitlines()
     exact = load(checkpoint=DEMO, draft="none", device="cpu", dtype="float32")
     rows = [exact.tokenizer.encode(json.loads(text)["turns"][0])[:64] for text in texts]
@@ -151,15 +149,16 @@ def test_logits_are_closer_to_those_of_fp32(demos):
     assert found[True] < 0.75 * found[False] and found[True] < 0.04 and int8 < 0.003
 
 
-def test_on_load_the_cache_holds_the_weights(demos, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("GPT_EAGLE_QUANTIZED", str(tmp_path))
-    options = {"checkpoint": DEMO, "quant": "int4", "group_size": 32, "draft": "none"}
+def test_on_load_the_cache_holds_the_weights(short_demo, tmp_path, monkeypatch, capsys):
+    saved = load_model(calibrated(short_demo, tmp_path / "saved"))
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("GPT_EAGLE_QUANTIZED", str(cache))
+    options = {"checkpoint": str(short_demo), "quant": "int4", "group_size": 32, "draft": "none"}
     first = load(**options, device="cpu")
     assert "weights in int4 are stored in" in capsys.readouterr().err
-    (kept,) = tmp_path.iterdir()
+    (kept,) = cache.iterdir()
     again = load(**options, device="cpu")
-    assert "kept in" not in capsys.readouterr().err and list(tmp_path.iterdir()) == [kept]
-    saved = load_model(demos[True])
+    assert "kept in" not in capsys.readouterr().err and list(cache.iterdir()) == [kept]
     for engine in (first, again):
         state = engine.target.state_dict()
         assert all(torch.equal(value, state[name]) for name, value in saved.state_dict().items())
@@ -210,8 +209,9 @@ def test_without_a_tokenizer_one_line_says_so(tmp_path, capsys):
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("quant", [INT4, Quantization("int8")], ids=["int4", "int8"])
+@pytest.mark.parametrize(
+    "quant, number", [(INT4, float("nan")), (Quantization("int8"), float("inf"))], ids=str
+)
 def test_weights_that_are_no_numbers_are_named(tmp_path, quant, number):
     path = tied_demo(tmp_path / "in")
     weights = load_file(path / "model.safetensors")

@@ -16,24 +16,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from draft_tree import DynamicTree, StaticTree
-from drafters import RootOnly
-from extras.model_draft import ModelDrafter
-from extras.ngram_draft import Ngram, NgramDrafter
 from extras.presets import PresetPolicy
+from family_checks import FORMS, assert_drafts_as_vanilla, assert_same_rows
 from generate import Batch, compare, generate, load
-from helpers import decode, engine_for, noisy_copy, pairwise, slow, with_children
+from helpers import slow
 from hf.config import read_config
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from steps import Attend
 from tiny_models import (
-    IDS,
     NAMES,
     assert_same_config,
     assert_same_directory,
     assert_same_logits,
-    by_passes,
     gguf_tensors,
     metadata_of,
     read_by_transformers,
@@ -249,64 +244,20 @@ def test_the_query_scale_of_the_27b(tmp_path):
 # ------------------------------------------------------------------------------------------ decoding
 
 
-DRAFTERS = {
-    "lookup": lambda target: NgramDrafter(Ngram(tokens=5, branches=3)),
-    "chain": lambda target: trees(target, StaticTree.chain(5)),
-    "static": lambda target: trees(
-        target, StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-    ),
-    "dynamic": lambda target: trees(target, DynamicTree(depth=5, topk=4, size=20)),
-}
-
-
-def trees(target, tree):
-    """A draft model that is right now and then: the target with noise on its weights."""
-    return with_children(ModelDrafter(noisy_copy(target, 0.02), target, tree), "noise")
-
-
-DTYPES = ["float32", "bfloat16"]
-
-
-@pytest.fixture(scope="module", params=DTYPES)
-def target(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("gemma3")
-    random_model().save_pretrained(path)
-    return load_model(path, getattr(torch, request.param))
-
-
-@pairwise(fixtures=("target",), target=DTYPES, name=list(DRAFTERS), temperature=[0.0, 1.0])
-def test_no_drafter_changes_a_token(target, name, temperature):
+@pytest.mark.parametrize(
+    "form, temperature", [("float32", 1.0), ("bfloat16", 0.0), ("bfloat16", 1.0)]
+)
+def test_no_drafter_changes_a_token(tmp_path, form, temperature):
     """Prompts and drafted paths cross the edges of the windows."""
-    options = {
-        "batch_size": 2,
-        "max_new_tokens": 40,
-        "ignore_eos": True,
-        "temperature": temperature,
-    }
-    prompts = [IDS[:5].tolist() * 3, IDS.tolist()]
-    vanilla = decode(engine_for(target, RootOnly(), **options), *prompts)
-    drafted = decode(engine_for(target, DRAFTERS[name](target), **options), *prompts)
-    assert drafted.history[:2] == vanilla.history[:2]
-    assert max(drafted.stats.accept_lengths) > 0
+    random_model(max_position_embeddings=512).save_pretrained(tmp_path)
+    assert_drafts_as_vanilla(FORMS[form](tmp_path), form != "float32", temperature)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_other_sequences_change_nothing(target, batch):
-    """Their windows begin elsewhere."""
-    prompts = [IDS[:n].tolist() for n in (3, 29, 12)]
-    options = {"max_new_tokens": 20, "ignore_eos": True, "batch_size": batch}
-    together = decode(engine_for(target, RootOnly(), **options), *prompts[:batch])
-    for row, prompt in enumerate(prompts[:batch]):
-        alone = decode(engine_for(target, RootOnly(), **options | {"batch_size": 1}), prompt)
-        assert together.history[row] == alone.history[0]
-
-
-def test_the_fast_way_gives_the_same_rows(target):
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+def test_the_fast_way_gives_the_same_rows(tmp_path, form):
     """The C++ pass, where it serves the dtype, and PyTorch's steps."""
-    target.fuse(False)
-    plain = by_passes(target, IDS, 6)
-    target.fuse(True)
-    torch.testing.assert_close(by_passes(target, IDS, 6), plain, atol=2e-2, rtol=0)
+    random_model().save_pretrained(tmp_path)
+    assert_same_rows(FORMS[form](tmp_path), form != "float32", 2e-2)
 
 
 # ----------------------------------------------------------------------------------------- bad input

@@ -10,6 +10,7 @@ import re
 import struct
 import sys
 import unicodedata
+from itertools import cycle
 from pathlib import Path
 
 import gguf
@@ -43,15 +44,6 @@ from tiny_models import Kind, assert_same_logits, gguf_name, read_by_transformer
 
 ROOT = Path(program.__file__).parent
 OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
-WRITTEN = (
-    "F16",
-    "BF16",
-    "Q8_0",
-    "Q4_0",
-    "Q4_1",
-    "Q5_0",
-    "Q5_1",
-)  # by the package; K types it only reads
 IN_BLOCKS = [kind.name for kind in TYPES.values() if kind.name not in STORED]
 
 
@@ -95,17 +87,13 @@ CASES = {
 
 
 def hf_model(family="Llama", **options):
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    config = getattr(transformers, f"{family}Config")(**sizes | options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.normal_(1.0 if "norm" in name else 0.0, 0.15)
-    return model
+    more = {
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return tiny_models.random_model(family, tiny_models.SIZES | more | options)
 
 
 def permuted(weight, heads):
@@ -211,11 +199,10 @@ def test_biases_of_some_layers(tmp_path, capsys, missing):
     assert len(generate(engine, [[5, 17, 3]], max_new_tokens=4).tokens[0]) > 0
 
 
-OTHER_FAMILIES = [("Qwen2", "F16"), ("Qwen2", "Q8_0"), ("Mistral", "F16")]
-READ_BY_TRANSFORMERS = [*(("Llama", kind) for kind in WRITTEN), *OTHER_FAMILIES]
-
-
-@pytest.mark.parametrize("family, kind", READ_BY_TRANSFORMERS)
+@pytest.mark.parametrize(
+    "family, kind",
+    [("Llama", "BF16"), ("Llama", "Q4_1"), ("Qwen2", "Q8_0"), ("Mistral", "F16")],
+)
 def test_as_transformers_reads_it(tmp_path, family, kind):
     path = write_model(tmp_path / "m.gguf", hf_model(family), kind)
     assert_same_logits(load_model(path, torch.float32), read_by_transformers(path))
@@ -407,8 +394,8 @@ ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [1, 3, 4, 5])  # normal, control, user-defined, unused
-@pytest.mark.parametrize("family", ENDS)
+# the types of their ends in turn: normal, control, user-defined, unused
+@pytest.mark.parametrize("family, kind", [*zip(ENDS, cycle([1, 3, 4, 5]))])
 def test_ends_of_a_text(tmp_path, family, kind):
     ends, others = ENDS[family]
     plain = [BPE_METADATA[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type")]
@@ -615,7 +602,6 @@ FOREIGN = {
     "long key": (header(struct.pack("<Q", HUGE), keys=1), f"a text of {HUGE} bytes"),
     "long text": (header(text("a"), struct.pack("<IQ", 8, HUGE), keys=1), f"a text of {HUGE} bytes"),
     "long list": (header(text("a"), struct.pack("<IIQ", 9, 4, HUGE), keys=1), f"a count of {HUGE}"),
-    "long texts": (header(text("a"), struct.pack("<IIQ", 9, 8, HUGE), keys=1), f"a count of {HUGE}"),
     "nested": (header(text("a"), struct.pack("<IIQ", 9, 9, 1), keys=1), "a list has the type 9"),
     "kind": (header(text("a"), struct.pack("<I", 77), keys=1), "a value has the type 77"),
     "twice": (header(*[text("a") + struct.pack("<II", 4, 1)] * 2, keys=2), "it has a twice"),
@@ -695,12 +681,8 @@ METADATA = {
     "window": ({"llama.attention.sliding_window": np.int32(-4)}, "sliding_window must be 1 to 16777216; it is -4"),
     "context": ({"llama.context_length": 0}, "context_length must be 1 to 16777216; it is 0"),
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon must be a finite number above 0; it is -1.0"),
-    "no epsilon": ({"llama.attention.layer_norm_rms_epsilon": NAN}, "epsilon must be a finite number above 0; it is nan"),
-    "base": ({"llama.rope.freq_base": -5.0}, "rope.freq_base must be a finite number above 0; it is -5.0"),
-    "no base": ({"llama.rope.freq_base": NAN}, "rope.freq_base must be a finite number above 0; it is nan"),
-    "endless base": ({"llama.rope.freq_base": float("inf")}, "rope.freq_base must be a finite number above 0; it is inf"),
+    "base": ({"llama.rope.freq_base": NAN}, "rope.freq_base must be a finite number above 0; it is nan"),
     "factor": ({"llama.rope.scaling.factor": -3.0}, "rope.scaling.factor must be a finite number above 0; it is -3.0"),
-    "no factor": ({"llama.rope.scaling.factor": NAN}, "rope.scaling.factor must be a finite number above 0; it is nan"),
     "parts": ({"split.count": 3}, "is part 1 of 3, and m-00002-of-00003.gguf is not beside it; download every part"),
     "eos": ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be a whole number, not '2'"),
 }  # fmt: skip

@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import re
-import struct
 from collections import Counter
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from test_gguf import (
     gguf_tensors,
     hf_model,
     metadata_of,
-    text,
 )
 from test_tp import check_close, options_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -582,18 +580,6 @@ def test_pages_are_released_while_a_file_is_read(block_file, monkeypatch, dtype)
     never, always = loaded
     assert never.keys() == always.keys() and never
     assert all(torch.equal(never[name], always[name]) for name in never)
-
-
-def test_inputs_that_blocks_do_not_fill(capsys, block_file, tmp_path):
-    content = block_file("Q4_0").read_bytes()
-    path = tmp_path / "m.gguf"
-    name = "blk.1.ffn_up.weight"
-    at = content.index(text(name)) + len(text(name)) + 4
-    for inputs, type_id, block in ((240, 2, 32), (128, 12, 256), (288, 14, 256)):
-        shape = struct.pack("<QQI", inputs, 512, type_id)
-        path.write_bytes(content[:at] + shape + content[at + 20 :])
-        said = f"m.gguf: {name} has the shape [512, {inputs}], whose last size is no multiple of {block}"
-        assert said in refused(capsys, "--checkpoint", str(path))
 
 
 def test_tensors_that_are_refused(capsys, tmp_path):

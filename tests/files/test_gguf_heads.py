@@ -22,9 +22,8 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_draft import load_head
-from extras.block_draft import load_head as load_block_head
 from generate import generate, load
-from helpers import BLOCK_KINDS, GOLDEN, gguf_blocks, golden_target
+from helpers import BLOCK_KINDS, gguf_blocks
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import read_config, resolve_draft
 from hf.gguf_heads import GgufHead
@@ -408,106 +407,6 @@ def test_a_peer_takes_the_head_of_ours(files, llama_target, tmp_path):
         peers.load_eagle3(llama_target, replace(config, eagle=str(tmp_path / "no")), tmp_path)
     with pytest.raises(ValueError, match="llama.cpp cannot load"):
         LlamaCpp(tmp_path / "no.gguf", 32, 1, 8)
-
-
-# ---------------------------------------------------------------------------------------- DFlash
-
-
-def dflash_file(path: Path, kind: str = "F32", **changes) -> Path:
-    """Write a drafter of blocks as llama.cpp's converter does; its queries stay as they are."""
-    names = dict(zip(DFLASH_LAYER, LLAMA_CPPS_LAYER, strict=True))
-    flat = {"norm": "output_norm", "hidden_norm": "enc.output_norm", "fc": "fc"}
-    for i in range(2):
-        flat |= {f"layers.{i}.{ours}": f"blk.{i}.{theirs}" for ours, theirs in names.items()}
-    tensors = {f"{flat[name]}.weight": weight.numpy() for name, weight in dflash_weights().items()}
-    keys = DFLASH | changes
-    metadata = {"general.architecture": "dflash", "tokenizer.ggml.mask_token_id": keys.pop("mask")}
-    metadata |= {f"dflash.{key}": value for key, value in keys.items()}
-    return write_file(path, metadata, tensors, kind)
-
-
-DFLASH_LAYER = (
-    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
-    "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
-LLAMA_CPPS_LAYER = (
-    "attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm",
-    "attn_k_norm", "ffn_gate", "ffn_up", "ffn_down",
-)  # fmt: skip
-
-
-DFLASH = {
-    "mask": 127, "vocab_size": 128, "block_count": 2, "context_length": 512,
-    "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
-    "attention.head_count_kv": 2, "attention.key_length": 16, "attention.value_length": 16,
-    "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0, "block_size": 6,
-    "target_layers": [1, 2],
-}  # fmt: skip
-
-
-def dflash_weights() -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(0)
-    shapes = {"norm": (64,), "hidden_norm": (64,), "fc": (64, 128)}
-    for i in range(2):
-        layer = f"layers.{i}."
-        shapes |= {f"{layer}{norm}_layernorm": (64,) for norm in ("input", "post_attention")}
-        shapes |= {f"{layer}self_attn.{p}_norm": (16,) for p in "qk"}
-        shapes |= {f"{layer}self_attn.{p}_proj": (64 if p in "qo" else 32, 64) for p in "qkvo"}
-        shapes |= {f"{layer}mlp.{p}_proj": (96, 64) for p in ("gate", "up")}
-        shapes |= {f"{layer}mlp.down_proj": (64, 96)}
-    return {name: torch.randn(shape, generator=random) * 0.2 for name, shape in shapes.items()}
-
-
-def test_a_dflash_file_is_a_dflash_directory(tmp_path, capsys):
-    target = golden_target("models/target_llama31_gqa8")
-    path = dflash_file(tmp_path / "head.gguf")
-    folder = tmp_path / "head"
-    folder.mkdir()
-    config = json.loads((GOLDEN / "models/target_llama31_gqa8/config.json").read_text())
-    config |= {
-        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "block_size": 6,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None,
-        "max_position_embeddings": 512, "dflash_config": {"mask_token_id": 127, "target_layer_ids": [0, 1]},
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = {f"{name}.weight": weight for name, weight in dflash_weights().items()}
-    save_file(weights, folder / "model.safetensors")
-    of_file, of_folder = (load_block_head(p, target) for p in (path, folder))
-    assert capsys.readouterr().err == "", "a key of the file would have no effect"
-    assert replace(of_file.config, model=of_folder.config.model) == of_folder.config
-    assert torch.equal(*(head.ropes.get_buffer("0") for head in (of_file, of_folder)))
-    theirs = dict(of_folder.named_parameters())
-    assert all(torch.equal(value, theirs[name]) for name, value in of_file.named_parameters())
-    assert resolve_draft(GenerateConfig(head=str(path)), TARGET).draft == "block"
-
-
-def test_a_dflash_file_drafts_in_its_own_bits(tmp_path):
-    path = dflash_file(tmp_path / "head.gguf", "Q8_0")
-    checkpoint = GOLDEN / "models/target_llama31_gqa8"
-    options = {"checkpoint": checkpoint, "device": "cpu", "max_new_tokens": 20, "ignore_eos": True}
-    options |= {"compile": True, "tree": "chain"}
-    engine = load(head=str(path), **options)
-    if has_cpu_operators("products"):
-        assert engine.drafter.head.fc.format == BLOCKS
-    result = generate(engine, PROMPTS)
-    del options["tree"]
-    assert result.tokens == generate(load(draft="none", **options), PROMPTS).tokens
-    assert result.stats["accept_lengths"], "blocks were drafted"
-
-
-@pytest.mark.parametrize("changes, says", [
-    ({"attention.value_scale": 2.0}, "attention.value_scale is 2.0, which is not supported"),
-    ({"mask": 999}, "mask_token_id must be below the target's vocab_size (128)"),
-    ({"target_layers": [1, 9]}, "target_layer_ids must ascend"),
-    ({"target_layers": []}, "the metadata dflash.target_layers is missing"),
-])  # fmt: skip
-def test_dflash_files_that_are_refused(tmp_path, changes, says):
-    path = dflash_file(tmp_path / "head.gguf", **changes)
-    with pytest.raises(ValueError, match="head.gguf") as error:
-        load_block_head(path, golden_target("models/target_llama31_gqa8"))
-    assert says in str(error.value) and "\n" not in str(error.value)
 
 
 # -------------------------------------------------------------------------------------- bad input

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from test_qwen3_5 import TURNS, answer, read
 
+import tiny_models
 from drafters import RootOnly
 from family_checks import (
     FORMS,
     assert_drafts_as_vanilla,
     assert_same_file,
     assert_same_greedy_text,
+    assert_same_rows,
 )
 from helpers import engine_for, slow
 from hf.config import read_config
@@ -22,8 +23,8 @@ from session import Session
 from tiny_models import (
     IDS,
     NAMES,
+    assert_same_directory,
     assert_same_logits,
-    by_passes,
     gguf_tensors,
     metadata_of,
     refused,
@@ -33,10 +34,8 @@ from tiny_models import (
 )
 
 KINDS = ["conv", "conv", "full_attention", "conv"]
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "layer_types": KINDS, "block_multiple_of": 32,
-    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+SIZES = tiny_models.SIZES | {
+    "num_hidden_layers": 4, "max_position_embeddings": 512, "layer_types": KINDS, "block_multiple_of": 32, "pad_token_id": 0,
 }  # fmt: skip
 CASES = {
     "as it is": {},
@@ -47,20 +46,15 @@ CASES = {
 
 
 def random_model(**options):
-    torch.manual_seed(0)
-    config = transformers.Lfm2Config(**SIZES | options)
-    model = transformers.Lfm2ForCausalLM._from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, p in model.float().named_parameters():
-            p.normal_(1.0 if "norm" in name else 0.0, 0.6 if "conv.conv" in name else 0.2)
-    return model.eval()
+    def spread(name: str) -> tuple[float, float]:
+        return float("norm" in name), 0.6 if "conv.conv" in name else 0.2
+
+    return tiny_models.random_model("Lfm2", SIZES | options, spread)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_directories(tmp_path, case):
-    reference = random_model(**CASES[case])
-    reference.save_pretrained(tmp_path)
-    assert_same_logits(load_model(tmp_path, torch.float32), reference)
+    assert_same_directory(tmp_path, random_model(**CASES[case]))
 
 
 def test_the_keys_of_older_files(tmp_path):
@@ -126,15 +120,8 @@ def target(tmp_path_factory):
     return load_model(path, torch.bfloat16)
 
 
-@torch.no_grad()
 def test_the_pass_in_cpp_has_the_rows_of_its_operators(target):
-    for width in (1, 6, 29):
-        target.fuse(False)
-        want = by_passes(target, IDS, width)
-        target.fuse(True)
-        assert target.fused is not None
-        assert torch.equal(by_passes(target, IDS, width), want)
-    target.fuse(False)
+    assert_same_rows(target, in_cpp=True)
 
 
 @pytest.mark.parametrize("turn", TURNS)

@@ -216,51 +216,6 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
         ), name
 
 
-OTHERS = {  # changes of config.json, the name of the layer; others name layers by their outputs
-    "SGLang": ({
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True},
-    }, "midlayer."),
-    "vLLM": ({"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": False}, "layers.0."),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_written_head_in_the_layouts_of_others(name, tmp_path, quick):
-    """Converted, written in bf16, and loaded back: the same bits, tokens, layers and drafts."""
-    options = {"out": str(tmp_path / "ours"), "dtype": "bfloat16", "init": "random"}
-    config = TrainConfig(**COMMON | options)
-    (tmp_path / "ours").mkdir()
-    torch.manual_seed(0)
-    head = train_eagle.make_head(config, target(), written()[0])
-    head.config = replace(head.config, sharpness=1.375)
-    train_eagle.save_head(head, config, {"curve": []})
-    raw = json.loads((tmp_path / "ours" / "config.json").read_text())
-    tensors = load_file(tmp_path / "ours" / "model.safetensors")
-    changes, layer = OTHERS[name]
-    if "eagle_config" in changes:
-        del raw["eagle_aux_hidden_state_layer_ids"]
-    theirs = {key.replace("midlayer.", layer): value for key, value in tensors.items()}
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(raw | changes))
-    save_file(theirs, tmp_path / "theirs" / "model.safetensors")
-    plain = load_head(tmp_path / "ours", target())
-    again = load_head(tmp_path / "theirs", target())
-    assert again.aux_layers == plain.aux_layers == (2, 4, 5)
-    assert again.config.sharpness == plain.config.sharpness == 1.375
-    assert torch.equal(again.vocab.ids, head.vocab.ids)
-    for parameter, value in plain.named_parameters():
-        assert torch.equal(again.get_parameter(parameter), value), parameter
-        trained = head.get_parameter(parameter).bfloat16().float()
-        assert torch.equal(value.float(), trained), parameter
-    drafted = [
-        decode(engine_for(target(), EagleDrafter(one, target(), StaticTree.chain(3)), trace="t",
-                          max_new_tokens=20), [5, 17, 3]).trace
-        for one in (plain, again)
-    ]  # fmt: skip
-    assert drafted[0] == drafted[1]
-
-
 def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, quick):
     """It is written as in version 3, and loads, drafts only those tokens, and has the target's rows for them."""
     config = TrainConfig(**COMMON | {"version": 1, "out": str(tmp_path), "lr": 3e-5})
