@@ -82,11 +82,19 @@ def without_messages(answer: str) -> str:
 def hidden_tags(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the control tokens in tags, which have no text in an answer unless it is asked for."""
     hidden: set[int] = set()
-    for tag in {tag for tags in TAGS for tag in (tags.begin, tags.end, *tags.headers)}:
-        ids = tokenizer.encode(tag, bos=False, special=True)
-        named = {id for id in ids if tokenizer.name(id) and tokenizer.name(id) in tag.encode()}
-        hidden |= {id for id in named if not tokenizer.piece(id)}
+    for tags in TAGS:
+        # other models have some of harmony's alone: the answers of Phi-3 end with <|end|>
+        if _controls(tokenizer, tags.begin):
+            for tag in (tags.begin, tags.end, *tags.headers):
+                hidden |= _controls(tokenizer, tag)
     return frozenset(hidden)
+
+
+def _controls(tokenizer: Tokenizer, tag: str) -> set[int]:
+    """Return the control tokens in a tag."""
+    ids = tokenizer.encode(tag, bos=False, special=True)
+    named = {id for id in ids if tokenizer.name(id) and tokenizer.name(id) in tag.encode()}
+    return {id for id in named if not tokenizer.piece(id)}
 
 
 class Thinking:

@@ -97,6 +97,8 @@ def test_tags_that_are_control_tokens_have_a_text(tmp_path):
     shown = hidden_tags(tokenizer)
     assert shown == {tokenizer.id_of("[THINK]"), tokenizer.id_of("[/THINK]")}
     assert Thinking().push(tokenizer.stream(shown=shown).push(ids), True) == ("Two.", "Four.")
+    # Phi-3's answers end with this one
+    assert not hidden_tags(Tokenizer.load(build_json(tmp_path, ["<s>", "<|end|>"])))
 
 
 def test_the_messages_of_harmony(tmp_path):
