@@ -4,8 +4,8 @@
    its answer. Tags elsewhere in a text are text.
 2. `Thinking` takes it out of a text that comes in parts: first the thinking, then the rest, whose
    calls and JSON mean something. White space around the tags belongs to neither.
-3. In harmony, the format of gpt-oss, thinking and answer are messages of their own, whose headers
-   are the tags here. Source: https://github.com/openai/harmony.
+3. In harmony, the format of gpt-oss, an answer is several messages. A header tells thinking from
+   text; that of a call stays in the rest. Source: https://github.com/openai/harmony.
 
 An answer that never closes its thinking is thinking to its end, as in llama.cpp and vLLM.
 """
@@ -19,6 +19,7 @@ from hf.tokenizer import Tokenizer
 
 ASKS = "<|start|>assistant"  # of harmony: the end of a prompt, and before each further message
 FINAL = "<|channel|>final<|message|>"  # of harmony: before the answer proper
+PREAMBLE = "<|channel|>commentary<|message|>"  # of harmony: before a text that calls follow
 
 
 class Tags(NamedTuple):
@@ -26,7 +27,7 @@ class Tags(NamedTuple):
 
     begin: str
     end: str
-    bare: str = ""  # before an answer without thinking
+    headers: tuple[str, ...] = ()  # of the other messages, where an answer is several
 
 
 TAGS = (
@@ -35,7 +36,7 @@ TAGS = (
     Tags("<seed:think>", "</seed:think>"),
     Tags("[THINK]", "[/THINK]"),  # Magistral
     Tags("<|channel>thought", "<channel|>"),  # Gemma 4
-    Tags("<|channel|>analysis<|message|>", f"<|end|>{ASKS}{FINAL}", FINAL),  # gpt-oss
+    Tags("<|channel|>analysis<|message|>", f"<|end|>{ASKS}", (FINAL, PREAMBLE)),  # gpt-oss
 )
 
 
@@ -81,11 +82,19 @@ def without_messages(answer: str) -> str:
 def hidden_tags(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the control tokens in tags, which have no text in an answer unless it is asked for."""
     hidden: set[int] = set()
-    for tag in {tag for tags in TAGS for tag in tags}:
-        ids = tokenizer.encode(tag, bos=False, special=True)
-        named = {id for id in ids if tokenizer.name(id) and tokenizer.name(id) in tag.encode()}
-        hidden |= {id for id in named if not tokenizer.piece(id)}
+    for tags in TAGS:
+        # other models have some of harmony's alone: the answers of Phi-3 end with <|end|>
+        if _controls(tokenizer, tags.begin):
+            for tag in (tags.begin, tags.end, *tags.headers):
+                hidden |= _controls(tokenizer, tag)
     return frozenset(hidden)
+
+
+def _controls(tokenizer: Tokenizer, tag: str) -> set[int]:
+    """Return the control tokens in a tag."""
+    ids = tokenizer.encode(tag, bos=False, special=True)
+    named = {id for id in ids if tokenizer.name(id) and tokenizer.name(id) in tag.encode()}
+    return {id for id in named if not tokenizer.piece(id)}
 
 
 class Thinking:
@@ -96,7 +105,9 @@ class Thinking:
         self.tags = tags
         self.held = ""  # text that may belong to a tag, or to the white space around one
         self.read = 0  # characters that are not held, those of the tags among them
+        self.gap = ""  # before the next thinking
         self.stage = self._before
+        self.untagged = self._opened if tags else self._behind  # the stage where no tag comes next
 
     @property
     def inside(self) -> bool:
@@ -118,23 +129,21 @@ class Thinking:
         return thought, rest
 
     def _before(self, last: bool) -> tuple[str, str]:
-        """Drop the opening tag, where the model writes it, or what stands in its place."""
+        """Drop the opening tag, where the model writes it, or the header of another message."""
         begun = self.held.lstrip()
         known = (self.tags,) if self.tags else TAGS
         for tags in known:
-            if begun.startswith(tags.begin):
-                self.tags = tags
-                self.held = begun.removeprefix(tags.begin)
-                self.stage = self._opened
-                return "", ""
-            if tags.bare and begun.startswith(tags.bare):
-                self.held = begun.removeprefix(tags.bare)
-                self.stage = self._closed
-                return "", ""
+            for tag in (tags.begin, *tags.headers):
+                if begun.startswith(tag):
+                    opens = tag == tags.begin
+                    self.tags = tags
+                    self.held = begun.removeprefix(tag)
+                    self.stage = self._opened if opens else self._closed
+                    return self.gap if opens else "", ""
         if last or not any(
-            tag.startswith(begun) for tags in known for tag in (tags.begin, tags.bare)
+            tag.startswith(begun) for tags in known for tag in (tags.begin, *tags.headers)
         ):
-            self.stage = self._opened if self.tags else self._behind
+            self.stage = self.untagged
         return "", ""
 
     def _opened(self, last: bool) -> tuple[str, str]:
@@ -146,17 +155,31 @@ class Thinking:
 
     def _inside(self, last: bool) -> tuple[str, str]:
         """Pass the thinking on, up to the closing tag or the beginning of one."""
-        end = self.tags.end
-        thought, closes, rest = self.held.partition(end)
+        thought, closes = self._up_to_end(last)
+        passed = thought.rstrip()
         if closes:
-            self.held = rest
             self.stage = self._closed
-            return thought.rstrip(), ""
-        begun = [n for n in range(1, len(end)) if thought.endswith(end[:n])]
-        certain = len(thought) if last else len(thought) - max(begun, default=0)
-        passed = thought[:certain].rstrip()
-        self.held = "" if last else thought[len(passed) :]
+            if self.tags.headers:
+                self.gap = "\n\n"
+                self.stage = self._before
+                self.untagged = self._behind
+        elif not last:
+            self.held = thought[len(passed) :] + self.held
         return passed, ""
+
+    def _up_to_end(self, last: bool) -> tuple[str, bool]:
+        """Take the text before the closing tag, or before the beginning of one.
+
+        Returns: the text; whether the tag is there, which is dropped
+        """
+        end = self.tags.end
+        text, closes, rest = self.held.partition(end)
+        certain = len(text)
+        if not closes and not last:
+            begun = [n for n in range(1, len(end)) if text.endswith(end[:n])]
+            certain -= max(begun, default=0)
+        self.held = text[certain:] + rest
+        return text[:certain], closes != ""
 
     def _closed(self, last: bool) -> tuple[str, str]:
         """Drop the white space behind the closing tag."""
@@ -166,7 +189,13 @@ class Thinking:
         return "", ""
 
     def _behind(self, last: bool) -> tuple[str, str]:
-        """Pass the rest on."""
+        """Pass the rest on, of several messages up to the next one."""
+        if self.tags and self.tags.headers:
+            rest, closes = self._up_to_end(last)
+            if closes:
+                self.stage = self._before
+                self.untagged = self._behind
+            return "", rest
         rest = self.held
         self.held = ""
         return "", rest

@@ -23,15 +23,9 @@ from hf.fetch import fetched
 from hf.thinking import Tags, closed, hidden_tags, opened_by
 from options import OF_DRAWS, GenerateConfig, Sampling
 from server.batcher import Refusal
+from server.call_forms import Form, form_of
 from server.options import ServeConfig
-from server.tool_calls import (
-    Syntax,
-    Tools,
-    one_call_each,
-    read_message,
-    read_tools,
-    syntax_of,
-)
+from server.tool_calls import Tools, as_taken, read_message, read_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN = 100  # characters of a request that a message repeats, at most
@@ -199,9 +193,9 @@ class RequestReader:
         return chat_template(checkpoint, engine.tokenizer, options.chat, system, options.has_schema)
 
     @cached_property
-    def _syntax(self) -> Syntax:
-        """The syntax of tool calls. Raises: ValueError where the template knows none."""
-        return syntax_of(self.engine.template, self.engine.tokenizer)
+    def _form(self) -> Form:
+        """The form of tool calls. Raises: ValueError where the template knows none."""
+        return form_of(self.engine.template, self.engine.tokenizer)
 
     def read(self, body: Any, chat: bool) -> RequestParams:
         """Check a request. Raises: Refusal."""
@@ -460,7 +454,7 @@ class RequestReader:
         if not OF_TOOLS & body.keys() or self.engine.template is None:
             return None
         try:
-            return read_tools(body, lambda: self._syntax)
+            return read_tools(body, lambda: self._form)
         except ValueError as error:
             raise refusal(error, "tools") from None
 
@@ -502,7 +496,8 @@ class RequestReader:
         if not chat:
             return frozenset()
         tags = hidden_tags(self.engine.tokenizer)
-        return tags | tools.syntax.controls if tools else tags
+        of_calls = tools.form.controls.values() if tools else ()
+        return tags | ({*of_calls} - {*self.engine.eos_ids})
 
     def _rendered(self, body: dict, tools: Tools | None, guided: bool) -> str:
         """Render a chat up to the answer. guided: a grammar begins with it"""
@@ -516,9 +511,7 @@ class RequestReader:
         if guided or begun or variables.get("enable_thinking") is False:
             text = closed(text)
         text += begun
-        if tools and tools.forced:
-            text += tools.syntax.opening
-        return text
+        return tools.form.forced(text) if tools and tools.forced else text
 
     def _continues(self, body: dict, messages: list[dict]) -> bool:
         """Return whether the answer goes on with the last message, which is the assistant's."""
@@ -538,8 +531,8 @@ class RequestReader:
             raise ValueError("this model has no chat template here; ask for completions")
         require(messages != [], "there is no message before the assistant's; send the user's, too")
         # a template without calls is refused
-        if any("tool_calls" in message for message in messages) and not self._syntax.several:
-            messages = one_call_each(messages)
+        if any("tool_calls" in message for message in messages):
+            messages = as_taken(messages, self._form)
         if self.config.control_tokens != "all":
             messages = words_as_text(engine.tokenizer, messages)
         system = self.config.system

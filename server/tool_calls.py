@@ -1,13 +1,13 @@
 """Tool calls of serve.py: `tools` and `tool_choice` in, `tool_calls` out.
 
-1. The model's chat template writes the tools, earlier calls and their results into the prompt. A
-   rendered probe shows the syntax of a call: JSON, behind a mark as <tool_call> or alone. Where
-   the template takes one call a message, an answer has one, and earlier ones are split.
-2. With tool_choice "auto", `Finder` takes the calls out of the text as it comes, those in a fenced
-   block of JSON too, which models write instead. The rest of the text stays the content, as does a
-   call that is not whole or not of a given tool. The thinking before it is none of its text.
-3. With "required" or a named tool the mark ends the prompt, and a grammar (extras/grammar.py)
-   forces the JSON of one call, with arguments that follow the tool's schema.
+1. The model's chat template writes the tools, earlier calls and their results into the prompt, and
+   shows the form of a call (call_forms.py). Where it takes one call a message, an answer has one,
+   and earlier ones are split.
+2. With tool_choice "auto", `Finder` takes the calls out of the text as it comes. The rest of the
+   text stays the content, as does a call that is not whole or not of a given tool. The thinking
+   before it is none of its text.
+3. With "required" or a named tool the opening of a call ends the prompt, and a grammar
+   (extras/grammar.py) forces the rest of it, with arguments that follow the tool's schema.
 
 Trade-off: an event of a stream holds whole calls. With "auto" the arguments are the model's own:
 `strict` changes nothing, and response_format cannot be had too.
@@ -16,99 +16,17 @@ Trade-off: an event of a stream holds whole calls. With "auto" the arguments are
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from base.parsing import require
-from hf.chat import ChatTemplate
-from hf.thinking import behind_thinking, without_opening
-from hf.tokenizer import Tokenizer
+from server.call_forms import NOTHING, Form, new_id
 
 MOST_TOOLS = 128  # as OpenAI's
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-PROBE = "probe_of_a_tool"
-ANOTHER_PROBE = "probe_of_another_tool"
-FENCE = "```"
-KEYS = ("arguments", "parameters")  # of a call that is not in the template's form
-OF_A_CALL = {"name", "type", "id"}  # the other keys of a call
 CHOICES = ("none", "auto", "required")
-NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-class Syntax(NamedTuple):
-    """The text of a call: `opening {"name": ..., key: ...} closing`."""
-
-    opening: str
-    key: str
-    closing: str
-    controls: frozenset[int]  # ids of the control tokens in opening and closing
-    several: bool = True  # a message may have several calls
-
-    @property
-    def mark(self) -> str:
-        """The text that announces calls; "" where there is none."""
-        return self.opening.strip().rstrip("[").rstrip()
-
-    @property
-    def end(self) -> str:
-        """The text behind a call, without the brackets of a list."""
-        return self.closing.strip().lstrip("]").lstrip()
-
-
-def syntax_of(template: ChatTemplate, tokenizer: Tokenizer) -> Syntax:
-    """Return how a template writes calls. Raises: ValueError where it writes none."""
-    function = {"name": PROBE, "description": "A probe.", "parameters": NOTHING}
-    tools = [{"type": "function", "function": function}]
-    id = new_id()
-    call = {"name": PROBE, "arguments": {"x": 1}}
-    calls = [{"id": id, "type": "function", "function": call}]
-    asked = {"role": "user", "content": "A question."}
-    answered = {"role": "assistant", "content": "The answer"}
-    called = {"role": "assistant", "content": "", "tool_calls": calls}
-    result = {"role": "tool", "tool_call_id": id, "name": PROBE, "content": "A result."}
-    # earlier answers are written without the thinking that the prompt may open
-    prompt = without_opening(template.render_messages([asked], tools))
-    require(PROBE in prompt, f"{template.title} knows no tools; leave them out")
-    # behind the last message a template may write other things
-    text = template.render_messages([asked, called, result], tools)
-    fault = f"{template.title} writes tool calls in a form that is not known here; leave tools out"
-    require(text.startswith(prompt), fault)
-    opening, brace, _ = text.removeprefix(prompt).partition("{")
-    opening = behind_thinking(opening)
-    text = template.render_messages([asked, called], tools).removeprefix(prompt)
-    written, end = _decoded(text, text.find(opening + brace) + len(opening))
-    require(isinstance(written, dict) and written.get("name") == PROBE, fault)
-    keys = [key for key, value in written.items() if value == call["arguments"]]
-    require(keys, fault)
-    turn_end = template.render_messages([asked, answered], tools).rpartition("The answer")[2]
-    closing = text[end:].removesuffix(turn_end)
-    ids = tokenizer.encode(opening + closing, bos=False, special=True)
-    controls = frozenset(id for id in ids if not tokenizer.piece(id))
-    more = calls[0] | {"id": new_id(), "function": call | {"name": ANOTHER_PROBE}}
-    twice = called | {"tool_calls": [*calls, more]}
-    results = [result, result | {"tool_call_id": more["id"], "name": ANOTHER_PROBE}]
-    several = _writes_both(template, [asked, twice, *results], tools)
-    return Syntax(opening, keys[0], closing, controls, several)
-
-
-def _writes_both(template: ChatTemplate, messages: list[dict], tools: list[dict]) -> bool:
-    """Return whether a template writes both calls of a message, and neither raises nor drops one.
-
-    messages: with the calls of two tools in one message
-    """
-    try:
-        template.render_messages(messages, tools)
-        return ANOTHER_PROBE in template.render_messages(messages[:2], tools)
-    except ValueError:
-        return False
-
-
-def new_id() -> str:
-    """Return an id of a call. Mistral's template takes nine letters and digits."""
-    return f"{random.getrandbits(36):09x}"
 
 
 class Tools(NamedTuple):
@@ -118,26 +36,21 @@ class Tools(NamedTuple):
     schemas: dict[str, dict]  # of the arguments, by the tool's name
     forced: list[str]  # tools of which one must be called
     several: bool  # an answer may have several calls
-    syntax: Syntax
+    form: Form
 
     def grammar(self) -> str:
-        """Return the grammar of a forced call, in Lark."""
-        from extras.grammar import STYLE, without_formats
-
-        rules = ["start: " + " | ".join(f"call_{number}" for number in range(len(self.forced)))]
-        for number, name in enumerate(self.forced):
-            begin = json.dumps(f'{{"name": "{name}", "{self.syntax.key}": ')
-            schema = without_formats(self.schemas[name])
-            schema = json.dumps({"type": "object", **schema, "x-guidance": STYLE})
-            rules.append(f'call_{number}: {begin} arguments_{number} "}}"')
-            rules.append(f"arguments_{number}: %json {schema}")
+        """Return the grammar of a forced call, in Lark. Raises: ValueError where there is none."""
+        calls = {f"call_{number}": name for number, name in enumerate(self.forced)}
+        rules = ["start: " + " | ".join(calls)]
+        for call, name in calls.items():
+            rules += self.form.rules(call, name, self.schemas[name])
         return "\n".join(rules)
 
 
-def read_tools(body: dict, find_syntax: Callable[[], Syntax]) -> Tools | None:
+def read_tools(body: dict, find_form: Callable[[], Form]) -> Tools | None:
     """Read the tools of a request.
 
-    find_syntax: called where there are tools; may raise ValueError
+    find_form: called where there are tools; may raise ValueError
     Returns: None without any, and where none may be called. Raises: ValueError.
     """
     tools = body.get("tools", [])
@@ -160,9 +73,9 @@ def read_tools(body: dict, find_syntax: Callable[[], Syntax]) -> Tools | None:
         require(choice != "required" or tools, fault)
     if choice == "none" or not tools:
         return None
-    syntax = find_syntax()
-    several = several and syntax.several
-    return Tools(tools, schemas, [] if choice == "auto" else forced, several, syntax)
+    form = find_form()
+    several = several and form.several
+    return Tools(tools, schemas, [] if choice == "auto" else forced, several, form)
 
 
 def _schema_of(tool: Any) -> tuple[str, dict]:
@@ -196,6 +109,9 @@ def read_message(message: dict, content: str, earlier: Iterable[dict]) -> dict:
     calls = message["tool_calls"]
     require(message["role"] == "assistant", "tool_calls belong to an assistant message")
     require(isinstance(calls, list) and calls, "tool_calls must be a list of at least one call")
+    if message.get("reasoning_content") and not content:
+        # its name in the templates of gpt-oss and LFM2.5; gpt-oss takes one text before a call
+        message = {"thinking": message["reasoning_content"]} | message
     return message | {"content": content, "tool_calls": list(map(_call, calls))}
 
 
@@ -256,20 +172,37 @@ def one_call_each(messages: list[dict]) -> list[dict]:
     return split
 
 
+def as_taken(messages: list[dict], form: Form) -> list[dict]:
+    """Return a conversation with its calls as the template takes them."""
+    if not form.several:
+        messages = one_call_each(messages)
+    return [_taken(message, form) if "tool_calls" in message else message for message in messages]
+
+
+def _taken(message: dict, form: Form) -> dict:
+    """Return a message with calls as the template takes it."""
+    calls = message["tool_calls"]
+    if form.drops:
+        return message | {"content": message["content"] + form.written(calls)}
+    if not form.takes_text:
+        return message
+    texts = []
+    for call in calls:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        texts.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return message | {"tool_calls": texts}
+
+
 class Finder:
     """Takes the calls out of the text of one answer."""
 
     def __init__(self, tools: Tools):
-        mark = tools.syntax.mark
-        end = re.escape(tools.syntax.end)
         self.tools = tools
-        self.marks = [FENCE, mark] if mark else [FENCE]
-        self.fenced = False  # the call that was read is in a block
+        self.form = tools.form
         self.count = 0  # calls so far
         self.held = ""  # text that may belong to a call
-        self.stage = self._call if tools.forced or not mark else self._content
-        self.lead = re.compile(rf"\s*(?:{re.escape(mark)})?\s*({FENCE}\w*)?[\s\[]*")
-        self.tail = re.compile(rf"[\s,;\]]*(?:{FENCE})?[\s,;\]]*(?:{end})?[\s,;\]]*")
+        begins = tools.forced or not self.form.tags
+        self.stage = self._call if begins else self._content
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
         """Add text. last: nothing follows. Returns: content; calls, as clients read them."""
@@ -285,83 +218,57 @@ class Finder:
     def _content(self, last: bool, calls: list[dict]) -> str:
         """Return the text before a mark, or before the beginning of one."""
         held = self.held
-        marks = [held.find(mark) for mark in self.marks if mark in held]
+        known = self.form.marks
+        marks = [held.find(mark) for mark in known if mark in held]
         begin = len(held)
         if marks:
             begin = len(held[: min(marks)].rstrip())
             self.stage = self._call
         elif not last:
-            begun = [
-                n for mark in self.marks for n in range(1, len(mark)) if held.endswith(mark[:n])
-            ]
+            begun = [n for mark in known for n in range(1, len(mark)) if held.endswith(mark[:n])]
             begin = len(held[: begin - max(begun, default=0)].rstrip())
         self.held = held[begin:]
         return held[:begin]
 
     def _call(self, last: bool, calls: list[dict]) -> str:
-        """Read a call, once it is whole. Returns: text that is none. Writes: calls."""
+        """Read calls, once they are whole. Returns: text that is none. Writes: calls."""
         held = self.held
-        lead = self.lead.match(held)
-        begin = lead.end()
-        first = held[begin : begin + 1]
-        value = None
-        if first == "{":
-            value, end = _decoded(held, begin)
-        begun = first in ("", "{") or FENCE.startswith(held[begin:])
-        if value is None and begun and not last:
-            return ""
-        call = self._checked(value)
-        if call is None:
-            end = begin + 1
+        try:
+            found, end = self.form.read(held, self.tools.schemas)
+            found = [self._checked(*call) for call in found]
+        except (EOFError, ValueError, RecursionError) as error:
+            if isinstance(error, EOFError) and not last:
+                return ""
             self.stage = self._content
-        else:
-            self.stage = self._behind
-            self.fenced = self.fenced or lead[1] is not None
-            if self.tools.several or not self.count:
-                calls.append(call)
-                self.count += 1
+            text = held[: len(held) - len(held.lstrip()) + 1]  # the rest may begin with a mark
+            self.held = held.removeprefix(text)
+            return text
         self.held = held[end:]
-        return held[:end] if call is None else ""
+        self.stage = self._behind
+        if not self.tools.several:
+            found = found[: 1 - self.count]
+        calls += found
+        self.count += len(found)
+        return ""
 
     def _behind(self, last: bool, calls: list[dict]) -> str:
         """Drop the end of a call, and a separator."""
-        rest = self.held[self.tail.match(self.held).end() :]
-        ends = [self.tools.syntax.end, FENCE] if self.fenced else [self.tools.syntax.end]
-        if not any(end.startswith(rest) for end in ends):
+        rest = self.held[self.form.tail.match(self.held).end() :]
+        if not any(end.startswith(rest) for end in self.form.ends):
             self.held = rest
-            self.stage = self._call
-            if rest[0] not in "{[":
-                self.stage = self._content
-                self.fenced = False
+            self.stage = self._call if rest[0] in self.form.follows else self._content
         elif last:
             self.held = ""
         return ""
 
-    def _checked(self, value: Any) -> dict | None:
-        """Return a call of a given tool, as clients read it; None for other JSON."""
-        name = value.get("name") if isinstance(value, dict) else None
-        if name not in list(self.tools.schemas):
-            return None
-        keys = [key for key in (self.tools.syntax.key, *KEYS) if key in value]
-        if not keys and value.keys() - OF_A_CALL:
-            return None  # another object with a name
-        arguments = _arguments(value[keys[0]] if keys else None)
-        if arguments is None:
-            return None
+    def _checked(self, name: Any, arguments: Any) -> dict:
+        """Return a call, as clients read it. Raises: ValueError for one of no given tool."""
+        require(name in list(self.tools.schemas), "no tool that is given")
+        arguments = _arguments(arguments)
+        require(arguments is not None, "no arguments")
         try:
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            text.encode()
-        except ValueError:  # NaN, or half a character
-            return None
+        except TypeError:  # of Python's literals, as a set
+            raise ValueError("no JSON") from None
+        text.encode()  # raises for half a character
         return {"id": new_id(), "type": "function", "function": {"name": name, "arguments": text}}
-
-
-def _decoded(text: str, begin: int) -> tuple[Any, int]:
-    """Return the JSON value at a place and its end; None and the place where it is not whole.
-
-    Line breaks within a text may be as they are: models that write files write them so.
-    """
-    try:
-        return json.JSONDecoder(strict=False).raw_decode(text, begin)
-    except (ValueError, RecursionError):
-        return None, begin

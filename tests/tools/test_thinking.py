@@ -34,7 +34,8 @@ from options import DEMO, ROOT  # noqa: E402
 
 THINK = TAGS[0]
 MISTRAL = TAGS[3]
-ANALYSIS, NEXT, FINAL = TAGS[-1]  # of harmony
+ANALYSIS, NEXT, (FINAL, PREAMBLE) = TAGS[-1]  # of harmony
+CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
 CASES = [  # the tags that the prompt opens, a text, the thinking in it, the rest
     (THINK, "Two and two.\n</think>\n\nFour.", "Two and two.", "Four."),
     (THINK, "\n So \n it is. </think>Four. ", "So \n it is.", "Four. "),
@@ -47,8 +48,10 @@ CASES = [  # the tags that the prompt opens, a text, the thinking in it, the res
     (None, "<thinking>Two</think></thinking> Four", "Two</think>", "Four"),
     (None, "Four. <think>no</think>", "", "Four. <think>no</think>"), (None, " \n <thin", "", " \n <thin"),
     (None, " plain \n", "", " plain \n"), (None, "</think> a", "", "</think> a"), (None, "", "", ""),
-    (MISTRAL, "Two.[/THINK] <think>", "Two.", "<think>"), (None, f"{ANALYSIS}Two.{NEXT}Four.", "Two.", "Four."),
+    (MISTRAL, "Two.[/THINK] <think>", "Two.", "<think>"), (None, f"{ANALYSIS}Two.{NEXT}{FINAL}Four.", "Two.", "Four."),
     (None, "<|channel>thought\n<channel|>Four.", "", "Four."), (None, f"{FINAL}Four.", "", "Four."), (None, f"{ANALYSIS}Two.<|end|>", "Two.<|end|>", ""), (None, FINAL[:9], "", FINAL[:9]),
+    (None, f"{ANALYSIS}Two. {NEXT}{ANALYSIS}Two again.{NEXT}{CALL}", "Two.\n\nTwo again.", CALL), (None, CALL, "", CALL),
+    (None, f"{PREAMBLE}I look.{NEXT}{ANALYSIS}So.{NEXT} to=functions.now<|message|>{{}}", "So.", "I look. to=functions.now<|message|>{}"),
 ]  # fmt: skip
 
 
@@ -94,6 +97,8 @@ def test_tags_that_are_control_tokens_have_a_text(tmp_path):
     shown = hidden_tags(tokenizer)
     assert shown == {tokenizer.id_of("[THINK]"), tokenizer.id_of("[/THINK]")}
     assert Thinking().push(tokenizer.stream(shown=shown).push(ids), True) == ("Two.", "Four.")
+    # Phi-3's answers end with this one
+    assert not hidden_tags(Tokenizer.load(build_json(tmp_path, ["<s>", "<|end|>"])))
 
 
 def test_the_messages_of_harmony(tmp_path):
@@ -102,7 +107,7 @@ def test_the_messages_of_harmony(tmp_path):
     tokenizer = Tokenizer.load(build_json(tmp_path, ["<s>", *names]))
     shown = hidden_tags(tokenizer)
     assert shown == {tokenizer.id_of(name) for name in names[:-1]}
-    answer = f"{ANALYSIS}Two.{NEXT}Four."
+    answer = f"{ANALYSIS}Two.{NEXT}{FINAL}Four."
     ids = tokenizer.encode(f"{answer}<|return|>", bos=False, special=True)
     assert tokenizer.stream(shown=shown).push(ids) == answer
     for text in (answer, f"{FINAL}Four."):

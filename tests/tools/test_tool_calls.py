@@ -24,14 +24,8 @@ from hf.chat import CHAT_TEMPLATES, chat_template  # noqa: E402
 from hf.tokenizer import Tokenizer  # noqa: E402
 from options import DEMO  # noqa: E402
 from server import app as serve  # noqa: E402
-from server.tool_calls import (  # noqa: E402
-    NOTHING,
-    Finder,
-    Syntax,
-    Tools,
-    one_call_each,
-    syntax_of,
-)
+from server.call_forms import NOTHING, Form, JsonForm, form_of  # noqa: E402
+from server.tool_calls import Finder, Tools, one_call_each  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,15 +77,16 @@ def test_a_template_shows_how_calls_are_written(name, syntax, tmp_path):
         with pytest.raises(
             ValueError, match="the model's chat template knows no tools; leave them out"
         ):
-            syntax_of(template, tokenizer)
+            form_of(template, tokenizer)
         return
-    found = syntax_of(template, tokenizer)
-    assert found[:3] == syntax
+    found = form_of(template, tokenizer)
+    assert (found.opening, found.key, found.closing) == syntax
     assert found.several == (name != "llama3.1")  # which raises for two
-    control = {tokenizer.id_of("[TOOL_CALLS]")} if name.startswith("mistral") else set()
-    assert found.controls == control
+    control = ["[TOOL_CALLS]"] if name.startswith("mistral") else []
+    assert found.controls == {name: tokenizer.id_of(name) for name in control}
     ids = tokenizer.encode(found.opening + "{", bos=False, special=True)
-    assert tokenizer.stream(True, found.controls).push(ids) == found.opening + "{"
+    stream = tokenizer.stream(True, frozenset(found.controls.values()))
+    assert stream.push(ids) == found.opening + "{"
 
 
 OPENS = template_of("qwen2.5").replace(
@@ -124,7 +119,7 @@ def test_calls_of_a_template_that_opens_the_thinking(text, tmp_path):
     template = chat_template(path, tokenizer)
     prompt = template.render_messages(ASKED, TOOLS)
     assert prompt.rpartition("<think>")[0].endswith("<|im_start|>assistant\n")
-    assert syntax_of(template, tokenizer) == QWEN
+    assert form_of(template, tokenizer) == QWEN
 
 
 def test_a_template_that_drops_the_second_call_takes_one(tmp_path):
@@ -133,8 +128,8 @@ def test_a_template_that_drops_the_second_call_takes_one(tmp_path):
     )
     path = folder_of(tmp_path, text)
     tokenizer = Tokenizer.load(path)
-    found = syntax_of(chat_template(path, tokenizer), tokenizer)
-    assert found == QWEN._replace(several=False)
+    found = form_of(chat_template(path, tokenizer), tokenizer)
+    assert found == replace(QWEN, several=False)
 
 
 def called(*ids: str, content: str = "") -> dict:
@@ -166,7 +161,7 @@ def test_the_template_for_tools_is_used_where_there_is_one(tmp_path):
     write(path, "tokenizer_config.json", special | {"chat_template": listed})
     tokenizer = Tokenizer.load(path)
     template = chat_template(path, tokenizer)
-    assert syntax_of(template, tokenizer).mark == "<tool_call>"
+    assert form_of(template, tokenizer).tags == ["<tool_call>"]
     assert "SmolLM" in template.render_messages(ASKED)
     assert "<tools>" in template.render_messages(ASKED, TOOLS)
 
@@ -180,14 +175,14 @@ def test_a_form_that_is_not_known_is_refused(tmp_path):
     write(path, "chat_template.jinja", text + "{{ tools }}")
     tokenizer = Tokenizer.load(path)
     with pytest.raises(ValueError, match="in a form that is not known here; leave tools out"):
-        syntax_of(chat_template(path, tokenizer), tokenizer)
+        form_of(chat_template(path, tokenizer), tokenizer)
 
 
 # ------------------------------------------------------------------------------------- of the text
 
-QWEN = Syntax("<tool_call>\n", "arguments", "\n</tool_call>", frozenset())
-LLAMA = Syntax("", "parameters", "", frozenset())
-MISTRAL = Syntax("[TOOL_CALLS] [", "arguments", "]", frozenset())
+QWEN = JsonForm(opening="<tool_call>\n", key="arguments", closing="\n</tool_call>")
+LLAMA = JsonForm(opening="", key="parameters", closing="")
+MISTRAL = JsonForm(opening="[TOOL_CALLS] [", key="arguments", closing="]")
 ONE = '{"name": "weather", "arguments": {"city": {"name": "Roma \\u00e9"}}}'
 TWO = '{"name": "now", "arguments": {}}'
 FLAT = '{"name": "now", "parameters": {"a": [1]}}'
@@ -226,8 +221,8 @@ CASES = [
 ]  # fmt: skip
 
 
-def tools_of(syntax: Syntax, several: bool = True) -> Tools:
-    return Tools([], {"weather": WEATHER, "now": NOTHING}, [], several, syntax)
+def tools_of(form: Form, several: bool = True) -> Tools:
+    return Tools([], {"weather": WEATHER, "now": NOTHING}, [], several, form)
 
 
 def in_parts(tools: Tools, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
@@ -297,8 +292,8 @@ def test_forced_calls(running):
     engine = fresh(running.engine)
     text = engine.template.render_messages(ASKED, TOOLS) + "<tool_call>\n"
     ids = engine.tokenizer.encode(text, bos=False, special=True)
-    syntax = syntax_of(engine.template, engine.tokenizer)
-    grammar = Tools(TOOLS, {"weather": WEATHER}, ["weather"], True, syntax).grammar()
+    form = form_of(engine.template, engine.tokenizer)
+    grammar = Tools(TOOLS, {"weather": WEATHER}, ["weather"], True, form).grammar()
     want = generate(engine, [ids], seed=3, max_new_tokens=80, grammar=grammar, num_samples=2)
     assert answer.usage.prompt_tokens == len(ids)
     for choice, own in zip(answer.choices, want.text):

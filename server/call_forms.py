@@ -1,0 +1,600 @@
+"""The forms in which models write calls of tools, learned from their chat templates.
+
+`form_of` renders a probe, which shows one of four forms:
+
+1. `JsonForm`: an object with the name and the arguments (Qwen2.5, Llama 3, Hermes, SmolLM3).
+2. `NamedForm`: the name, then the arguments in JSON (Mistral, gpt-oss).
+3. `ListedForm`: keys and values between tags, texts as they are (Qwen3-Coder, Qwen3.5, GLM-4.5,
+   MiniMax, Seed-OSS).
+4. `PairsForm`: name{key:value} (Gemma 4) or [name(key=value)] (LFM2, LFM2.5).
+
+A form reads calls from a text that may go on, with other white space than the template's between
+their parts, and gives the grammar of a forced one. Not here: templates that write ids (Kimi-K2).
+Sources: published chat templates; the parsers of vLLM and llama.cpp for what models write beside.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from base.parsing import require
+from extras.grammar import STYLE, without_formats
+from hf.chat import ChatTemplate
+from hf.thinking import FINAL, behind_thinking, without_opening
+from hf.tokenizer import Tokenizer
+
+PROBE = "probe_of_a_tool"
+ANOTHER_PROBE = "probe_of_another_tool"
+ARGUMENTS = {"key_of_probe": "text of probe", "other_key": "other text"}  # sorted by their keys
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+FENCE = "```"
+KEYS = ("arguments", "parameters")  # of a JSON call that is not in the template's form
+OF_A_CALL = {"name", "type", "id"}  # its other keys
+RECIPIENT = "to=functions."  # of harmony: before a name
+CHANNELS = ("<|channel|>commentary ", "<|channel|>analysis ")  # that it may stand in
+CONSTRAIN = "<|constrain|>"  # of harmony: a control token that the model alone writes
+QUOTE = '<|"|>'  # of Gemma 4: around a text
+BRACKETS = {":": "{}", "=": "()"}  # around pairs, by what stands between key and value
+COMPOSED = {"$ref", "allOf", "anyOf", "oneOf"}  # keys of a schema with properties elsewhere
+DEEPEST = 8  # references that are followed to find a type
+
+SPACE = re.compile(r"\s*")
+SEPARATOR = re.compile(r"[\s,]*")
+# a text in quotes, perhaps with quotes that end nothing; another word
+QUOTED = re.compile(r"""(['"])(?:[^\\]|\\.)*?\1(?=\s*[,)\]}])""", re.DOTALL)
+BARE = re.compile(r"""[^\s,)\]}'"][^,)\]}]*(?=[,)\]}])""")
+
+
+class Cursor:
+    """A place in a text that may go on.
+
+    Its methods read what comes next. They raise EOFError where the text ends before that is
+    certain, and ValueError where it is something else.
+    """
+
+    def __init__(self, text: str, at: int = 0):
+        self.text = text
+        self.at = at
+
+    def take(self, *marks: str) -> str:
+        """Read one of some marks, and white space before it."""
+        begin = SPACE.match(self.text, self.at).end()
+        for mark in sorted(marks, key=len, reverse=True):
+            found = self.text[begin : begin + len(mark)]
+            if found == mark:
+                self.at = begin + len(mark)
+                return mark
+            if mark.startswith(found):
+                raise EOFError
+        raise ValueError
+
+    def passes(self, mark: str) -> bool:
+        """Return whether a mark comes next, behind white space and commas, which it reads."""
+        self.at = SEPARATOR.match(self.text, self.at).end()
+        try:
+            return self.take(mark) == mark
+        except ValueError:
+            return False
+
+    def up_to(self, mark: str) -> str:
+        """Read a text and the mark that ends it. Returns: the text"""
+        end = self.text.find(mark, self.at)
+        if end < 0:
+            raise EOFError
+        text = self.text[self.at : end]
+        self.at = end + len(mark)
+        return text
+
+    def match(self, pattern: re.Pattern) -> str:
+        """Read a text that matches a pattern."""
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            raise EOFError
+        self.at = found.end()
+        return found[0]
+
+    def json(self) -> Any:
+        """Read a JSON object, in whose texts line breaks may be as they are.
+
+        Models that write files write them so.
+        """
+        self.take("{")
+        try:
+            value, self.at = json.JSONDecoder(strict=False).raw_decode(self.text, self.at - 1)
+        except (ValueError, RecursionError):
+            raise EOFError from None
+        return value
+
+
+# ---------------------------------------------------------------------------------- the forms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The text of a call: its opening, a subclass's own part, and its closing."""
+
+    opening: str
+    closing: str
+    controls: dict[str, int] = field(default_factory=dict)  # control tokens in it -> their ids
+    several: bool = True  # a message may have several calls
+    takes_text: bool = False  # the template takes arguments as a text in JSON
+    drops: bool = False  # the template drops calls; they are written into the content
+
+    between = r"\s"  # characters between calls
+    follows = ""  # characters that begin a further call without its opening
+
+    @cached_property
+    def tags(self) -> list[str]:
+        """The tags before the name; a model may leave some out, or the prompt ends with them."""
+        return _tags(behind_thinking(self.opening))
+
+    @property
+    def marks(self) -> list[str]:
+        """The texts that announce a call; none: it is at the beginning of an answer."""
+        return self.tags
+
+    @cached_property
+    def ends(self) -> list[str]:
+        """The tags behind a call, and the empty text."""
+        return ["", *_tags(self.closing)]
+
+    @cached_property
+    def tail(self) -> re.Pattern:
+        """The text behind a call that belongs to it."""
+        parts = [self.between, *map(re.escape, self.ends[1:])]
+        return re.compile(f"(?:{'|'.join(parts)})*")
+
+    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
+        """Read the calls at the beginning of a text.
+
+        tools: the schema of the arguments, by the tool's name
+        Returns: names and arguments; the place behind them
+        Raises: EOFError where the text ends before a call does, ValueError where it is none.
+        """
+        raise NotImplementedError
+
+    def rules(self, call: str, name: str, schema: dict) -> list[str]:
+        """Return the grammar of a call behind its opening, in Lark.
+
+        call: the rule's name
+        Raises: ValueError for a form or a schema that has none.
+        """
+        raise NotImplementedError
+
+    def forced(self, prompt: str) -> str:
+        """Return a prompt whose answer goes on with a call. prompt: without open thinking"""
+        prompt = prompt.removesuffix(FINAL)
+        if behind_thinking(prompt).strip():
+            return prompt + self.opening
+        return prompt + behind_thinking(self.opening).lstrip("\n")
+
+    def _name(self, place: Cursor, tools: Iterable[str]) -> str:
+        """Read tags, and the name behind them."""
+        found = place.take(*self.tags, *tools)
+        while found in self.tags:
+            found = place.take(*self.tags, *tools)
+        return found
+
+    def _lark(self, text: str) -> str:
+        """Return a text in Lark, its control tokens by their ids."""
+        parts = [text]
+        if self.controls:
+            parts = re.split(f"({'|'.join(map(re.escape, self.controls))})", text)
+        return " ".join(
+            f"<[{self.controls[part]}]>" if part in self.controls else _literal(part)
+            for part in parts
+            if part
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonForm(Form):
+    """`opening {"name": ..., key: ...} closing`, or that object in a fenced block."""
+
+    key: str
+
+    between = r"[\s,;\]]"
+    follows = "{["
+
+    @cached_property
+    def tags(self) -> list[str]:
+        mark = behind_thinking(self.opening).strip().rstrip("[").rstrip()
+        return [mark] if mark else []
+
+    @property
+    def marks(self) -> list[str]:
+        return [FENCE, *self.tags]
+
+    @cached_property
+    def ends(self) -> list[str]:
+        end = self.closing.strip().lstrip("]").lstrip()
+        return ["", FENCE, *([end] if end else [])]
+
+    @cached_property
+    def lead(self) -> re.Pattern:
+        """The text before the object; all of it may be missing."""
+        mark = re.escape("".join(self.tags))
+        return re.compile(rf"\s*(?:{mark})?\s*(?:{FENCE}\w*)?[\s\[]*")
+
+    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
+        """Read a call, as the base class."""
+        place = Cursor(text, self.lead.match(text).end())
+        if FENCE.startswith(text[place.at :]):
+            raise EOFError
+        value = place.json()
+        keys = [key for key in (self.key, *KEYS) if key in value]
+        require(keys or not value.keys() - OF_A_CALL, "another object with a name")
+        return [(value.get("name"), value[keys[0]] if keys else None)], place.at
+
+    def rules(self, call: str, name: str, schema: dict) -> list[str]:
+        """Return the grammar, as the base class."""
+        begin = _literal(f'{{"name": "{name}", "{self.key}": ')
+        return [f'{call}: {begin} {call}_json "}}"', _json_rule(f"{call}_json", schema)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedForm(Form):
+    """`opening NAME middle {...} closing`."""
+
+    middle: str
+
+    @cached_property
+    def tags(self) -> list[str]:
+        if self.opening.strip() != RECIPIENT:
+            return super().tags
+        return [*(channel + RECIPIENT for channel in CHANNELS), RECIPIENT]
+
+    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
+        """Read a call, as the base class. An id or a type may stand before the last tag."""
+        place = Cursor(text)
+        name = self._name(place, tools)
+        for mark in _tags(self.middle)[-1:]:
+            require(not re.match(r"[\w-]", place.up_to(mark)), "a longer name")
+        return [(name, place.json())], place.at
+
+    def rules(self, call: str, name: str, schema: dict) -> list[str]:
+        """Return the grammar, as the base class."""
+        begin = self._lark(name + self.middle)
+        return [f"{call}: {begin} {call}_json", _json_rule(f"{call}_json", schema)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedForm(Form):
+    """`opening NAME begin (key KEY middle VALUE end gap)... closing`."""
+
+    begin: str
+    key: str
+    middle: str
+    end: str
+    gap: str
+
+    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
+        """Read a call, as the base class."""
+        place = Cursor(text)
+        name = self._name(place, tools)
+        for tag in _tags(self.begin):
+            place.take(tag)
+        arguments = {}
+        behind_key, *more = _tags(self.middle)
+        tag = place.take(self.key, self.ends[1])
+        while tag == self.key:
+            key = place.up_to(behind_key).strip()
+            for each in more:
+                place.take(each)
+            value, tag = self._value(place)
+            schema = tools[name]
+            arguments[key] = _typed(value, _types(_properties(schema).get(key), schema))
+        return [(name, arguments)], place.at
+
+    def _value(self, place: Cursor) -> tuple[str, str]:
+        """Read a value, its end and the next tag; an end that no tag follows is of the value.
+
+        Returns: the value without the template's own white space around it; the tag
+        """
+        begin = place.at
+        end = self.end.lstrip()
+        tag = ""
+        while not tag:
+            place.up_to(end)
+            value = place.text[begin : place.at - len(end)]
+            try:
+                tag = place.take(self.key, self.ends[1])
+            except ValueError:
+                continue
+        before = self.middle[len(self.middle.rstrip()) :]
+        behind = self.end.removesuffix(end)
+        return value.removeprefix(before).removesuffix(behind), tag
+
+    def rules(self, call: str, name: str, schema: dict) -> list[str]:
+        """Return the grammar, as the base class: the arguments come in the schema's order."""
+        fault = f"{name} cannot be forced, as its parameters are composed; list its properties"
+        require(not COMPOSED & schema.keys(), fault)
+        parts = [self._lark(name + self.begin)]
+        rules = []
+        for number, (key, own) in enumerate(_properties(schema).items()):
+            value = f"{call}_{number}"
+            part = f"{self._lark(self.key + key + self.middle)} {value} {self._lark(self.gap)}"
+            parts.append(part if key in _list(schema.get("required")) else f"({part})?")
+            rules += self._value_rules(value, own, schema)
+        parts.append(self._lark(self.closing.removeprefix(self.gap).rstrip()))
+        return [f"{call}: {' '.join(parts)}", *rules]
+
+    def _value_rules(self, value: str, own: Any, schema: dict) -> list[str]:
+        """Return the grammar of a value and its end. own: its schema; schema: that of the tool"""
+        types = _types(own, schema)
+        end = self._lark(self.end)
+        if types and "string" not in types:
+            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            return [f"{value}: {value}_json {end}", _json_rule(f"{value}_json", own | shared)]
+        texts = [each for each in _list(_dict(own).get("enum")) if isinstance(each, str)]
+        if texts:
+            return [f"{value}: ({' | '.join(map(_literal, texts))}) {end}"]
+        return [f"{value}[suffix={end}]: /(?s:.*)/"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsForm(Form):
+    """`opening NAME{key:value,...} closing`, or with (key=value, ...) in a list."""
+
+    assign: str  # between a key and its value
+
+    def written(self, calls: list[dict]) -> str:
+        """Return the text of earlier calls, as Python has it."""
+        texts = []
+        for call in calls:
+            function = call["function"]
+            pairs = [f"{key}{self.assign}{value!r}" for key, value in function["arguments"].items()]
+            texts.append(f"{function['name']}({', '.join(pairs)})")
+        return f"{self.opening}{', '.join(texts)}{self.closing}"
+
+    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
+        """Read a call, or a list of some, as the base class."""
+        place = Cursor(text)
+        begin, end = BRACKETS[self.assign]
+        is_list = self.opening.endswith("[")
+        calls = []
+        sign = ","
+        while sign == ",":
+            name = self._name(place, tools)
+            place.take(begin)
+            calls.append((name, _pairs(place, self.assign, end)))
+            sign = place.take(",", "]") if is_list else ""
+        return calls, place.at
+
+    def rules(self, call: str, name: str, schema: dict) -> list[str]:
+        """Raise a ValueError."""
+        form = "writes calls in a form that cannot be forced"
+        raise ValueError(f"the model's chat template {form}; use tool_choice auto")
+
+
+LFM2 = PairsForm(
+    opening="<|tool_call_start|>[", assign="=", closing="]<|tool_call_end|>", drops=True
+)
+
+
+# ------------------------------------------------------------------------------------ of a text
+
+
+def _tags(text: str) -> list[str]:
+    """Split a text where a tag begins, as <parameter= or [ARGS], and drop white space around."""
+    parts = map(str.strip, re.split(r"(?=<|\[[A-Z])", text))
+    return [part for part in parts if part]
+
+
+def _pairs(place: Cursor, assign: str, end: str) -> dict:
+    """Read keys and values up to the bracket that ends them."""
+    found = {}
+    while not place.passes(end):
+        key = place.up_to(assign).replace(QUOTE, "").strip().strip("\"'")
+        found[key] = _value(place)
+    return found
+
+
+def _value(place: Cursor) -> Any:
+    """Read a value of pairs: a text in quotes, an object, a list or a word."""
+    if place.passes(QUOTE):
+        return place.up_to(QUOTE)
+    if place.passes("{"):
+        return _pairs(place, ":", "}")
+    if place.passes("["):
+        items = []
+        while not place.passes("]"):
+            items.append(_value(place))
+        return items
+    if place.text[place.at] not in "'\"":
+        return _parsed(place.match(BARE))
+    word = place.match(QUOTED)
+    value = _parsed(word)
+    return word[1:-1] if value == word else value  # quotes within it may not be escaped
+
+
+def _parsed(text: str) -> Any:
+    """Return a value in JSON, or as Python writes it; a text that is neither stays one."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text.strip().replace("\n", "\\n"))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def _typed(text: str, types: set[str]) -> Any:
+    """Return a value of a list as its schema has it. types: those that it allows"""
+    if types and "string" not in types:
+        return _parsed(text)
+    return None if "null" in types and text in ("null", "None") else text
+
+
+def _types(schema: Any, root: dict, left: int = DEEPEST) -> set[str]:
+    """Return the types of the values that a schema allows; none: any. root: where it lies"""
+    schema = _dict(schema)
+    if "$ref" in schema and left:
+        target: Any = root
+        for key in str(schema["$ref"]).split("/")[1:]:
+            target = _dict(target).get(key)
+        return _types(target, root, left - 1)
+    choices = _list(schema.get("anyOf") or schema.get("oneOf"))
+    if choices and left:
+        return set().union(*(_types(each, root, left - 1) for each in choices))
+    types = schema.get("type")
+    return {each for each in (types, *_list(types)) if isinstance(each, str)}
+
+
+def _properties(schema: dict) -> dict:
+    return _dict(schema.get("properties"))
+
+
+def _dict(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else []
+
+
+def _literal(text: str) -> str:
+    """Return a text in Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_rule(rule: str, schema: dict) -> str:
+    """Return a rule for an object or another value that follows a schema."""
+    schema = without_formats(schema) | {"x-guidance": STYLE}
+    return f"{rule}: %json {json.dumps(schema)}"
+
+
+# ------------------------------------------------------------------------------- of a template
+
+
+def form_of(template: ChatTemplate, tokenizer: Tokenizer) -> Form:
+    """Return how a template writes calls. Raises: ValueError where it writes none."""
+    try:
+        return _form_of(template, tokenizer, ARGUMENTS)
+    except ValueError as error:
+        try:
+            form = _form_of(template, tokenizer, json.dumps(ARGUMENTS))
+        except ValueError:
+            raise error from None
+        return replace(form, takes_text=True)
+
+
+def _form_of(template: ChatTemplate, tokenizer: Tokenizer, arguments: Any) -> Form:
+    """Return the form. arguments: those of the probe, as the template may take them"""
+    function = {"name": PROBE, "description": "A probe.", "parameters": NOTHING}
+    tools = [{"type": "function", "function": function}]
+    call = {"id": new_id(), "type": "function"}
+    call |= {"function": {"name": PROBE, "arguments": arguments}}
+    asked = {"role": "user", "content": "A question."}
+    answered = {"role": "assistant", "content": "The answer"}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": call["id"], "name": PROBE, "content": "A result."}
+    # earlier answers are written without the thinking that the prompt may open
+    prompt = without_opening(template.render_messages([asked], tools))
+    require(PROBE in prompt, f"{template.title} knows no tools; leave them out")
+    # behind the last message a template may write other things
+    text = template.render_messages([asked, called, result], tools)
+    fault = f"{template.title} writes tool calls in a form that is not known here; leave tools out"
+    require(text.startswith(prompt), fault)
+    opening, named, _ = text.removeprefix(prompt).partition(PROBE)
+    if not named and tokenizer.id_of(LFM2.tags[0].rstrip("[")) is not None:
+        return replace(LFM2, controls=_controls(tokenizer, LFM2.opening + LFM2.closing))
+    text = template.render_messages([asked, called], tools).removeprefix(prompt)
+    turn_end = template.render_messages([asked, answered], tools).rpartition("The answer")[2]
+    behind = text.partition(PROBE)[2].removesuffix(turn_end)
+    form = _told_apart(opening, behind)
+    require(form is not None, fault)
+    more = call | {"id": new_id(), "function": call["function"] | {"name": ANOTHER_PROBE}}
+    twice = called | {"tool_calls": [call, more]}
+    results = [result, result | {"tool_call_id": more["id"], "name": ANOTHER_PROBE}]
+    several = _writes_both(template, [asked, twice, *results], tools)
+    controls = _controls(tokenizer, opening + behind + CONSTRAIN)
+    return replace(form, controls=controls, several=several)
+
+
+def _controls(tokenizer: Tokenizer, text: str) -> dict[str, int]:
+    """Return the control tokens in a text, with their ids."""
+    ids = tokenizer.encode(text, bos=False, special=True)
+    return {tokenizer.name(id).decode(): id for id in ids if not tokenizer.piece(id)}
+
+
+def _told_apart(opening: str, behind: str) -> Form | None:
+    """Return the form of a call. opening, behind: the text before and behind the name"""
+    begin, brace, _ = opening.partition("{")
+    if brace:
+        return _json_form(begin, opening.removeprefix(begin) + PROBE + behind)
+    place = Cursor(behind, max(behind.find("{"), 0))
+    try:
+        if place.json() == ARGUMENTS:
+            middle = behind[: behind.find("{")]
+            return NamedForm(opening=opening, middle=middle, closing=behind[place.at :])
+    except (ValueError, EOFError):
+        pass
+    first = next(iter(ARGUMENTS))
+    for assign, brackets in BRACKETS.items():
+        if behind.startswith(brackets[0] + first + assign):
+            closing = behind.rpartition(brackets[1])[2]
+            return PairsForm(opening=opening, assign=assign, closing=closing)
+    words = [word for pair in ARGUMENTS.items() for word in pair]
+    parts = re.split("|".join(words), behind)
+    return _listed_form(opening, parts) if len(parts) == 5 else None
+
+
+def _json_form(opening: str, text: str) -> Form | None:
+    """Return the form of a call in JSON. text: from the brace on"""
+    place = Cursor(text)
+    try:
+        written = place.json()
+    except EOFError:
+        return None
+    keys = [key for key, value in written.items() if value == ARGUMENTS]
+    if written.get("name") != PROBE or not keys:
+        return None
+    return JsonForm(opening=opening, key=keys[0], closing=text[place.at :])
+
+
+def _listed_form(opening: str, parts: list[str]) -> Form | None:
+    """Return the form of keys and values between tags. parts: the text around those of the probe"""
+    before, middle, between, again, behind = parts
+    key = (_tags(before) or [""])[-1]
+    end = between.removesuffix(key).rstrip()
+    fits = key and end.strip() and _tags(middle) and middle == again
+    if not fits or not between.endswith(key) or not behind.startswith(end):
+        return None
+    closing = behind.removeprefix(end)
+    if not _tags(closing):
+        return None
+    return ListedForm(
+        opening=opening,
+        begin=before.removesuffix(key),
+        key=key,
+        middle=middle,
+        end=end,
+        gap=between.removesuffix(key).removeprefix(end),
+        closing=closing,
+    )
+
+
+def _writes_both(template: ChatTemplate, messages: list[dict], tools: list[dict]) -> bool:
+    """Return whether a template writes both calls of a message, and neither raises nor drops one.
+
+    messages: with the calls of two tools in one message
+    """
+    try:
+        template.render_messages(messages, tools)
+        return ANOTHER_PROBE in template.render_messages(messages[:2], tools)
+    except ValueError:
+        return False
+
+
+def new_id() -> str:
+    """Return an id of a call. Mistral's template takes nine letters and digits."""
+    return f"{random.getrandbits(36):09x}"
