@@ -428,7 +428,7 @@ def _parsed(text: str) -> Any:
 
 
 def _typed(text: str, types: set[str]) -> Any:
-    """Return a value of a list as its schema has it. types: those that it allows"""
+    """Return a value between tags as its schema has it. types: those that it allows"""
     if types and "string" not in types:
         return _parsed(text)
     return None if "null" in types and text in ("null", "None") else text
