@@ -193,8 +193,9 @@ class Penalties(Rescorer):
             mask(scores, rows.allowed[:, None])
         if bad:
             mask(scores, complete_no_word(texts.ids, answered, rows.bad_words, self.vocab))
-        if may_be(rows.min_tokens > 0):
-            mask(scores, ~self.ends | (answered >= rows.min_tokens[:, None])[:, :, None])
+        too_short = answered < rows.min_tokens[:, None]  # [B, N]
+        if may_be(too_short):
+            mask(scores, ~(self.ends & too_short[:, :, None]))
         return scores
 
 

@@ -91,14 +91,20 @@ NEUTRAL: dict[str, tuple] = dict.fromkeys(sorted(SWITCHES), NOTHING) | {
     "tool_choice": ("none", "auto", *NOTHING),
     "top_a": (0,),
 }
+# why some are not
+WHY = dict.fromkeys(
+    ("mirostat", "mirostat_mode"),
+    ", as it cuts by the surprise of all sampled tokens, which differs from node to node of a "
+    "draft tree; use typical_p or min_p",
+)
 # of sampling, those that are read by the rules of the options of these names
 SHAPING = {*Sampling._fields} - {"temperature", "top_k", "top_p", "min_p"} | {"repeat_penalty"}
 # of these
 WHOLE = {"repeat_last_n", "dry_allowed_length", "dry_penalty_last_n", "min_tokens"}
 SERVED = SHAPING | {
-    "model", "max_tokens", "max_completion_tokens", "temperature", "top_k", "top_p", "min_p", "n",
-    "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs", "response_format",
-    "draft", "draft_tokens", "trees", "do_sample",
+    "model", "max_tokens", "max_completion_tokens", "n_predict", "temperature", "top_k", "top_p",
+    "min_p", "n", "stream", "stream_options", "stop", "seed", "logprobs", "top_logprobs",
+    "response_format", "draft", "draft_tokens", "trees", "do_sample",
 }  # fmt: skip
 OF_PROMPTS = {"add_special_tokens", "add_bos_token", "echo"}  # of completions
 OF_EMBEDDINGS = {"model", "input", "encoding_format", "dimensions", "add_special_tokens"}
@@ -283,7 +289,8 @@ class RequestReader:
         for name, value in body.items():
             need(
                 name in SERVED or name in own or _is_neutral(name, value),
-                f"{name[:SHOWN]} = {json.dumps(value)[:SHOWN]} is not served; leave it out",
+                f"{name[:SHOWN]} = {json.dumps(value)[:SHOWN]} is not served{WHY.get(name, '')}; "
+                "leave it out",
                 name[:SHOWN],
             )
 
@@ -355,7 +362,7 @@ class RequestReader:
         limit = self.engine.context
         least = 0 if not chat and self._flag(body, "echo") else 1
         most = min(self.config.max_new_tokens, limit)
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "n_predict"):
             asked = _as_whole(body.get(name, most))
             # -1 is no bound, as in llama.cpp and LM Studio
             asked = limit if asked == -1 else self._integer({name: asked}, name, most, least, MOST)

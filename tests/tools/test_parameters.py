@@ -280,7 +280,8 @@ def test_values_that_change_nothing_pass(reader, chat):
     assert reader.read(source | {"seed": 1} | zeros, chat) == plain
     for name, value in HARMFUL.items():
         said = refused(reader, chat, **{name: value})
-        assert said == f"{name} = {json.dumps(value)} is not served; leave it out"
+        why = ", as it cuts by" if name == "mirostat" else "; leave it out"
+        assert said.startswith(f"{name} = {json.dumps(value)} is not served{why}")
 
 
 def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
