@@ -366,7 +366,7 @@ def test_what_has_no_such_layer_is_one_line(hitting, tmp_path, capsys):
     metadata = with_layer(model) | {"qwen35.vocab_size": 97}
     alone = str(write(tmp_path / "mtp.gguf", metadata, tables | layer))
     told = ["--checkpoint", str(hitting["qwen"]), "--head", alone]
-    assert "vocab_size is 97, the target's is 96; use its own MTP layer" in refused(capsys, *told)
+    assert "vocab_size is 97, the target's is 96; use the head made for" in refused(capsys, *told)
     shutil.copytree(hitting["qwen"], tmp_path / "stripped")
     without(tmp_path / "stripped", "mtp.")  # as fine-tuning leaves it: the key stays
     assert load(str(tmp_path / "stripped"), device="cpu").option("draft") == "ngram"
