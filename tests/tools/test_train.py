@@ -71,10 +71,11 @@ def test_what_learns_must_not_run_our_operators():
         official_losses(head)
     use_backend(head, TORCH)
     target = load_model(GOLDEN / "models/target_llama_mha", torch.bfloat16)
-    losses = train_eagle.losses_of(train_eagle.TrainConfig(device="cpu"), head, target, False)
+    losses = train_eagle.losses_of(train_eagle.TrainConfig(device="cpu"), head, target)
     tokens = torch.arange(7)[None]
     features = target(tokens, tokens).float()
-    sum(losses((tokens, tokens >= 0, features, None), 0)).backward()
+    with torch.compiler.set_stance("force_eager"):
+        sum(losses((tokens, tokens >= 0, features, None), 0)).backward()
     assert head.fc.weight.grad.isfinite().all() and head.fc.weight.grad.any()
     with pytest.raises(RuntimeError, match="gpt_eagle::matmul has no gradients"):
         target.lm_head(features.requires_grad_())
