@@ -19,15 +19,14 @@ from typing import Any
 import torch
 
 from base.io import log_note
-from base.parsing import require
 from drafters import DraftMethod
 from eagle_draft import EagleDrafter, EagleHead, fill
 from extras.level_draft import head_options
 from hf.checkpoint import Quantization, TensorSource
 from hf.config import EMBEDDING, LM_HEAD, need_mtp, open_source
-from hf.heads import EagleConfig, draft_lm_head
+from hf.heads import EagleConfig, check_sizes, draft_lm_head
 from hf.weights import layer_names
-from model import ModelConfig, Mtp, Transformer
+from model import Mtp, Transformer
 from options import GenerateConfig
 from steps import Beside, Project, Step
 
@@ -83,16 +82,6 @@ def check_shared(files: TensorSource, mtp: Mtp) -> None:
             )
 
 
-def check_sizes(path: Path, own: ModelConfig, target: ModelConfig) -> None:
-    """Check that the layer is of the target's sizes. Raises: ValueError for another model's."""
-    for name, ours, theirs in (
-        ("hidden_size", own.dim, target.dim),
-        ("vocab_size", own.vocab_size, target.vocab_size),
-    ):
-        fault = f"{path}: {name} is {ours}, the target's is {theirs}; use its own MTP layer"
-        require(ours == theirs, fault)
-
-
 def load_head(path: Path, target: Transformer, quant: Quantization | None = None) -> MtpHead:
     """Load the MTP layer of a checkpoint for its model, in the target's dtype and on its device.
 
@@ -102,7 +91,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     """
     files = open_source(path)
     mtp = need_mtp(path, files)
-    check_sizes(path, mtp.model, target.config)
+    check_sizes(path, mtp.model.dim, mtp.model.vocab_size, target.config)
     check_shared(files, mtp)
     if quant is not None and quant.is_blocks:
         files.keep_blocks()

@@ -45,6 +45,7 @@ from hf.heads import (
     NEUTRAL,
     OFF,
     HFHead,
+    check_sizes,
     drafted_ids,
     layer_config,
     order_rows,
@@ -353,17 +354,7 @@ def _inputs_of(files: TensorSource, name: str) -> int:
 
 def _check_target(path: Path, config: BlockConfig, target: ModelConfig) -> None:
     """Check that a drafter fits its target. Raises: ValueError."""
-    model = config.model
-    pairs = (
-        ("hidden_size", model.dim, target.dim),
-        ("vocab_size", model.vocab_size, target.vocab_size),
-    )
-    for name, ours, theirs in pairs:
-        if ours != theirs:
-            raise ValueError(
-                f"{path}: {name} is {ours}, the target's is {theirs}; "
-                "use the head made for this target"
-            )
+    check_sizes(path, config.model.dim, config.model.vocab_size, target)
     if config.mask_token >= target.vocab_size:
         raise ValueError(
             f"{path}: mask_token_id must be below the target's vocab_size ({target.vocab_size}); "

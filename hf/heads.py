@@ -41,6 +41,7 @@ from base.fields import (
     read_fields,
 )
 from base.io import is_gguf, log_note, read_json
+from base.parsing import require
 from drafters import DraftVocab
 from hf.checkpoint import (
     BLOCKS,
@@ -61,6 +62,7 @@ from ops.formats import FORMATS, Encoder
 
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+LAYOUTS = "EAGLE-1 to 3, P-EAGLE, DFlash, DFlash2, JetSpec, DSpark, DSpine, Medusa and Hydra"
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 DRAFT_INPUTS = "feature&shifted"
 LAYERS = Rule(
@@ -133,6 +135,7 @@ NEUTRAL = {
     "torch_dtype",  # a head has its target's
     "transformers_version",
     "use_cache",
+    "use_qk_norm",  # the tensors say it
 }
 OFF = {  # keys that change nothing with this value
     "use_sliding_window": False,
@@ -278,6 +281,12 @@ class HeadFiles(TensorSource):
                 f"{path} holds a model, and no head (model.layers, no fc.weight); use --draft "
                 f"model --draft_checkpoint {path}, or name the directory of a head"
             )
+        if self.version < 3 and {"fc.weight", "fusion_fc.weight"}.isdisjoint(names):
+            more = " and others" if len(names) > 3 else ""
+            raise ValueError(
+                f"{path} is in no layout that is known: its tensors are {', '.join(names[:3])}"
+                f"{more}; known are {LAYOUTS} (heads/README.md)"
+            )
         first_layer = ("layers.0.", "model.layers.0.")
         both = self.midlayer and any(name.startswith(first_layer) for name in names)
         if both or len(set(map(self._official, names))) < len(names):
@@ -409,24 +418,29 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     width = dim
     if eagle3:
         width = eagle3.target_dim
-    width_key = "hidden_size"
-    if width != dim:
-        width_key = "target_hidden_size"
-    for name, ours, theirs in (
-        (width_key, width, target.dim),
-        ("vocab_size", config.model.vocab_size, target.vocab_size),
-    ):
-        if ours != theirs:
-            raise ValueError(
-                f"{path}: {name} is {ours}, the target's is {theirs}; "
-                "use the head made for this target"
-            )
+    check_sizes(path, width, config.model.vocab_size, target, projected=width != dim)
     if eagle3 and width != dim and not (eagle3.embedding and eagle3.lm_head and eagle3.aux_layers):
         raise ValueError(
             f"{path}: hidden_size is {dim}, the target's is {width}; such a head needs its own "
             "embed_tokens, fc and lm_head: download it again"
         )
     return config
+
+
+def check_sizes(
+    path: Path, width: int, vocab_size: int, target: ModelConfig, projected: bool = False
+) -> None:
+    """Check that a head is of its target's sizes. Raises: ValueError for another model's.
+
+    width: of the features that it reads; projected: its own is another
+    """
+    key = "target_hidden_size" if projected else "hidden_size"
+    for name, ours, theirs in (
+        (key, width, target.dim),
+        ("vocab_size", vocab_size, target.vocab_size),
+    ):
+        fault = f"{path}: {name} is {ours}, the target's is {theirs}"
+        require(ours == theirs, f"{fault}; use the head made for this target")
 
 
 def _with_own_layers(model: ModelConfig, files: HeadFiles, target_layers: int) -> ModelConfig:

@@ -449,6 +449,12 @@ def failure(capsys, head: Path) -> str:
     return refused(capsys, *argv)
 
 
+def test_a_layout_that_nobody_knows(tmp_path, capsys):
+    config, _ = official()
+    said = failure(capsys, write_files(tmp_path / "head", config, {"drafter.weight": fresh(4, 4)}))
+    assert "in no layout that is known: its tensors are drafter.weight; known are EAGLE-1" in said
+
+
 D2T = official()[1]["d2t"]
 MISTAKES = [  # changes to the config, changes to the tensors, what is said
     ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8"),
