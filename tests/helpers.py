@@ -61,6 +61,9 @@ FOLDERS = (
     "base", "cli", "parallel", "hf", "models", "ops", "extras", "server", "scripts", "examples",
 )  # fmt: skip
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
+)
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]  # a prompt that repeats itself
 
 

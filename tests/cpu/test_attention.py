@@ -4,7 +4,6 @@ And the operator that compacts a cache, and the layout of int4 and int8 weights 
 tested in test_cycle_triton.py, test_products_triton.py and test_gpu.py.
 """
 
-import shutil
 import sys
 
 import pytest
@@ -17,7 +16,7 @@ import ops.cuda.layout
 import ops.library
 import ops.tree
 import ops.weight
-from helpers import quantized
+from helpers import COMPILER, quantized
 from ops import torch_backend
 from ops.backends import TORCH, choose
 from ops.torch_backend import visible_slots
@@ -180,11 +179,6 @@ def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):
     k_cache[batch, :, slots] = k
     v_cache[batch, :, slots] = v
     return OURS.attention(q, k_cache, v_cache, start, mask) * 2
-
-
-COMPILER = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
-)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_attention import check_registration
 from test_builds import OTHERS  # the same source for other processors
 from torch import Tensor
 
@@ -381,12 +382,6 @@ def test_operands_that_do_not_fit_are_refused(kind):
 
 
 # ----------------------------------------------------------------------------------------- compiled
-
-
-def check_registration(name: str, *args: Any) -> None:
-    """What the compiler is told of an operator: its schema, shapes and types."""
-    operator = getattr(torch.ops.gpt_eagle, name).default
-    torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("kind", [("int8", 0), ("int4", 32)], ids=str)

@@ -37,6 +37,7 @@ import ops.library
 from generate import Batch, compare, generate, load
 from helpers import (
     BLOCK_KINDS,
+    PROMPTS,
     Operators,
     gguf_blocks,
     pairwise,
@@ -337,7 +338,6 @@ def test_options_that_widen(block_file, tmp_path, case):
 
 # -------------------------------------------------------------------------------------- tokens
 
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 MODEL = "many types"
 DECODING = {"device": "cpu", "max_new_tokens": 24, "ignore_eos": True, "seed": 7}
 
