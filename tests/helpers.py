@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy, deepcopy
@@ -24,6 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ops.cuda.layout
 import ops.experts
@@ -59,7 +61,22 @@ FOLDERS = (
     "base", "cli", "parallel", "hf", "models", "ops", "extras", "server", "scripts", "examples",
 )  # fmt: skip
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
+COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
+)
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]  # a prompt that repeats itself
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run, by their names; ours without their library's."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.calls[operator.name().removeprefix("gpt_eagle::")] += 1
+        return operator(*args, **kwargs or {})
 
 
 class Mixture(Layer):

@@ -126,3 +126,14 @@ def level_scores(
         hidden = out.hidden[:, level, None]
         sure = drafter.head.confidence(hidden, out.before) if drafter.head.config.confidence else 0
         yield drafter.logits_of(out, level)[0, 0], sure
+
+
+def recorded_levels(
+    drafter: SparkDrafter, kind: str, trace: dict[str, Tensor]
+) -> Iterator[tuple[tuple[int, int], Tensor, Tensor | int]]:
+    """The draft and level, scores and confidence of every level of the recorded chains, which the drafter must propose."""
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        chain = trace[f"{kind}.tokens"][number]
+        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
+        for level, (z, sure) in enumerate(level_scores(drafter, state, inputs, chain)):
+            yield (number, level), z, sure

@@ -80,7 +80,7 @@ SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]  # rows, window
 
 
 @pytest.mark.parametrize("heads,starts,rows,window,E", [
-    ("gqa", LENGTHS, 10, 50, 32), ("mqa", LENGTHS, 7, 7, 32), ("mqa", LENGTHS, 1, 1, 32), ("gqa", [270, 33], 7, 9, 24),
+    ("gqa", [37, 300], 10, 50, 32), ("mqa", LENGTHS, 7, 7, 32), ("mqa", LENGTHS, 1, 1, 32), ("gqa", [270, 33], 7, 9, 24),
     ("wide", [37], 5, 7, 16),
     *slow([
         *((heads, LENGTHS, *shape, 32) for heads in HEADS for shape in SHAPES),

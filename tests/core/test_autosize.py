@@ -48,6 +48,7 @@ from extras.ngram_draft import Ngram, NgramDrafter
 from extras.remembered import file_of, recall, remember
 from generate import generate, load, main, summary
 from helpers import (
+    PROMPTS,
     Scripted,
     decode,
     engine_for,
@@ -63,7 +64,6 @@ from options import DEMO
 from session import Session
 
 ROOT = Path(__file__).parents[2]
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 LARGEST = DynamicTree(depth=4, topk=5, size=20)
 
 

@@ -27,9 +27,9 @@ from block_files import (
     assert_refused,
     drafter_of,
     drafts,
-    level_scores,
     random_weights,
     recorded,
+    recorded_levels,
     shapes_of_layers,
     write_files,
 )
@@ -100,13 +100,9 @@ def test_dsparks_chain_bias_and_confidence_are_the_official_ones(tmp_path):
     """Its position predicts the token after its own; the embedding and the LM head are its own."""
     drafter = drafter_of(write_head(tmp_path / "head", "dspark"))
     trace = recorded()
-    for number, (state, inputs) in enumerate(drafts(drafter)):
-        chain = trace["dspark.tokens"][number]
-        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
-        for level, (z, sure) in enumerate(level_scores(drafter, state, inputs, chain)):
-            assert (z - trace["dspark.logits"][number, level]).abs().max() < 1e-4
-            official = F.logsigmoid(trace["dspark.confidence"][number, level])
-            assert (sure - official).abs().max() < 1e-5
+    for at, z, sure in recorded_levels(drafter, "dspark", trace):
+        assert (z - trace["dspark.logits"][at]).abs().max() < 1e-4
+        assert (sure - F.logsigmoid(trace["dspark.confidence"][at])).abs().max() < 1e-5
 
 
 def test_a_causal_block_needs_no_positions_behind_the_tree(tmp_path):

@@ -27,9 +27,9 @@ from block_files import (
     assert_refused,
     drafter_of,
     drafts,
-    level_scores,
     random_weights,
     recorded,
+    recorded_levels,
     shapes_of_layers,
     small,
     write_files,
@@ -168,13 +168,9 @@ def test_dsparks_bias_and_confidence_over_some_tokens(tmp_path):
     """Its root is the bonus token: a position predicts its own token, as without the bias."""
     drafter = drafter_of(write_head(tmp_path / "head", "dspark"))
     order = DRAFTED.argsort()
-    for number, (state, inputs) in enumerate(drafts(drafter)):
-        chain = trace()["dspark.tokens"][number]
-        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
-        for level, (z, sure) in enumerate(level_scores(drafter, state, inputs, chain)):
-            assert (z - trace()["dspark.logits"][number, level, order]).abs().max() < 1e-4
-            official = trace()["dspark.confidence"][number, level].sigmoid().log()
-            assert (sure - official).abs().max() < 1e-5
+    for at, z, sure in recorded_levels(drafter, "dspark", trace()):
+        assert (z - trace()["dspark.logits"][at][order]).abs().max() < 1e-4
+        assert (sure - trace()["dspark.confidence"][at].sigmoid().log()).abs().max() < 1e-5
 
 
 def test_dsparks_gated_bias(tmp_path):
@@ -183,25 +179,18 @@ def test_dsparks_gated_bias(tmp_path):
         tmp_path / "head", "dspark", {"markov_head_type": "gated"}, **gate_of_dspark()
     )
     drafter = drafter_of(path)
-    for number, (state, inputs) in enumerate(drafts(drafter)):
-        chain = trace()["gated.tokens"][number]
-        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
-        for level, (z, _) in enumerate(level_scores(drafter, state, inputs, chain)):
-            official = trace()["gated.logits"][number, level, DRAFTED.argsort()]
-            assert (z - official).abs().max() < 1e-4
+    for at, z, _ in recorded_levels(drafter, "gated", trace()):
+        assert (z - trace()["gated.logits"][at][DRAFTED.argsort()]).abs().max() < 1e-4
 
 
 def test_dflash2_convolves_and_selects(tmp_path):
     """A level's scores are those of its best six tokens behind the token before; other tokens are not drafted."""
     drafter = drafter_of(write_head(tmp_path / "head", "dflash2"))
-    for number, (state, inputs) in enumerate(drafts(drafter)):
-        chain = trace()["dflash2.tokens"][number]
-        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
-        for level, (z, _) in enumerate(level_scores(drafter, state, inputs, chain)):
-            best = trace()["dflash2.candidates"][number, level]
-            assert (z[best] - trace()["dflash2.logits"][number, level]).abs().max() < 1e-4
-            others = torch.ones(128, dtype=torch.bool).index_fill(0, best, False)
-            assert z[others].max() < -1e29
+    for at, z, _ in recorded_levels(drafter, "dflash2", trace()):
+        best = trace()["dflash2.candidates"][at]
+        assert (z[best] - trace()["dflash2.logits"][at]).abs().max() < 1e-4
+        others = torch.ones(128, dtype=torch.bool).index_fill(0, best, False)
+        assert z[others].max() < -1e29
 
 
 def test_a_selector_over_some_tokens(tmp_path):
@@ -302,11 +291,9 @@ def test_dspine_hands_codes_on_and_refines(tmp_path):
     for number, (state, inputs) in enumerate(drafts(drafter)):
         unary = drafter.root_output(state, inputs)[0].scores[0]
         assert (unary - trace()["dspine.unary"][number]).abs().max() < 1e-4
-        chain = trace()["dspine.tokens"][number]
-        assert drafter.propose(state, inputs).tokens[0, 1:].tolist() == chain.tolist()
-        for level, (z, _) in enumerate(level_scores(drafter, state, inputs, chain)):
-            best = trace()["dspine.candidates"][number, level]
-            assert (z[best] - trace()["dspine.logits"][number, level]).abs().max() < 1e-4
+    for at, z, _ in recorded_levels(drafter, "dspine", trace()):
+        best = trace()["dspine.candidates"][at]
+        assert (z[best] - trace()["dspine.logits"][at]).abs().max() < 1e-4
 
 
 def test_dspine_over_a_packed_lm_head_and_in_a_tree(tmp_path):
@@ -552,8 +539,8 @@ WRITERS = {kind: functools.partial(write_head, kind=kind) for kind in FURTHER} |
 
 
 @functools.cache
-def vanilla(temperature: float, batch: int, dtype: str, quant: str) -> list[list[int]]:
-    options = {"temperature": temperature, "batch_size": batch, "dtype": dtype, "quant": quant}
+def vanilla(temperature: float, batch: int, dtype: str) -> list[list[int]]:
+    options = {"temperature": temperature, "batch_size": batch, "dtype": dtype}
     return generate(load(draft="none", **SETTINGS, **options), PROMPTS[:batch]).tokens
 
 
@@ -569,9 +556,7 @@ def test_vanillas_tokens(kind, temperature, batch, options, tree, tmp_path):
     )
     assert engine.option("draft") == ("eagle" if kind == "peagle" else "block")
     found = generate(engine, PROMPTS[:batch])
-    assert found.tokens == vanilla(
-        temperature, batch, options["dtype"], options.get("quant", "none")
-    )
+    assert found.tokens == vanilla(temperature, batch, options["dtype"])
     assert found.stats["accept_lengths"]
 
 
@@ -616,11 +601,14 @@ def write_trained(path: Path, kind: str) -> Path:
     return write_files(path, config, held)
 
 
-@pytest.mark.parametrize("tree, temperature, options", [
-    ("chain", 0.0, {"dtype": "float32"}), ("dynamic", 1.0, {"dtype": "bfloat16", "compile": True}),
-    *slow([("dynamic", 0.0, {"dtype": "float32"}), ("chain", 1.0, {"dtype": "bfloat16", "compile": True})]),
+CHAIN = ("chain", 0.0, {"dtype": "float32"})
+DYNAMIC = ("dynamic", 1.0, {"dtype": "bfloat16", "compile": True})
+
+
+@pytest.mark.parametrize("kind, tree, temperature, options", [
+    ("window", *CHAIN), ("dflash2", *DYNAMIC), ("dspine", *CHAIN), ("peagle", *DYNAMIC),
+    *slow([("window", *DYNAMIC), ("dflash2", *CHAIN), ("dspine", *DYNAMIC), ("peagle", *CHAIN)]),
 ])  # fmt: skip
-@pytest.mark.parametrize("kind", ["window", "dflash2", "dspine", "peagle"])
 def test_accepted_drafts_are_vanillas_tokens(kind, temperature, options, tree, tmp_path):
     """Where paths of several tokens are accepted."""
     head = str(write_trained(tmp_path / "head", kind))

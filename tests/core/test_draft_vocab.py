@@ -16,6 +16,7 @@ from eagle_draft import EagleDrafter
 from generate import generate, load
 from helpers import (
     GOLDEN,
+    PROMPTS,
     decode,
     engine_for,
     golden_head,
@@ -32,7 +33,6 @@ from ops.weight import unpack
 from options import DEMO
 from sampling import Sampling
 
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 TREES = {
     "chain": StaticTree.chain(5),
     "static": StaticTree(EAGLE1_PATHS),

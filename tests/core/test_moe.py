@@ -27,7 +27,7 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import main
-from helpers import Mixture, decode, engine_for, golden_head, golden_target, rounded
+from helpers import COMPILER, Mixture, decode, engine_for, golden_head, golden_target, rounded
 from hf.checkpoint import Quantization, WeightFiles
 from hf.weights import load_model
 from linear import Linear
@@ -42,9 +42,6 @@ from random_model import watch_loading
 from scripts.train import train_eagle, training
 from tiny_models import SIZES, random_model
 
-COMPILER = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
-)
 OPERATORS = pytest.mark.skipif(bool(build.load_operators()), reason=build.load_operators() or "-")
 OURS = partial(choose, torch.device("cpu"))
 CONFIG = ModelConfig(

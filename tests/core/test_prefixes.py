@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import cycle
 
 import pytest
 import torch
@@ -89,8 +90,11 @@ def in_int8(rule: str) -> list[list[int]]:
     return fresh(load(**IN_INT8, draft="none"), RULES[rule])
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+TURNS = [*zip(DRAFTERS, cycle(RULES))]
+OTHERS = [*zip(DRAFTERS, cycle([*RULES][::-1]))]
+
+
+@pytest.mark.parametrize("drafter, rule", [*TURNS, *slow(OTHERS)])
 def test_a_copied_prefix_changes_no_token(drafter, rule):
     engine = engine_for(golden_target(), make(drafter), **OPTIONS)
     check_each(rule, copied(engine, RULES[rule]))

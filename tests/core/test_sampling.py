@@ -400,7 +400,7 @@ def test_a_tree_without_children_ends_at_once():
 
 # ------------------------------------------------------------------- each rule on the drafter's trees
 
-DRAWS = 131072  # of one prefix
+DRAWS = 65536  # of one prefix
 GROWN_TREES = {
     "one": StaticTree.chain(1), "chain": CHAIN, "static": STATIC, "dynamic": DynamicTree(3, 3, 9),
 }  # fmt: skip

@@ -27,7 +27,7 @@ import stats
 from base.parsing import one_line_errors
 from base.rank import Rank
 from decode import Engine
-from helpers import GOLDEN
+from helpers import GOLDEN, PROMPTS
 from hf.checkpoint import Codes, Quantization, scale_name
 from hf.config import config_from, open_source
 from hf.weights import export_weights, load_model, weight_names
@@ -41,7 +41,6 @@ from sampling import Sampling, SamplingMode, SamplingTensors
 from tp_cases import features
 
 ROOT = Path(tp.__file__).parents[1]
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 MODELS = {  # target and head
     "llama": (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha"),
     "gqa": (GOLDEN / "models/target_llama31_gqa8", GOLDEN / "models/head_eagle3"),

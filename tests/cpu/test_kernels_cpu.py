@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_attention import check_registration
 from test_builds import OTHERS  # the same source for other processors
 from torch import Tensor
 
@@ -383,12 +384,6 @@ def test_operands_that_do_not_fit_are_refused(kind):
 # ----------------------------------------------------------------------------------------- compiled
 
 
-def check_registration(name: str, *args: Any) -> None:
-    """What the compiler is told of an operator: its schema, shapes and types."""
-    operator = getattr(torch.ops.gpt_eagle, name).default
-    torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
-
-
 @pytest.mark.parametrize("kind", [("int8", 0), ("int4", 32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_registration(kind, dtype):
@@ -477,11 +472,14 @@ def test_bf16_product_of_real_width(k):
 def test_a_bf16_row_does_not_depend_on_the_others(k, threads):
     """Bit for bit, for every number of rows and every place among them, and every number of threads."""
     # more than one thread's worth of work
-    weight, x = weights_bf16(421, k), random(70, k, seed=1).bfloat16()
-    alone = torch.cat([linear(row[None], weight) for row in x])  # [70, N], on one thread
+    check_bf16_rows_alone(weights_bf16(421, k), random(70, k, seed=1).bfloat16(), threads)
+
+
+def check_bf16_rows_alone(weight: Tensor, x: Tensor, threads: int) -> None:
+    alone = torch.cat([linear(row[None], weight) for row in x])  # [R, N], on one thread
     try:
         torch.set_num_threads(threads)
-        for rows in range(1, 71):
+        for rows in range(1, len(x) + 1):
             assert torch.equal(linear(x[:rows], weight), alone[:rows])
             assert torch.equal(linear(x[-rows:], weight), alone[-rows:])
         assert torch.equal(linear(x.repeat(5, 1), weight), alone.repeat(5, 1))
@@ -497,21 +495,26 @@ def test_bf16_leading_dimensions_and_strides(k):
     check_leading_dimensions(lambda x: linear(x, weight), x[..., :k])
 
 
-def test_bf16_experts():
+def check_bf16_experts() -> None:
     """Every row gets the bits that a plain layer of its expert's weights gives it; idle experts are not read."""
     weight = torch.stack([weights_bf16(70, 301) * (e + 1) for e in range(5)])
-    x = random(150, 301, seed=1).bfloat16()
+    bias, x = random(5, 70).bfloat16(), random(150, 301, seed=1).bfloat16()
     expert = torch.arange(150) * 7 % 5 % 4 + 1  # 1: twice the rows
     weight[0] = float("nan")
     product = torch.ops.gpt_eagle.matmul
     for wide in (False, True):
-        y = product(x, weight, None, None, 70, wide, expert)
-        for e in range(1, 5):
-            own = expert == e
-            assert torch.equal(y[own], product(x[own], weight[e], None, None, 70, wide))
+        for biases in (None, bias):
+            y = product(x, weight, None, biases, 70, wide, expert)
+            for e in range(1, 5):
+                own, b = expert == e, None if biases is None else biases[e]
+                assert torch.equal(y[own], product(x[own], weight[e], None, b, 70, wide))
 
 
-def test_bf16_numbers_at_the_edges():
+def test_bf16_experts():
+    check_bf16_experts()
+
+
+def check_bf16_edges(reference: Callable[[Tensor, Tensor], Tensor]) -> None:
     """NaN and infinity stay in their row and output.
 
     Memory behind a row of odd length is not multiplied.
@@ -520,10 +523,14 @@ def test_bf16_numbers_at_the_edges():
     weight[5, 0], weight[66, 300] = float("nan"), float("inf")  # beside the ends of rows 4 and 65
     x[0], x[1, 0], x[2, 300] = 0, float("nan"), float("inf")
     x[3] *= 1e30
-    y, want = linear(x, weight), ops.linear.linear_bf16_reference(x, weight)
+    y, want = linear(x, weight), reference(x, weight)
     assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.nan_to_num(7), want.nan_to_num(7))
     assert (y[0, :5] == 0).all() and y[4:, 5].isnan().all() and y[4:, 66].isinf().all()
     assert y[1].isnan().all() and not y[2, :5].isfinite().any()
+
+
+def test_bf16_numbers_at_the_edges():
+    check_bf16_edges(ops.linear.linear_bf16_reference)
     largest = torch.full((1, 2), torch.finfo(torch.bfloat16).max).bfloat16()
     assert linear(largest, largest).item() == float("inf")
 

@@ -16,7 +16,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernels_cpu import KINDS, _no_tiles, linear, make_case, random, weights_bf16
+from test_kernels_cpu import (
+    KINDS,
+    _no_tiles,
+    check_bf16_edges,
+    check_bf16_experts,
+    check_bf16_rows_alone,
+    linear,
+    make_case,
+    random,
+    weights_bf16,
+)
 from torch import Tensor
 
 import ops.cpu.build
@@ -92,44 +102,12 @@ def test_bf16_of_many_rows_passes_over_panels(unit):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_bf16_row_does_not_depend_on_the_others(unit, threads):
-    weight, x = weights_bf16(421, 1301), random(40, 1301, seed=1).bfloat16()
-    alone = torch.cat([linear(row[None], weight) for row in x])
-    try:
-        torch.set_num_threads(threads)
-        for rows in range(1, 41):
-            assert torch.equal(linear(x[:rows], weight), alone[:rows])
-            assert torch.equal(linear(x[-rows:], weight), alone[-rows:])
-        others = (torch.full_like(x[5], float("nan")), torch.full_like(x[5], 1e30))
-        mixed = linear(torch.stack((x[5], *others, x[5])), weight)
-        assert torch.equal(mixed[[0, 3]], alone[5:6].expand(2, -1))
-    finally:
-        torch.set_num_threads(1)
+    check_bf16_rows_alone(weights_bf16(421, 1301), random(40, 1301, seed=1).bfloat16(), threads)
 
 
-def test_bf16_experts(unit):
-    """Rows get the bits of a plain layer of their expert's weights; idle experts are not read."""
-    weight = torch.stack([weights_bf16(70, 301) * (e + 1) for e in range(5)])
-    bias = random(5, 70).bfloat16()
-    x = random(90, 301, seed=1).bfloat16()
-    expert = torch.arange(90) * 7 % 5 % 4 + 1  # 1: twice the rows
-    weight[0] = float("nan")
-    y = torch.ops.gpt_eagle.matmul(x, weight, None, bias, weight.shape[-2], True, expert)
-    for e in range(1, 5):
-        assert torch.equal(y[expert == e], linear(x[expert == e], weight[e], bias[e]))
-
-
-def test_bf16_numbers_at_the_edges(unit):
-    """NaN and infinity stay in their row and output.
-
-    Memory behind a row of odd length is not multiplied.
-    """
-    weight, x = weights_bf16(67, 301), random(8, 301, seed=1).bfloat16()
-    weight[5, 0], weight[66, 300] = float("nan"), float("inf")  # beside the ends of rows 4 and 65
-    x[0], x[1, 0], x[2, 300] = 0, float("nan"), float("inf")
-    x[3] *= 1e30
-    y, want = linear(x, weight), linear_tiles_reference(x, weight)
-    assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.nan_to_num(7), want.nan_to_num(7))
-    assert (y[0, :5] == 0).all() and y[4:, 5].isnan().all() and y[4:, 66].isinf().all()
+def test_bf16_experts_and_numbers_at_the_edges(unit):
+    check_bf16_experts()
+    check_bf16_edges(linear_tiles_reference)
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,16 @@ test_interpreter.py runs them in the interpreter. Checks that need a GPU (bits o
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
 
 import ops.cuda.layout  # noqa: E402
 import ops.experts  # noqa: E402
 from compiled_kernels import Case, expert_cases  # noqa: E402
-from helpers import Mixture, check_product_fits, planes_of_cuda, slow  # noqa: E402
+from helpers import Mixture, Operators, check_product_fits, planes_of_cuda, slow  # noqa: E402
 from linear import Linear  # noqa: E402
 from model import ModelConfig  # noqa: E402
 from ops.backends import choose, use_backend  # noqa: E402
@@ -68,18 +65,6 @@ def test_a_cpu_takes_the_experts_as_they_are():
     assert choose(expert.device).route(expert, 6) is expert
 
 
-class Counting(TorchDispatchMode):
-    """Counts the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.calls[operator.name().removeprefix("gpt_eagle::")] += 1
-        return operator(*args, **kwargs or {})
-
-
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Tensors on the CPU are packed as on CUDA."""
@@ -102,7 +87,7 @@ def test_a_layer_lists_rows_once(as_on_cuda, format, name):
                 setattr(layer, child, stack_of(format, *getattr(layer, child).weight.shape, 32))
         use_backend(layer, choose(torch.device("cuda")))
         x = torch.empty(2, 7, 64)
-        with Counting() as counting:
+        with Operators() as counting:
             y = layer(x)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     assert counting.calls["expert_lists"] == 1 and counting.calls[name] == 2

@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import re
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ from test_gguf import (
 )
 from test_tp import check_close, options_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate as program
 import hf.gguf_blocks
@@ -39,6 +37,8 @@ import ops.library
 from generate import Batch, compare, generate, load
 from helpers import (
     BLOCK_KINDS,
+    PROMPTS,
+    Operators,
     gguf_blocks,
     pairwise,
     set_halves,
@@ -338,7 +338,6 @@ def test_options_that_widen(block_file, tmp_path, case):
 
 # -------------------------------------------------------------------------------------- tokens
 
-PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 MODEL = "many types"
 DECODING = {"device": "cpu", "max_new_tokens": 24, "ignore_eos": True, "seed": 7}
 
@@ -616,18 +615,6 @@ def test_experts_of_several_types(capsys, tmp_path):
     said = r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --set dtype"
     assert re.search(said, err), err
     assert load_model(path, torch.bfloat16)
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.calls[operator.name().removeprefix("gpt_eagle::")] += 1
-        return operator(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("case", ["Q5_K", "Q4_K_M", "tied"])

@@ -367,7 +367,7 @@ def refused(capfd, argv: list[str], folder: Path) -> str:
 
 
 some = pytest.mark.parametrize(
-    "numbers", [range(4), pytest.param(range(4, 200), marks=pytest.mark.slow)], ids=str
+    "numbers", [range(8), pytest.param(range(8, 200), marks=pytest.mark.slow)], ids=str
 )
 
 

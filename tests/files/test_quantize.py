@@ -28,7 +28,7 @@ import quantize
 from base.io import read_json
 from eagle_draft import load_head
 from generate import generate, load, main
-from helpers import GOLDEN, layer_of, refused, rounded
+from helpers import COMPILER, GOLDEN, layer_of, refused, rounded
 from hf import checkpoint
 from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from hf.heads import draft_lm_head
@@ -45,9 +45,6 @@ TARGET = GOLDEN / "models/target_llama_mha"  # fp32; dim 64, ffn 160, V 97
 HEAD = GOLDEN / "models/head_eagle12_mha"
 QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in checkpoint.GROUP_SIZES)]
 SMALL = [Quantization("int8"), Quantization("int4", 32)]  # formats that fit the golden pair
-COMPILER = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
-)
 
 
 def name_of(quant) -> str:

@@ -513,8 +513,7 @@ TURNS = {  # of a text of 41 tokens, 29 of them its prompt -> the next prompt, a
 }
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-@pytest.mark.parametrize("turn", TURNS)
+@pairwise(fixtures=("target",), target=TARGETS, turn=list(TURNS), drafted=[False, True])
 def test_a_further_turn_equals_a_fresh_one(target, turn, drafted):
     """A text that goes on keeps its state, one that is cut behind its prompt the snapshot, another begins anew."""
     text = answer(target, RootOnly(), IDS.tolist())
