@@ -25,7 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import switches
 from ops.cpu.layout import pack_strips, unpack_strips
+from ops.cuda import int4
 from ops.cuda.layout import (
     BLOCK_FORMS,
     COLUMNS,
@@ -208,6 +210,21 @@ def unpack(weight: Weight) -> tuple[Tensor, Tensor]:
     (part,) = weight.parts
     layout = LAYOUTS[part.layout]
     return layout.unpack(weight.data, weight.scale, part, weight.inputs)
+
+
+def for_decoding(weight: Weight) -> Weight:
+    """Return the weight of a layer as the kernel reads it that `GPT_EAGLE_INT4` asks for.
+
+    A weight of other sizes, or of another format, is what it was.
+    """
+    ours = [part.layout for part in weight.parts] == ["INT4_PLANES"] and weight.data.is_cuda
+    if not ours or switches.int4_kernel() == "triton":
+        return weight
+    if not int4.fits(weight.outputs, weight.inputs) or not int4.runs_on(weight.data.device.index):
+        return weight
+    (part,) = weight.parts
+    parts = (part._replace(layout="INT4_FRAGMENTS"),)
+    return Weight(int4.pack_fragments(*unpack(weight)), parts, weight.inputs)
 
 
 def stack(weights: Iterator[Weight], experts: int) -> Weight:
@@ -609,6 +626,14 @@ LAYOUTS: dict[str, Layout] = {
         ),
         partial(decode_codes, half=8),
         kernel=w4a16,
+    ),
+    "INT4_FRAGMENTS": Layout(  # of `for_decoding`
+        "int4",
+        None,
+        "cuda",
+        unpack=lambda data, scale, part, k: int4.unpack_fragments(data),
+        decode=partial(decode_codes, half=8),
+        kernel=int4.w4a16_fragments,
     ),
     "INT8_PLANES": Layout(
         "int8",

@@ -58,10 +58,10 @@ def _enter(device: int) -> None:
         _check(driver().cuCtxSetCurrent(context))
 
 
-def _argument(value: Tensor | int | float) -> ctypes._SimpleCData:
-    """Return what a kernel takes for a pointer, an int or a float."""
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
+def _argument(value: Tensor | int | float | None) -> ctypes._SimpleCData:
+    """Return what a kernel takes for a pointer, an int or a float; None is the null pointer."""
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
 
 
@@ -103,7 +103,7 @@ class Kernel:
         self,
         grid: int,
         threads: int,
-        *arguments: Tensor | int | float,
+        *arguments: Tensor | int | float | None,
         shared_bytes: int = 0,
         cluster: int = 1,
         dependent: bool = False,
