@@ -26,7 +26,7 @@ constexpr int INPUTS = 128;      // of a chunk
 constexpr int UNIT = 8 * GROUP + (ZEROS ? 64 : 32);  // bytes of a group
 constexpr int CHUNK = INPUTS / GROUP * UNIT;         // bytes
 constexpr int SLOT = TILES * CHUNK;                  // of a ring (bytes)
-constexpr int UNROLLED = ROWS == 32 ? 1 : BLOCKS == 2 ? 2 : 4;  // more would spill
+constexpr int UNROLLED = ROWS > 8 ? 1 : BLOCKS == 2 ? 2 : 4;  // more would spill
 constexpr int PAD = 64;  // bytes behind a row of x: two rows then lie in different banks
 
 enum Epilogue { NONE, FP32, SWIGLU };
@@ -222,23 +222,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   for (int place = 0; place < PLACES; ++place)  // rows beyond M read the last one
     slice.row[place] = min(8 * place + lane / 4, M - 1) * stride + slice.first * 2 * INPUTS + lane % 4 * 16;
 
-  int ahead = blockIdx.x;  // the pass and the chunk that are read next
-  int ahead_chunk = 0;
+  // the other tile of a pass is the next one, or the up rows' with the same outputs
+  const int other_tile = EPILOGUE == SWIGLU ? passes * chunks : chunks;       // chunks further
+  const int next_pass = EPILOGUE == SWIGLU ? chunks : TILES * chunks;
+  int ahead = blockIdx.x * next_pass + slice.first;  // the chunk of the weight to be read next
+  int read = 0;                                      // chunks of its pass
   auto fetch = [&](int slot) {
-    if (ahead < passes && slice.width) {
+    if (ahead < passes * next_pass && slice.width) {
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
-        const int of_weight =
-            EPILOGUE == SWIGLU ? ahead + tile * passes : ahead * TILES + tile;
-        const char* from = weight + ((long long)of_weight * chunks + slice.first + ahead_chunk) * CHUNK;
+        char* to = ring + slot * SLOT + tile * CHUNK + lane * 16;
+        const char* from = weight + (long long)(ahead + tile * other_tile) * CHUNK + lane * 16;
 #pragma unroll
         for (int at = 0; at < CHUNK; at += 512)
-          if (at + lane * 16 < CHUNK)
-            copy_async(ring + slot * SLOT + tile * CHUNK + at + lane * 16, from + at + lane * 16);
+          if (at + lane * 16 < CHUNK) copy_async(to + at, from + at);
       }
-      if (++ahead_chunk == slice.width) {
-        ahead_chunk = 0;
-        ahead += gridDim.x;
+      ++ahead;
+      if (++read == slice.width) {
+        read = 0;
+        ahead += gridDim.x * next_pass - slice.width;
       }
     }
     commit_copies();  // of none at the end, so that the number of commits is that of slots
