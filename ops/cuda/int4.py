@@ -175,7 +175,7 @@ def runs_on(index: int) -> bool:
         except (RuntimeError, OSError) as error:
             fault = str(error)
     if fault:
-        log_note(f"GPT_EAGLE_INT4=cuda: {fault}, so Triton's kernels multiply by int4")
+        log_note(f"int4 in CUDA C++: {fault}, so Triton's kernels multiply")
     return not fault
 
 
@@ -205,10 +205,10 @@ def w4a16_fragments(
     return torch.ops.gpt_eagle.w4a16_fragments(x, units, squares, epilogue)
 
 
-def _empty(x: Tensor, units: Tensor, squares: Tensor | None, epilogue: str) -> Tensor:
+def _like(x: Tensor, units: Tensor, epilogue: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and the type of a result."""
     width = len(units) * (8 if epilogue == "swiglu" else 16)
-    dtype = torch.float32 if epilogue == "fp32" else x.dtype
-    return x.new_empty(*x.shape[:-1], width, dtype=dtype)
+    return (*x.shape[:-1], width), torch.float32 if epilogue == "fp32" else x.dtype
 
 
 def _multiply(x: Tensor, units: Tensor, squares: Tensor | None, epilogue: str) -> Tensor:
@@ -216,19 +216,18 @@ def _multiply(x: Tensor, units: Tensor, squares: Tensor | None, epilogue: str) -
     index = x.device.index
     device = device_of(index)
     K = x.shape[-1]
-    x = x.contiguous()
-    y = _empty(x, units, squares, epilogue)
-    rows = x.view(-1, K)
-    results = y.view(len(rows), -1)
+    N = 16 * len(units)
+    shape, dtype = _like(x, units, epilogue)
+    y = torch.empty(*shape, dtype=dtype, device=x.device)
+    rows = x.contiguous().view(-1, K)
+    results = y.view(-1, shape[-1])
     first = 0
     with torch.cuda.device(index):
         while first < len(rows):
             plan = plan_int4(len(rows) - first, K, units.shape[2], device)
             some = slice(first, first + plan.rows)
             M = len(rows[some])
-            N = 16 * len(units)
-            kernel = _kernel(index, options_of(plan, units.shape[2], epilogue))
-            kernel.launch(
+            _kernel(index, options_of(plan, units.shape[2], epilogue)).launch(
                 min(N // OUTPUTS, device.processors),
                 32 * WARPS,
                 rows[some],
@@ -262,4 +261,9 @@ def _multiply_plainly(x: Tensor, units: Tensor, squares: Tensor | None, epilogue
 
 lib.impl("w4a16_fragments", _multiply_plainly, "CPU")
 lib.impl("w4a16_fragments", _multiply, "CUDA")
-torch.library.register_fake("gpt_eagle::w4a16_fragments", _empty, lib=lib)
+
+
+@torch.library.register_fake("gpt_eagle::w4a16_fragments", lib=lib)
+def _(x, units, squares, epilogue):
+    shape, dtype = _like(x, units, epilogue)
+    return x.new_empty(shape, dtype=dtype)
