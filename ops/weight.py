@@ -217,14 +217,13 @@ def for_decoding(weight: Weight) -> Weight:
 
     A weight of other sizes, or of another format, is what it was.
     """
-    ours = [part.layout for part in weight.parts] == ["INT4_PLANES"] and weight.data.is_cuda
-    if not ours or switches.int4_kernel() == "triton":
+    part = weight.parts[0]
+    if switches.int4_kernel() == "triton" or part.layout != "INT4_PLANES" or weight.experts:
         return weight
     if not int4.fits(weight.outputs, weight.inputs) or not int4.runs_on(weight.data.device.index):
         return weight
-    (part,) = weight.parts
-    parts = (part._replace(layout="INT4_FRAGMENTS"),)
-    return Weight(int4.pack_fragments(*unpack(weight)), parts, weight.inputs)
+    units = int4.pack_fragments(*unpack(weight))
+    return Weight(units, (part._replace(layout="INT4_FRAGMENTS"),), weight.inputs)
 
 
 def stack(weights: Iterator[Weight], experts: int) -> Weight:

@@ -179,6 +179,16 @@ def runs_on(index: int) -> bool:
     return not fault
 
 
+def is_fragments(packed: Tensor) -> bool:
+    """Return whether a weight is from `pack_fragments`."""
+    return packed.dtype == torch.uint8
+
+
+def outputs_of(units: Tensor) -> int:
+    """Return N."""
+    return 16 * len(units)
+
+
 def w4a16_fragments(
     x: Tensor,
     units: Tensor,
@@ -190,7 +200,7 @@ def w4a16_fragments(
     """Multiply rows by int4 weights, x W^T, as `ops.weight.w4a16`.
 
     x: [..., K] bfloat16; units: from `pack_fragments`
-    scale, lists: the units have their scales, and are of no expert
+    scale, lists: None: the units have their scales, and are of no expert
     epilogue: "fp32": unrounded; "swiglu": of gate rows above up rows
     squares: [K / 64, M], of `ops.epilogues.UnnormalizedRows`, where x are its values
     Returns: [..., N] in bfloat16 or fp32; [..., N / 2] with SwiGLU.
@@ -207,7 +217,7 @@ def w4a16_fragments(
 
 def _like(x: Tensor, units: Tensor, epilogue: str) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the shape and the type of a result."""
-    width = len(units) * (8 if epilogue == "swiglu" else 16)
+    width = outputs_of(units) // (2 if epilogue == "swiglu" else 1)
     return (*x.shape[:-1], width), torch.float32 if epilogue == "fp32" else x.dtype
 
 
@@ -216,7 +226,7 @@ def _multiply(x: Tensor, units: Tensor, squares: Tensor | None, epilogue: str) -
     index = x.device.index
     device = device_of(index)
     K = x.shape[-1]
-    N = 16 * len(units)
+    N = outputs_of(units)
     shape, dtype = _like(x, units, epilogue)
     y = torch.empty(*shape, dtype=dtype, device=x.device)
     rows = x.contiguous().view(-1, K)

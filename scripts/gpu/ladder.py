@@ -36,6 +36,7 @@ from base.parsing import one_line_errors, option, parse
 from decode import Engine, build_cycles
 from generate import Batch, first_ids, load
 from load import warm_up, with_draft
+from ops import switches
 from ops.library import FAMILIES, PLAIN, set_plain
 from options import DEMO, GenerateConfig, pick_device
 from scripts.bench.row_log import Log
@@ -265,6 +266,7 @@ def ladder(config: LadderConfig) -> None:
     label = {"part": "ladder"}
     for name in ("quant", "inflate", "temperature", "batch_size"):
         label[name] = getattr(config, name)
+    label["int4"] = switches.int4_kernel()
     use_device: Callable[[], object] = torch.cuda.synchronize
     if config.device == "cpu":
         use_device = int

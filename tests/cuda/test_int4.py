@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from helpers import slow
+from linear import Linear
 from ops import weight as weights
 from ops.cuda import int4, nvrtc
 from ops.cuda.launch import TARGETS, Device
 from ops.torch_backend import PART
+from ops.weight import Part, Weight
 
 HERE = Path(__file__).parent
 H100 = TARGETS["90"]
@@ -142,6 +144,48 @@ def test_plans_fit_their_device(device: Device):
                 blocks = plan.blocks * (plan.shared_bytes + int4.RESERVED)
                 assert blocks <= device.shared_bytes + int4.RESERVED, (plan, M, K)
                 assert plan.stages > 0 and plan.rows in int4.HEIGHTS
+
+
+def test_layers_are_packed_for_the_kernel_that_is_asked_for(monkeypatch):
+    """Those that it takes, while loading; of no layer unless `GPT_EAGLE_INT4` says so."""
+
+    def layout_of(N: int, K: int, experts: int = 0) -> str:
+        codes, scale = random_layer(N, K, 32, False)
+        planes = weights.LAYOUTS["INT4_PLANES"].pack(codes, scale)
+        weight = Weight(planes[0], (Part("INT4_PLANES", N, 32),), K, scale=planes[1])
+        if experts:
+            weight = weights.stack(iter([weight] * experts), experts)
+        layer = Linear.of(weight)
+        numbers = weights.decode_codes(codes, scale, 8)
+        assert torch.equal(
+            layer.dequantize(), torch.stack([numbers] * experts) if experts else numbers
+        )
+        return layer.packed[0].layout
+
+    monkeypatch.setattr(int4, "runs_on", lambda index: True)
+    assert layout_of(64, 256) == "INT4_PLANES"
+    monkeypatch.setenv("GPT_EAGLE_INT4", "cuda")
+    assert layout_of(64, 256) == "INT4_FRAGMENTS"
+    assert (
+        layout_of(48, 256) == layout_of(64, 192) == layout_of(64, 256, experts=2) == "INT4_PLANES"
+    )
+    monkeypatch.setattr(int4, "runs_on", lambda index: False)
+    assert layout_of(64, 256) == "INT4_PLANES"
+
+
+def test_a_device_that_cannot_says_why(monkeypatch, capsys):
+    """Too old, or without NVRTC; then Triton's kernels run."""
+    monkeypatch.setattr(int4, "device_of", lambda index: TARGETS["80"]._replace(capability=75))
+    assert not int4.runs_on.__wrapped__(0)
+    assert "has no matmul in bfloat16, so Triton's kernels multiply" in capsys.readouterr().err
+
+    def no_nvrtc(*given):
+        raise RuntimeError("torch has brought no NVRTC")
+
+    monkeypatch.setattr(int4, "device_of", lambda index: H100)
+    monkeypatch.setattr(int4, "_kernel", no_nvrtc)
+    assert not int4.runs_on.__wrapped__(0)
+    assert "note: int4 in CUDA C++: torch has brought no NVRTC, so" in capsys.readouterr().err
 
 
 def test_rows_of_another_type_are_refused():
