@@ -26,8 +26,11 @@ constexpr int INPUTS = 128;      // of a chunk
 constexpr int UNIT = 8 * GROUP + (ZEROS ? 64 : 32);  // bytes of a group
 constexpr int CHUNK = INPUTS / GROUP * UNIT;         // bytes
 constexpr int SLOT = TILES * CHUNK;                  // of a ring (bytes)
-constexpr int UNROLLED = ROWS > 8 ? 1 : BLOCKS == 2 ? 2 : 4;  // more would spill
-constexpr int PAD = 64;  // bytes behind a row of x: two rows then lie in different banks
+// steps of 32 inputs that are unrolled, of groups and inside a group; more would spill
+constexpr int UNROLLED = ROWS > 8 ? 1 : BLOCKS == 2 ? 2 : 4;
+constexpr int INNER = UNROLLED < GROUP / 32 ? UNROLLED : GROUP / 32;
+constexpr int OUTER = UNROLLED / INNER;
+constexpr int PAD = 64;  // bytes between rows of x: neighbours then lie in different banks
 
 enum Epilogue { NONE, FP32, SWIGLU };
 
@@ -96,66 +99,76 @@ struct Slice {
   unsigned row[PLACES];  // bytes from x to this lane's rows and inputs
 };
 
-DEVICE float upper_half(unsigned word) { return __uint_as_float(word & 0xffff0000); }
-
-// total += scale * part, for the group whose scales begin at `at`
-DEVICE void add_scaled(Sums& total, const Sums& part, const char* at, int tile, int g) {
-  float scale[2];  // of outputs g and g + 8
+// what zero is in bfloat16 behind `unpack`, negative and twice, of outputs g and g + 8 in a group
+DEVICE void read_bias(unsigned (&bias)[2], const char* scales, int g) {
+  bias[0] = bias[1] = 0xc308c308;  // -(128 + 8)
   if constexpr (ZEROS) {
-    const uint2 words = *(const uint2*)(at + 8 * g);
-    scale[0] = __uint_as_float(words.x & ~31u);
-    scale[1] = __uint_as_float(words.y & ~31u);
-  } else {
-    const unsigned both = *(const unsigned*)(at + 4 * g);
-    scale[0] = upper_half(both << 16);
-    scale[1] = upper_half(both);
+    const uint2 words = *(const uint2*)(scales + 8 * g);
+    bias[0] = (words.x & 31) * 0x10001 | 0xc300c300;
+    bias[1] = (words.y & 31) * 0x10001 | 0xc300c300;
   }
-#pragma unroll
-  for (int place = 0; place < PLACES; ++place)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      total[tile][place][i] = fmaf(part[tile][place][i], scale[i / 2], total[tile][place][i]);
 }
 
-// total += the product of a slot and 128 inputs of x
-DEVICE void multiply(Sums& total, const char* slot, const char* x, const Slice& slice, int chunk) {
+DEVICE void read_scale(float (&scale)[2], const char* scales, int g) {
+  unsigned upper, lower;  // outputs g + 8 and g
+  if constexpr (ZEROS) {
+    const uint2 words = *(const uint2*)(scales + 8 * g);
+    upper = words.y & ~31u;
+    lower = words.x & ~31u;
+  } else {
+    const unsigned both = *(const unsigned*)(scales + 4 * g);
+    upper = both & 0xffff0000;
+    lower = both << 16;
+  }
+  scale[0] = __uint_as_float(lower);
+  scale[1] = __uint_as_float(upper);
+}
+
+// total += the product of a slot and 128 inputs of x, which begin `at` bytes behind `slice.row`
+DEVICE void multiply(Sums& total, const char* slot, const char* x, const Slice& slice, int at) {
   const int lane = threadIdx.x % 32;
-  const int g = lane / 4;  // outputs g and g + 8 of a tile are this lane's
-  Sums part;
-#pragma unroll UNROLLED
-  for (int k = 0; k < INPUTS; k += 32) {
-    uint4 b[PLACES];  // 8 inputs of a row each
+  const int g = lane / 4;
+#pragma unroll OUTER
+  for (int group = 0; group < INPUTS / GROUP; ++group) {
+    const char* unit = slot + group * UNIT;
+    unsigned bias[TILES][2];
 #pragma unroll
-    for (int place = 0; place < PLACES; ++place) {
-      const uint4* from = (const uint4*)(x + (slice.row[place] + chunk * 2 * INPUTS + 2 * k));
-      b[place] = RESIDENT ? *from : __ldcg(from);  // past the L1 cache
+    for (int tile = 0; tile < TILES; ++tile)
+      read_bias(bias[tile], unit + tile * CHUNK + 8 * GROUP, g);
+    Sums part = {};
+#pragma unroll INNER
+    for (int k = 0; k < GROUP; k += 32) {
+      uint4 b[PLACES];  // 8 inputs of a row each
+#pragma unroll
+      for (int place = 0; place < PLACES; ++place) {
+        const uint4* from = (const uint4*)(x + (slice.row[place] + at + 2 * (group * GROUP + k)));
+        b[place] = RESIDENT ? *from : __ldcg(from);  // past the L1 cache
+      }
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const uint2 words = *(const uint2*)(unit + tile * CHUNK + 8 * k + 8 * lane);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const unsigned word = half ? words.y : words.x;
+          const unsigned a[4] = {unpack<0>(word, bias[tile][0]), unpack<1>(word, bias[tile][1]),
+                                 unpack<2>(word, bias[tile][0]), unpack<3>(word, bias[tile][1])};
+#pragma unroll
+          for (int place = 0; place < PLACES; ++place) {
+            const uint4& of_row = b[place];
+            mma(part[tile][place], a, half ? of_row.z : of_row.x, half ? of_row.w : of_row.y);
+          }
+        }
+      }
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      const char* unit = slot + tile * CHUNK + k / GROUP * UNIT;
-      const char* scales = unit + 8 * GROUP;
-      const uint2 words = *(const uint2*)(unit + k % GROUP * 8 + lane * 8);
-      unsigned bias[2] = {0xc308c308, 0xc308c308};  // -(128 + 8)
-      if constexpr (ZEROS) {
-        const uint2 zeros = *(const uint2*)(scales + 8 * g);
-        bias[0] = (zeros.x & 31) * 0x10001 | 0xc300c300;
-        bias[1] = (zeros.y & 31) * 0x10001 | 0xc300c300;
-      }
-      if (k % GROUP == 0)
+      float scale[2];
+      read_scale(scale, unit + tile * CHUNK + 8 * GROUP, g);
 #pragma unroll
-        for (int place = 0; place < PLACES; ++place)
+      for (int place = 0; place < PLACES; ++place)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) part[tile][place][i] = 0;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const unsigned word = half ? words.y : words.x;
-        const unsigned a[4] = {unpack<0>(word, bias[0]), unpack<1>(word, bias[1]),
-                               unpack<2>(word, bias[0]), unpack<3>(word, bias[1])};
-#pragma unroll
-        for (int place = 0; place < PLACES; ++place)
-          mma(part[tile][place], a, half ? b[place].z : b[place].x, half ? b[place].w : b[place].y);
-      }
-      if ((k + 32) % GROUP == 0) add_scaled(total, part, scales, tile, g);
+        for (int i = 0; i < 4; ++i)
+          total[tile][place][i] = fmaf(part[tile][place][i], scale[i / 2], total[tile][place][i]);
     }
   }
 }
@@ -213,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   char* ring = shared + warp * STAGES * SLOT;
   float* sums = (float*)(shared + WARPS * STAGES * SLOT);  // [WARPS, M, OUTPUTS]
   float* factor = sums + WARPS * M * OUTPUTS;              // [ROWS]
-  char* resident = (char*)(factor + ROWS);                 // [M, 2 K + PAD]
+  char* resident = (char*)(factor + ROWS);                 // [M, 2 K], PAD apart
   const int stride = RESIDENT ? 2 * K + PAD : 2 * K;
   Slice slice;
   slice.first = warp * chunks / WARPS;
@@ -270,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int chunk = 0; chunk < slice.width; ++chunk) {
       wait_for_copies<STAGES - 1>();
       __syncwarp();
-      multiply(total, ring + slot * SLOT, RESIDENT ? resident : x, slice, chunk);
+      multiply(total, ring + slot * SLOT, RESIDENT ? resident : x, slice, 2 * INPUTS * chunk);
       __syncwarp();  // all lanes have read the slot
       fetch(slot);
       slot = slot + 1 == STAGES ? 0 : slot + 1;

@@ -30,10 +30,10 @@ from ops.library import lib
 WARPS = 16
 OUTPUTS = 32  # of a block at a time
 INPUTS = 128  # of a chunk
-PAD = 64  # bytes behind a row of x in shared memory
+PAD = 64  # bytes between rows of x in shared memory
 HEIGHTS = (8, 16, 32)  # rows of x, at most
 EPILOGUES = ("none", "fp32", "swiglu")
-MOST_STAGES = 6
+MOST_STAGES = 3  # of a prototype twice as many were slower (benchmarks/results/2026-11-28-h200)
 RESERVED = 1024  # bytes of shared memory that CUDA keeps for each block
 OLDEST = 80  # capability: `cp.async` and `mma` in bfloat16
 DEPENDENT = 90  # capability: dependent launch
@@ -126,7 +126,7 @@ def plan_int4(M: int, K: int, unit: int, device: Device) -> Int4Plan | None:
             if blocks > 1 and (height > HEIGHTS[0] or device.capability < DEPENDENT):
                 continue
             used_bytes = 4 * (WARPS * OUTPUTS * rows + height)  # of sums
-            used_bytes += rows * (2 * K + PAD) if resident else 0
+            used_bytes += rows * (2 * K + PAD) - PAD if resident else 0
             stage_bytes = WARPS * OUTPUTS // 16 * INPUTS // UNITS[unit][0] * unit
             room_bytes = (device.shared_bytes + RESERVED) // blocks - RESERVED
             stages = min((room_bytes - used_bytes) // stage_bytes, MOST_STAGES)
