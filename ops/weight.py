@@ -65,6 +65,7 @@ lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epil
 lib.define(
     "read_planes(Tensor packed, Tensor scale, Tensor ids, int K, ScalarType dtype) -> Tensor"
 )
+lib.define("w4a16_fragments(Tensor x, Tensor units, str epilogue) -> Tensor")
 lib.define(
     "blocks_a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor"
 )
@@ -223,7 +224,8 @@ def for_decoding(weight: Weight) -> Weight:
     if not int4.fits(weight.outputs, weight.inputs) or not int4.runs_on(weight.data.device.index):
         return weight
     units = int4.pack_fragments(*unpack(weight))
-    return Weight(units, (part._replace(layout="INT4_FRAGMENTS"),), weight.inputs)
+    part = Part("INT4_FRAGMENTS", part.outputs, part.group)
+    return Weight(units, (part,), weight.inputs)
 
 
 def stack(weights: Iterator[Weight], experts: int) -> Weight:
@@ -450,6 +452,18 @@ def w4a16(
     return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists, epilogue)
 
 
+def w4a16_fragments(
+    x: Tensor, units: Tensor, scale: None = None, lists: None = None, epilogue: str = "none"
+) -> Tensor:
+    """Multiply rows by int4 weights in the layout of the kernel in CUDA C++, as `w4a16`.
+
+    x: [..., K] bfloat16; units: from `ops.cuda.int4.pack_fragments`
+    scale, lists: None: the units have their scales, and are of no expert
+    """
+    assert scale is None and lists is None
+    return torch.ops.gpt_eagle.w4a16_fragments(x, units, epilogue)
+
+
 def w8a16(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none"
 ) -> Tensor:
@@ -573,6 +587,21 @@ def _quantized_matmul_fake(
     return empty_product(x, packed, epilogue)
 
 
+def _fragments_cuda(x: Tensor, units: Tensor, epilogue: str) -> Tensor:
+    with torch.cuda.device(x.device):
+        return int4.multiply(x, units, epilogue)
+
+
+lib.impl("w4a16_fragments", int4.multiply_plainly, "CPU")
+lib.impl("w4a16_fragments", _fragments_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::w4a16_fragments", lib=lib)
+def _(x, units, epilogue):
+    shape, dtype = int4.like(x, units, epilogue)
+    return x.new_empty(shape, dtype=dtype)
+
+
 for _name in ("w4a16", "w8a16", "blocks_a16"):
     lib.impl(_name, _quantized_matmul_cuda, "CUDA")
     torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=lib)
@@ -632,7 +661,7 @@ LAYOUTS: dict[str, Layout] = {
         "cuda",
         unpack=lambda data, scale, part, k: int4.unpack_fragments(data),
         decode=partial(decode_codes, half=8),
-        kernel=int4.w4a16_fragments,
+        kernel=w4a16_fragments,
     ),
     "INT8_PLANES": Layout(
         "int8",

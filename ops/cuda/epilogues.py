@@ -252,7 +252,7 @@ def add_product(
     """
     x, _, packed, scale = product
     if int4.is_fragments(packed):
-        delta = int4.w4a16_fragments(x, packed, epilogue="fp32")
+        delta = int4.multiply(x, packed, "fp32")
         if weight is not None:
             return add_unscaled(stream, delta, weight, eps)
         return (stream + delta).to(x.dtype), x.new_empty(0), delta.new_empty(0)
@@ -307,7 +307,7 @@ def rotary_product(
     """
     x, squares, packed, scale = product
     if int4.is_fragments(packed):
-        qkv = int4.w4a16_fragments(x, packed, None, None, "fp32", squares)
+        qkv = int4.multiply(x, packed, "fp32", squares)
         return rotary_cache(qkv.unflatten(-1, (-1, k.shape[3])), rope, k, v, slots, norms)
     cut = cut or plan_of(x, packed, scale, gpu.device, "rotary")
     N, K = sizes_of(packed, form_of(packed, scale).bits)

@@ -13,15 +13,15 @@
 // Options: ROWS 8, 16 or 32, the most rows of x; GROUP 32, 64 or 128 inputs that share a scale;
 // ZEROS 1: with zero points; STAGES of a ring; RESIDENT 1: x lies in shared memory, 0: it is read
 // from L2 for every 32 outputs; BLOCKS that share a multiprocessor; EPILOGUE as below.
-// Trade-off: rows beyond 8 read x again and again, and tensor cores become the bound; the kernel is
-// meant for a token and for chains. Source: Marlin (arXiv 2408.11743) for unpacked operands.
+// Trade-off: more than 16 rows read x again and again, and the kernel is meant for a token and for
+// short chains. Source: Marlin (arXiv 2408.11743) for operands that are unpacked in registers.
 
 constexpr int WARPS = 16;
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILES = 2;         // of 16 outputs, that a block computes at a time
+constexpr int TILES = 2;  // of 16 outputs, that a block computes at a time
 constexpr int OUTPUTS = 16 * TILES;
-constexpr int PLACES = ROWS / 8; // tiles of 8 rows of x
-constexpr int INPUTS = 128;      // of a chunk
+constexpr int PLACES = ROWS / 8;  // tiles of 8 rows of x
+constexpr int INPUTS = 128;  // of a chunk
 // a tile's chunk: for each group its codes, then its scales, in bfloat16 or words with a zero point
 constexpr int UNIT = 8 * GROUP + (ZEROS ? 64 : 32);  // bytes of a group
 constexpr int CHUNK = INPUTS / GROUP * UNIT;         // bytes
@@ -94,8 +94,8 @@ typedef float Sums[TILES][PLACES][4];  // as `mma` leaves them
 
 // Where the chunks of a warp lie, and the rows of x that its lanes read.
 struct Slice {
-  int first;         // chunk
-  int width;         // chunks
+  int first;              // chunk
+  int width;              // chunks
   unsigned row[PLACES];  // bytes from x to this lane's rows and inputs
 };
 
@@ -131,10 +131,6 @@ DEVICE void multiply(Sums& total, const char* slot, const char* x, const Slice& 
 #pragma unroll OUTER
   for (int group = 0; group < INPUTS / GROUP; ++group) {
     const char* unit = slot + group * UNIT;
-    unsigned bias[TILES][2];
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
-      read_bias(bias[tile], unit + tile * CHUNK + 8 * GROUP, g);
     Sums part = {};
 #pragma unroll INNER
     for (int k = 0; k < GROUP; k += 32) {
@@ -147,11 +143,13 @@ DEVICE void multiply(Sums& total, const char* slot, const char* x, const Slice& 
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
         const uint2 words = *(const uint2*)(unit + tile * CHUNK + 8 * k + 8 * lane);
+        unsigned bias[2];
+        read_bias(bias, unit + tile * CHUNK + 8 * GROUP, g);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const unsigned word = half ? words.y : words.x;
-          const unsigned a[4] = {unpack<0>(word, bias[tile][0]), unpack<1>(word, bias[tile][1]),
-                                 unpack<2>(word, bias[tile][0]), unpack<3>(word, bias[tile][1])};
+          const unsigned a[4] = {unpack<0>(word, bias[0]), unpack<1>(word, bias[1]),
+                                 unpack<2>(word, bias[0]), unpack<3>(word, bias[1])};
 #pragma unroll
           for (int place = 0; place < PLACES; ++place) {
             const uint4& of_row = b[place];
@@ -203,7 +201,8 @@ DEVICE float sum_of(const float* sums, int output, int row, int M) {
 // the factor that divides a row's results by the root mean square of K features, for a whole warp
 DEVICE float inverse_rms(const float* squares, int row, int M, int K) {
   float sum = 0;
-  for (int part = threadIdx.x % 32; part < K / 64; part += 32) sum += squares[part * M + row];
+  for (int part = threadIdx.x % 32; part < K / 64; part += 32)
+    sum += __ldcg(squares + part * M + row);
 #pragma unroll
   for (int apart = 1; apart < 32; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
   return rsqrtf(sum / K);
@@ -232,11 +231,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   slice.first = warp * chunks / WARPS;
   slice.width = (warp + 1) * chunks / WARPS - slice.first;
 #pragma unroll
-  for (int place = 0; place < PLACES; ++place)  // rows beyond M read the last one
-    slice.row[place] = min(8 * place + lane / 4, M - 1) * stride + slice.first * 2 * INPUTS + lane % 4 * 16;
+  for (int place = 0; place < PLACES; ++place) {
+    const int row = min(8 * place + lane / 4, M - 1);  // beyond M the last one, to no effect
+    slice.row[place] = row * stride + slice.first * 2 * INPUTS + lane % 4 * 16;
+  }
 
   // the other tile of a pass is the next one, or the up rows' with the same outputs
-  const int other_tile = EPILOGUE == SWIGLU ? passes * chunks : chunks;       // chunks further
+  const int other_tile = EPILOGUE == SWIGLU ? passes * chunks : chunks;  // so many chunks further
   const int next_pass = EPILOGUE == SWIGLU ? chunks : TILES * chunks;
   int ahead = blockIdx.x * next_pass + slice.first;  // the chunk of the weight to be read next
   int read = 0;                                      // chunks of its pass
@@ -265,8 +266,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   if (RESIDENT) {  // a warp's inputs are its own: no barrier of the block
     const int pieces = slice.width * 2 * INPUTS / 16;
     for (int i = lane; i < M * pieces; i += 32) {
+      const int row = i / pieces;
       const int at = slice.first * 2 * INPUTS + i % pieces * 16;
-      *(uint4*)(resident + i / pieces * stride + at) = __ldcg((const uint4*)(x + (long long)(i / pieces) * 2 * K + at));
+      *(uint4*)(resident + row * stride + at) = __ldcg((const uint4*)(x + row * 2 * K + at));
     }
   }
   if (squares)

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from base.io import log_note
 from ops.cuda.driver import Kernel
 from ops.cuda.launch import Device, device_of
 from ops.cuda.nvrtc import cubin_of
-from ops.library import lib
 
 # as in int4.cu
 WARPS = 16
@@ -44,8 +44,6 @@ UNITS = {
     8 * group + 32 * (1 + zeros): (group, zeros) for group in (32, 64, 128) for zeros in (0, 1)
 }
 
-lib.define("w4a16_fragments(Tensor x, Tensor units, Tensor? squares, str epilogue) -> Tensor")
-
 
 # ---------------------------------------------------------------------------------------- weights
 
@@ -56,7 +54,7 @@ def fits(N: int, K: int) -> bool:
 
 
 def pack_fragments(codes: Tensor, scale: Tensor) -> Tensor:
-    """Lay out int4 weights for `w4a16_fragments`.
+    """Lay out int4 weights for `multiply`.
 
     A unit is 16 outputs by a group of K: its codes, 32 of K after 32 of K, then its scales. Lane
     4 g + t of a warp has 8 bytes of each 32, for k = 8 t .. 8 t + 7, the first four first, in the
@@ -103,8 +101,8 @@ class Int4Plan(NamedTuple):
     shared_bytes: int
 
 
-# the first that fits is taken: blocks, whether x is resident, stages at least
-WAYS = ((2, True, 2), (1, True, 2), (1, False, 1))
+# the first that fits is taken: most rows, blocks, whether x is resident, stages at least
+WAYS = ((8, 2, True, 2), (16, 1, True, 2), (32, 1, False, 1))
 
 
 @cache
@@ -119,15 +117,14 @@ def plan_int4(M: int, K: int, unit: int, device: Device) -> Int4Plan | None:
     Returns: None where a device has too little memory.
     """
     wanted = next((height for height in HEIGHTS if height >= M), HEIGHTS[-1])
+    stage_bytes = WARPS * OUTPUTS // 16 * INPUTS // UNITS[unit][0] * unit
     for height in reversed(HEIGHTS[: HEIGHTS.index(wanted) + 1]):
         rows = min(M, height)
-        for blocks, resident, least in WAYS:
-            # more rows take all registers; without dependent launch there is no block to share with
-            if blocks > 1 and (height > HEIGHTS[0] or device.capability < DEPENDENT):
+        for most, blocks, resident, least in WAYS:
+            if height > most or (blocks > 1 and device.capability < DEPENDENT):
                 continue
             used_bytes = 4 * (WARPS * OUTPUTS * rows + height)  # of sums
             used_bytes += rows * (2 * K + PAD) - PAD if resident else 0
-            stage_bytes = WARPS * OUTPUTS // 16 * INPUTS // UNITS[unit][0] * unit
             room_bytes = (device.shared_bytes + RESERVED) // blocks - RESERVED
             stages = min((room_bytes - used_bytes) // stage_bytes, MOST_STAGES)
             if stages >= least:
@@ -158,7 +155,9 @@ def options_of(plan: Int4Plan, unit: int, epilogue: str) -> tuple[str, ...]:
 def _kernel(index: int, options: tuple[str, ...]) -> Kernel:
     """Load a kernel on a device. Raises: RuntimeError where it cannot be compiled."""
     source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    return Kernel(cubin_of(source, str(device_of(index).capability), options), "int4_matmul")
+    cubin = cubin_of(source, str(device_of(index).capability), options)
+    with torch.cuda.device(index):
+        return Kernel(cubin, "int4_matmul")
 
 
 @cache
@@ -189,45 +188,31 @@ def outputs_of(units: Tensor) -> int:
     return 16 * len(units)
 
 
-def w4a16_fragments(
-    x: Tensor,
-    units: Tensor,
-    scale: None = None,
-    lists: None = None,
-    epilogue: str = "none",
-    squares: Tensor | None = None,
-) -> Tensor:
-    """Multiply rows by int4 weights, x W^T, as `ops.weight.w4a16`.
-
-    x: [..., K] bfloat16; units: from `pack_fragments`
-    scale, lists: None: the units have their scales, and are of no expert
-    epilogue: "fp32": unrounded; "swiglu": of gate rows above up rows
-    squares: [K / 64, M], of `ops.epilogues.UnnormalizedRows`, where x are its values
-    Returns: [..., N] in bfloat16 or fp32; [..., N / 2] with SwiGLU.
-    Raises: ValueError for rows in another type.
-    """
-    assert scale is None and lists is None
-    if x.dtype != torch.bfloat16:
-        raise ValueError(
-            f"GPT_EAGLE_INT4=cuda multiplies rows in bfloat16; these are in {x.dtype}: use --set "
-            "dtype=bfloat16, or unset it"
-        )
-    return torch.ops.gpt_eagle.w4a16_fragments(x, units, squares, epilogue)
-
-
-def _like(x: Tensor, units: Tensor, epilogue: str) -> tuple[tuple[int, ...], torch.dtype]:
+def like(x: Tensor, units: Tensor, epilogue: str) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the shape and the type of a result."""
     width = outputs_of(units) // (2 if epilogue == "swiglu" else 1)
     return (*x.shape[:-1], width), torch.float32 if epilogue == "fp32" else x.dtype
 
 
-def _multiply(x: Tensor, units: Tensor, squares: Tensor | None, epilogue: str) -> Tensor:
-    """Launch the kernel, once for as many rows as a block takes. Allocates its result only."""
+def multiply(
+    x: Tensor, units: Tensor, epilogue: str = "none", squares: Tensor | None = None
+) -> Tensor:
+    """Compute `ops.weight.w4a16_fragments`; a launch for as many rows as a block takes.
+
+    Allocates its result, and nothing else; never waits.
+    epilogue, squares: as for `ops.cuda.qmatmul.run_product`
+    Raises: ValueError for rows in another type than bfloat16.
+    """
+    if x.dtype != torch.bfloat16:
+        raise ValueError(
+            f"GPT_EAGLE_INT4=cuda multiplies rows in bfloat16; these are in {x.dtype}: use --set "
+            "dtype=bfloat16, or unset it"
+        )
     index = x.device.index
     device = device_of(index)
     K = x.shape[-1]
     N = outputs_of(units)
-    shape, dtype = _like(x, units, epilogue)
+    shape, dtype = like(x, units, epilogue)
     y = torch.empty(*shape, dtype=dtype, device=x.device)
     rows = x.contiguous().view(-1, K)
     results = y.view(-1, shape[-1])
@@ -254,10 +239,13 @@ def _multiply(x: Tensor, units: Tensor, squares: Tensor | None, epilogue: str) -
     return y
 
 
-def _multiply_plainly(x: Tensor, units: Tensor, squares: Tensor | None, epilogue: str) -> Tensor:
+def multiply_plainly(
+    x: Tensor, units: Tensor, epilogue: str = "none", squares: Tensor | None = None
+) -> Tensor:
+    """Compute `multiply` plainly, with the weights in fp32."""
     codes, scale = unpack_fragments(units)
     groups = codes.float().unflatten(1, (scale.shape[1], -1))
-    if scale.dtype == torch.int32:
+    if scale.dtype == torch.int32:  # with zero points
         groups = groups + 8 - (scale & 31)[..., None]
         scale = (scale & ~31).view(torch.float32)
     y = x.float() @ (groups * scale.float()[..., None]).flatten(1).T
@@ -265,15 +253,5 @@ def _multiply_plainly(x: Tensor, units: Tensor, squares: Tensor | None, epilogue
         y = y * (squares.sum(0) / x.shape[-1]).rsqrt().view(*x.shape[:-1], 1)
     if epilogue == "swiglu":
         gate, up = y.chunk(2, -1)
-        y = torch.nn.functional.silu(gate) * up
+        y = F.silu(gate) * up
     return y if epilogue == "fp32" else y.to(x.dtype)
-
-
-lib.impl("w4a16_fragments", _multiply_plainly, "CPU")
-lib.impl("w4a16_fragments", _multiply, "CUDA")
-
-
-@torch.library.register_fake("gpt_eagle::w4a16_fragments", lib=lib)
-def _(x, units, squares, epilogue):
-    shape, dtype = _like(x, units, epilogue)
-    return x.new_empty(shape, dtype=dtype)

@@ -739,6 +739,6 @@ def matmul(
     epilogue, squares: as for `run_product`
     """
     if int4.is_fragments(packed):
-        return int4.w4a16_fragments(x, packed, None, None, epilogue, squares)
+        return int4.multiply(x, packed, epilogue, squares)
     cut = plan_of(x, packed, scale, device, epilogue)
     return run_product(x, packed, scale, cut, epilogue, squares)

@@ -156,7 +156,7 @@ def make_layer(form: str, N: int, K: int, group: int) -> Layer:
     if form == "int4" and packed.is_cuda and int4.runs_on(packed.device.index):
         codes = ops.cuda.layout.unpack_int4_planes(packed, N, K)
         units = int4.pack_fragments(codes, ops.cuda.layout.unpack_scales(scale, K))
-        peers["cuda"] = lambda x: int4.w4a16_fragments(x, units)
+        peers["cuda"] = lambda x: int4.multiply(x, units)
     return Layer(
         lambda x: product(x, packed, scale),
         lambda x: reference(x, packed, scale),

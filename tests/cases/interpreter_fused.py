@@ -118,8 +118,9 @@ def test_a_product_is_rotated_and_cached(gpu, form, rows, heads, E, normed, spli
     torch.testing.assert_close(got, want, **CLOSE)
 
 
-def test_the_work_behind_int4_in_cuda(gpu):
+def test_the_work_behind_int4_in_cuda(gpu, monkeypatch):
     """Its kernel is the plain one here: what follows it, the norm that it divides by, and a bias."""
+    monkeypatch.setattr(ops.cuda.int4, "multiply", ops.cuda.int4.multiply_plainly)
     close = {"rtol": 1.6e-2, "atol": 2e-2}  # the interpreter cuts bfloat16 off
     H, kv_heads, E, rows, K = 2, 1, 64, 5, 128
     weights = quantized("int4-32", (H + 2 * kv_heads) * E, K)

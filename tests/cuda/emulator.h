@@ -1,10 +1,11 @@
 // A block of threads on a CPU, for a kernel in CUDA C++ with `extern __shared__ char shared[]`.
 //
-// Every thread is a fiber, and gives way where a real one would wait for others. Blocks run one
-// after the other. Shared memory begins as NaN. An asynchronous copy lands at once or when it is
-// waited for, by chance, and until then its place holds NaN. `mma` computes by the tables of the
-// PTX manual. So an early read, a copy into what is still read, and a fragment of another lane are
-// wrong numbers. Not emulated: time, caches, the order of memory between blocks.
+// Every thread is a fiber, and gives way where a real one would wait for others; one warp at a time
+// stands still for some turns. Blocks run one after the other. Shared memory begins as NaN. An
+// asynchronous copy lands at once or when it is waited for, by chance, and until then its place
+// holds NaN. `mma` computes by the tables of the PTX manual. So an early read, a copy into what is
+// still read, a lost barrier and a fragment of another lane are wrong numbers. Not emulated: time,
+// caches, the order of memory between blocks.
 #pragma once
 
 #include <setjmp.h>
@@ -105,11 +106,16 @@ void run_block(int threads) {
   memset(shared, 0xff, sizeof shared);
   arrived = turns = 0;
   count = threads;
-  for (int left = threads; left;) {
-    const int first = chance() * 32 % threads;  // warps in another order each time
+  const Warp* slow = nullptr;  // a warp that stands still for some turns
+  int turns_left = 0;
+  for (int left = threads; left; --turns_left) {
+    if (turns_left == 0) {
+      slow = &warps[chance() % warps.size()];
+      turns_left = 1 + chance();
+    }
     for (int i = 0; i < threads; ++i) {
-      now = &all[(first + i) % threads];
-      if (now->ended) continue;
+      now = &all[i];
+      if (now->ended || now->warp == slow) continue;
       if (!_setjmp(scheduler)) {
         if (now->begun) _longjmp(now->state, 1);
         now->begun = true;
@@ -120,8 +126,8 @@ void run_block(int threads) {
   }
 }
 
-float widened(unsigned bits) {
-  bits <<= 16;
+float half_of(unsigned word, int upper) {  // one of its two bfloat16s
+  const unsigned bits = upper ? word & 0xffff0000 : word << 16;
   float value;
   memcpy(&value, &bits, 4);
   return value;
@@ -133,9 +139,9 @@ void multiply(Warp& warp) {
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 8; ++i)
-      A[i / 2 % 2 * 8 + g][i / 4 * 8 + 2 * t + i % 2] = widened(warp.a[lane][i / 2] >> (i % 2 * 16) & 0xffff);
+      A[i / 2 % 2 * 8 + g][i / 4 * 8 + 2 * t + i % 2] = half_of(warp.a[lane][i / 2], i % 2);
     for (int i = 0; i < 4; ++i)
-      B[i / 2 * 8 + 2 * t + i % 2][g] = widened(warp.b[lane][i / 2] >> (i % 2 * 16) & 0xffff);
+      B[i / 2 * 8 + 2 * t + i % 2][g] = half_of(warp.b[lane][i / 2], i % 2);
   }
   for (int lane = 0; lane < 32; ++lane)
     for (int i = 0; i < 4; ++i) {
@@ -201,11 +207,11 @@ template <int I>
 DEVICE unsigned unpack(unsigned word, unsigned bias) {
   const unsigned fields = (word >> (4 * I) & 0x000f000f) | 0x43004300;
   unsigned both = 0;
-  for (int shift = 0; shift < 32; shift += 16) {
-    const float value = emulator::widened(fields >> shift & 0xffff) + emulator::widened(bias >> shift & 0xffff);
+  for (int upper = 0; upper < 2; ++upper) {
+    const float value = emulator::half_of(fields, upper) + emulator::half_of(bias, upper);
     unsigned bits;
     memcpy(&bits, &value, 4);
-    both |= bits >> 16 << shift;
+    both |= bits >> 16 << (16 * upper);
   }
   return both;
 }
@@ -222,7 +228,11 @@ DEVICE float __uint_as_float(unsigned bits) {
   return value;
 }
 
-DEVICE uint4 __ldcg(const uint4* from) { return *from; }
+template <class T>
+DEVICE T __ldcg(const T* from) {
+  return *from;
+}
+
 DEVICE float rsqrtf(float x) { return 1 / sqrtf(x); }
 DEVICE void let_the_next_kernel_start() {}
 DEVICE void wait_for_the_kernel_in_front() {}
