@@ -17,6 +17,7 @@ from torch import Tensor
 
 # Source: the header of the CUDA driver API
 MOST_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT (percent)
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -80,6 +81,8 @@ class Kernel:
         """Return the shape of a launch. Writes: the kernel's limit of shared memory."""
         if shared_bytes > self.shared_bytes:
             _check(driver().cuFuncSetAttribute(self.function, MOST_SHARED_BYTES, shared_bytes))
+            # kernels that want other shares of the L1 cache cannot run beside each other
+            _check(driver().cuFuncSetAttribute(self.function, CARVEOUT, 100))
             self.shared_bytes = shared_bytes
         attributes = (_Attribute * 2)()
         count = 0
