@@ -80,6 +80,7 @@ class Linear(nn.Module):
         """Put a packed weight in the place of the float one. Writes: the layer. Returns: it."""
         assert (weight.inputs, weight.outputs) == (self.in_features, self.out_features), weight
         assert weight.experts == self.experts, (weight.experts, self.experts)
+        weight = weights.for_decoding(weight)
         self.weight = None
         self.packed = weight.parts
         self.data = weight.data

@@ -24,6 +24,7 @@ OURS = MODULES | FOLDERS
 DATA = (
     "ops/cpu/*.cpp",
     "ops/cpu/*.h",
+    "ops/cuda/*.cu",
     "ops/cuda/measured/*.json",
     "server/*.html",
     "scripts/bench/*.cpp",

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import torch_backend
+from ops.cuda import int4
 from ops.library import cuda_products, lib
 from ops.torch_backend import PART, HeadNorms
 
@@ -129,6 +130,8 @@ def rotary_cache_reference(
 
 
 def _outputs(packed: Tensor) -> int:
+    if int4.is_fragments(packed):
+        return int4.outputs_of(packed)
     return packed.shape[-2]  # of a weight, [N, K], and of codes, [blocks, N, columns]
 
 

@@ -25,7 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import switches
 from ops.cpu.layout import pack_strips, unpack_strips
+from ops.cuda import int4
 from ops.cuda.layout import (
     BLOCK_FORMS,
     COLUMNS,
@@ -63,6 +65,7 @@ lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epil
 lib.define(
     "read_planes(Tensor packed, Tensor scale, Tensor ids, int K, ScalarType dtype) -> Tensor"
 )
+lib.define("w4a16_fragments(Tensor x, Tensor units, str epilogue) -> Tensor")
 lib.define(
     "blocks_a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor"
 )
@@ -208,6 +211,21 @@ def unpack(weight: Weight) -> tuple[Tensor, Tensor]:
     (part,) = weight.parts
     layout = LAYOUTS[part.layout]
     return layout.unpack(weight.data, weight.scale, part, weight.inputs)
+
+
+def for_decoding(weight: Weight) -> Weight:
+    """Return the weight of a layer as the kernel reads it that `GPT_EAGLE_INT4` asks for.
+
+    A weight of other sizes, or of another format, is what it was.
+    """
+    part = weight.parts[0]
+    if switches.int4_kernel() == "triton" or part.layout != "INT4_PLANES" or weight.experts:
+        return weight
+    if not int4.fits(weight.outputs, weight.inputs) or not int4.runs_on(weight.data.device.index):
+        return weight
+    units = int4.pack_fragments(*unpack(weight))
+    part = Part("INT4_FRAGMENTS", part.outputs, part.group)
+    return Weight(units, (part,), weight.inputs)
 
 
 def stack(weights: Iterator[Weight], experts: int) -> Weight:
@@ -434,6 +452,18 @@ def w4a16(
     return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists, epilogue)
 
 
+def w4a16_fragments(
+    x: Tensor, units: Tensor, scale: None = None, lists: None = None, epilogue: str = "none"
+) -> Tensor:
+    """Multiply rows by int4 weights in the layout of the kernel in CUDA C++, as `w4a16`.
+
+    x: [..., K] bfloat16; units: from `ops.cuda.int4.pack_fragments`
+    scale, lists: None: the units have their scales, and are of no expert
+    """
+    assert scale is None and lists is None
+    return torch.ops.gpt_eagle.w4a16_fragments(x, units, epilogue)
+
+
 def w8a16(
     x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None = None, epilogue: str = "none"
 ) -> Tensor:
@@ -557,6 +587,21 @@ def _quantized_matmul_fake(
     return empty_product(x, packed, epilogue)
 
 
+def _fragments_cuda(x: Tensor, units: Tensor, epilogue: str) -> Tensor:
+    with torch.cuda.device(x.device):
+        return int4.multiply(x, units, epilogue)
+
+
+lib.impl("w4a16_fragments", int4.multiply_plainly, "CPU")
+lib.impl("w4a16_fragments", _fragments_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::w4a16_fragments", lib=lib)
+def _(x, units, epilogue):
+    shape, dtype = int4.like(x, units, epilogue)
+    return x.new_empty(shape, dtype=dtype)
+
+
 for _name in ("w4a16", "w8a16", "blocks_a16"):
     lib.impl(_name, _quantized_matmul_cuda, "CUDA")
     torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=lib)
@@ -609,6 +654,14 @@ LAYOUTS: dict[str, Layout] = {
         ),
         partial(decode_codes, half=8),
         kernel=w4a16,
+    ),
+    "INT4_FRAGMENTS": Layout(  # of `for_decoding`
+        "int4",
+        None,
+        "cuda",
+        unpack=lambda data, scale, part, k: int4.unpack_fragments(data),
+        decode=partial(decode_codes, half=8),
+        kernel=w4a16_fragments,
     ),
     "INT8_PLANES": Layout(
         "int8",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import ops.experts
 from ops import torch_backend
+from ops.cuda import int4
 from ops.cuda.launch import SPLIT_TOKENS
 from ops.epilogues import LazyMatmul, UnnormalizedRows
 from ops.library import lib
@@ -201,6 +202,8 @@ def lazy_matmul(
     values, squares = x if isinstance(x, UnnormalizedRows) else (x, None)
     if packed.dim() == 1:  # parts of several types, a launch each
         return None
+    if int4.is_fragments(packed):
+        return LazyMatmul(values, squares, packed, None)
     if scale is None and not _fits_kernel(values, packed):
         return None
     return LazyMatmul(values, squares, packed, scale)

@@ -6,6 +6,9 @@
    heads, rotation and cache. Counters tell it, as in attention.py; equal runs give equal bits.
 3. Sums over features are pairwise, in an order that the code fixes: a compiler's own order depends
    on the tile, and so on the number of rows.
+
+The int4 matmul in CUDA C++ (int4.py) divides by a norm itself, and has a launch of its own for what
+follows it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.cuda import int4
 from ops.cuda.attention import counters, is_last
 from ops.cuda.launch import Device, device_of
 from ops.cuda.layout import form_of
@@ -31,7 +35,7 @@ from ops.cuda.qmatmul import (
     product_tile,
     sizes_of,
 )
-from ops.cuda.rotary import constants_of, rotate_heads
+from ops.cuda.rotary import constants_of, rotary_cache, rotate_heads
 from ops.torch_backend import PART
 
 # `ops.epilogues.LazyMatmul`: x, the sums of squares by which to divide or None, weight, scales
@@ -247,6 +251,11 @@ def add_product(
     cut: None: as planned
     """
     x, _, packed, scale = product
+    if int4.is_fragments(packed):
+        delta = int4.multiply(x, packed, "fp32")
+        if weight is not None:
+            return add_unscaled(stream, delta, weight, eps)
+        return (stream + delta).to(x.dtype), x.new_empty(0), delta.new_empty(0)
     cut = cut or plan_of(x, packed, scale, gpu.device, "add")
     N, K = sizes_of(packed, form_of(packed, scale).bits)
     M = x.numel() // x.shape[-1]
@@ -297,6 +306,9 @@ def rotary_product(
     norms: two weights and epsilon, or (None, None, 0.0); cut: None: as planned
     """
     x, squares, packed, scale = product
+    if int4.is_fragments(packed):
+        qkv = int4.multiply(x, packed, "fp32", squares)
+        return rotary_cache(qkv.unflatten(-1, (-1, k.shape[3])), rope, k, v, slots, norms)
     cut = cut or plan_of(x, packed, scale, gpu.device, "rotary")
     N, K = sizes_of(packed, form_of(packed, scale).bits)
     F = x.shape[-1]

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.cuda import int4
 from ops.cuda.launch import Device, device_of
 from ops.cuda.layout import form_of, inputs_of_block
 from ops.cuda.plans import MAX_SPLITS, key_of, measured_on
@@ -737,5 +738,7 @@ def matmul(
 
     epilogue, squares: as for `run_product`
     """
+    if int4.is_fragments(packed):
+        return int4.multiply(x, packed, epilogue, squares)
     cut = plan_of(x, packed, scale, device, epilogue)
     return run_product(x, packed, scale, cut, epilogue, squares)

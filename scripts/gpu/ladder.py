@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from base.parsing import one_line_errors, option, parse
+from ops import switches
 from ops.switches import FAMILIES
 from options import DEMO, GenerateConfig, pick_device
 from scripts.bench.row_log import Log
@@ -271,6 +272,7 @@ def ladder(config: LadderConfig) -> None:
     label = {"part": "ladder"}
     for name in ("quant", "inflate", "temperature", "batch_size"):
         label[name] = getattr(config, name)
+    label["int4"] = switches.int4_kernel()
     use_device: Callable[[], object] = torch.cuda.synchronize
     if config.device == "cpu":
         use_device = int

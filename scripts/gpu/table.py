@@ -49,9 +49,14 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return Log(str(folder / name), name).rows
 
 
+def weights_of(row: dict[str, Any]) -> str | None:
+    """Name the format of an attempt's weights, and the kernel if it is not the usual one."""
+    return "int4 in CUDA C++" if row.get("int4") == "cuda" else row.get("quant")
+
+
 def title(row: dict[str, Any]) -> str:
     """Name an attempt."""
-    setting = [row.get("quant")]
+    setting = [weights_of(row)]
     if "temperature" in row:
         setting += [f"T = {row['temperature']:g}", f"batch of {row['batch_size']}"]
     parts = (*setting, row["group"], row["name"])
@@ -89,7 +94,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     """Return a rate of the ladder, by the columns of HEAD."""
     numbers = [row[name] for name in ("tokens_per_s", "tau", "draft_ms", "verify_ms", "cycle_ms")]
     texts = [f"{number:.2f}" for number in numbers]
-    setting = [row["quant"], f"{row['temperature']:g}", str(row["batch_size"])]
+    setting = [weights_of(row), f"{row['temperature']:g}", str(row["batch_size"])]
     return [*setting, row["group"], row["name"], *texts, row["fault"] or "none"]
 
 
