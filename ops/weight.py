@@ -221,7 +221,7 @@ def for_decoding(weight: Weight) -> Weight:
     part = weight.parts[0]
     if switches.int4_kernel() == "triton" or part.layout != "INT4_PLANES" or weight.experts:
         return weight
-    if not int4.fits(weight.outputs, weight.inputs) or not int4.runs_on(weight.data.device.index):
+    if not int4.takes(weight.outputs, weight.inputs, weight.data.device.index):
         return weight
     units = int4.pack_fragments(*unpack(weight))
     part = Part("INT4_FRAGMENTS", part.outputs, part.group)

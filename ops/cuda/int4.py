@@ -8,7 +8,7 @@
 
 It has never run on a device: `GPT_EAGLE_INT4=cuda` asks for it, and Triton's (qmatmul.py) is the
 default.
-Not here: experts, biases, rows in other types than bfloat16, layers of odd sizes (`fits`).
+Not here: experts, biases, rows in other types than bfloat16, layers of odd sizes (`takes`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ UNITS = {
 # ---------------------------------------------------------------------------------------- weights
 
 
-def fits(N: int, K: int) -> bool:
-    """Return whether the kernel takes a layer of N outputs and K inputs."""
-    return N % OUTPUTS == 0 and K % INPUTS == 0
-
-
 def pack_fragments(codes: Tensor, scale: Tensor) -> Tensor:
     """Lay out int4 weights for `multiply`.
 
@@ -61,7 +56,7 @@ def pack_fragments(codes: Tensor, scale: Tensor) -> Tensor:
     order `FRAGMENT`; a byte has the code of output g below that of output g + 8. Scales of outputs
     g and g + 8 are neighbours.
 
-    codes: [N, K] int8, -8..7, of sizes that `fits`
+    codes: [N, K] int8, -8..7, of sizes that the kernel `takes`
     scale: [N, K/G] bfloat16, or int32 from `ops.weight.join_zeros`; G: 32, 64 or 128
     Returns: [N / 16, K / G, bytes] uint8, of a size in `UNITS`.
     """
@@ -164,18 +159,32 @@ def _kernel(index: int, options: tuple[str, ...]) -> Kernel:
 def runs_on(index: int) -> bool:
     """Return whether a device runs the kernel; print once the reason if it does not."""
     device = device_of(index)
-    fault = ""
     if device.capability < OLDEST:
-        fault = f"{device.name} has no matmul in bfloat16"
-    else:
-        unit = min(UNITS)
-        try:
-            _kernel(index, options_of(plan_int4(1, INPUTS, unit, device), unit, "none"))
-        except (RuntimeError, OSError) as error:
-            fault = str(error)
-    if fault:
-        log_note(f"int4 in CUDA C++: {fault}, so Triton's kernels multiply")
-    return not fault
+        return _leave_to_triton(f"{device.name} has no matmul in bfloat16")
+    unit = min(UNITS)
+    try:
+        _kernel(index, options_of(plan_int4(1, INPUTS, unit, device), unit, "none"))
+    except (RuntimeError, OSError) as error:
+        return _leave_to_triton(str(error))
+    return True
+
+
+def takes(N: int, K: int, index: int) -> bool:
+    """Return whether a device's kernel takes a layer of N outputs and K inputs.
+
+    It prints once why some layers, or all of them, are left to Triton's kernels.
+    """
+    if N % OUTPUTS or K % INPUTS:
+        rule = f"{OUTPUTS} divides the outputs of a layer, and {INPUTS} its inputs"
+        return _leave_to_triton(f"it takes layers only if {rule}")
+    return runs_on(index)
+
+
+@cache
+def _leave_to_triton(reason: str) -> bool:
+    """Print a reason once. Returns: False."""
+    log_note(f"int4 in CUDA C++: {reason}; Triton's kernels multiply by the rest")
+    return False
 
 
 def is_fragments(packed: Tensor) -> bool:
