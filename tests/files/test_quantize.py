@@ -341,8 +341,9 @@ def saved(short_demo, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
-@each(QUANTS)
+@pytest.mark.parametrize(
+    "quant, dtype", [*((quant, None) for quant in QUANTS), (SMALL[1], torch.float32)], ids=name_of
+)
 def test_saved_and_on_load_are_the_same_bits(short_demo, saved, quant, dtype):
     target_path, head_path = saved(quant)
     ours, theirs = load_model(target_path, dtype), load_model(short_demo, dtype, quant=quant)
@@ -419,8 +420,9 @@ def test_files_have_the_mode_that_the_user_wants(tmp_path, umask):
     assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask} and len(files) > 2
 
 
-@pytest.mark.parametrize("layout", ["single", "sharded", "bin", "tied", "tied-repeated"])
-@each(SMALL)
+@pytest.mark.parametrize("quant, layout", [
+    (SMALL[1], "single"), (SMALL[0], "sharded"), (SMALL[0], "bin"), (SMALL[0], "tied"), (SMALL[1], "tied-repeated"),
+], ids=name_of)  # fmt: skip
 def test_every_layout_can_be_read(tmp_path, quant, layout):
     path = golden_copy(tmp_path / "in", layout)
     out = quantized(path, tmp_path / "out", quant)
@@ -846,8 +848,11 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
 
 
 @OPERATORS
-@pytest.mark.parametrize("environment", [{"CXX": "/nonexistent"}, {"CXX": "", "PATH": ""}], ids=str)
-@each(SMALL)
+@pytest.mark.parametrize(
+    "quant, environment",
+    [*zip(SMALL, [{"CXX": "/nonexistent"}, {"CXX": "", "PATH": ""}])],
+    ids=name_of,
+)
 def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, quant, environment):
     """One line says so, and the loop gives the tokens that the operators give."""
     argv = ["--checkpoint", str(TARGET), "--eagle", str(HEAD), "--quant", quant.format, "--json", "-", "--set", "ignore_eos=true",
