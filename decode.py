@@ -356,7 +356,7 @@ class Cycle:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
         noise = None
         rule = state.sampling.needed(self.mode)
-        if rule is not None and not sampling.may_be(~rule.greedy):
+        if self.mode == SamplingMode.SHAPED and not sampling.may_be(~rule.greedy):
             rule = None  # the target's choice is the best of changed scores
         if rule is not None:
             vocab = self.target.config.vocab_size
