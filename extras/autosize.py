@@ -13,20 +13,23 @@
    they run (`Lookup.expected`). Such a tree runs instead where its tokens are worth more, over its
    time at the average rate.
 4. The time that trees have won or lost against cycles without one is added up, with a small
-   allowance. While the sum is negative, no tree is grown, whatever is expected of it.
+   allowance; what a drafter reads after a rest counts as lost. While the sum is negative, no tree
+   is grown, whatever is expected of it.
 5. A process starts from the measurements of earlier ones (remembered.py). Where these say that no
    tree pays, costs count as little as the rule of thumb, and a probe comes early: the machine may
    have been loaded, which nothing else would show. The first process has the rules of thumb and the
    acceptance measured in the head's training; cycles without a tree set its pace.
 
 Trade-off: one preset for the whole batch, chosen on the host. The choice never changes a token.
-Cycles of other numbers of sequences have other costs, and are learnt apart.
+Cycles of other numbers of sequences have other costs, which are learnt apart; the rest goes along.
 Not here: the cycles of the presets (decode.py), and a drafter at rest (deferred.py).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -69,12 +72,12 @@ MISS_WEIGHT = 2
 # initial cost of a further node, by weight format, between those with AVX-512 and AVX2
 # (benchmarks/RESULTS.md, a pass over n rows)
 NODE = {"none": 0.1, "int8": 0.15, "int4": 0.25, "blocks": 0.18}
-# factor on the expected rate of the next larger tree while it was never measured
-OPTIMISM = 1.1
 # further nodes of the tree whose cost counts as guessed
 GUESSED_NODES = 3
 # weight of a token per cost of 1, the rate of the first cycles
 AVERAGE_WEIGHT = 3.0
+# factor on the price of a lookup's tree, whose expected tokens were picked as the most of several
+PREMIUM = 1.05
 # cycles for which a decision holds; without a tree, while no lookup's runs either, it holds longer,
 # since a pass over all weights leaves a CPU's caches without the policy's code and data
 HOLD = 3
@@ -82,7 +85,7 @@ IDLE_HOLD = 12
 # budget for the first probe of a process that begins without a tree (cycles without one)
 FIRST_BUDGET = 3.0
 # share of the time that probes may lose
-SHARE = 0.007
+SHARE = 0.003
 # least share of its time that a probe is assumed to lose
 LEAST_LOSS = 0.02
 # time that trees may lose against cycles without one: at once (as a cost), and as a share
@@ -132,10 +135,14 @@ class AutoTrees(PresetPolicy):
 
     def _size_for(self, rows: int) -> None:
         """Go by the sizer for cycles of so many sequences. Writes: sizer, sizers."""
-        if self.new_sizer is not None:
-            if rows not in self.sizers:
-                self.sizers[rows] = self.new_sizer(rows)
-            self.sizer = self.sizers[rows]
+        if self.new_sizer is None:
+            return
+        if rows not in self.sizers:
+            self.sizers[rows] = self.new_sizer(rows)
+        before = self.sizer
+        self.sizer = self.sizers[rows]
+        if before not in (None, self.sizer):
+            self.sizer.go_on_from(before)
 
     def next_preset(self, view: View, reads_prompt: bool) -> int:
         self._size_for(len(view.rows))
@@ -147,7 +154,11 @@ class AutoTrees(PresetPolicy):
         return policy
 
     def before_step(self, view: View, preset: int) -> None:
-        self.waiting = read_skipped(view, preset, self.waiting)
+        began = time.perf_counter()
+        waiting = read_skipped(view, preset, self.waiting)
+        if self.sizer and waiting < self.waiting:  # the drafter has caught up
+            self.sizer.charge(time.perf_counter() - began)
+        self.waiting = waiting
 
     def pick_reading(self, limit: int) -> int:
         if self.sizer and self.sizer.rests_while_reading:
@@ -191,8 +202,9 @@ def sizer_of(engine: Engine, timed_s: Sequence[float], lookup: Any, rows: int) -
     if timed_s:
         known.costs = [seconds / timed_s[0] for seconds in timed_s]
         known.seen = [RECALLED] * len(shapes)
-    node = NODE[engine.option("quant")]
-    node *= rows / (1 + (rows - 1) * node)  # a cycle without a tree has one node per sequence
+    # rows cost little until their arithmetic takes as long as reading the weights, then all of it
+    node = rows * NODE[engine.option("quant")]
+    node /= math.hypot(1, node)
     # captured prefills read every prompt, because reading and skipping are two graphs
     smallest = engine.presets[0]
     may_skip_prompts = (
@@ -395,12 +407,44 @@ class Autosizer:
         self.noted: list[tuple[int, float, float, int]] = []  # cycles, not learnt from yet
         self._decide()
         if self.best == 0:
+            self.budget = FIRST_BUDGET * (known.seen[0] > 0)
             known.seen = [min(weight, COST_WEIGHT) for weight in known.seen]
-            self.budget = FIRST_BUDGET
         if known.seen[0] == 0:  # the pace is set without a tree
             self.running = 0
             self.left = HOLD
         self._price()
+
+    def go_on_from(self, other: Autosizer) -> None:
+        """Take what does not depend on the number of sequences from the sizer of the last cycles.
+
+        A cost that was never measured follows from the other's, by the rule of thumb.
+        Writes: means, sums, the costs and misses of `known`.
+        """
+        other._learn_noted()
+        self._learn_noted()
+        self.accepted = [*other.accepted]
+        self.weights = [*other.weights]
+        self.gained = other.gained
+        self.spent = other.spent
+        self.budget = other.budget
+        self.ahead = other.ahead
+        known = self.known
+        theirs = other.known
+        known.miss = theirs.miss
+        known.miss_weight = theirs.miss_weight
+        for preset, seen in enumerate(theirs.seen):
+            if seen and preset and not known.seen[preset]:
+                further = theirs.costs[preset] / theirs.costs[0] - 1
+                known.costs[preset] = known.costs[0] * (1 + further * self.node / other.node)
+                known.seen[preset] = min(seen, COST_WEIGHT)
+        if self.pace:
+            self.left = 0  # decide anew
+
+    def charge(self, seconds: float) -> None:
+        """Count time that only trees need as lost. Writes: ahead, budget."""
+        if self.pace:
+            self.ahead -= seconds / self.pace
+            self.budget -= seconds / self.pace
 
     def tokens(self, preset: int) -> float:
         """Return the expected tokens per sequence and cycle, the bonus included."""
@@ -471,7 +515,8 @@ class Autosizer:
         worth = self.gained / self.spent
         running = self.running
         self.gain = self.tokens(running) - 1 - worth * self.costs[running]
-        self.prices = [(preset, worth * self.costs[preset]) for preset in self.lookups]
+        price = PREMIUM * worth
+        self.prices = [(preset, price * self.costs[preset]) for preset in self.lookups]
 
     def _decide(self) -> None:
         """Set the best preset by expected rate, and the running one: the best or a probe.
@@ -490,8 +535,6 @@ class Autosizer:
         new = max(measured, default=0) + 1  # the next larger tree than any that was measured
         costs = [self.costs[preset] for preset in grown[: new + 1]]
         rates = [self.tokens(preset) / cost for preset, cost in zip(grown, costs)]
-        if new < len(rates):
-            rates[new] *= OPTIMISM
         best = rates.index(max(rates))
         self.best = grown[best]
         self.running = self.best

@@ -245,6 +245,39 @@ def test_a_first_process_runs_vanilla_then_a_probe():
         assert sizer.next(4) > 0
 
 
+def test_a_batch_that_shrinks_does_not_try_trees_anew():
+    """Every number of sequences has a sizer, and the account of what trees have lost goes along."""
+
+    def tried(goes_on: bool) -> int:
+        costs, means = MACHINES["a slow draft"]
+        sizer = None
+        trees = 0
+        for _ in range(10):  # numbers of sequences
+            before = sizer
+            sizer = first_sizer("a slow draft")
+            if goes_on and before:
+                sizer.go_on_from(before)
+            for _ in range(20):
+                preset = sizer.next(4)
+                trees += preset > 0
+                sizer.observe(preset, means[preset], costs[preset], 8)
+        return trees
+
+    assert 0 < tried(True) <= tried(False) / 3
+
+
+def test_what_a_drafter_reads_after_a_rest_counts_as_lost():
+    sizer = first_sizer("every node costs")
+    for _ in range(HOLD):
+        sizer.observe(sizer.next(4), 0.0, 2.0)
+    assert sizer.next(4) > 0
+    before = sizer.ahead
+    sizer.charge(3.0)
+    assert sizer.ahead == before - 1.5, "cycles without a tree"
+    sizer.left = 0
+    assert sizer.next(4) == 0
+
+
 def test_decisions_are_rare_while_no_tree_runs_and_frequent_while_one_does():
     """After each pass over the weights the policy's code has to come from memory again."""
     shapes = [TreeShape(0, 0, 1), TreeShape(1, 1, 2)]  # the second from a lookup
