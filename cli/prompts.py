@@ -23,6 +23,8 @@ from options import DEFAULT, DEMO, GenerateConfig, Sampling
 PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
 OF_A_PROMPT = {*Sampling._fields, "seed"}
+# options that are lists of texts themselves
+LISTS = {f.name for f in fields(GenerateConfig) if f.type == SEVERAL}
 OF_A_CALL = {"max_new_tokens", "num_samples", "stop", *OF_A_PROMPT}
 
 
@@ -201,14 +203,7 @@ def with_options(
     options = by_names(GenerateConfig, options)
     names = ", ".join(sorted(options.keys() - OF_A_CALL))
     require(not names, f"{names} cannot change after load(); load another engine")
-    of_texts = {f.name for f in fields(GenerateConfig) if f.type == SEVERAL}
-    several = {
-        name: value
-        for name, value in options.items()
-        # a list of texts is one value
-        if isinstance(value, (list, tuple))
-        and not (name in of_texts and all(isinstance(text, str) for text in value))
-    }
+    several = {name: value for name, value in options.items() if _is_for_each(name, value)}
     for name, values in several.items():
         require(name in OF_A_PROMPT, f"{name} is one number for all prompts; it is {values!r}")
         fault = f"{name} has {len(values)} values, and there are {count} prompts; give one for each"
@@ -240,6 +235,17 @@ def with_options(
             has_effect = in_a_row or any(need.met(own) for own in owns)
             require(has_effect, f"{f.name} {need.text.replace('--', '')}")
     return config, draws
+
+
+def _is_for_each(name: str, value: Any) -> bool:
+    """Return whether the value of an option is a list with one for each prompt.
+
+    Of an option that is a list of texts itself, it is a list of such lists.
+    """
+    lists = (list, tuple)
+    if name in LISTS:
+        return isinstance(value, lists) and any(isinstance(each, lists) for each in value)
+    return isinstance(value, lists)
 
 
 def for_one_answer(engine: Any, options: dict[str, Any]) -> Any:

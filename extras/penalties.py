@@ -77,7 +77,7 @@ class Penalties(Rescorer):
         self.device = device
         self.tokenizer = tokenizer
         self.ends = torch.zeros(vocab, dtype=torch.bool, device=device)  # [V]
-        self.ends[list(eos_ids)] = True
+        self.ends[[id for id in eos_ids if id < vocab]] = True  # a tokenizer may have more tokens
         self.breakers_of = lru_cache(maxsize=8)(self._breakers)
         self.words_of = lru_cache(maxsize=64)(self._words)
 
@@ -240,7 +240,7 @@ def penalise_repeated(scores: Tensor, texts: Texts, answered: Tensor, rows: Rows
     column = torch.arange(width, device=ids.device)  # [T]
     seen = (ids >= 0) & (column >= width - rows.looked_at[:, None, None])
     counts = seen & (column >= width - answered[:, :, None])
-    # columns of tokens that are not seen repeat the last one, which is
+    # columns whose tokens are not seen repeat the last one, whose token is
     tokens = torch.where(seen, ids, ids[..., -1:])
     places = torch.where(seen, texts.places, texts.places[..., -1:])
     times = pad(torch.zeros_like(ids), (0, 1)).scatter_add_(2, places, counts.long())

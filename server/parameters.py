@@ -339,8 +339,9 @@ class RequestReader:
             asked.pop("repeat_penalty", None)  # the same under both names
         if "logit_bias" in asked:
             asked["logit_bias"] = {id: n for id, n in asked["logit_bias"].items() if n != 0}
-        for name in ("bad_words", "allowed_token_ids") & asked.keys():
-            asked[name] = asked[name] or []
+        for name in ("bad_words", "allowed_token_ids"):
+            if not asked.get(name, True):  # false, or an empty list
+                asked[name] = []
         if isinstance(asked.get("allowed_token_ids"), list):
             ids = map(_as_whole, asked["allowed_token_ids"])
             asked["allowed_token_ids"] = ",".join(map(str, ids))
