@@ -19,9 +19,10 @@ from torch import Tensor
 from base.fields import FLAG, Rule, integer, key, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig, Mtp, Rope
-from models.gguf_names import LAYER, GgufLayout
+from models.gguf_names import GgufLayout
 from models.keys import EXPERTS, FULL, WIDTH, common_fields, read_swiglu_keys, rotary_dim
 from models.mixtral import counts
+from models.qwen import GGUF as QWEN2
 from steps import (
     Add,
     Attend,
@@ -227,7 +228,15 @@ def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
     if inner % values:
         raise ValueError(f"{metadata.path}: ssm.time_step_rank must divide ssm.inner_size")
     head = metadata.size(name("attention.key_length"))
-    return {
+    experts = {}
+    if metadata.get(name("expert_count")):
+        experts = {
+            "num_experts": metadata.size(name("expert_count")),
+            "shared_expert_intermediate_size": metadata.size(
+                name("expert_shared_feed_forward_length")
+            ),
+        }
+    return experts | {
         "linear_num_key_heads": metadata.size(name("ssm.group_count")),
         "linear_num_value_heads": values,
         "linear_key_head_dim": metadata.size(name("ssm.state_size")),
@@ -244,7 +253,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 GGUF = GgufLayout(
-    layer=LAYER
+    layer=QWEN2.layer
     | {
         "post_attention_norm": "post_attention_layernorm",
         "attn_qkv": "linear_attn.in_proj_qkv",
@@ -256,7 +265,8 @@ GGUF = GgufLayout(
     norms_plus_one=True,
     partial_rope=True,
     keys=gguf_keys,
-    changed={
+    changed=QWEN2.changed
+    | {
         "ssm_a": ("linear_attn.A_log", lambda a: (-a.double()).log().float()),  # -exp(A_log)
         "ssm_dt.bias": ("linear_attn.dt_bias", _same),
         "ssm_conv1d.weight": ("linear_attn.conv1d.weight", lambda x: x[:, None]),
