@@ -146,7 +146,8 @@ class HFQwen35:
     linear_value_head_dim: int = key(WIDTH, 128)
     linear_conv_kernel_dim: int = key(integer(TAPS, TAPS), TAPS)
     layer_types: list | None = key(KINDS, None)
-    full_attention_interval: int = key(integer(1, 2**20), 4)  # every so many layers one is full
+    # every so many layers one is full; None: 4, where layer_types are missing
+    full_attention_interval: int | None = key(integer(1, 2**20), None)
     attn_output_gate: bool = key(YES, True)
     attention_bias: bool = key(FLAG, False)
     tiled_heads: bool = key(FLAG, False)  # (ours) true of a GGUF file
@@ -204,14 +205,21 @@ def mixture_fields(hf: HFExperts) -> dict[str, Any]:
 def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
     """Return the layers that are recurrent.
 
-    Raises: ValueError where the list of kinds is of another length, or none is attention.
+    Raises: ValueError where the list of kinds is of another length or in another order than the
+    interval says, or none is attention.
     """
-    every = own.full_attention_interval
-    kinds = own.layer_types or [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    every = own.full_attention_interval or 4
+    regular = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    kinds = own.layer_types or regular
     if len(kinds) != layers:
         raise ValueError(f"layer_types must name all {layers} layers; it names {len(kinds)}")
     if FULL not in kinds:
         raise ValueError(f"layer_types must name {FULL} at least once; it names {LINEAR} alone")
+    if own.full_attention_interval and kinds != regular:
+        raise ValueError(
+            f"full_attention_interval ({every}) and layer_types must name the same layers as "
+            f"{FULL}; correct one of them"
+        )
     return tuple(i for i, kind in enumerate(kinds) if kind == LINEAR)
 
 

@@ -621,6 +621,7 @@ BAD_KEYS = [
     ("hidden_act", "gelu", "hidden_act must be silu"),
     ("layer_types", ["linear_attention"] * 4, "layer_types must name full_attention at least once"),
     ("layer_types", ["full_attention"], "layer_types must name all 4 layers; it names 1"),
+    ("full_attention_interval", 2, "full_attention_interval (2) and layer_types must name the same layers"),
     ("layer_types", ["mamba"] * 4, "layer_types must be a list of"),
     ("linear_conv_kernel_dim", 3, "linear_conv_kernel_dim must be a whole number from 4 to 4"),
     ("linear_num_key_heads", 3, "linear_num_key_heads (3) must divide linear_num_value_heads (4)"),
