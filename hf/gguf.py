@@ -538,11 +538,9 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
     layers = blocks - of_mtp
     head_dim = size("attention.key_length", width // heads)
     kv_heads = size("attention.head_count_kv", heads)
-    experts = 0
-    of_experts = ()  # the width of what is no expert, where a file has none such
-    if metadata.get(key("expert_count")):
-        experts = size("expert_count")
-        of_experts = (metadata.get(key("expert_feed_forward_length")),)
+    experts = size("expert_count") if metadata.get(key("expert_count")) else 0
+    # the width of a dense layer, where a file has none
+    width_of_expert = (metadata.get(key("expert_feed_forward_length")),) if experts else ()
     rotated = size("rope.dimension_count", head_dim)
     value_dim = size("attention.value_length", head_dim)
     fits_embedding = len(embedding) == 2 and embedding[-1] == width
@@ -570,7 +568,7 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": size("feed_forward_length", *of_experts),
+        "intermediate_size": size("feed_forward_length", *width_of_expert),
         "vocab_size": embedding[0],
     }
     return sizes | _experts(size, experts) if experts else sizes
