@@ -197,7 +197,7 @@ SHAPES = {
     "qwen3.5-0.8b": lambda: qwen35(24, 1024, 8, 2, 3584, 248320),
     "lfm2-350m": lambda: lfm2(16, (2, 5, 8, 10, 12, 14), 1024, 16, 8, 4608),
     "lfm2-1.2b": lambda: lfm2(16, (2, 5, 8, 10, 12, 14), 2048, 32, 8, 8192),
-    "gemma4-e2b": lambda: gemma4(10, 5, (3, 4, 9), 75008),  # of 35 layers and 262,144 tokens
+    "gemma4-e2b": lambda: gemma4(10, 5, (4, 9), 75008),  # of 35 layers and 262,144 tokens
     "gpt-oss-20b": lambda: gpt_oss(4, 33536),  # of 24 layers and 201,088 tokens
 }
 
