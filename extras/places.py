@@ -270,6 +270,13 @@ def recipes_of(steps: Sequence[Pair]) -> dict[str, list[TensorRecipe]]:
 
     Raises: ValueError for a step whose weights have no places.
     """
+    for small, _ in steps:
+        has_places = isinstance(small, (Norm, HeadNorm, Route, Project))
+        if not has_places and (small.parameters() or isinstance(small, SplitGate)):
+            raise ValueError(
+                f"models with a step {type(small).__name__} have no stand-ins; use another model, "
+                "or add the places of its weights to `recipes_of` (extras/places.py)"
+            )
     recipes = {}
     for i, (small, large) in enumerate(steps):
         if isinstance(small, Norm):
@@ -290,11 +297,6 @@ def recipes_of(steps: Sequence[Pair]) -> dict[str, list[TensorRecipe]]:
             recipes[f"{small.name}.weight"] = weights * (small.experts or 1)
             if small.bias:
                 recipes[f"{small.name}.bias"] = [vector(write_bias, part) for part in parts]
-        elif small.parameters() or isinstance(small, SplitGate):
-            raise ValueError(
-                f"models with a step {type(small).__name__} have no stand-ins; use another model, "
-                "or add the places of its weights to `recipes_of` (extras/places.py)"
-            )
     return recipes
 
 

@@ -227,6 +227,8 @@ def inflate_target(
     """
     files = open_source(path)
     small = read_config(path, files.config)
+    for i in range(small.n_layers):
+        recipes_of([(step, step) for step in small.layer(i)])  # or an error about such models
     check_fit(small, shape, path)
     config = large_config(files, small, shape, dtype)
     large = read_config(path, config)

@@ -116,6 +116,8 @@ class GgufFile(TensorSource):
         self.readers: dict[str, Callable[[], Tensor]] = {}
         for name in header.tensors:
             self.readers.update(self._readers(name))
+        if self.layout.split:
+            self.readers = self.layout.split(self.readers, self.config)
 
     def _read_header(self) -> Header:
         return read_header(self.path)
@@ -529,6 +531,8 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
     head_dim = size("attention.key_length", width // heads)
     kv_heads = size("attention.head_count_kv", heads)
     experts = size("expert_count") if metadata.get(key("expert_count")) else 0
+    # the width of a dense layer, where a file has none
+    width_of_expert = (metadata.get(key("expert_feed_forward_length")),) if experts else ()
     rotated = size("rope.dimension_count", head_dim)
     value_dim = size("attention.value_length", head_dim)
     fits_embedding = len(embedding) == 2 and embedding[-1] == width
@@ -556,7 +560,7 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": size("feed_forward_length"),
+        "intermediate_size": size("feed_forward_length", *width_of_expert),
         "vocab_size": embedding[0],
     }
     return sizes | _experts(size, experts) if experts else sizes

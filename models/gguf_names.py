@@ -59,6 +59,8 @@ class GgufLayout:
     # a tensor of a layer, with its ending -> Hugging Face's, and the function that makes it; no one
     # is taken from it, whatever it is
     changed: dict[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
+    # (readers by Hugging Face's names, config.json) -> the same; what holds several is split
+    split: Callable[[dict, dict], dict] | None = None
     # divisors of RoPE's frequencies in the file -> further keys of config.json; None: as LLaMA 3's
     rope_keys: Callable[[Any], dict[str, Any]] | None = None
     # (metadata, key of a name) -> further keys of config.json

@@ -19,9 +19,10 @@ from torch import Tensor
 from base.fields import FLAG, Rule, integer, key, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig, Mtp, Rope
-from models.gguf_names import LAYER, GgufLayout
+from models.gguf_names import GgufLayout
 from models.keys import EXPERTS, FULL, WIDTH, common_fields, read_swiglu_keys, rotary_dim
 from models.mixtral import counts
+from models.qwen import GGUF as QWEN2
 from steps import (
     Add,
     Attend,
@@ -145,7 +146,8 @@ class HFQwen35:
     linear_value_head_dim: int = key(WIDTH, 128)
     linear_conv_kernel_dim: int = key(integer(TAPS, TAPS), TAPS)
     layer_types: list | None = key(KINDS, None)
-    full_attention_interval: int = key(integer(1, 2**20), 4)  # every so many layers one is full
+    # every so many layers one is full; None: 4, where layer_types are missing
+    full_attention_interval: int | None = key(integer(1, 2**20), None)
     attn_output_gate: bool = key(YES, True)
     attention_bias: bool = key(FLAG, False)
     tiled_heads: bool = key(FLAG, False)  # (ours) true of a GGUF file
@@ -203,14 +205,21 @@ def mixture_fields(hf: HFExperts) -> dict[str, Any]:
 def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
     """Return the layers that are recurrent.
 
-    Raises: ValueError where the list of kinds is of another length, or none is attention.
+    Raises: ValueError where the list of kinds is of another length or in another order than the
+    interval says, or none is attention.
     """
-    every = own.full_attention_interval
-    kinds = own.layer_types or [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    every = own.full_attention_interval or 4
+    regular = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    kinds = own.layer_types or regular
     if len(kinds) != layers:
         raise ValueError(f"layer_types must name all {layers} layers; it names {len(kinds)}")
     if FULL not in kinds:
         raise ValueError(f"layer_types must name {FULL} at least once; it names {LINEAR} alone")
+    if own.full_attention_interval and kinds != regular:
+        raise ValueError(
+            f"full_attention_interval ({every}) and layer_types must name the same layers as "
+            f"{FULL}; correct one of them"
+        )
     return tuple(i for i, kind in enumerate(kinds) if kind == LINEAR)
 
 
@@ -227,7 +236,15 @@ def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
     if inner % values:
         raise ValueError(f"{metadata.path}: ssm.time_step_rank must divide ssm.inner_size")
     head = metadata.size(name("attention.key_length"))
-    return {
+    experts = {}
+    if metadata.get(name("expert_count")):
+        experts = {
+            "num_experts": metadata.size(name("expert_count")),
+            "shared_expert_intermediate_size": metadata.size(
+                name("expert_shared_feed_forward_length")
+            ),
+        }
+    return experts | {
         "linear_num_key_heads": metadata.size(name("ssm.group_count")),
         "linear_num_value_heads": values,
         "linear_key_head_dim": metadata.size(name("ssm.state_size")),
@@ -244,7 +261,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 GGUF = GgufLayout(
-    layer=LAYER
+    layer=QWEN2.layer
     | {
         "post_attention_norm": "post_attention_layernorm",
         "attn_qkv": "linear_attn.in_proj_qkv",
@@ -256,7 +273,8 @@ GGUF = GgufLayout(
     norms_plus_one=True,
     partial_rope=True,
     keys=gguf_keys,
-    changed={
+    changed=QWEN2.changed
+    | {
         "ssm_a": ("linear_attn.A_log", lambda a: (-a.double()).log().float()),  # -exp(A_log)
         "ssm_dt.bias": ("linear_attn.dt_bias", _same),
         "ssm_conv1d.weight": ("linear_attn.conv1d.weight", lambda x: x[:, None]),

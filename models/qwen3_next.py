@@ -1,20 +1,22 @@
 """Qwen3-Next: Qwen3.5 with experts, whose files have the recurrence's projections by heads of keys.
 
-Not here: its MTP layer, GGUF files.
+GGUF files have that of b and a so, and older ones the other, too. Not here: its MTP layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from base.fields import Rule, integer, key, read_fields
-from models.qwen3_5 import GGUF as GGUF
+from models.qwen3_5 import GGUF as QWEN35_GGUF
 from models.qwen3_5 import WITH_EXPERTS, YES, HFQwen35, Qwen35
+from models.qwen3_5 import gguf_keys as qwen3_5_keys
 from models.qwen3_5 import read_config as read_qwen3_5
 
 NONE = Rule("an empty list", lambda v: v == [])
@@ -92,3 +94,20 @@ def _rows(
         )
     parts = x.unflatten(0, (heads, -1)).split(sizes, 1)
     return torch.cat([parts[i].flatten(0, 1) for i in which])
+
+
+# -------------------------------------------------------------------------------------------- GGUF
+
+
+def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
+    """Return those of Qwen3.5; heads of values are in the order of their heads of keys."""
+    return qwen3_5_keys(metadata, name) | {"tiled_heads": False}
+
+
+GGUF = replace(
+    QWEN35_GGUF,
+    layer=QWEN35_GGUF.layer
+    | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+    split=split_projections,
+    keys=gguf_keys,
+)

@@ -13,8 +13,31 @@
 #include "simd.h"
 #include "weight_layout.h"
 
+#include <type_traits>
+
 namespace matmul {
 namespace {
+
+// Returns two numbers of 16 bits in a word: those of `low` and of `high`.
+inline Ints both_halves(Ints low, Ints high) { return choose(0xffff, low, raised<16>(high)); }
+
+// Reads the integers of two groups. Byte: uint8_t, scales with minima behind them; int8_t, scales.
+// bytes: [2 groups, scales and minima, STRIP]; times, pairs: as in the panel
+template <class Byte>
+inline void open_integers(const Byte* bytes, int32_t* times, int32_t* pairs) {
+  constexpr bool LEAST = std::is_same_v<Byte, uint8_t>;
+  constexpr int64_t OF_GROUP = LEAST ? 2 * STRIP : STRIP;
+  for (int64_t i = 0; i < STRIP; i += LANES) {
+    Ints by[2], of_sums[2];
+    for (int g = 0; g < 2; g++) {
+      const Byte* own = bytes + g * OF_GROUP + i;
+      by[g] = ints_of(own);
+      of_sums[g] = LEAST ? ints_of(own + STRIP) : by[g];
+      store(times + g * STRIP + i, SUMS_IN_16_BITS ? both_halves(by[g], by[g]) : by[g]);
+    }
+    store(pairs + i, both_halves(of_sums[0], of_sums[1]));
+  }
+}
 
 // Reads the header of a superblock of integer scales. first: its first k behind the panel's
 void open_super(const Layout& layout, const uint8_t* header, int64_t first, Panel& panel) {
@@ -22,20 +45,14 @@ void open_super(const Layout& layout, const uint8_t* header, int64_t first, Pane
   float *scale = panel.scale + first / layout.super * STRIP,
         *least = panel.least + first / layout.super * STRIP;
   const uint8_t* bytes = open_halves(layout, header, scale, least);
+  int32_t *times = panel.times + before * STRIP, *pairs = panel.pairs + before / 2 * STRIP;
   for (int64_t i = 0; i < STRIP && layout.has_least; i++) least[i] = -least[i];
-  const auto number = [&](int64_t g, int64_t i, bool least) {
-    const uint8_t byte = bytes[(g * (layout.has_least ? 2 : 1) + least) * STRIP + i];
-    return layout.has_least ? int32_t(byte) : int32_t(int8_t(byte));
-  };
-  for (int64_t g = 0; g < groups; g++)
-    for (int64_t i = 0; i < STRIP; i++) {
-      const int32_t scale = number(g, i, false);
-      panel.times[(before + g) * STRIP + i] = SUMS_IN_16_BITS ? two_halves(scale, scale) : scale;
-    }
-  for (int64_t g = 0; g < groups; g += 2)
-    for (int64_t i = 0; i < STRIP; i++)
-      panel.pairs[(before + g) / 2 * STRIP + i] =
-          two_halves(number(g, i, layout.has_least), number(g + 1, i, layout.has_least));
+  for (int64_t g = 0; g < groups; g += 2, times += 2 * STRIP, pairs += STRIP) {
+    if (layout.has_least)
+      open_integers(bytes + g * 2 * STRIP, times, pairs);
+    else
+      open_integers((const int8_t*)bytes + g * STRIP, times, pairs);
+  }
 }
 
 // sums [M][V] += a group's dot products times its scales. times: of the strip's outputs, from the

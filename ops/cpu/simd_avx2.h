@@ -81,6 +81,12 @@ inline Floats from_f16(const uint16_t* p) {
 inline Floats from_int8(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
+inline Ints ints_of(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+inline Ints ints_of(const int8_t* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
 template <int B> inline Floats signed_byte(Ints v) {
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * B), 24));
 }

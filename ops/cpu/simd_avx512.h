@@ -67,6 +67,12 @@ inline Floats from_f16(const uint16_t* p) {
 inline Floats from_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+inline Ints ints_of(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
+inline Ints ints_of(const int8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
 template <int B> inline Floats signed_byte(Ints v) {
   return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * B), 24));
 }

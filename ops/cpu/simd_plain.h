@@ -143,6 +143,12 @@ inline Floats from_f16(const uint16_t* p) {
 inline Floats from_int8(const int8_t* p) {
   return floats([=](int i) { return float(p[i]); });
 }
+inline Ints ints_of(const uint8_t* p) {
+  return words([=](int i) { return int32_t(p[i]); });
+}
+inline Ints ints_of(const int8_t* p) {
+  return words([=](int i) { return int32_t(p[i]); });
+}
 template <int B> inline Floats signed_byte(Ints v) {
   return floats([=](int i) { return float(int8_t(v.lane[i] >> 8 * B)); });
 }

@@ -39,7 +39,9 @@ NAMES = {  # Hugging Face's -> llama.cpp's; a whole name, or one without its end
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
     "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.experts.down_proj": "ffn_down_exps", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
 
 
@@ -110,6 +112,34 @@ def gguf_tensors(
         for part, tensor in convert(name, value).items():
             tensors[gguf_name(part, names)] = tensor.contiguous().numpy()
     return tensors
+
+
+def of_experts(name: str, value: Tensor) -> dict[str, Tensor]:
+    """What the converter makes of a Qwen's experts: two stacks of gates and ups, the shared one's gate a vector."""
+    if name.endswith("shared_expert_gate.weight"):
+        return {name: value[0]}
+    if name.endswith("experts.gate_up_proj"):
+        halves = zip(("gate_proj", "up_proj"), value.chunk(2, 1))
+        return {name.replace("gate_up_proj", f"{half}.weight"): part for half, part in halves}
+    return {f"{name}.weight" if name.endswith("experts.down_proj") else name: value}
+
+
+def expert_keys(c) -> dict:
+    """The metadata of a Qwen's experts. c: transformers' config"""
+    return {
+        "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok,
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
+    }  # fmt: skip
+
+
+def assert_names_of_package(tensors: dict, architecture: str) -> None:
+    """Compare the names of a file's tensors with those that the package gguf lists."""
+    of_arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[of_arch]}
+    for name in tensors:
+        stem = re.sub(r"\.\d+\.", ".{bid}.", name.removesuffix(".weight").removesuffix(".bias"))
+        assert stem in names, name
 
 
 def metadata_of(model, name: str, further: dict | None = None) -> dict:

@@ -15,8 +15,10 @@ from helpers import slow
 from tiny_models import (
     NAMES,
     assert_same_directory,
+    expert_keys,
     gguf_tensors,
     metadata_of,
+    of_experts,
     refused_keys,
     write,
 )
@@ -41,31 +43,9 @@ def test_directories(tmp_path, case):
     assert_same_directory(tmp_path, random_model(**CASES[case]))
 
 
-GGUF_NAMES = NAMES | {
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}  # fmt: skip
-
-
-def converted(name, value):
-    """The gate of the shared expert is a vector; gate and up of the experts are two stacks."""
-    if name.endswith("shared_expert_gate.weight"):
-        return {name: value[0]}
-    if name.endswith("experts.gate_up_proj"):
-        halves = zip(("gate_proj", "up_proj"), value.chunk(2, 1))
-        return {name.replace("gate_up_proj", f"{half}.weight"): part for half, part in halves}
-    return {f"{name}.weight" if name.endswith("experts.down_proj") else name: value}
-
-
 def write_file(path, model, kinds="F32"):
-    c = model.config
-    further = {
-        "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok,
-        "expert_feed_forward_length": c.moe_intermediate_size,
-        "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
-    }  # fmt: skip
-    metadata = metadata_of(model, "qwen2moe", further)
-    return write(path, metadata, gguf_tensors(model, GGUF_NAMES, converted), kinds)
+    metadata = metadata_of(model, "qwen2moe", expert_keys(model.config))
+    return write(path, metadata, gguf_tensors(model, NAMES, of_experts), kinds)
 
 
 def test_files(tmp_path):

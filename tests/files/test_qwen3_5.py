@@ -31,11 +31,14 @@ from tiny_models import (
     GREEDY,
     IDS,
     NAMES,
+    assert_names_of_package,
     assert_same_directory,
     assert_same_logits,
     by_passes,
+    expert_keys,
     gguf_tensors,
     metadata_of,
+    of_experts,
     refused,
     refused_keys,
     write,
@@ -185,7 +188,10 @@ def tiled(x: torch.Tensor, keys: int, width: int, dim: int = 0) -> torch.Tensor:
 
 
 def file_of(model, further: dict | None = None) -> tuple[dict, dict]:
-    """The metadata and the converter's tensors: value heads in its order, norms with one added, -exp(A_log)."""
+    """The metadata and the converter's tensors: value heads in its order, norms with one added, -exp(A_log).
+
+    The names are those of the package gguf.
+    """
     c = model.config
     keys, width = c.linear_num_key_heads, c.linear_value_head_dim
     both = 2 * keys * c.linear_key_head_dim
@@ -205,7 +211,7 @@ def file_of(model, further: dict | None = None) -> tuple[dict, dict]:
         _, of_state, own = name.partition(".linear_attn.")
         if of_state:
             return {name: changes[own](value)}
-        return {name: value + 1 if "norm" in name else value}
+        return of_experts(name, value + 1 if "norm" in name else value)
 
     own = {
         "rope.dimension_count": int(c.head_dim * c.rope_parameters["partial_rotary_factor"]),
@@ -214,12 +220,21 @@ def file_of(model, further: dict | None = None) -> tuple[dict, dict]:
         "ssm.time_step_rank": c.linear_num_value_heads, "ssm.group_count": c.linear_num_key_heads,
         "full_attention_interval": 4,
     }  # fmt: skip
-    metadata = metadata_of(model, "qwen35", own | (further or {}))
-    return metadata, gguf_tensors(model, GGUF_NAMES, convert)
+    architecture = "qwen35"
+    if hasattr(c, "num_experts"):
+        architecture = "qwen35moe"
+        own |= expert_keys(c)
+        c.intermediate_size = c.moe_intermediate_size
+    metadata = metadata_of(model, architecture, own | (further or {}))
+    if hasattr(c, "num_experts"):  # as in published files
+        del metadata["qwen35moe.feed_forward_length"]
+    tensors = gguf_tensors(model, GGUF_NAMES, convert)
+    assert_names_of_package(tensors, architecture)
+    return metadata, tensors
 
 
 @pytest.mark.parametrize(
-    "case", ["as it is", "as many key heads", "tied", "half of a head is turned"]
+    "case", ["as it is", "as many key heads", "tied", "half of a head is turned", "experts"]
 )
 def test_files(tmp_path, case):
     """llama.cpp (llama-cpp-python 0.3.36) reads a file that is written so, too; its cache is in fp16."""
@@ -228,15 +243,15 @@ def test_files(tmp_path, case):
     assert_same_logits(load_model(path, torch.float32), reference)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_a_file_in_blocks_decodes_trees_as_vanilla(tmp_path, kind):
+@pytest.mark.parametrize("kind, shape", [("Q8_0", {}), ("Q4_0", {}), ("Q8_0", EXPERTS)])
+def test_a_file_in_blocks_decodes_trees_as_vanilla(tmp_path, kind, shape):
 
     def kind_of(name: str) -> str:
         return "F32" if "conv1d" in name else kind
 
-    path = write(tmp_path / "m.gguf", *file_of(random_model()), kind_of)
+    path = write(tmp_path / "m.gguf", *file_of(random_model(**shape)), kind_of)
     target = load_model(path, quant=Quantization(BLOCKS, saved=True))
-    assert all(layer.w2.packed for layer in target.layers)
+    assert shape or all(layer.w2.packed for layer in target.layers)
     vanilla = decode(engine_for(target, RootOnly(), compile=True, **OPTIONS), *PROMPTS).history[:2]
     assert target.fused is not None
     drafted = decode(engine_for(target, Oracle(vanilla, 16, 5), compile=True, **OPTIONS), *PROMPTS)
@@ -605,6 +620,7 @@ BAD_KEYS = [
     ("hidden_act", "gelu", "hidden_act must be silu"),
     ("layer_types", ["linear_attention"] * 4, "layer_types must name full_attention at least once"),
     ("layer_types", ["full_attention"], "layer_types must name all 4 layers; it names 1"),
+    ("full_attention_interval", 2, "full_attention_interval (2) and layer_types must name the same layers"),
     ("layer_types", ["mamba"] * 4, "layer_types must be a list of"),
     ("linear_conv_kernel_dim", 3, "linear_conv_kernel_dim must be a whole number from 4 to 4"),
     ("linear_num_key_heads", 3, "linear_num_key_heads (3) must divide linear_num_value_heads (4)"),

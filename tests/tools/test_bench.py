@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from generate import generate, load
-from helpers import GOLDEN, golden_case, refused
+from helpers import GOLDEN, golden_case, refused, slow
+from hf.checkpoint import BLOCKS, Quantization
 from hf.weights import load_model
 from options import DEMO, ROOT
-from scripts.bench import linear, passes, plot_speed
+from scripts.bench import linear, passes, plot_speed, random_file
 from scripts.bench import papers as bench
 from scripts.bench import peers as bench_peers
 from scripts.bench.llama_peer import LlamaCpp, check_drafted, write_gguf
@@ -28,6 +29,7 @@ from scripts.bench.report import DRAWINGS, explained
 from scripts.bench.row_log import Log
 from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
 from session import Session
+from tiny_models import IDS, by_passes
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
 TASKS = [
@@ -327,6 +329,7 @@ MISTAKES = [
     (bench_peers, "--batch_sizes 1,x", "from 1 on, as 1,4; it is '1,x'"),
     (bench_peers, "--peers llama.cpp:f16", "needs the package llama_cpp; pip install -r scripts/bench/requirements-peers.txt"),
     (passes, "--units none,all", "--units must be among none, hardware, emulation; 'all' is not"),
+    (passes, f"--checkpoint {DEMO} --llama_cpp", "--llama_cpp needs a GGUF file; "),
     (passes, "--rows 1,x", "--rows must be numbers like 1,16,1200; it is '1,x'"),
     (linear, "--units none,all", "--units must be among none, hardware, emulation; all is"),
     (linear, "--shapes 64x576 --kinds Q4_1,Q4_K", "--kinds Q4_K needs inputs in multiples of 256; --shapes has 64x576"),
@@ -611,6 +614,24 @@ def test_whole_passes_are_timed_on_units_of_tiles(monkeypatch, capsys):
     rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines()[-4:]]
     assert rows == [[f" {n} ", f" {unit} "] for n in (1, 2) for unit in ("none", "emulation")]
     assert torch.ops.gpt_eagle.tiles()[1] > configured
+
+
+RANDOM = {
+    "qwen35": (4, 256, 2, 1, 256, 96),
+    "lfm2": (3, (1,), 256, 4, 2, 256),
+    "gemma4": (4, 2, (1, 3), 96),
+    "gpt_oss": (2, 96),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen35", "lfm2", *slow(["gemma4", "gpt_oss"])])
+def test_random_files_are_models_of_their_families(tmp_path, family):
+    """The slow ones have the widths of published models; a shape gives their layers alone."""
+    path = tmp_path / "m.gguf"
+    random_file.write(getattr(random_file, family)(*RANDOM[family]), path)
+    model = load_model(path, quant=Quantization(BLOCKS, saved=True))
+    logits = by_passes(model, IDS, 29)
+    assert logits.isfinite().all() and logits.std() > 0.1
 
 
 def test_one_layer_is_timed_in_every_format(monkeypatch):
