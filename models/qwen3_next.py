@@ -1,6 +1,6 @@
 """Qwen3-Next: Qwen3.5 with experts, whose files have the recurrence's projections by heads of keys.
 
-GGUF files have that of b and a so, and older ones the other, too. Not here: its MTP layer.
+In GGUF files those of b and a lie so, in older ones all of them. Not here: its MTP layer.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _rows(
 
 
 def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
-    """Return those of Qwen3.5; heads of values are in the order of their heads of keys."""
+    """Return Qwen3.5's keys, with heads of values in the order of their heads of keys."""
     return qwen3_5_keys(metadata, name) | {"tiled_heads": False}
 
 

@@ -192,7 +192,7 @@ at::Tensor convolve(const Pass& pass, const float* conv, const at::TensorOptions
           tap = pass.raw(of, at) + first;
           at = of.above(at);
         }
-        float sums[CHUNK] = {};  // no other name is its, so that the loops vectorize
+        float sums[CHUNK] = {};  // of no alias, so that the loops vectorize
         for (int64_t tap = 0; tap < TAPS; tap++) {
           const float* weights = conv + (TAPS - 1 - tap) * pass.channels + first;
           for (int64_t c = 0; c < last - first; c++) sums[c] += taps[tap][c] * weights[c];

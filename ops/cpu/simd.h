@@ -16,7 +16,8 @@
 //   `bits`.
 // add_scaled: acc + scale * v. from_bf16, from_f16: widened numbers of 16 bits.
 // words_of: the same bits as fp32. low_half, high_half: the bfloat16 in either half of a word.
-// ints_of: widened bytes. from_int8: widened signed bytes. signed_byte: byte B of every word, signed and widened.
+// ints_of: widened bytes. from_int8: widened signed bytes. signed_byte: byte B of every word,
+//   signed and widened.
 // transpose: word j of vector i becomes word i of vector j.
 //
 // Constants of the matmuls, by the number of registers: tiles have up to MB rows; those of up to
