@@ -32,7 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from base.io import is_gguf
 from base.parsing import one_line_errors, option, parse
 from options import DEFAULT, GenerateConfig
-from scripts.bench import random_file
+
+# of random_file.py
+SHAPES = ("qwen3.5-0.8b", "lfm2-350m", "lfm2-1.2b", "gemma4-e2b", "gpt-oss-20b")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class PassesConfig:
 
     checkpoint: str = option(
         DEFAULT,
-        f"a Hugging Face directory or a GGUF file; or of {', '.join(random_file.SHAPES)}: random",
+        f"a Hugging Face directory or a GGUF file; or of {', '.join(SHAPES)}: random",
     )
     dtype: str = option("", "default: the checkpoint's", ("float32", "bfloat16", "float16"))
     quant: str = option("none", "round the weights while loading", ("none", "int8", "int4"))
@@ -60,7 +62,7 @@ class PassesConfig:
         unknown = sorted(set(self.units.split(",")) - set(UNITS))
         if unknown:
             raise ValueError(f"--units must be among {', '.join(UNITS)}; {unknown[0]!r} is not")
-        is_file = self.checkpoint in random_file.SHAPES or is_gguf(Path(self.checkpoint))
+        is_file = self.checkpoint in SHAPES or is_gguf(Path(self.checkpoint))
         if self.llama_cpp and not is_file:
             raise ValueError(f"--llama_cpp needs a GGUF file; {self.checkpoint} is none")
         if self.llama_cpp and find_spec("llama_cpp") is None:
@@ -77,6 +79,7 @@ from kv_cache import KVCache, causal_window
 from load import load
 from model import Transformer
 from runtime import replace_fields
+from scripts.bench import random_file
 from scripts.bench.llama_peer import LlamaCpp
 from scripts.bench.measure import environment
 from stats import peak_memory_bytes
