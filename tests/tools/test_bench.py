@@ -629,7 +629,7 @@ def test_random_files_are_models_of_their_families(tmp_path, family):
     """The slow ones have the widths of published models; a shape gives their layers alone."""
     path = tmp_path / "m.gguf"
     random_file.write(getattr(random_file, family)(*RANDOM[family]), path)
-    assert passes.SHAPES == (*random_file.SHAPES,)
+    assert (*random_file.SHAPES,) == passes.SHAPES
     model = load_model(path, quant=Quantization(BLOCKS, saved=True))
     logits = by_passes(model, IDS, 29)
     assert logits.isfinite().all() and logits.std() > 0.1
