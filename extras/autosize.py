@@ -118,6 +118,7 @@ class AutoTrees(PresetPolicy):
         self.sizers: dict[int, Autosizer] = {}
         self.new_sizer: Callable[[int], Autosizer] | None = None
         self.waiting = 0  # cycles since the drafter caught up
+        self.catching_up_s = 0.0  # of this cycle, on the host's clock
 
     def on_engine_ready(self, engine: Engine, time_presets: Callable[[], list[float]]) -> AutoTrees:
         """Learn from now on, and from what earlier processes have learnt.
@@ -156,8 +157,10 @@ class AutoTrees(PresetPolicy):
     def before_step(self, view: View, preset: int) -> None:
         began = time.perf_counter()
         waiting = read_skipped(view, preset, self.waiting)
-        if self.sizer and waiting < self.waiting:  # the drafter has caught up
-            self.sizer.charge(time.perf_counter() - began)
+        self.catching_up_s = 0.0
+        if self.sizer and view.has_parts and waiting < self.waiting:  # it has read, on a CPU
+            self.catching_up_s = time.perf_counter() - began
+            self.sizer.charge(self.catching_up_s)
         self.waiting = waiting
 
     def pick_reading(self, limit: int) -> int:
@@ -175,7 +178,8 @@ class AutoTrees(PresetPolicy):
         if self.sizer:
             live = result.live
             accepted = sum(result.length[seq] for seq in live) / len(live)
-            self.sizer.observe(result.preset, accepted, result.seconds, len(live))
+            seconds = result.seconds - self.catching_up_s
+            self.sizer.observe(result.preset, accepted, seconds, len(live))
 
     def table(self, ran: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
         busiest = max(self.sizers.values(), key=lambda sizer: sizer.cycles, default=None)
