@@ -344,7 +344,7 @@ def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
     ({"min_tokens": -1}, "min_tokens must be at least 0; it is -1"),
     ({"max_tokens": 0}, "max_tokens must be a whole number from 1 to 2147483647; it is 0"),
     ({"max_tokens": -2, "echo": True}, "max_tokens must be a whole number from 0 to 2147483647; it is -2"),
-    ({"prompt": ["a", "b"], "draft_tokens": [0]}, "draft_tokens has 1 numbers, and there are 2 prompts; give one for each"),
+    ({"prompt": ["a", "b"], "draft_tokens": [0]}, "draft_tokens has 1 values, and there are 2 prompts; give one for each"),
     ({"dry_sequence_breakers": [1]}, "dry_sequence_breakers must be texts that are not empty; it is (1,)"),
 ])  # fmt: skip
 def test_samplers_that_cannot_be_are_refused_by_name(reader, body, message):
