@@ -87,7 +87,7 @@ class BlockHead(Transformer):
         if config.transfer_rank:
             self.codes = _token_rows(model.vocab_size, config.transfer_rank)
         if config.correlator:
-            self.correlator = Correlator(config.correlator)
+            self.correlator = Correlator(config.correlator, model, config.levels)
         if config.confidence:
             self.confidence_weight = nn.Parameter(torch.zeros(1, config.confidence))
             bias = nn.Parameter(torch.zeros(1)) if config.confidence_bias else None
@@ -135,13 +135,15 @@ class BlockHead(Transformer):
         return cap * torch.tanh(z / cap) if cap else z
 
     def token_rows(self, tokens: Tensor) -> Tensor:
-        """Return the rows of `score_pairs` for the tokens before: [B, R] int64 -> [B, R, rank]."""
+        """Return the rows of the tokens before for `score_pairs`: [B, R] int64 -> [B, R, rank]."""
         if self.config.selector_rank:
             return self.selector_before(tokens)
         if self.config.markov_rank:
             return self.markov_w1(tokens)
         if self.config.transfer_rank:
             return math.sqrt(self.config.transfer_rank) * self.codes(tokens)
+        if self.config.correlator:  # which has scored them all
+            return tokens
         return self.norm.weight.new_zeros(*tokens.shape, 0)
 
     def score_pairs(
@@ -363,11 +365,11 @@ class Lattice(NamedTuple):
     """The best tokens of all levels, and the tokens before a level."""
 
     ids: Tensor  # [B, S, K] int64
-    edges: Tensor  # [B, S, K, K] fp32, of the correlator
+    pairs: Tensor  # [B, S, K, K] fp32, of the correlator
     before: Tensor  # [B, R] int64, the frontier's tokens
 
 
-class LatticeDrafter(BlockDrafter):
+class LatticeDrafter(SparkDrafter):
     """Scores pairs of the best tokens of neighbouring levels by a correlator (LiLiCorr)."""
 
     def init(self, batch: int, slots: int) -> LatticeState:
@@ -383,29 +385,19 @@ class LatticeDrafter(BlockDrafter):
     def root_output(self, state: LatticeState, inputs: DraftInputs) -> tuple[Lattice, Tensor]:
         hidden = self.run_block(state, inputs)  # [B, S, F]
         z = self.head.score(hidden, self.lm_head)
-        best, ids = z.topk(self.head.config.correlator.top)  # [B, S, K]
+        best, ids = z.topk(self.head.config.correlator.lilicorr_candidate_topk)  # [B, S, K]
         log_probs = best - z.logsumexp(-1, keepdim=True)
         embedded = self.head.embedding(ids)  # [B, S, K, F]
         anchor = state.anchor[:, 0] * (state.length > 0)[:, None]
-        edges = self.head.correlator(embedded, log_probs, hidden, anchor)
-        return Lattice(ids, edges, inputs.text.root[:, None]), inputs.text.pos
-
-    def forward_nodes(
-        self,
-        state: LatticeState,
-        frontier: Frontier,
-        out: Lattice,
-        positions: Tensor,
-        window: Window,
-    ) -> Lattice:
-        return replace_fields(out, before=frontier.tokens)
+        pairs = self.head.correlator(embedded, log_probs, hidden, anchor)
+        return Lattice(ids, pairs, inputs.text.root[:, None]), inputs.text.pos
 
     def logits_of(self, out: Lattice, level: int) -> Tensor:
         """Score the children of each node: [B, R, V].
 
         Behind a token outside of the lattice, all tokens in it have the same score.
         """
-        pairs = out.edges[:, level]  # [B, K, K]
+        pairs = out.pairs[:, level]  # [B, K, K]
         if level:
             is_before = out.before[:, :, None] == out.ids[:, level - 1, None]  # [B, R, K]
             pairs = is_before.float() @ pairs

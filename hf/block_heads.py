@@ -12,8 +12,8 @@ layers of the target, and `hidden_norm` behind it. `read_keys` puts their keys s
 - LiLiCorr: a correlator of the best tokens (`lilicorr`), with DFlash2's convolutions or without.
 Sources: the official code of JetSpec and DeepSpec; z-lab/dflash, dflash/model.py @10129599; the
 package speculators 0.9.0, models/dflash, dspark and dflash2; sgl-project/SpecForge @a6b6b02,
-`DSparkDraftModel`, and @64ab5ca, `DSpineDraftModel`; NVIDIA/Model-Optimizer @0371364,
-`LiLiCorrExporter`. Not here: modules (extras/block_draft.py).
+`DSparkDraftModel`, and @64ab5ca, `DSpineDraftModel`; LiLiCorr's: models/correlator.py.
+Not here: modules (extras/block_draft.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from hf.heads import (
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
 from models.block_head import BlockModel
-from models.correlator import Correlator, CorrelatorConfig
+from models.correlator import Correlator, HFCorrelator
 from models.keys import FULL, SLIDING, HFConfig, HFSwiGLU
 
 TAPS = Rule(
@@ -124,21 +124,6 @@ class HFBlockHead(HFHead):
 
 
 @dataclass(frozen=True)
-class HFCorrelator:
-    """The keys of LiLiCorr. None has a default: the weights do not tell all of them."""
-
-    lilicorr_candidate_topk: int = key(SIZE)
-    lilicorr_hidden_size: int = key(integer(0, 2**20))  # 0: the drafter's
-    lilicorr_num_layers: int = key(integer(1, 256))
-    lilicorr_num_heads: int = key(SIZE)
-    lilicorr_mlp_ratio: float = key(positive(1e3))
-    lilicorr_factor_dim: int = key(SIZE)
-    lilicorr_vector_eps: float = key(positive(0.5))
-    lilicorr_logit_scale: float = key(positive(1e6))
-    lilicorr_enabled: bool = key(YES, True)
-
-
-@dataclass(frozen=True)
 class HFNestedBlockHead:
     """The keys with keys of their own, and those of speculators with other names."""
 
@@ -169,7 +154,7 @@ class BlockConfig:
     selector_rank: int = 0  # 0: no selector
     selector_top: int = 0  # tokens of a level that it chooses among
     transfer_rank: int = 0  # numbers of a token's code, as in its layers
-    correlator: CorrelatorConfig | None = None
+    correlator: HFCorrelator | None = None
     markov_rank: int = 0  # 0: no bias
     markov_gated: bool = False  # the level's state gates the row of the token before
     confidence: int = 0  # inputs of the confidence; 0: none
@@ -343,36 +328,24 @@ def _read_layers(path: Path, keys: dict, hf: HFBlockHead, tensors: set[str]) -> 
     )
 
 
-def _read_correlator(keys: dict, hf: HFBlockHead, model: BlockModel) -> CorrelatorConfig | None:
+def _read_correlator(keys: dict, hf: HFBlockHead, model: BlockModel) -> HFCorrelator | None:
     """Read the settings of LiLiCorr's correlator, if there is one. Raises: ValueError."""
     named = any(name.startswith("lilicorr_") for name in keys)
     if not named and hf.projector_type != "lilicorr":
         return None
-    own = read_fields(keys, HFCorrelator)
-    width = own.lilicorr_hidden_size or model.dim
-    if width % own.lilicorr_num_heads:
+    found = read_fields(keys, HFCorrelator)
+    width = found.lilicorr_hidden_size or model.dim
+    heads = found.lilicorr_num_heads
+    if width % heads:
         raise ValueError(
-            f"lilicorr_num_heads must divide lilicorr_hidden_size ({width}); "
-            f"it is {own.lilicorr_num_heads}"
+            f"lilicorr_num_heads must divide lilicorr_hidden_size ({width}); it is {heads}"
         )
-    if own.lilicorr_candidate_topk > model.vocab_size:
+    top = found.lilicorr_candidate_topk
+    if top > model.vocab_size:
         raise ValueError(
-            f"lilicorr_candidate_topk must be at most vocab_size ({model.vocab_size}); "
-            f"it is {own.lilicorr_candidate_topk}"
+            f"lilicorr_candidate_topk must be at most vocab_size ({model.vocab_size}); it is {top}"
         )
-    return CorrelatorConfig(
-        dim=model.dim,
-        width=width,
-        layers=own.lilicorr_num_layers,
-        heads=own.lilicorr_num_heads,
-        hidden=int(width * own.lilicorr_mlp_ratio),
-        factors=own.lilicorr_factor_dim,
-        levels=hf.block_size - 1,
-        top=own.lilicorr_candidate_topk,
-        scale=own.lilicorr_logit_scale,
-        vector_eps=own.lilicorr_vector_eps,
-        norm_eps=model.norm_eps,
-    )
+    return found
 
 
 def read_vocab(files: TensorSource, config: BlockConfig, device: torch.device) -> DraftVocab | None:
@@ -491,7 +464,8 @@ def block_names(config: BlockConfig) -> dict[str, tuple[str, ...]]:
         names |= layer_names("", last, config.model.injected(), config.model.names)
     if config.correlator:
         with torch.device("meta"):
-            parts = dict(Correlator(config.correlator).named_parameters())
+            correlator = Correlator(config.correlator, config.model, config.levels)
+        parts = [name for name, _ in correlator.named_parameters()]
         names |= {f"correlator.{name}": (f"lilicorr.{name}",) for name in parts}
     if config.selector_rank:
         names |= {

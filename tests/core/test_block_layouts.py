@@ -366,22 +366,22 @@ def write_lilicorr(path: Path, changes: dict | None = None, **tensors) -> Path:
 
 
 def test_lilicorr_scores_the_lattice(tmp_path):
-    """The edges of the official module on the same candidates, and its greedy path."""
+    """The pairs of the official module on the same candidates, and its greedy path."""
     drafter = drafter_of(write_lilicorr(tmp_path / "head"))
     official = recorded("lilicorr")
     for number, (state, inputs) in enumerate(drafts(drafter)):
         out, _ = drafter.root_output(state, inputs)
         assert torch.equal(out.ids[0], official["candidates"][number])
-        assert (out.edges[0, 0] - official["start"][number]).abs().max() < 1e-4
-        assert (out.edges[0, 1:] - official["pairs"][number]).abs().max() < 1e-4
+        assert (out.pairs[0, 0] - official["start"][number]).abs().max() < 1e-4
+        assert (out.pairs[0, 1:] - official["pairs"][number]).abs().max() < 1e-4
         path = drafter.propose(state, inputs).tokens[0, 1:]
         assert path.tolist() == official["tokens"][number].tolist()
     alone, _ = drafter.root_output(state._replace(anchor=torch.zeros(1, 1, 64)), inputs)
-    assert (alone.edges[0, 1:] - official["pairs.alone"]).abs().max() < 1e-4
-    assert (alone.edges - out.edges).abs().max() > 0.1
+    assert (alone.pairs[0, 1:] - official["pairs.alone"]).abs().max() < 1e-4
+    assert (alone.pairs - out.pairs).abs().max() > 0.1
 
 
-def test_the_nodes_of_a_level_have_their_own_edges(tmp_path):
+def test_the_nodes_of_a_level_have_their_own_scores(tmp_path):
     """Of a tree with fewer levels, too. Behind a token outside of the lattice all of its tokens have one score."""
     drafter = drafter_of(write_lilicorr(tmp_path / "head"), StaticTree.chain(2))
     state, inputs = next(drafts(drafter))
@@ -390,7 +390,7 @@ def test_the_nodes_of_a_level_have_their_own_edges(tmp_path):
     tokens = torch.tensor([[int(out.ids[0, 0, 3]), outside]])
     out = drafter.forward_nodes(state, SimpleNamespace(tokens=tokens), out, None, None)
     z = drafter.logits_of(out, 1)[0]
-    assert torch.equal(z[:, out.ids[0, 1]], torch.stack((out.edges[0, 1, 3], torch.zeros(4))))
+    assert torch.equal(z[:, out.ids[0, 1]], torch.stack((out.pairs[0, 1, 3], torch.zeros(4))))
     assert (z > -1e29).sum() == 8
 
 
