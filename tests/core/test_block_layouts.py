@@ -595,6 +595,7 @@ def test_dspark_in_a_gguf_file_predicts_from_its_root(tmp_path):
     ("dflash2", {"conv_group_size": 0}, {}, "conv_group_size must be 1 to"),
     ("dspark", {}, {"blk.0.attn_sinks.weight": torch.zeros(4)}, r"1 unexpected weight\(s\): blk.0.attn_sinks"),
     ("dspark", {}, {"layer_fusion": torch.zeros(2, 5)}, r"1 unexpected weight\(s\)"),
+    ("dflash", {}, {"lilicorr.same_slot_bias": torch.zeros(4)}, r"1 unexpected weight\(s\): lilicorr.same_slot_bias"),
     ("dflash", {"attention.scale": 2.0}, {}, "attention.scale is 2.0, which is not supported"),
     ("dflash", {"target_layers": [1, 2, 4, 5, 9]}, {}, "target_layer_ids must ascend"),
     ("dflash", {"target_layers": []}, {}, "metadata dflash.target_layers is missing"),
